@@ -1,0 +1,82 @@
+"""Ways to run one worker: in a Docker container, in a memory cgroup, or as a plain process.
+
+An isolation starts a worker and gives back a ``Running``: a channel to talk to it, the host pid
+and the cgroup to watch (None where they cannot be seen), and a ``close`` that leaves nothing
+behind. All limits are set here, all of them before the worker's first instruction.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from harness.cell import Job
+from harness.isolation.channel import Channel
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How a worker ended. ``signal`` is the one that ended it; ``oom_killed`` is the engine's word."""
+
+    code: int | None
+    signal: int | None = None
+    oom_killed: bool = False
+
+
+class Running(Protocol):
+    """A started worker.
+
+    Attributes:
+        channel: its events come from here, acknowledgements go there.
+        pid: the worker's pid in the parent's namespace, or None where it cannot be seen.
+        cgroup: the folder of its memory cgroup, or None.
+        unseen: why pid or cgroup is None, for the record; empty where both are there.
+    """
+
+    channel: Channel
+    pid: int | None
+    cgroup: Path | None
+    unseen: str
+
+    def wait(self, timeout_s: float) -> Exit:
+        """Return how the worker ended; raises TimeoutError where it still runs after that time."""
+        ...
+
+    def kill(self) -> None:
+        """End the worker now, and its children; returns without waiting."""
+        ...
+
+    def close(self) -> None:
+        """End what still runs and remove every trace. Always called, may be called twice."""
+        ...
+
+
+class Isolation(Protocol):
+    """One way to run workers.
+
+    Attributes:
+        name: "docker", "cgroup" or "process".
+        limits: whether it can hold a RAM limit.
+    """
+
+    name: str
+    limits: bool
+
+    def check(self) -> None:
+        """Raise IsolationUnavailable, with the repair, where this machine cannot run cells so."""
+        ...
+
+    def prepare(self) -> None:
+        """Do the slow work that all cells share (build the image, say), with progress."""
+        ...
+
+    def start(self, job: Job) -> Running:
+        """Start one worker for this job, limited as its cell says."""
+        ...
+
+    def remove_stale(self) -> list[str]:
+        """Remove what dead runs left behind; returns one line for each thing removed."""
+        ...
+
+    def describe(self) -> dict[str, str]:
+        """Return what the record's environment says of this isolation, such as its version."""
+        ...

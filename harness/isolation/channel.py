@@ -1,0 +1,90 @@
+"""The line between parent and worker: events come, acknowledgements go, chatter is kept apart.
+
+The worker writes events to its original standard output, one line each, and points file
+descriptor 1 at standard error, so that a strategy that prints cannot garble them.
+"""
+
+import os
+import select
+import time
+from typing import Protocol
+
+CHATTER_KEPT_BYTES = 64 * 1024
+
+
+class Channel(Protocol):
+    """What the parent holds of a worker's standard streams."""
+
+    chatter: bytes
+    """The last 64 KiB of what the worker and its strategy printed."""
+
+    def receive(self, timeout_s: float) -> bytes | None:
+        """Return the next event line, or None at the end; raises TimeoutError."""
+        ...
+
+    def send(self, line: bytes) -> None:
+        """Write to the worker; a worker that is gone is no error here, its exit tells."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class LineBuffer:
+    """Bytes in, whole lines out. A torn last line is dropped: its writer was killed."""
+
+    def __init__(self) -> None:
+        self._pending = b""
+        self._lines: list[bytes] = []
+
+    def feed(self, data: bytes) -> None:
+        *lines, self._pending = (self._pending + data).split(b"\n")
+        self._lines.extend(lines)
+
+    def pop(self) -> bytes | None:
+        return self._lines.pop(0) if self._lines else None
+
+
+class PipeChannel:
+    """A channel over three pipes."""
+
+    def __init__(self, stdin: int, stdout: int, stderr: int) -> None:
+        self._stdin, self._stdout, self._stderr = stdin, stdout, stderr
+        self._open = [stdout, stderr]
+        self._lines = LineBuffer()
+        self.chatter = b""
+
+    def receive(self, timeout_s: float) -> bytes | None:
+        deadline = time.monotonic() + timeout_s
+        while (line := self._lines.pop()) is None:
+            if self._stdout not in self._open:
+                self._drain_chatter()
+                return None
+            ready, _, _ = select.select(self._open, [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise TimeoutError
+            for descriptor in ready:
+                self._read(descriptor)
+        return line
+
+    def send(self, line: bytes) -> None:
+        try:
+            os.write(self._stdin, line)
+        except BrokenPipeError:
+            pass
+
+    def close(self) -> None:
+        for descriptor in (self._stdin, self._stdout, self._stderr):
+            os.close(descriptor)
+
+    def _read(self, descriptor: int) -> None:
+        data = os.read(descriptor, 65536)
+        if not data:
+            self._open.remove(descriptor)
+        elif descriptor == self._stdout:
+            self._lines.feed(data)
+        else:
+            self.chatter = (self.chatter + data)[-CHATTER_KEPT_BYTES:]
+
+    def _drain_chatter(self) -> None:
+        while self._stderr in self._open and select.select([self._stderr], [], [], 0)[0]:
+            self._read(self._stderr)

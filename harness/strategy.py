@@ -1,0 +1,42 @@
+"""What a strategy sees. A strategy is one file with a function ``load(job: Load) -> Module``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:  # only for the types: reading a strategy's constants must not import torch
+    import torch
+
+
+class Load(Protocol):
+    """One load to perform: where from, where to, and what with.
+
+    Attributes:
+        checkpoint: the file, or the folder for formats of many files.
+        device: where every parameter and buffer must end.
+        dtype: what every floating-point parameter and buffer must end as.
+        options: the cell's options for this strategy, from a suite's YAML.
+    """
+
+    checkpoint: Path
+    device: torch.device
+    dtype: torch.dtype
+    options: Mapping[str, Any]
+
+    def build_model(self) -> torch.nn.Module:
+        """Build the model, with its own initialisation, on the device of the context."""
+        ...
+
+    def reset_buffers(self, model: torch.nn.Module) -> None:
+        """Give every non-persistent buffer the value that its constructor gives it.
+
+        Such buffers are in no checkpoint: whoever builds on the meta device loses them.
+        """
+        ...
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Measure what runs inside as a phase of this name. Phases do not nest."""
+        ...

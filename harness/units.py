@@ -1,0 +1,69 @@
+"""Sizes as text and as integer bytes: whatever is printed here can be parsed here."""
+
+import re
+from typing import Final
+
+from harness.errors import ConfigError
+
+KIB: Final = 1024
+MIB: Final = 1024**2
+GIB: Final = 1024**3
+TIB: Final = 1024**4
+
+_SUFFIXES: Final = (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB))
+_FACTORS: Final = {"": 1, "b": 1} | {
+    spelling: factor for name, factor in _SUFFIXES for spelling in (name.lower(), name[0].lower())
+}
+_SIZE: Final = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[A-Za-z]*)\s*")
+
+
+def parse_bytes(text: str) -> int:
+    """Return the size that ``text`` names, in bytes: "8g", "8GiB", "6500m", "1.5 GiB", "4096".
+
+    Suffixes are powers of 1024. "GB" is refused: some tools mean 1000**3 by it, some 1024**3.
+
+    Raises:
+        ConfigError: no number, an unknown unit, or less than one byte.
+    """
+    match = _SIZE.fullmatch(text)
+    unit = match["unit"].lower() if match else ""
+    if match and unit in {"kb", "mb", "gb", "tb"}:
+        clear = f"{match['number']}{unit[0].upper()}iB"
+        raise ConfigError(
+            f"{text!r} is ambiguous: {unit.upper()} is 1000-based for some tools and 1024-based for others",
+            f"write {clear} (1024-based), or the number of bytes",
+        )
+    if match is None or unit not in _FACTORS:
+        raise ConfigError(
+            f"cannot read {text!r} as a size", "write a size such as 8GiB, 8g, 6500m or 4096"
+        )
+    size = round(float(match["number"]) * _FACTORS[unit]) if "." in match["number"] else (
+        int(match["number"]) * _FACTORS[unit]
+    )
+    if size < 1:
+        raise ConfigError(f"{text!r} is less than one byte", "write a size such as 8GiB or 6500m")
+    return size
+
+
+def format_bytes(size: int, *, digits: int = 3) -> str:
+    """Return ``size`` in the largest unit that it fills, with ``digits`` decimals: "6.290 GiB"."""
+    for suffix, factor in _SUFFIXES:
+        if abs(size) >= factor:
+            return f"{size / factor:.{digits}f} {suffix}"
+    return f"{size} B"
+
+
+def format_exact(size: int) -> str:
+    """Return ``size`` in the largest unit that divides it, so that nothing is lost: "6500MiB"."""
+    for suffix, factor in _SUFFIXES:
+        if size and size % factor == 0:
+            return f"{size // factor}{suffix}"
+    return f"{size}B"
+
+
+def format_seconds(nanoseconds: int) -> str:
+    """Return a duration in seconds with three significant digits or milliseconds: "1.52 s"."""
+    seconds = nanoseconds / 1e9
+    if seconds >= 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds:.{1 if seconds >= 10 else 2}f} s"
