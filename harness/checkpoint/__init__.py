@@ -1,0 +1,1 @@
+"""Checkpoints on disk: formats, offsets, making, splitting, and manifests with checksums."""

@@ -1,0 +1,53 @@
+"""What parent and worker say to each other: one JSON object a line, in both directions.
+
+The parent sends the job first, then one empty line for each mark that it has taken. The worker
+sends events; each is one ``write()``, so that a kill loses at most the line being written.
+
+=============  ==============================================================  ===========
+event          fields                                                          acknowledged
+=============  ==============================================================  ===========
+baseline       t_ns, memory, import_ns, environment                            yes
+begin          name, t_ns                                                      no
+phase          all fields of ``Phase`` but peak_cgroup_bytes                   yes
+loaded         load_ns                                                         no
+ready          ready_ns, touch_ns, marks_ns, model_bytes                       no
+failed         outcome, message                                                no
+done           first_use_ns, marks_ns                                          no
+=============  ==============================================================  ===========
+"""
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from harness.cell import Cell, Job, ModelSpec
+
+ACKNOWLEDGEMENT = b"\n"
+
+
+def encode_job(job: Job) -> bytes:
+    """Return the job as the line that a worker reads first."""
+    return json.dumps(asdict(job)).encode() + b"\n"
+
+
+def decode_job(line: bytes) -> Job:
+    """Return the job that ``encode_job`` wrote."""
+    fields: dict[str, Any] = json.loads(line)
+    cell = fields.pop("cell")
+    model = ModelSpec(**cell.pop("model"))
+    python_path = tuple(fields.pop("python_path"))
+    return Job(cell=Cell(model=model, **cell), python_path=python_path, **fields)
+
+
+def encode_event(event: dict[str, Any]) -> bytes:
+    """Return an event as one line."""
+    return json.dumps(event, separators=(",", ":")).encode() + b"\n"
+
+
+def decode_event(line: bytes) -> dict[str, Any] | None:
+    """Return the event, or None for a line that is none (a strategy found the descriptor)."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and "event" in event else None
