@@ -1,0 +1,254 @@
+"""The kernel's own figures: /proc of a process, and the files of its memory cgroup.
+
+Works the same on cgroup v2, v1 and the hybrid of both. Stays at file level: a file that this
+kernel does not have gives None, never zero. Source: Documentation/filesystems/proc.rst,
+admin-guide/cgroup-v2.rst and admin-guide/cgroup-v1/memory.rst of the kernel.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.record import Memory
+from harness.units import KIB
+
+_STATUS_FIELDS = ("VmHWM", "VmRSS", "RssAnon", "RssFile", "RssShmem", "VmSwap")
+
+
+def read_status(pid: int | str = "self") -> dict[str, int]:
+    """Return the memory fields of /proc/PID/status, in bytes."""
+    return parse_status(Path(f"/proc/{pid}/status").read_text())
+
+
+def parse_status(text: str) -> dict[str, int]:
+    """Return the memory fields of a status text, in bytes; fields it lacks are left out."""
+    fields = {}
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if name in _STATUS_FIELDS:
+            fields[name] = int(value.split()[0]) * KIB
+    return fields
+
+
+def memory_of(status: dict[str, int]) -> Memory:
+    """Return a status as ``Memory``, without the figures that are not the process's own."""
+    return Memory(
+        rss_bytes=status["VmRSS"],
+        anon_bytes=status["RssAnon"],
+        file_bytes=status["RssFile"],
+        shmem_bytes=status["RssShmem"],
+        swap_bytes=status.get("VmSwap", 0),
+    )
+
+
+def parse_faults(text: str) -> tuple[int, int]:
+    """Return (minor, major) faults of a /proc/PID/stat text.
+
+    The command's name may hold blanks and brackets: fields are counted behind its last bracket.
+    """
+    fields = text.rpartition(")")[2].split()
+    return int(fields[7]), int(fields[9])
+
+
+def start_time(pid: int) -> int | None:
+    """Return when a process started, in clock ticks since boot; None where it is gone.
+
+    Together with the pid it names a process for good: pids are used again.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return int(text.rpartition(")")[2].split()[19])
+
+
+def this_process() -> str:
+    """Return a name for this process that no other process will ever have: "pid-ticks"."""
+    return f"{os.getpid()}-{start_time(os.getpid())}"
+
+
+def is_alive(name: str) -> bool:
+    """Tell whether the process that ``this_process`` named so still runs."""
+    pid, _, ticks = name.partition("-")
+    return pid.isdigit() and ticks == str(start_time(int(pid)))
+
+
+def memory_hierarchy() -> tuple[int, Path] | None:
+    """Return (1 or 2, mount point) of the hierarchy that has the memory controller here."""
+    version2: Path | None = None
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        kind, _, options = after.split(" ", 2)
+        mount = Path(before.split()[4])
+        if kind == "cgroup" and "memory" in options.split(","):
+            return 1, mount
+        if kind == "cgroup2" and version2 is None:
+            version2 = mount
+    if version2 and "memory" in (version2 / "cgroup.controllers").read_text().split():
+        return 2, version2
+    return None
+
+
+def pressure_hierarchy() -> Path | None:
+    """Return the mount point of the v2 tree, which alone has PSI files; None where there is none."""
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        if after.startswith("cgroup2 "):
+            return Path(before.split()[4])
+    return None
+
+
+def memory_cgroup_of(pid: int) -> Path | None:
+    """Return the folder of the memory cgroup that a process is in; None where it is unseen."""
+    hierarchy = memory_hierarchy()
+    if hierarchy is None:
+        return None
+    version, mount = hierarchy
+    try:
+        lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        if number == "0" if version == 2 else "memory" in controllers.split(","):
+            folder = mount / path.lstrip("/")
+            return folder if folder.is_dir() else None
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryCgroup:
+    """The files of one memory cgroup. ``pressure_path`` is its PSI file, wherever that lies."""
+
+    path: Path
+    pressure_path: Path | None = None
+
+    @property
+    def version(self) -> int:
+        return 1 if (self.path / "memory.usage_in_bytes").exists() else 2
+
+    def _name(self, v1: str, v2: str) -> Path:
+        return self.path / (v1 if self.version == 1 else v2)
+
+    @property
+    def usage_path(self) -> Path:
+        """The file with the present charge, in bytes."""
+        return self._name("memory.usage_in_bytes", "memory.current")
+
+    @property
+    def stat_path(self) -> Path:
+        return self.path / "memory.stat"
+
+    @property
+    def peak_path(self) -> Path:
+        """The file with the highest charge so far; not there on v2 before Linux 5.19."""
+        return self._name("memory.max_usage_in_bytes", "memory.peak")
+
+    @property
+    def limit_path(self) -> Path:
+        return self._name("memory.limit_in_bytes", "memory.max")
+
+    @property
+    def oom_path(self) -> Path:
+        """The file whose line ``oom_kill N`` counts the processes killed in this very group."""
+        return self._name("memory.oom_control", "memory.events.local")
+
+    def read_usage(self) -> int | None:
+        """Return the present charge, in bytes."""
+        return _read_int(self.usage_path)
+
+    def read_oom_kills(self) -> int | None:
+        """Return how many processes of this group the kernel has killed for lack of memory."""
+        return _read_field(self.oom_path, "oom_kill")
+
+    def read_refaults(self) -> int | None:
+        """Return how many file pages were read again after they had been evicted."""
+        return _read_field(self.stat_path, "workingset_refault_file")
+
+    def read_pressure_ns(self) -> tuple[int | None, int | None]:
+        """Return the total stall times (some, full) in nanoseconds; None where PSI is off."""
+        text = _read(self.pressure_path) if self.pressure_path else None
+        return parse_pressure(text) if text else (None, None)
+
+    def raise_limit(self) -> None:
+        """Lift the limit, so that a thrashing process dies at once when it is killed."""
+        try:
+            self.limit_path.write_text("-1" if self.version == 1 else "max")
+        except OSError:  # not ours to write: the kill then only takes longer
+            return
+
+
+class PeakMark:
+    """The kernel's high-water mark of a cgroup, and whether it can be put back.
+
+    v1 resets for everybody by writing 0; v2 resets per open file, since Linux 6.12. Where neither
+    is possible, only the peak since the group's birth is known.
+    """
+
+    def __init__(self, cgroup: MemoryCgroup) -> None:
+        self._v1 = cgroup.version == 1
+        self.resets = True
+        try:
+            self._file = os.open(cgroup.peak_path, os.O_RDWR)
+        except PermissionError:
+            self._file, self.resets = os.open(cgroup.peak_path, os.O_RDONLY), False
+        except FileNotFoundError:
+            self._file, self.resets = -1, False
+
+    def read(self) -> int | None:
+        """Return the highest charge since the last reset, in bytes; None where no mark is kept."""
+        if self._file < 0:
+            return None
+        try:
+            return int(os.pread(self._file, 32, 0))
+        except OSError:  # the group was removed under us
+            return None
+
+    def reset(self) -> bool:
+        """Put the mark back to the present charge; tells whether the kernel did so."""
+        if self.resets:
+            try:
+                os.pwrite(self._file, b"0" if self._v1 else b"reset\n", 0)
+            except OSError:
+                self.resets = False
+        return self.resets
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def parse_pressure(text: str) -> tuple[int | None, int | None]:
+    """Return the total stall times (some, full) of a PSI text, in nanoseconds."""
+    totals: dict[str, int] = {}
+    for line in text.splitlines():
+        kind, *fields = line.split()
+        totals[kind] = int(dict(field.split("=") for field in fields)["total"]) * 1000
+    return totals.get("some"), totals.get("full")
+
+
+def parse_field(text: str, name: str) -> int | None:
+    """Return the number behind ``name`` in a text of lines "name number"."""
+    for line in text.splitlines():
+        key, _, value = line.partition(" ")
+        if key == name:
+            return int(value)
+    return None
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except OSError:  # this kernel lacks the file, or the group is gone
+        return None
+
+
+def _read_int(path: Path) -> int | None:
+    text = _read(path)
+    return int(text) if text else None
+
+
+def _read_field(path: Path, name: str) -> int | None:
+    text = _read(path)
+    return parse_field(text, name) if text else None

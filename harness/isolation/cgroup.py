@@ -1,0 +1,174 @@
+"""Run the worker in a memory cgroup of its own: the kernel's limit without a container.
+
+On a hybrid machine (v1 memory controller beside a v2 tree) the worker also enters a group in the
+v2 tree, which alone has PSI. Groups are named after their owner, so that what a killed parent
+left behind can be told from what a living one uses.
+"""
+
+import contextlib
+import itertools
+import os
+import signal
+import time
+from pathlib import Path
+
+from harness.cell import Job
+from harness.counters import (
+    MemoryCgroup,
+    is_alive,
+    memory_hierarchy,
+    pressure_hierarchy,
+    this_process,
+)
+from harness.errors import IsolationUnavailable
+from harness.isolation.process import WORKER, LocalRunning
+from harness.worker.protocol import encode_job
+
+_PREFIX = "weighin."
+_REPAIR = "run as root (sudo -E), or use --isolation docker, or leave --ram out"
+_numbers = itertools.count()
+
+
+class CgroupIsolation:
+    """Processes in memory cgroups, one group a cell."""
+
+    name = "cgroup"
+    limits = True
+
+    def check(self) -> None:
+        """Raise IsolationUnavailable where no group can be made and limited."""
+        if memory_hierarchy() is None:
+            raise IsolationUnavailable(
+                "this machine has no memory controller (neither cgroup v2 nor v1)",
+                "boot with cgroup_enable=memory, or use --isolation docker",
+            )
+        groups = _make_groups()
+        try:
+            _limit(groups[0], 2**40)
+        finally:
+            _remove(groups)
+
+    def prepare(self) -> None:
+        return
+
+    def start(self, job: Job) -> "CgroupRunning":
+        """Start a worker that enters its limited group before its first instruction."""
+        groups = _make_groups()
+        try:
+            if job.cell.ram_limit_bytes is not None:
+                _limit(groups[0], job.cell.ram_limit_bytes)
+            running = CgroupRunning(WORKER, groups)
+        except BaseException:
+            _remove(groups)
+            raise
+        running.channel.send(encode_job(job))
+        return running
+
+    def remove_stale(self) -> list[str]:
+        """Kill and remove the groups whose owner is dead."""
+        removed = []
+        for root in _roots():
+            for group in root.glob(f"{_PREFIX}*"):
+                if not is_alive(group.name.removeprefix(_PREFIX).rpartition(".")[0]):
+                    _remove([group])
+                    removed.append(f"cgroup {group}")
+        return removed
+
+    def describe(self) -> dict[str, str]:
+        hierarchy = memory_hierarchy()
+        return {"hierarchy": f"{hierarchy[1]} (v{hierarchy[0]})"} if hierarchy else {}
+
+
+class CgroupRunning(LocalRunning):
+    """A worker inside groups that live and die with it."""
+
+    def __init__(self, command: tuple[str, ...], groups: list[Path]) -> None:
+        enter = "".join(f'echo $$ > "${n}/cgroup.procs" && ' for n, _ in enumerate(groups, 1))
+        script = f'{enter}shift {len(groups)} && exec "$@"'
+        super().__init__(
+            ("/bin/sh", "-c", script, "weighin", *map(str, groups), *command), cgroup=groups[0]
+        )
+        self._groups = groups
+
+    def kill(self) -> None:
+        """Kill all that is in the group, children that left the process group included."""
+        super().kill()
+        _kill_members(self._groups[0])
+
+    def close(self) -> None:
+        super().close()
+        _remove(self._groups)
+
+
+def _roots() -> list[Path]:
+    """Return where groups are made: the memory hierarchy, and the v2 tree where that is another."""
+    hierarchy = memory_hierarchy()
+    if hierarchy is None:
+        return []
+    version, mount = hierarchy
+    pressure = pressure_hierarchy() if version == 1 else None
+    return [mount, pressure] if pressure else [mount]
+
+
+def _make_groups() -> list[Path]:
+    name = f"{_PREFIX}{this_process()}.{next(_numbers)}"
+    groups: list[Path] = []
+    for root in _roots():
+        try:
+            (root / name).mkdir()
+        except OSError as error:
+            if groups:
+                break  # the second group only adds PSI
+            raise IsolationUnavailable(
+                f"cannot make a memory cgroup in {root}: {error.strerror}", _REPAIR
+            ) from None
+        groups.append(root / name)
+    if not _has_memory_controller(groups[0]):
+        _remove(groups)
+        raise IsolationUnavailable(
+            f"{groups[0].parent} does not hand the memory controller to its groups",
+            f"echo +memory | sudo tee {groups[0].parent}/cgroup.subtree_control",
+        )
+    return groups
+
+
+def _has_memory_controller(group: Path) -> bool:
+    return MemoryCgroup(group).limit_path.exists()
+
+
+def _limit(group: Path, limit_bytes: int) -> None:
+    """Set the limit with swap off: what does not fit is killed, not swapped out."""
+    (cgroup := MemoryCgroup(group)).limit_path.write_text(str(limit_bytes))
+    if cgroup.version == 1:
+        (group / "memory.swappiness").write_text("0")
+        swap, value = group / "memory.memsw.limit_in_bytes", str(limit_bytes)
+    else:
+        swap, value = group / "memory.swap.max", "0"
+    if swap.exists():
+        swap.write_text(value)
+    elif len(Path("/proc/swaps").read_text().splitlines()) > 1:
+        raise IsolationUnavailable(
+            f"the kernel does not account swap per cgroup ({swap.name} is missing)",
+            "sudo swapoff -a, or boot with swapaccount=1",
+        )
+
+
+def _kill_members(group: Path) -> None:
+    with contextlib.suppress(OSError):
+        for pid in (group / "cgroup.procs").read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+
+
+def _remove(groups: list[Path]) -> None:
+    """Remove groups; what still runs in them is killed, and given 10 s to give its memory back."""
+    for group in groups:
+        deadline = time.monotonic() + 10
+        while group.exists():
+            _kill_members(group)
+            try:
+                group.rmdir()
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.005)

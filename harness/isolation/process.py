@@ -1,0 +1,95 @@
+"""Run the worker as a plain process: nothing is limited, everything is measured."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from harness.cell import Job
+from harness.errors import IsolationUnavailable
+from harness.isolation import Exit
+from harness.isolation.channel import PipeChannel
+from harness.worker.protocol import encode_job
+
+CODE_ROOT = Path(__file__).resolve().parents[2]
+WORKER = (sys.executable, "-P", "-m", "harness.worker")
+
+
+class ProcessIsolation:
+    """Plain processes, one a cell."""
+
+    name = "process"
+    limits = False
+
+    def check(self) -> None:
+        """Raise IsolationUnavailable where there is no /proc to measure with."""
+        if not Path("/proc/self/clear_refs").exists():
+            raise IsolationUnavailable(
+                "this system has no /proc/PID/clear_refs: peaks cannot be measured",
+                "run on Linux, or use --isolation docker",
+            )
+
+    def prepare(self) -> None:
+        return
+
+    def start(self, job: Job) -> "LocalRunning":
+        """Start a worker; the caller has refused RAM limits, which a plain process cannot hold."""
+        running = LocalRunning(WORKER)
+        running.channel.send(encode_job(job))
+        return running
+
+    def remove_stale(self) -> list[str]:
+        return []  # a worker whose parent dies is ended by the kernel (worker/lifeline.py)
+
+    def describe(self) -> dict[str, str]:
+        return {}
+
+
+class LocalRunning:
+    """A worker that is a child of this process, in a session (and so a process group) of its own."""
+
+    def __init__(self, command: tuple[str, ...], cgroup: Path | None = None) -> None:
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+            env=os.environ | {"PYTHONPATH": str(CODE_ROOT)},
+        )
+        streams = (self._process.stdin, self._process.stdout, self._process.stderr)
+        assert all(streams)
+        # The channel owns its descriptors: Popen must not close them a second time.
+        self.channel = PipeChannel(*(os.dup(stream.fileno()) for stream in streams if stream))
+        for stream in streams:
+            if stream:
+                stream.close()
+        self.pid: int | None = self._process.pid
+        self.cgroup = cgroup
+        self.unseen = "" if cgroup else "a plain process has no cgroup of its own"
+        self._closed = False
+
+    def wait(self, timeout_s: float) -> Exit:
+        try:
+            code = self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError from None
+        return Exit(code) if code >= 0 else Exit(None, signal=-code)
+
+    def kill(self) -> None:
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:  # it has ended by itself
+            return
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self.kill()
+        self._process.wait()
+        self.channel.close()
+
+
