@@ -1,0 +1,254 @@
+"""The folder of one run: what was planned, what was measured, and nothing in between is lost.
+
+::
+
+    RUN/plan.json         the cells of the run and its settings, written once, at the start
+    RUN/records.jsonl     one Result a line, on the disk before the next cell starts
+    RUN/samples/*.csv     one file a cell; Result.samples_path names it
+
+results/README.md is the contract of every field.
+"""
+
+import json
+import os
+import shlex
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from textwrap import shorten
+from typing import Any, BinaryIO, Final, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from harness.cell import Cell
+from harness.errors import DamagedRecord, RecordError, SchemaTooNew
+from harness.record import SCHEMA, Result
+
+RECORDS: Final = "records.jsonl"
+PLAN: Final = "plan.json"
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a run set out to measure. ``settings`` is free: whatever a resumed run must repeat."""
+
+    schema: int
+    cells: tuple[Cell, ...]
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """The results of a run in the order of measurement, and what was odd about their file."""
+
+    results: tuple[Result, ...]
+    warnings: tuple[str, ...] = ()
+
+
+_RESULT: Final = TypeAdapter(Result)
+_PLAN: Final = TypeAdapter(Plan)
+
+
+def append(run: Path, result: Result) -> None:
+    """Add ``result`` to the run's records; on return it is on the disk.
+
+    Makes the folder where there is none, and first cuts a torn last line.
+
+    Raises:
+        RecordError: the folder or the file cannot be written.
+    """
+    line = _encode(asdict(result), result.cell.id) + b"\n"
+    path = run / RECORDS
+    with _writing(path):
+        run.mkdir(parents=True, exist_ok=True)
+        is_new = not path.exists()
+        path.touch()
+        with path.open("r+b") as file:
+            _mend_tail(file)
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+        if is_new:
+            _sync_folder(run)
+
+
+def read(run: Path) -> Records:
+    """Return all records of a run; none where it was planned but no cell has finished.
+
+    A last line without its end, as a power cut leaves it, is a warning: its cell counts as not
+    measured. Keys that this version does not know are ignored.
+
+    Raises:
+        RecordError: the folder is no run, or cannot be read.
+        SchemaTooNew: a later version wrote a record.
+        DamagedRecord: a line is no record; names the line and the field.
+    """
+    path = run / RECORDS
+    if not path.exists() and (run / PLAN).exists():
+        return Records(())
+    lines = _read(path).split(b"\n")
+    warnings = []
+    if lines[-1].strip() and not _is_json(lines[-1]):
+        warnings.append(
+            f"{path}, line {len(lines)} is torn (the run was cut off while writing it): "
+            f"its cell counts as not measured; weighin bench --resume {_quoted(run)} repeats it"
+        )
+        lines.pop()
+    numbered = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
+    results = tuple(_parse_record(path, number, line) for number, line in numbered)
+    return Records(results, tuple(warnings))
+
+
+def write_plan(run: Path, cells: Iterable[Cell], settings: dict[str, Any] | None = None) -> None:
+    """Write plan.json whole or not at all, making the folder where there is none.
+
+    Raises:
+        RecordError: the folder cannot be written.
+    """
+    plan = Plan(SCHEMA, tuple(cells), settings or {})
+    path = run / PLAN
+    text = _encode(asdict(plan), PLAN, indent=1) + b"\n"
+    unfinished = path.with_name(f".{PLAN}.{os.getpid()}")
+    with _writing(path):
+        run.mkdir(parents=True, exist_ok=True)
+        try:
+            with unfinished.open("wb") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+        _sync_folder(run)
+
+
+def read_plan(run: Path) -> Plan:
+    """Return what the run set out to measure.
+
+    Raises:
+        RecordError: there is no plan, or it cannot be read.
+        SchemaTooNew: a later version wrote it.
+        DamagedRecord: it is no plan; names the field.
+    """
+    path = run / PLAN
+    return _parse(_PLAN, _read(path), str(path), "start a new run: this one cannot be resumed")
+
+
+def pending(cells: Iterable[Cell], results: Iterable[Result]) -> list[Cell]:
+    """Return the cells that have no record yet, in their order; whole cells are compared."""
+    # As JSON, because a cell holds dicts, and a tuple in them comes back from disk as a list.
+    measured = {_identity(result.cell) for result in results}
+    return [cell for cell in cells if _identity(cell) not in measured]
+
+
+def _identity(cell: Cell) -> str:
+    return json.dumps(asdict(cell), sort_keys=True, default=str)
+
+
+def _encode(value: dict[str, Any], name: str, indent: int | None = None) -> bytes:
+    try:
+        text = json.dumps(value, default=str, allow_nan=False, ensure_ascii=False, indent=indent)
+    except ValueError as error:
+        raise RecordError(
+            f"{name} cannot be written as JSON: {error}",
+            "use finite numbers in the options of models and strategies",
+        ) from error
+    return text.encode("utf-8", "replace")  # file names may hold bytes that are no UTF-8
+
+
+def _mend_tail(file: BinaryIO) -> None:
+    """Leave ``file`` at its end, behind a newline: a torn line is cut, a bare one is ended."""
+    if file.seek(0, os.SEEK_END) == 0:
+        return
+    file.seek(-1, os.SEEK_END)
+    if file.read(1) == b"\n":
+        return
+    file.seek(0)
+    text = file.read()
+    start = text.rfind(b"\n") + 1
+    if _is_json(text[start:]):
+        file.write(b"\n")
+    else:
+        file.truncate(file.seek(start))
+
+
+def _is_json(text: bytes) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _parse_record(path: Path, number: int, line: bytes) -> Result:
+    repair = (
+        f"delete the line and measure its cell again: sed -i {number}d {_quoted(path)} "
+        f"&& weighin bench --resume {_quoted(path.parent)}"
+    )
+    return _parse(_RESULT, line, f"{path}, line {number}", repair)
+
+
+def _parse(adapter: TypeAdapter[_T], text: bytes, place: str, repair: str) -> _T:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise DamagedRecord(f"{place}: not JSON: {error}", repair) from error
+    schema = value.get("schema") if isinstance(value, dict) else None
+    if isinstance(schema, int) and schema > SCHEMA:
+        raise SchemaTooNew(
+            f"{place}: written by a later weighin (schema {schema}; this one knows {SCHEMA})",
+            "pip install --upgrade weighin",
+        )
+    try:
+        return adapter.validate_json(text, strict=True)
+    except ValidationError as error:
+        raise DamagedRecord(f"{place}: {_first_complaint(error)}", repair) from error
+
+
+def _first_complaint(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in first["loc"]) or "the record"
+    if first["type"] == "missing":
+        return f"{where}: missing"
+    return f"{where}: {first['msg'].lower()}, got {shorten(repr(first['input']), 60)}"
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise RecordError(
+            f"{path.parent} holds no {path.name}: it is not the folder of a run",
+            "name the folder that weighin bench printed at its end, such as results/RUN",
+        ) from error
+    except OSError as error:
+        raise RecordError(
+            f"cannot read {path}: {error.strerror}", f"ls -ld {_quoted(path)} shows whose it is"
+        ) from error
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RecordError(
+            f"cannot write {path}: {error.strerror}",
+            "free some space, or name a folder that you may write: weighin bench ... --out FOLDER",
+        ) from error
+
+
+def _sync_folder(folder: Path) -> None:
+    # Syncing a new file does not sync its name.
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _quoted(path: Path) -> str:
+    return shlex.quote(str(path))
