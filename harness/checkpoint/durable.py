@@ -1,0 +1,41 @@
+"""Writing files so that they are on the disk, whole, before anything points to them."""
+
+import os
+from pathlib import Path
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file under a temporary name, sync it, and rename it into place."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Rename a file or folder whose content is already synced, and sync the name."""
+    if source.is_dir():
+        sync_folder(source)
+    source.rename(target)
+    sync_folder(target.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Sync a folder's list of names."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def drop_written(descriptor: int) -> None:
+    """Put a file's written data on the disk and drop its pages from the page cache."""
+    os.fdatasync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
