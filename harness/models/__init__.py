@@ -1,0 +1,1 @@
+"""Models to load: builders, and building them without paying for their weights."""
