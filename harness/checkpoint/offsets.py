@@ -16,7 +16,7 @@ class TensorOffset:
 
     Attributes:
         stride: in elements.
-        offset_bytes: from the file's start to the tensor's first element.
+        offset: in bytes, from the file's start to the tensor's first element.
         storage_id: equal for keys that lie in one storage (tied weights, views): the offset of
             that storage in the file.
         storage_bytes: the length of that storage.
@@ -26,7 +26,7 @@ class TensorOffset:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
-    offset_bytes: int
+    offset: int
     storage_id: int
     storage_bytes: int
 
@@ -73,7 +73,7 @@ def tensor_offsets(path: Path) -> list[TensorOffset]:
                 shape=tuple(tensor.shape),
                 stride=tensor.stride(),
                 dtype=tensor.dtype,
-                offset_bytes=start + int(tensor.storage_offset()) * tensor.element_size(),
+                offset=start + int(tensor.storage_offset()) * tensor.element_size(),
                 storage_id=start,
                 storage_bytes=storage.nbytes(),
             )

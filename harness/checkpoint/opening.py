@@ -21,9 +21,25 @@ def load_state_dict(
     Raises:
         CheckpointError: no file, no checkpoint, damaged, or not a flat dict of tensors.
     """
+    return _flat(path, _load(path, map_location, mmap))
+
+
+def load_tensor(path: Path) -> torch.Tensor:
+    """Return the one tensor of a file, mapped.
+
+    Raises:
+        CheckpointError: as ``load_state_dict``, or the file holds something else.
+    """
+    tensor = _load(path, None, True)
+    if not isinstance(tensor, torch.Tensor):
+        raise CheckpointError(f"{path}: holds a {type(tensor).__name__}, not a tensor", _AGAIN)
+    return tensor
+
+
+def _load(path: Path, map_location: str | None, mmap: bool) -> Any:
     check_file(path)
     try:
-        state = torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)
+        return torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path}: holds more than tensors, and was NOT executed: {_reason(error)}",
@@ -31,7 +47,6 @@ def load_state_dict(
         ) from error
     except (RuntimeError, EOFError, ValueError, KeyError, AssertionError, OSError) as error:
         raise CheckpointError(f"{path}: cannot be read: {_first_line(error)}", _AGAIN) from error
-    return _flat(path, state)
 
 
 def check_file(path: Path) -> None:

@@ -17,8 +17,8 @@ from harness.checkpoint.checksum import (
 CELL_DTYPES: Final = ("float32", "bfloat16", "float16")
 """What floating-point weights may be loaded as."""
 
-PIECE_ELEMENTS: Final = _CHUNK_BYTES * 2
-"""Elements in one piece, a whole number of checksum chunks in every dtype: 32 MiB of float32."""
+PIECE_ELEMENTS: Final = _CHUNK_BYTES
+"""Elements in one piece, a whole number of checksum chunks in every dtype: 16 MiB of float32."""
 
 
 class RunningChecksum:

@@ -1,0 +1,93 @@
+"""What a model's checkpoint consists of, read from its skeleton."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from harness.checkpoint.manifest import Kind, TensorEntry
+from harness.checkpoint.piecewise import dtype_name
+from harness.errors import ConfigError
+from harness.models.building import (
+    RealBuffers,
+    build_skeleton,
+    non_persistent_buffers,
+    resolve_builder,
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Described:
+    """One tensor of a skeleton. ``tensor`` is on the meta device, or a buffer's real value."""
+
+    name: str
+    tensor: torch.Tensor
+    kind: Kind
+    shared_with: str | None
+
+    def entry(self, checksums: dict[str, str], dtype: torch.dtype | None = None) -> TensorEntry:
+        """Return the manifest's entry for it, in ``dtype`` where the checkpoint has another."""
+        kind = dtype or self.tensor.dtype
+        return TensorEntry(
+            name=self.name,
+            shape=tuple(self.tensor.shape),
+            dtype=dtype_name(kind),
+            bytes=self.tensor.numel() * kind.itemsize,
+            kind=self.kind,
+            shared_with=self.shared_with,
+            checksums=checksums,
+        )
+
+
+def describe(
+    builder: str, kwargs: Mapping[str, Any], *, real_buffers: RealBuffers
+) -> list[Described]:
+    """Return all tensors of a model: its state dict in order, then its non-persistent buffers.
+
+    Raises:
+        ConfigError: the builder cannot be used, or its state dict is not made of parameters and
+            persistent buffers alone.
+    """
+    model = build_skeleton(resolve_builder(builder), kwargs, real_buffers=real_buffers)
+    found: list[Described] = []
+    first_names: dict[int, str] = {}
+
+    def add(name: str, tensor: torch.Tensor, kind: Kind) -> None:
+        first = first_names.setdefault(id(tensor), name)
+        found.append(Described(name, tensor, kind, None if first == name else first))
+
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    for name, value in model.state_dict(keep_vars=True).items():
+        if name in parameters and value is parameters[name]:
+            add(name, value, "parameter")
+        elif name in buffers and value is buffers[name]:
+            _check_real(builder, name, value, real_buffers == "all")
+            add(name, value, "persistent_buffer")
+        else:
+            raise ConfigError(
+                f"builder {builder}: {name!r} in the state dict is no parameter and no buffer",
+                "give a model without state-dict hooks and extra state",
+            )
+    for name, (owner, leaf) in non_persistent_buffers(model):
+        value = owner._buffers[leaf]
+        assert value is not None
+        _check_real(builder, name, value, True)
+        add(name, value, "non_persistent_buffer")
+    if not found:
+        raise ConfigError(f"builder {builder}: the model has no tensors", "give another model")
+    return found
+
+
+def _check_real(builder: str, name: str, value: torch.Tensor, wanted: bool) -> None:
+    if wanted and value.is_meta:
+        raise ConfigError(
+            f"builder {builder}: the value of buffer {name!r} is computed from parameters",
+            "make it a parameter, or compute it in forward",
+        )
+
+
+def in_checkpoint(described: list[Described]) -> list[Described]:
+    """Return those that a checkpoint holds under a key."""
+    return [one for one in described if one.kind != "non_persistent_buffer"]
