@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final, Literal
 
+from harness.checkpoint.durable import write_text
 from harness.errors import CheckpointError
 
 SCHEMA: Final = 1
@@ -105,8 +106,6 @@ class Manifest:
 
     def write(self, path: Path) -> None:
         """Write as JSON; a reader sees the old file or the new one, never half of it."""
-        from harness.checkpoint.durable import write_text
-
         write_text(path, json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1))
 
 
