@@ -11,11 +11,11 @@ results/README.md is the contract of every field.
 
 import json
 import os
-import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from shlex import quote
 from textwrap import shorten
 from typing import Any, BinaryIO, Final, TypeVar
 
@@ -94,7 +94,7 @@ def read(run: Path) -> Records:
     if lines[-1].strip() and not _is_json(lines[-1]):
         warnings.append(
             f"{path}, line {len(lines)} is torn (the run was cut off while writing it): "
-            f"its cell counts as not measured; weighin bench --resume {_quoted(run)} repeats it"
+            f"its cell counts as not measured; weighin bench --resume {quote(str(run))} repeats it"
         )
         lines.pop()
     numbered = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
@@ -185,8 +185,8 @@ def _is_json(text: bytes) -> bool:
 
 def _parse_record(path: Path, number: int, line: bytes) -> Result:
     repair = (
-        f"delete the line and measure its cell again: sed -i {number}d {_quoted(path)} "
-        f"&& weighin bench --resume {_quoted(path.parent)}"
+        f"delete the line and measure its cell again: sed -i {number}d {quote(str(path))} "
+        f"&& weighin bench --resume {quote(str(path.parent))}"
     )
     return _parse(_RESULT, line, f"{path}, line {number}", repair)
 
@@ -226,7 +226,7 @@ def _read(path: Path) -> bytes:
         ) from error
     except OSError as error:
         raise RecordError(
-            f"cannot read {path}: {error.strerror}", f"ls -ld {_quoted(path)} shows whose it is"
+            f"cannot read {path}: {error.strerror}", f"ls -ld {quote(str(path))} shows whose it is"
         ) from error
 
 
@@ -248,7 +248,3 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _quoted(path: Path) -> str:
-    return shlex.quote(str(path))

@@ -1,0 +1,34 @@
+"""results/README.md names every field that a record can hold."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from harness import cell, record
+from harness.journal import Plan
+
+CONTRACT = (Path(__file__).parents[2] / "results" / "README.md").read_text()
+TYPES = (
+    cell.Cell, cell.Job, cell.ModelSpec, record.Sample, record.Memory, record.Phase, record.Peaks,
+    record.Faults, record.Pressure, record.Cost, record.Result, Plan,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.__name__)
+def test_every_field_is_in_the_contract(kind: type) -> None:
+    section = f"{kind.__name__.lower()}."
+    missing = [
+        field.name
+        for field in fields(kind)
+        if f"`{field.name}`" not in CONTRACT and f"`{section}{field.name}`" not in CONTRACT
+    ]
+    assert missing == []
+
+
+def test_every_outcome_is_in_the_contract() -> None:
+    assert [o for o in record.Outcome if f"| `{o}` |" not in CONTRACT] == []
+
+
+def test_the_contract_is_of_this_schema() -> None:
+    assert f"This is schema **{record.SCHEMA}**" in CONTRACT
