@@ -1,0 +1,32 @@
+"""A run's records as a report to read: report.md, summary.csv, peaks.png and timeline.png.
+
+Only reads the run's folder. The one place that imports pandas and matplotlib, and only when
+something is written.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from harness.record import Result
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+def terminal_table(results: Sequence[Result]) -> "RenderableType":
+    """Return the summary of a run for a terminal; see ``tables.terminal_table``."""
+    from harness.report import tables  # pandas takes half a second to import
+
+    return tables.terminal_table(results)
+
+
+def write_report(run: Path) -> list[Path]:
+    """Write all parts of the report into the run's own folder; return their paths.
+
+    Raises:
+        RecordError: the run's records cannot be read, or its folder cannot be written.
+    """
+    from harness.report.writing import write_all  # pandas and matplotlib take a second to import
+
+    return write_all(run)

@@ -1,0 +1,88 @@
+"""The words around a report's figures: what all its cells share, and what each figure is."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import pandas as pd
+
+from harness.record import Outcome, Result
+from harness.report.frame import DIMENSIONS, known, varying
+from harness.units import format_bytes, format_exact
+
+# Environment keys that a caption prints, with the word before each; any of them may be missing.
+_MACHINE: Final = {"machine": "", "cpu": "", "kernel": "Linux ", "cgroup_version": "cgroup v", "torch": "torch "}  # fmt: skip
+
+
+def size(value: int | None) -> str:
+    """Return a limit as it reads in a sentence: "8 GiB", "6500 MiB"."""
+    return re.sub(r"(?<=\d)(?=[A-Z])", " ", format_exact(int(value))) if value else "none"
+
+
+def dimension(name: str, value: Any, model_bytes: int | None = None) -> str:
+    """Return one dimension's value as a caption says it: "RAM limit 8 GiB", "cold page cache"."""
+    value = known(value)
+    if name == "model":
+        return f"{value} ({format_bytes(model_bytes)})" if model_bytes else str(value)
+    if name == "ram_limit_bytes":
+        return "no RAM limit" if value is None else f"RAM limit {size(value)}"
+    if name == "cache":
+        return f"{value} page cache"
+    if name == "dtype":
+        return str(value)
+    return f"{name} {value}" if value else f"no {name}"
+
+
+def model_size(frame: pd.DataFrame) -> int | None:
+    """Return the model's size in bytes, or None where no row has it or they differ."""
+    sizes = frame["model_bytes"].dropna().unique()
+    return int(sizes[0]) if len(sizes) == 1 else None
+
+
+def shared(frame: pd.DataFrame, results: Sequence[Result], without: Sequence[str] = ()) -> str:
+    """Return what all rows have in common and where they were measured, as one line."""
+    if frame.empty:
+        return "No cells were measured."
+    first = frame.iloc[0]
+    changing = {*varying(frame), *without}
+    words = [
+        dimension(name, first[name], model_size(frame))
+        for name in DIMENSIONS
+        if name not in changing and (known(first[name]) or name == "ram_limit_bytes")
+    ]
+    return " · ".join([*words, *machine([result.environment for result in results])])
+
+
+def ending(row: Any) -> str:
+    """Return what became of a series, and in which phase where it was cut off in one."""
+    is_whole = row["outcome"] in {Outcome.OK, Outcome.SKIPPED, Outcome.WRONG_WEIGHTS}
+    phase = None if is_whole else known(row["last_phase"])
+    return f"{row['outcome']} in {phase}" if phase else str(row["outcome"])
+
+
+def machine(environments: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return where the cells ran; what differs between them is left out."""
+    described = [environment for environment in environments if environment]
+    words = []
+    for key, before in _MACHINE.items():
+        values = {str(environment[key]) for environment in described if environment.get(key)}
+        if len(values) == 1:
+            value = values.pop()
+            words.append(value if value.startswith(before.strip() or "\0") else before + value)
+    return words
+
+
+def note_figures(*, cuda: bool, repeats: int) -> list[str]:
+    """Return what each column of the summary is and how exact, one sentence a line."""
+    lines = [
+        "Exact, the kernel's own high-water marks: peak RSS, cgroup peak (includes page cache).",
+        "Exact, computed: above import = peak RSS - RSS after import torch.",
+        "Sampled, so it may miss short spikes: anonymous.",
+        "load: until the strategy returned; ready: until every byte was read through once.",
+        "Not ok: the figures are what the cell had reached when last seen, not what it needs.",
+    ]
+    if cuda:
+        lines.insert(1, "Exact, the allocator's own mark: CUDA peak (allocated bytes).")
+    if repeats > 1:
+        lines.append(f"Median of up to {repeats} repeats, with the whole range.")
+    return lines

@@ -1,0 +1,133 @@
+"""The look that all figures share: size, colours, title above, caption below.
+
+Every strategy has one colour everywhere, and nothing is told by colour alone.
+"""
+
+import hashlib
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
+
+import pandas as pd
+
+from harness.report import captions
+from harness.report.frame import varying
+
+if TYPE_CHECKING:  # matplotlib takes half a second to import
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH_IN: Final = 9.0  # 1800 pixels at this resolution: sharp at the 900 of a README
+DPI: Final = 200
+MAX_PANELS: Final = 12
+INK: Final = "#333333"
+GREY: Final = "#7F7F7F"
+EDGE: Final[dict[str, Any]] = {"edgecolor": INK, "linewidth": 0.6}
+# A panel for each combination of these; formats and options are told in the rows' names.
+SCENE: Final = ("model", "device", "ram_limit_bytes", "dtype", "cache", "isolation")
+
+# Okabe and Ito's colours, safe for colour-blind readers; then Tol's muted ones for other names.
+_COLOURS: Final = {
+    "baseline": GREY,
+    "sequential": "#E69F00",
+    "meta_copy": "#D55E00",
+    "mmap_assign": "#0072B2",
+    "per_param": "#009E73",
+    "streaming": "#CC79A7",
+}
+_FALLBACK: Final = (
+    "#332288", "#88CCEE", "#44AA99", "#117733", "#999933", "#DDCC77", "#CC6677", "#882255", "#AA4499",
+)  # fmt: skip
+_LINE_IN: Final = 0.16
+_TITLE_IN: Final = 0.34
+_LEGEND_ROW_IN: Final = 0.24
+
+
+def colour(strategy: str) -> str:
+    """Return the colour of a strategy, the same in every figure of every run."""
+    digest = hashlib.sha256(strategy.encode()).digest()
+    return _COLOURS.get(strategy, _FALLBACK[digest[0] % len(_FALLBACK)])
+
+
+def tint(shade: str) -> tuple[float, float, float]:
+    """Return a light version of a colour: what is file-backed is drawn in it."""
+    from matplotlib.colors import to_rgb
+
+    red, green, blue = (1 - 0.38 * (1 - part) for part in to_rgb(shade))
+    return red, green, blue
+
+
+def verbatim(text: str) -> str:
+    """Return text that matplotlib does not read as mathematics."""
+    return text.replace("$", r"\$")
+
+
+def save(figure: "Figure", file: BinaryIO) -> None:
+    """Write ``figure`` as PNG."""
+    figure.savefig(file, format="png", dpi=DPI, facecolor="white")
+
+
+def new_figure(height_in: float, rows: int, columns: int, **options: Any) -> tuple["Figure", Any]:
+    """Return a figure of our width, without pyplot's global state, and its axes as an array.
+
+    ``height_in`` is that of the panels; ``dress`` adds room for the words around them.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False, **options)
+
+
+def tidy(axes: "Axes") -> None:
+    """Take away what carries no data."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=8, colors=INK)
+
+
+def dress(figure: "Figure", title: str, handles: Sequence[Any], lines: Sequence[str]) -> None:
+    """Put the title and the legend above the panels, and the caption below them."""
+    wrapped = [part for line in lines for part in textwrap.wrap(verbatim(line), 145)]
+    columns = len(handles) if len(handles) <= 4 else 3
+    legend_rows = -(-len(handles) // columns) if handles else 0
+    above = _TITLE_IN + _LEGEND_ROW_IN * legend_rows
+    below = _LINE_IN * len(wrapped) + 0.1
+    height = figure.get_figheight() + above + below
+    figure.set_figheight(height)
+    if engine := figure.get_layout_engine():
+        engine.set(rect=(0, below / height, 1, 1 - (above + below) / height))  # type: ignore[call-arg]
+    title_y, legend_y = 1 - 0.08 / height, 1 - _TITLE_IN / height
+    figure.text(0.008, title_y, verbatim(title), va="top", fontsize=11, fontweight="bold")
+    figure.text(0.008, 0.06 / height, "\n".join(wrapped), va="bottom", fontsize=7.5, color=INK)
+    if handles:
+        figure.legend(
+            handles=handles, loc="upper left", bbox_to_anchor=(0.0, legend_y), ncols=columns,
+            fontsize=8, frameon=False, columnspacing=1.4, handlelength=1.8, borderaxespad=0.2,
+        )  # fmt: skip
+
+
+def headline(frame: pd.DataFrame, subject: str) -> str:
+    """Return the figure's title: the subject, and the model and the limit where they are one."""
+    changing, first = varying(frame), frame.iloc[0]
+    size = captions.model_size(frame)
+    model = "" if "model" in changing else " " + captions.dimension("model", first["model"], size)
+    limit = captions.dimension("ram_limit_bytes", first["ram_limit_bytes"])
+    return f"{subject}{model}" + ("" if "ram_limit_bytes" in changing else f", {limit}")
+
+
+def empty_figure(title: str) -> "Figure":
+    """Return a figure for a run without cells."""
+    figure, grid = new_figure(0.8, 1, 1)
+    grid[0][0].axis("off")
+    grid[0][0].text(0.5, 0.5, "no cells were measured", ha="center", va="center", color=INK)
+    dress(figure, title, [], [])
+    return figure
+
+
+def row_labels(group: pd.DataFrame) -> list[str]:
+    """Return a name for each row: the strategy, with format and options where one has several."""
+    labels = []
+    for _, row in group.iterrows():
+        same = group[group["strategy"] == row["strategy"]]
+        extra = [row[name] for name in ("format", "options") if same[name].nunique() > 1]
+        labels.append(" ".join([str(row["strategy"]), *(str(word) for word in extra if word)]))
+    return labels

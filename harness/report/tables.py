@@ -1,0 +1,233 @@
+"""The summary of a run as a table: for the terminal, as markdown, and as CSV.
+
+One row a series. What varies between the cells is a column or a heading, what does not is in the
+caption. Reporters take data and an open file.
+"""
+
+import csv
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TextIO
+
+import pandas as pd
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from harness.record import Outcome, Result
+from harness.report import captions
+from harness.report.frame import known, series, varying
+from harness.units import GIB
+
+_MESSAGE_LENGTH: Final = 300  # the record has the whole message
+
+
+@dataclass(frozen=True, slots=True)
+class _Figure:
+    """A column of numbers: the frame's column, its heading, and how it is printed."""
+
+    key: str
+    heading: str
+    unit: str
+    scale: int = 1
+    digits: int = 2
+
+
+_FIGURES: Final = (
+    _Figure("load_s", "load", "s"),
+    _Figure("ready_s", "ready", "s"),
+    _Figure("peak_rss_bytes", "peak RSS", "GiB", GIB, 3),
+    _Figure("above_import_bytes", "above import", "GiB", GIB, 3),
+    _Figure("above_import_per_model", "above import", "x model"),
+    _Figure("anon_sampled_bytes", "anonymous (sampled)", "GiB", GIB, 3),
+    _Figure("peak_cgroup_bytes", "cgroup peak", "GiB", GIB, 3),
+    _Figure("peak_cuda_allocated_bytes", "CUDA peak", "GiB", GIB, 3),
+)
+# Figures under different values of these are not comparable: each gets a table of its own.
+_SECTIONS: Final = ("model", "device")
+_STYLES: Final = {outcome.value: "red" for outcome in Outcome} | {"ok": "green", "skipped": "dim"}
+_HEADINGS: Final = {"ram_limit_bytes": "RAM limit"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Section:
+    """One table as text: names left of ``names`` columns, numbers right of them."""
+
+    heading: str
+    columns: list[tuple[str, str]]  # heading, unit
+    names: int
+    rows: list[list[str]]
+    ranges: list[list[str]]  # the range behind each median, or ""
+
+
+def terminal_table(results: Sequence[Result]) -> RenderableType:
+    """Return the summary for a terminal, with what happened to the cells that are not ok."""
+    frame = series(results)
+    parts: list[RenderableType] = []
+    for section in _sections(frame):
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+        if section.heading:
+            parts.append(Text(section.heading, style="bold"))
+        for index, (heading, unit) in enumerate(section.columns):
+            is_name = index < section.names
+            # Narrow headings, so that eight columns of numbers fit a terminal.
+            label = Text("\n".join([*heading.split(), unit]) if unit else heading)
+            table.add_column(label, justify="left" if is_name else "right", overflow="fold")
+        for row, ranges in zip(section.rows, section.ranges, strict=True):
+            table.add_row(*(_styled(*pair) for pair in zip(row, ranges, strict=True)))
+        parts.append(table)
+    parts += [Text(f"{who}: {what}") for who, what in _troubles(frame)]
+    parts.append(Text(captions.shared(frame, results), style="dim"))
+    parts += [Text(line, style="dim") for line in _notes(frame)]
+    return Group(*parts)
+
+
+def write_markdown(
+    results: Sequence[Result],
+    file: TextIO,
+    *,
+    warnings: Sequence[str] = (),
+    images: Sequence[str] = (),
+) -> None:
+    """Write the report of a run as markdown; ``images`` are linked below the tables."""
+    frame = series(results)
+    print(f"# {_title(frame)}\n\n{_escaped(captions.shared(frame, results))}", file=file)
+    for section in _sections(frame):
+        if section.heading:
+            print(f"\n## {_escaped(section.heading)}", file=file)
+        heads = [" ".join(filter(None, column)) for column in section.columns]
+        rules = ["---" if index < section.names else "---:" for index in range(len(heads))]
+        print(f"\n{_line(map(_escaped, heads))}\n{_line(rules)}", file=file)
+        for row, ranges in zip(section.rows, section.ranges, strict=True):
+            pairs = zip(row, ranges, strict=True)
+            print(_line(_escaped(f"{a} ({b})" if b else a) for a, b in pairs), file=file)
+    if troubles := _troubles(frame):
+        print("\n## Not ok\n", file=file)
+        print(
+            *(f"- {_escaped(who)}: {_escaped(what)}" for who, what in troubles), sep="\n", file=file
+        )
+    said = list(dict.fromkeys([*warnings, *(w for result in results for w in result.warnings)]))
+    if said:
+        print("\n## Warnings\n", file=file)
+        print(*(f"- {_escaped(warning)}" for warning in said), sep="\n", file=file)
+    if notes := _notes(frame):
+        print("\n## What the figures are\n", file=file)
+        print(*(f"- {_escaped(line)}" for line in notes), sep="\n", file=file)
+    for image in images:
+        print(f"\n![{image.rpartition('.')[0]}]({image})", file=file)
+
+
+def write_summary(results: Sequence[Result], file: TextIO) -> None:
+    """Write one CSV line a series: bytes and seconds, unrounded; nothing for what is missing.
+
+    A text that a spreadsheet would take for a formula gets an apostrophe in front.
+    """
+    frame = series(results).drop(columns="group")
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(frame.columns)
+    for row in frame.to_dict("records"):
+        writer.writerow(_csv_cell(known(value)) for value in row.values())
+
+
+def _sections(frame: pd.DataFrame) -> Iterator[_Section]:
+    if frame.empty:
+        return
+    changing = varying(frame)
+    by = [name for name in _SECTIONS if name in changing]
+    names = ["strategy", *(name for name in changing if name not in by)]
+    groups = frame.groupby(by, sort=False) if by else [((), frame)]
+    for values, group in groups:
+        size = captions.model_size(group)
+        pairs = zip(by, values, strict=True)
+        heading = " · ".join(captions.dimension(name, value, size) for name, value in pairs)
+        yield _section(heading, group, names)
+
+
+def _section(heading: str, group: pd.DataFrame, names: list[str]) -> _Section:
+    figures = [f for f in _FIGURES if f.heading != "CUDA peak" or group[f.key].notna().any()]
+    titles = [(_HEADINGS.get(name, name), "") for name in (*names, "outcome")]
+    rows, ranges = [], []
+    for _, row in group.iterrows():
+        texts = [_name(name, row) for name in names]
+        rows.append([*texts, str(row["outcome"]), *(_number(row[f.key], f) for f in figures)])
+        ranges.append([""] * len(titles) + [_range(row, f) for f in figures])
+    columns = [*titles, *((f.heading, f.unit) for f in figures)]
+    return _Section(heading, columns, len(titles), rows, ranges)
+
+
+def _name(name: str, row: "pd.Series[Any]") -> str:
+    value = known(row[name])
+    return captions.size(value) if name == "ram_limit_bytes" else _plain(str(value or "-"))
+
+
+def _number(value: Any, figure: _Figure) -> str:
+    value = known(value)
+    return "-" if value is None else f"{value / figure.scale:.{figure.digits}f}"
+
+
+def _range(row: "pd.Series[Any]", figure: _Figure) -> str:
+    low, high = (_number(row[f"{figure.key}{end}"], figure) for end in ("_min", "_max"))
+    return "" if low == high else f"{low}..{high}"
+
+
+def _troubles(frame: pd.DataFrame) -> list[tuple[str, str]]:
+    """What happened to each series that is not ok: its name, and where and why it ended."""
+    names = ["strategy", *varying(frame)]
+    troubles = []
+    for _, row in frame[frame["outcome"] != Outcome.OK.value].iterrows():
+        who = " · ".join(_name(name, row) for name in names)
+        why = _plain(row["message"])
+        why = why if len(why) <= _MESSAGE_LENGTH else why[: _MESSAGE_LENGTH - 1] + "…"
+        # Most messages name the phase themselves.
+        is_told = bool(known(row["last_phase"])) and repr(row["last_phase"]) in why
+        what = _plain(row["outcome"] if is_told else captions.ending(row))
+        troubles.append((who, what + (f": {why}" if why else "")))
+    return troubles
+
+
+def _notes(frame: pd.DataFrame) -> list[str]:
+    if frame.empty:
+        return []
+    repeats = int(frame["repeats"].max())
+    return captions.note_figures(
+        cuda=bool(frame["peak_cuda_allocated_bytes"].notna().any()), repeats=repeats
+    )
+
+
+def _title(frame: pd.DataFrame) -> str:
+    models = ", ".join(dict.fromkeys(frame["model"])) or "nothing"
+    return f"Loading {_escaped(_plain(models))}"
+
+
+def _styled(text: str, spread: str) -> Text:
+    styles = {"ok": "green", "skipped": "dim"} | {
+        o.value: "red" for o in Outcome if o.value not in {"ok", "skipped"}
+    }
+    styled = Text(text, style=styles.get(text, ""))
+    return styled.append(f"\n{spread}", style="dim") if spread else styled
+
+
+def _plain(text: str) -> str:
+    """One line of printable characters: messages come from other people's code."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _escaped(text: str) -> str:
+    """Markdown that shows ``text`` as it is; a _ within a word needs no escape."""
+    text = re.sub(r"[\\`*\[\]|#~]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\\g<0>", text)
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def _csv_cell(value: object) -> object:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else value
+    text = _plain(str(value))
+    return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text

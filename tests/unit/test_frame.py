@@ -1,0 +1,143 @@
+"""Results as tables: a row a cell, a row a series, nothing rounded and nothing invented."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from factories import (
+    LIMIT,
+    MODEL_BYTES,
+    make_cell,
+    make_result,
+    make_samples,
+    make_skipped,
+    mixed_run,
+    notebook_run,
+    write_samples,
+)
+
+from harness.record import Outcome, Peaks
+from harness.report.frame import FIGURES, cells, samples, series, varying
+from harness.report.look import row_labels
+
+
+def test_a_cell_is_a_row_in_the_records_order() -> None:
+    frame = cells(notebook_run())
+    assert frame["strategy"].tolist() == [
+        "baseline", "sequential", "meta_copy", "mmap_assign", "per_param", "streaming",
+    ]  # fmt: skip
+    assert frame["outcome"].tolist() == ["oom_killed"] * 3 + ["ok"] * 3
+
+
+def test_figures_keep_the_records_units_and_digits() -> None:
+    result = make_result()
+    row = cells([result]).iloc[0]
+    assert result.peaks.rss_bytes is not None and result.baseline is not None
+    above = result.peaks.rss_bytes - result.baseline.rss_bytes
+    assert row["peak_rss_bytes"] == result.peaks.rss_bytes
+    assert row["above_import_bytes"] == above
+    assert row["above_import_per_model"] == above / MODEL_BYTES
+    assert row["load_s"] == 0.44
+    assert row["ready_s"] == 5.44
+    assert row["ram_limit_bytes"] == LIMIT
+
+
+def test_large_integers_are_exact() -> None:
+    size = 2**53 + 1  # the first integer that a float cannot hold
+    frame = cells([make_result(peaks=Peaks(rss_bytes=size))])
+    assert int(frame["peak_rss_bytes"].iloc[0]) == size
+
+
+def test_what_was_not_measured_is_na() -> None:
+    row = cells([make_skipped()]).iloc[0]
+    assert all(pd.isna(row[name]) for name in FIGURES)
+
+
+def test_a_series_has_the_median_and_the_range_of_its_repeats() -> None:
+    repeats = [
+        make_result(make_cell("streaming", repeat=repeat), load_ns=load_ns)
+        for repeat, load_ns in enumerate([3_000_000_000, 1_000_000_000, 2_500_000_000])
+    ]
+    other = make_result(make_cell("baseline"))
+    frame = series([repeats[0], other, *repeats[1:]])
+    assert frame["strategy"].tolist() == ["streaming", "baseline"]
+    assert frame.iloc[0][["load_s", "load_s_min", "load_s_max"]].tolist() == [2.5, 1.0, 3.0]
+    assert frame["repeats"].tolist() == [3, 1]
+
+
+def test_the_figures_of_a_mixed_series_are_those_of_its_ok_repeats() -> None:
+    good = make_result(make_cell("streaming"))
+    bad = make_result(
+        make_cell("streaming", repeat=1),
+        outcome=Outcome.TIMEOUT,
+        peaks=Peaks(rss_bytes=1),
+        message="slow",
+    )
+    row = series([bad, good]).iloc[0]
+    assert row["outcome"] == "timeout 1, ok 1"
+    assert row["message"] == "slow"
+    assert row["peak_rss_bytes_min"] == good.peaks.rss_bytes
+
+
+def test_a_cell_measured_again_counts_once() -> None:
+    first = make_result(outcome=Outcome.MEASUREMENT_FAILED)
+    frame = series([first, make_result()])
+    assert frame["repeats"].tolist() == [1]
+    assert frame["outcome"].tolist() == ["ok"]
+
+
+def test_cells_of_different_kwargs_are_different_series() -> None:
+    cell = make_cell()
+    smaller = replace(cell, model=replace(cell.model, kwargs={"n_layer": 2}))
+    assert len(series([make_result(cell), make_result(smaller)])) == 2
+
+
+def test_an_empty_run_is_an_empty_table() -> None:
+    assert cells([]).empty
+    assert series([]).empty
+    assert varying(series([])) == []
+
+
+def test_varying_dimensions_are_named_in_the_order_of_columns() -> None:
+    results = [make_result(), make_result(make_cell(ram_limit_bytes=None, dtype="bfloat16"))]
+    assert varying(series(results)) == ["ram_limit_bytes", "dtype"]
+
+
+def test_row_labels_tell_formats_apart_only_where_a_strategy_has_several() -> None:
+    results = [
+        make_result(make_cell("streaming", format="safetensors")),
+        make_result(make_cell("streaming", format="pt", options={"threads": 2})),
+        make_result(make_cell("baseline")),
+    ]
+    assert row_labels(series(results)) == [
+        "streaming safetensors",
+        "streaming pt threads=2",
+        "baseline",
+    ]
+
+
+def test_samples_are_read_and_a_torn_line_is_left_out(tmp_path: Path) -> None:
+    result = make_result()
+    path = write_samples(tmp_path, result)
+    with path.open("a") as file:
+        file.write("400000")
+    table = samples(tmp_path, result)
+    assert table is not None
+    assert table["rss_bytes"].tolist() == [sample.rss_bytes for sample in make_samples(result)]
+    assert table["cuda_driver_bytes"].isna().all()
+
+
+@pytest.mark.parametrize("text", [None, "", "t_ns\n", "t_ns,rss_bytes\n1,2\n", "\x00"])
+def test_samples_that_cannot_be_read_are_none(tmp_path: Path, text: str | None) -> None:
+    result = make_result()
+    if text is not None:
+        assert result.samples_path is not None
+        (tmp_path / result.samples_path).parent.mkdir()
+        (tmp_path / result.samples_path).write_text(text)
+    assert samples(tmp_path, result) is None
+    assert samples(tmp_path, make_skipped()) is None
+
+
+def test_the_mixed_run_has_every_outcome_once() -> None:
+    assert cells(mixed_run())["outcome"].is_unique

@@ -1,0 +1,171 @@
+"""The exact texts that a user sees, at fixed widths."""
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import replace
+
+from factories import LIMIT, make_cell, make_result, make_skipped, mixed_run, notebook_run
+from rich.console import Console
+
+from harness.record import Outcome, Result
+from harness.report.captions import size
+from harness.report.tables import terminal_table, write_markdown, write_summary
+
+GIB = 1024**3
+
+
+def terminal(results: Sequence[Result], width: int = 100) -> list[str]:
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    console.print(terminal_table(results))
+    assert isinstance(console.file, io.StringIO)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+def markdown(results: Sequence[Result], warnings: Sequence[str] = ()) -> list[str]:
+    file = io.StringIO()
+    write_markdown(results, file, warnings=warnings)
+    return file.getvalue().splitlines()
+
+
+def summary(results: Sequence[Result]) -> list[dict[str, str]]:
+    file = io.StringIO(newline="")
+    write_summary(results, file)
+    return list(csv.DictReader(io.StringIO(file.getvalue(), newline="")))
+
+
+def test_the_terminal_table_of_a_run() -> None:
+    assert terminal(notebook_run()) == [
+        "",
+        "                                                     peak   above    above  anonymous  cgroup",
+        "                                       load  ready    RSS  import   import  (sampled)    peak",
+        " strategy     format       outcome        s      s    GiB     GiB  x model        GiB     GiB",
+        " ────────────────────────────────────────────────────────────────────────────────────────────",
+        " baseline     pt           oom_killed     -      -  7.988   7.688     1.22      7.868   7.988",
+        " sequential   pt           oom_killed     -      -  7.988   7.688     1.22      7.868   7.988",
+        " meta_copy    pt           oom_killed     -      -  7.981   7.681     1.22      7.861   7.981",
+        " mmap_assign  pt           ok          0.44   5.44  6.820   6.520     1.04      0.400   6.820",
+        " per_param    per_param    ok          9.61  10.31  6.930   6.630     1.05      6.800   6.930",
+        " streaming    safetensors  ok          6.60   7.30  6.750   6.450     1.03      6.550   6.750",
+        "",
+        "baseline · pt: oom_killed: killed by the kernel for lack of memory in phase 'read'",
+        "sequential · pt: oom_killed: killed by the kernel for lack of memory in phase 'read'",
+        "meta_copy · pt: oom_killed: killed by the kernel for lack of memory in phase 'apply'",
+        "gpt2-xl (6.290 GiB) · device cpu · RAM limit 8 GiB · float32 · cold page cache · isolation docker ·",
+        "testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0",
+        "Exact, the kernel's own high-water marks: peak RSS, cgroup peak (includes page cache).",
+        "Exact, computed: above import = peak RSS - RSS after import torch.",
+        "Sampled, so it may miss short spikes: anonymous.",
+        "load: until the strategy returned; ready: until every byte was read through once.",
+        "Not ok: the figures are what the cell had reached when last seen, not what it needs.",
+    ]
+
+
+def test_names_are_not_read_as_markup_and_repeats_show_their_range() -> None:
+    cells = [make_cell("[b]x|y", repeat=repeat) for repeat in range(3)]
+    results = [make_result(cell, load_ns=10**9 * (cell.repeat + 1)) for cell in cells]
+    assert terminal(results)[5:7] == [
+        " [b]x|y    ok             2.00   7.30  6.750   6.450     1.03      6.550   6.750",
+        "                    1.00..3.00",
+    ]
+    assert r"| \[b\]x\|y | ok | 2.00 (1.00..3.00) | 7.30 |" in "\n".join(markdown(results))
+    assert terminal(results)[-1] == "Median of up to 3 repeats, with the whole range."
+
+
+def test_what_varies_is_a_column_and_models_and_devices_are_headings() -> None:
+    cuda = make_result(make_cell(device="cuda"))
+    results = [
+        make_result(make_cell(ram_limit_bytes=None)),
+        make_result(),
+        replace(cuda, peaks=replace(cuda.peaks, cuda_allocated_bytes=GIB)),
+    ]
+    lines = markdown(results)
+    cpu, gpu = lines.index("## device cpu"), lines.index("## device cuda")
+    assert lines[cpu + 2].startswith(
+        "| strategy | RAM limit | outcome | load s | ready s | peak RSS GiB |"
+    )
+    assert "CUDA" not in lines[cpu + 2]
+    assert [line.split(" | ")[1] for line in lines[cpu + 4 : cpu + 6]] == ["none", "8 GiB"]
+    assert lines[gpu + 2].endswith("| cgroup peak GiB | CUDA peak GiB |")
+    assert lines[gpu + 4].endswith("| 6.820 | 1.000 |")
+    assert "- Exact, the allocator's own mark: CUDA peak (allocated bytes)." in lines
+
+
+def test_the_markdown_report_of_a_run_in_which_much_went_wrong() -> None:
+    lines = markdown(mixed_run(), warnings=["line 7 is torn"])
+    assert lines[:6] == [
+        "# Loading gpt2-xl",
+        "",
+        "gpt2-xl (6.290 GiB) · device cpu · RAM limit 8 GiB · float32 · cold page cache · isolation "
+        "docker · testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0",
+        "",
+        "| strategy | format | outcome | load s | ready s | peak RSS GiB | above import GiB | "
+        "above import x model | anonymous (sampled) GiB | cgroup peak GiB |",
+        "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    assert lines[9] == "| direct_cuda | pt | skipped | - | - | - | - | - | - | - |"
+    bad = lines.index("## Not ok")
+    assert lines[bad : bad + 12] == [
+        "## Not ok",
+        "",
+        "- baseline · pt: oom_killed: killed by the kernel for lack of memory in phase 'read'",
+        "- sequential · pt: timeout in copy: not ready after 600 s",
+        "- direct_cuda · pt: skipped: needs the device cuda",
+        r"- broken · pt: strategy_failed in read: KeyError: 'h.0.attn\|bias'",
+        "- lossy · pt: wrong_weights: h.0.attn.mask differs from the checkpoint",
+        "",
+        "## Warnings",
+        "",
+        "- line 7 is torn",
+        "",
+    ]
+
+
+def test_messages_of_other_peoples_code_stay_on_one_line() -> None:
+    result = make_result(
+        outcome=Outcome.STRATEGY_FAILED, message="\x1b[31m<b>\n__init__ *x* `y`\n" + 400 * "z"
+    )
+    (line,) = [line for line in markdown([result]) if line.startswith("- mmap_assign: ")]
+    start = r"- mmap_assign: strategy_failed: \[31m&lt;b&gt; \_\_init\_\_ \*x\* \`y\` zzz"
+    assert line.startswith(start)
+    assert line.endswith("z…")
+
+
+def test_an_empty_run_says_so() -> None:
+    assert terminal([]) == ["No cells were measured."]
+    assert markdown([]) == ["# Loading nothing", "", "No cells were measured."]
+    assert summary([]) == []
+
+
+def test_a_narrow_terminal_loses_nothing() -> None:
+    text = "".join(terminal(notebook_run(), width=60)).replace(" ", "")
+    assert "…" not in text
+
+
+def test_the_summary_is_not_rounded_and_leaves_out_what_is_missing() -> None:
+    first, second = summary([make_result(), make_skipped()])
+    assert first["ram_limit_bytes"] == str(LIMIT)
+    assert first["peak_rss_bytes"] == str(make_result().peaks.rss_bytes)
+    assert first["load_s"] == "0.44"
+    assert first["peak_cuda_allocated_bytes"] == ""
+    assert second["peak_rss_bytes"] == second["model_bytes"] == ""
+    assert second["message"] == "needs the device cuda"
+
+
+def test_the_summary_is_safe_to_open_in_a_spreadsheet() -> None:
+    for start in ("=", "+", "-", "@", "\t=", "\r=", "\n="):
+        (row,) = summary([make_result(make_cell(f"{start}cmd"))])
+        assert row["strategy"] == f"'{start.strip()}cmd"
+
+
+def test_a_limit_reads_as_the_user_wrote_it() -> None:
+    assert [size(value) for value in (8 * GIB, 6500 * 1024**2, 1000, None)] == [
+        "8 GiB", "6500 MiB", "1000 B", "none",
+    ]  # fmt: skip
+
+
+def test_what_differs_between_environments_is_left_out_of_the_caption() -> None:
+    other = make_result(make_cell("baseline"), environment={"kernel": "6.1.0", "torch": "2.13.0"})
+    assert terminal([make_result(), make_skipped(), other], width=200)[-6].endswith(
+        "isolation docker · testbench · Example CPU · cgroup v2 · torch 2.13.0"
+    )
