@@ -1,18 +1,47 @@
+# `make` alone says what there is to make. Every target sets up what it needs.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 PYTHON ?= python3
-MODEL ?= gpt2-small
 BIN := .venv/bin
 
+# make bench MODEL=gpt2-xl RAM=8g OUT=results/mine STRATEGIES=baseline,streaming ARGS="--repeats 3"
+MODEL ?= gpt2-small
+RAM ?= none
+RUN ?= $(shell ls -td results/*/records.jsonl 2>/dev/null | head -1 | xargs -r dirname)
+OPTIONS = $(if $(OUT),--out $(OUT)) $(if $(STRATEGIES),--strategies $(STRATEGIES)) \
+          $(if $(ISOLATION),--isolation $(ISOLATION)) $(ARGS)
+
 help:  ## Say what each target does
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: .venv/ready  ## Make .venv with everything that the other targets need
 
+bench: .venv/ready  ## Load MODEL with every strategy under RAM: make bench MODEL=gpt2-xl RAM=8g
+	$(BIN)/weighin bench $(MODEL) --ram $(RAM) $(OPTIONS)
+
+report: .venv/ready  ## Draw RUN again (default: the newest run)
+	$(BIN)/weighin report $(RUN)
+
+doctor: .venv/ready  ## Say what this machine can limit and measure
+	$(BIN)/weighin doctor
+
+test: .venv/ready  ## Run the tests; REQUIRE=docker,cgroup turns what cannot run into failures
+	$(BIN)/pytest $(if $(REQUIRE),--require $(REQUIRE)) $(ARGS)
+
+lint: .venv/ready  ## Check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:  ## Remove .venv and what tools have cached in this folder
+	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Made anew when its inputs change; ready last, so that a broken one is never taken for whole.
 .venv/ready: pyproject.toml constraints.txt
 	rm -rf .venv
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-.PHONY: help setup
+.PHONY: help setup bench report doctor test lint clean

@@ -5,8 +5,6 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from harness.units import format_exact
-
 CacheState = Literal["cold", "warm"]
 
 
@@ -36,22 +34,16 @@ class Cell:
 
     @property
     def series(self) -> str:
-        """All that says what is measured, but not which repeat: equal for comparable cells.
-
-        Reads "gpt2-xl/mmap_assign/docker/8GiB/cpu/float32/pt/cold", with a digest of the
-        builder's and the strategy's options behind it where there are any.
-        """
-        limit = "no limit" if self.ram_limit_bytes is None else format_exact(self.ram_limit_bytes)
-        words = [self.model.name, self.strategy, self.isolation, limit]
-        words += [self.device, self.dtype, self.format, self.cache]
-        if self.options:
-            words.append(_digest(self.options))
-        return "/".join(words)
+        """A name for all that is measured here, but not for which repeat: equal for equal cells."""
+        fields = asdict(self)
+        del fields["repeat"]
+        text = json.dumps(fields, sort_keys=True, default=str)
+        return f"{self.strategy}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
 
     @property
     def id(self) -> str:
-        """A name for this cell's files, unique within a run."""
-        return f"{self.strategy}-{_digest(asdict(self))}-r{self.repeat}"
+        """A name for this very cell and its files, unique within a run."""
+        return f"{self.series}-r{self.repeat}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +61,3 @@ class Job:
     python_path: tuple[str, ...] = ()
     timeout_s: float = 600.0
 
-
-def _digest(value: dict[str, Any]) -> str:
-    text = json.dumps(value, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:8]

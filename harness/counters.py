@@ -116,6 +116,24 @@ def memory_cgroup_of(pid: int) -> Path | None:
     return None
 
 
+def pressure_file_of(pid: int) -> Path | None:
+    """Return the PSI file of the v2 group that a process is in.
+
+    None where PSI is off, or the process is in the root group, whose PSI is the whole machine's.
+    """
+    mount = pressure_hierarchy()
+    try:
+        lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None
+    for line in lines:
+        number, _, path = line.split(":", 2)
+        if mount and number == "0" and path != "/":
+            file = mount / path.lstrip("/") / "memory.pressure"
+            return file if file.exists() else None
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryCgroup:
     """The files of one memory cgroup. ``pressure_path`` is its PSI file, wherever that lies."""

@@ -27,6 +27,7 @@ class Sampler:
     ) -> None:
         self.samples: list[Sample] = []
         self.oom_kills: int | None = None
+        self.last_peak_rss_bytes: int | None = None
         self._interval_s = interval_s
         self._stop = threading.Event()
         self._cgroup = cgroup
@@ -35,8 +36,14 @@ class Sampler:
             "stat": Path(f"/proc/{pid}/stat"),
         }
         if cgroup:
-            paths |= {"usage": cgroup.usage_path, "memory": cgroup.stat_path, "oom": cgroup.oom_path}
-        self._files = {name: os.open(path, os.O_RDONLY) for name, path in paths.items() if path.exists()}
+            paths |= {
+                "usage": cgroup.usage_path,
+                "memory": cgroup.stat_path,
+                "oom": cgroup.oom_path,
+            }
+        self._files = {
+            name: os.open(path, os.O_RDONLY) for name, path in paths.items() if path.exists()
+        }
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
 
     def start(self) -> None:
@@ -65,6 +72,7 @@ class Sampler:
     def _look(self) -> Sample:
         now = time.monotonic_ns()
         status = parse_status(self._read("status"))
+        self.last_peak_rss_bytes = status["VmHWM"]
         minor, major = parse_faults(self._read("stat"))
         self._look_for_oom_kills()
         return Sample(

@@ -12,19 +12,27 @@ if TYPE_CHECKING:  # only for the types: reading a strategy's constants must not
 
 
 class Load(Protocol):
-    """One load to perform: where from, where to, and what with.
+    """One load to perform: where from, where to, and what with."""
 
-    Attributes:
-        checkpoint: the file, or the folder for formats of many files.
-        device: where every parameter and buffer must end.
-        dtype: what every floating-point parameter and buffer must end as.
-        options: the cell's options for this strategy, from a suite's YAML.
-    """
+    @property
+    def checkpoint(self) -> Path:
+        """The file, or the folder for formats of many files."""
+        ...
 
-    checkpoint: Path
-    device: torch.device
-    dtype: torch.dtype
-    options: Mapping[str, Any]
+    @property
+    def device(self) -> torch.device:
+        """Where every parameter and buffer must end."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What every floating-point parameter and buffer must end as."""
+        ...
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The cell's options for this strategy, from a suite's YAML."""
+        ...
 
     def build_model(self) -> torch.nn.Module:
         """Build the model, with its own initialisation, on the device of the context."""

@@ -37,8 +37,10 @@ def parse_bytes(text: str) -> int:
         raise ConfigError(
             f"cannot read {text!r} as a size", "write a size such as 8GiB, 8g, 6500m or 4096"
         )
-    size = round(float(match["number"]) * _FACTORS[unit]) if "." in match["number"] else (
-        int(match["number"]) * _FACTORS[unit]
+    size = (
+        round(float(match["number"]) * _FACTORS[unit])
+        if "." in match["number"]
+        else (int(match["number"]) * _FACTORS[unit])
     )
     if size < 1:
         raise ConfigError(f"{text!r} is less than one byte", "write a size such as 8GiB or 6500m")

@@ -23,19 +23,27 @@ class Exit:
 
 
 class Running(Protocol):
-    """A started worker.
+    """A started worker."""
 
-    Attributes:
-        channel: its events come from here, acknowledgements go there.
-        pid: the worker's pid in the parent's namespace, or None where it cannot be seen.
-        cgroup: the folder of its memory cgroup, or None.
-        unseen: why pid or cgroup is None, for the record; empty where both are there.
-    """
+    @property
+    def channel(self) -> Channel:
+        """Its events come from here, acknowledgements go there."""
+        ...
 
-    channel: Channel
-    pid: int | None
-    cgroup: Path | None
-    unseen: str
+    @property
+    def pid(self) -> int | None:
+        """The worker's pid in the parent's namespace, or None where it cannot be seen."""
+        ...
+
+    @property
+    def cgroup(self) -> Path | None:
+        """The folder of its memory cgroup, or None where it has none or it cannot be seen."""
+        ...
+
+    @property
+    def unseen(self) -> str:
+        """Why pid or cgroup is None, for the record; empty where both are there."""
+        ...
 
     def wait(self, timeout_s: float) -> Exit:
         """Return how the worker ended; raises TimeoutError where it still runs after that time."""
@@ -51,15 +59,17 @@ class Running(Protocol):
 
 
 class Isolation(Protocol):
-    """One way to run workers.
+    """One way to run workers."""
 
-    Attributes:
-        name: "docker", "cgroup" or "process".
-        limits: whether it can hold a RAM limit.
-    """
+    @property
+    def name(self) -> str:
+        """Return "docker", "cgroup" or "process"."""
+        ...
 
-    name: str
-    limits: bool
+    @property
+    def limits(self) -> bool:
+        """Whether it can hold a RAM limit."""
+        ...
 
     def check(self) -> None:
         """Raise IsolationUnavailable, with the repair, where this machine cannot run cells so."""

@@ -10,6 +10,7 @@ import itertools
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from harness.cell import Job
@@ -42,11 +43,8 @@ class CgroupIsolation:
                 "this machine has no memory controller (neither cgroup v2 nor v1)",
                 "boot with cgroup_enable=memory, or use --isolation docker",
             )
-        groups = _make_groups()
-        try:
-            _limit(groups[0], 2**40)
-        finally:
-            _remove(groups)
+        with temporary_group() as group:
+            _limit(group, 2**40)
 
     def prepare(self) -> None:
         return
@@ -130,6 +128,20 @@ def _make_groups() -> list[Path]:
             f"echo +memory | sudo tee {groups[0].parent}/cgroup.subtree_control",
         )
     return groups
+
+
+@contextlib.contextmanager
+def temporary_group() -> Iterator[Path]:
+    """Make an empty group that can be limited, and remove it at the end.
+
+    Raises:
+        IsolationUnavailable: this user may make none, or it would have no memory controller.
+    """
+    groups = _make_groups()
+    try:
+        yield groups[0]
+    finally:
+        _remove(groups)
 
 
 def _has_memory_controller(group: Path) -> bool:

@@ -4,6 +4,7 @@ The worker writes events to its original standard output, one line each, and poi
 descriptor 1 at standard error, so that a strategy that prints cannot garble them.
 """
 
+import contextlib
 import os
 import select
 import time
@@ -15,8 +16,10 @@ CHATTER_KEPT_BYTES = 64 * 1024
 class Channel(Protocol):
     """What the parent holds of a worker's standard streams."""
 
-    chatter: bytes
-    """The last 64 KiB of what the worker and its strategy printed."""
+    @property
+    def chatter(self) -> bytes:
+        """The last 64 KiB of what the worker and its strategy printed."""
+        ...
 
     def receive(self, timeout_s: float) -> bytes | None:
         """Return the next event line, or None at the end; raises TimeoutError."""
@@ -67,10 +70,8 @@ class PipeChannel:
         return line
 
     def send(self, line: bytes) -> None:
-        try:
+        with contextlib.suppress(BrokenPipeError):
             os.write(self._stdin, line)
-        except BrokenPipeError:
-            pass
 
     def close(self) -> None:
         for descriptor in (self._stdin, self._stdout, self._stderr):

@@ -91,5 +91,3 @@ class LocalRunning:
         self.kill()
         self._process.wait()
         self.channel.close()
-
-

@@ -8,9 +8,10 @@ event          fields                                                          a
 =============  ==============================================================  ===========
 baseline       t_ns, memory, import_ns, environment                            yes
 begin          name, t_ns                                                      no
+cuda           points: [[t_ns, allocated bytes, driver-used bytes], ...]       no
 phase          all fields of ``Phase`` but peak_cgroup_bytes                   yes
-loaded         load_ns                                                         no
-ready          ready_ns, touch_ns, marks_ns, model_bytes                       no
+loaded         load_ns, without the time spent in marks                        no
+ready          t_ns, touch_ns                                                  no
 failed         outcome, message                                                no
 done           first_use_ns, marks_ns                                          no
 =============  ==============================================================  ===========

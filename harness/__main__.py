@@ -1,0 +1,5 @@
+"""``python -m harness`` is ``weighin``."""
+
+from harness.cli import main
+
+main()

@@ -1,0 +1,122 @@
+"""What ``weighin bench`` was asked for becomes a ``Run``; an interrupted one becomes it again."""
+
+import os
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from harness import environment, journal, registry
+from harness.config import Suite
+from harness.errors import ConfigError, RecordError
+from harness.isolation import choice
+from harness.plan import Matrix, Planned, plan
+from harness.runner import Run
+from harness.units import format_bytes, format_exact
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A matrix, and what of the command line is not a part of any suite."""
+
+    suite: Suite
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    checkpoint: Path | None = None
+    seed: int = 0
+    folder: Path | None = None
+    base_image: str | None = None
+
+
+def start(request: Request) -> tuple[Run, str]:
+    """Plan a new run and write its plan; returns it, and a note on how it is isolated.
+
+    Raises:
+        ConfigError, UnknownName, IsolationUnavailable, RecordError: nothing was started.
+    """
+    suite = request.suite
+    models = tuple(registry.model(name, request.kwargs or None) for name in suite.models)
+    strategies = tuple((registry.strategy(one.name), one.options) for one in suite.strategies)
+    _check_machine(suite.ram)
+    limited = any(limit is not None for limit in suite.ram)
+    isolation, note = choice.choose(suite.isolation, limited=limited, base_image=request.base_image)
+    planned = plan(
+        Matrix(
+            models=models,
+            strategies=strategies,
+            ram_limits=tuple(suite.ram),
+            isolation=isolation.name,
+            device=suite.device,
+            cache=suite.cache,
+            repeats=suite.repeats,
+        )
+    )
+    checkpoint = request.checkpoint.resolve() if request.checkpoint else None
+    folder = request.folder or Path("results") / _name(request)
+    _check_folder(folder)
+    settings = {
+        "seed": request.seed,
+        "checkpoint": str(checkpoint) if checkpoint else None,
+        "timeout_s": suite.timeout_s,
+        "base_image": request.base_image,
+        "strategy_paths": {info.name: str(info.path) for info, _ in strategies},
+    }
+    journal.write_plan(folder, [one.cell for one in planned], settings)
+    run = Run(
+        folder=folder,
+        planned=planned,
+        isolation=isolation,
+        seed=request.seed,
+        checkpoint=checkpoint,
+        timeout_s=suite.timeout_s,
+    )
+    return run, note
+
+
+def resume(folder: Path) -> Run:
+    """Return a run that was planned before, to go on with the cells that have no record.
+
+    Raises:
+        RecordError: the folder is no run. ConfigError: a strategy of its plan is gone.
+    """
+    known = journal.read_plan(folder)
+    settings = known.settings
+    infos = {
+        name: registry.read_strategy(Path(path))
+        for name, path in settings["strategy_paths"].items()
+    }
+    if not known.cells:
+        raise RecordError(f"{folder} plans no cell", "start a new run")
+    checkpoint = settings["checkpoint"]
+    return Run(
+        folder=folder,
+        planned=[Planned.of(cell, infos[cell.strategy]) for cell in known.cells],
+        isolation=choice.named(known.cells[0].isolation, settings["base_image"]),
+        seed=settings["seed"],
+        checkpoint=Path(checkpoint) if checkpoint else None,
+        timeout_s=settings["timeout_s"],
+    )
+
+
+def _check_machine(limits: list[int | None]) -> None:
+    total = environment.total_ram_bytes()
+    for limit in limits:
+        if limit is not None and limit > total:
+            raise ConfigError(
+                f"--ram {format_exact(limit)} is more than this machine has ({format_bytes(total)})",
+                "give a smaller limit, or leave --ram out to limit nothing",
+            )
+
+
+def _check_folder(folder: Path) -> None:
+    if (folder / journal.PLAN).exists() or (folder / journal.RECORDS).exists():
+        raise RecordError(
+            f"{folder} already holds a run",
+            f"go on with it: weighin bench --resume {folder}; or name another folder with --out",
+        )
+
+
+def _name(request: Request) -> str:
+    limits = [limit for limit in request.suite.ram if limit is not None]
+    words = [datetime.now().astimezone().strftime("%Y%m%dT%H%M%S"), *request.suite.models]
+    words += [format_exact(limit) for limit in limits]
+    return "-".join(words).replace(os.sep, "_").replace(":", "_")

@@ -1,0 +1,65 @@
+"""What of this machine changes a figure: recorded with every result, printed by ``weighin doctor``."""
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from harness.counters import memory_hierarchy
+
+SETTINGS = ("MALLOC_", "PYTORCH_", "OMP_", "MKL_", "CUDA_", "NVIDIA_", "LD_PRELOAD", "TORCH_")
+"""Environment variables that change allocators, threads or devices begin with one of these."""
+
+
+def settings() -> dict[str, str]:
+    """Return the environment variables that change what a worker allocates or how it runs."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(SETTINGS)}
+
+
+def machine() -> dict[str, Any]:
+    """Return what this machine is and how it is set, as far as it changes a figure."""
+    hierarchy = memory_hierarchy()
+    return {
+        "machine": platform.machine(),
+        "cpu": _cpu_model(),
+        "cpus": os.cpu_count(),
+        "ram_bytes": psutil.virtual_memory().total,
+        "swap_bytes": psutil.swap_memory().total,
+        "kernel": platform.release(),
+        "cgroup_version": hierarchy[0] if hierarchy else None,
+        "thp": _chosen(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
+        "governor": _text(Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")),
+        "psi": Path("/proc/pressure/memory").exists(),
+        "settings": settings(),
+    }
+
+
+def free_ram_bytes() -> int:
+    """Return how much RAM can be used now without swapping, as the kernel estimates it."""
+    return psutil.virtual_memory().available
+
+
+def total_ram_bytes() -> int:
+    return psutil.virtual_memory().total
+
+
+def _cpu_model() -> str | None:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or None
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:  # this kernel or this virtual machine does not have it
+        return None
+
+
+def _chosen(path: Path) -> str | None:
+    """Return the word in brackets of a sysfs choice: "always [madvise] never" is "madvise"."""
+    text = _text(path)
+    return text.partition("[")[2].partition("]")[0] if text else None

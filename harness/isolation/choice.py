@@ -1,0 +1,60 @@
+"""Isolations by name, and the best one that works on this machine."""
+
+from harness.errors import IsolationUnavailable, UnknownName
+from harness.isolation import Isolation
+
+NAMES = ("docker", "cgroup", "process")
+"""In the order in which ``auto`` tries them."""
+
+
+def named(name: str, base_image: str | None = None) -> Isolation:
+    """Return an isolation by its name; does not check that it works here."""
+    if name == "docker":
+        from harness.isolation.docker import DockerIsolation  # the SDK takes 0.2 s to import
+
+        return DockerIsolation(base_image=base_image)
+    if name == "cgroup":
+        from harness.isolation.cgroup import CgroupIsolation
+
+        return CgroupIsolation()
+    if name == "process":
+        from harness.isolation.process import ProcessIsolation
+
+        return ProcessIsolation()
+    raise UnknownName("isolation", name, [*NAMES, "auto"])
+
+
+def choose(name: str, *, limited: bool, base_image: str | None = None) -> tuple[Isolation, str]:
+    """Return the isolation to use, checked, and one line of why where it was chosen here.
+
+    ``auto`` takes Docker where an engine answers, else a cgroup that it may make, else a plain
+    process; but never one that cannot hold a limit that was asked for.
+
+    Raises:
+        IsolationUnavailable: none can be used, or it cannot hold a limit.
+    """
+    if name != "auto":
+        isolation = named(name, base_image)
+        if limited and not isolation.limits:
+            raise IsolationUnavailable(
+                f"--isolation {name} cannot hold a RAM limit: nothing would be limited",
+                "use --isolation docker or cgroup, or leave --ram out",
+            )
+        isolation.check()
+        return isolation, ""
+    refused: list[IsolationUnavailable] = []
+    for candidate in NAMES:
+        isolation = named(candidate, base_image)
+        if limited and not isolation.limits:
+            continue
+        try:
+            isolation.check()
+        except IsolationUnavailable as error:
+            refused.append(error)
+            continue
+        reasons = "; ".join(error.message for error in refused)
+        return isolation, f"isolation {candidate}: {reasons}" if reasons else ""
+    raise IsolationUnavailable(
+        "nothing here can hold a RAM limit: " + "; ".join(error.message for error in refused),
+        " or ".join(error.repair for error in refused if error.repair),
+    )

@@ -1,0 +1,55 @@
+"""What there is, as tables: strategies, models, isolations, and the checkpoints made here."""
+
+from rich.markup import escape
+from rich.table import Table
+
+from harness import registry
+from harness.checkpoint import cache
+from harness.config import read_model
+from harness.errors import HarnessError, UnknownName
+from harness.isolation import choice
+from harness.units import format_bytes
+
+
+def tables(kind: str) -> list[Table]:
+    """Return the table of one kind, or of all."""
+    makers = {"strategies": _strategies, "models": _models, "isolations": _isolations}
+    if kind != "all" and kind not in makers:
+        raise UnknownName("list", kind, [*makers, "all"])
+    return [make() for name, make in makers.items() if kind in (name, "all")]
+
+
+def cache_table() -> Table:
+    """Return the checkpoints that were made here, with their sizes on disk."""
+    table = Table("model", "format", "size", "last used", title=f"checkpoints in {cache.folder()}")
+    for entry in cache.entries():
+        used = entry.last_used.strftime("%Y-%m-%d %H:%M")
+        table.add_row(escape(entry.name), entry.format, format_bytes(entry.size_bytes), used)
+    return table
+
+
+def _strategies() -> Table:
+    table = Table("strategy", "reads", "loads to", "what it does", title="strategies")
+    for name, info in registry.strategies().items():
+        table.add_row(name, ", ".join(info.formats), ", ".join(info.devices), escape(info.summary))
+    return table
+
+
+def _models() -> Table:
+    table = Table("model", "builder", "arguments", title="models")
+    for name, path in registry.models().items():
+        spec = read_model(path)
+        arguments = ", ".join(f"{key}={value}" for key, value in spec.kwargs.items())
+        table.add_row(name, escape(spec.builder), escape(arguments))
+    return table
+
+
+def _isolations() -> Table:
+    table = Table("isolation", "works here", title="isolations")
+    for name in choice.NAMES:
+        try:
+            choice.named(name).check()
+            table.add_row(name, "yes")
+        except HarnessError as error:
+            table.add_row(name, f"no: {escape(error.message)}. {escape(error.repair)}")
+    return table

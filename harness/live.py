@@ -1,0 +1,78 @@
+"""What a run shows while it works: what runs now, for how long, and what is left."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+
+from harness.cell import Cell
+from harness.record import Outcome, Result
+from harness.runner import Progress
+from harness.units import format_bytes, format_exact, format_seconds
+
+_STYLES = {Outcome.OK: "green", Outcome.SKIPPED: "dim"}
+
+
+@contextmanager
+def progress(console: Console, cells: int) -> Iterator[Progress]:
+    """Show a run of so many cells until the context ends; one line stays for each finished cell."""
+    with Bar(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as bar:
+        task = bar.add_task("starting", total=cells)
+        yield _Live(console, bar, task).progress()
+
+
+class _Live:
+    def __init__(self, console: Console, bar: Bar, task: TaskID) -> None:
+        self._console = console
+        self._bar = bar
+        self._task = task
+        self._cell = ""
+
+    def progress(self) -> Progress:
+        return Progress(self._prepare, self._start, self._enter, self._finish)
+
+    def _prepare(self, text: str) -> None:
+        self._show(text)
+        if not self._console.is_terminal:
+            self._console.print(escape(text), highlight=False)
+
+    def _start(self, cell: Cell) -> None:
+        self._cell = cell.strategy + (
+            "" if cell.ram_limit_bytes is None else f" under {format_exact(cell.ram_limit_bytes)}"
+        )
+        self._show(self._cell)
+
+    def _enter(self, phase: str) -> None:
+        self._show(f"{self._cell}: {phase}")
+
+    def _finish(self, result: Result) -> None:
+        self._bar.advance(self._task)
+        self._console.print(line(result), highlight=False)
+
+    def _show(self, text: str) -> None:
+        self._bar.update(self._task, description=escape(text))
+
+
+def line(result: Result) -> str:
+    """Return one finished cell as one line of rich markup."""
+    cell, style = result.cell, _STYLES.get(result.outcome, "red")
+    limit = "no limit" if cell.ram_limit_bytes is None else format_exact(cell.ram_limit_bytes)
+    words = [f"{escape(cell.model.name)} {escape(cell.strategy):<12} {limit:<9}"]
+    words.append(f"[{style}]{result.outcome:<12}[/]")
+    if result.ready_ns is not None:
+        words.append(f"ready {format_seconds(result.ready_ns)}")
+    if result.peaks.rss_bytes is not None:
+        words.append(f"peak RSS {format_bytes(result.peaks.rss_bytes)}")
+    words.append(escape(result.message))
+    return "  ".join(word for word in words if word)

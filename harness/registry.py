@@ -1,0 +1,133 @@
+"""Strategies and models by name, found without importing torch or any strategy."""
+
+import ast
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+
+from harness.cell import ModelSpec
+from harness.config import read_model
+from harness.errors import ConfigError, UnknownName
+
+_PACKAGE = Path(__file__).resolve().parent
+_ENTRY_POINTS = "weighin.strategies"
+
+
+def data_folder(name: str) -> Path:
+    """Return "strategies", "configs" or "docker": beside the package, or inside it once installed."""
+    installed = _PACKAGE / "_data" / name
+    return installed if installed.is_dir() else _PACKAGE.parent / name
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyInfo:
+    """What a strategy's file says about itself."""
+
+    name: str
+    path: Path
+    summary: str
+    formats: tuple[str, ...]
+    devices: tuple[str, ...]
+
+
+def strategies() -> dict[str, StrategyInfo]:
+    """Return all strategies: our own files, and those of installed packages.
+
+    Raises:
+        ConfigError: two of one name, or a file that is no strategy.
+    """
+    found: dict[str, StrategyInfo] = {}
+    ours = sorted(data_folder("strategies").glob("[!_]*.py"))
+    for path in [*ours, *_third_party()]:
+        info = read_strategy(path)
+        if info.name in found:
+            raise ConfigError(
+                f"two strategies are called {info.name!r}: {found[info.name].path} and {path}",
+                "rename one of the files: a strategy's name is its file's name",
+            )
+        found[info.name] = info
+    return found
+
+
+def strategy(name: str) -> StrategyInfo:
+    """Return one strategy by its name, or by the path of its file ("./mine.py")."""
+    if name.endswith(".py") or "/" in name:
+        return read_strategy(Path(name))
+    known = strategies()
+    if name not in known:
+        raise UnknownName("strategy", name, known, "a file of your own: --strategies ./mine.py")
+    return known[name]
+
+
+def read_strategy(path: Path) -> StrategyInfo:
+    """Read a strategy's name, summary and constants from its syntax tree; runs none of it.
+
+    Raises:
+        ConfigError: no such file, no Python, no docstring, no ``load``, or wrong constants.
+    """
+    try:
+        tree = ast.parse(path.read_text(), filename=str(path))
+    except OSError as error:
+        raise ConfigError(f"cannot read the strategy {path}: {error.strerror}") from None
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"{path} is not Python: {error}") from None
+    docstring = ast.get_docstring(tree)
+    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    if "load" not in functions:
+        raise ConfigError(
+            f"{path} has no function load(job)", "see strategies/README.md for one in 20 lines"
+        )
+    return StrategyInfo(
+        name=path.stem,
+        path=path.resolve(),
+        summary=docstring.splitlines()[0] if docstring else "",
+        formats=_constant(tree, "FORMATS", path, ("pt",)),
+        devices=_constant(tree, "DEVICES", path, ("cpu",)),
+    )
+
+
+def models() -> dict[str, Path]:
+    """Return the built-in models' configuration files by name."""
+    return {path.stem: path for path in sorted((data_folder("configs") / "models").glob("*.yaml"))}
+
+
+def model(name: str, kwargs: dict[str, object] | None = None) -> ModelSpec:
+    """Return a built-in model by name, or any builder as "package.module:callable"."""
+    if ":" in name:
+        return ModelSpec(name.rpartition(":")[2], name, kwargs or {})
+    known = models()
+    if name not in known:
+        raise UnknownName("model", name, known, "any other: --model package.module:callable")
+    spec = read_model(known[name])
+    return ModelSpec(spec.name, spec.builder, spec.kwargs | kwargs) if kwargs else spec
+
+
+def _third_party() -> list[Path]:
+    """Return the files of the modules that installed packages offer as strategies."""
+    paths = []
+    for entry in entry_points(group=_ENTRY_POINTS):
+        spec = find_spec(entry.value)
+        if spec is None or spec.origin is None:
+            raise ConfigError(
+                f"the strategy {entry.name!r} points at {entry.value!r}, which cannot be found",
+                f"reinstall {entry.dist.name if entry.dist else entry.name}",
+            )
+        paths.append(Path(spec.origin))
+    return paths
+
+
+def _constant(tree: ast.Module, name: str, path: Path, default: tuple[str, ...]) -> tuple[str, ...]:
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and [ast.unparse(t) for t in node.targets] == [name]:
+            try:
+                value = ast.literal_eval(node.value)
+            except ValueError:
+                value = None
+            if not isinstance(value, tuple) or not all(isinstance(item, str) for item in value):
+                raise ConfigError(
+                    f"{path}, line {node.lineno}: {name} is not a tuple of strings",
+                    f'write it out, as in {name} = ("{default[0]}",)',
+                )
+            return value
+    return default

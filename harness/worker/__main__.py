@@ -1,0 +1,206 @@
+"""Run one cell: import torch, load once under marks, read every byte, verify, use the model once.
+
+Started by an isolation as ``python -m harness.worker``; speaks the protocol of ``protocol.py``.
+"""
+
+import os
+import sys
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.cell import Job
+from harness.record import Outcome
+from harness.worker.lifeline import Lifeline
+from harness.worker.marks import Marks
+from harness.worker.protocol import decode_job
+
+if TYPE_CHECKING:
+    import torch
+
+    from harness.worker.loading import WorkerLoad
+
+_WARM_PIECE_BYTES = 1024**2
+
+
+class StrategyFailed(Exception):
+    """The strategy raised, or returned no model; ``__cause__`` is what it raised."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What is imported and read before the baseline: the same for every strategy."""
+
+    load: "WorkerLoad"
+    inputs: "tuple[torch.Tensor, ...]"
+    manifest: Any
+
+
+def main() -> None:
+    lifeline = Lifeline()
+    job = decode_job(lifeline.receive_job())
+    marks = Marks(lifeline)
+    try:
+        prepared = prepare(job, lifeline, marks)
+    except Exception as error:
+        fail(lifeline, Outcome.MEASUREMENT_FAILED, f"before the load: {describe(error)}")
+    try:
+        model = load(job, prepared, lifeline, marks)
+        check(model, prepared, lifeline, marks)
+    except BaseException as error:
+        fail(lifeline, *judge(error))
+    os._exit(0)  # at once: taking the interpreter down would only add to the harness's share
+
+
+def prepare(job: Job, lifeline: Lifeline, marks: Marks) -> Prepared:
+    """Import torch and the model's code, create the CUDA context, read the manifest; take the baseline."""
+    import_start_ns = time.monotonic_ns()
+    with marks.phase("import"):
+        import torch
+    import_ns = time.monotonic_ns() - import_start_ns
+    with marks.phase("prepare"):
+        from harness.checkpoint.manifest import read_manifest
+        from harness.models.building import resolve_builder
+        from harness.worker.loading import WorkerLoad
+
+        sys.path[:0] = job.python_path
+        cell = job.cell
+        builder = resolve_builder(cell.model.builder)
+        device = torch.device(cell.device)
+        if device.type == "cuda":
+            from harness.worker.cuda import CudaMemory
+
+            marks.cuda = CudaMemory(device)
+        examples = getattr(sys.modules[builder.__module__], "example_inputs", None)
+        inputs = tuple(examples(**cell.model.kwargs)) if examples else ()
+        load = WorkerLoad(
+            checkpoint=Path(job.checkpoint),
+            device=device,
+            dtype=getattr(torch, cell.dtype),
+            options=cell.options,
+            model=cell.model,
+            builder=builder,
+            marks=marks,
+        )
+        prepared = Prepared(load, inputs, read_manifest(Path(job.manifest)))
+        if cell.cache == "warm":
+            read_through(load.checkpoint)
+    marks.flush()
+    lifeline.send_and_wait(
+        "baseline",
+        t_ns=time.monotonic_ns(),
+        memory=asdict(marks.memory()),
+        import_ns=import_ns,
+        environment=environment(),
+    )
+    return prepared
+
+
+def load(job: Job, prepared: Prepared, lifeline: Lifeline, marks: Marks) -> "torch.nn.Module":
+    """Run the strategy; its own imports are a part of what it costs."""
+    import torch
+
+    from harness.worker.loading import import_strategy
+
+    marks.restart()
+    marked_ns, start_ns = marks.spent_ns, time.monotonic_ns()
+    try:
+        model = import_strategy(Path(job.strategy_path))(prepared.load)
+        if marks.cuda:
+            marks.cuda.synchronize()
+    except BaseException as error:
+        raise StrategyFailed from error
+    load_ns = time.monotonic_ns() - start_ns - (marks.spent_ns - marked_ns)
+    marks.flush()
+    lifeline.send("loaded", load_ns=load_ns)
+    if not isinstance(model, torch.nn.Module):
+        raise StrategyFailed from TypeError(f"load() returned {type(model).__name__}, not a Module")
+    return model
+
+
+def check(model: "torch.nn.Module", prepared: Prepared, lifeline: Lifeline, marks: Marks) -> None:
+    """Read every byte of the model, compare it with the checkpoint's checksums, and run it once."""
+    from harness.worker import touch, verify
+
+    job = prepared.load
+    tensors = touch.named_tensors(model)
+    verify.check_structure(tensors, prepared.manifest, job.device, job.dtype)
+    marks.restart()
+    start_ns = time.monotonic_ns()
+    with marks.phase("touch"):
+        checksums = touch.touch(tensors)
+        end_ns = time.monotonic_ns()
+    lifeline.send("ready", t_ns=end_ns, touch_ns=end_ns - start_ns)
+    verify.check_values(checksums, prepared.manifest, job.dtype)
+    first_use_ns = None
+    if prepared.inputs:
+        start_ns = time.monotonic_ns()
+        with marks.phase("forward"):
+            verify.check_forward(model, tuple(tensor.to(job.device) for tensor in prepared.inputs))
+            first_use_ns = time.monotonic_ns() - start_ns
+    lifeline.send("done", first_use_ns=first_use_ns, marks_ns=marks.spent_ns)
+
+
+def judge(error: BaseException) -> tuple[Outcome, str]:
+    """Return what an error during the load, the touch or the verification means."""
+    import torch
+
+    from harness.worker.verify import WrongWeights
+
+    cause = error.__cause__ if isinstance(error, StrategyFailed) else error
+    if isinstance(error, WrongWeights):
+        return Outcome.WRONG_WEIGHTS, str(error)
+    if isinstance(cause, torch.cuda.OutOfMemoryError):
+        return Outcome.CUDA_OOM, str(cause).splitlines()[0]
+    assert cause is not None
+    return Outcome.STRATEGY_FAILED, describe(cause)
+
+
+def describe(error: BaseException) -> str:
+    """Return an error in one line, with the place that raised it."""
+    lines = str(error).strip().splitlines() or [""]
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {lines[0]}{place}"
+
+
+def fail(lifeline: Lifeline, outcome: Outcome, message: str) -> None:
+    """Report how this cell failed, leave the traceback among the chatter, and end."""
+    traceback.print_exc()
+    lifeline.send("failed", outcome=outcome, message=message)
+    sys.stderr.flush()
+    os._exit(1)  # at once: a strategy's threads and exit handlers have nothing to add
+
+
+def read_through(checkpoint: Path) -> None:
+    """Read every file of the checkpoint, so that its pages are cached and charged to this cell."""
+    files = [checkpoint] if checkpoint.is_file() else sorted(checkpoint.iterdir())
+    piece = bytearray(_WARM_PIECE_BYTES)
+    for file in files:
+        with file.open("rb", buffering=0) as source:
+            while source.readinto(piece):
+                pass
+
+
+def environment() -> dict[str, Any]:
+    """Return what only the worker knows of where it runs."""
+    import torch
+
+    numpy = sys.modules.get("numpy")
+    found = {
+        "python": sys.version.split()[0],
+        "torch": str(torch.__version__),
+        "numpy": getattr(numpy, "__version__", None),
+        "threads": torch.get_num_threads(),
+        "libc": os.confstr("CS_GNU_LIBC_VERSION"),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found["gpu"] = torch.cuda.get_device_name()
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""The one load of this worker: what the strategy sees, made from the job."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.cell import ModelSpec
+from harness.models.building import reset_buffers
+from harness.strategy import Load
+from harness.worker.marks import Marks
+
+Strategy = Callable[[Load], torch.nn.Module]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """``harness.strategy.Load`` inside the measured process."""
+
+    checkpoint: Path
+    device: torch.device
+    dtype: torch.dtype
+    options: Mapping[str, Any]
+    model: ModelSpec
+    builder: Callable[..., torch.nn.Module]
+    marks: Marks
+
+    def build_model(self) -> torch.nn.Module:
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+        try:
+            return self.builder(**self.model.kwargs)
+        finally:
+            torch.set_default_dtype(default)
+
+    def reset_buffers(self, model: torch.nn.Module) -> None:
+        reset_buffers(model, self.builder, self.model.kwargs, self.device, self.dtype)
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        return self.marks.phase(name)
+
+
+def import_strategy(path: Path) -> Strategy:
+    """Return the ``load`` function of a strategy's file."""
+    spec = spec_from_file_location(f"weighin_strategy_{path.stem}", path)
+    assert spec and spec.loader
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    load: Strategy = module.load
+    return load

@@ -1,0 +1,28 @@
+"""Read every byte of a model once: only then has it been loaded, and only so is it verified."""
+
+import torch
+
+from harness.checkpoint.checksum import checksum
+
+
+def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return every parameter and buffer by its full name, tied ones under each of their names."""
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    return tensors | dict(model.named_buffers(remove_duplicate=False))
+
+
+def touch(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    """Read every byte of every tensor once; returns each one's checksum. Tied ones are read once."""
+    known: dict[tuple[object, ...], str] = {}
+    checksums = {}
+    for name, tensor in tensors.items():
+        place = identity(tensor)
+        if place not in known:
+            known[place] = checksum(tensor)
+        checksums[name] = known[place]
+    return checksums
+
+
+def identity(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return what two tensors share if and only if they are the same memory, seen the same way."""
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()

@@ -1,0 +1,80 @@
+"""Is this the right model? Every parameter and buffer, tied weights, and one forward pass."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from harness.checkpoint.manifest import Manifest, TensorEntry
+from harness.worker.touch import identity
+
+_SHOWN = 3
+
+
+class WrongWeights(Exception):
+    """The model that a strategy returned is not the one that the checkpoint holds."""
+
+
+def check_structure(
+    tensors: dict[str, torch.Tensor], manifest: Manifest, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Raise WrongWeights where a tensor is missing, on the wrong device or of the wrong kind.
+
+    Reads no values: runs before the touch, which a tensor on the meta device would end.
+    """
+    expected = {entry.name: entry for entry in manifest.tensors}
+    _complain("missing from the model", expected.keys() - tensors.keys())
+    _complain("not in the checkpoint", tensors.keys() - expected.keys())
+    left = [name for name, tensor in tensors.items() if tensor.is_meta]
+    _complain("left on the meta device, without values", left)
+    elsewhere = [name for name, t in tensors.items() if t.device.type != device.type]
+    _complain(f"not on {device}", elsewhere)
+    shapes = [n for n, tensor in tensors.items() if tuple(tensor.shape) != expected[n].shape]
+    _complain("of another shape than in the checkpoint", shapes)
+    wanted = {name: _wanted_dtype(entry, dtype) for name, entry in expected.items()}
+    kinds = [n for n, tensor in tensors.items() if _name(tensor.dtype) != wanted[n]]
+    _complain(f"not of dtype {_name(dtype)}", kinds)
+    untied = [
+        entry.name
+        for entry in manifest.tensors
+        if entry.shared_with
+        and identity(tensors[entry.name]) != identity(tensors[entry.shared_with])
+    ]
+    _complain("no longer tied to the tensor that they share", untied)
+
+
+def check_values(checksums: dict[str, str], manifest: Manifest, dtype: torch.dtype) -> None:
+    """Raise WrongWeights where the checksum of a tensor is not the checkpoint's."""
+    wrong = [
+        entry.name
+        for entry in manifest.tensors
+        if checksums[entry.name] != entry.checksums[_wanted_dtype(entry, dtype)]
+    ]
+    _complain("with other values than in the checkpoint", wrong)
+
+
+def check_forward(model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> None:
+    """Run the model once; raise WrongWeights where its output is not finite.
+
+    ``inputs`` are the builder's example inputs, already on the model's device.
+    """
+    model.eval()
+    with torch.inference_mode():
+        output = model(*inputs)
+    if isinstance(output, torch.Tensor) and not bool(torch.isfinite(output).all()):
+        raise WrongWeights("the forward pass gives values that are not finite")
+
+
+def _complain(what: str, names: Iterable[str]) -> None:
+    found = sorted(names)
+    if found:
+        shown = ", ".join(found[:_SHOWN]) + (", ..." if len(found) > _SHOWN else "")
+        raise WrongWeights(f"{len(found)} tensor{'s' * (len(found) > 1)} {what}: {shown}")
+
+
+def _wanted_dtype(entry: TensorEntry, dtype: torch.dtype) -> str:
+    """Return the dtype that this tensor must end as: only floating-point ones are converted."""
+    return _name(dtype) if _name(dtype) in entry.checksums else entry.dtype
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

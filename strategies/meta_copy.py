@@ -1,0 +1,28 @@
+"""Build on the meta device, allocate once, load the whole state dict, copy it in.
+
+Expected peak: two copies of the weights, the model's and the state dict's; nothing is initialised.
+"""
+
+import torch
+
+from harness.models.tying import retie, tied_names
+from harness.strategy import Load
+
+FORMATS = ("pt",)
+DEVICES = ("cpu", "cuda")
+
+
+def load(job: Load) -> torch.nn.Module:
+    with job.phase("build"), torch.device("meta"):
+        model = job.build_model()  # shapes only: no weights yet
+    with job.phase("allocate"):
+        tied = tied_names(model)
+        model.to_empty(device=job.device)  # uninitialised storage
+        retie(model, tied)  # to_empty gives every name a parameter of its own
+    with job.phase("read"):
+        state = torch.load(job.checkpoint, map_location=job.device, weights_only=True)
+    with job.phase("copy"):
+        model.load_state_dict(state)
+    with job.phase("buffers"):
+        job.reset_buffers(model)  # non-persistent ones are not in the checkpoint
+    return model

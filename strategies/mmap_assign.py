@@ -1,0 +1,27 @@
+"""Build on the meta device, map the checkpoint, hand the mapped tensors to the model.
+
+Expected peak: no anonymous memory for the weights. They stay pages of the file, which the kernel
+may take back under pressure and read again: that is the price when RAM is less than the model.
+"""
+
+import torch
+
+from harness.models.tying import retie, tied_names
+from harness.strategy import Load
+
+FORMATS = ("pt",)
+DEVICES = ("cpu", "cuda")
+
+
+def load(job: Load) -> torch.nn.Module:
+    with job.phase("build"), torch.device("meta"):
+        model = job.build_model()
+    with job.phase("map"):
+        state = torch.load(job.checkpoint, map_location=job.device, weights_only=True, mmap=True)
+    with job.phase("assign"):
+        tied = tied_names(model)
+        model.load_state_dict(state, assign=True)  # the state dict's tensors become the model's
+        retie(model, tied)
+    with job.phase("buffers"):
+        job.reset_buffers(model)
+    return model

@@ -1,0 +1,30 @@
+"""Build on the meta device, allocate once, then load one file per parameter, copy it and free it.
+
+Expected peak: one copy of the weights and the largest tensor. The checkpoint is saved in another
+layout: one file per state-dict key.
+"""
+
+import torch
+
+from harness.checkpoint.per_param import read_index
+from harness.models.tying import retie, tied_names
+from harness.strategy import Load
+
+FORMATS = ("per_param",)
+DEVICES = ("cpu", "cuda")
+
+
+def load(job: Load) -> torch.nn.Module:
+    with job.phase("build"), torch.device("meta"):
+        model = job.build_model()
+    with job.phase("allocate"):
+        tied = tied_names(model)
+        model.to_empty(device=job.device)
+        retie(model, tied)
+    with job.phase("read"):
+        targets = model.state_dict()
+        for name, file in read_index(job.checkpoint).items():
+            targets[name].copy_(torch.load(file, map_location="cpu", weights_only=True))
+    with job.phase("buffers"):
+        job.reset_buffers(model)
+    return model
