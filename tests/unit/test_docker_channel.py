@@ -1,0 +1,124 @@
+"""The multiplexed stream of a container, taken apart however it is split."""
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from harness.isolation.channel import CHATTER_KEPT_BYTES
+from harness.isolation.docker_channel import STDERR, STDOUT, FrameBuffer, StreamChannel
+
+
+def frame(stream: int, payload: bytes) -> bytes:
+    return bytes([stream, 0, 0, 0]) + len(payload).to_bytes(4, "big") + payload
+
+
+@pytest.fixture
+def sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield ours, theirs
+
+
+@pytest.fixture
+def engine(sockets: tuple[socket.socket, socket.socket]) -> socket.socket:
+    """The engine's end of a stream; ``channel`` has the other."""
+    return sockets[0]
+
+
+@pytest.fixture
+def channel(sockets: tuple[socket.socket, socket.socket]) -> Iterator[StreamChannel]:
+    channel = StreamChannel(sockets[1])
+    yield channel
+    channel.close()
+    channel.close()
+
+
+FRAMES = [(STDOUT, b"one\ntw"), (STDERR, b"noise"), (STDOUT, b""), (STDOUT, b"o\n"), (STDERR, b"!")]
+STREAM = b"".join(frame(*each) for each in FRAMES)
+
+
+@pytest.mark.parametrize("cut", range(len(STREAM) + 1))
+def test_frames_survive_a_cut_at_every_byte(cut: int) -> None:
+    buffer = FrameBuffer()
+    assert buffer.feed(STREAM[:cut]) + buffer.feed(STREAM[cut:]) == FRAMES
+
+
+def test_frames_survive_single_bytes() -> None:
+    buffer = FrameBuffer()
+    fed = [buffer.feed(STREAM[i : i + 1]) for i in range(len(STREAM))]
+    assert [each for some in fed for each in some] == FRAMES
+
+
+def test_a_frame_longer_than_one_read() -> None:
+    buffer, payload = FrameBuffer(), bytes(300_000)
+    data = frame(STDERR, payload)
+    assert buffer.feed(data[:65536]) == []
+    assert buffer.feed(data[65536:]) == [(STDERR, payload)]
+
+
+def test_events_and_chatter_are_kept_apart(engine: socket.socket, channel: StreamChannel) -> None:
+    engine.sendall(STREAM + frame(STDOUT, b"\x180\n") + frame(STDERR, b"\x18"))
+    assert [channel.receive(1), channel.receive(1), channel.receive(1)] == [b"one", b"two", None]
+    assert (channel.worker_code, channel.chatter) == (0, b"noise!")
+
+
+def test_a_line_torn_by_a_kill_is_void(engine: socket.socket, channel: StreamChannel) -> None:
+    engine.sendall(frame(STDOUT, b'{"whole":1}\n{"tor') + frame(STDOUT, b"\x18137\n"))
+    engine.sendall(frame(STDERR, b"\x18"))
+    assert channel.wait(1) == 137
+    assert channel.receive(1) == b'{"whole":1}'
+    assert channel.receive(1) is None
+
+
+def test_a_worker_that_prints_the_keepers_byte_does_not_end(
+    engine: socket.socket, channel: StreamChannel
+) -> None:
+    engine.sendall(frame(STDOUT, b"odd\x18bytes\nnext\n"))
+    assert channel.receive(1) == b"next"
+    assert channel.worker_code is None
+
+
+def test_late_chatter_is_waited_for(engine: socket.socket, channel: StreamChannel) -> None:
+    engine.sendall(frame(STDOUT, b"\x181\n"))
+    late = frame(STDERR, b"Traceback") + frame(STDERR, b"\x18")
+    timer = threading.Timer(0.05, engine.sendall, [late])
+    timer.start()
+    assert channel.receive(1) is None
+    timer.join()
+    assert channel.chatter == b"Traceback"
+
+
+def test_a_stream_that_just_ends(engine: socket.socket, channel: StreamChannel) -> None:
+    engine.sendall(frame(STDOUT, b"last\ntorn"))
+    engine.close()
+    assert channel.wait(1) is None
+    assert channel.receive(1) == b"last"
+    assert channel.receive(1) is None
+    channel.send(b"to nobody\n")
+
+
+def test_silence_is_a_timeout(engine: socket.socket, channel: StreamChannel) -> None:
+    for call in (channel.receive, channel.wait):
+        with pytest.raises(TimeoutError):
+            call(0)
+    engine.sendall(frame(STDOUT, b"still here\n"))
+    assert channel.receive(1) == b"still here"
+
+
+def test_what_is_sent_arrives(engine: socket.socket, channel: StreamChannel) -> None:
+    channel.send(b"\n")
+    assert engine.recv(10) == b"\n"
+
+
+def test_chatter_keeps_its_end(engine: socket.socket, channel: StreamChannel) -> None:
+    noise = b"x" * CHATTER_KEPT_BYTES + b"the end"
+    sender = threading.Thread(target=engine.sendall, args=[frame(STDERR, noise)])
+    sender.start()
+    sender.join(0.1)
+    with pytest.raises(TimeoutError):
+        channel.receive(0.2)
+    sender.join()
+    assert len(channel.chatter) == CHATTER_KEPT_BYTES
+    assert channel.chatter.endswith(b"the end")
