@@ -1,0 +1,176 @@
+"""The image that workers run in: the torch of this very environment on a base with Python.
+
+Its tag is a digest of all that goes in, so an image that exists is the right one. The wheels
+travel in the build context: no step of the build needs a network.
+"""
+
+import hashlib
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from docker.errors import ImageNotFound
+
+import docker
+from harness.errors import IsolationUnavailable
+from harness.isolation import wheels
+from harness.isolation.docker_engine import ENGINE_ERRORS, explained, first_line, owner_labels
+from harness.registry import data_folder
+
+DEFAULT_BASE: Final = "python:3.11-slim-bookworm"
+BASE_VARIABLE: Final = "WEIGHIN_BASE_IMAGE"
+PYTHON: Final = "/opt/venv/bin/python"
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """All that an image is made of. ``pins`` are requirements such as "torch==2.13.0+cpu"."""
+
+    base: str
+    base_id: str
+    pins: tuple[str, ...]
+    dockerfile: str
+
+    @property
+    def tag(self) -> str:
+        text = "\0".join((self.base, self.base_id, *self.pins, self.dockerfile))
+        return f"weighin:{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def ensure_image(client: docker.APIClient, base: str, progress: Progress) -> str:
+    """Return the tag of the image for this environment on ``base``; builds it where it is missing.
+
+    Raises:
+        IsolationUnavailable: no base image, no wheel, or a build that failed, with the repair.
+    """
+    recipe = read_recipe(base, find_base(client, base, progress))
+    with explained("build the image"):
+        if not client.images(recipe.tag):
+            _build(client, recipe, progress)
+    return recipe.tag
+
+
+def read_recipe(base: str, base_id: str) -> Recipe:
+    """Return what the image on ``base`` consists of in this environment."""
+    folder = data_folder("docker")
+    return Recipe(
+        base=base,
+        base_id=base_id,
+        pins=wheels.installed_pins(folder / "requirements.txt"),
+        dockerfile=(folder / "Dockerfile").read_text(),
+    )
+
+
+def find_base(client: docker.APIClient, base: str, progress: Progress) -> str:
+    """Return the ID of the base image; pulls it where the engine does not have it.
+
+    Raises:
+        IsolationUnavailable: it is not there, and no registry gives it.
+    """
+    try:
+        try:
+            return _image_id(client, base)
+        except ImageNotFound:
+            progress(f"pulling {base}")
+            repository, tag = (
+                base.rsplit(":", 1) if ":" in base.rpartition("/")[2] else (base, "latest")
+            )
+            client.pull(repository, tag=tag)
+            return _image_id(client, base)
+    except ENGINE_ERRORS as error:
+        raise IsolationUnavailable(
+            f"the base image {base} is not here and cannot be pulled: {first_line(error)}",
+            f"name one that is here: export {BASE_VARIABLE}=IMAGE (docker images lists them), "
+            "or make one without a registry: sudo docker/make-base weighin-base:bookworm",
+        ) from error
+
+
+def run_python(client: docker.APIClient, image: str, python: str, code: str) -> str:
+    """Return what ``code`` prints in a fresh, unlimited container of ``image``, without network.
+
+    Raises:
+        IsolationUnavailable: it failed; the message ends with its last line.
+    """
+    settings = client.create_host_config(network_mode="none")
+    container = None
+    try:
+        container = client.create_container(
+            image, [python, "-c", code], host_config=settings, labels=owner_labels()
+        )["Id"]
+        client.start(container)
+        status = client.wait(container)["StatusCode"]
+        output = client.logs(container, stdout=True, stderr=bool(status)).decode(errors="replace")
+    except ENGINE_ERRORS as error:
+        raise IsolationUnavailable(
+            f"{python} does not run in the image {image}: {first_line(error)}",
+            f"use a base image with python3 and its venv module, such as {DEFAULT_BASE}",
+        ) from error
+    finally:
+        if container:
+            client.remove_container(container, v=True, force=True)
+    if status:
+        raise IsolationUnavailable(
+            f"{python} failed in the image {image}: {_last_line(output)}",
+            f"use a base image with python3 and its venv module, such as {DEFAULT_BASE}",
+        )
+    return str(output).strip()
+
+
+def _image_id(client: docker.APIClient, name: str) -> str:
+    return str(client.inspect_image(name)["Id"])  # type: ignore[no-untyped-call]
+
+
+def _build(client: docker.APIClient, recipe: Recipe, progress: Progress) -> None:
+    progress(f"building {recipe.tag} on {recipe.base}, once for this torch and this base")
+    target = wheels.read_target(run_python(client, recipe.base, "python3", wheels.PROBE))
+    try:
+        with tempfile.TemporaryDirectory(prefix="weighin-image-") as name:
+            context = Path(name)
+            (context / "Dockerfile").write_text(recipe.dockerfile)
+            progress("fetching the wheels of torch and of what it needs")
+            wheels.download(recipe.pins, target, context)
+            for line in _build_lines(client, recipe, context):
+                progress(line)
+    except OSError as error:
+        if isinstance(error, ENGINE_ERRORS):  # requests' errors are OSErrors too
+            raise
+        raise IsolationUnavailable(
+            f"the image's wheels cannot be written: {error}",
+            "make room there, or set TMPDIR to a folder with room for twice torch's wheels",
+        ) from error
+    finally:
+        # Without this, the first stage stays as an untagged image of twice the wheels' size.
+        client.prune_images(  # type: ignore[no-untyped-call]
+            filters={"dangling": True, "label": "weighin.stage=install"}
+        )
+
+
+def _build_lines(client: docker.APIClient, recipe: Recipe, context: Path) -> Iterator[str]:
+    """Build the image; yields the line of each step as it begins."""
+    last = ""
+    for event in client.build(
+        path=str(context),
+        tag=recipe.tag,
+        buildargs={"BASE_IMAGE": recipe.base},
+        network_mode="none",
+        rm=True,
+        forcerm=True,
+        decode=True,
+    ):
+        if "error" in event:
+            raise IsolationUnavailable(
+                f"the image {recipe.tag} cannot be built: {last or event['error']}",
+                f"use a base image with python3 and its venv module, such as {DEFAULT_BASE}",
+            )
+        line = _last_line(str(event.get("stream", "")), "")
+        if line.startswith("Step "):
+            yield line
+        last = line or last
+
+
+def _last_line(text: str, otherwise: str = "no output") -> str:
+    return next((line for line in reversed(text.splitlines()) if line.strip()), otherwise)

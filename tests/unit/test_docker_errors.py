@@ -1,0 +1,278 @@
+"""The exact words for what can go wrong with a Docker engine; none of this needs one."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests.exceptions
+import urllib3.exceptions
+from docker.errors import APIError, DockerException, InvalidVersion
+
+import docker
+from harness.errors import IsolationUnavailable
+from harness.isolation import docker_engine, wheels
+from harness.isolation.docker import DockerIsolation
+from harness.isolation.image import Recipe, find_base
+
+ADDRESS = "unix:///var/run/docker.sock"
+INSTEAD = "or use --isolation cgroup or --isolation process"
+
+
+def api_error(explanation: str, status: int = 500) -> APIError:
+    response = requests.Response()
+    response.status_code = status
+    return APIError("the HTTP library's words", response=response, explanation=explanation)
+
+
+def as_the_sdk_raises(cause: Exception) -> DockerException:
+    """Wrap ``cause`` as docker-py, requests and urllib3 do."""
+    protocol = urllib3.exceptions.ProtocolError("Connection aborted.", cause)
+    error = DockerException(f"Error while fetching server API version: {protocol.args}")
+    error.__cause__ = requests.exceptions.ConnectionError(protocol)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (
+            as_the_sdk_raises(PermissionError(13, "Permission denied")),
+            f"no permission to use the Docker engine at {ADDRESS}\n"
+            "sudo usermod -aG docker $USER, then log in again",
+        ),
+        (
+            as_the_sdk_raises(FileNotFoundError(2, "No such file or directory")),
+            f"no Docker engine answers at {ADDRESS}\n"
+            f"start one: sudo systemctl start docker, {INSTEAD}",
+        ),
+        (
+            as_the_sdk_raises(ConnectionRefusedError(111, "Connection refused")),
+            f"no Docker engine answers at {ADDRESS}\n"
+            f"start one: sudo systemctl start docker, {INSTEAD}",
+        ),
+        (
+            InvalidVersion("API versions below 1.24 are no longer supported by this library."),
+            f"the Docker engine at {ADDRESS} is too old: "
+            "API versions below 1.24 are no longer supported by this library.\n"
+            f"install Docker 20.10 or later, {INSTEAD}",
+        ),
+        (
+            DockerException("Install paramiko package to enable ssh:// support\nmore"),
+            f"cannot talk to the Docker engine at {ADDRESS}: "
+            "Install paramiko package to enable ssh:// support\n"
+            f"see what docker info says and check DOCKER_HOST, {INSTEAD}",
+        ),
+    ],
+)
+def test_an_engine_that_cannot_be_reached(
+    error: DockerException, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**_: object) -> None:
+        raise error
+
+    monkeypatch.setenv("DOCKER_HOST", ADDRESS)
+    monkeypatch.setattr(docker_engine, "_knock", lambda _: None)
+    monkeypatch.setattr(docker, "APIClient", refuse)
+    with pytest.raises(IsolationUnavailable) as caught:
+        DockerIsolation().check()
+    assert str(caught.value).replace("http+unix://", "unix://") == text
+
+
+def test_a_socket_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
+    with pytest.raises(IsolationUnavailable, match="no Docker engine answers at") as caught:
+        DockerIsolation().check()
+    assert caught.value.exit_code == 3
+
+
+KERNEL = (
+    " on the kernel's command line (/etc/default/grub: GRUB_CMDLINE_LINUX, then sudo update-grub "
+    f"and reboot), {INSTEAD}"
+)
+
+
+@pytest.mark.parametrize(
+    ("info", "text"),
+    [
+        (
+            {"MemoryLimit": False, "SwapLimit": False},
+            "the Docker engine cannot limit memory: the kernel's memory controller is off\n"
+            f"boot with cgroup_enable=memory swapaccount=1{KERNEL}",
+        ),
+        (
+            {"MemoryLimit": True, "SwapLimit": False},
+            "the Docker engine cannot switch swap off: the kernel does not account for it\n"
+            f"boot with swapaccount=1{KERNEL}",
+        ),
+        (
+            {"OSType": "windows"},
+            "the Docker engine runs windows containers\nswitch it to Linux containers",
+        ),
+    ],
+)
+def test_an_engine_that_cannot_limit(info: dict[str, Any], text: str) -> None:
+    with pytest.raises(IsolationUnavailable) as caught:
+        docker_engine.check_engine(info)
+    assert str(caught.value) == text
+
+
+def test_an_engine_that_can_limit() -> None:
+    docker_engine.check_engine({"OSType": "linux", "MemoryLimit": True, "SwapLimit": True})
+
+
+@pytest.mark.parametrize(
+    ("explanation", "text"),
+    [
+        (
+            'could not select device driver "" with capabilities: [[gpu]]',
+            "the Docker engine cannot hand a GPU to a container\n"
+            "install nvidia-container-toolkit, then sudo nvidia-ctk runtime configure "
+            "--runtime=docker and sudo systemctl restart docker",
+        ),
+        (
+            'invalid mount config for type "bind": bind source path does not exist: /x',
+            "the Docker engine cannot see a folder of this machine: invalid mount config for type "
+            '"bind": bind source path does not exist: /x\n'
+            "share it with the engine (Docker Desktop: Settings, Resources, File sharing); "
+            "an engine on another machine cannot be used",
+        ),
+        (
+            "no space left on device",
+            "the Docker engine could not run a container: no space left on device\n"
+            f"see the engine's log: sudo journalctl -u docker, {INSTEAD}",
+        ),
+    ],
+)
+def test_an_engine_that_refuses(explanation: str, text: str) -> None:
+    refusal = docker_engine.explain_refusal(api_error(explanation), "run a container")
+    assert str(refusal) == text
+
+
+def test_a_container_killed_at_birth_is_told_from_a_refusal() -> None:
+    limit = "OCI runtime create failed: container init was OOM-killed (memory limit too low?)"
+    assert docker_engine.killed_at_birth(api_error(limit))
+    assert not docker_engine.killed_at_birth(api_error("no such image"))
+
+
+class NoImages:
+    """An engine without the base image, and without a registry."""
+
+    pulled: tuple[str, str] | None = None
+
+    def inspect_image(self, name: str) -> None:
+        raise docker.errors.ImageNotFound("no such image")
+
+    def pull(self, repository: str, tag: str) -> None:
+        self.pulled = (repository, tag)
+        raise api_error("Get https://registry-1.docker.io/v2/: no such host")
+
+
+def test_a_base_image_that_cannot_be_had() -> None:
+    client: Any = NoImages()
+    with pytest.raises(IsolationUnavailable) as caught:
+        find_base(client, "python:3.11-slim-bookworm", lambda _: None)
+    assert str(caught.value) == (
+        "the base image python:3.11-slim-bookworm is not here and cannot be pulled: "
+        "Get https://registry-1.docker.io/v2/: no such host\n"
+        "name one that is here: export WEIGHIN_BASE_IMAGE=IMAGE (docker images lists them), "
+        "or make one without a registry: sudo docker/make-base weighin-base:bookworm"
+    )
+
+
+@pytest.mark.parametrize(
+    ("base", "pulled"),
+    [
+        ("debian", ("debian", "latest")),
+        ("localhost:5000/debian", ("localhost:5000/debian", "latest")),
+        ("localhost:5000/debian:12", ("localhost:5000/debian", "12")),
+    ],
+)
+def test_a_pull_asks_for_one_tag(base: str, pulled: tuple[str, str]) -> None:
+    client: Any = NoImages()
+    with pytest.raises(IsolationUnavailable):
+        find_base(client, base, lambda _: None)
+    assert client.pulled == pulled
+
+
+def test_the_tag_changes_with_all_that_goes_in() -> None:
+    recipe = Recipe("base", "sha256:1", ("torch==2",), "FROM x")
+    others = [
+        Recipe("other", "sha256:1", ("torch==2",), "FROM x"),
+        Recipe("base", "sha256:2", ("torch==2",), "FROM x"),
+        Recipe("base", "sha256:1", ("torch==2+cpu",), "FROM x"),
+        Recipe("base", "sha256:1", ("torch==2",), "FROM y"),
+    ]
+    assert recipe.tag == Recipe("base", "sha256:1", ("torch==2",), "FROM x").tag
+    assert len({recipe.tag, *(other.tag for other in others)}) == 5
+
+
+def test_pins_are_of_this_environment(tmp_path: Path) -> None:
+    import importlib.metadata
+
+    (tmp_path / "requirements.txt").write_text("# a comment\ntorch\nnot-installed-anywhere\n")
+    pins = wheels.installed_pins(tmp_path / "requirements.txt")
+    assert f"torch=={importlib.metadata.version('torch')}" in pins
+    assert any(pin.startswith("typing-extensions==") for pin in pins)
+    assert list(pins) == sorted(pins)
+
+
+HOST = wheels.Target("3.11", "x86_64", 36)
+
+
+@pytest.mark.parametrize("target", [HOST, wheels.Target("3.11", "x86_64", 41)])
+def test_pip_needs_no_flags_for_a_target_like_the_host(target: wheels.Target) -> None:
+    assert target.pip_flags(HOST) == []
+
+
+@pytest.mark.parametrize(
+    ("target", "host"),
+    [
+        (wheels.Target("3.12", "x86_64", 36), HOST),
+        (wheels.Target("3.11", "aarch64", 36), HOST),
+        (wheels.Target("3.11", "x86_64", 28), HOST),
+        (HOST, None),
+    ],
+)
+def test_pip_is_told_of_another_target(target: wheels.Target, host: wheels.Target | None) -> None:
+    flags = target.pip_flags(host)
+    assert flags[flags.index("--python-version") + 1] == target.python
+    platforms = {flags[i + 1] for i, flag in enumerate(flags) if flag == "--platform"}
+    assert f"manylinux_2_{target.glibc}_{target.machine}" in platforms
+    assert f"manylinux_2_{target.glibc + 1}_{target.machine}" not in platforms
+
+
+def test_a_probe_without_a_libc() -> None:
+    assert wheels.read_target("3 12 aarch64") == wheels.Target("3.12", "aarch64", 17)
+
+
+@pytest.mark.parametrize(
+    ("stderr", "pins", "text"),
+    [
+        (
+            "WARNING: slow\nERROR: Could not find a version\n"
+            "ERROR: No matching distribution found for torch==2.13.0+cpu\n",
+            ("torch==2.13.0+cpu",),
+            "pip cannot fetch the wheels for the image: "
+            "No matching distribution found for torch==2.13.0+cpu\n"
+            "name the index that torch came from: "
+            "export PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu",
+        ),
+        (
+            "",
+            ("torch==2.13.0",),
+            "pip cannot fetch the wheels for the image: no word from it\n"
+            "name the index that torch came from: export PIP_EXTRA_INDEX_URL=URL",
+        ),
+    ],
+)
+def test_a_pip_that_finds_nothing(stderr: str, pins: tuple[str, ...], text: str) -> None:
+    assert str(wheels.explain_pip(stderr, pins)) == text
+
+
+def test_an_environment_without_pip() -> None:
+    error = wheels.explain_pip("/x/python: No module named pip", ("torch==2",))
+    assert error.message == (
+        "the wheels for the image cannot be fetched: this environment has no pip"
+    )
+    assert error.repair.endswith(f"{os.sep}python -m ensurepip") or "ensurepip" in error.repair
