@@ -1,0 +1,77 @@
+"""Tests that need more than Python skip with the reason that a user would see.
+
+``--require docker,cgroup`` turns such a skip into a failure: where a machine is meant to have an
+engine, its absence must not look like success.
+"""
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+
+from harness.errors import IsolationUnavailable
+
+
+@cache
+def _docker_missing() -> str:
+    from harness.isolation.docker import DockerIsolation
+
+    try:
+        isolation = DockerIsolation()
+        isolation.check()
+        isolation.prepare()
+    except IsolationUnavailable as error:
+        return str(error)
+    return ""
+
+
+@cache
+def _cgroup_missing() -> str:
+    from harness.isolation.cgroup import CgroupIsolation
+
+    try:
+        CgroupIsolation().check()
+    except IsolationUnavailable as error:
+        return str(error)
+    return ""
+
+
+@cache
+def _cuda_missing() -> str:
+    import torch
+
+    return "" if torch.cuda.is_available() else "torch sees no CUDA GPU on this machine"
+
+
+_MISSING: dict[str, Callable[[], str]] = {
+    "docker": _docker_missing,
+    "cgroup": _cgroup_missing,
+    "cuda": _cuda_missing,
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--require",
+        default="",
+        metavar="MARKERS",
+        help=f"fail, rather than skip, where these are missing: {','.join(_MISSING)}",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for name in _required(config):
+        if name not in _MISSING:
+            raise pytest.UsageError(f"--require {name}: known are {', '.join(_MISSING)}")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for marker, missing in _MISSING.items():
+        if item.get_closest_marker(marker) and (reason := missing()):
+            if marker in _required(item.config):
+                pytest.fail(reason, pytrace=False)
+            pytest.skip(reason)
+
+
+def _required(config: pytest.Config) -> list[str]:
+    return [name for name in config.getoption("--require").split(",") if name]
