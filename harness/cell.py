@@ -60,4 +60,3 @@ class Job:
     strategy_path: str
     python_path: tuple[str, ...] = ()
     timeout_s: float = 600.0
-

@@ -176,7 +176,7 @@ def cache_clear(
     """Delete checkpoints that were made here; your own files are never touched."""
     from harness.checkpoint import cache
 
-    freed = cache.clear(name)
+    freed = sum(stored.size_bytes for stored in cache.clear(name))
     out.print(f"freed {format_bytes(freed)}", highlight=False)
 
 

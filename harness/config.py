@@ -11,7 +11,6 @@ from harness.cell import ModelSpec
 from harness.errors import ConfigError
 from harness.units import parse_bytes
 
-
 DEFAULT_STRATEGIES = (
     "baseline",
     "sequential",

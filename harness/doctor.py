@@ -100,7 +100,9 @@ def _figures() -> Iterator[Finding]:
     yield _cgroup_peak()
     yield _cold_cache()
     psi = Path("/proc/pressure/memory").exists()
-    yield Finding("memory pressure (PSI)", "good" if psi else "poor", "on" if psi else "boot with psi=1")
+    yield Finding(
+        "memory pressure (PSI)", "good" if psi else "poor", "on" if psi else "boot with psi=1"
+    )
 
 
 def _cgroup_peak() -> Finding:

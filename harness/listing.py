@@ -1,5 +1,7 @@
 """What there is, as tables: strategies, models, isolations, and the checkpoints made here."""
 
+from datetime import datetime
+
 from rich.markup import escape
 from rich.table import Table
 
@@ -22,9 +24,9 @@ def tables(kind: str) -> list[Table]:
 def cache_table() -> Table:
     """Return the checkpoints that were made here, with their sizes on disk."""
     table = Table("model", "format", "size", "last used", title=f"checkpoints in {cache.folder()}")
-    for entry in cache.entries():
-        used = entry.last_used.strftime("%Y-%m-%d %H:%M")
-        table.add_row(escape(entry.name), entry.format, format_bytes(entry.size_bytes), used)
+    for stored in cache.list_entries():
+        used = datetime.fromtimestamp(stored.last_used_s).strftime("%Y-%m-%d %H:%M")
+        table.add_row(escape(stored.name), stored.format, format_bytes(stored.size_bytes), used)
     return table
 
 

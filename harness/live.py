@@ -42,10 +42,10 @@ class _Live:
     def progress(self) -> Progress:
         return Progress(self._prepare, self._start, self._enter, self._finish)
 
-    def _prepare(self, text: str) -> None:
-        self._show(text)
-        if not self._console.is_terminal:
-            self._console.print(escape(text), highlight=False)
+    def _prepare(self, text: str, share: float | None) -> None:
+        self._show(text if share is None else f"{text}: {share:.0%}")
+        if not self._console.is_terminal and share is None:
+            self._console.print(escape(text), highlight=False, soft_wrap=True)
 
     def _start(self, cell: Cell) -> None:
         self._cell = cell.strategy + (

@@ -29,7 +29,7 @@ _PROBE_TIMEOUT_S = 120.0
 class Progress:
     """What the run tells while it works; each field is called with what happens next."""
 
-    preparing: Callable[[str], None] = lambda _: None
+    preparing: Callable[[str, float | None], None] = lambda _text, _share: None
     starting: Callable[[Cell], None] = lambda _: None
     phase: Callable[[str], None] = lambda _: None
     finished: Callable[[Result], None] = lambda _: None
@@ -57,7 +57,7 @@ def run(task: Run, progress: Progress) -> list[Result]:
     task.isolation.check()
     with _only_run(), _stoppable():
         for line in task.isolation.remove_stale():
-            progress.preparing(f"removed what a dead run left: {line}")
+            progress.preparing(f"removed what a dead run left: {line}", None)
         done = journal.read(task.folder).results
         todo = {cell.id for cell in journal.pending([p.cell for p in task.planned], done)}
         remaining = [planned for planned in task.planned if planned.cell.id in todo]
@@ -71,10 +71,11 @@ def run(task: Run, progress: Progress) -> list[Result]:
 
 def _run_remaining(task: Run, remaining: list[Planned], progress: Progress) -> None:
     prepared = _prepare_checkpoints(task, remaining, progress)
-    progress.preparing(f"preparing {task.isolation.name}")
+    progress.preparing(f"preparing {task.isolation.name}", None)
     task.isolation.prepare()
+    (task.folder / "samples").mkdir(exist_ok=True)
     first = next(planned for planned in remaining if not planned.skip)
-    progress.preparing("importing torch once, to know what an import needs")
+    progress.preparing("importing torch once, to know what an import needs", None)
     baseline = _probe(task, _job(task, first, prepared))
     _check_limits(remaining, baseline)
     setting = Setting(
@@ -118,21 +119,28 @@ def _prepare_checkpoints(
                 seed=task.seed,
                 checkpoint=task.checkpoint,
                 progress=progress.preparing,
+                python_path=_python_path(one.cell),
             )
+            for warning in prepared[key].warnings:
+                progress.preparing(warning, None)
     return prepared
 
 
 def _job(task: Run, planned: Planned, prepared: dict[tuple[str, str], cache.Prepared]) -> Job:
     checkpoint = prepared[_checkpoint_key(planned.cell)]
-    ours = planned.cell.model.builder.startswith("harness.models.")
     return Job(
         cell=planned.cell,
         checkpoint=str(checkpoint.path),
         manifest=str(checkpoint.manifest_path),
         strategy_path=str(planned.strategy.path),
-        python_path=() if ours else (str(Path.cwd()),),
+        python_path=_python_path(planned.cell),
         timeout_s=task.timeout_s,
     )
+
+
+def _python_path(cell: Cell) -> tuple[str, ...]:
+    """Return where a user's own builder is imported from: the folder that the run started in."""
+    return () if cell.model.builder.startswith("harness.models.") else (str(Path.cwd()),)
 
 
 def _probe(task: Run, job: Job) -> Memory:

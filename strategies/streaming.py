@@ -53,7 +53,7 @@ def read_into(file: int, offset: int, target: torch.Tensor) -> None:
 def read_through_buffer(file: int, offset: int, target: torch.Tensor) -> None:
     """Fill a contiguous GPU tensor, a piece at a time."""
     flat = target.view(-1).view(torch.uint8)
-    for piece in flat.split(PIECE_BYTES):
+    for piece in torch.split(flat, PIECE_BYTES):
         buffer = torch.empty(len(piece), dtype=torch.uint8)
         read_into(file, offset, buffer)
         piece.copy_(buffer)

@@ -48,7 +48,9 @@ def shared(frame: pd.DataFrame, results: Sequence[Result], without: Sequence[str
     words = [
         dimension(name, first[name], model_size(frame))
         for name in DIMENSIONS
-        if name not in changing and (known(first[name]) or name == "ram_limit_bytes")
+        if name not in changing
+        and frame[name].nunique(dropna=False) == 1
+        and (known(first[name]) or name == "ram_limit_bytes")
     ]
     return " · ".join([*words, *machine([result.environment for result in results])])
 

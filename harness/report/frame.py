@@ -6,7 +6,6 @@ that was not measured is NA.
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any, Final
@@ -78,8 +77,17 @@ def samples(run: Path, result: Result) -> pd.DataFrame | None:
 
 
 def varying(frame: pd.DataFrame) -> list[str]:
-    """Return the dimensions in which the rows of ``frame`` differ."""
-    return [name for name in DIMENSIONS if frame[name].nunique(dropna=False) > 1]
+    """Return the dimensions in which the rows of ``frame`` differ.
+
+    What a strategy's name already says, such as the one format that it reads, is left out.
+    """
+    per_strategy = frame.groupby("strategy")
+    return [
+        name
+        for name in DIMENSIONS
+        if frame[name].nunique(dropna=False) > 1
+        and (name != "format" or (per_strategy[name].nunique(dropna=False) > 1).any())
+    ]
 
 
 def known(value: Any) -> Any:
@@ -93,7 +101,7 @@ def _row(result: Result) -> dict[str, Any]:
     above = None if baseline is None or peaks.rss_bytes is None else peaks.rss_bytes - baseline
     ratio = above / result.model_bytes if above is not None and result.model_bytes else None
     return {
-        "group": replace(cell, repeat=0).id,
+        "group": cell.series,
         "strategy": cell.strategy,
         "model": cell.model.name,
         "device": cell.device,

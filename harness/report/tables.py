@@ -67,14 +67,14 @@ def terminal_table(results: Sequence[Result]) -> RenderableType:
     frame = series(results)
     parts: list[RenderableType] = []
     for section in _sections(frame):
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
         if section.heading:
             parts.append(Text(section.heading, style="bold"))
         for index, (heading, unit) in enumerate(section.columns):
             is_name = index < section.names
             # Narrow headings, so that eight columns of numbers fit a terminal.
             label = Text("\n".join([*heading.split(), unit]) if unit else heading)
-            table.add_column(label, justify="left" if is_name else "right", overflow="fold")
+            table.add_column(label, justify="left" if is_name else "right", no_wrap=True)
         for row, ranges in zip(section.rows, section.ranges, strict=True):
             table.add_row(*(_styled(*pair) for pair in zip(row, ranges, strict=True)))
         parts.append(table)

@@ -93,7 +93,7 @@ def prepare(job: Job, lifeline: Lifeline, marks: Marks) -> Prepared:
         t_ns=time.monotonic_ns(),
         memory=asdict(marks.memory()),
         import_ns=import_ns,
-        environment=environment(),
+        environment=environment(marks),
     )
     return prepared
 
@@ -184,7 +184,7 @@ def read_through(checkpoint: Path) -> None:
                 pass
 
 
-def environment() -> dict[str, Any]:
+def environment(marks: Marks) -> dict[str, Any]:
     """Return what only the worker knows of where it runs."""
     import torch
 
@@ -196,7 +196,7 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "libc": os.confstr("CS_GNU_LIBC_VERSION"),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if marks.cuda:
         found["gpu"] = torch.cuda.get_device_name()
         found["cuda"] = torch.version.cuda
     return found

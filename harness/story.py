@@ -1,0 +1,99 @@
+"""What a worker's events tell: its phases, its baseline, how far it came, and how it ended."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from harness.isolation import Exit
+from harness.record import Cost, Faults, Memory, Outcome, Phase
+
+_SIGKILL = 9
+
+
+@dataclass(slots=True)
+class Story:
+    """The events of one worker so far. Filled by ``harness.watching`` as they come."""
+
+    baseline: Memory | None = None
+    baseline_ns: int = 0
+    ready_at_ns: int | None = None
+    phases: list[Phase] = field(default_factory=list)
+    current: str | None = None
+    facts: dict[str, int | None] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    cuda_points: list[tuple[int, int, int]] = field(default_factory=list)
+    failure: tuple[Outcome, str] | None = None
+    done: bool = False
+    _before_load: int = 0  # how many of the phases lie before the baseline
+    _until_ready: int | None = None  # how many of them lie before ``ready``
+
+    @property
+    def is_ready(self) -> bool:
+        return self.ready_at_ns is not None
+
+    def take(self, kind: str, fields: dict[str, Any]) -> None:
+        """Take in an event that needs nothing from outside (see worker/protocol.py)."""
+        if kind == "begin":
+            self.current = fields["name"]
+        elif kind == "cuda":
+            self.cuda_points += [
+                (t, allocated, driver) for t, allocated, driver in fields["points"]
+            ]
+        elif kind == "failed":
+            self.failure = Outcome(fields["outcome"]), fields["message"]
+        elif kind == "ready":
+            self.ready_at_ns, self._until_ready = fields["t_ns"], len(self.phases)
+            self.facts["touch_ns"] = fields["touch_ns"]
+        elif kind in ("loaded", "done"):
+            self.facts |= fields
+            self.done = kind == "done"
+
+    def take_baseline(self, fields: dict[str, Any], cgroup_bytes: int | None) -> None:
+        """Take in the baseline event: what comes from here on is the load's."""
+        self.baseline = Memory(**fields["memory"] | {"cgroup_bytes": cgroup_bytes})
+        self.baseline_ns, self._before_load = fields["t_ns"], len(self.phases)
+        self.environment = fields["environment"]
+        self.facts["import_ns"] = fields["import_ns"]
+
+    def load_phases(self) -> list[Phase]:
+        """Return the phases from the baseline until ``ready``, or as far as it came."""
+        return self.phases[self._before_load : self._until_ready] if self.baseline else []
+
+    def load_ns(self) -> int | None:
+        return self.facts.get("load_ns")
+
+    def ready_ns(self) -> int | None:
+        """Return the time of the load and of reading every byte once; None before that."""
+        load_ns, touch_ns = self.load_ns(), self.facts.get("touch_ns")
+        return None if load_ns is None or touch_ns is None else load_ns + touch_ns
+
+    def cost(self) -> Cost:
+        """Return where the time went, as far as the worker knows: ``wall_ns`` is still 0."""
+        names = ("import_ns", "load_ns", "touch_ns", "first_use_ns", "marks_ns")
+        return Cost(wall_ns=0, **{name: self.facts.get(name) for name in names})
+
+    def faults(self, refaults: int | None) -> Faults | None:
+        """Return the page faults of the load; ``refaults`` were counted by its cgroup."""
+        phases = self.load_phases()
+        if not phases:
+            return None
+        minor = sum(phase.minor_faults for phase in phases)
+        return Faults(minor, sum(phase.major_faults for phase in phases), refaults)
+
+    def judge(self, ended: Exit, oom_kills: int | None, chatter: bytes) -> tuple[Outcome, str]:
+        """Return the outcome of a worker that ended by itself, and one line on why it is not ok.
+
+        Out of memory is what the kernel's counter says, never what a peak suggests.
+        """
+        where = f"in phase {self.current!r}" if self.current else "before its first phase"
+        if self.done:
+            return Outcome.OK, ""
+        if self.failure:
+            return self.failure
+        if ended.signal == _SIGKILL and (oom_kills or ended.oom_killed):
+            return Outcome.OOM_KILLED, f"killed by the kernel for lack of memory {where}"
+        how = f"by signal {ended.signal}" if ended.signal else f"with exit code {ended.code}"
+        said = chatter.decode(errors="replace").strip().splitlines()
+        last = f": {said[-1]}" if said else ""
+        known = self.baseline is not None
+        outcome = Outcome.STRATEGY_FAILED if known else Outcome.MEASUREMENT_FAILED
+        return outcome, f"the worker ended {how} {where}{last}"

@@ -1,0 +1,218 @@
+"""Watches one running worker: answers its marks, samples it, and reads what outlives it.
+
+The worker's events say what it did; the kernel's counters, read here from outside while the
+worker waits at a mark or after it has died, say what it cost.
+"""
+
+import bisect
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from harness.cell import Job
+from harness.counters import MemoryCgroup, PeakMark, pressure_file_of
+from harness.isolation import Exit, Running
+from harness.record import (
+    SCHEMA,
+    Memory,
+    Outcome,
+    Peaks,
+    Phase,
+    Pressure,
+    Result,
+    Sample,
+)
+from harness.sampler import Sampler
+from harness.story import Story
+from harness.worker.protocol import ACKNOWLEDGEMENT, decode_event
+
+_GRACE_S = 10.0  # from the end of a worker's events to its own end
+
+
+@dataclass(frozen=True, slots=True)
+class _Totals:
+    """Totals of the cell's cgroup at one instant."""
+
+    refaults: int | None = None
+    pressure_ns: tuple[int | None, int | None] = (None, None)
+
+
+class Watch:
+    """One running worker, from its start until nothing of it is left to read."""
+
+    def __init__(
+        self, running: Running, interval_s: float, on_phase: Callable[[str], None]
+    ) -> None:
+        self.story = Story()
+        self.samples: list[Sample] = []
+        self._running = running
+        self._on_phase = on_phase
+        self._timed_out = False
+        self._peak_bytes: int | None = None
+        self._cgroup: MemoryCgroup | None = None
+        self._mark: PeakMark | None = None
+        self._sampler: Sampler | None = None
+        self._at_baseline = self._at_end = _Totals()
+        self._oom_kills: int | None = None
+        if running.cgroup and running.pid:
+            self._cgroup = MemoryCgroup(running.cgroup, pressure_file_of(running.pid))
+            self._mark = PeakMark(self._cgroup)
+        if running.pid:
+            self._sampler = Sampler(running.pid, self._cgroup, interval_s)
+            self._sampler.start()
+
+    def follow(self, timeout_s: float) -> None:
+        """Answer the worker's events until they end, or kill it where the time is over."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                line = self._running.channel.receive(max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                self._timed_out = True
+                if self._cgroup:
+                    self._cgroup.raise_limit()
+                self._running.kill()
+                return
+            if line is None:
+                return
+            if event := decode_event(line):
+                self._take(event.pop("event"), event)
+
+    def end(self) -> Exit:
+        """Wait for the worker's end, and read the counters that outlive it."""
+        try:
+            ended = self._running.wait(_GRACE_S)
+        except TimeoutError:  # its events ended, but something of it still runs
+            self._running.kill()
+            ended = self._running.wait(_GRACE_S)
+        self._at_end = self._read_totals()
+        if self._cgroup:
+            self._oom_kills = self._cgroup.read_oom_kills()
+        if self._mark and not self.story.is_ready:
+            self._raise_peak(self._mark.read())
+        return ended
+
+    def close(self) -> None:
+        """End the sampling; what was seen is in ``samples``."""
+        if self._sampler:
+            self.samples = _with_cuda(self._sampler.stop(), self.story.cuda_points)
+            if self._oom_kills is None:
+                self._oom_kills = self._sampler.oom_kills
+        if self._mark:
+            self._mark.close()
+
+    def result(self, job: Job, ended: Exit) -> Result:
+        """Return what is known now that it is over."""
+        story = self.story
+        if self._timed_out:
+            outcome = Outcome.TIMEOUT
+            message = f"still running after {job.timeout_s:g} s, in phase {story.current!r}"
+        else:
+            outcome, message = story.judge(ended, self._oom_kills, self._running.channel.chatter)
+        return Result(
+            schema=SCHEMA,
+            cell=job.cell,
+            outcome=outcome,
+            message=message,
+            last_phase=None if outcome is Outcome.OK else story.current,
+            baseline=story.baseline,
+            peaks=self._peaks(outcome),
+            phases=tuple(story.phases),
+            load_ns=story.load_ns(),
+            ready_ns=story.ready_ns(),
+            faults=story.faults(_grown(self._at_baseline.refaults, self._at_end.refaults)),
+            pressure=self._pressure(),
+            oom_kills=self._oom_kills,
+            exit_code=ended.code if ended.signal is None else 128 + ended.signal,
+            cost=story.cost(),
+            warnings=tuple(self._warnings(outcome)),
+        )
+
+    def _take(self, kind: str, fields: dict[str, Any]) -> None:
+        if kind == "baseline":
+            usage = self._cgroup.read_usage() if self._cgroup else None
+            self.story.take_baseline(fields, usage)
+            self._at_baseline = self._read_totals()
+            if self._mark and self._mark.reset():
+                self._peak_bytes = None
+            self._running.channel.send(ACKNOWLEDGEMENT)
+        elif kind == "phase":
+            self._take_phase(fields)
+            self._running.channel.send(ACKNOWLEDGEMENT)
+        else:
+            self.story.take(kind, fields)
+            if kind == "begin":
+                self._on_phase(fields["name"])
+
+    def _take_phase(self, fields: dict[str, Any]) -> None:
+        end, peak = Memory(**fields["end"]), None
+        if self._mark and self._cgroup:
+            end = replace(end, cgroup_bytes=self._cgroup.read_usage())
+            peak = self._mark.read()
+            if not self.story.is_ready:
+                self._raise_peak(peak)
+            if not self._mark.reset():
+                peak = None  # the mark is older than this phase
+        self.story.phases.append(Phase(**fields | {"end": end, "peak_cgroup_bytes": peak}))
+
+    def _raise_peak(self, peak: int | None) -> None:
+        self._peak_bytes = _largest((self._peak_bytes, peak))
+
+    def _peaks(self, outcome: Outcome) -> Peaks:
+        story, phases = self.story, self.story.load_phases()
+        rss: list[int | None] = [phase.peak_rss_bytes for phase in phases]
+        if outcome in (Outcome.OOM_KILLED, Outcome.TIMEOUT) and self._sampler:
+            # The interrupted phase's own mark died with it: this is how it was last seen.
+            rss.append(self._sampler.last_peak_rss_bytes)
+        last_ns = story.ready_at_ns or time.monotonic_ns()
+        seen: list[Memory | Sample] = [phase.end for phase in phases]
+        if story.baseline:
+            seen += [one for one in self.samples if story.baseline_ns <= one.t_ns <= last_ns]
+        return Peaks(
+            rss_bytes=_largest(rss),
+            cgroup_bytes=self._peak_bytes,
+            anon_sampled_bytes=_largest(one.anon_bytes for one in seen),
+            file_sampled_bytes=_largest(one.file_bytes for one in seen),
+            cuda_requested_bytes=_largest(phase.peak_cuda_requested_bytes for phase in phases),
+            cuda_allocated_bytes=_largest(phase.peak_cuda_allocated_bytes for phase in phases),
+            cuda_reserved_bytes=_largest(phase.peak_cuda_reserved_bytes for phase in phases),
+        )
+
+    def _pressure(self) -> Pressure | None:
+        before, after = self._at_baseline.pressure_ns, self._at_end.pressure_ns
+        some, full = _grown(before[0], after[0]), _grown(before[1], after[1])
+        return None if some is None and full is None else Pressure(some, full)
+
+    def _warnings(self, outcome: Outcome) -> list[str]:
+        warnings = [self._running.unseen] if self._running.unseen else []
+        if self._oom_kills and outcome is not Outcome.OOM_KILLED:
+            killed = f"{self._oom_kills} process{'es' * (self._oom_kills > 1)}"
+            warnings.append(f"the kernel killed {killed} of this cell for lack of memory")
+        return warnings
+
+    def _read_totals(self) -> _Totals:
+        if self._cgroup is None:
+            return _Totals()
+        return _Totals(self._cgroup.read_refaults(), self._cgroup.read_pressure_ns())
+
+
+def _with_cuda(samples: list[Sample], points: list[tuple[int, int, int]]) -> list[Sample]:
+    """Return the samples with the worker's latest look at the GPU before each of them."""
+    if not points:
+        return samples
+    times = [point[0] for point in points]
+    joined = []
+    for sample in samples:
+        index = bisect.bisect_right(times, sample.t_ns) - 1
+        _, allocated, driver = points[index] if index >= 0 else (0, None, None)
+        joined.append(replace(sample, cuda_allocated_bytes=allocated, cuda_driver_bytes=driver))
+    return joined
+
+
+def _largest(values: Iterable[int | None]) -> int | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _grown(before: int | None, after: int | None) -> int | None:
+    return None if before is None or after is None else after - before
