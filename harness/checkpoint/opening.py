@@ -1,6 +1,8 @@
 """Opening a checkpoint that a user gives, and saying in one line what is wrong with it."""
 
 import pickle
+import re
+import shlex
 import zipfile
 from pathlib import Path
 from typing import Any, Final
@@ -82,10 +84,10 @@ def check_file(path: Path) -> None:
 
 def _not_a_zip(path: Path, head: bytes) -> CheckpointError:
     if _LEGACY_MAGIC in head[:32]:
-        line = f"import torch; p = {str(path)!r}; torch.save(torch.load(p, weights_only=True), p + '.new')"
+        line = "import sys, torch; p = sys.argv[1]; torch.save(torch.load(p, weights_only=True), p + '.new')"
         return CheckpointError(
             f"{path}: written in the format of torch before 1.6, which cannot be mapped",
-            f'convert it: python -c "{line}"',
+            f'convert it: python -c "{line}" {shlex.quote(str(path))}',
         )
     if path.suffix == ".safetensors":
         return CheckpointError(
@@ -116,11 +118,9 @@ def _flat(path: Path, state: Any) -> dict[str, torch.Tensor]:
 
 
 def _reason(error: Exception) -> str:
-    """Return the one line of torch's message that names what was refused."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    named = [line for line in lines if "GLOBAL" in line or "Unsupported" in line]
-    text = (named or lines[:1] or ["unknown"])[0]
-    return text.removeprefix("WeightsUnpickler error: ").split(". ")[0][:200]
+    """Return what torch refused: the name of a function or class, or its own first line."""
+    named = re.search(r"GLOBAL (\S+)", str(error))
+    return f"it refers to {named[1]}" if named else _first_line(error)
 
 
 def _first_line(error: Exception) -> str:

@@ -1,0 +1,173 @@
+"""Skeletons cost no weights and keep what loading loses."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from harness.errors import ConfigError
+from harness.models.building import build_skeleton, reset_buffers, resolve_builder
+from harness.models.gpt2 import gpt2
+from harness.models.tied import tied
+
+TIED = {"vocab_size": 64, "emb_dim": 16, "n_layers": 2, "n_heads": 2}
+GPT2 = {"vocab_size": 64, "context_length": 8, "emb_dim": 16, "n_layers": 2, "n_heads": 2}
+CPU = torch.device("cpu")
+
+
+class ManyInits(nn.Module):
+    """Initialises in all the ways that modules do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.norm = nn.BatchNorm1d(4)
+        self.embedding = nn.Embedding(8, 4, padding_idx=0)
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.recurrent = nn.LSTM(4, 4)
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.weight.data.uniform_(-1, 1)
+        nn.init.orthogonal_(nn.Linear(2, 2).weight)
+        with torch.no_grad():
+            self.weight[0] = 1.0
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+        self.register_buffer("same", self.table, persistent=False)
+        self.register_buffer("steps", torch.tensor(7), persistent=False)
+
+
+class FromParameters(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("copy", self.weight.detach().clone(), persistent=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "repair"),
+    [
+        (
+            "harness.models.gpt2",
+            "'harness.models.gpt2' is not a builder",
+            "write it as package.module:function in the model's YAML",
+        ),
+        (
+            "harness.nothing:f",
+            "builder 'harness.nothing:f': there is no module 'harness.nothing'",
+            "correct the model's YAML, or install the package that holds the module",
+        ),
+        (
+            "harness.models.gpt2:gpt3",
+            "builder 'harness.models.gpt2:gpt3': module 'harness.models.gpt2' has no function 'gpt3'",
+            f"define `def gpt3(...)` in {sys.modules['harness.models.gpt2'].__file__}",
+        ),
+    ],
+)
+def test_a_wrong_builder_says_what_to_do(name: str, message: str, repair: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve_builder(name)
+    assert (caught.value.message, caught.value.repair) == (message, repair)
+
+
+def test_a_module_that_fails_while_it_is_imported_is_no_missing_module(
+    tmp_path, monkeypatch
+) -> None:
+    (tmp_path / "broken_model.py").write_text("import a_package_nobody_has\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        resolve_builder("broken_model:build")
+    assert caught.value.message == (
+        "builder 'broken_model:build': importing 'broken_model' failed: "
+        "No module named 'a_package_nobody_has'"
+    )
+
+
+def test_wrong_kwargs_and_no_module_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"builder harness\.models\.gpt2:gpt2 failed: .*emb_dim"):
+        build_skeleton(gpt2, {})
+    with pytest.raises(ConfigError, match=r"returned dict, not a torch\.nn\.Module"):
+        build_skeleton(dict, {})
+
+
+def test_parameters_go_to_meta_tied_ones_stay_tied_and_buffers_are_real() -> None:
+    real, skeleton = tied(**TIED), build_skeleton(tied, TIED)
+    assert all(parameter.is_meta for parameter in skeleton.parameters())
+    assert skeleton.head.weight is skeleton.embedding.weight
+    assert {k: v.shape for k, v in skeleton.state_dict().items()} == {
+        k: v.shape for k, v in real.state_dict().items()
+    }
+    torch.testing.assert_close(skeleton.rotary.cos, real.rotary.cos)
+
+
+def test_persistent_buffers_are_real_only_on_request() -> None:
+    everything = build_skeleton(gpt2, GPT2)
+    torch.testing.assert_close(everything.trf_blocks[1].att.mask, torch.ones(8, 8).triu(1))
+    little = build_skeleton(gpt2, GPT2, real_buffers="non_persistent")
+    assert little.trf_blocks[1].att.mask.is_meta
+
+
+def test_the_callers_context_has_no_effect_and_feels_none() -> None:
+    state = torch.get_rng_state()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            skeleton = build_skeleton(tied, TIED)
+        assert torch.get_default_dtype() is torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert skeleton.rotary.cos.device == CPU
+    assert skeleton.rotary.cos.dtype is torch.float32
+    assert torch.equal(torch.get_rng_state(), state)
+    assert nn.Linear(2, 2).weight.device == CPU, "the hooks are gone"
+
+
+def test_all_ways_of_initialising_are_skipped_or_survived() -> None:
+    skeleton = build_skeleton(ManyInits, {})
+    assert all(parameter.is_meta for parameter in skeleton.parameters())
+    torch.testing.assert_close(skeleton.norm.running_var, torch.ones(4))
+
+
+def test_reset_buffers_gives_the_constructors_values_in_the_wanted_dtype() -> None:
+    with torch.device("meta"):
+        model = ManyInits()
+    model.to_empty(device="cpu")
+    running = model.norm.running_var.fill_(5.0)
+    reset_buffers(model, ManyInits, {}, CPU, torch.bfloat16)
+    assert torch.equal(model.table, torch.arange(4.0, dtype=torch.bfloat16))
+    assert model.same is model.table
+    assert model.steps.item() == 7
+    assert model.steps.dtype is torch.int64
+    assert model.norm.running_var is running, "persistent buffers come from the checkpoint"
+
+
+def test_a_buffer_that_cannot_be_given_back_is_named() -> None:
+    model = FromParameters()
+    with pytest.raises(ConfigError) as caught:
+        reset_buffers(model, FromParameters, {}, CPU, torch.float32)
+    assert caught.value.message == (
+        "cannot give buffer 'copy' its value back: "
+        f"for builder {__name__}:FromParameters it is computed from parameters"
+    )
+    with pytest.raises(ConfigError, match=r"'copy' .* it is not in its model"):
+        reset_buffers(model, tied, TIED, CPU, torch.float32)
+
+
+def test_a_gpt2_xl_skeleton_costs_little_memory_and_no_imports() -> None:
+    code = """
+import sys, torch
+from harness.models.building import build_skeleton, map_large_tensors
+from harness.models.gpt2 import gpt2
+def peak_kib():
+    return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmHWM"))
+map_large_tensors()
+torch.set_num_threads(1)
+before, modules = peak_kib(), len(sys.modules)
+build_skeleton(gpt2, dict(emb_dim=1600, n_layers=48, n_heads=25), real_buffers="non_persistent")
+print(peak_kib() - before, len(sys.modules) - modules, "torch._dynamo" in sys.modules)
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    grown_kib, modules, dynamo = out.stdout.split()
+    assert int(grown_kib) < 30 * 1024
+    assert int(modules) < 10
+    assert dynamo == "False"

@@ -1,0 +1,222 @@
+"""Formats, manifests and offsets; and one line for whatever is not a checkpoint."""
+
+import json
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.checkpoint.formats import check_format, checkpoint_files, detect_format
+from harness.checkpoint.manifest import Manifest, TensorEntry, read_manifest
+from harness.checkpoint.offsets import tensor_offsets
+from harness.checkpoint.opening import load_state_dict, load_tensor
+from harness.errors import CheckpointError, UnknownName
+
+AGAIN = "copy or download the file again"
+
+
+class Command:
+    """Would end the tests if pickle itself read it."""
+
+    def __reduce__(self):
+        return (os.system, (f"kill {os.getpid()}",))
+
+
+def entry(name: str, shape: tuple[int, ...], dtype: str, **options: object) -> TensorEntry:
+    numel = torch.Size(shape).numel()
+    fields = {"kind": "parameter", "shared_with": None, "checksums": {"float32": "00"}} | options
+    return TensorEntry(name, shape, dtype, numel * getattr(torch, dtype).itemsize, **fields)
+
+
+MANIFEST = Manifest(
+    "tiny",
+    "package:build",
+    "seed 0",
+    (
+        entry("b", (3, 5), "float32"),
+        entry("a", (2,), "float32", kind="persistent_buffer"),
+        entry("tied", (3, 5), "float32", shared_with="b"),
+        entry("steps", (), "int64", kind="persistent_buffer", checksums={"int64": "11"}),
+        entry("table", (4,), "float32", kind="non_persistent_buffer"),
+    ),
+)
+
+
+def test_a_manifest_survives_the_disk_and_counts_tied_tensors_once(tmp_path) -> None:
+    MANIFEST.write(tmp_path / "manifest.json")
+    assert read_manifest(tmp_path / "manifest.json") == MANIFEST
+    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
+    assert MANIFEST.state_dict_entries == 4
+    assert MANIFEST.parameters == 15
+    assert MANIFEST.checkpoint_bytes == 60 + 8 + 8
+    assert MANIFEST.largest_bytes == 60
+    assert MANIFEST.model_bytes() == 60 + 8 + 8 + 16
+    assert MANIFEST.model_bytes("bfloat16") == 30 + 4 + 8 + 8
+    assert MANIFEST.entry("steps").bytes == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{", "damaged manifest: JSONDecodeError"),
+        ('{"schema": 2}', "manifest of another version of weighin"),
+        ('{"schema": 1, "tensors": [{}]}', "damaged manifest: "),
+    ],
+)
+def test_a_damaged_manifest_is_named(tmp_path, text: str, problem: str) -> None:
+    path = tmp_path / "manifest.json"
+    path.write_text(text)
+    with pytest.raises(CheckpointError) as caught:
+        read_manifest(path)
+    assert caught.value.message.startswith(f"{path}: {problem}")
+
+
+def test_formats_by_what_is_there(tmp_path) -> None:
+    file, folder = tmp_path / "m.pt", tmp_path / "split"
+    file.write_bytes(b"x")
+    folder.mkdir()
+    with pytest.raises(CheckpointError, match=r"split: a folder without index\.json"):
+        detect_format(folder)
+    (folder / "index.json").write_text("{}")
+    (folder / "a.pt").write_bytes(b"x")
+    assert (detect_format(file), detect_format(folder)) == ("pt", "per_param")
+    assert checkpoint_files(file) == [file]
+    assert checkpoint_files(folder) == [folder / "a.pt", folder / "index.json"]
+    with pytest.raises(CheckpointError, match="none: no such file"):
+        detect_format(tmp_path / "none")
+    with pytest.raises(UnknownName, match="no checkpoint format is called 'per-param'"):
+        check_format("per-param")
+
+
+def test_offsets_lead_to_the_values(tmp_path) -> None:
+    base = torch.arange(24.0)
+    state = {
+        "weight": base[:12].view(3, 4),
+        "view": base[12:],
+        "transposed": torch.arange(6).view(2, 3).t(),
+        "tied": base[:12].view(3, 4),
+        "empty": torch.empty(0),
+    }
+    path = tmp_path / "model.pt"
+    torch.save(state, path)
+    data = path.read_bytes()
+    places = {place.name: place for place in tensor_offsets(path)}
+    assert list(places) == list(state)
+    assert places["tied"].offset == places["weight"].offset
+    assert places["tied"].storage_id == places["weight"].storage_id == places["view"].storage_id
+    assert places["view"].storage_bytes == 96
+    for name, place in places.items():
+        assert place.contiguous == state[name].is_contiguous()
+        if place.contiguous:
+            raw = data[place.offset : place.offset + state[name].nbytes]
+            assert raw == state[name].numpy().tobytes()
+    assert (places["transposed"].shape, places["transposed"].stride) == ((3, 2), (1, 3))
+
+
+def test_a_record_that_a_zip_program_compressed_is_refused(tmp_path) -> None:
+    import zipfile
+
+    path, packed = tmp_path / "model.pt", tmp_path / "packed.pt"
+    torch.save({"weight": torch.zeros(1000)}, path)
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as to:
+        for record in source.infolist():
+            to.writestr(record.filename, source.read(record))
+    with pytest.raises(CheckpointError, match=r"record 'model/.*' is compressed"):
+        tensor_offsets(packed)
+
+
+def saved(path: Path, value: object) -> None:
+    torch.save(value, path)
+
+
+def legacy(path: Path) -> None:
+    torch.save({"w": torch.zeros(2)}, path, _use_new_zipfile_serialization=False)
+
+
+def truncated(path: Path) -> None:
+    torch.save({"w": torch.zeros(1000)}, path)
+    path.write_bytes(path.read_bytes()[:2000])
+
+
+def nested(path: Path) -> None:
+    torch.save({"model": {"w": torch.zeros(2)}, "step": 3}, path)
+
+
+@pytest.mark.parametrize(
+    ("write", "message", "repair"),
+    [
+        (lambda p: None, "no such file", "check the path"),
+        (Path.mkdir, "not a file", "give the checkpoint file itself"),
+        (Path.touch, "empty file", AGAIN),
+        (lambda p: p.write_text("garbage " * 100), "not a checkpoint that torch.save wrote", AGAIN),
+        (truncated, "truncated: the zip archive has no end", AGAIN),
+        (
+            lambda p: p.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n"),
+            "a git-lfs pointer, not the checkpoint it points to",
+            "fetch the file itself: git lfs pull --include model.pt",
+        ),
+        (
+            lambda p: p.write_text("\n<!DOCTYPE html><html>Sign in</html>"),
+            "an HTML page, not a checkpoint",
+            "the download link led to a web page: use the link to the file itself",
+        ),
+        (
+            nested,
+            "not a flat state dict: 'model' holds a dict",
+            "save the inner dict alone, for example torch.save(checkpoint['model'], ...)",
+        ),
+        (
+            lambda p: saved(p, torch.zeros(2)),
+            "holds a Tensor, not a state dict",
+            "save the weights alone: torch.save(model.state_dict(), ...)",
+        ),
+        (lambda p: saved(p, {}), "the state dict is empty", "save a model that has weights"),
+        (
+            lambda p: saved(p, {"w": torch.zeros(2), "f": Command()}),
+            "holds more than tensors, and was NOT executed: it refers to posix.system",
+            "save plain weights where you trust the file: torch.save(model.state_dict(), ...)",
+        ),
+    ],
+)
+def test_what_is_no_checkpoint_is_called_by_its_name(tmp_path, write, message, repair) -> None:
+    path = tmp_path / "model.pt"
+    write(path)
+    with pytest.raises(CheckpointError) as caught:
+        load_state_dict(path, mmap=True)
+    assert caught.value.message.startswith(f"{path}: {message}")
+    assert caught.value.repair == repair
+
+
+def test_the_old_format_comes_with_the_line_that_converts_it(tmp_path) -> None:
+    import subprocess
+    import sys
+
+    path = tmp_path / "it's old.pt"
+    legacy(path)
+    with pytest.raises(CheckpointError, match=r"in the format of torch before 1\.6") as caught:
+        load_state_dict(path)
+    line = caught.value.repair.removeprefix("convert it: ")
+    subprocess.run(line.replace("python", sys.executable, 1), shell=True, check=True)
+    assert list(load_state_dict(Path(f"{path}.new"))) == ["w"]
+
+
+def test_a_plain_pickle_is_not_executed(tmp_path) -> None:
+    path = tmp_path / "model.pkl"
+    path.write_bytes(pickle.dumps(Command()))
+    with pytest.raises(CheckpointError, match="not a checkpoint that torch"):
+        load_state_dict(path)
+
+
+def test_a_file_of_one_tensor(tmp_path) -> None:
+    torch.save(torch.ones(3), tmp_path / "w.pt")
+    assert load_tensor(tmp_path / "w.pt").sum() == 3
+    torch.save([1], tmp_path / "l.pt")
+    with pytest.raises(CheckpointError, match="holds a list, not a tensor"):
+        load_tensor(tmp_path / "l.pt")
+
+
+def test_the_manifest_is_plain_json(tmp_path) -> None:
+    MANIFEST.write(tmp_path / "manifest.json")
+    assert json.loads((tmp_path / "manifest.json").read_text())["tensors"][0]["shape"] == [3, 5]

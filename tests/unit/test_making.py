@@ -1,0 +1,195 @@
+"""Seeded checkpoints: the same values in every format, and a manifest that tells the truth."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from harness.checkpoint import indexing, making
+from harness.checkpoint.checksum import checksum
+from harness.checkpoint.manifest import Manifest, read_manifest
+from harness.checkpoint.per_param import read_index, read_shared
+from harness.errors import CheckpointError, ConfigError
+from harness.models.gpt2 import gpt2
+from harness.models.tied import tied
+
+TIED = {"vocab_size": 512, "emb_dim": 64, "n_layers": 1, "n_heads": 2}
+GPT2 = {"vocab_size": 64, "context_length": 8, "emb_dim": 16, "n_layers": 2, "n_heads": 2}
+
+
+class Extra(nn.Linear):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"step": 1}
+
+    def set_extra_state(self, state: dict[str, int]) -> None: ...
+
+
+def extra() -> nn.Module:
+    return Extra(2, 2)
+
+
+@pytest.fixture(autouse=True)
+def _threads_as_before():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def make(folder: Path, builder: str, kwargs: dict, fmt: str = "pt", seed: int = 0) -> Manifest:
+    folder.mkdir()
+    made = making.make("m", builder, kwargs, seed=seed, fmt=fmt, folder=folder)
+    assert read_manifest(folder / "manifest.json") == made.manifest
+    assert set(made.seconds) == {"build", "write"}
+    return made.manifest
+
+
+def make_tied(folder: Path, **options: object) -> Manifest:
+    return make(folder, "harness.models.tied:tied", TIED, **options)
+
+
+def load(folder: Path) -> dict[str, torch.Tensor]:
+    return torch.load(folder / "pt" / "model.pt", weights_only=True)
+
+
+def index(checkpoint: Path, folder: Path, fmt: str = "pt", kwargs: dict = TIED) -> Manifest:
+    folder.mkdir(exist_ok=True)
+    return indexing.index(
+        "m", "harness.models.tied:tied", kwargs, checkpoint=checkpoint, fmt=fmt, folder=folder
+    ).manifest
+
+
+def test_the_model_loads_it_and_the_manifest_is_right(tmp_path) -> None:
+    manifest = make_tied(tmp_path / "a")
+    model = tied(**TIED)
+    model.load_state_dict(load(tmp_path / "a"))
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    assert {entry.name for entry in manifest.tensors} == set(tensors)
+    for entry in manifest.tensors:
+        for dtype, expected in entry.checksums.items():
+            assert checksum(tensors[entry.name].to(getattr(torch, dtype))) == expected
+    assert [entry.name for entry in manifest.tensors][:-2] == list(model.state_dict())
+    assert manifest.entry("head.weight").shared_with == "embedding.weight"
+    assert manifest.entry("rotary.cos").kind == "non_persistent_buffer"
+    assert manifest.parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_values_are_normal_and_the_scales_of_norms_are_about_one(tmp_path) -> None:
+    make_tied(tmp_path / "a")
+    state = load(tmp_path / "a")
+    weight, norm = state["embedding.weight"], state["norm.weight"]
+    assert abs(weight.mean()) < 0.001
+    assert abs(weight.std() - 0.02) < 0.001
+    assert abs(norm.mean() - 1) < 0.02
+    make(tmp_path / "b", "harness.models.gpt2:gpt2", GPT2)
+    state = load(tmp_path / "b")
+    assert abs(state["final_norm.scale"].mean() - 1) < 0.05
+    assert abs(state["final_norm.shift"].mean()) < 0.05
+    expected = gpt2(**GPT2).trf_blocks[0].att.mask
+    assert torch.equal(state["trf_blocks.0.att.mask"], expected), "a buffer is as constructed"
+
+
+def test_a_seed_gives_the_same_values_in_every_format_and_another_seed_others(tmp_path) -> None:
+    one = make_tied(tmp_path / "a")
+    split = make_tied(tmp_path / "b", fmt="per_param")
+    other = make_tied(tmp_path / "c", seed=1)
+    assert split == one
+    assert other.entry("norm.weight").checksums != one.entry("norm.weight").checksums
+    files = read_index(tmp_path / "b" / "per_param")
+    state = load(tmp_path / "a")
+    assert list(files) == list(state)
+    for name, file in files.items():
+        assert torch.equal(torch.load(file, weights_only=True), state[name])
+    assert read_shared(tmp_path / "b" / "per_param") == {"head.weight": "embedding.weight"}
+
+
+def test_values_are_the_same_for_ever(tmp_path) -> None:
+    """A wrong constant here would silently part old records from new ones."""
+    first = next(making.parameter_pieces(0, "a.weight", torch.empty(2, 2, device="meta")))
+    expected = torch.tensor([0.007854, -0.040794, 0.010506, -0.009473])
+    torch.testing.assert_close(first, expected, atol=1e-6, rtol=0)
+
+
+def test_a_tensor_of_many_pieces_is_not_one_piece_again_and_again(monkeypatch) -> None:
+    monkeypatch.setattr(making, "PIECE_ELEMENTS", 32)
+    meta = torch.empty(10, 10, device="meta")
+    pieces = [piece.clone() for piece in making.parameter_pieces(0, "w", meta)]
+    assert [len(piece) for piece in pieces] == [32, 32, 32, 4]
+    assert len({float(piece[0]) for piece in pieces}) == 4
+
+
+def test_the_needed_space_is_asked_for_first_and_is_enough(tmp_path) -> None:
+    asked: list[int] = []
+
+    def permit(needed: int) -> None:
+        assert not any(tmp_path.iterdir())
+        asked.append(needed)
+
+    making.make(
+        "m",
+        "harness.models.tied:tied",
+        TIED,
+        seed=0,
+        fmt="per_param",
+        folder=tmp_path,
+        permit=permit,
+    )
+    written = sum(file.stat().st_size for file in (tmp_path / "per_param").iterdir())
+    assert written <= asked[0] < written * 1.2
+
+
+def test_extra_state_is_refused(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="'_extra_state' in the state dict is no parameter"):
+        make(tmp_path / "a", f"{__name__}:extra", {})
+
+
+def test_a_users_checkpoint_has_the_manifest_of_what_made_it(tmp_path) -> None:
+    made = make_tied(tmp_path / "a")
+    path = tmp_path / "a" / "pt" / "model.pt"
+    indexed = index(path, tmp_path / "b", fmt="per_param")
+    assert indexed.tensors == made.tensors
+    assert indexed.source == str(path)
+    state, files = load(tmp_path / "a"), read_index(tmp_path / "b" / "per_param")
+    assert all(torch.equal(torch.load(files[name]), state[name]) for name in state)
+    again = index(tmp_path / "b" / "per_param", tmp_path / "c", fmt="per_param")
+    assert again.tensors == made.tensors
+    assert not (tmp_path / "c" / "per_param").exists(), "it has the format already"
+
+
+def test_a_half_precision_checkpoint_keeps_its_dtype(tmp_path) -> None:
+    path = tmp_path / "half.pt"
+    torch.save(tied(**TIED).to(torch.bfloat16).state_dict(), path)
+    entry = index(path, tmp_path).entry("embedding.weight")
+    assert (entry.dtype, entry.bytes) == ("bfloat16", 512 * 64 * 2)
+    value = torch.load(path)["embedding.weight"]
+    assert entry.checksums["float32"] == checksum(value.float())
+
+
+def test_a_checkpoint_of_another_model_says_where_it_differs(tmp_path) -> None:
+    state = tied(**TIED).state_dict()
+    del state["norm.weight"]
+    state["blocks.0.up.weight"] = torch.zeros(3)
+    state |= {f"new{number}": torch.zeros(1) for number in range(5)}
+    path = tmp_path / "model.pt"
+    torch.save(state, path)
+    with pytest.raises(CheckpointError) as caught:
+        index(path, tmp_path)
+    assert caught.value.message == (
+        f"{path}: does not fit model m, keys: 1 missing (norm.weight); "
+        "5 unexpected (new0, new1, new2 and 2 more); "
+        "1 of another shape (blocks.0.up.weight is (3,), not (256, 64))"
+    )
+
+
+def test_tied_names_with_different_values_are_refused(tmp_path) -> None:
+    state = tied(**TIED).state_dict()
+    state["head.weight"] = torch.zeros(512, 64)
+    torch.save(state, tmp_path / "model.pt")
+    with pytest.raises(CheckpointError, match="are one tensor in the model, but have different"):
+        index(tmp_path / "model.pt", tmp_path)
+
+
+def test_the_way_back_from_per_param_is_not_offered(tmp_path) -> None:
+    make_tied(tmp_path / "a", fmt="per_param")
+    with pytest.raises(CheckpointError, match="in format per_param, but format pt is asked for"):
+        index(tmp_path / "a" / "per_param", tmp_path / "b")
