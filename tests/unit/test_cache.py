@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -70,9 +70,10 @@ def slow_folder(tmp_path) -> Path:
     return tmp_path
 
 
-def wait_for(path: Path) -> str:
+def wait_for(path: Path, failed: Sequence[BaseException] = ()) -> str:
     deadline = time.monotonic() + 30
     while not (path.exists() and path.read_text()):
+        assert not failed, failed[0]
         assert time.monotonic() < deadline, f"{path} did not appear"
         time.sleep(0.02)
     return path.read_text()
@@ -189,12 +190,12 @@ def test_a_maker_that_is_killed_leaves_no_entry(slow_folder, root) -> None:
     def run() -> None:
         try:
             cache.ensure(SLOW, "pt", python_path=[str(slow_folder)])
-        except CheckpointError as error:
+        except BaseException as error:
             failed.append(error)
 
     thread = threading.Thread(target=run)
     thread.start()
-    os.kill(int(wait_for(slow_folder / "pid")), signal.SIGKILL)
+    os.kill(int(wait_for(slow_folder / "pid", failed)), signal.SIGKILL)
     thread.join(30)
     assert str(failed[0]).startswith(
         "the process that prepares the checkpoint was killed by SIGKILL\n"
