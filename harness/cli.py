@@ -87,7 +87,10 @@ def bench(
     """Load a model with every strategy, each in its own limited container, and say what it cost."""
     from harness import bench as benchmarks
     from harness import live, runner
+    from harness.isolation import choice, delegation
 
+    if choice.wants_cgroup(isolation) and delegation.helps():
+        delegation.enter(sys.argv[1:])
     if resume:
         task = benchmarks.resume(resume)
     else:

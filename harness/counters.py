@@ -12,6 +12,7 @@ from pathlib import Path
 from harness.record import Memory
 from harness.units import KIB
 
+_MOUNTS = Path("/proc/self/mountinfo")
 _STATUS_FIELDS = ("VmHWM", "VmRSS", "RssAnon", "RssFile", "RssShmem", "VmSwap")
 
 
@@ -75,15 +76,9 @@ def is_alive(name: str) -> bool:
 
 def memory_hierarchy() -> tuple[int, Path] | None:
     """Return (1 or 2, mount point) of the hierarchy that has the memory controller here."""
-    version2: Path | None = None
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        before, _, after = line.partition(" - ")
-        kind, _, options = after.split(" ", 2)
-        mount = Path(before.split()[4])
-        if kind == "cgroup" and "memory" in options.split(","):
-            return 1, mount
-        if kind == "cgroup2" and version2 is None:
-            version2 = mount
+    version1, version2 = parse_mounts(_MOUNTS.read_text())
+    if version1:
+        return 1, version1
     if version2 and "memory" in (version2 / "cgroup.controllers").read_text().split():
         return 2, version2
     return None
@@ -91,29 +86,32 @@ def memory_hierarchy() -> tuple[int, Path] | None:
 
 def pressure_hierarchy() -> Path | None:
     """Return the mount point of the v2 tree, which alone has PSI files; None where there is none."""
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+    return parse_mounts(_MOUNTS.read_text())[1]
+
+
+def parse_mounts(text: str) -> tuple[Path | None, Path | None]:
+    """Return where a mountinfo text has the v1 memory hierarchy, and the v2 tree."""
+    version1: Path | None = None
+    version2: Path | None = None
+    for line in text.splitlines():
         before, _, after = line.partition(" - ")
-        if after.startswith("cgroup2 "):
-            return Path(before.split()[4])
-    return None
+        kind, _, options = after.split(" ", 2)
+        mount = Path(before.split()[4])
+        if kind == "cgroup" and "memory" in options.split(","):
+            version1 = version1 or mount
+        elif kind == "cgroup2":
+            version2 = version2 or mount
+    return version1, version2
 
 
 def memory_cgroup_of(pid: int) -> Path | None:
     """Return the folder of the memory cgroup that a process is in; None where it is unseen."""
     hierarchy = memory_hierarchy()
-    if hierarchy is None:
+    path = _group_of(pid, hierarchy[0]) if hierarchy else None
+    if hierarchy is None or path is None:
         return None
-    version, mount = hierarchy
-    try:
-        lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return None
-    for line in lines:
-        number, controllers, path = line.split(":", 2)
-        if number == "0" if version == 2 else "memory" in controllers.split(","):
-            folder = mount / path.lstrip("/")
-            return folder if folder.is_dir() else None
-    return None
+    folder = hierarchy[1] / path.lstrip("/")
+    return folder if folder.is_dir() else None
 
 
 def pressure_file_of(pid: int) -> Path | None:
@@ -121,17 +119,27 @@ def pressure_file_of(pid: int) -> Path | None:
 
     None where PSI is off, or the process is in the root group, whose PSI is the whole machine's.
     """
-    mount = pressure_hierarchy()
+    mount, path = pressure_hierarchy(), _group_of(pid, 2)
+    if mount is None or path is None or path == "/":
+        return None
+    file = mount / path.lstrip("/") / "memory.pressure"
+    return file if file.exists() else None
+
+
+def parse_group(text: str, version: int) -> str | None:
+    """Return the memory group (version 1) or the v2 group that a /proc/PID/cgroup text names."""
+    for line in text.splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0" if version == 2 else "memory" in controllers.split(","):
+            return path
+    return None
+
+
+def _group_of(pid: int, version: int) -> str | None:
     try:
-        lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+        return parse_group(Path(f"/proc/{pid}/cgroup").read_text(), version)
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
-    for line in lines:
-        number, _, path = line.split(":", 2)
-        if mount and number == "0" and path != "/":
-            file = mount / path.lstrip("/") / "memory.pressure"
-            return file if file.exists() else None
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,10 +216,10 @@ class PeakMark:
         self.resets = True
         try:
             self._file = os.open(cgroup.peak_path, os.O_RDWR)
-        except PermissionError:
-            self._file, self.resets = os.open(cgroup.peak_path, os.O_RDONLY), False
         except FileNotFoundError:
             self._file, self.resets = -1, False
+        except OSError:  # not ours to write, or mounted read-only, as inside a container
+            self._file, self.resets = os.open(cgroup.peak_path, os.O_RDONLY), False
 
     def read(self) -> int | None:
         """Return the highest charge since the last reset, in bytes; None where no mark is kept."""

@@ -58,7 +58,7 @@ class _Live:
 
     def _finish(self, result: Result) -> None:
         self._bar.advance(self._task)
-        self._console.print(line(result), highlight=False)
+        self._console.print(line(result), highlight=False, soft_wrap=True)
 
     def _show(self, text: str) -> None:
         self._bar.update(self._task, description=escape(text))

@@ -22,11 +22,15 @@ from harness.counters import (
     this_process,
 )
 from harness.errors import IsolationUnavailable
+from harness.isolation import delegation
 from harness.isolation.process import WORKER, LocalRunning
 from harness.worker.protocol import encode_job
 
 _PREFIX = "weighin."
-_REPAIR = "run as root (sudo -E), or use --isolation docker, or leave --ram out"
+_REPAIR = (
+    "run as root, or in a scope that the systemd user manager hands over (systemd-run --user --scope"
+    " -p Delegate=yes weighin ...), or use --isolation docker"
+)
 _numbers = itertools.count()
 
 
@@ -73,8 +77,7 @@ class CgroupIsolation:
         return removed
 
     def describe(self) -> dict[str, str]:
-        hierarchy = memory_hierarchy()
-        return {"hierarchy": f"{hierarchy[1]} (v{hierarchy[0]})"} if hierarchy else {}
+        return {"groups": str(delegation.groups_root())}
 
 
 class CgroupRunning(LocalRunning):
@@ -99,13 +102,17 @@ class CgroupRunning(LocalRunning):
 
 
 def _roots() -> list[Path]:
-    """Return where groups are made: the memory hierarchy, and the v2 tree where that is another."""
-    hierarchy = memory_hierarchy()
-    if hierarchy is None:
-        return []
-    version, mount = hierarchy
-    pressure = pressure_hierarchy() if version == 1 else None
-    return [mount, pressure] if pressure else [mount]
+    """Return where groups are made: the memory hierarchy, and the v2 tree where that is another.
+
+    Raises:
+        IsolationUnavailable: this user may make no group with a memory limit.
+    """
+    root = delegation.groups_root()
+    if root is None:
+        raise IsolationUnavailable("this user may not make memory cgroups", _REPAIR)
+    is_v1 = memory_hierarchy() == (1, root)
+    pressure = pressure_hierarchy() if is_v1 else None
+    return [root, pressure] if pressure else [root]
 
 
 def _make_groups() -> list[Path]:
@@ -121,12 +128,6 @@ def _make_groups() -> list[Path]:
                 f"cannot make a memory cgroup in {root}: {error.strerror}", _REPAIR
             ) from None
         groups.append(root / name)
-    if not _has_memory_controller(groups[0]):
-        _remove(groups)
-        raise IsolationUnavailable(
-            f"{groups[0].parent} does not hand the memory controller to its groups",
-            f"echo +memory | sudo tee {groups[0].parent}/cgroup.subtree_control",
-        )
     return groups
 
 
@@ -142,10 +143,6 @@ def temporary_group() -> Iterator[Path]:
         yield groups[0]
     finally:
         _remove(groups)
-
-
-def _has_memory_controller(group: Path) -> bool:
-    return MemoryCgroup(group).limit_path.exists()
 
 
 def _limit(group: Path, limit_bytes: int) -> None:

@@ -58,3 +58,14 @@ def choose(name: str, *, limited: bool, base_image: str | None = None) -> tuple[
         "nothing here can hold a RAM limit: " + "; ".join(error.message for error in refused),
         " or ".join(error.repair for error in refused if error.repair),
     )
+
+
+def wants_cgroup(name: str) -> bool:
+    """Tell whether ``choose`` would come to the cgroup isolation, by its name or for lack of Docker."""
+    if name != "auto":
+        return name == "cgroup"
+    try:
+        named("docker").check()
+    except IsolationUnavailable:
+        return True
+    return False

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Final
 
+import docker
 from docker.errors import APIError
 from docker.types import DeviceRequest, LogConfig, Mount
 
-import docker
 from harness.cell import Job
 from harness.counters import is_alive
 from harness.environment import settings
@@ -43,7 +43,6 @@ from harness.isolation.image import (
     PYTHON,
     Progress,
     ensure_image,
-    run_python,
 )
 from harness.units import MIB
 from harness.worker.protocol import encode_job
@@ -77,17 +76,12 @@ class DockerIsolation:
         check_engine(self._engine_info())
 
     def prepare(self) -> None:
-        """Build the image where it is missing, and read torch's libraries once.
-
-        Whoever reads a page first is charged for it: without this, the first cell of a run would
-        pay for the libraries that all later ones find in the page cache.
+        """Build the image where it is missing.
 
         Raises:
-            IsolationUnavailable: no base image, no wheels, or a torch that does not import.
+            IsolationUnavailable: no base image, no wheels, or a build that failed.
         """
-        image = ensure_image(self._client, self._base, self._progress)
-        run_python(self._client, image, PYTHON, "import torch")
-        self._image = image
+        self._image = ensure_image(self._client, self._base, self._progress)
 
     def start(self, job: Job) -> DockerRunning:
         """Start one worker for this job; a limit below what a start needs is an exit, no error.

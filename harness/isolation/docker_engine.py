@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+import docker
 import docker.context
 import docker.utils
 from docker.errors import DockerException, InvalidVersion
 from requests.exceptions import RequestException
 
-import docker
 from harness.counters import this_process
 from harness.errors import IsolationUnavailable
 

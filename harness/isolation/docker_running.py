@@ -9,10 +9,10 @@ from math import ceil
 from pathlib import Path
 from typing import Final
 
+import docker
 import requests.exceptions
 from docker.errors import APIError, NotFound
 
-import docker
 from harness.counters import MemoryCgroup, memory_cgroup_of
 from harness.isolation import Exit
 from harness.isolation.docker_channel import StreamChannel

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import docker
 from docker.errors import ImageNotFound
 
-import docker
 from harness.errors import IsolationUnavailable
 from harness.isolation import wheels
 from harness.isolation.docker_engine import ENGINE_ERRORS, explained, first_line, owner_labels

@@ -78,7 +78,7 @@ def note_figures(*, cuda: bool, repeats: int) -> list[str]:
     """Return what each column of the summary is and how exact, one sentence a line."""
     lines = [
         "Exact, the kernel's own high-water marks: peak RSS, cgroup peak (includes page cache).",
-        "Exact, computed: above import = peak RSS - RSS after import torch.",
+        "Exact, computed: above import = (peak RSS - RSS after import torch) / the model's size.",
         "Sampled, so it may miss short spikes: anonymous.",
         "load: until the strategy returned; ready: until every byte was read through once.",
         "Not ok: the figures are what the cell had reached when last seen, not what it needs.",

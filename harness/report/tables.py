@@ -8,7 +8,7 @@ import csv
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TextIO
+from typing import Any, Final, Literal, TextIO
 
 import pandas as pd
 from rich import box
@@ -39,7 +39,6 @@ _FIGURES: Final = (
     _Figure("load_s", "load", "s"),
     _Figure("ready_s", "ready", "s"),
     _Figure("peak_rss_bytes", "peak RSS", "GiB", GIB, 3),
-    _Figure("above_import_bytes", "above import", "GiB", GIB, 3),
     _Figure("above_import_per_model", "above import", "x model"),
     _Figure("anon_sampled_bytes", "anonymous (sampled)", "GiB", GIB, 3),
     _Figure("peak_cgroup_bytes", "cgroup peak", "GiB", GIB, 3),
@@ -74,7 +73,8 @@ def terminal_table(results: Sequence[Result]) -> RenderableType:
             is_name = index < section.names
             # Narrow headings, so that eight columns of numbers fit a terminal.
             label = Text("\n".join([*heading.split(), unit]) if unit else heading)
-            table.add_column(label, justify="left" if is_name else "right", no_wrap=True)
+            side: Literal["left", "right"] = "left" if is_name else "right"
+            table.add_column(label, justify=side, overflow="fold")
         for row, ranges in zip(section.rows, section.ranges, strict=True):
             table.add_row(*(_styled(*pair) for pair in zip(row, ranges, strict=True)))
         parts.append(table)
@@ -97,12 +97,7 @@ def write_markdown(
     for section in _sections(frame):
         if section.heading:
             print(f"\n## {_escaped(section.heading)}", file=file)
-        heads = [" ".join(filter(None, column)) for column in section.columns]
-        rules = ["---" if index < section.names else "---:" for index in range(len(heads))]
-        print(f"\n{_line(map(_escaped, heads))}\n{_line(rules)}", file=file)
-        for row, ranges in zip(section.rows, section.ranges, strict=True):
-            pairs = zip(row, ranges, strict=True)
-            print(_line(_escaped(f"{a} ({b})" if b else a) for a, b in pairs), file=file)
+        print("", *_markdown_lines(section), sep="\n", file=file)
     if troubles := _troubles(frame):
         print("\n## Not ok\n", file=file)
         print(
@@ -117,6 +112,16 @@ def write_markdown(
         print(*(f"- {_escaped(line)}" for line in notes), sep="\n", file=file)
     for image in images:
         print(f"\n![{image.rpartition('.')[0]}]({image})", file=file)
+
+
+def markdown_table(results: Sequence[Result]) -> str:
+    """Return only the table, or tables, of ``write_markdown``, with the caption below."""
+    frame = series(results)
+    lines: list[str] = []
+    for section in _sections(frame):
+        lines += [f"**{_escaped(section.heading)}**", ""] if section.heading else []
+        lines += [*_markdown_lines(section), ""]
+    return "\n".join([*lines, _escaped(captions.shared(frame, results))])
 
 
 def write_summary(results: Sequence[Result], file: TextIO) -> None:
@@ -150,11 +155,20 @@ def _section(heading: str, group: pd.DataFrame, names: list[str]) -> _Section:
     titles = [(_HEADINGS.get(name, name), "") for name in (*names, "outcome")]
     rows, ranges = [], []
     for _, row in group.iterrows():
-        texts = [_name(name, row) for name in names]
-        rows.append([*texts, str(row["outcome"]), *(_number(row[f.key], f) for f in figures)])
+        texts = [*(_name(name, row) for name in names), _plain(captions.ending(row))]
+        rows.append([*texts, *(_number(row[f.key], f) for f in figures)])
         ranges.append([""] * len(titles) + [_range(row, f) for f in figures])
     columns = [*titles, *((f.heading, f.unit) for f in figures)]
     return _Section(heading, columns, len(titles), rows, ranges)
+
+
+def _markdown_lines(section: _Section) -> Iterator[str]:
+    heads = [" ".join(filter(None, column)) for column in section.columns]
+    yield _line(map(_escaped, heads))
+    yield _line("---" if index < section.names else "---:" for index in range(len(heads)))
+    for row, ranges in zip(section.rows, section.ranges, strict=True):
+        pairs = zip(row, ranges, strict=True)
+        yield _line(_escaped(f"{text} ({spread})" if spread else text) for text, spread in pairs)
 
 
 def _name(name: str, row: "pd.Series[Any]") -> str:
@@ -202,10 +216,7 @@ def _title(frame: pd.DataFrame) -> str:
 
 
 def _styled(text: str, spread: str) -> Text:
-    styles = {"ok": "green", "skipped": "dim"} | {
-        o.value: "red" for o in Outcome if o.value not in {"ok", "skipped"}
-    }
-    styled = Text(text, style=styles.get(text, ""))
+    styled = Text(text, style=_STYLES.get(text.partition(" in ")[0], ""))
     return styled.append(f"\n{spread}", style="dim") if spread else styled
 
 

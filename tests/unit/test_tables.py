@@ -37,24 +37,24 @@ def summary(results: Sequence[Result]) -> list[dict[str, str]]:
 def test_the_terminal_table_of_a_run() -> None:
     assert terminal(notebook_run()) == [
         "",
-        "                                                     peak   above    above  anonymous  cgroup",
-        "                                       load  ready    RSS  import   import  (sampled)    peak",
-        " strategy     format       outcome        s      s    GiB     GiB  x model        GiB     GiB",
-        " ────────────────────────────────────────────────────────────────────────────────────────────",
-        " baseline     pt           oom_killed     -      -  7.988   7.688     1.22      7.868   7.988",
-        " sequential   pt           oom_killed     -      -  7.988   7.688     1.22      7.868   7.988",
-        " meta_copy    pt           oom_killed     -      -  7.981   7.681     1.22      7.861   7.981",
-        " mmap_assign  pt           ok          0.44   5.44  6.820   6.520     1.04      0.400   6.820",
-        " per_param    per_param    ok          9.61  10.31  6.930   6.630     1.05      6.800   6.930",
-        " streaming    safetensors  ok          6.60   7.30  6.750   6.450     1.03      6.550   6.750",
+        "                                                 peak    above  anonymous  cgroup",
+        "                                   load  ready    RSS   import  (sampled)    peak",
+        " strategy     outcome                 s      s    GiB  x model        GiB     GiB",
+        " ────────────────────────────────────────────────────────────────────────────────",
+        " baseline     oom_killed in read      -      -  7.988     1.22      7.868   7.988",
+        " sequential   oom_killed in read      -      -  7.988     1.22      7.868   7.988",
+        " meta_copy    oom_killed in apply     -      -  7.981     1.22      7.861   7.981",
+        " mmap_assign  ok                   0.44   5.44  6.820     1.04      0.400   6.820",
+        " per_param    ok                   9.61  10.31  6.930     1.05      6.800   6.930",
+        " streaming    ok                   6.60   7.30  6.750     1.03      6.550   6.750",
         "",
-        "baseline · pt: oom_killed: killed by the kernel for lack of memory in phase 'read'",
-        "sequential · pt: oom_killed: killed by the kernel for lack of memory in phase 'read'",
-        "meta_copy · pt: oom_killed: killed by the kernel for lack of memory in phase 'apply'",
+        "baseline: oom_killed: killed by the kernel for lack of memory in phase 'read'",
+        "sequential: oom_killed: killed by the kernel for lack of memory in phase 'read'",
+        "meta_copy: oom_killed: killed by the kernel for lack of memory in phase 'apply'",
         "gpt2-xl (6.290 GiB) · device cpu · RAM limit 8 GiB · float32 · cold page cache · isolation docker ·",
         "testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0",
         "Exact, the kernel's own high-water marks: peak RSS, cgroup peak (includes page cache).",
-        "Exact, computed: above import = peak RSS - RSS after import torch.",
+        "Exact, computed: above import = (peak RSS - RSS after import torch) / the model's size.",
         "Sampled, so it may miss short spikes: anonymous.",
         "load: until the strategy returned; ready: until every byte was read through once.",
         "Not ok: the figures are what the cell had reached when last seen, not what it needs.",
@@ -65,7 +65,7 @@ def test_names_are_not_read_as_markup_and_repeats_show_their_range() -> None:
     cells = [make_cell("[b]x|y", repeat=repeat) for repeat in range(3)]
     results = [make_result(cell, load_ns=10**9 * (cell.repeat + 1)) for cell in cells]
     assert terminal(results)[5:7] == [
-        " [b]x|y    ok             2.00   7.30  6.750   6.450     1.03      6.550   6.750",
+        " [b]x|y    ok             2.00   7.30  6.750     1.03      6.550   6.750",
         "                    1.00..3.00",
     ]
     assert r"| \[b\]x\|y | ok | 2.00 (1.00..3.00) | 7.30 |" in "\n".join(markdown(results))
@@ -99,20 +99,20 @@ def test_the_markdown_report_of_a_run_in_which_much_went_wrong() -> None:
         "gpt2-xl (6.290 GiB) · device cpu · RAM limit 8 GiB · float32 · cold page cache · isolation "
         "docker · testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0",
         "",
-        "| strategy | format | outcome | load s | ready s | peak RSS GiB | above import GiB | "
-        "above import x model | anonymous (sampled) GiB | cgroup peak GiB |",
-        "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| strategy | outcome | load s | ready s | peak RSS GiB | above import x model | "
+        "anonymous (sampled) GiB | cgroup peak GiB |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
-    assert lines[9] == "| direct_cuda | pt | skipped | - | - | - | - | - | - | - |"
+    assert lines[9] == "| direct_cuda | skipped | - | - | - | - | - | - |"
     bad = lines.index("## Not ok")
     assert lines[bad : bad + 12] == [
         "## Not ok",
         "",
-        "- baseline · pt: oom_killed: killed by the kernel for lack of memory in phase 'read'",
-        "- sequential · pt: timeout in copy: not ready after 600 s",
-        "- direct_cuda · pt: skipped: needs the device cuda",
-        r"- broken · pt: strategy_failed in read: KeyError: 'h.0.attn\|bias'",
-        "- lossy · pt: wrong_weights: h.0.attn.mask differs from the checkpoint",
+        "- baseline: oom_killed: killed by the kernel for lack of memory in phase 'read'",
+        "- sequential: timeout in copy: not ready after 600 s",
+        "- direct_cuda: skipped: needs the device cuda",
+        r"- broken: strategy_failed in read: KeyError: 'h.0.attn\|bias'",
+        "- lossy: wrong_weights: h.0.attn.mask differs from the checkpoint",
         "",
         "## Warnings",
         "",
