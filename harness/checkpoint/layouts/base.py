@@ -1,0 +1,104 @@
+"""What every layout of a checkpoint on the disk can do, and the words for what lies in one.
+
+A layout is a module of this package with ``NAME``, ``matches``, ``files``, ``read`` and ``write``.
+``read`` reads no tensor data: it says where each tensor lies, so that a loader can read it straight
+into place, whatever the layout.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+Pieces = Callable[[str], Iterable[torch.Tensor]]
+"""From a name to its elements in order, as contiguous tensors of any sizes."""
+
+Progress = Callable[[int], None]
+"""Called with the bytes written since the last call, from any thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlice:
+    """One key of a state dict as a stretch of a file.
+
+    Attributes:
+        stride: in elements.
+        offset: in bytes, from the file's start to the tensor's first element.
+        storage_offset: in bytes, from the file's start to the storage that the tensor views;
+            equal, in one file, for keys that share it (tied weights, views).
+        storage_bytes: the length of that storage.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    file: Path
+    offset: int
+    storage_offset: int
+    storage_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its elements, without what a stride leaves out."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether the elements lie one behind the other, in row-major order."""
+        expected = 1
+        for size, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size not in (0, 1) and step != expected:
+                return 0 in self.shape
+            expected *= max(size, 1)
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlan:
+    """One tensor to write. ``shared_with`` is the first name of its group of tied names, or None."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    shared_with: str | None = None
+
+
+class Layout(Protocol):
+    """What a module of this package offers."""
+
+    NAME: str
+
+    def matches(self, path: Path) -> bool:
+        """Tell whether ``path`` looks like this layout, by its name and its first bytes."""
+        ...
+
+    def files(self, path: Path) -> list[Path]:
+        """Return every file that a load may read, in a stable order; CheckpointError as ``read``."""
+        ...
+
+    def read(self, path: Path) -> list[TensorSlice]:
+        """Return all tensors in the state dict's order; every one lies inside its file.
+
+        Raises:
+            CheckpointError: names the file, what is wrong, and where. Nothing in the file is
+                executed, and nothing outside ``path`` is read.
+        """
+        ...
+
+    def write(
+        self,
+        target: Path,
+        tensors: Sequence[TensorPlan],
+        pieces: Pieces,
+        progress: Progress | None = None,
+    ) -> None:
+        """Write a checkpoint to ``target``, a file or a folder that does not exist yet.
+
+        ``pieces`` is called once for each tensor that is not tied to an earlier one. Anonymous
+        memory stays below a few pieces; files are synced and dropped from the page cache.
+        """
+        ...
