@@ -64,8 +64,8 @@ def format_exact(size: int) -> str:
 
 
 def format_seconds(nanoseconds: int) -> str:
-    """Return a duration in seconds with three significant digits or milliseconds: "1.52 s"."""
-    seconds = nanoseconds / 1e9
-    if seconds >= 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds:.{1 if seconds >= 10 else 2}f} s"
+    """Return a duration with three digits, in seconds or milliseconds: "1.52 s", "12.3 ms"."""
+    value, unit = (
+        (nanoseconds / 1e9, "s") if nanoseconds >= 999_500_000 else (nanoseconds / 1e6, "ms")
+    )
+    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"

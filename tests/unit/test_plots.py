@@ -115,7 +115,7 @@ def test_the_timeline_stacks_the_samples_and_names_the_phases(tmp_path: Path) ->
     assert titles(figure) == [f"{r.cell.strategy}: {r.outcome}" for r in results]
     axes = figure.axes[3]
     assert {"import", "touch", "forward"} <= set(texts(axes))
-    assert "short phases: build 0.10 s, map 0.03 s, assign 0.01 s, buffers 0.30 s" in texts(axes)
+    assert "short phases: build 100 ms, map 30.0 ms, assign 10.0 ms, buffers 300 ms" in texts(axes)
     rss = axes.lines[-1] if len(axes.lines[-1].get_xdata()) > 2 else axes.lines[-2]
     assert max(rss.get_ydata()) == pytest.approx(0.5 + 6.42)
     assert figure.axes[0].get_ylabel() == "RSS, GiB"

@@ -1,0 +1,65 @@
+"""What a user reads when the harness stops, and the exit code that scripts see."""
+
+import pytest
+
+from harness import errors
+from harness.errors import ConfigError, HarnessError, UnknownName
+
+
+def test_an_error_is_its_cause_and_its_repair() -> None:
+    error = HarnessError("the disk is full", "free 2 GiB")
+    assert (error.message, error.repair) == ("the disk is full", "free 2 GiB")
+    assert str(error) == "the disk is full\nfree 2 GiB"
+
+
+def test_an_error_without_a_repair_is_one_line() -> None:
+    assert str(ConfigError("no")) == "no"
+
+
+@pytest.mark.parametrize(
+    ("name", "exit_code"),
+    [
+        ("HarnessError", 2),
+        ("ConfigError", 2),
+        ("UnknownName", 2),
+        ("CheckpointError", 2),
+        ("RecordError", 2),
+        ("SchemaTooNew", 2),
+        ("DamagedRecord", 2),
+        ("IsolationUnavailable", 3),
+        ("Interrupted", 130),
+    ],
+)
+def test_the_exit_codes(name: str, exit_code: int) -> None:
+    assert getattr(errors, name).exit_code == exit_code
+
+
+def test_the_tree_of_the_docstring_is_whole() -> None:
+    classes = [HarnessError, *_below(HarnessError)]
+    ours = {each.__name__ for each in classes if each.__module__ == "harness.errors"}
+    assert errors.__doc__
+    assert ours == {name for name in ours if f" {name} " in errors.__doc__}
+
+
+def _below(kind: type) -> list[type]:
+    return [each for sub in kind.__subclasses__() for each in (sub, *_below(sub))]
+
+
+def test_an_unknown_name_gets_the_nearest_and_the_list() -> None:
+    error = UnknownName("strategy", "mmap_asign", ["streaming", "mmap_assign", "baseline"])
+    assert str(error) == (
+        "no strategy is called 'mmap_asign'\n"
+        "did you mean 'mmap_assign'? known: baseline, mmap_assign, streaming"
+    )
+    assert error.name == "mmap_asign"
+
+
+def test_a_name_that_is_near_to_nothing_gets_the_list_only() -> None:
+    error = UnknownName("model", "xyz", ["gpt2-xl"], "any other: --model package.module:callable")
+    assert str(error) == (
+        "no model is called 'xyz'\nknown: gpt2-xl; any other: --model package.module:callable"
+    )
+
+
+def test_an_unknown_name_where_none_is_known() -> None:
+    assert str(UnknownName("model", "x", [])) == "no model is called 'x'\nknown: none"

@@ -1,0 +1,144 @@
+"""Sizes as text: known answers, exact complaints, and that what is printed can be parsed."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.errors import ConfigError
+from harness.units import (
+    GIB,
+    KIB,
+    MIB,
+    TIB,
+    format_bytes,
+    format_exact,
+    format_seconds,
+    parse_bytes,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("4096", 4096),
+        ("1", 1),
+        ("7b", 7),
+        ("7 B", 7),
+        ("8k", 8 * KIB),
+        ("8KiB", 8 * KIB),
+        ("6500m", 6500 * MIB),
+        ("8g", 8 * GIB),
+        ("8G", 8 * GIB),
+        ("8gib", 8 * GIB),
+        (" 8 GiB ", 8 * GIB),
+        ("1.5 GiB", 3 * GIB // 2),
+        (".5g", GIB // 2),
+        ("2.g", 2 * GIB),
+        ("2t", 2 * TIB),
+        ("1.5", 2),
+    ],
+)
+def test_what_a_text_is_in_bytes(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "g", "eight", "-1g", "8x", "8 g b", "1e9", "1,5g", "0x10"])
+def test_a_text_that_is_no_size(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_bytes(text)
+    assert str(caught.value) == (
+        f"cannot read {text!r} as a size\nwrite a size such as 8GiB, 8g, 6500m or 4096"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "unit", "clear"), [("8GB", "GB", "8GiB"), ("1.5 mb", "MB", "1.5MiB")]
+)
+def test_a_unit_that_means_two_things(text: str, unit: str, clear: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_bytes(text)
+    assert str(caught.value) == (
+        f"{text!r} is ambiguous: {unit} is 1000-based for some tools and 1024-based for others\n"
+        f"write {clear} (1024-based), or the number of bytes"
+    )
+    parse_bytes(clear)
+
+
+@pytest.mark.parametrize("text", ["0", "0g", "0.0001k", "0B"])
+def test_less_than_a_byte(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_bytes(text)
+    assert str(caught.value) == (
+        f"{text!r} is less than one byte\nwrite a size such as 8GiB or 6500m"
+    )
+
+
+@pytest.mark.parametrize(
+    ("size", "digits", "text"),
+    [
+        (0, 3, "0 B"),
+        (1023, 3, "1023 B"),
+        (1024, 3, "1.000 KiB"),
+        (6_753_634_304, 3, "6.290 GiB"),
+        (6_753_634_304, 1, "6.3 GiB"),
+        (3 * TIB, 0, "3 TiB"),
+        (-2 * MIB, 3, "-2.000 MiB"),
+    ],
+)
+def test_a_size_for_people(size: int, digits: int, text: str) -> None:
+    assert format_bytes(size, digits=digits) == text
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0B"), (1, "1B"), (1025, "1025B"), (6500 * MIB, "6500MiB"), (8 * GIB, "8GiB")],
+)
+def test_a_size_without_loss(size: int, text: str) -> None:
+    assert format_exact(size) == text
+
+
+@pytest.mark.parametrize(
+    ("nanoseconds", "text"),
+    [
+        (0, "0.00 ms"),
+        (152_000_000, "152 ms"),
+        (1_524_000_000, "1.52 s"),
+        (9_994_000_000, "9.99 s"),
+        (9_999_000_000, "10.0 s"),
+        (12_340_000_000, "12.3 s"),
+        (99_960_000_000, "100 s"),
+        (123_456_000_000, "123 s"),
+        (2_000_000, "2.00 ms"),
+        (999_900_000, "1.00 s"),
+        (12_345_000, "12.3 ms"),
+    ],
+)
+def test_a_duration_with_three_digits(nanoseconds: int, text: str) -> None:
+    assert format_seconds(nanoseconds) == text
+
+
+SIZES = st.integers(min_value=1, max_value=2**63)
+
+
+@given(SIZES)
+def test_an_exact_size_is_parsed_back(size: int) -> None:
+    assert parse_bytes(format_exact(size)) == size
+
+
+@given(SIZES, st.integers(min_value=0, max_value=6))
+def test_a_rounded_size_is_parsed_back_within_its_rounding(size: int, digits: int) -> None:
+    text = format_bytes(size, digits=digits)
+    unit = parse_bytes(f"1{re.sub('[^A-Za-z]', '', text)}")
+    # Half of the last digit, half a byte for the parser's own rounding, and that of a double.
+    allowed = unit / 10**digits / 2 + 0.5 + size * 2**-50
+    assert abs(parse_bytes(text) - size) <= allowed
+
+
+@given(st.text(max_size=20))
+def test_any_text_is_a_size_or_a_complaint(text: str) -> None:
+    try:
+        assert parse_bytes(text) >= 1
+    except ConfigError as error:
+        assert error.repair.startswith("write ")
