@@ -1,0 +1,123 @@
+"""One cell in one call: real workers under any isolation, run by ``harness.measuring.measure``."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import leftovers
+
+from harness.cell import CacheState, Cell, Job, ModelSpec
+from harness.checkpoint import cache
+from harness.isolation import Isolation, Running, choice
+from harness.measuring import Setting, measure
+from harness.record import Phase, Result
+from harness.registry import data_folder, model, read_strategy
+from harness.units import MIB
+
+FILE_BYTES = 64 * MIB
+"""Size of ``known.bin``, which lies beside the strategies: a file of known size to map."""
+
+LARGE = ModelSpec(
+    "tied-large",
+    "harness.models.tied:tied",
+    {"vocab_size": 32768, "emb_dim": 768, "n_layers": 2, "n_heads": 4},
+)
+"""150 MiB: large beside all noise, small enough to be made in a second."""
+
+
+@dataclass(slots=True)
+class Watched:
+    """An isolation that remembers its last worker, so that a test can look at it from outside."""
+
+    inner: Isolation
+    running: Running | None = None
+
+    def start(self, job: Job) -> Running:
+        self.running = self.inner.start(job)
+        return self.running
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+_prepared: dict[str, Watched] = {}
+
+
+def prepared_isolation(name: str) -> Watched:
+    if name not in _prepared:
+        isolation = choice.named(name)
+        isolation.check()
+        isolation.prepare()
+        _prepared[name] = Watched(isolation)
+    return _prepared[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """Measures one cell and returns its Result; its run's folder is ``run``."""
+
+    run: Path
+    strategies: Path
+    _numbers: Iterator[int] = field(default_factory=count)
+
+    def __call__(
+        self,
+        strategy: str,
+        isolation: Watched,
+        *,
+        model_name: str = "tied-tiny",
+        spec: ModelSpec | None = None,
+        limit_bytes: int | None = None,
+        cache_state: CacheState = "cold",
+        timeout_s: float = 120.0,
+        files: Sequence[Path] = (),
+        on_phase: Callable[[str], None] = lambda _: None,
+        **options: Any,
+    ) -> Result:
+        """``options`` are the strategy's; ``files`` are made cold beside the checkpoint's."""
+        spec = spec or model(model_name)
+        ours = self.strategies / f"{strategy}.py"
+        info = read_strategy(ours if ours.exists() else data_folder("strategies") / ours.name)
+        checkpoint = cache.ensure(spec, info.formats[0])
+        cell = Cell(
+            spec,
+            strategy,
+            isolation.inner.name,
+            ram_limit_bytes=limit_bytes,
+            format=info.formats[0],
+            cache=cache_state,
+            options=options,
+            repeat=next(self._numbers),
+        )
+        job = Job(
+            cell,
+            str(checkpoint.path),
+            str(checkpoint.manifest_path),
+            str(info.path),
+            timeout_s=timeout_s,
+        )
+        setting = Setting(isolation, self.run, {}, on_phase=on_phase)
+        paths = [checkpoint.path] if checkpoint.path.is_file() else [*checkpoint.path.iterdir()]
+        result = measure(setting, job, [*paths, *files], checkpoint.model_bytes)
+        assert leftovers.all_of(os.getpid(), str(self.strategies.parent)) == []
+        return result
+
+    def samples(self, result: Result) -> list[dict[str, int | None]]:
+        """Return the samples of a result, as they were written."""
+        assert result.samples_path
+        with (self.run / result.samples_path).open() as file:
+            return [
+                {name: int(value) if value else None for name, value in row.items()}
+                for row in csv.DictReader(file)
+            ]
+
+
+def phases_of(result: Result) -> dict[str, Phase]:
+    """Return a result's phases by name, where each name is there once."""
+    return {phase.name: phase for phase in result.phases}
