@@ -1,11 +1,21 @@
 """YAML files -> what they describe. Errors name the file, the key and the nearest right one."""
 
+import re
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictInt,
+    ValidationError,
+)
+from pydantic_core import ErrorDetails
 
 from harness.cell import ModelSpec
 from harness.errors import ConfigError
@@ -21,19 +31,36 @@ DEFAULT_STRATEGIES = (
 )
 
 
-def _as_list(value: object) -> object:
+def _as_list(value: object) -> list[object]:
     return value if isinstance(value, list) else [value]
 
 
 def _as_limit(value: object) -> object:
     """Read one RAM limit: a size as text, bytes as a number, or "none" for no limit."""
-    if isinstance(value, str):
-        return None if value.lower() == "none" else parse_bytes(value)
+    if isinstance(value, str) and value.lower() == "none":
+        return None
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        return value
+    try:
+        return parse_bytes(str(value))
+    except ConfigError as error:
+        raise ValueError(error.message, error.repair) from None
+
+
+def _as_device(value: str) -> str:
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", value):
+        raise ValueError(f"{value!r} is no device", "write cpu, cuda or cuda:1")
+    return value
+
+
+def _as_builder(value: str) -> str:
+    if not re.fullmatch(r"[\w.]+:\w+", value):
+        raise ValueError(f"{value!r} is no builder", "write package.module:function")
     return value
 
 
 _Kind = TypeVar("_Kind", bound=BaseModel)
-_Limit = Annotated[int | None, BeforeValidator(_as_limit)]
+_Limit = Annotated[StrictInt | None, BeforeValidator(_as_limit)]
 
 
 class _Strict(BaseModel):
@@ -42,7 +69,7 @@ class _Strict(BaseModel):
 
 class _ModelFile(_Strict):
     name: str
-    builder: str = Field(pattern=r"^[\w.]+:\w+$")
+    builder: Annotated[str, AfterValidator(_as_builder)]
     kwargs: dict[str, Any] = {}
     description: str = ""
 
@@ -55,23 +82,24 @@ class SuiteStrategy(_Strict):
 
 
 def _as_strategies(value: object) -> object:
-    items = value if isinstance(value, list) else [value]
+    items = _as_list(value)
     return [{"name": item} if isinstance(item, str) else item for item in items]
 
 
 class Suite(_Strict):
     """A matrix of cells: every model x limit x strategy, ``repeats`` times."""
 
-    models: Annotated[list[str], BeforeValidator(_as_list)]
+    models: Annotated[list[str], BeforeValidator(_as_list), Field(min_length=1)]
     strategies: Annotated[list[SuiteStrategy], BeforeValidator(_as_strategies)] = Field(
-        default_factory=lambda: [SuiteStrategy(name=name) for name in DEFAULT_STRATEGIES]
+        default_factory=lambda: [SuiteStrategy(name=name) for name in DEFAULT_STRATEGIES],
+        min_length=1,
     )
-    ram: Annotated[list[_Limit], BeforeValidator(_as_list)] = [None]
-    device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
+    ram: Annotated[list[_Limit], BeforeValidator(_as_list), Field(min_length=1)] = [None]
+    device: Annotated[str, AfterValidator(_as_device)] = "cpu"
     isolation: Literal["auto", "docker", "cgroup", "process"] = "auto"
     cache: Literal["cold", "warm"] = "cold"
     repeats: int = Field(1, ge=1)
-    timeout_s: float = Field(600, gt=0)
+    timeout_s: float = Field(600, gt=0, allow_inf_nan=False)
     description: str = ""
 
 
@@ -92,33 +120,49 @@ def read_suite(path: Path) -> Suite:
 
 def check_suite(options: dict[str, Any]) -> Suite:
     """Return the options of a command line as a suite; raises ConfigError with the option's name."""
-    return _validate(Suite, options, "the command line")
+    return _validate(Suite, options, "")
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text())
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or " ".join(str(error).split())
+        raise ConfigError(f"{path}{line}: not YAML: {problem}") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} is not a mapping of keys to values")
+        raise ConfigError(f"{path}: not a mapping of keys to values")
     return content
 
 
-def _validate(kind: type[_Kind], content: dict[str, Any], place: str) -> _Kind:
+def _validate(kind: type[_Kind], content: dict[str, Any], file: str) -> _Kind:
     try:
         return kind.model_validate(content)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        raise ConfigError(
-            f"{place}: {key}: {first['msg']}", _nearest(str(first["loc"][-1]), kind)
-        ) from None
+        # An unknown key first: it is often the one that is said to be missing, misspelt.
+        first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
+    key = ".".join(part for part in first["loc"] if isinstance(part, str)) or str(first["loc"][-1])
+    place = f"{file}: {key}" if file else f"--{key.removesuffix('_s')}"
+    what, repair = _complaint(first, SuiteStrategy if len(first["loc"]) > 2 else kind)
+    raise ConfigError(f"{place}: {what}", repair)
 
 
-def _nearest(key: str, kind: type[BaseModel]) -> str:
-    near = get_close_matches(key, kind.model_fields, n=1)
-    hint = f"did you mean {near[0]!r}? " if near and near[0] != key else ""
-    return f"{hint}known keys: {', '.join(kind.model_fields)}"
+def _complaint(error: ErrorDetails, kind: type[BaseModel]) -> tuple[str, str]:
+    """Return what is wrong in a mapping of this kind, and the repair."""
+    known = f"known keys: {', '.join(kind.model_fields)}"
+    if error["type"] == "value_error":
+        what, repair = error["ctx"]["error"].args
+        return what, repair
+    if error["type"] == "missing":
+        return "missing", known
+    if error["type"] == "too_short":
+        return "empty", "name at least one, or leave the key out"
+    if error["type"] in ("extra_forbidden", "invalid_key"):
+        near = get_close_matches(str(error["loc"][-1]), kind.model_fields, n=1)
+        return "unknown key", f"did you mean {near[0]!r}? {known}" if near else known
+    return f"{error['msg'][0].lower()}{error['msg'][1:]}, got {error['input']!r}", ""
