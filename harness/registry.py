@@ -2,6 +2,7 @@
 
 import ast
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -64,10 +65,10 @@ def read_strategy(path: Path) -> StrategyInfo:
     """Read a strategy's name, summary and constants from its syntax tree; runs none of it.
 
     Raises:
-        ConfigError: no such file, no Python, no docstring, no ``load``, or wrong constants.
+        ConfigError: no such file, no Python, no ``load``, or wrong constants.
     """
     try:
-        tree = ast.parse(path.read_text(), filename=str(path))
+        tree = ast.parse(path.read_bytes(), filename=str(path))
     except OSError as error:
         raise ConfigError(f"cannot read the strategy {path}: {error.strerror}") from None
     except (SyntaxError, ValueError) as error:
@@ -107,27 +108,44 @@ def _third_party() -> list[Path]:
     """Return the files of the modules that installed packages offer as strategies."""
     paths = []
     for entry in entry_points(group=_ENTRY_POINTS):
-        spec = find_spec(entry.value)
-        if spec is None or spec.origin is None:
+        path = _file_of(entry.module)
+        if path is None:
             raise ConfigError(
                 f"the strategy {entry.name!r} points at {entry.value!r}, which cannot be found",
                 f"reinstall {entry.dist.name if entry.dist else entry.name}",
             )
-        paths.append(Path(spec.origin))
+        paths.append(path)
     return paths
+
+
+def _file_of(module: str) -> Path | None:
+    """Return a module's file; the packages around it are not imported, as find_spec would do."""
+    top, *rest = module.split(".")
+    spec = find_spec(top)
+    for part in rest:
+        folders = spec.submodule_search_locations if spec else None
+        spec = PathFinder.find_spec(part, list(folders)) if folders else None
+    return Path(spec.origin) if spec and spec.origin and spec.has_location else None
 
 
 def _constant(tree: ast.Module, name: str, path: Path, default: tuple[str, ...]) -> tuple[str, ...]:
     for node in tree.body:
-        if isinstance(node, ast.Assign) and [ast.unparse(t) for t in node.targets] == [name]:
-            try:
-                value = ast.literal_eval(node.value)
-            except ValueError:
-                value = None
-            if not isinstance(value, tuple) or not all(isinstance(item, str) for item in value):
+        if not isinstance(node, ast.Assign | ast.AnnAssign):
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        if [ast.unparse(target) for target in targets] == [name]:
+            if not (value := _strings(node.value)):
                 raise ConfigError(
                     f"{path}, line {node.lineno}: {name} is not a tuple of strings",
                     f'write it out, as in {name} = ("{default[0]}",)',
                 )
             return value
     return default
+
+
+def _strings(node: ast.expr | None) -> tuple[str, ...]:
+    """Return the tuple of strings that an expression writes out; an empty one for any other."""
+    items = node.elts if isinstance(node, ast.Tuple) else []
+    found = [item.value for item in items if isinstance(item, ast.Constant)]
+    strings = tuple(value for value in found if isinstance(value, str))
+    return strings if len(strings) == len(items) else ()

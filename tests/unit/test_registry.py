@@ -1,0 +1,251 @@
+"""Names to files: strategies are read, never run, and never imported."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from harness import registry
+from harness.cell import ModelSpec
+from harness.config import DEFAULT_STRATEGIES
+from harness.errors import ConfigError, UnknownName
+
+WHOLE = '''"""Do nothing at all.
+
+Expected peak: none.
+"""
+raise RuntimeError("imported")
+
+FORMATS = ("safetensors", "pt")
+DEVICES = ("cpu", "cuda")
+
+
+def load(job):
+    return None
+'''
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    def write(text: str, name: str = "mine.py") -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def complaint(act: Callable[[], object]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        act()
+    return str(caught.value)
+
+
+def test_a_strategy_is_read_without_running_it(write: Callable[..., Path]) -> None:
+    path = write(WHOLE)
+    info = registry.read_strategy(path)
+    assert info == registry.StrategyInfo(
+        "mine", path, "Do nothing at all.", ("safetensors", "pt"), ("cpu", "cuda")
+    )
+
+
+def test_a_bare_strategy_reads_pt_and_loads_to_the_cpu(write: Callable[..., Path]) -> None:
+    info = registry.read_strategy(write("def load(job): ..."))
+    assert (info.summary, info.formats, info.devices) == ("", ("pt",), ("cpu",))
+
+
+def test_an_annotated_constant_counts(write: Callable[..., Path]) -> None:
+    text = 'from typing import Final\nFORMATS: Final = ("per_param",)\ndef load(job): ...'
+    assert registry.read_strategy(write(text)).formats == ("per_param",)
+
+
+def test_a_file_in_another_encoding_is_read_as_python_reads_it(tmp_path: Path) -> None:
+    path = tmp_path / "latin.py"
+    path.write_bytes('# coding: latin-1\n"""Größe."""\ndef load(job): ...'.encode("latin-1"))
+    assert registry.read_strategy(path).summary == "Größe."
+
+
+@pytest.mark.parametrize(
+    "constant",
+    [
+        'FORMATS = ["pt"]',
+        'FORMATS = "pt"',
+        "FORMATS = (1,)",
+        "FORMATS = ()",
+        "FORMATS = tuple(names)",
+        'FORMATS: tuple = ["pt"]',
+        'FORMATS = ("pt",) + 3',
+    ],
+)
+def test_a_constant_that_is_no_tuple_of_strings(write: Callable[..., Path], constant: str) -> None:
+    path = write(f"{constant}\ndef load(job): ...")
+    assert complaint(lambda: registry.read_strategy(path)) == (
+        f'{path}, line 1: FORMATS is not a tuple of strings\nwrite it out, as in FORMATS = ("pt",)'
+    )
+
+
+@pytest.mark.parametrize("text", ["", "load = 3", "async def load(job): ...", "def lod(job): ..."])
+def test_a_file_without_load(write: Callable[..., Path], text: str) -> None:
+    path = write(text)
+    assert complaint(lambda: registry.read_strategy(path)) == (
+        f"{path} has no function load(job)\nsee strategies/README.md for one in 20 lines"
+    )
+
+
+def test_a_file_that_is_no_python(write: Callable[..., Path]) -> None:
+    path = write("def load(job:\n")
+    assert complaint(lambda: registry.read_strategy(path)) == (
+        f"{path} is not Python: '(' was never closed (mine.py, line 1)"
+    )
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "gone.py"
+    assert complaint(lambda: registry.strategy(str(path))) == (
+        f"cannot read the strategy {path}: No such file or directory"
+    )
+
+
+def test_a_folder_is_no_strategy(tmp_path: Path) -> None:
+    assert complaint(lambda: registry.strategy(f"{tmp_path}/")) == (
+        f"cannot read the strategy {tmp_path}: Is a directory"
+    )
+
+
+def test_a_path_is_a_strategy_of_its_own(
+    write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(WHOLE)
+    monkeypatch.chdir(path.parent)
+    assert registry.strategy("./mine.py").path == path
+    assert registry.strategy("mine.py").name == "mine"
+
+
+def test_all_of_ours_are_there_and_each_says_what_it_does() -> None:
+    found = registry.strategies()
+    assert set(found) >= set(DEFAULT_STRATEGIES)
+    assert all(info.summary.endswith(".") for info in found.values())
+
+
+def test_an_unknown_strategy_gets_the_nearest() -> None:
+    with pytest.raises(UnknownName) as caught:
+        registry.strategy("mmap_asign")
+    known = ", ".join(sorted(registry.strategies()))
+    assert str(caught.value) == (
+        "no strategy is called 'mmap_asign'\n"
+        f"did you mean 'mmap_assign'? known: {known}; a file of your own: --strategies ./mine.py"
+    )
+
+
+def test_listing_imports_neither_torch_nor_a_strategy() -> None:
+    code = (
+        "import sys; from harness import registry; registry.strategies(); registry.models();"
+        "print([name for name in sys.modules if name.split('.')[0] in ('torch', 'strategies')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+@pytest.fixture
+def ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that stands for this project's strategies."""
+    folder = tmp_path / "strategies"
+    folder.mkdir()
+    monkeypatch.setattr(registry, "data_folder", lambda name: tmp_path / name)
+    return folder
+
+
+def test_files_that_begin_with_an_underscore_are_no_strategies(ours: Path) -> None:
+    (ours / "_shared.py").write_text("")
+    (ours / "b.py").write_text(WHOLE)
+    (ours / "a.py").write_text(WHOLE)
+    assert list(registry.strategies()) == ["a", "b"]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Install a distribution "fastload" that offers a module as a strategy; returns its folder."""
+
+    def install(module: str) -> Path:
+        site = tmp_path / "site"
+        info = site / "fastload-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fastload\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[weighin.strategies]\nfast = {module}\n")
+        monkeypatch.syspath_prepend(str(site))
+        return site
+
+    return install
+
+
+def test_an_installed_package_offers_a_strategy(
+    ours: Path, install: Callable[[str], Path], write: Callable[..., Path]
+) -> None:
+    site = install("fast_one")
+    path = write(WHOLE, f"{site}/fast_one.py")
+    assert registry.strategies()["fast_one"].path == path
+    assert registry.strategy("fast_one").formats == ("safetensors", "pt")
+    assert "fast_one" not in sys.modules
+
+
+def test_not_even_the_package_around_a_strategy_is_imported(
+    ours: Path, install: Callable[[str], Path], write: Callable[..., Path]
+) -> None:
+    site = install("fastload.ways.fast_two")
+    write('raise RuntimeError("imported")', f"{site}/fastload/__init__.py")
+    write(WHOLE, f"{site}/fastload/ways/fast_two.py")  # a namespace package in between
+    assert list(registry.strategies()) == ["fast_two"]
+    assert "fastload" not in sys.modules
+
+
+@pytest.mark.parametrize("module", ["gone_module", "gone_package.inside", "json.gone"])
+def test_an_entry_point_into_nothing(
+    ours: Path, install: Callable[[str], Path], module: str
+) -> None:
+    install(module)
+    assert complaint(registry.strategies) == (
+        f"the strategy 'fast' points at {module!r}, which cannot be found\nreinstall fastload"
+    )
+
+
+def test_two_strategies_of_one_name(
+    ours: Path, install: Callable[[str], Path], write: Callable[..., Path]
+) -> None:
+    site = install("baseline")
+    (ours / "baseline.py").write_text(WHOLE)
+    write(WHOLE, f"{site}/baseline.py")
+    assert complaint(registry.strategies) == (
+        f"two strategies are called 'baseline': {ours}/baseline.py and {site}/baseline.py\n"
+        "rename one of the files: a strategy's name is its file's name"
+    )
+
+
+def test_a_model_by_its_name() -> None:
+    spec = registry.model("gpt2-xl")
+    assert (spec.name, spec.builder) == ("gpt2-xl", "harness.models.gpt2:gpt2")
+    assert spec.kwargs == {"emb_dim": 1600, "n_layers": 48, "n_heads": 25}
+
+
+def test_arguments_are_laid_over_those_of_the_file() -> None:
+    spec = registry.model("gpt2-xl", {"n_layers": 2, "vocab_size": 100})
+    assert spec.kwargs == {"emb_dim": 1600, "n_layers": 2, "n_heads": 25, "vocab_size": 100}
+
+
+def test_any_builder_is_a_model() -> None:
+    assert registry.model("my.nets:build", {"width": 64}) == ModelSpec(
+        "build", "my.nets:build", {"width": 64}
+    )
+    assert registry.model("my.nets:build").kwargs == {}
+
+
+def test_an_unknown_model_gets_the_nearest() -> None:
+    with pytest.raises(UnknownName) as caught:
+        registry.model("gpt2-xxl")
+    known = ", ".join(sorted(registry.models()))
+    assert str(caught.value) == (
+        "no model is called 'gpt2-xxl'\n"
+        f"did you mean 'gpt2-xl'? known: {known}; any other: --model package.module:callable"
+    )
