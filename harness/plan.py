@@ -38,13 +38,14 @@ class Matrix:
 
 
 def plan(matrix: Matrix) -> list[Planned]:
-    """Return the cells of a matrix. Repeats are interleaved: A B C A B C, never A A B B."""
-    return [
+    """Return the cells of a matrix, each once. Repeats are interleaved: A B C A B C, never A A."""
+    planned = [
         _planned(matrix, repeat, model, limit, info, options)
         for repeat, model, limit, (info, options) in product(
             range(matrix.repeats), matrix.models, matrix.ram_limits, matrix.strategies
         )
     ]
+    return list({one.cell.id: one for one in planned}.values())
 
 
 def _planned(

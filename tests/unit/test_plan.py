@@ -1,0 +1,117 @@
+"""A matrix becomes each of its combinations once, in an order that is fair to all."""
+
+from itertools import product
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.cell import ModelSpec
+from harness.plan import Matrix, Planned, plan
+from harness.registry import StrategyInfo
+from harness.units import GIB
+
+
+def info(
+    name: str, devices: tuple[str, ...] = ("cpu",), formats: tuple[str, ...] = ("pt",)
+) -> StrategyInfo:
+    return StrategyInfo(name, Path(f"/{name}.py"), "", formats, devices)
+
+
+def model(name: str) -> ModelSpec:
+    return ModelSpec(name, "a.b:c")
+
+
+def matrix(**changes: object) -> Matrix:
+    fields: dict[str, object] = {
+        "models": (model("m"),),
+        "strategies": ((info("a"), {}), (info("b"), {}), (info("c"), {})),
+        "ram_limits": (None,),
+        "isolation": "process",
+    }
+    return Matrix(**fields | changes)
+
+
+def test_repeats_are_interleaved() -> None:
+    order = [(one.cell.strategy, one.cell.repeat) for one in plan(matrix(repeats=2))]
+    assert order == [("a", 0), ("b", 0), ("c", 0), ("a", 1), ("b", 1), ("c", 1)]
+
+
+def test_strategies_follow_each_other_under_one_limit_then_comes_the_next() -> None:
+    planned = plan(
+        matrix(
+            models=(model("m"), model("n")),
+            strategies=((info("a"), {}), (info("b"), {})),
+            ram_limits=(GIB, None),
+        )
+    )
+    order = [(p.cell.model.name, p.cell.ram_limit_bytes, p.cell.strategy) for p in planned]
+    assert order == [
+        ("m", GIB, "a"), ("m", GIB, "b"), ("m", None, "a"), ("m", None, "b"),
+        ("n", GIB, "a"), ("n", GIB, "b"), ("n", None, "a"), ("n", None, "b"),
+    ]  # fmt: skip
+
+
+def test_a_cell_has_all_that_the_matrix_says() -> None:
+    asked = matrix(
+        strategies=((info("a", ("cuda",), ("per_param", "pt")), {"threads": 2}),),
+        ram_limits=(GIB,),
+        device="cuda:1",
+        cache="warm",
+    )
+    (planned,) = plan(asked)
+    cell = planned.cell
+    assert (cell.model, cell.strategy, cell.isolation) == (model("m"), "a", "process")
+    assert (cell.ram_limit_bytes, cell.device, cell.cache) == (GIB, "cuda:1", "warm")
+    assert (cell.format, cell.options, cell.dtype) == ("per_param", {"threads": 2}, "float32")
+    assert planned.skip == ""
+
+
+def test_a_strategy_that_does_not_load_to_the_device_is_skipped_with_the_reason() -> None:
+    asked = matrix(strategies=((info("a"), {}), (info("b", ("cpu", "cuda")), {})), device="cuda:1")
+    assert [one.skip for one in plan(asked)] == ["a does not load to cuda", ""]
+
+
+def test_a_cell_of_an_old_plan_gets_the_reason_that_holds_now() -> None:
+    cell = plan(matrix(device="cuda"))[0].cell
+    assert Planned.of(cell, info("a", ("cuda",))).skip == ""
+
+
+def test_what_is_asked_for_twice_is_measured_once() -> None:
+    asked = matrix(strategies=((info("a"), {}), (info("a"), {})), ram_limits=(GIB, None, GIB))
+    assert [one.cell.ram_limit_bytes for one in plan(asked)] == [GIB, None]
+
+
+def test_one_strategy_with_two_options_is_two_cells() -> None:
+    asked = matrix(strategies=((info("a"), {"threads": 1}), (info("a"), {"threads": 2})))
+    assert [one.cell.options for one in plan(asked)] == [{"threads": 1}, {"threads": 2}]
+
+
+NAMES = st.lists(st.sampled_from("abcdef"), min_size=1, max_size=4, unique=True)
+
+
+@given(
+    models=NAMES,
+    strategies=NAMES,
+    limits=st.lists(st.sampled_from([None, 1, 2, 3]), min_size=1, unique=True),
+    repeats=st.integers(1, 4),
+)
+def test_each_combination_comes_exactly_once(
+    models: list[str], strategies: list[str], limits: list[int | None], repeats: int
+) -> None:
+    planned = plan(
+        matrix(
+            models=tuple(map(model, models)),
+            strategies=tuple((info(name), {}) for name in strategies),
+            ram_limits=tuple(limits),
+            repeats=repeats,
+        )
+    )
+    cells = [one.cell for one in planned]
+    combinations = [(c.repeat, c.model.name, c.ram_limit_bytes, c.strategy) for c in cells]
+    assert len(set(combinations)) == len(combinations)
+    assert set(combinations) == set(product(range(repeats), models, limits, strategies))
+    assert len({cell.id for cell in cells}) == len(cells)
+    assert len({cell.series for cell in cells}) * repeats == len(cells)
+    # Interleaved: all of one repeat before any of the next.
+    assert [cell.repeat for cell in cells] == sorted(cell.repeat for cell in cells)
