@@ -36,6 +36,8 @@ def start(request: Request) -> tuple[Run, str]:
     suite = request.suite
     models = tuple(registry.model(name, request.kwargs or None) for name in suite.models)
     strategies = tuple((registry.strategy(one.name), one.options) for one in suite.strategies)
+    _check_names("models", [(spec.name, spec.builder) for spec in models])
+    _check_names("strategies", [(info.name, str(info.path)) for info, _ in strategies])
     _check_machine(suite.ram)
     limited = any(limit is not None for limit in suite.ram)
     isolation, note = choice.choose(suite.isolation, limited=limited, base_image=request.base_image)
@@ -79,22 +81,38 @@ def resume(folder: Path) -> Run:
         RecordError: the folder is no run. ConfigError: a strategy of its plan is gone.
     """
     known = journal.read_plan(folder)
-    settings = known.settings
-    infos = {
-        name: registry.read_strategy(Path(path))
-        for name, path in settings["strategy_paths"].items()
-    }
     if not known.cells:
         raise RecordError(f"{folder} plans no cell", "start a new run")
-    checkpoint = settings["checkpoint"]
-    return Run(
-        folder=folder,
-        planned=[Planned.of(cell, infos[cell.strategy]) for cell in known.cells],
-        isolation=choice.named(known.cells[0].isolation, settings["base_image"]),
-        seed=settings["seed"],
-        checkpoint=Path(checkpoint) if checkpoint else None,
-        timeout_s=settings["timeout_s"],
-    )
+    settings = known.settings
+    try:
+        infos = {
+            name: registry.read_strategy(Path(path))
+            for name, path in settings["strategy_paths"].items()
+        }
+        checkpoint = settings["checkpoint"]
+        return Run(
+            folder=folder,
+            planned=[Planned.of(cell, infos[cell.strategy]) for cell in known.cells],
+            isolation=choice.named(known.cells[0].isolation, settings["base_image"]),
+            seed=settings["seed"],
+            checkpoint=Path(checkpoint) if checkpoint else None,
+            timeout_s=settings["timeout_s"],
+        )
+    except KeyError as error:
+        raise RecordError(
+            f"{folder / journal.PLAN} lacks the setting {error}",
+            "start a new run: this one cannot be resumed",
+        ) from None
+
+
+def _check_names(kinds: str, found: list[tuple[str, str]]) -> None:
+    places: dict[str, str] = {}
+    for name, place in found:
+        if places.setdefault(name, place) != place:
+            raise ConfigError(
+                f"two {kinds} are called {name!r}: {places[name]} and {place}",
+                "a record tells them apart by their names: rename one, or measure them in two runs",
+            )
 
 
 def _check_machine(limits: list[int | None]) -> None:

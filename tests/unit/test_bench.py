@@ -1,0 +1,190 @@
+"""From what was asked for to a run, and from its folder back to the same run."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import environment
+from harness.bench import Request, resume, start
+from harness.config import check_suite
+from harness.errors import ConfigError, HarnessError, RecordError, UnknownName
+from harness.isolation.process import ProcessIsolation
+from harness.units import GIB
+
+LOAD = '"""Load."""\nDEVICES = ("cpu",)\n\ndef load(job): ...\n'
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(environment, "total_ram_bytes", lambda: 16 * GIB)
+    return tmp_path
+
+
+def asked(folder: str | None = "run", **suite: Any) -> Request:
+    options = {"models": "gpt2-tiny", "strategies": "baseline", "isolation": "process"} | suite
+    return Request(check_suite(options), folder=Path(folder) if folder else None)
+
+
+def complaint(act: Callable[[], object]) -> str:
+    with pytest.raises(HarnessError) as caught:
+        act()
+    return str(caught.value)
+
+
+def test_a_request_becomes_a_run() -> None:
+    run, note = start(asked(strategies=["baseline", "streaming"], repeats=2, timeout_s=5))
+    assert note == ""
+    assert [(p.cell.strategy, p.cell.repeat) for p in run.planned] == [
+        ("baseline", 0),
+        ("streaming", 0),
+        ("baseline", 1),
+        ("streaming", 1),
+    ]
+    assert isinstance(run.isolation, ProcessIsolation)
+    assert (run.folder, run.seed, run.checkpoint, run.timeout_s) == (Path("run"), 0, None, 5)
+
+
+def test_the_plan_holds_what_a_resumed_run_must_repeat(here: Path) -> None:
+    (here / "mine.py").write_text(LOAD)
+    suite = check_suite({"models": "gpt2-tiny", "strategies": "./mine.py", "isolation": "process"})
+    start(Request(suite, {"n_layers": 2}, Path("weights.pt"), 7, Path("run"), "base:1"))
+    plan = json.loads((here / "run/plan.json").read_text())
+    assert plan["settings"] == {
+        "seed": 7,
+        "checkpoint": f"{here}/weights.pt",
+        "timeout_s": 600.0,
+        "base_image": "base:1",
+        "strategy_paths": {"mine": f"{here}/mine.py"},
+    }
+    assert plan["cells"][0]["model"]["kwargs"]["n_layers"] == 2
+
+
+def test_a_resumed_run_is_the_run_that_was_planned(here: Path) -> None:
+    (here / "mine.py").write_text(LOAD)
+    suite = check_suite({
+        "models": "gpt2-tiny", "strategies": ["./mine.py", "baseline"], "isolation": "process",
+        "repeats": 2, "timeout_s": 5, "cache": "warm",
+    })  # fmt: skip
+    started, _ = start(Request(suite, {}, Path("weights.pt"), 7, Path("run")))
+    resumed = resume(Path("run"))
+    assert resumed.planned == started.planned
+    assert (resumed.seed, resumed.checkpoint, resumed.timeout_s) == (
+        started.seed,
+        started.checkpoint,
+        started.timeout_s,
+    )
+    assert isinstance(resumed.isolation, ProcessIsolation)
+
+
+def test_a_run_is_resumed_from_another_folder(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "mine.py").write_text(LOAD)
+    started, _ = start(asked(strategies="./mine.py"))
+    (here / "elsewhere").mkdir()
+    monkeypatch.chdir(here / "elsewhere")
+    assert resume(here / "run").planned == started.planned
+
+
+@pytest.mark.parametrize(
+    ("models", "ram", "name"),
+    [
+        ("gpt2-tiny", "none", "gpt2-tiny"),
+        (["gpt2-tiny", "tied-tiny"], "none", "gpt2-tiny-tied-tiny"),
+        ("my.nets:build", "none", "my.nets_build"),
+    ],
+)
+def test_a_run_is_named_after_its_time_and_its_models(
+    models: str | list[str], ram: str, name: str
+) -> None:
+    run, _ = start(asked(None, models=models, ram=ram))
+    date, _, rest = run.folder.name.partition("-")
+    assert len(date) == len("20261120T093000")
+    assert (run.folder.parent, rest) == (Path("results"), name)
+
+
+def test_a_folder_that_holds_a_run_is_left_alone() -> None:
+    start(asked())
+    assert complaint(lambda: start(asked())) == (
+        "run already holds a run\n"
+        "go on with it: weighin bench --resume run; or name another folder with --out"
+    )
+
+
+def test_a_limit_above_the_machine_says_nothing() -> None:
+    assert complaint(lambda: start(asked(ram=["8g", "16385m"], isolation="cgroup"))) == (
+        "--ram 16385MiB is more than this machine has (16.000 GiB)\n"
+        "give a smaller limit, or leave --ram out to limit nothing"
+    )
+
+
+def test_a_limit_that_nothing_would_hold_is_refused() -> None:
+    assert complaint(lambda: start(asked(ram="8g"))) == (
+        "--isolation process cannot hold a RAM limit: nothing would be limited\n"
+        "use --isolation docker or cgroup, or leave --ram out"
+    )
+
+
+@pytest.mark.parametrize("changes", [{"models": "gpt-5"}, {"strategies": "fastest"}])
+def test_a_name_that_is_not_known_starts_nothing(here: Path, changes: dict[str, str]) -> None:
+    with pytest.raises(UnknownName):
+        start(asked(**changes))
+    assert not (here / "run").exists()
+
+
+def test_two_strategies_of_one_name_cannot_be_told_apart(here: Path) -> None:
+    (here / "baseline.py").write_text(LOAD)
+    ours = start(asked("other"))[0].planned[0].strategy.path
+    assert complaint(lambda: start(asked(strategies=["baseline", "./baseline.py"]))) == (
+        f"two strategies are called 'baseline': {ours} and {here}/baseline.py\n"
+        "a record tells them apart by their names: rename one, or measure them in two runs"
+    )
+
+
+def test_two_models_of_one_name_cannot_be_told_apart() -> None:
+    assert complaint(lambda: start(asked(models=["my.nets:build", "my.other:build"]))) == (
+        "two models are called 'build': my.nets:build and my.other:build\n"
+        "a record tells them apart by their names: rename one, or measure them in two runs"
+    )
+
+
+def test_a_folder_that_is_no_run_is_not_resumed() -> None:
+    assert complaint(lambda: resume(Path("gone"))) == (
+        "gone holds no plan.json: it is not the folder of a run\n"
+        "name the folder that weighin bench printed at its end, such as results/RUN"
+    )
+
+
+def test_a_plan_without_cells_is_not_resumed(here: Path) -> None:
+    start(asked())
+    plan = json.loads((here / "run/plan.json").read_text())
+    (here / "run/plan.json").write_text(json.dumps(plan | {"cells": []}))
+    with pytest.raises(RecordError) as caught:
+        resume(Path("run"))
+    assert str(caught.value) == "run plans no cell\nstart a new run"
+
+
+@pytest.mark.parametrize("settings", [{}, {"seed": 0}, {"strategy_paths": {}}])
+def test_a_plan_that_somebody_else_wrote_is_not_resumed(
+    here: Path, settings: dict[str, Any]
+) -> None:
+    start(asked())
+    plan = json.loads((here / "run/plan.json").read_text())
+    (here / "run/plan.json").write_text(json.dumps(plan | {"settings": settings}))
+    with pytest.raises(RecordError) as caught:
+        resume(Path("run"))
+    assert caught.value.message.startswith("run/plan.json lacks the setting ")
+    assert caught.value.repair == "start a new run: this one cannot be resumed"
+
+
+def test_a_strategy_that_is_gone_since_the_plan(here: Path) -> None:
+    (here / "mine.py").write_text(LOAD)
+    start(asked(strategies="./mine.py"))
+    (here / "mine.py").unlink()
+    with pytest.raises(ConfigError) as caught:
+        resume(Path("run"))
+    assert (
+        str(caught.value) == f"cannot read the strategy {here}/mine.py: No such file or directory"
+    )
