@@ -62,7 +62,10 @@ class PipeChannel:
             if self._stdout not in self._open:
                 self._drain_chatter()
                 return None
-            ready, _, _ = select.select(self._open, [], [], max(0.0, deadline - time.monotonic()))
+            left_s = deadline - time.monotonic()
+            # Past the deadline only events count: a worker may print without end.
+            awaited = self._open if left_s > 0 else [self._stdout]
+            ready, _, _ = select.select(awaited, [], [], max(0.0, left_s))
             if not ready:
                 raise TimeoutError
             for descriptor in ready:
