@@ -1,0 +1,53 @@
+"""What a file is, by its first bytes, where it is no checkpoint at all."""
+
+from pathlib import Path
+from typing import Final
+
+from harness.errors import CheckpointError
+
+AGAIN: Final = "copy or download the file again"
+_HEAD_BYTES: Final = 512
+
+
+def check_present(path: Path) -> bytes:
+    """Return the first bytes of a file that may be a checkpoint.
+
+    Raises:
+        CheckpointError: nothing is there, no regular file, unreadable, empty, a git-lfs
+            pointer, or a web page.
+    """
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such file", "check the path")
+    if not path.is_file():
+        raise CheckpointError(f"{path}: not a file", "give the checkpoint file itself")
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: cannot be read: {error.strerror}", "check its permissions"
+        ) from error
+    if not head:
+        raise CheckpointError(f"{path}: empty file", AGAIN)
+    if head.startswith(b"version https://git-lfs.github.com/spec/"):
+        raise CheckpointError(
+            f"{path}: a git-lfs pointer, not the checkpoint it points to",
+            f"fetch the file itself: git lfs pull --include {path.name}",
+        )
+    if head.lstrip().lower().startswith((b"<!doctype html", b"<html")):
+        raise CheckpointError(
+            f"{path}: an HTML page, not a checkpoint",
+            "the download link led to a web page: use the link to the file itself",
+        )
+    return head
+
+
+def first_bytes(path: Path) -> bytes:
+    """Return the first bytes of a file; none where it cannot be read."""
+    if not path.is_file():  # opening a pipe would wait
+        return b""
+    try:
+        with path.open("rb") as file:
+            return file.read(_HEAD_BYTES)
+    except OSError:
+        return b""

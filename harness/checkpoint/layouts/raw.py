@@ -1,0 +1,58 @@
+"""Writing tensors' bytes at known places of a new file, by several threads, in bounded memory."""
+
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from harness.checkpoint.durable import drop_written
+from harness.checkpoint.layouts.base import Pieces, Progress, TensorPlan
+from harness.checkpoint.writing import _Flusher, _write_all, run_parallel
+
+Place = tuple[TensorPlan, int]
+"""A tensor to write, and the byte of the file where it begins."""
+
+
+def plan_bytes(plan: TensorPlan) -> int:
+    """Return the bytes of a tensor's elements."""
+    return torch.Size(plan.shape).numel() * plan.dtype.itemsize
+
+
+def write_raw(
+    path: Path, head: bytes, places: Sequence[Place], pieces: Pieces, progress: Progress | None
+) -> None:
+    """Write ``head``, then each tensor at its place; the file is synced and leaves the page cache.
+
+    Raises:
+        ValueError: the pieces of a tensor are not as long as its plan.
+    """
+    with path.open("xb") as file:
+        file.write(head)
+        file.flush()
+        ends = [at + plan_bytes(plan) for plan, at in places]
+        os.ftruncate(file.fileno(), max([len(head), *ends]))
+        flusher = _Flusher(file.fileno(), progress)
+        run_parallel(
+            partial(_write_one, file.fileno(), plan, at, pieces, flusher) for plan, at in places
+        )
+        drop_written(file.fileno())
+        os.fsync(file.fileno())
+
+
+def _write_one(
+    descriptor: int, plan: TensorPlan, start: int, pieces: Pieces, flusher: _Flusher
+) -> None:
+    at, end = start, start + plan_bytes(plan)
+    for piece in pieces(plan.name):
+        data = memoryview(piece.detach().reshape(-1).view(torch.uint8).numpy().data)
+        if at + len(data) > end:
+            raise ValueError(
+                f"{plan.name!r}: more than {end - start} bytes for a tensor of that size"
+            )
+        _write_all(descriptor, data, at)
+        at += len(data)
+        flusher.wrote(len(data))
+    if at != end:
+        raise ValueError(f"{plan.name!r}: {at - start} bytes for a tensor of {end - start}")

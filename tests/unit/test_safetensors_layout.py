@@ -1,0 +1,264 @@
+"""Our safetensors files and the reference library's are the same to both; damage is named."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model, save_file, save_model
+
+from harness.checkpoint.layouts import safetensors as layout
+from harness.checkpoint.layouts import safetensors_header
+from harness.checkpoint.layouts.base import TensorPlan
+from harness.errors import CheckpointError, ConfigError
+
+torch.manual_seed(0)
+STATE = {
+    "embedding": torch.randn(100, 7),
+    "mask": torch.tensor([[True, False, True]]),
+    "half": torch.randn(33).to(torch.bfloat16),
+    "empty": torch.empty(0, 4),
+    "steps": torch.tensor(3),
+    "eighth": torch.randn(5).to(torch.float8_e4m3fn),
+    "wave": torch.randn(2, 2, dtype=torch.complex64),
+}
+
+
+def plans(state: dict[str, torch.Tensor], **ties: str) -> list[TensorPlan]:
+    """Return what to write, each tied name behind the first one of its group."""
+    found = []
+    for name, tensor in state.items():
+        shape = tuple(tensor.shape)
+        found.append(TensorPlan(name, shape, tensor.dtype))
+        found += [TensorPlan(t, shape, tensor.dtype, name) for t, of in ties.items() if of == name]
+    return found
+
+
+def write(path: Path, state: dict[str, torch.Tensor], **ties: str) -> list[int]:
+    written: list[int] = []
+    layout.write(path, plans(state, **ties), lambda name: [state[name]], written.append)
+    return written
+
+
+def bytes_at(place: Any) -> bytes:
+    return place.file.read_bytes()[place.offset : place.offset + place.nbytes]
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def test_the_reference_library_reads_what_we_write(tmp_path) -> None:
+    path = tmp_path / "model.safetensors"
+    written = write(path, STATE)
+    assert sum(written) == sum(tensor.nbytes for tensor in STATE.values())
+    found = load_file(path)
+    assert set(found) == set(STATE)
+    for name, tensor in STATE.items():
+        assert found[name].dtype is tensor.dtype
+        assert raw(found[name]) == raw(tensor)
+    with safe_open(path, "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_we_read_what_the_reference_library_writes(tmp_path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file(STATE, path)
+    places = layout.read(path)
+    assert {place.name for place in places} == set(STATE)
+    for place in places:
+        tensor = STATE[place.name]
+        assert (place.shape, place.stride, place.dtype) == (
+            tuple(tensor.shape), tensor.stride(), tensor.dtype,
+        )  # fmt: skip
+        assert bytes_at(place) == raw(tensor)
+
+
+def test_order_and_ties_survive_and_the_data_are_aligned(tmp_path) -> None:
+    path = tmp_path / "model.safetensors"
+    write(path, STATE, head="embedding", last="wave")
+    places = {place.name: place for place in layout.read(path)}
+    assert list(places) == [plan.name for plan in plans(STATE, head="embedding", last="wave")]
+    assert places["head"].storage_offset == places["embedding"].storage_offset
+    assert places["head"].contiguous
+    assert all(place.offset % place.dtype.itemsize == 0 for place in places.values())
+    assert (8 + int.from_bytes(path.read_bytes()[:8], "little")) % 64 == 0
+    assert set(load_file(path)) == set(STATE)
+
+
+def tied_model() -> torch.nn.Module:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    return model
+
+
+def test_the_ties_of_save_model_are_read_and_load_model_reads_ours(tmp_path) -> None:
+    theirs, ours, model = tmp_path / "a.safetensors", tmp_path / "b.safetensors", tied_model()
+    save_model(model, str(theirs), metadata={"format": "pt"})
+    places = {place.name: place for place in layout.read(theirs)}
+    assert set(places) == set(model.state_dict())
+    assert places["1.weight"].offset == places["0.weight"].offset
+    state = {name: value for name, value in model.state_dict().items() if name != "1.weight"}
+    write(ours, state, **{"1.weight": "0.weight"})
+    other = tied_model()
+    load_model(other, ours)
+    assert torch.equal(other[1].weight, model[0].weight)
+
+
+@pytest.mark.parametrize("numel", [9, 11])
+def test_pieces_of_another_length_are_refused(tmp_path, numel: int) -> None:
+    with pytest.raises(ValueError, match="for a tensor of"):
+        layout.write(
+            tmp_path / "m.safetensors",
+            [TensorPlan("w", (10,), torch.float32)],
+            lambda _: [torch.zeros(numel)],
+        )
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (
+            TensorPlan("w", (1,), torch.complex128),
+            "tensor 'w': safetensors has no dtype torch.complex128",
+        ),
+        (
+            TensorPlan("__metadata__", (1,), torch.float32),
+            "a tensor is called __metadata__, which safetensors keeps for itself",
+        ),
+        (
+            TensorPlan("format", (1,), torch.float32, "w"),
+            "the tied tensor 'format' has a name that the metadata keep for themselves",
+        ),
+    ],
+)
+def test_what_the_format_cannot_hold_is_refused_before_a_byte(tmp_path, plan, message) -> None:
+    with pytest.raises(ConfigError) as caught:
+        layout.write(tmp_path / "m.safetensors", [plan], lambda _: [])
+    assert caught.value.message == message
+    assert list(tmp_path.iterdir()) == []
+
+
+def entry(begin: int, end: int, shape: object = None, dtype: object = "F32") -> dict[str, object]:
+    shape = [(end - begin) // 4] if shape is None else shape
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+def damaged(path: Path, header: object, data_bytes: int = 8) -> None:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(data_bytes))
+
+
+LONG = "x" * 10_000
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ({"a": entry(0, 4), "b": entry(0, 8)}, "tensor 'b' at byte 130 overlaps tensor 'a'"),
+        ({"a": entry(0, 4), "b": entry(5, 9)}, "tensor 'b' at byte 135 leaves a hole behind tensor 'a'"),
+        ({"a": entry(4, 8)}, "tensor 'a' at byte 73 leaves a hole behind the header"),
+        ({"a": entry(0, 4)}, "4 bytes behind tensor 'a' belong to no tensor"),
+        ({"a": entry(0, 16)}, "truncated: tensor 'a' ends at byte 86, the file at 78"),
+        (b"{}", "8 bytes behind the header belong to no tensor"),
+        ({"a": entry(0, 8, [-2])}, "tensor 'a': [-2] is not a shape"),
+        ({"a": entry(0, 8, [True, 2])}, "tensor 'a': [True, 2] is not a shape"),
+        ({"a": entry(0, 8, [1] * 65)}, "tensor 'a': " + str([1] * 65)[:100] + "... is not a shape"),
+        ({"a": entry(-8, 0, [2])}, "tensor 'a': [-8, 0] are not offsets"),
+        ({"a": entry(8, 0, [2])}, "tensor 'a': [8, 0] are not offsets"),
+        ({"a": entry(0, 2**64, [2])}, "tensor 'a': [0, 18446744073709551616] are not offsets"),
+        (
+            {"a": entry(0, 8, [3])},
+            "tensor 'a': F32 of shape [3] takes 12 bytes, its offsets leave 8",
+        ),
+        (
+            {"a": entry(0, 0, [0, 2**62, 4])},
+            "tensor 'a': F32 of shape [0, 4611686018427387904, 4] takes 0 bytes, its offsets leave 0",
+        ),
+        ({"a": entry(0, 8, dtype="F4")}, "tensor 'a': dtype 'F4' is none that torch has"),
+        ({"a": entry(0, 8, dtype=[])}, "tensor 'a': dtype [] is none that torch has"),
+        ({"a": {}}, "tensor 'a': dtype None is none that torch has"),
+        (
+            {LONG: entry(0, 8, [3])},
+            f"tensor '{LONG[:100]}'... (10,000 characters): F32 of shape [3] takes 12 bytes, its "
+            "offsets leave 8",
+        ),
+        ({"__metadata__": {"a": 1}}, "__metadata__: 'a' is not a string"),
+        (
+            {"__metadata__": {"weighin.order": '["b"]'}, "a": entry(0, 8)},
+            "__metadata__: weighin.order is not a list of the file's names",
+        ),
+        (b'{"a":{},"a":{}}', "tensor 'a': dtype None is none that torch has"),
+        (
+            b'{"a":' + json.dumps(entry(0, 8)).encode() + b',"a":{}}',
+            "'a' occurs twice in the header",
+        ),
+        (
+            b'{"a":{"dtype":"F32","dtype":"F32"}}',
+            "the header is not JSON in tensor 'a': a key occurs twice",
+        ),
+        (b'{"a":{"x":' + b"[" * 5000 + b"]" * 5000 + b"}}", "the header is not JSON in tensor 'a': it nests too deep"),
+        (b"[1, 2]", "the header does not begin with '{' but with b'[1, 2]'"),
+        (b'{"a": 1}', "the header is not the JSON of tensors at byte 9"),
+        (b'{"a":{"b":{}}}', "the header is not the JSON of tensors at byte 9"),
+        (b"{} x", "the header is not the JSON of tensors at byte 9"),
+    ],
+)  # fmt: skip
+def test_a_damaged_header_is_named_with_its_place(tmp_path, header, message) -> None:
+    path = tmp_path / "model.safetensors"
+    damaged(path, header)
+    with pytest.raises(CheckpointError) as caught:
+        layout.read(path)
+    assert caught.value.message == f"{path}: {message}"
+    assert caught.value.repair == "copy or download the file again"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\x02\0\0", "truncated: 3 bytes, but the header's length takes 8"),
+        (b"\x64" + bytes(7) + b"{}", "truncated: the header ends at byte 108, the file at 10"),
+        (
+            b"\xff" * 8 + b"{}",
+            "not a safetensors file, or damaged: its first 8 bytes announce a header of "
+            "18,446,744,073,709,551,615 bytes, and the format allows 100,000,000",
+        ),
+        (b"", "empty file"),
+    ],
+)
+def test_a_damaged_length_is_named(tmp_path, content: bytes, message: str) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError) as caught:
+        layout.read(path)
+    assert caught.value.message == f"{path}: {message}"
+
+
+def test_a_header_of_endless_entries_is_given_up(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(safetensors_header, "MOST_TENSORS", 3)
+    path = tmp_path / "model.safetensors"
+    damaged(path, {str(n): entry(0, 0) for n in range(4)}, 0)
+    with pytest.raises(CheckpointError, match="more than 3 tensors in one file"):
+        layout.read(path)
+
+
+def test_it_is_known_by_its_name_and_by_its_first_bytes(tmp_path) -> None:
+    named, unnamed, other = tmp_path / "m.safetensors", tmp_path / "m", tmp_path / "m.pt"
+    write(named, STATE)
+    unnamed.write_bytes(named.read_bytes())
+    torch.save(STATE, other)
+    assert layout.matches(named)
+    assert layout.matches(unnamed)
+    assert layout.files(named) == [named]
+    for path in (other, tmp_path, tmp_path / "none"):
+        assert not layout.matches(path)
+
+
+def test_a_sparse_file_of_100_gib_is_read_at_once(tmp_path) -> None:
+    path, size = tmp_path / "huge.safetensors", 100 * 1024**3
+    damaged(path, {"a": entry(0, size)}, 0)
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size + size)
+    assert layout.read(path)[0].nbytes == size
