@@ -77,7 +77,7 @@ def download(pins: tuple[str, ...], target: Target, folder: Path) -> None:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--constraint", str(constraints)]
     # Only the roots by name: a pin of this platform may not exist for the target's.
-    roots = [pin for pin in pins if pin.startswith(("torch==", "numpy=="))]
+    roots = [pin for pin in pins if pin.startswith(("torch==", "numpy==", "safetensors=="))]
     command += ["--dest", str(folder / "wheels"), *target.pip_flags(_host()), *roots]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
     if done.returncode:
