@@ -12,8 +12,7 @@ from filelock import FileLock, Timeout
 
 from harness import environment, journal
 from harness.cell import Cell, Job
-from harness.checkpoint import cache
-from harness.checkpoint.formats import checkpoint_files
+from harness.checkpoint import cache, layouts
 from harness.errors import ConfigError, HarnessError, Interrupted
 from harness.isolation import Isolation
 from harness.measuring import Setting, measure
@@ -101,7 +100,7 @@ def _measure(
     prepared: dict[tuple[str, str], cache.Prepared],
 ) -> Result:
     checkpoint = prepared[_checkpoint_key(planned.cell)]
-    files = checkpoint_files(checkpoint.path)
+    files = layouts.files(checkpoint.path)
     return measure(setting, _job(task, planned, prepared), files, checkpoint.model_bytes)
 
 

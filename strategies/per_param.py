@@ -6,7 +6,7 @@ layout: one file per state-dict key.
 
 import torch
 
-from harness.checkpoint.per_param import read_index
+from harness.checkpoint.layouts.per_param import read_index
 from harness.models.tying import retie, tied_names
 from harness.strategy import Load
 

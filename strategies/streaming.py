@@ -9,7 +9,7 @@ import os
 
 import torch
 
-from harness.checkpoint.offsets import tensor_offsets
+from harness.checkpoint import layouts
 from harness.models.tying import retie, tied_names
 from harness.strategy import Load
 
@@ -29,7 +29,7 @@ def load(job: Load) -> torch.nn.Module:
     with job.phase("read"):
         targets = model.state_dict()
         file = os.open(job.checkpoint, os.O_RDONLY)
-        for tensor in tensor_offsets(job.checkpoint):
+        for tensor in layouts.read(job.checkpoint)[1]:
             target = targets[tensor.name]
             if target.is_cuda:
                 read_through_buffer(file, tensor.offset, target)

@@ -122,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--model", required=True, help="the model's name")
         sub.add_argument("--builder", required=True, help="package.module:function")
         sub.add_argument("--kwargs", default="{}", help="the builder's arguments, as JSON")
-        sub.add_argument("--format", required=True, help="pt or per_param")
+        sub.add_argument("--format", required=True, help="a layout's name")
         sub.add_argument("--out", type=Path, required=True, help="an empty folder")
         if verb == "make":
             sub.add_argument("--seed", type=int, default=0)

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Final
 
 from harness.cell import ModelSpec
-from harness.checkpoint import durable, entries
+from harness.checkpoint import durable, entries, layouts
 from harness.checkpoint.entries import Stored, clear, folder, list_entries
-from harness.checkpoint.formats import INDEX_NAME, check_format, detect_format
 from harness.checkpoint.maker import run_maker
 from harness.checkpoint.manifest import Manifest, read_manifest
 from harness.errors import CheckpointError, ConfigError
@@ -34,7 +33,7 @@ class Prepared:
     """A checkpoint that is ready to be loaded.
 
     Attributes:
-        path: the file of format pt, the folder of format per_param.
+        path: the file, or the folder of a format of many files.
         model_bytes: of all parameters and buffers, loaded as float32.
         files_bytes: of all its files.
         made: whether it was made by this call.
@@ -69,7 +68,7 @@ class _Task:
     @property
     def in_place(self) -> bool:
         """Whether the user's own file is what is loaded, and only its manifest is cached."""
-        return self.checkpoint is not None and detect_format(self.checkpoint) == self.fmt
+        return self.checkpoint is not None and self.fmt == layouts.detect(self.checkpoint).NAME
 
 
 def ensure(
@@ -92,15 +91,16 @@ def ensure(
         ConfigError: the model's builder cannot be used, or the disk is too full.
         CheckpointError: the user's checkpoint cannot be used, or the maker was killed.
     """
-    check_format(fmt)
+    layouts.named(fmt)
     origin: list[object] = [model.builder, model.kwargs]
     if checkpoint is not None:
         checkpoint = checkpoint.expanduser()
-        detect_format(checkpoint)
+        layouts.detect(checkpoint)
         checkpoint = checkpoint.resolve()
-        whole = checkpoint if checkpoint.is_file() else checkpoint / INDEX_NAME
-        state = whole.stat()
-        origin += [str(checkpoint), state.st_size, state.st_mtime_ns]
+        origin.append(str(checkpoint))
+        for file in layouts.files(checkpoint):
+            state = file.stat()
+            origin += [file.name, state.st_size, state.st_mtime_ns]
     else:
         origin += [seed, _VALUES]
     entry = folder() / "models" / entries.entry_name(model.name, *origin)
@@ -139,16 +139,14 @@ def _prepared(task: _Task, *, made: bool, warnings: tuple[str, ...]) -> Prepared
         path = task.checkpoint
         os.utime(manifest_path)  # when it was last used
     else:
-        home = task.entry / task.fmt
-        path = home / "model.pt" if task.fmt == "pt" else home
+        path = layouts.checkpoint_in(task.entry, task.fmt)
         os.utime(task.entry / f"{task.fmt}.json")
-    files = [path] if path.is_file() else list(path.iterdir())
     return Prepared(
         path=path,
         manifest_path=manifest_path,
         format=task.fmt,
         model_bytes=read_manifest(manifest_path).model_bytes(),
-        files_bytes=sum(file.stat().st_size for file in files),
+        files_bytes=sum(file.stat().st_size for file in layouts.files(path)),
         made=made,
         warnings=warnings,
     )

@@ -8,14 +8,14 @@ from typing import Any, Final
 
 import torch
 
+from harness.checkpoint import layouts
 from harness.checkpoint.describing import Described, describe, in_checkpoint
-from harness.checkpoint.formats import check_format, detect_format
+from harness.checkpoint.layouts.base import Progress, TensorPlan
+from harness.checkpoint.layouts.per_param import read_index
 from harness.checkpoint.making import Made, write
 from harness.checkpoint.manifest import Manifest
 from harness.checkpoint.opening import load_state_dict, load_tensor
-from harness.checkpoint.per_param import read_index
 from harness.checkpoint.piecewise import pieces_of, tensor_checksums
-from harness.checkpoint.writing import Progress
 from harness.errors import CheckpointError
 from harness.models.building import map_large_tensors
 
@@ -42,10 +42,10 @@ def index(
     Raises:
         CheckpointError: it cannot be read, does not fit the model, or cannot be converted.
     """
-    check_format(fmt)
+    layouts.named(fmt)
     map_large_tensors()
     started = time.monotonic()
-    own = detect_format(checkpoint)
+    own = layouts.detect(checkpoint).NAME
     if fmt not in {own, "per_param"}:
         raise CheckpointError(
             f"{checkpoint}: in format {own}, but format {fmt} is asked for",
@@ -63,7 +63,10 @@ def index(
     _check_ties(checkpoint, {entry.name: entry.checksums for entry in entries}, described)
     read = time.monotonic()
     if own != fmt:
-        stored = [(one.name, state[one.name], one.shared_with) for one in in_checkpoint(described)]
+        stored = [
+            TensorPlan(one.name, tuple(one.tensor.shape), state[one.name].dtype, one.shared_with)
+            for one in in_checkpoint(described)
+        ]
         write(fmt, folder, stored, partial(_pieces, state), progress)
     manifest = Manifest(model, builder, str(checkpoint), tuple(entries))
     manifest.write(folder / "manifest.json")

@@ -16,10 +16,10 @@ from typing import Any, Final
 
 import torch
 
+from harness.checkpoint import layouts
 from harness.checkpoint.describing import Described, describe, in_checkpoint
-from harness.checkpoint.formats import check_format
+from harness.checkpoint.layouts.base import Pieces, Progress, TensorPlan
 from harness.checkpoint.manifest import Manifest
-from harness.checkpoint.per_param import file_name, write_index
 from harness.checkpoint.piecewise import (
     PIECE_ELEMENTS,
     Checksums,
@@ -27,18 +27,7 @@ from harness.checkpoint.piecewise import (
     pieces_of,
     tensor_checksums,
 )
-from harness.checkpoint.writing import (
-    Pieces,
-    Progress,
-    placeholder,
-    run_parallel,
-    write_pt,
-    write_tensor,
-)
 from harness.models.building import map_large_tensors
-
-PT_NAME: Final = "model.pt"
-"""The file of a checkpoint of format pt in its folder."""
 
 _STANDARD_DEVIATION: Final = 0.02
 _SCALES: Final = frozenset({"weight", "scale", "gamma"})
@@ -79,7 +68,7 @@ def make(
     Raises:
         ConfigError: the builder cannot be used.
     """
-    check_format(fmt)
+    layouts.named(fmt)
     map_large_tensors()
     torch.set_num_threads(1)  # the writers are the threads
     started = time.monotonic()
@@ -90,8 +79,7 @@ def make(
     permitted = time.monotonic()
     sums = _Sums(described)
     stored = in_checkpoint(described)
-    shapes = [(one.name, one.tensor, one.shared_with) for one in stored]
-    write(fmt, folder, shapes, partial(_summed_pieces, sums, seed), progress)
+    write(fmt, folder, plans(stored), partial(_summed_pieces, sums, seed), progress)
     for one in described[len(stored) :]:
         sums.set(one.name, tensor_checksums(one.tensor))
     entries = tuple(one.entry(sums.of(one)) for one in described)
@@ -101,35 +89,26 @@ def make(
     return Made(manifest, seconds)
 
 
+def plans(stored: Iterable[Described]) -> list[TensorPlan]:
+    """Return what to write of a model's tensors."""
+    return [
+        TensorPlan(one.name, tuple(one.tensor.shape), one.tensor.dtype, one.shared_with)
+        for one in stored
+    ]
+
+
 def write(
     fmt: str,
     folder: Path,
-    tensors: list[tuple[str, torch.Tensor, str | None]],
+    tensors: list[TensorPlan],
     pieces: Pieces,
     progress: Progress | None,
 ) -> None:
-    """Write a checkpoint of (name, any tensor of that shape and dtype, first tied name)."""
-    blank: dict[str, torch.Tensor] = {}
-    shared = {name: first for name, _, first in tensors if first is not None}
-    for name, tensor, first in tensors:
-        blank[name] = blank[first] if first else placeholder(tensor.shape, tensor.dtype)
-    target = folder / fmt
-    target.mkdir()
-    if fmt == "pt":
-        write_pt(target / PT_NAME, blank, pieces, progress)
-        return
-    run_parallel(
-        partial(_write_one, target / file_name(name), tensor, pieces, name, progress)
-        for name, tensor in blank.items()
-        if name not in shared
-    )
-    write_index(target, blank, shared)
-
-
-def _write_one(
-    path: Path, tensor: torch.Tensor, pieces: Pieces, name: str, progress: Progress | None
-) -> None:
-    write_tensor(path, tensor, pieces(name), progress)
+    """Write a checkpoint into ``folder``, where ``checkpoint_in`` finds it."""
+    target = layouts.checkpoint_in(folder, fmt)
+    if layouts.named(fmt).SUFFIX:
+        target.parent.mkdir()
+    layouts.named(fmt).write(target, tensors, pieces, progress)
 
 
 def parameter_pieces(seed: int, name: str, tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -5,11 +5,12 @@ import re
 import shlex
 import zipfile
 from pathlib import Path
-from typing import Any, Final
-
-import torch
+from typing import TYPE_CHECKING, Any, Final
 
 from harness.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
 
 _LEGACY_MAGIC: Final = 0x1950A86A20F9469CFC6C.to_bytes(10, "little")  # torch before 1.6
 _AGAIN: Final = "copy or download the file again"
@@ -17,7 +18,7 @@ _AGAIN: Final = "copy or download the file again"
 
 def load_state_dict(
     path: Path, *, map_location: str | None = None, mmap: bool = False
-) -> dict[str, torch.Tensor]:
+) -> "dict[str, torch.Tensor]":
     """Return a flat state dict, in the file's order, without running code from the file.
 
     Raises:
@@ -26,19 +27,23 @@ def load_state_dict(
     return _flat(path, _load(path, map_location, mmap))
 
 
-def load_tensor(path: Path) -> torch.Tensor:
-    """Return the one tensor of a file, mapped.
+def load_tensor(path: Path, *, map_location: str | None = None) -> "torch.Tensor":
+    """Return the one tensor of a file, mapped unless it goes to the meta device.
 
     Raises:
         CheckpointError: as ``load_state_dict``, or the file holds something else.
     """
-    tensor = _load(path, None, True)
+    import torch
+
+    tensor = _load(path, map_location, mmap=map_location is None)
     if not isinstance(tensor, torch.Tensor):
         raise CheckpointError(f"{path}: holds a {type(tensor).__name__}, not a tensor", _AGAIN)
     return tensor
 
 
 def _load(path: Path, map_location: str | None, mmap: bool) -> Any:
+    import torch
+
     check_file(path)
     try:
         return torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)
@@ -97,7 +102,9 @@ def _not_a_zip(path: Path, head: bytes) -> CheckpointError:
     return CheckpointError(f"{path}: not a checkpoint that torch.save wrote", _AGAIN)
 
 
-def _flat(path: Path, state: Any) -> dict[str, torch.Tensor]:
+def _flat(path: Path, state: Any) -> "dict[str, torch.Tensor]":
+    import torch
+
     if not isinstance(state, dict):
         raise CheckpointError(
             f"{path}: holds a {type(state).__name__}, not a state dict",

@@ -10,7 +10,7 @@ import struct
 import threading
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Final
@@ -18,12 +18,7 @@ from typing import Final
 import torch
 
 from harness.checkpoint.durable import drop_written
-
-Pieces = Callable[[str], Iterable[torch.Tensor]]
-"""From a name to its elements in order, as contiguous tensors of any sizes."""
-
-Progress = Callable[[int], None]
-"""Called with the bytes written since the last call, from any thread."""
+from harness.checkpoint.layouts.base import Pieces, Progress, TensorPlan
 
 WRITERS: Final = 2  # one generates while another waits for the disk; more only add memory
 
@@ -37,9 +32,18 @@ def placeholder(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
 
+def placeholders(tensors: Sequence[TensorPlan]) -> dict[str, torch.Tensor]:
+    """Return a placeholder for each tensor; tied ones have the same."""
+    blank: dict[str, torch.Tensor] = {}
+    for plan in tensors:
+        first = plan.shared_with
+        blank[plan.name] = blank[first] if first else placeholder(plan.shape, plan.dtype)
+    return blank
+
+
 def write_pt(
     path: Path,
-    placeholders: Mapping[str, torch.Tensor],
+    blanks: Mapping[str, torch.Tensor],
     pieces: Pieces,
     progress: Progress | None = None,
 ) -> None:
@@ -52,9 +56,9 @@ def write_pt(
         ValueError: the pieces of a tensor are not as long as its placeholder.
     """
     with torch.serialization.skip_data():
-        torch.save(dict(placeholders), path)
+        torch.save(dict(blanks), path)
     first_names: dict[int, str] = {}
-    for name, tensor in placeholders.items():
+    for name, tensor in blanks.items():
         first_names.setdefault(tensor.untyped_storage()._cdata, name)
     fill_holes(path, list(first_names.values()), pieces, progress)
 

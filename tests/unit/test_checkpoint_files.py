@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.checkpoint.formats import check_format, checkpoint_files, detect_format
+from harness.checkpoint import layouts
+from harness.checkpoint.layouts import per_param, pt
+from harness.checkpoint.layouts.base import TensorPlan
 from harness.checkpoint.manifest import Manifest, TensorEntry, read_manifest
-from harness.checkpoint.offsets import tensor_offsets
 from harness.checkpoint.opening import load_state_dict, load_tensor
 from harness.errors import CheckpointError, UnknownName
 
@@ -73,21 +74,22 @@ def test_a_damaged_manifest_is_named(tmp_path, text: str, problem: str) -> None:
     assert caught.value.message.startswith(f"{path}: {problem}")
 
 
-def test_formats_by_what_is_there(tmp_path) -> None:
+def test_layouts_by_what_is_there(tmp_path) -> None:
     file, folder = tmp_path / "m.pt", tmp_path / "split"
-    file.write_bytes(b"x")
+    torch.save({"w": torch.ones(2)}, file)
     folder.mkdir()
-    with pytest.raises(CheckpointError, match=r"split: a folder without index\.json"):
-        detect_format(folder)
-    (folder / "index.json").write_text("{}")
-    (folder / "a.pt").write_bytes(b"x")
-    assert (detect_format(file), detect_format(folder)) == ("pt", "per_param")
-    assert checkpoint_files(file) == [file]
-    assert checkpoint_files(folder) == [folder / "a.pt", folder / "index.json"]
+    with pytest.raises(CheckpointError, match="split: a folder in which no checkpoint is known"):
+        layouts.detect(folder)
+    per_param.write(folder / "a", [TensorPlan("w", (2,), torch.float32)], lambda _: [torch.ones(2)])
+    assert layouts.detect(file).NAME == "pt"
+    assert layouts.detect(folder / "a").NAME == "per_param"
+    assert layouts.files(file) == [file]
+    (folder / "a" / "notes.txt").touch()
+    assert layouts.files(folder / "a") == [folder / "a" / "index.json", folder / "a" / "w.pt"]
     with pytest.raises(CheckpointError, match="none: no such file"):
-        detect_format(tmp_path / "none")
+        layouts.detect(tmp_path / "none")
     with pytest.raises(UnknownName, match="no checkpoint format is called 'per-param'"):
-        check_format("per-param")
+        layouts.named("per-param")
 
 
 def test_offsets_lead_to_the_values(tmp_path) -> None:
@@ -102,10 +104,14 @@ def test_offsets_lead_to_the_values(tmp_path) -> None:
     path = tmp_path / "model.pt"
     torch.save(state, path)
     data = path.read_bytes()
-    places = {place.name: place for place in tensor_offsets(path)}
+    places = {place.name: place for place in pt.read(path)}
     assert list(places) == list(state)
     assert places["tied"].offset == places["weight"].offset
-    assert places["tied"].storage_id == places["weight"].storage_id == places["view"].storage_id
+    assert (
+        places["tied"].storage_offset
+        == places["weight"].storage_offset
+        == places["view"].storage_offset
+    )
     assert places["view"].storage_bytes == 96
     for name, place in places.items():
         assert place.contiguous == state[name].is_contiguous()
@@ -124,7 +130,7 @@ def test_a_record_that_a_zip_program_compressed_is_refused(tmp_path) -> None:
         for record in source.infolist():
             to.writestr(record.filename, source.read(record))
     with pytest.raises(CheckpointError, match=r"record 'model/.*' is compressed"):
-        tensor_offsets(packed)
+        pt.read(packed)
 
 
 def saved(path: Path, value: object) -> None:

@@ -8,8 +8,8 @@ from torch import nn
 
 from harness.checkpoint import indexing, making
 from harness.checkpoint.checksum import checksum
+from harness.checkpoint.layouts.per_param import read_index, read_shared
 from harness.checkpoint.manifest import Manifest, read_manifest
-from harness.checkpoint.per_param import read_index, read_shared
 from harness.errors import CheckpointError, ConfigError
 from harness.models.gpt2 import gpt2
 from harness.models.tied import tied

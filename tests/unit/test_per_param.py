@@ -7,7 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.checkpoint.per_param import file_name, read_index, read_shared, write_index
+from harness.checkpoint.layouts.per_param import (
+    file_name,
+    read_index,
+    read_shared,
+    write_index,
+)
 from harness.errors import CheckpointError
 
 

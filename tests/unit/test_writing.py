@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from harness.checkpoint import writing
-from harness.checkpoint.offsets import tensor_offsets
+from harness.checkpoint.layouts import pt
 from harness.checkpoint.piecewise import pieces_of
 from harness.checkpoint.writing import placeholder, run_parallel, write_pt, write_tensor
 
@@ -72,7 +72,7 @@ def test_it_is_torch_saves_file_byte_for_byte_but_for_its_id(tmp_path, state) ->
 
 def test_every_storage_is_aligned_to_64_bytes(tmp_path, state) -> None:
     write(tmp_path / "model.pt", state)
-    assert all(place.storage_id % 64 == 0 for place in tensor_offsets(tmp_path / "model.pt"))
+    assert all(place.storage_offset % 64 == 0 for place in pt.read(tmp_path / "model.pt"))
 
 
 def test_one_tensors_file(tmp_path, state) -> None:

@@ -1,19 +1,21 @@
 """What every layout of a checkpoint on the disk can do, and the words for what lies in one.
 
-A layout is a module of this package with ``NAME``, ``matches``, ``files``, ``read`` and ``write``.
-``read`` reads no tensor data: it says where each tensor lies, so that a loader can read it straight
-into place, whatever the layout.
+A layout is a module of this package with ``NAME``, ``SUFFIX``, ``matches``, ``files``, ``read`` and
+``write``. ``read`` reads no tensor data: it says where each tensor lies, so that a loader can read it
+straight into place, whatever the layout. The parent uses the first four: a layout imports torch
+inside ``read`` and ``write`` only.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-Pieces = Callable[[str], Iterable[torch.Tensor]]
+Pieces = Callable[[str], Iterable["torch.Tensor"]]
 """From a name to its elements in order, as contiguous tensors of any sizes."""
 
 Progress = Callable[[int], None]
@@ -35,7 +37,7 @@ class TensorSlice:
     name: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: "torch.dtype"
     file: Path
     offset: int
     storage_offset: int
@@ -63,7 +65,7 @@ class TensorPlan:
 
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: "torch.dtype"
     shared_with: str | None = None
 
 
@@ -71,6 +73,8 @@ class Layout(Protocol):
     """What a module of this package offers."""
 
     NAME: str
+    SUFFIX: str
+    """How a checkpoint of one file ends, ".pt"; empty where it is a folder."""
 
     def matches(self, path: Path) -> bool:
         """Tell whether ``path`` looks like this layout, by its name and its first bytes."""
