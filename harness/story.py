@@ -23,6 +23,7 @@ class Story:
     cuda_points: list[tuple[int, int, int]] = field(default_factory=list)
     failure: tuple[Outcome, str] | None = None
     done: bool = False
+    _in_phase: bool = False
     _before_load: int = 0  # how many of the phases lie before the baseline
     _until_ready: int | None = None  # how many of them lie before ``ready``
 
@@ -33,7 +34,7 @@ class Story:
     def take(self, kind: str, fields: dict[str, Any]) -> None:
         """Take in an event that needs nothing from outside (see worker/protocol.py)."""
         if kind == "begin":
-            self.current = fields["name"]
+            self.current, self._in_phase = fields["name"], True
         elif kind == "cuda":
             self.cuda_points += [
                 (t, allocated, driver) for t, allocated, driver in fields["points"]
@@ -53,6 +54,18 @@ class Story:
         self.baseline_ns, self._before_load = fields["t_ns"], len(self.phases)
         self.environment = fields["environment"]
         self.facts["import_ns"] = fields["import_ns"]
+        self.current = None  # the phases so far were the harness's own
+
+    def take_phase(self, phase: Phase) -> None:
+        """Take in a phase that has ended, completed by what was read outside."""
+        self.phases.append(phase)
+        self._in_phase = False
+
+    def where(self) -> str:
+        """Return how far it came, in words: "in phase 'read'"."""
+        if self.current is None:
+            return "before its first phase"
+        return f"{'in' if self._in_phase else 'after'} phase {self.current!r}"
 
     def load_phases(self) -> list[Phase]:
         """Return the phases from the baseline until ``ready``, or as far as it came."""
@@ -84,16 +97,15 @@ class Story:
 
         Out of memory is what the kernel's counter says, never what a peak suggests.
         """
-        where = f"in phase {self.current!r}" if self.current else "before its first phase"
         if self.done:
             return Outcome.OK, ""
         if self.failure:
             return self.failure
         if ended.signal == _SIGKILL and (oom_kills or ended.oom_killed):
-            return Outcome.OOM_KILLED, f"killed by the kernel for lack of memory {where}"
+            return Outcome.OOM_KILLED, f"killed by the kernel for lack of memory {self.where()}"
         how = f"by signal {ended.signal}" if ended.signal else f"with exit code {ended.code}"
         said = chatter.decode(errors="replace").strip().splitlines()
         last = f": {said[-1]}" if said else ""
         known = self.baseline is not None
         outcome = Outcome.STRATEGY_FAILED if known else Outcome.MEASUREMENT_FAILED
-        return outcome, f"the worker ended {how} {where}{last}"
+        return outcome, f"the worker ended {how} {self.where()}{last}"

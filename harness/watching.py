@@ -107,7 +107,7 @@ class Watch:
         story = self.story
         if self._timed_out:
             outcome = Outcome.TIMEOUT
-            message = f"still running after {job.timeout_s:g} s, in phase {story.current!r}"
+            message = f"still running after {job.timeout_s:g} s, {story.where()}"
         else:
             outcome, message = story.judge(ended, self._oom_kills, self._running.channel.chatter)
         return Result(
@@ -154,7 +154,7 @@ class Watch:
                 self._raise_peak(peak)
             if not self._mark.reset():
                 peak = None  # the mark is older than this phase
-        self.story.phases.append(Phase(**fields | {"end": end, "peak_cgroup_bytes": peak}))
+        self.story.take_phase(Phase(**fields | {"end": end, "peak_cgroup_bytes": peak}))
 
     def _raise_peak(self, peak: int | None) -> None:
         self._peak_bytes = _largest((self._peak_bytes, peak))

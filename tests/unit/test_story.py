@@ -1,0 +1,217 @@
+"""What the events of a worker mean, without any worker."""
+
+import json
+from typing import Any
+
+import fakes
+import pytest
+
+from harness.isolation import Exit
+from harness.record import Cost, Faults, Memory, Outcome, Phase
+from harness.story import Story
+
+KILLED = Exit(None, signal=9)
+
+
+def told(*lines: bytes) -> Story:
+    """A story in which these events were taken in, as ``Watch`` does it."""
+    story = Story()
+    for line in lines:
+        fields = json.loads(line)
+        kind = fields.pop("event")
+        if kind == "baseline":
+            story.take_baseline(fields, cgroup_bytes=7)
+        elif kind == "phase":
+            story.take_phase(Phase(**fields | {"end": Memory(**fields["end"])}))
+        else:
+            story.take(kind, fields)
+    return story
+
+
+BEFORE = (fakes.begin("import"), fakes.phase("import"), fakes.begin("prepare"))
+BASELINE = (*BEFORE, fakes.phase("prepare"), fakes.baseline())
+LOADED = (*BASELINE, fakes.begin("read"), fakes.phase("read"), fakes.loaded())
+READY = (*LOADED, fakes.begin("touch"), fakes.phase("touch"), fakes.ready())
+DONE = (*READY, fakes.begin("forward"), fakes.phase("forward"), fakes.done())
+
+
+@pytest.mark.parametrize(
+    ("lines", "ended", "oom_kills", "chatter", "outcome", "message"),
+    [
+        (DONE, fakes.OK, 0, b"", Outcome.OK, ""),
+        (DONE, KILLED, 1, b"", Outcome.OK, ""),  # all was measured before it died
+        (
+            (*BASELINE, fakes.begin("read")),
+            KILLED,
+            1,
+            b"",
+            Outcome.OOM_KILLED,
+            "killed by the kernel for lack of memory in phase 'read'",
+        ),
+        (
+            (*BASELINE, fakes.begin("read")),
+            Exit(None, signal=9, oom_killed=True),
+            None,
+            b"",
+            Outcome.OOM_KILLED,
+            "killed by the kernel for lack of memory in phase 'read'",
+        ),
+        (
+            BASELINE,
+            KILLED,
+            1,
+            b"",
+            Outcome.OOM_KILLED,
+            "killed by the kernel for lack of memory before its first phase",
+        ),
+        (
+            BEFORE,
+            KILLED,
+            1,
+            b"",
+            Outcome.OOM_KILLED,
+            "killed by the kernel for lack of memory in phase 'prepare'",
+        ),
+        (
+            (*BASELINE, fakes.begin("read")),
+            KILLED,
+            0,
+            b"",
+            Outcome.STRATEGY_FAILED,
+            "the worker ended by signal 9 in phase 'read'",
+        ),
+        (
+            (*BASELINE, fakes.begin("read")),
+            KILLED,
+            None,
+            b"",
+            Outcome.STRATEGY_FAILED,
+            "the worker ended by signal 9 in phase 'read'",
+        ),
+        (
+            (*BASELINE, fakes.begin("read")),
+            Exit(None, signal=11),
+            1,  # a child was killed, the worker itself was not
+            b"Loading\nSegmentation fault\n\n",
+            Outcome.STRATEGY_FAILED,
+            "the worker ended by signal 11 in phase 'read': Segmentation fault",
+        ),
+        (
+            LOADED,
+            Exit(3),
+            0,
+            b"\xff!",
+            Outcome.STRATEGY_FAILED,
+            "the worker ended with exit code 3 after phase 'read': \ufffd!",
+        ),
+        (
+            (),
+            Exit(127),
+            0,
+            b"python: not found",
+            Outcome.MEASUREMENT_FAILED,
+            "the worker ended with exit code 127 before its first phase: python: not found",
+        ),
+        (
+            BEFORE,
+            Exit(1),
+            0,
+            b"",
+            Outcome.MEASUREMENT_FAILED,
+            "the worker ended with exit code 1 in phase 'prepare'",
+        ),
+        (
+            (*LOADED, fakes.failed("wrong_weights", "1 tensor missing from the model: a")),
+            Exit(1),
+            0,
+            b"Traceback",
+            Outcome.WRONG_WEIGHTS,
+            "1 tensor missing from the model: a",
+        ),
+        (
+            (*LOADED, fakes.failed("cuda_oom", "CUDA out of memory.")),
+            Exit(1),
+            1,
+            b"",
+            Outcome.CUDA_OOM,
+            "CUDA out of memory.",
+        ),
+    ],
+)
+def test_the_outcome_of_a_worker_that_ended(
+    lines: tuple[bytes, ...],
+    ended: Exit,
+    oom_kills: int | None,
+    chatter: bytes,
+    outcome: Outcome,
+    message: str,
+) -> None:
+    assert told(*lines).judge(ended, oom_kills, chatter) == (outcome, message)
+
+
+def names(story: Story) -> list[str]:
+    return [phase.name for phase in story.load_phases()]
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ((), []),
+        (BEFORE, []),
+        (BASELINE, []),
+        (LOADED, ["read"]),
+        (READY, ["read", "touch"]),
+        (DONE, ["read", "touch"]),
+    ],
+)
+def test_the_phases_of_the_load_lie_between_baseline_and_ready(
+    lines: tuple[bytes, ...], expected: list[str]
+) -> None:
+    assert names(told(*lines)) == expected
+
+
+@pytest.mark.parametrize(
+    ("lines", "load_ns", "ready_ns"),
+    [(BASELINE, None, None), (LOADED, 1000, None), (READY, 1000, 1200), (DONE, 1000, 1200)],
+)
+def test_ready_is_the_load_and_one_reading_of_every_byte(
+    lines: tuple[bytes, ...], load_ns: int | None, ready_ns: int | None
+) -> None:
+    story = told(*lines)
+    assert (story.load_ns(), story.ready_ns()) == (load_ns, ready_ns)
+
+
+@pytest.mark.parametrize(
+    ("lines", "cost"),
+    [
+        ((), Cost(0)),
+        (BASELINE, Cost(0, import_ns=50)),
+        (LOADED, Cost(0, import_ns=50, load_ns=1000)),
+        (READY, Cost(0, import_ns=50, load_ns=1000, touch_ns=200)),
+        (DONE, Cost(0, 50, 1000, 200, 30, 4)),
+    ],
+)
+def test_where_the_time_went(lines: tuple[bytes, ...], cost: Cost) -> None:
+    assert told(*lines).cost() == cost
+
+
+def test_faults_are_those_of_the_load() -> None:
+    assert told(*DONE).faults(5) == Faults(minor=20, major=2, workingset_refault_file=5)
+    assert told(*DONE).faults(None) == Faults(20, 2, None)
+    assert told(*BASELINE).faults(5) is None
+
+
+def test_the_baseline_has_the_cgroups_charge() -> None:
+    story = told(*BASELINE)
+    assert story.baseline == Memory(**fakes.memory(300) | {"cgroup_bytes": 7})
+    assert story.environment == fakes.ENVIRONMENT
+
+
+def test_looks_at_the_gpu_are_kept_in_their_order() -> None:
+    points: list[Any] = [[1, 10, 100], [2, 20, 200]]
+    story = told(fakes.event("cuda", points=points), fakes.event("cuda", points=[[3, 30, 300]]))
+    assert story.cuda_points == [(1, 10, 100), (2, 20, 200), (3, 30, 300)]
+
+
+def test_an_event_of_another_kind_is_left_alone() -> None:
+    assert told(fakes.event("weather", rain=True)) == Story()
