@@ -117,7 +117,7 @@ class Watch:
             message=message,
             last_phase=None if outcome is Outcome.OK else story.current,
             baseline=story.baseline,
-            peaks=self._peaks(outcome),
+            peaks=self._peaks(),
             phases=tuple(story.phases),
             load_ns=story.load_ns(),
             ready_ns=story.ready_ns(),
@@ -159,10 +159,10 @@ class Watch:
     def _raise_peak(self, peak: int | None) -> None:
         self._peak_bytes = _largest((self._peak_bytes, peak))
 
-    def _peaks(self, outcome: Outcome) -> Peaks:
+    def _peaks(self) -> Peaks:
         story, phases = self.story, self.story.load_phases()
         rss: list[int | None] = [phase.peak_rss_bytes for phase in phases]
-        if outcome in (Outcome.OOM_KILLED, Outcome.TIMEOUT) and self._sampler:
+        if self._sampler and not (story.is_ready or story.failure):
             # The interrupted phase's own mark died with it: this is how it was last seen.
             rss.append(self._sampler.last_peak_rss_bytes)
         last_ns = story.ready_at_ns or time.monotonic_ns()

@@ -1,0 +1,158 @@
+"""A worker that plays a script is watched: what comes of its events, its samples and its end."""
+
+from dataclasses import replace
+from typing import Any
+
+import fakes
+import pytest
+from fakes import FakeRunning, begin, done, event, failed, phase, ready
+from hypothesis import given
+from hypothesis import strategies as st
+from scripts import BASELINE, DONE, JOB, KILLED, LOADED, FakeSampler, fake_sampler, watched
+
+from harness.isolation import Exit
+from harness.record import Outcome, Sample
+from harness.units import MIB
+from harness.watching import Watch
+
+__all__ = ["fake_sampler"]
+
+
+def sample(t_ns: int, mib: int = 1) -> Sample:
+    return Sample(t_ns, 2 * mib * MIB, mib * MIB, mib * MIB // 2, 0, 0, 0, 0)
+
+
+def test_a_cell_from_its_first_event_to_its_result() -> None:
+    running, entered = FakeRunning([*DONE]), list[str]()
+    result = watched(running, entered.append)
+    assert (result.outcome, result.message, result.last_phase) == (Outcome.OK, "", None)
+    assert result.cell == JOB.cell
+    assert (result.load_ns, result.ready_ns, result.exit_code) == (1000, 1200, 0)
+    assert [one.name for one in result.phases] == [
+        "import", "prepare", "read", "other", "touch", "forward",
+    ]  # fmt: skip
+    assert entered == ["import", "prepare", "read", "touch", "forward"]
+    # One for each phase, and one for the baseline.
+    assert running.channel.sent == [b"\n"] * 7
+    assert (running.kills, result.warnings) == (0, ())
+
+
+def test_the_peak_is_that_of_the_phases_from_the_baseline_until_ready() -> None:
+    peaks = watched(FakeRunning([*DONE])).peaks
+    assert peaks.rss_bytes == 500 * MIB  # neither the import's 900 nor the forward's 990
+    assert peaks.anon_sampled_bytes == 2 * (500 * MIB // 3)  # at the end of a phase
+
+
+def test_lines_that_are_no_events_are_passed_over() -> None:
+    script: list[Any] = [line for each in DONE for line in (b"garbage", each)]
+    assert watched(FakeRunning(script)).outcome is Outcome.OK
+
+
+def test_without_pid_and_cgroup_only_the_events_are_known() -> None:
+    result = watched(FakeRunning([*DONE], unseen="the engine runs elsewhere"))
+    assert (result.pressure, result.oom_kills, result.peaks.cgroup_bytes) == (None, None, None)
+    assert [one.peak_cgroup_bytes for one in result.phases] == [None] * 6
+    assert result.warnings == ("the engine runs elsewhere",)
+
+
+@pytest.mark.parametrize(
+    ("script", "ended", "outcome", "last_phase", "exit_code"),
+    [
+        ((*LOADED, failed("wrong_weights", "bad")), Exit(1), Outcome.WRONG_WEIGHTS, "read", 1),
+        ((*BASELINE, begin("read")), Exit(None, signal=11), Outcome.STRATEGY_FAILED, "read", 139),
+        (BASELINE, Exit(3), Outcome.STRATEGY_FAILED, None, 3),
+        ((), Exit(None), Outcome.MEASUREMENT_FAILED, None, None),
+    ],
+)
+def test_a_cell_that_is_not_ok(
+    script: tuple[bytes, ...],
+    ended: Exit,
+    outcome: Outcome,
+    last_phase: str | None,
+    exit_code: int | None,
+) -> None:
+    result = watched(FakeRunning([*script], ended))
+    assert (result.outcome, result.last_phase, result.exit_code) == (outcome, last_phase, exit_code)
+
+
+@pytest.mark.parametrize(
+    ("script", "where"),
+    [
+        ((*BASELINE, begin("read")), "in phase 'read'"),
+        (LOADED, "after phase 'read'"),
+        (BASELINE, "before its first phase"),
+    ],
+)
+def test_a_worker_that_takes_too_long_is_killed(script: tuple[bytes, ...], where: str) -> None:
+    running = FakeRunning([*script, TimeoutError], KILLED)
+    result = watched(running)
+    assert result.outcome is Outcome.TIMEOUT
+    assert result.message == f"still running after 2.5 s, {where}"
+    assert (running.kills, result.exit_code) == (1, 137)
+
+
+def test_a_worker_that_lives_on_after_its_last_event_is_killed() -> None:
+    running = FakeRunning([*DONE], KILLED, hangs=1)
+    assert watched(running).outcome is Outcome.OK
+    assert running.kills == 1
+
+
+def test_samples_before_the_baseline_and_after_ready_do_not_count(
+    sampler: type[FakeSampler],
+) -> None:
+    sampler.seen = (sample(99, 7000), sample(100, 3000), sample(2000, 2000), sample(2001, 9000))
+    peaks = watched(FakeRunning([*DONE], pid=1)).peaks
+    assert (peaks.anon_sampled_bytes, peaks.file_sampled_bytes) == (3000 * MIB, 1500 * MIB)
+
+
+@pytest.mark.parametrize("ended", [KILLED, Exit(None, signal=11), Exit(3)])
+def test_the_mark_of_an_interrupted_phase_is_the_last_that_was_seen(
+    sampler: type[FakeSampler], ended: Exit
+) -> None:
+    sampler.last_peak_rss_bytes = 700 * MIB
+    script = [*BASELINE, begin("build"), phase("build", 500), begin("read")]
+    assert watched(FakeRunning(script, ended, pid=1)).peaks.rss_bytes == 700 * MIB
+
+
+@pytest.mark.parametrize("last", [TimeoutError, done()])
+def test_what_comes_after_ready_is_no_part_of_the_peak(
+    sampler: type[FakeSampler], last: Any
+) -> None:
+    sampler.last_peak_rss_bytes = 999 * MIB
+    script = [*LOADED, begin("touch"), phase("touch", 450), ready(), begin("forward"), last]
+    assert watched(FakeRunning(script, KILLED, pid=1)).peaks.rss_bytes == 500 * MIB
+
+
+def test_looks_at_the_gpu_join_the_samples_that_follow_them(sampler: type[FakeSampler]) -> None:
+    sampler.seen = tuple(map(sample, (5, 10, 19, 20, 99)))
+    points = event("cuda", points=[[10, 1, 100], [20, 2, 200]])
+    watch = Watch(FakeRunning([points], pid=1), 0.005, lambda _: None)
+    watch.follow(1)
+    watch.close()
+    assert [(s.cuda_allocated_bytes, s.cuda_driver_bytes) for s in watch.samples] == [
+        (None, None), (1, 100), (1, 100), (2, 200), (2, 200),
+    ]  # fmt: skip
+
+
+def test_the_allocators_peaks_are_the_largest_of_the_load() -> None:
+    def gpu(name: str, peak: int) -> bytes:
+        return phase(
+            name,
+            peak_cuda_requested_bytes=peak,
+            peak_cuda_allocated_bytes=peak + 1,
+            peak_cuda_reserved_bytes=peak + 2,
+        )
+
+    script = [gpu("prepare", 90), fakes.baseline(), gpu("a", 20), gpu("b", 10), ready(), gpu("forward", 99), done()]  # fmt: skip
+    peaks = watched(FakeRunning(script)).peaks
+    assert peaks.cuda_requested_bytes == 20
+    assert peaks.cuda_allocated_bytes == 21
+    assert peaks.cuda_reserved_bytes == 22
+
+
+@given(st.integers(0, len(DONE)))
+def test_wherever_a_worker_is_killed_there_is_a_result(cut: int) -> None:
+    result = watched(FakeRunning([*DONE[:cut]], KILLED))
+    assert len(result.phases) == sum(b'"event":"phase"' in line for line in DONE[:cut])
+    assert (result.outcome is Outcome.OK) == (cut == len(DONE))
+    assert result.cost and replace(result.cost, wall_ns=0) == result.cost

@@ -1,0 +1,172 @@
+"""What a watch reads from its worker's cgroup: plain files here, whose numbers a script changes."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import fakes
+import pytest
+from fakes import FakeRunning, begin, done, phase, ready
+from scripts import BASELINE, DONE, KILLED, FakeSampler, fake_sampler, watched
+
+from harness import watching
+from harness.counters import MemoryCgroup
+from harness.isolation import Exit
+from harness.record import Outcome, Pressure
+
+__all__ = ["fake_sampler"]
+
+
+class Group:
+    """A cgroup of plain files whose numbers a script changes; as v2, it is before Linux 5.19."""
+
+    def __init__(self, folder: Path, version: int) -> None:
+        self.folder = folder
+        self._v1 = version == 1
+
+    def start(self, **figures: int) -> Path:
+        self.folder.mkdir(exist_ok=True)
+        self._write("memory.limit_in_bytes" if self._v1 else "memory.max", 100)
+        self.has(
+            **{"usage": 1, "peak": 1, "refaults": 0, "pressure_us": 0, "oom_kills": 0} | figures
+        )()
+        assert MemoryCgroup(self.folder).version == (1 if self._v1 else 2)
+        return self.folder
+
+    def has(self, **figures: int) -> Callable[[], None]:
+        """Return a step of a script that sets figures."""
+
+        def step() -> None:
+            for name, value in figures.items():
+                getattr(self, f"_set_{name}")(value)
+
+        return step
+
+    def vanish(self) -> None:
+        for path in self.folder.iterdir():
+            path.unlink()
+        self.folder.rmdir()
+
+    def _write(self, name: str, text: object) -> None:
+        (self.folder / name).write_text(f"{text}\n")
+
+    def _set_usage(self, value: int) -> None:
+        self._write("memory.usage_in_bytes" if self._v1 else "memory.current", value)
+
+    def _set_peak(self, value: int) -> None:
+        if self._v1:  # padded, because a reset writes over the beginning of a plain file
+            self._write("memory.max_usage_in_bytes", f"{value:<8}")
+
+    def _set_refaults(self, value: int) -> None:
+        self._write("memory.stat", f"file 0\nworkingset_refault_file {value}")
+
+    def _set_pressure_us(self, value: int) -> None:
+        line = f"avg10=0.00 avg60=0.00 avg300=0.00 total={value}"
+        self._write("memory.pressure", f"some {line}\nfull {line}")
+
+    def _set_oom_kills(self, value: int) -> None:
+        name = "memory.oom_control" if self._v1 else "memory.events.local"
+        self._write(name, f"oom_kill {value}")
+
+
+@pytest.mark.parametrize(
+    ("version", "phase_peaks", "peak"),
+    [(1, [95, 70, 16, 99], 70), (2, [None, None, None, None], None)],
+)
+def test_the_cgroups_figures(
+    tmp_path: Path,
+    sampler: type[FakeSampler],
+    version: int,
+    phase_peaks: list[int | None],
+    peak: int | None,
+) -> None:
+    group = Group(tmp_path, version)
+    script = [
+        begin("import"), group.has(usage=5, peak=95), phase("import"),
+        group.has(usage=10, peak=12), fakes.baseline(),
+        begin("read"), group.has(usage=20, peak=70), phase("read"),
+        group.has(usage=15, peak=16), begin("touch"), phase("touch"), ready(),
+        begin("forward"), group.has(usage=30, peak=99), phase("forward"), done(),
+        group.has(refaults=8, pressure_us=9, oom_kills=0),
+    ]  # fmt: skip
+    result = watched(FakeRunning(script, pid=1, cgroup=group.start(refaults=3, pressure_us=4)))
+    assert result.baseline and result.baseline.cgroup_bytes == 10
+    assert [one.peak_cgroup_bytes for one in result.phases] == phase_peaks
+    assert [one.end.cgroup_bytes for one in result.phases] == [5, 20, 15, 30]
+    assert result.peaks.cgroup_bytes == peak  # from the baseline until ready
+    assert result.faults and result.faults.workingset_refault_file == 5
+    assert result.oom_kills == 0
+
+
+def test_pressure_is_what_the_load_added(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampler: type[FakeSampler]
+) -> None:
+    group = Group(tmp_path, 2)
+    monkeypatch.setattr(watching, "pressure_file_of", lambda pid: tmp_path / "memory.pressure")
+    script = [*DONE, group.has(pressure_us=9)]
+    result = watched(FakeRunning(script, pid=1, cgroup=group.start(pressure_us=4)))
+    assert result.pressure == Pressure(some_ns=5000, full_ns=5000)
+
+
+def test_where_psi_is_off_there_is_no_pressure(tmp_path: Path, sampler: type[FakeSampler]) -> None:
+    assert watched(FakeRunning([*DONE], pid=1, cgroup=Group(tmp_path, 2).start())).pressure is None
+
+
+def test_a_mark_that_cannot_be_reset_gives_the_total_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampler: type[FakeSampler]
+) -> None:
+    monkeypatch.setattr(watching.PeakMark, "reset", lambda mark: False)  # v2 before Linux 6.12
+    group = Group(tmp_path, 1)
+    script = [
+        begin("import"), group.has(peak=40), phase("import"), fakes.baseline(),
+        begin("read"), group.has(peak=70), phase("read"), ready(),
+        begin("forward"), group.has(peak=99), phase("forward"), done(),
+    ]  # fmt: skip
+    result = watched(FakeRunning(script, pid=1, cgroup=group.start()))
+    assert [one.peak_cgroup_bytes for one in result.phases] == [None, None, None]
+    assert result.peaks.cgroup_bytes == 70
+
+
+def test_a_killed_cells_total_is_read_after_its_death(
+    tmp_path: Path, sampler: type[FakeSampler]
+) -> None:
+    group = Group(tmp_path, 1)
+    script = [*BASELINE, begin("read"), group.has(peak=80, oom_kills=1)]
+    result = watched(FakeRunning(script, KILLED, pid=1, cgroup=group.start()))
+    assert result.outcome is Outcome.OOM_KILLED
+    assert result.message == "killed by the kernel for lack of memory in phase 'read'"
+    assert (result.peaks.cgroup_bytes, result.oom_kills, result.warnings) == (80, 1, ())
+
+
+def test_a_cgroup_that_went_with_its_worker_leaves_what_the_sampler_saw(
+    tmp_path: Path, sampler: type[FakeSampler]
+) -> None:
+    group = Group(tmp_path / "group", 2)
+    sampler.oom_kills = 2
+    script = [*BASELINE, begin("read"), group.vanish]
+    result = watched(
+        FakeRunning(script, Exit(None, signal=9, oom_killed=True), pid=1, cgroup=group.start())
+    )
+    assert (result.outcome, result.oom_kills) == (Outcome.OOM_KILLED, 2)
+
+
+@pytest.mark.parametrize(
+    ("kills", "warning"),
+    [
+        (1, "the kernel killed 1 process of this cell for lack of memory"),
+        (3, "the kernel killed 3 processes of this cell for lack of memory"),
+    ],
+)
+def test_a_child_that_was_killed_is_a_warning(
+    tmp_path: Path, sampler: type[FakeSampler], kills: int, warning: str
+) -> None:
+    group = Group(tmp_path, 1)
+    result = watched(FakeRunning([*DONE, group.has(oom_kills=kills)], pid=1, cgroup=group.start()))
+    assert (result.outcome, result.warnings) == (Outcome.OK, (warning,))
+
+
+def test_the_limit_is_lifted_before_a_thrashing_worker_is_killed(
+    tmp_path: Path, sampler: type[FakeSampler]
+) -> None:
+    group = Group(tmp_path, 2)
+    watched(FakeRunning([*BASELINE, TimeoutError], KILLED, pid=1, cgroup=group.start()))
+    assert (tmp_path / "memory.max").read_text() == "max"
