@@ -59,6 +59,7 @@ def start(request: Request) -> tuple[Run, str]:
         "seed": request.seed,
         "checkpoint": str(checkpoint) if checkpoint else None,
         "timeout_s": suite.timeout_s,
+        "steady": suite.steady,
         "base_image": request.base_image,
         "strategy_paths": {info.name: str(info.path) for info, _ in strategies},
     }
@@ -70,6 +71,7 @@ def start(request: Request) -> tuple[Run, str]:
         seed=request.seed,
         checkpoint=checkpoint,
         timeout_s=suite.timeout_s,
+        steady=suite.steady,
     )
     return run, note
 
@@ -97,6 +99,7 @@ def resume(folder: Path) -> Run:
             seed=settings["seed"],
             checkpoint=Path(checkpoint) if checkpoint else None,
             timeout_s=settings["timeout_s"],
+            steady=settings["steady"],
         )
     except KeyError as error:
         raise RecordError(

@@ -66,6 +66,13 @@ def bench(
     ] = "cold",
     repeats: Annotated[int, typer.Option(help="How often each cell is measured, interleaved.")] = 1,
     timeout: Annotated[float, typer.Option(help="Seconds after which a cell is ended.")] = 600.0,
+    steady: Annotated[
+        bool,
+        typer.Option(
+            "--steady",
+            help="Touch and free memory before each cell: steadier times in virtual machines.",
+        ),
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of the weights that are made.")] = 0,
     suite: Annotated[
         Path | None, typer.Option(help="A YAML matrix instead of the options above.")
@@ -102,6 +109,7 @@ def bench(
             "cache": cache,
             "repeats": repeats,
             "timeout_s": timeout,
+            "steady": steady,
         }
         if names := _split(strategies or []):
             options["strategies"] = names

@@ -100,6 +100,7 @@ class Suite(_Strict):
     cache: Literal["cold", "warm"] = "cold"
     repeats: int = Field(1, ge=1)
     timeout_s: float = Field(600, gt=0, allow_inf_nan=False)
+    steady: bool = False
     description: str = ""
 
 

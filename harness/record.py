@@ -140,6 +140,7 @@ class Result:
     oom_kills: int | None = None
     exit_code: int | None = None
     cached_bytes_at_start: int | None = None
+    touched_bytes_before: int | None = None
     cost: Cost | None = None
     samples_path: str | None = None
     started_at: str = ""

@@ -44,6 +44,7 @@ class Run:
     seed: int = 0
     checkpoint: Path | None = None
     timeout_s: float = 600.0
+    steady: bool = False
 
 
 def run(task: Run, progress: Progress) -> list[Result]:
@@ -81,6 +82,7 @@ def _run_remaining(task: Run, remaining: list[Planned], progress: Progress) -> N
         isolation=task.isolation,
         run=task.folder,
         environment=_environment(task.isolation),
+        steady=task.steady,
         on_phase=progress.phase,
     )
     for planned in remaining:

@@ -1,0 +1,215 @@
+"""Filling memory from stretches of files: pieces, the threads that read them, and where they go."""
+
+import ctypes
+import mmap
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from harness.checkpoint.direct import PIECE_BYTES, PieceReader
+from harness.checkpoint.layouts.base import TensorSlice
+
+DEFAULT_THREADS: Final = 4  # more than the cores of a small machine: while some wait, others copy
+
+_HUGE_PAGE_BYTES: Final = 2 * 1024**2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stretch:
+    """One stretch of a file and the memory that it fills: a tensor, or several that share it.
+
+    ``memory`` is flat, of the final dtype, on the final device.
+    """
+
+    slices: tuple[TensorSlice, ...]
+    start: int
+    memory: torch.Tensor
+
+    def views(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each name with its tensor over the memory."""
+        for one in self.slices:
+            at = (one.offset - self.start) // one.dtype.itemsize
+            yield one.name, self.memory.as_strided(one.shape, one.stride, at)
+
+    def pieces(self) -> Iterator["Piece"]:
+        """Yield the reads to make, cut where the file's own pieces are cut."""
+        size = self.slices[0].dtype.itemsize
+        end = self.start + self.memory.numel() * size
+        at = self.start
+        while at < end:
+            stop = min((at // PIECE_BYTES + 1) * PIECE_BYTES, end)
+            stop -= (stop - self.start) % size  # whole elements
+            stop = stop if stop > at else min(at + PIECE_BYTES, end)
+            first, last = (at - self.start) // size, (stop - self.start) // size
+            yield Piece(self.slices[0], at, self.memory[first:last])
+            at = stop
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """One read: ``target`` is filled with what lies at ``offset``."""
+
+    source: TensorSlice
+    offset: int
+    target: torch.Tensor
+
+    @property
+    def source_bytes(self) -> int:
+        return self.target.numel() * self.source.dtype.itemsize
+
+
+def prepare(
+    slices: Sequence[TensorSlice],
+    targets: Mapping[str, torch.Tensor],
+    device: torch.device,
+    dtype: torch.dtype | None,
+) -> Stretch:
+    """Return the stretch that holds ``slices``, which share a storage, with memory to fill.
+
+    That is the target's own memory where it is a plain tensor of the right kind, else fresh.
+    """
+    first = slices[0]
+    start = min(one.offset for one in slices)
+    end = max(one.offset + _extent_bytes(one) for one in slices)
+    kind = dtype if dtype and first.dtype.is_floating_point else first.dtype
+    own = targets[first.name]
+    if (own.device, own.dtype) == (device, kind) and _is_plain(slices) and own.is_contiguous():
+        memory = own.detach().view(-1)
+    else:
+        memory = allocate((end - start) // first.dtype.itemsize, kind, device)
+    return Stretch(tuple(slices), start, memory)
+
+
+def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return flat uninitialised memory; on the CPU it asks for huge pages where it is large.
+
+    Faults on fresh 4 KiB pages are most of what a load from the cache costs. The memory is the
+    tensor's own: it is given back with it, and saving or freeing it concerns no other tensor.
+    """
+    size = numel * dtype.itemsize
+    if device.type != "cpu" or size < _HUGE_PAGE_BYTES:
+        return torch.empty(numel, dtype=dtype, device=device)
+    area = mmap.mmap(-1, size + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE)
+    base = ctypes.addressof(ctypes.c_char.from_buffer(area))
+    skip = -base % _HUGE_PAGE_BYTES
+    # Whole huge pages only: one that sticks out of the tensor would be paid for and not used.
+    area.madvise(mmap.MADV_HUGEPAGE, skip, size - size % _HUGE_PAGE_BYTES)
+    return torch.frombuffer(area, dtype=dtype, count=numel, offset=skip)
+
+
+def fill(stretches: Iterable[Stretch], threads: int) -> None:
+    """Read all stretches into their memory, on so many threads; the first error ends them all."""
+    pieces = (piece for stretch in stretches for piece in stretch.pieces())
+    lock, failed = threading.Lock(), threading.Event()
+
+    def work() -> None:
+        with _Reader() as reader:
+            while not failed.is_set():
+                with lock:
+                    piece = next(pieces, None)
+                if piece is None:
+                    return
+                try:
+                    reader.read(piece)
+                except BaseException:
+                    failed.set()
+                    raise
+
+    with ThreadPoolExecutor(threads) as pool:
+        for future in [pool.submit(work) for _ in range(threads)]:
+            future.result()
+
+
+class _Reader:
+    """What one thread needs to read pieces: open files, and buffers where pieces do not go straight."""
+
+    def __init__(self) -> None:
+        self._files: dict[Path, PieceReader] = {}
+        self._buffer: torch.Tensor | None = None
+        self._gpu: _GpuCopier | None = None
+
+    def __enter__(self) -> "_Reader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            file.close()
+        if self._gpu:
+            self._gpu.finish()
+
+    def read(self, piece: Piece) -> None:
+        """Read one piece into place, converted and copied to the GPU where it must be."""
+        target, source = piece.target, piece.source
+        if source.file not in self._files:
+            self._files[source.file] = PieceReader(source.file)
+        read = self._files[source.file].read
+        if target.is_cuda:
+            self._gpu = self._gpu or _GpuCopier(target.device)
+            with self._gpu.copying_to(target) as pinned:
+                self._read_converted(read, piece, pinned)
+        else:
+            self._read_converted(read, piece, target)
+
+    def _read_converted(
+        self, read: Callable[[memoryview, int], None], piece: Piece, target: torch.Tensor
+    ) -> None:
+        if target.dtype == piece.source.dtype:
+            read(memory_of(target), piece.offset)
+            return
+        if self._buffer is None:
+            self._buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8)
+        buffer = self._buffer[: piece.source_bytes]
+        read(memory_of(buffer), piece.offset)
+        target.copy_(buffer.view(piece.source.dtype))
+
+
+class _GpuCopier:
+    """Two pinned buffers and a stream: one buffer is filled while the other is copied."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(device))  # the memory is from there
+        self._buffers = [torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in "ab"]
+        self._copied = [torch.cuda.Event() for _ in "ab"]  # type: ignore[no-untyped-call]
+        self._turn = 0
+
+    @contextmanager
+    def copying_to(self, target: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Give a pinned tensor to fill; copies it to ``target`` afterwards, without waiting."""
+        turn, self._turn = self._turn, 1 - self._turn
+        self._copied[turn].synchronize()
+        pinned = self._buffers[turn][: target.nbytes].view(target.dtype)
+        yield pinned
+        with torch.cuda.stream(self._stream):
+            target.copy_(pinned, non_blocking=True)
+            self._copied[turn].record(self._stream)
+
+    def finish(self) -> None:
+        """Wait for the copies under way."""
+        self._stream.synchronize()
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous CPU tensor, to be written to."""
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()))
+
+
+def _extent_bytes(one: TensorSlice) -> int:
+    """Return how many bytes lie from a tensor's first element to the end of its last."""
+    if 0 in one.shape:
+        return 0
+    last = sum((size - 1) * step for size, step in zip(one.shape, one.stride, strict=True))
+    return (last + 1) * one.dtype.itemsize
+
+
+def _is_plain(slices: Sequence[TensorSlice]) -> bool:
+    """Tell whether all names are the same contiguous tensor."""
+    first = slices[0]
+    same = all((one.offset, one.shape) == (first.offset, first.shape) for one in slices)
+    return same and all(one.contiguous for one in slices)

@@ -1,0 +1,116 @@
+"""Load a checkpoint straight into a model: no state dict, no second copy, converted on the way.
+
+Tensors are read from their places in the file into fresh memory that asks for huge pages, by
+several threads, a piece at a time. What is converted passes through a buffer of one piece; what
+goes to a GPU, through two pinned ones. Peak: the model, and a few MiB for each thread.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final, Literal
+
+import torch
+
+from harness.checkpoint import layouts
+from harness.checkpoint.filling import DEFAULT_THREADS, fill, prepare
+from harness.checkpoint.layouts.base import TensorSlice
+from harness.errors import CheckpointError
+
+Granularity = Literal["all", "module", "tensor"]
+
+_SHOWN: Final = 3
+
+
+def load_streaming(
+    model: torch.nn.Module,
+    checkpoint: Path | str,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    threads: int = DEFAULT_THREADS,
+    granularity: Granularity = "all",
+) -> torch.nn.Module:
+    """Fill ``model`` from a checkpoint of any layout that ``weighin inspect`` reads; return it.
+
+    Build it with ``without_weights()`` or on the meta device: tensors that have memory already are
+    replaced all the same. Parameters keep ``requires_grad`` and stay tied; storages that tensors
+    of the checkpoint share are read once and stay shared. Non-persistent buffers are in no
+    checkpoint and are left alone, but for their device and dtype.
+
+    Args:
+        dtype: of all floating-point tensors; None keeps the checkpoint's own.
+        granularity: whether reading one tensor, or one module, ends before the next begins.
+
+    Raises:
+        CheckpointError: unreadable, or not this model's: missing or unexpected keys, other shapes.
+    """
+    _, slices = layouts.read(Path(checkpoint))
+    targets = model.state_dict(keep_vars=True)
+    _check_fits(Path(checkpoint), slices, targets)
+    device = torch.device(device)
+    groups = _by_storage(slices)
+    for batch in _batches(groups, granularity):
+        loads = [prepare(group, targets, device, dtype) for group in batch]
+        fill(loads, threads)
+        _assign(model, {name: tensor for load in loads for name, tensor in load.views()})
+    return model
+
+
+def _by_storage(slices: Sequence[TensorSlice]) -> list[list[TensorSlice]]:
+    """Group the slices that share a stretch of a file, in the order of the files' bytes."""
+    groups: dict[tuple[Path, int, torch.dtype], list[TensorSlice]] = {}
+    for one in slices:
+        groups.setdefault((one.file, one.storage_offset, one.dtype), []).append(one)
+    return sorted(groups.values(), key=lambda group: (str(group[0].file), group[0].offset))
+
+
+def _batches(
+    groups: list[list[TensorSlice]], granularity: Granularity
+) -> Iterator[list[list[TensorSlice]]]:
+    """Yield the groups to be read together."""
+    if granularity == "all":
+        yield groups
+    elif granularity == "tensor":
+        yield from ([group] for group in groups)
+    else:
+        modules = itertools.groupby(groups, key=lambda group: group[0].name.rpartition(".")[0])
+        yield from (list(members) for _, members in modules)
+
+
+def _check_fits(
+    checkpoint: Path, slices: Sequence[TensorSlice], targets: Mapping[str, torch.Tensor]
+) -> None:
+    found = {one.name: one.shape for one in slices}
+    problems = {
+        "missing": targets.keys() - found.keys(),
+        "unexpected": found.keys() - targets.keys(),
+        "of another shape": {
+            name for name in targets.keys() & found.keys() if found[name] != targets[name].shape
+        },
+    }
+    said = [
+        f"{len(names)} {what} ({', '.join(sorted(names)[:_SHOWN])}{', ...' * (len(names) > _SHOWN)})"
+        for what, names in problems.items()
+        if names
+    ]
+    if said:
+        raise CheckpointError(
+            f"{checkpoint}: does not fit this model, keys: {'; '.join(said)}",
+            "choose the model that this checkpoint was saved from",
+        )
+
+
+def _assign(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Give the model its tensors; a parameter that has several names stays one parameter."""
+    parameters: dict[int, torch.nn.Parameter] = {}
+    for name, tensor in tensors.items():
+        path, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(path)
+        old = owner._parameters.get(leaf)
+        if old is None:
+            owner._buffers[leaf] = tensor
+        elif old.data_ptr() != tensor.data_ptr() or old.is_meta:
+            if id(old) not in parameters:
+                parameters[id(old)] = torch.nn.Parameter(tensor, requires_grad=old.requires_grad)
+            owner._parameters[leaf] = parameters[id(old)]

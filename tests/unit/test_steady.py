@@ -1,0 +1,21 @@
+from pytest import MonkeyPatch
+
+from harness import environment, steady
+from harness.counters import read_status
+from harness.units import MIB
+
+
+def test_memory_is_touched_and_given_back() -> None:
+    before = read_status()["VmRSS"]
+    assert steady.touch_and_free(64 * MIB) == 64 * MIB
+    assert read_status()["VmHWM"] >= before + 64 * MIB
+    assert read_status()["VmRSS"] < before + 8 * MIB
+
+
+def test_no_more_is_touched_than_the_machine_can_spare(monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "free_ram_bytes", lambda: 10 * MIB)
+    assert steady.touch_and_free(64 * MIB) == 8 * MIB
+
+
+def test_nothing_to_touch() -> None:
+    assert steady.touch_and_free(0) == 0
