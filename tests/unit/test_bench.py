@@ -57,6 +57,7 @@ def test_the_plan_holds_what_a_resumed_run_must_repeat(here: Path) -> None:
         "seed": 7,
         "checkpoint": f"{here}/weights.pt",
         "timeout_s": 600.0,
+        "steady": False,
         "base_image": "base:1",
         "strategy_paths": {"mine": f"{here}/mine.py"},
     }
