@@ -1,6 +1,6 @@
 """Is this the right model? Every parameter and buffer, tied weights, and one forward pass."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -31,8 +31,9 @@ def check_structure(
     shapes = [n for n, tensor in tensors.items() if tuple(tensor.shape) != expected[n].shape]
     _complain("of another shape than in the checkpoint", shapes)
     wanted = {name: _wanted_dtype(entry, dtype) for name, entry in expected.items()}
-    kinds = [n for n, tensor in tensors.items() if _name(tensor.dtype) != wanted[n]]
-    _complain(f"not of dtype {_name(dtype)}", kinds)
+    for kind in sorted(set(wanted.values())):
+        others = [n for n, t in tensors.items() if wanted[n] == kind != _name(t.dtype)]
+        _complain(f"not of dtype {kind}", others)
     untied = [
         entry.name
         for entry in manifest.tensors
@@ -53,15 +54,24 @@ def check_values(checksums: dict[str, str], manifest: Manifest, dtype: torch.dty
 
 
 def check_forward(model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> None:
-    """Run the model once; raise WrongWeights where its output is not finite.
+    """Run the model once; raise WrongWeights where a tensor of its output is not finite.
 
     ``inputs`` are the builder's example inputs, already on the model's device.
     """
     model.eval()
     with torch.inference_mode():
         output = model(*inputs)
-    if isinstance(output, torch.Tensor) and not bool(torch.isfinite(output).all()):
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in _tensors(output)):
         raise WrongWeights("the forward pass gives values that are not finite")
+
+
+def _tensors(output: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors of what a model returned: one, or tuples, lists and mappings of them."""
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, Mapping | tuple | list):
+        for item in output.values() if isinstance(output, Mapping) else output:
+            yield from _tensors(item)
 
 
 def _complain(what: str, names: Iterable[str]) -> None:

@@ -1,0 +1,189 @@
+"""Each way in which a loaded model can be wrong has its own complaint."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from harness.checkpoint.checksum import checksum
+from harness.checkpoint.manifest import Manifest, TensorEntry
+from harness.worker.touch import named_tensors, touch
+from harness.worker.verify import WrongWeights, check_forward, check_structure, check_values
+
+CPU = torch.device("cpu")
+HALVES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Model(nn.Module):
+    """A tied head, a persistent mask and a step count that is no floating-point number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(8, 4)
+        self.head = nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("mask", torch.arange(4.0))
+        self.register_buffer("step", torch.tensor(3), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embedding(tokens))
+
+
+def manifest_of(model: nn.Module) -> Manifest:
+    def entry(name: str, tensor: torch.Tensor) -> TensorEntry:
+        floating = tensor.is_floating_point()
+        own = str(tensor.dtype).removeprefix("torch.")
+        kinds = HALVES if floating else {own: tensor.dtype}
+        return TensorEntry(
+            name=name,
+            shape=tuple(tensor.shape),
+            dtype=own,
+            bytes=tensor.nbytes,
+            kind="parameter",
+            shared_with="embedding.weight" if name == "head.weight" else None,
+            checksums={kind: checksum(tensor.to(dtype)) for kind, dtype in kinds.items()},
+        )
+
+    tensors = named_tensors(model)
+    return Manifest("m", "a:b", "seed 0", tuple(entry(*item) for item in tensors.items()))
+
+
+MANIFEST = manifest_of(Model())
+
+
+def verify(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+    """Verify as the worker does."""
+    tensors = named_tensors(model)
+    check_structure(tensors, MANIFEST, CPU, dtype)
+    check_values(touch(tensors), MANIFEST, dtype)
+
+
+def test_the_right_model_passes() -> None:
+    verify(Model())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_right_model_in_half_precision_passes(dtype: torch.dtype) -> None:
+    model = Model().to(dtype)
+    assert model.step.dtype == torch.int64
+    verify(model, dtype)
+
+
+def untie(model: Any) -> None:
+    model.head.weight = nn.Parameter(model.embedding.weight.detach().clone())
+
+
+def retype(model: Any) -> None:
+    model.step = model.step.to(torch.float32)
+
+
+def add(count: int) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        for number in range(count):
+            model.register_buffer(f"extra{number}", torch.ones(1))
+
+    return change
+
+
+def damage(model: Any) -> None:
+    with torch.no_grad():
+        model.embedding.weight[3, 1] += 1e-3
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda m: delattr(m, "mask"), "1 tensor missing from the model: mask"),
+        (add(1), "1 tensor not in the checkpoint: extra0"),
+        (add(2), "2 tensors not in the checkpoint: extra0, extra1"),
+        (add(5), "5 tensors not in the checkpoint: extra0, extra1, extra2, ..."),
+        (
+            lambda m: m.to("meta"),
+            "4 tensors left on the meta device, without values:"
+            " embedding.weight, head.weight, mask, ...",
+        ),
+        (
+            lambda m: setattr(m, "mask", torch.ones(4, 1)),
+            "1 tensor of another shape than in the checkpoint: mask",
+        ),
+        (
+            lambda m: m.to(torch.float16),
+            "3 tensors not of dtype float32: embedding.weight, head.weight, mask",
+        ),
+        (retype, "1 tensor not of dtype int64: step"),
+        (untie, "1 tensor no longer tied to the tensor that they share: head.weight"),
+        (
+            damage,
+            "2 tensors with other values than in the checkpoint: embedding.weight, head.weight",
+        ),
+        (lambda m: m.mask.fill_(9), "1 tensor with other values than in the checkpoint: mask"),
+        (lambda m: m.step.add_(1), "1 tensor with other values than in the checkpoint: step"),
+    ],
+)
+def test_a_wrong_model_is_named(change: Callable[[Any], object], complaint: str) -> None:
+    model = Model()
+    change(model)
+    with pytest.raises(WrongWeights) as caught:
+        verify(model)
+    assert str(caught.value) == complaint
+
+
+def test_a_tensor_on_another_device() -> None:
+    tensors = named_tensors(Model())
+    with pytest.raises(WrongWeights) as caught:
+        check_structure(tensors, MANIFEST, torch.device("cuda:1"), torch.float32)
+    assert str(caught.value) == (
+        "4 tensors not on cuda:1: embedding.weight, head.weight, mask, ..."
+    )
+
+
+def test_rows_that_changed_places_are_other_values() -> None:
+    model = Model()
+    with torch.no_grad():
+        model.embedding.weight.copy_(model.embedding.weight.flip(0).clone())
+    with pytest.raises(WrongWeights):
+        verify(model)
+
+
+def test_another_parameter_on_the_same_memory_is_tied() -> None:
+    model: Any = Model()
+    model.head.weight = nn.Parameter(model.embedding.weight.detach()[:, :])
+    verify(model)
+
+
+class Gives(nn.Module):
+    def __init__(self, output: object) -> None:
+        super().__init__()
+        self._output = output
+
+    def forward(self) -> object:
+        assert not self.training
+        assert torch.is_inference_mode_enabled()
+        return self._output
+
+
+GOOD, BAD = torch.ones(2), torch.tensor([1.0, float("nan")])
+
+
+@pytest.mark.parametrize(
+    "output", [GOOD, torch.ones(2, dtype=torch.int64), (GOOD, None), {"logits": GOOD}, None, "text"]
+)
+def test_a_finite_output_passes(output: object) -> None:
+    check_forward(Gives(output), ())
+
+
+@pytest.mark.parametrize(
+    "output",
+    [BAD, torch.tensor(float("inf")), (GOOD, BAD), [BAD], {"loss": None, "logits": BAD}, ((BAD,),)],
+)
+def test_an_output_that_is_not_finite_is_wrong(output: object) -> None:
+    with pytest.raises(WrongWeights) as caught:
+        check_forward(Gives(output), ())
+    assert str(caught.value) == "the forward pass gives values that are not finite"
+
+
+def test_the_model_is_run_on_its_inputs() -> None:
+    check_forward(Model(), (torch.tensor([[1, 2, 3]]),))
