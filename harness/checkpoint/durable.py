@@ -6,10 +6,15 @@ from pathlib import Path
 
 def write_text(path: Path, text: str) -> None:
     """Write a file under a temporary name, sync it, and rename it into place."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file under a temporary name, sync it, and rename it into place."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with temporary.open("wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

@@ -12,6 +12,8 @@ from harness.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
+    from harness.checkpoint.layouts.file_view import FileView
+
 _LEGACY_MAGIC: Final = 0x1950A86A20F9469CFC6C.to_bytes(10, "little")  # torch before 1.6
 _AGAIN: Final = "copy or download the file again"
 
@@ -33,20 +35,36 @@ def load_tensor(path: Path, *, map_location: str | None = None) -> "torch.Tensor
     Raises:
         CheckpointError: as ``load_state_dict``, or the file holds something else.
     """
+    return _tensor(path, _load(path, map_location, mmap=map_location is None))
+
+
+def _tensor(path: Path, tensor: Any) -> "torch.Tensor":
     import torch
 
-    tensor = _load(path, map_location, mmap=map_location is None)
     if not isinstance(tensor, torch.Tensor):
         raise CheckpointError(f"{path}: holds a {type(tensor).__name__}, not a tensor", _AGAIN)
     return tensor
 
 
+def load_embedded(path: Path, archive: "FileView") -> "torch.Tensor":
+    """Return the one tensor of an archive inside a file, on the meta device.
+
+    Raises:
+        CheckpointError: as ``load_tensor``.
+    """
+    return _tensor(path, _read(path, archive, "meta", mmap=False))
+
+
 def _load(path: Path, map_location: str | None, mmap: bool) -> Any:
+    check_file(path)
+    return _read(path, path, map_location, mmap)
+
+
+def _read(path: Path, source: Any, map_location: str | None, mmap: bool) -> Any:
     import torch
 
-    check_file(path)
     try:
-        return torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)
+        return torch.load(source, map_location=map_location, mmap=mmap, weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path}: holds more than tensors, and was NOT executed: {_reason(error)}",

@@ -12,6 +12,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -75,11 +76,11 @@ def write_tensor(
 def fill_holes(path: Path, names: list[str], pieces: Pieces, progress: Progress | None) -> None:
     """Write into record ``data/i`` what ``pieces(names[i])`` gives, and set all CRC-32s."""
     with path.open("r+b") as file:
-        records = _data_records(path, file.fileno())
+        records = data_records(path, file.fileno())
         assert len(records) == len(names)
         flusher = _Flusher(file.fileno(), progress)
         jobs = [
-            lambda record=record, name=name: _fill(file.fileno(), record, pieces(name), flusher)
+            partial(fill, file.fileno(), record, partial(pieces, name), flusher)
             for record, name in zip(records, names, strict=True)
         ]
         run_parallel(jobs)
@@ -98,20 +99,25 @@ def run_parallel(jobs: Iterable[Callable[[], None]]) -> None:
             future.result()
 
 
-class _Record:
+class Record:
     """One ``data/N`` of the archive: where its bytes lie and where its CRC-32 stands, twice."""
 
     def __init__(self, start: int, size: int, entry: int) -> None:
         self.start, self.size = start, size
         self.crc_places = [entry + 16] if not size else [start + size + 4, entry + 16]
 
+    def move(self, distance: int) -> None:
+        """Count from a place ``distance`` bytes before the archive's start."""
+        self.start += distance
+        self.crc_places = [place + distance for place in self.crc_places]
 
-def _data_records(path: Path, descriptor: int) -> list[_Record]:
+
+def data_records(path: Path, descriptor: int) -> list[Record]:
     """Return the tensor records in the order of their numbers."""
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
         entry_at = archive.start_dir
-    records: dict[int, _Record] = {}
+    records: dict[int, Record] = {}
     for info in entries:
         fixed = os.pread(descriptor, 46, entry_at)
         assert fixed[:4] == _ENTRY
@@ -119,7 +125,7 @@ def _data_records(path: Path, descriptor: int) -> list[_Record]:
         if folder.endswith("/data") and number.isdigit():
             local = os.pread(descriptor, 30, info.header_offset)
             start = info.header_offset + 30 + sum(struct.unpack("<2H", local[26:30]))
-            record = _Record(start, info.file_size, entry_at)
+            record = Record(start, info.file_size, entry_at)
             behind = os.pread(descriptor, 4, start + info.file_size)
             assert not info.file_size or behind == _DESCRIPTOR
             records[int(number)] = record
@@ -127,11 +133,36 @@ def _data_records(path: Path, descriptor: int) -> list[_Record]:
     return [records[number] for number in sorted(records)]
 
 
-def _fill(
-    descriptor: int, record: _Record, pieces: Iterable[torch.Tensor], flusher: "_Flusher"
+def embed(tensor: torch.Tensor, scratch: Path, descriptor: int, at: int) -> tuple[Record, int]:
+    """Write at ``at`` what ``torch.save(tensor, scratch)`` writes, around a hole for its values.
+
+    Returns the record to fill, and the length of it all in bytes. ``scratch`` is written over.
+    """
+    with torch.serialization.skip_data():
+        torch.save(tensor, scratch)
+    with scratch.open("rb") as file:
+        (record,) = data_records(scratch, file.fileno())
+        length = os.fstat(file.fileno()).st_size
+        end = record.start + record.size
+        _write_all(descriptor, memoryview(os.pread(file.fileno(), record.start, 0)), at)
+        _write_all(descriptor, memoryview(os.pread(file.fileno(), length - end, end)), at + end)
+    record.move(at)
+    return record, length
+
+
+def fill(
+    descriptor: int,
+    record: Record,
+    pieces: Callable[[], Iterable[torch.Tensor]],
+    flusher: "_Flusher",
 ) -> None:
+    """Write the values that ``pieces`` gives into a record, and their CRC-32 where it belongs.
+
+    Raises:
+        ValueError: they are not as long as the record.
+    """
     at, crc = record.start, 0
-    for piece in pieces:
+    for piece in pieces():
         data = memoryview(piece.reshape(-1).view(torch.uint8).numpy().data)
         if at + len(data) > record.start + record.size:
             raise ValueError(f"more than {record.size} bytes for a tensor of that size")

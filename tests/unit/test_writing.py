@@ -114,10 +114,10 @@ def test_a_record_beyond_4_gib_has_its_checksum_in_the_right_place(tmp_path) -> 
     with torch.serialization.skip_data():
         torch.save(blanks, path)
     with path.open("r+b") as file:
-        large, record = writing._data_records(path, file.fileno())
+        large, record = writing.data_records(path, file.fileno())
         assert large.size == 2**32 + 64
         flusher = writing._Flusher(file.fileno(), None)
-        writing._fill(file.fileno(), record, [small], flusher)
+        writing.fill(file.fileno(), record, lambda: [small], flusher)
     with zipfile.ZipFile(path) as archive:
         assert archive.read("model/data/1") == small.numpy().tobytes()
     assert torch.equal(torch.load(path, weights_only=True, mmap=True)["small"], small)

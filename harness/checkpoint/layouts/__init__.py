@@ -3,6 +3,8 @@
 =============  ====================================================================
 ``pt``         one file, as ``torch.save(model.state_dict(), ...)`` writes it
 ``per_param``  a folder: one file for each state-dict key, and ``index.json``
+``per_module`` a folder: one file for each layer or submodule, and ``index.json``
+``dcp``        a folder: ``torch.distributed.checkpoint``'s, with ``.metadata``
 =============  ====================================================================
 
 Importing this package imports no torch.
@@ -11,13 +13,15 @@ Importing this package imports no torch.
 from pathlib import Path
 from typing import Final
 
-from harness.checkpoint.layouts import per_param, pt
+from harness.checkpoint.layouts import dcp, per_module, per_param, pt
 from harness.checkpoint.layouts.base import Layout, TensorSlice
 from harness.errors import CheckpointError, UnknownName
 
 # In the order in which they are asked whether a path is theirs: per_param takes every index.json.
 _LAYOUTS: Final[tuple[Layout, ...]] = (
     pt,
+    dcp,
+    per_module,
     per_param,
 )
 

@@ -5,13 +5,15 @@ import struct
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import IO, TYPE_CHECKING, Final
 
 from harness.checkpoint.layouts.base import Pieces, Progress, TensorPlan, TensorSlice
 from harness.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
+
+    from harness.checkpoint.layouts.file_view import FileView
 
 NAME = "pt"
 SUFFIX = ".pt"
@@ -58,15 +60,23 @@ def write(
     write_pt(target, placeholders(tensors), pieces, progress)
 
 
-def slices(path: Path, state: "Mapping[str, torch.Tensor]") -> list[TensorSlice]:
+def slices(
+    path: Path, state: "Mapping[str, torch.Tensor]", archive: "FileView | None" = None
+) -> list[TensorSlice]:
     """Return where the tensors lie that were loaded from ``path`` to the meta device.
+
+    With ``archive``, an archive inside that file, places count from the archive's start.
 
     Raises:
         CheckpointError: as ``read``.
     """
     import torch
 
-    records = _stored_records(path)
+    if archive is None:
+        with path.open("rb") as file:
+            records = _stored_records(path, file)
+    else:
+        records = _stored_records(path, archive)
     found = []
     for name, tensor in state.items():
         _check_dense(path, name, tensor)
@@ -122,23 +132,24 @@ def _check_inside(where: TensorSlice, record_bytes: int) -> None:
         )
 
 
-def _stored_records(path: Path) -> dict[int, int]:
+def _stored_records(path: Path, file: "IO[bytes] | FileView") -> dict[int, int]:
     """Return where each record's data starts, and how long it is.
 
     Raises:
         CheckpointError: a record was compressed by a zip program, and cannot be read in place;
             or the values have another byte order than this machine's.
     """
-    file_bytes = path.stat().st_size
     records: dict[int, int] = {}
     try:
-        with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+        file_bytes = file.seek(0, os.SEEK_END)
+        with zipfile.ZipFile(file) as archive:
             for record in archive.infolist():
                 if record.compress_type != zipfile.ZIP_STORED:
                     raise CheckpointError(
                         f"{path}: record {record.filename!r} is compressed", _AGAIN
                     )
-                header = os.pread(file.fileno(), _LOCAL_HEADER.size, record.header_offset)
+                file.seek(record.header_offset)
+                header = file.read(_LOCAL_HEADER.size)
                 magic, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
                 start = record.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
                 if magic != b"PK\3\4" or start + record.file_size > file_bytes:

@@ -1,0 +1,161 @@
+"""The folder that ``torch.distributed.checkpoint.save`` writes: ``.metadata`` and ``*.distcp``.
+
+Each tensor is a ``torch.save`` archive of its own inside ``__0_0.distcp``; the metadata says where.
+Tied keys point at one archive. torch's own writer holds whole tensors: this one writes the same
+files piece by piece, and ``torch.distributed.checkpoint.load`` reads them.
+"""
+
+import os
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from harness.checkpoint import durable
+from harness.checkpoint.layouts import pt
+from harness.checkpoint.layouts.base import Pieces, Progress, TensorPlan, TensorSlice
+from harness.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from harness.checkpoint.layouts.dcp_metadata import Stored
+
+NAME = "dcp"
+SUFFIX = ""
+
+DATA_NAME: Final = "__0_0.distcp"
+_METADATA_NAME: Final = ".metadata"
+_ALIGNMENT: Final = 64
+
+
+def matches(path: Path) -> bool:
+    """Tell whether ``path`` is a folder with dcp's metadata."""
+    return (path / _METADATA_NAME).is_file()
+
+
+def files(path: Path) -> list[Path]:
+    """Return the metadata and all files of data."""
+    return [path / _METADATA_NAME, *sorted(path.glob("*.distcp"))]
+
+
+def read(path: Path) -> list[TensorSlice]:
+    """Return where each tensor lies inside the files of data.
+
+    Raises:
+        CheckpointError: damaged metadata, tensors in several pieces, or a damaged archive.
+    """
+    from harness.checkpoint.layouts import dcp_metadata
+
+    found: list[TensorSlice] = []
+    known: dict[tuple[str, int], TensorSlice] = {}
+    for stored in dcp_metadata.read(path):
+        place = stored.file, stored.offset
+        if place not in known:
+            known[place] = _read_archive(path, stored)
+        where = replace(known[place], name=stored.key)
+        if (where.shape, where.dtype) != (stored.shape, stored.dtype):
+            raise CheckpointError(
+                f"{where.file}: {stored.key!r} is {where.shape} of {where.dtype} there, "
+                f"but {stored.shape} of {stored.dtype} in {_METADATA_NAME}",
+                dcp_metadata.AGAIN,
+            )
+        found.append(where)
+    return found
+
+
+def _read_archive(folder: Path, stored: "Stored") -> TensorSlice:
+    from harness.checkpoint.layouts.dcp_metadata import AGAIN
+    from harness.checkpoint.layouts.file_view import FileView
+    from harness.checkpoint.opening import load_embedded
+
+    path = folder / stored.file
+    if Path(stored.file).name != stored.file or "\0" in stored.file:
+        raise CheckpointError(
+            f"{folder / _METADATA_NAME}: the file of {stored.key!r} lies outside the folder: "
+            f"{stored.file!r}",
+            AGAIN,
+        )
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if stored.offset + stored.length > size:
+                raise CheckpointError(
+                    f"{path}: truncated: {stored.key!r} ends at byte "
+                    f"{stored.offset + stored.length:,}, the file at {size:,}",
+                    AGAIN,
+                )
+            view = partial(FileView, file.fileno(), stored.offset, stored.length)
+            tensor = load_embedded(path, view())
+            (where,) = pt.slices(path, {stored.key: tensor}, view())
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}", AGAIN) from error
+    return replace(
+        where,
+        offset=where.offset + stored.offset,
+        storage_offset=where.storage_offset + stored.offset,
+    )
+
+
+def write(
+    target: Path,
+    tensors: Sequence[TensorPlan],
+    pieces: Pieces,
+    progress: Progress | None = None,
+) -> None:
+    """Write the file of data, then the metadata."""
+    from harness.checkpoint import writing
+
+    target.mkdir()
+    scratch = target / "archive"  # the name that torch gives archives without a path
+    places: dict[str, tuple[int, int]] = {}
+    jobs = []
+    with (target / DATA_NAME).open("x+b") as file:
+        flusher = writing._Flusher(file.fileno(), progress)
+        at = 0
+        for plan in tensors:
+            if plan.shared_with is not None:
+                places[plan.name] = places[plan.shared_with]
+                continue
+            blank = writing.placeholder(plan.shape, plan.dtype)
+            record, length = writing.embed(blank, scratch, file.fileno(), at)
+            jobs.append(
+                partial(writing.fill, file.fileno(), record, partial(pieces, plan.name), flusher)
+            )
+            places[plan.name] = at, length
+            at += -(-length // _ALIGNMENT) * _ALIGNMENT
+        writing.run_parallel(jobs)
+        durable.drop_written(file.fileno())
+    scratch.unlink(missing_ok=True)
+    durable.write_bytes(target / _METADATA_NAME, _metadata(tensors, places))
+
+
+def _metadata(tensors: Sequence[TensorPlan], places: Mapping[str, tuple[int, int]]) -> bytes:
+    # A third of a second, and only to write: the reader has stand-ins.
+    import torch
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        StorageMeta,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    described, stored = {}, {}
+    for plan in tensors:
+        shape, zeros = torch.Size(plan.shape), torch.Size([0] * len(plan.shape))
+        described[plan.name] = TensorStorageMetadata(
+            TensorProperties(dtype=plan.dtype), shape, [ChunkStorageMetadata(zeros, shape)]
+        )
+        index = MetadataIndex(plan.name, zeros, 0)
+        stored[index] = _StorageInfo(DATA_NAME, *places[plan.name])
+    metadata = Metadata(
+        state_dict_metadata=described,  # type: ignore[arg-type]
+        planner_data={plan.name: (plan.name,) for plan in tensors},
+        storage_data=stored,
+        storage_meta=StorageMeta(),
+        version="1.0.0",
+    )
+    return pickle.dumps(metadata)

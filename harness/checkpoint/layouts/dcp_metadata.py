@@ -1,0 +1,166 @@
+"""``.metadata`` of ``torch.distributed.checkpoint``: a pickle, read without running any of it.
+
+The names that the pickle refers to become stand-ins that keep what they are given; a name that
+does not belong to such a file ends the reading. Nothing of torch.distributed is imported.
+"""
+
+import pickle
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from harness.errors import CheckpointError
+
+FILE_NAME: Final = ".metadata"
+AGAIN: Final = "copy or download the folder again, or convert its source again"
+_MERGE: Final = "merge it first: python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE.pt"
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor, whole, as an archive of its own inside a file; places in bytes."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    file: str
+    offset: int
+    length: int
+
+
+class _StandIn:
+    """Keeps the arguments and the state of an object of another class."""
+
+    state: Any = None
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def field(self, name: str) -> Any:
+        return self.state.get(name) if isinstance(self.state, dict) else None
+
+
+class _Metadata(_StandIn):
+    pass
+
+
+class _Tensor(_StandIn):
+    pass
+
+
+class _Index(_StandIn):
+    pass
+
+
+_METADATA: Final = "torch.distributed.checkpoint.metadata"
+# Only classes, and only ones whose attributes a pickle cannot set.
+_KNOWN: Final[dict[tuple[str, str], type]] = {
+    (_METADATA, "Metadata"): _Metadata,
+    (_METADATA, "TensorStorageMetadata"): _Tensor,
+    (_METADATA, "BytesStorageMetadata"): _StandIn,
+    (_METADATA, "ChunkStorageMetadata"): _StandIn,
+    (_METADATA, "TensorProperties"): _StandIn,
+    (_METADATA, "MetadataIndex"): _Index,
+    (_METADATA, "StorageMeta"): _StandIn,
+    (_METADATA, "_MEM_FORMAT_ENCODING"): _StandIn,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StandIn,
+    ("torch.serialization", "_get_layout"): _StandIn,
+    ("torch", "Size"): tuple,
+    ("pathlib", "PosixPath"): _StandIn,
+    ("pathlib", "WindowsPath"): _StandIn,
+    ("pathlib._local", "PosixPath"): _StandIn,
+    ("pathlib._local", "WindowsPath"): _StandIn,
+    ("collections", "OrderedDict"): OrderedDict,
+}
+
+
+class _Forbidden(Exception):
+    """The pickle refers to something that is no part of such metadata."""
+
+
+# The one in Python: the one in C allocates as much memo as a crafted pickle asks for.
+class _Unpickler(pickle._Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        if (module, name) not in _KNOWN:
+            raise _Forbidden(f"{module}.{name}")
+        return _KNOWN[module, name]
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise _Forbidden(f"persistent object {pid!r}")
+
+
+def read(folder: Path) -> list[Stored]:
+    """Return all tensors in the metadata's order.
+
+    Raises:
+        CheckpointError: not such metadata, damaged, or it holds more than whole tensors.
+    """
+    path = folder / FILE_NAME
+    metadata = _load(path)
+    tensors, places = metadata.field("state_dict_metadata"), metadata.field("storage_data")
+    if not (isinstance(tensors, dict) and isinstance(places, dict) and tensors):
+        raise CheckpointError(f"{path}: damaged: names no tensors or no places", AGAIN)
+    by_key: dict[object, list[Any]] = {}
+    for index, place in places.items():
+        key = index.field("fqn") if isinstance(index, _Index) else None
+        by_key.setdefault(key, []).append(place)
+    return [_stored(path, key, one, by_key.get(key, [])) for key, one in tensors.items()]
+
+
+def _load(path: Path) -> _Metadata:
+    try:
+        with path.open("rb") as file:
+            metadata = _Unpickler(file).load()
+    except _Forbidden as error:
+        raise CheckpointError(
+            f"{path}: holds more than tensors, and was NOT executed: it refers to {error}",
+            "save a flat state dict of tensors with torch.distributed.checkpoint.save",
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}", AGAIN) from error
+    except Exception as error:  # a damaged pickle fails in any way
+        what = str(error).partition("\n")[0][:200]
+        raise CheckpointError(
+            f"{path}: damaged metadata: {type(error).__name__}: {what}", AGAIN
+        ) from error
+    if not isinstance(metadata, _Metadata):
+        raise CheckpointError(f"{path}: no metadata of torch.distributed.checkpoint", AGAIN)
+    return metadata
+
+
+def _stored(path: Path, key: Any, tensor: Any, places: list[Any]) -> Stored:
+    if not isinstance(key, str):
+        raise CheckpointError(f"{path}: damaged: a key that is no text: {key!r}", AGAIN)
+    if not isinstance(tensor, _Tensor):
+        raise CheckpointError(
+            f"{path}: not a flat state dict of tensors: {key!r} is something else",
+            "save the weights alone: torch.distributed.checkpoint.save(model.state_dict(), ...)",
+        )
+    chunks, properties = tensor.field("chunks"), tensor.field("properties")
+    if len(places) > 1 or (isinstance(chunks, list) and len(chunks) > 1):
+        raise CheckpointError(f"{path}: {key!r} is split over several pieces", _MERGE)
+    state = properties.state if isinstance(properties, _StandIn) else None
+    dtype = state[0] if isinstance(state, tuple) and state else None
+    shape, place = tensor.field("size"), places[0] if places else None
+    if not isinstance(dtype, torch.dtype) or not isinstance(place, _StandIn):
+        raise CheckpointError(f"{path}: damaged: {key!r} has no dtype or no place", AGAIN)
+    file, offset, length = (place.field(name) for name in ("relative_path", "offset", "length"))
+    if place.field("transform_descriptors"):
+        raise CheckpointError(f"{path}: {key!r} was transformed (compressed) when saved", _MERGE)
+    if not (_are_sizes(shape) and _are_sizes((offset, length)) and isinstance(file, str)):
+        raise CheckpointError(f"{path}: damaged: the shape or place of {key!r}", AGAIN)
+    return Stored(key, tuple(shape), dtype, file, offset, length)
+
+
+def _are_sizes(values: object) -> bool:
+    return isinstance(values, tuple) and all(
+        type(value) is int and 0 <= value < 2**63 for value in values
+    )

@@ -1,0 +1,43 @@
+"""A stretch of a file as a file of its own: for archives that lie inside other files."""
+
+import io
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+
+class FileView(io.RawIOBase):
+    """``length`` bytes from ``base`` on of an open file, whose position it leaves alone."""
+
+    def __init__(self, descriptor: int, base: int, length: int) -> None:
+        self._descriptor, self._base, self._length = descriptor, base, length
+        self._at = 0
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def tell(self) -> int:
+        """Return the position within the stretch."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Move as ``io`` says; never before the stretch's start."""
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        if start + offset < 0:
+            raise ValueError(f"negative position {start + offset}")
+        self._at = start + offset
+        return self._at
+
+    def readinto(self, buffer: "WriteableBuffer", /) -> int:
+        """Fill ``buffer`` as far as the stretch goes."""
+        view = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
+        read = os.preadv(self._descriptor, [view], self._base + self._at) if view else 0
+        self._at += read
+        return read
