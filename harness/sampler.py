@@ -41,9 +41,10 @@ class Sampler:
                 "memory": cgroup.stat_path,
                 "oom": cgroup.oom_path,
             }
-        self._files = {
-            name: os.open(path, os.O_RDONLY) for name, path in paths.items() if path.exists()
-        }
+        self._files: dict[str, int] = {}
+        for name, path in paths.items():
+            with contextlib.suppress(FileNotFoundError):  # it may have ended by now
+                self._files[name] = os.open(path, os.O_RDONLY)
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
 
     def start(self) -> None:

@@ -1,0 +1,170 @@
+"""A real process is sampled from outside; it grows and ends when told, so that no test sleeps."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from harness.counters import MemoryCgroup
+from harness.record import Sample
+from harness.sampler import Sampler, write_samples
+from harness.units import MIB
+
+CHILD = """
+import mmap, sys
+held = []
+for line in sys.stdin:
+    held.append(mmap.mmap(-1, int(line) << 20, mmap.MAP_PRIVATE))
+    for offset in range(0, len(held[-1]), 4096):
+        held[-1][offset] = 1
+    print("taken", flush=True)
+"""
+
+
+class Child:
+    """A process that takes as many MiB as it is told to, and ends at the end of its input."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-S", "-c", CHILD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
+        self.take(1)  # its interpreter has started
+
+    def take(self, mib: int) -> None:
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(f"{mib}\n")
+        assert self.process.stdout.readline() == "taken\n"
+
+    def end(self) -> None:
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.close()
+        self.process.stdout.read()  # at its end the child has closed it: it is a zombie, or soon
+
+
+@pytest.fixture
+def child() -> Iterator[Child]:
+    child = Child()
+    with child.process:
+        yield child
+        child.process.kill()
+
+
+def wait_for(sampler: Sampler, seen: Callable[[Sample], bool]) -> Sample:
+    """Return the first sample that a test waits for; the thread that takes it runs beside us."""
+    for _ in range(100_000):
+        for sample in sampler.samples[-3:]:
+            if seen(sample):
+                return sample
+        sampler._stop.wait(0.001)
+    raise AssertionError(sampler.samples[-3:])
+
+
+def test_a_process_that_grows_is_seen_growing(child: Child) -> None:
+    sampler = Sampler(child.process.pid, None, 0.001)
+    sampler.start()
+    first = wait_for(sampler, lambda _: True)
+    child.take(32)
+    wait_for(sampler, lambda one: one.anon_bytes >= first.anon_bytes + 32 * MIB)
+    child.take(16)
+    last = wait_for(sampler, lambda one: one.anon_bytes >= first.anon_bytes + 48 * MIB)
+    samples = sampler.stop()
+    assert last.anon_bytes == pytest.approx(first.anon_bytes + 48 * MIB, abs=MIB)
+    assert last.minor_faults > first.minor_faults
+    assert all(
+        one.rss_bytes == one.anon_bytes + one.file_bytes + one.shmem_bytes for one in samples
+    )
+    assert [one.t_ns for one in samples] == sorted(one.t_ns for one in samples)
+    assert {(one.cgroup_bytes, one.cgroup_file_bytes) for one in samples} == {(None, None)}
+    assert sampler.last_peak_rss_bytes is not None
+    assert sampler.last_peak_rss_bytes >= last.rss_bytes
+
+
+def test_it_ends_when_the_process_ends(child: Child) -> None:
+    sampler = Sampler(child.process.pid, None, 0.001)
+    sampler.start()
+    wait_for(sampler, lambda _: True)
+    child.end()
+    sampler._thread.join(10)  # a zombie by now: nobody has waited for it
+    assert not sampler._thread.is_alive()
+    assert child.process.poll() == 0 or child.process.wait(10) == 0
+    assert sampler.stop() == sampler.samples
+
+
+def test_a_process_that_is_gone_gives_no_samples(child: Child) -> None:
+    child.end()
+    child.process.wait(10)
+    sampler = Sampler(child.process.pid, None, 0.001)
+    sampler.start()
+    assert sampler.stop() == []
+    assert sampler.last_peak_rss_bytes is None
+
+
+def test_a_process_that_ends_while_its_files_are_opened(
+    child: Child, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "exists", lambda path: True)  # it was there a moment ago
+    child.end()
+    child.process.wait(10)
+    sampler = Sampler(child.process.pid, None, 0.001)
+    sampler.start()
+    assert sampler.stop() == []
+
+
+def write_group(folder: Path, version: int) -> MemoryCgroup:
+    v1 = version == 1
+    (folder / ("memory.usage_in_bytes" if v1 else "memory.current")).write_text("1000\n")
+    (folder / "memory.stat").write_text(f"anon 600\n{'cache' if v1 else 'file'} 400\n")
+    (folder / ("memory.oom_control" if v1 else "memory.events.local")).write_text("oom_kill 0\n")
+    return MemoryCgroup(folder)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_cgroup_is_read_beside_the_process(tmp_path: Path, child: Child, version: int) -> None:
+    group = write_group(tmp_path, version)
+    sampler = Sampler(child.process.pid, group, 0.001)
+    sampler.start()
+    sample = wait_for(sampler, lambda _: True)
+    assert (sample.cgroup_bytes, sample.cgroup_file_bytes) == (1000, 400)
+    group.oom_path.write_text("oom_kill 2\n")  # the very file that is held open
+    child.end()
+    sampler._thread.join(10)
+    sampler.stop()
+    assert sampler.oom_kills == 2  # looked for once more after the end
+
+
+def test_a_group_that_cannot_be_read_leaves_the_processs_figures(
+    tmp_path: Path, child: Child
+) -> None:
+    sampler = Sampler(child.process.pid, MemoryCgroup(tmp_path / "gone"), 0.001)
+    sampler.start()
+    sample = wait_for(sampler, lambda _: True)
+    sampler.stop()
+    assert sample.rss_bytes > 0
+    assert (sample.cgroup_bytes, sample.cgroup_file_bytes, sampler.oom_kills) == (None, None, None)
+
+
+def test_it_stops_at_once_whatever_its_interval(child: Child) -> None:
+    sampler = Sampler(child.process.pid, None, 3600)
+    sampler.start()
+    wait_for(sampler, lambda _: True)
+    assert len(sampler.stop()) == 1
+
+
+def test_samples_as_text(tmp_path: Path) -> None:
+    path = tmp_path / "samples.csv"
+    write_samples(
+        path,
+        [Sample(1, 60, 30, 20, 10, 0, 5, 6), Sample(2, 61, 31, 20, 10, 0, 7, 6, 90, 40, 8, 900)],
+    )
+    assert path.read_bytes().decode() == (
+        "t_ns,rss_bytes,anon_bytes,file_bytes,shmem_bytes,swap_bytes,minor_faults,major_faults,"
+        "cgroup_bytes,cgroup_file_bytes,cuda_allocated_bytes,cuda_driver_bytes\r\n"
+        "1,60,30,20,10,0,5,6,,,,\r\n"
+        "2,61,31,20,10,0,7,6,90,40,8,900\r\n"
+    )
