@@ -54,8 +54,9 @@ def choose(name: str, *, limited: bool, base_image: str | None = None) -> tuple[
             continue
         reasons = "; ".join(error.message for error in refused)
         return isolation, f"isolation {candidate}: {reasons}" if reasons else ""
+    what = "nothing here can hold a RAM limit" if limited else "no isolation works here"
     raise IsolationUnavailable(
-        "nothing here can hold a RAM limit: " + "; ".join(error.message for error in refused),
+        f"{what}: {'; '.join(error.message for error in refused)}",
         " or ".join(error.repair for error in refused if error.repair),
     )
 

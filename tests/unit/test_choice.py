@@ -1,0 +1,167 @@
+"""Which isolation is taken, and what is said about it, whatever this machine has."""
+
+from collections.abc import Callable
+
+import pytest
+
+from harness.errors import IsolationUnavailable, UnknownName
+from harness.isolation import choice
+from harness.isolation.cgroup import CgroupIsolation
+from harness.isolation.docker import DockerIsolation
+from harness.isolation.process import ProcessIsolation
+
+KINDS = {"docker": DockerIsolation, "cgroup": CgroupIsolation, "process": ProcessIsolation}
+MISSING = {
+    "docker": IsolationUnavailable("no engine answers", "start one"),
+    "cgroup": IsolationUnavailable("this user may make no group", "run as root"),
+    "process": IsolationUnavailable("there is no /proc", "run on Linux"),
+}
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Make a machine on which only these isolations work; returns the list of those tried."""
+
+    def make(*working: str) -> list[str]:
+        tried: list[str] = []
+        for name, kind in KINDS.items():
+
+            def check(self: object, name: str = name) -> None:
+                tried.append(name)
+                if name not in working:
+                    raise MISSING[name]
+
+            monkeypatch.setattr(kind, "check", check)
+        return tried
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("working", "limited", "chosen", "note", "tried"),
+    [
+        (("docker", "cgroup", "process"), True, "docker", "", ["docker"]),
+        (("docker", "cgroup", "process"), False, "docker", "", ["docker"]),
+        (
+            ("cgroup", "process"),
+            True,
+            "cgroup",
+            "isolation cgroup: no engine answers",
+            ["docker", "cgroup"],
+        ),
+        (
+            ("process",),
+            False,
+            "process",
+            "isolation process: no engine answers; this user may make no group",
+            ["docker", "cgroup", "process"],
+        ),
+    ],
+)
+def test_auto_takes_the_first_that_works_and_says_why(
+    machine: Callable[..., list[str]],
+    working: tuple[str, ...],
+    limited: bool,
+    chosen: str,
+    note: str,
+    tried: list[str],
+) -> None:
+    order = machine(*working)
+    isolation, why = choice.choose("auto", limited=limited)
+    assert (isolation.name, why, order) == (chosen, note, tried)
+
+
+def test_auto_never_takes_a_plain_process_for_a_limit(machine: Callable[..., list[str]]) -> None:
+    tried = machine("process")
+    with pytest.raises(IsolationUnavailable) as caught:
+        choice.choose("auto", limited=True)
+    assert str(caught.value) == (
+        "nothing here can hold a RAM limit: no engine answers; this user may make no group\n"
+        "start one or run as root"
+    )
+    assert tried == ["docker", "cgroup"]
+
+
+def test_a_machine_on_which_nothing_works(machine: Callable[..., list[str]]) -> None:
+    machine()
+    with pytest.raises(IsolationUnavailable) as caught:
+        choice.choose("auto", limited=False)
+    assert str(caught.value) == (
+        "no isolation works here: no engine answers; this user may make no group;"
+        " there is no /proc\n"
+        "start one or run as root or run on Linux"
+    )
+
+
+@pytest.mark.parametrize("name", choice.NAMES)
+def test_one_that_was_named_is_checked_and_needs_no_note(
+    machine: Callable[..., list[str]], name: str
+) -> None:
+    tried = machine(name)
+    isolation, note = choice.choose(name, limited=False)
+    assert (isolation.name, note, tried) == (name, "", [name])
+
+
+@pytest.mark.parametrize("name", choice.NAMES)
+def test_one_that_was_named_and_is_missing_is_never_replaced(
+    machine: Callable[..., list[str]], name: str
+) -> None:
+    machine()
+    with pytest.raises(IsolationUnavailable) as caught:
+        choice.choose(name, limited=False)
+    assert caught.value is MISSING[name]
+
+
+def test_a_plain_process_refuses_a_limit(machine: Callable[..., list[str]]) -> None:
+    tried = machine("docker", "cgroup", "process")
+    with pytest.raises(IsolationUnavailable) as caught:
+        choice.choose("process", limited=True)
+    assert str(caught.value) == (
+        "--isolation process cannot hold a RAM limit: nothing would be limited\n"
+        "use --isolation docker or cgroup, or leave --ram out"
+    )
+    assert tried == []
+
+
+def test_an_unknown_isolation_gets_the_nearest() -> None:
+    with pytest.raises(UnknownName) as caught:
+        choice.named("cgruop")
+    assert str(caught.value) == (
+        "no isolation is called 'cgruop'\n"
+        "did you mean 'cgroup'? known: auto, cgroup, docker, process"
+    )
+
+
+@pytest.mark.parametrize("name", choice.NAMES)
+def test_each_name_is_its_isolations_own(name: str) -> None:
+    isolation = choice.named(name)
+    assert isinstance(isolation, KINDS[name])
+    assert isolation.name == name
+    assert isolation.limits == (name != "process")
+
+
+@pytest.mark.parametrize(
+    ("name", "working", "wanted"),
+    [
+        ("cgroup", ("docker",), True),
+        ("docker", (), False),
+        ("process", (), False),
+        ("auto", ("docker", "cgroup"), False),
+        ("auto", ("cgroup",), True),
+    ],
+)
+def test_whether_a_cgroup_is_wanted(
+    machine: Callable[..., list[str]], name: str, working: tuple[str, ...], wanted: bool
+) -> None:
+    machine(*working)
+    assert choice.wants_cgroup(name) is wanted
+
+
+def test_a_system_without_clear_refs_cannot_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.isolation.process.Path.exists", lambda path: False)
+    with pytest.raises(IsolationUnavailable) as caught:
+        ProcessIsolation().check()
+    assert str(caught.value) == (
+        "this system has no /proc/PID/clear_refs: peaks cannot be measured\n"
+        "run on Linux, or use --isolation docker"
+    )
