@@ -2,6 +2,8 @@
 
 =============  ====================================================================
 ``pt``         one file, as ``torch.save(model.state_dict(), ...)`` writes it
+``pt_legacy``  one file, as torch wrote it before 1.6
+``safetensors`` one file: a header in JSON, and the tensors
 ``per_param``  a folder: one file for each state-dict key, and ``index.json``
 ``per_module`` a folder: one file for each layer or submodule, and ``index.json``
 ``dcp``        a folder: ``torch.distributed.checkpoint``'s, with ``.metadata``
@@ -13,13 +15,15 @@ Importing this package imports no torch.
 from pathlib import Path
 from typing import Final
 
-from harness.checkpoint.layouts import dcp, per_module, per_param, pt
+from harness.checkpoint.layouts import dcp, per_module, per_param, pt, pt_legacy, safetensors
 from harness.checkpoint.layouts.base import Layout, TensorSlice
 from harness.errors import CheckpointError, UnknownName
 
 # In the order in which they are asked whether a path is theirs: per_param takes every index.json.
 _LAYOUTS: Final[tuple[Layout, ...]] = (
     pt,
+    pt_legacy,
+    safetensors,
     dcp,
     per_module,
     per_param,

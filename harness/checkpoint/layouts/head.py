@@ -7,6 +7,7 @@ from harness.errors import CheckpointError
 
 AGAIN: Final = "copy or download the file again"
 _HEAD_BYTES: Final = 512
+_MOST_SHOWN: Final = 100
 
 
 def check_present(path: Path) -> bytes:
@@ -51,3 +52,16 @@ def first_bytes(path: Path) -> bytes:
             return file.read(_HEAD_BYTES)
     except OSError:
         return b""
+
+
+def shown(name: object) -> str:
+    """Return a tensor's name for a message: quoted, and cut where it is very long."""
+    if isinstance(name, str | bytes) and len(name) > _MOST_SHOWN:
+        return f"{name[:_MOST_SHOWN]!r}... ({len(name):,} characters)"
+    return repr(name)
+
+
+def short(value: object) -> str:
+    """Return a small value for a message, cut where its text is long."""
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."

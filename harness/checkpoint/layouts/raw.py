@@ -1,7 +1,7 @@
 """Writing tensors' bytes at known places of a new file, by several threads, in bounded memory."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -21,18 +21,24 @@ def plan_bytes(plan: TensorPlan) -> int:
 
 
 def write_raw(
-    path: Path, head: bytes, places: Sequence[Place], pieces: Pieces, progress: Progress | None
+    path: Path,
+    fixed: Mapping[int, bytes],
+    places: Sequence[Place],
+    pieces: Pieces,
+    progress: Progress | None,
 ) -> None:
-    """Write ``head``, then each tensor at its place; the file is synced and leaves the page cache.
+    """Write the fixed bytes and each tensor at their places, in a new file that ends with the last.
+
+    The file is synced and dropped from the page cache.
 
     Raises:
         ValueError: the pieces of a tensor are not as long as its plan.
     """
     with path.open("xb") as file:
-        file.write(head)
-        file.flush()
         ends = [at + plan_bytes(plan) for plan, at in places]
-        os.ftruncate(file.fileno(), max([len(head), *ends]))
+        os.ftruncate(file.fileno(), max([*ends, *(at + len(text) for at, text in fixed.items())]))
+        for at, text in fixed.items():
+            _write_all(file.fileno(), memoryview(text), at)
         flusher = _Flusher(file.fileno(), progress)
         run_parallel(
             partial(_write_one, file.fileno(), plan, at, pieces, flusher) for plan, at in places

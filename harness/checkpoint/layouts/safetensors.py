@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from harness.checkpoint.layouts.base import Pieces, Progress, TensorPlan, TensorSlice
-from harness.checkpoint.layouts.head import AGAIN, first_bytes
+from harness.checkpoint.layouts.head import AGAIN, first_bytes, shown
 from harness.checkpoint.layouts.safetensors_header import (
     DTYPES,
     METADATA,
@@ -20,7 +20,6 @@ from harness.checkpoint.layouts.safetensors_header import (
     Entry,
     Header,
     read_header,
-    shown,
 )
 from harness.errors import CheckpointError, ConfigError
 
@@ -81,7 +80,7 @@ def write(
     from harness.checkpoint.layouts.raw import write_raw  # imports torch, as the lines below do
 
     head, places = layout_of(tensors)
-    write_raw(target, head, places, pieces, progress)
+    write_raw(target, {0: head}, places, pieces, progress)
 
 
 def layout_of(tensors: Sequence[TensorPlan]) -> "tuple[bytes, list[Place]]":

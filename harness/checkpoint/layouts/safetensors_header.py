@@ -19,7 +19,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final
 
-from harness.checkpoint.layouts.head import AGAIN, check_present
+from harness.checkpoint.layouts.dtypes import ITEM_BYTES, LARGEST, is_sizes
+from harness.checkpoint.layouts.head import AGAIN, check_present, short, shown
 from harness.errors import CheckpointError
 
 METADATA: Final = "__metadata__"
@@ -37,9 +38,6 @@ MOST_HEADER_BYTES: Final = 100_000_000  # the format's own limit
 MOST_TENSORS: Final = 200_000  # in one file; some 100 MiB of Python objects
 MOST_METADATA_BYTES: Final = 8 * 1024**2
 _MOST_ENTRY_BYTES: Final = 64 * 1024
-_MOST_DIMENSIONS: Final = 64
-_LARGEST: Final = 2**63 - 1
-_SHOWN_NAME: Final = 100
 
 # Possessive (*+): a crafted header must not make the expression remember ways to go back.
 _STRING: Final = rb'"(?:[^"\\]|\\.)*+"'
@@ -65,22 +63,6 @@ class Header:
 
     entries: tuple[Entry, ...]
     metadata: dict[str, str]
-
-
-def item_bytes(dtype: str) -> int:
-    """Return the bytes of one element of a dtype that is in ``DTYPES``."""
-    if dtype == "bool" or dtype.startswith("float8"):
-        return 1
-    digits = re.search(r"\d+$", dtype)
-    assert digits
-    return int(digits[0]) // 8
-
-
-def shown(name: str) -> str:
-    """Return a tensor's name for a message: quoted, and cut where it is very long."""
-    if len(name) <= _SHOWN_NAME:
-        return repr(name)
-    return f"{name[:_SHOWN_NAME]!r}... ({len(name):,} characters)"
 
 
 def read_header(path: Path) -> Header:
@@ -187,27 +169,22 @@ def _entry(path: Path, name: str, text: bytes, data_start: int) -> Entry:
     fields = _loads(path, text, f"tensor {shown(name)}")
     dtype = fields.get("dtype")
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise _damaged(path, f"tensor {shown(name)}: dtype {_short(dtype)} is none that torch has")
+        raise _damaged(path, f"tensor {shown(name)}: dtype {short(dtype)} is none that torch has")
     shape, offsets = fields.get("shape"), fields.get("data_offsets")
-    if not _sizes(shape) or len(shape) > _MOST_DIMENSIONS:
-        raise _damaged(path, f"tensor {shown(name)}: {_short(shape)} is not a shape")
-    if not _sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise _damaged(path, f"tensor {shown(name)}: {_short(offsets)} are not offsets")
+    if not is_sizes(shape):
+        raise _damaged(path, f"tensor {shown(name)}: {short(shape)} is not a shape")
+    if not is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise _damaged(path, f"tensor {shown(name)}: {short(offsets)} are not offsets")
     kind = DTYPES[dtype]
     begin, end = offsets
-    needed = prod(shape) * item_bytes(kind)
-    if prod(max(size, 1) for size in shape) * item_bytes(kind) > _LARGEST or needed != end - begin:
+    needed = prod(shape) * ITEM_BYTES[kind]
+    if prod(max(size, 1) for size in shape) * ITEM_BYTES[kind] > LARGEST or needed != end - begin:
         raise _damaged(
             path,
-            f"tensor {shown(name)}: {dtype} of shape {_short(shape)} takes {needed:,} bytes, "
+            f"tensor {shown(name)}: {dtype} of shape {short(shape)} takes {needed:,} bytes, "
             f"its offsets leave {end - begin:,}",
         )
     return Entry(name, kind, tuple(shape), data_start + begin, data_start + end)
-
-
-def _sizes(value: Any) -> bool:
-    """Tell whether a value is a list of integers that an offset or a size can be."""
-    return isinstance(value, list) and all(type(n) is int and 0 <= n <= _LARGEST for n in value)
 
 
 def _check_cover(path: Path, entries: list[Entry], data_start: int, file_bytes: int) -> None:
@@ -228,11 +205,6 @@ def _check_cover(path: Path, entries: list[Entry], data_start: int, file_bytes: 
         at, before = entry.end, f"tensor {shown(entry.name)}"
     if at != file_bytes:
         raise _damaged(path, f"{file_bytes - at:,} bytes behind {before} belong to no tensor")
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN_NAME else f"{text[:_SHOWN_NAME]}..."
 
 
 def _damaged(path: Path, what: str) -> CheckpointError:
