@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from harness import __version__
+from harness import __version__, checkpoint_verbs
 from harness.errors import ConfigError, HarnessError, Interrupted
 from harness.record import Outcome, Result
-from harness.units import format_bytes
 
 if TYPE_CHECKING:
     from harness.config import Suite
@@ -29,8 +28,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-cache_app = typer.Typer(help="The checkpoints that were made here.", no_args_is_help=True)
-app.add_typer(cache_app, name="cache")
+app.add_typer(checkpoint_verbs.cache_app, name="cache")
+app.command(epilog=checkpoint_verbs.CONVERT_EXAMPLES)(checkpoint_verbs.convert)
 out, err = Console(), Console(stderr=True)
 
 STRATEGIES_HELP = "Names, or files of your own (./mine.py), divided by commas. Default: all six."
@@ -170,25 +169,6 @@ def doctor() -> None:
     out.print(table)
     if not healthy:
         raise typer.Exit(3)
-
-
-@cache_app.command("list")
-def cache_list() -> None:
-    """Show the checkpoints that were made here, and how much disk they take."""
-    from harness import listing
-
-    out.print(listing.cache_table())
-
-
-@cache_app.command("clear", epilog="Example:  weighin cache clear gpt2-xl")
-def cache_clear(
-    name: Annotated[str | None, typer.Argument(help="A model's name. Default: all.")] = None,
-) -> None:
-    """Delete checkpoints that were made here; your own files are never touched."""
-    from harness.checkpoint import cache
-
-    freed = sum(stored.size_bytes for stored in cache.clear(name))
-    out.print(f"freed {format_bytes(freed)}", highlight=False)
 
 
 def main() -> None:

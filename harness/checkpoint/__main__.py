@@ -1,4 +1,4 @@
-"""The maker's process: ``python -m harness.checkpoint make|index ...``.
+"""The maker's process: ``python -m harness.checkpoint make|index|convert ...``.
 
 Standard output carries one JSON object a line: {"event": "size", "needed_bytes"} first, after
 which one line is awaited on standard input (nothing is written before); then {"event":
@@ -16,9 +16,12 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from harness.errors import CheckpointError, HarnessError
+
+if TYPE_CHECKING:
+    from harness.checkpoint.converting import Order
 
 _PROGRESS_EVERY_S: Final = 0.1
 _PR_SET_PDEATHSIG: Final = 1
@@ -44,9 +47,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> dict[str, float]:
     import_start = time.monotonic()
     # torch is imported here: `--help` and wrong options need not wait for it.
-    from harness.checkpoint import indexing, making
+    from harness.checkpoint import converting, indexing, making
 
     import_s = time.monotonic() - import_start
+    if options.verb == "convert":
+        order = _order(options)
+        meter = _Meter(rounds=2 if order.verify else 1)
+        return {"import": import_s} | converting.convert(
+            options.source, options.target, order, permit=meter.permit, progress=meter.wrote
+        )
     kwargs = json.loads(options.kwargs)
     meter = _Meter()
     if options.verb == "make":
@@ -74,16 +83,34 @@ def _run(options: argparse.Namespace) -> dict[str, float]:
     return {"import": import_s, **seconds}
 
 
-class _Meter:
-    """Asks before the work starts, and reports how far it is, a few times a second."""
+def _order(options: argparse.Namespace) -> "Order":
+    import torch
 
-    def __init__(self) -> None:
+    from harness.checkpoint.converting import Order
+
+    return Order(
+        fmt=options.format,
+        dtype=getattr(torch, options.dtype) if options.dtype else None,
+        split_above_bytes=options.split_above_bytes,
+        max_shard_bytes=options.max_shard_bytes,
+        verify=options.verify,
+    )
+
+
+class _Meter:
+    """Asks before the work starts, and reports how far it is, a few times a second.
+
+    ``rounds`` is how often every byte is counted: when written, and when read back.
+    """
+
+    def __init__(self, rounds: int = 1) -> None:
+        self._rounds = rounds
         self._lock = threading.Lock()
         self._done = self._total = 0
         self._said = 0.0
 
     def permit(self, needed_bytes: int) -> None:
-        self._total = needed_bytes
+        self._total = needed_bytes * self._rounds
         _say({"event": "size", "needed_bytes": needed_bytes})
         if not sys.stdin.readline():  # the parent refused, or is gone
             sys.exit(0)
@@ -128,6 +155,14 @@ def _parser() -> argparse.ArgumentParser:
             sub.add_argument("--seed", type=int, default=0)
         else:
             sub.add_argument("--checkpoint", type=Path, required=True)
+    sub = verbs.add_parser("convert", help="write a checkpoint again in another layout or dtype")
+    sub.add_argument("source", type=Path)
+    sub.add_argument("target", type=Path)
+    sub.add_argument("--format", required=True, help="a layout's name, or auto")
+    sub.add_argument("--dtype", help="as torch calls it; default: each tensor's own")
+    sub.add_argument("--split-above-bytes", type=int, required=True)
+    sub.add_argument("--max-shard-bytes", type=int, required=True)
+    sub.add_argument("--verify", action="store_true")
     return parser
 
 

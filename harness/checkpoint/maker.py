@@ -99,7 +99,7 @@ def _died(code: int, chatter: IO[bytes]) -> CheckpointError:
         repair = "run it again; if the kernel killed it (see `dmesg`), free some memory first"
     else:
         cause = f"stopped with exit code {code}"
-        repair = "correct the model's builder, whose error this is"
+        repair = "correct the model's builder, if this is its error; else report these lines"
     said = f": {' | '.join(line.strip() for line in lines)}" if lines else ""
     return CheckpointError(f"the process that prepares the checkpoint was {cause}{said}", repair)
 

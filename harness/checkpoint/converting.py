@@ -1,0 +1,229 @@
+"""Writing a checkpoint again in another layout or dtype, without ever holding it.
+
+Tensors pass through as pieces of 16 MiB, read from their places in the source. What is written
+grows in a hidden folder beside the target and is renamed into place once it is whole, so that a
+kill leaves the source as it was, no target, and a folder that the next conversion removes.
+"""
+
+import fcntl
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, cast
+
+import torch
+
+from harness.checkpoint import durable, layouts
+from harness.checkpoint.layouts.base import Layout, Pieces, Progress, TensorPlan, TensorSlice
+from harness.checkpoint.piecewise import RunningChecksum
+from harness.checkpoint.reading import plans, read_pieces
+from harness.checkpoint.writing import run_parallel
+from harness.errors import CheckpointError, ConfigError
+from harness.models.building import map_large_tensors
+
+AUTO: Final = "auto"
+
+_WHOLE, _SPLIT = "safetensors", "sharded"  # what auto writes; no pickle in either
+_RECORD_BYTES: Final = 4096  # what one tensor's file or record needs beside the tensor, at most
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What to convert to. ``dtype`` is of floating-point tensors; None keeps each one's own.
+
+    Attributes:
+        fmt: a layout's name, or "auto": one file up to ``split_above_bytes`` of tensors, else
+            shards.
+        max_shard_bytes: of one file of the layout ``sharded``.
+    """
+
+    fmt: str
+    dtype: torch.dtype | None
+    split_above_bytes: int
+    max_shard_bytes: int
+    verify: bool = False
+
+
+def convert(
+    source: Path,
+    target: Path,
+    order: Order,
+    *,
+    permit: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
+) -> dict[str, float]:
+    """Write the checkpoint ``source`` to ``target``, which must not exist; seconds by stage.
+
+    ``permit`` is called with the bytes that will be written before any is.
+
+    Raises:
+        ConfigError: the target exists, lies inside the source, or is being written by another.
+        CheckpointError: the source cannot be read, or what was written is not what was read.
+    """
+    map_large_tensors()
+    torch.set_num_threads(1)  # the writers are the threads
+    started = time.monotonic()
+    check_target(source, target)
+    _, slices = layouts.read(source)
+    tensors = plans(slices, order.dtype)
+    size = tensor_bytes(tensors)
+    layout = layouts.named(choose(order.fmt, size, order.split_above_bytes))
+    if permit is not None:
+        permit(size + _RECORD_BYTES * len(tensors))
+    copier = _Copier(slices, tensors, order.verify)
+    read = time.monotonic()
+    with _beside(target) as temporary:
+        new = temporary / target.name
+        _write(layout, new, tensors, copier.pieces, progress, order)
+        written = time.monotonic()
+        if order.verify:
+            copier.verify(new, progress)
+        check_target(source, target)
+        durable.rename(new, target)
+    return {
+        "read": read - started,
+        "write": written - read,
+        "verify": time.monotonic() - written,
+    }
+
+
+def _write(
+    layout: Layout,
+    new: Path,
+    tensors: Sequence[TensorPlan],
+    pieces: Pieces,
+    progress: Progress | None,
+    order: Order,
+) -> None:
+    if layout.NAME == _SPLIT:
+        write = cast(Any, layout).write
+        write(new, tensors, pieces, progress, max_shard_bytes=order.max_shard_bytes)
+    else:
+        layout.write(new, tensors, pieces, progress)
+
+
+def choose(fmt: str, size: int, split_above_bytes: int) -> str:
+    """Return the layout to write; raises UnknownName where none is called so."""
+    if fmt == AUTO:
+        return _SPLIT if size > split_above_bytes else _WHOLE
+    return layouts.named(fmt).NAME
+
+
+def tensor_bytes(tensors: Iterable[TensorPlan]) -> int:
+    """Return the bytes of all tensors, tied ones counted once."""
+    return sum(
+        torch.Size(one.shape).numel() * one.dtype.itemsize
+        for one in tensors
+        if one.shared_with is None
+    )
+
+
+def check_target(source: Path, target: Path) -> None:
+    """Raise ConfigError where the target cannot be made without touching what is there."""
+    if os.path.lexists(target):
+        raise ConfigError(f"{target} exists already", "name another target, or remove it first")
+    if not target.parent.is_dir():
+        raise ConfigError(f"{target.parent}: no such folder", f"make it: mkdir -p {target.parent}")
+    if source.resolve() in target.resolve().parents:
+        raise ConfigError(f"{target} lies inside {source}", "name a target outside of the source")
+
+
+class _Copier:
+    """Hands a source's tensors to a writer, and remembers their checksums to compare them with."""
+
+    def __init__(
+        self, slices: Sequence[TensorSlice], tensors: Sequence[TensorPlan], summing: bool
+    ) -> None:
+        self._slices = {one.name: one for one in slices}
+        self._plans = {one.name: one for one in tensors}
+        self._summing = summing
+        self._sums: dict[str, str] = {}  # several threads set one item each
+
+    def pieces(self, name: str) -> Iterator[torch.Tensor]:
+        plan = self._plans[name]
+        running = _running(plan) if self._summing else None
+        for piece in read_pieces(self._slices[name]):
+            converted = piece.to(plan.dtype)
+            if running is not None:
+                running.update(converted)
+            yield converted
+        if running is not None:
+            self._sums[name] = running.hexdigest()
+
+    def verify(self, new: Path, progress: Progress | None) -> None:
+        """Read what was written, from the disk, and compare every tensor with the source's."""
+        _, slices = layouts.read(new)
+        if plans(slices) != list(self._plans.values()):
+            raise _wrong(new, "other names, shapes, dtypes or ties than the source")
+        lock = threading.Lock()
+        wrong: list[str] = []
+
+        def check(where: TensorSlice) -> None:
+            running = _running(self._plans[where.name])
+            for piece in read_pieces(where):
+                running.update(piece)
+                if progress is not None:
+                    progress(piece.nbytes)
+            if running.hexdigest() != self._sums[where.name]:
+                with lock:
+                    wrong.append(where.name)
+
+        own = [one for one in slices if self._plans[one.name].shared_with is None]
+        run_parallel(partial(check, one) for one in own)
+        if wrong:
+            raise _wrong(new, f"other values than the source in {', '.join(sorted(wrong)[:3])}")
+
+
+def _running(plan: TensorPlan) -> RunningChecksum:
+    return RunningChecksum(torch.Size(plan.shape).numel() * plan.dtype.itemsize)
+
+
+def _wrong(new: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{new.name}: what was written has {what}; it was removed",
+        "check the disk and the memory of this machine, then convert again",
+    )
+
+
+@contextmanager
+def _beside(target: Path) -> Iterator[Path]:
+    """Give a folder beside the target; remove it, and those that killed conversions left.
+
+    Each is locked by the process that works in it: the kernel gives the lock back when it dies.
+    """
+    prefix = f".{target.name[:100]}.weighin-"
+    for leftover in sorted(target.parent.glob(f"{_literal(prefix)}*")):
+        _remove_if_dead(leftover, target)
+    temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
+    descriptor = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _remove_if_dead(leftover: Path, target: Path) -> None:
+    descriptor = os.open(leftover, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(leftover, ignore_errors=True)
+    except BlockingIOError:
+        raise ConfigError(
+            f"another weighin is writing {target}", "wait until it has ended, or name another"
+        ) from None
+    finally:
+        os.close(descriptor)
+
+
+def _literal(text: str) -> str:
+    """Return text in which no character is a wildcard."""
+    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in text)

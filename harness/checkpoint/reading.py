@@ -1,0 +1,94 @@
+"""A tensor's elements from their place in a file, piece after piece: never held or mapped whole."""
+
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import torch
+
+from harness.checkpoint.direct import PIECE_BYTES, PieceReader
+from harness.checkpoint.layouts.base import TensorPlan, TensorSlice
+from harness.checkpoint.piecewise import PIECE_ELEMENTS
+from harness.errors import CheckpointError
+
+_ROWS_BYTES: Final = PIECE_ELEMENTS  # of a strided tensor, this much is copied at a time
+
+
+def read_pieces(where: TensorSlice) -> Iterator[torch.Tensor]:
+    """Yield the elements in row-major order, as flat tensors of at most ``PIECE_ELEMENTS``.
+
+    All but the last have that length. Pieces share memory: use each before the next.
+
+    Raises:
+        CheckpointError: the file ends before the tensor does.
+    """
+    if where.nbytes == 0:
+        return
+    if where.contiguous:
+        yield from _contiguous(where)
+    else:
+        yield from _gathered(where)
+
+
+def _contiguous(where: TensorSlice) -> Iterator[torch.Tensor]:
+    piece_bytes = PIECE_ELEMENTS * where.dtype.itemsize
+    buffer = torch.empty(min(piece_bytes, where.nbytes), dtype=torch.uint8)
+    reader = PieceReader(where.file)
+    try:
+        for start in range(0, where.nbytes, piece_bytes):
+            piece = buffer[: where.nbytes - start]
+            memory = memoryview(piece.numpy().data)
+            for at in range(0, len(memory), PIECE_BYTES):
+                reader.read(memory[at : at + PIECE_BYTES], where.offset + start + at)
+            yield piece.view(where.dtype)
+    except EOFError as error:
+        raise CheckpointError(
+            f"{where.file}: truncated: it ends inside tensor {where.name!r}",
+            "copy or download the file again",
+        ) from error
+    finally:
+        reader.close()
+
+
+def _gathered(where: TensorSlice) -> Iterator[torch.Tensor]:
+    """A transposed or otherwise strided tensor: its stretch of the file is mapped, and copied."""
+    reach = sum((size - 1) * step for size, step in zip(where.shape, where.stride, strict=True))
+    start = where.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    length = where.offset - start + (reach + 1) * where.dtype.itemsize
+    with where.file.open("rb") as file:
+        if os.fstat(file.fileno()).st_size < start + length:
+            raise CheckpointError(
+                f"{where.file}: truncated: it ends inside tensor {where.name!r}",
+                "copy or download the file again",
+            )
+        # Copy on write only makes torch take it: nothing is written.
+        mapped = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=start)
+    flat = torch.frombuffer(mapped, dtype=where.dtype, offset=where.offset - start, count=reach + 1)
+    tensor = flat.as_strided(where.shape, where.stride)
+    rows = max(1, _ROWS_BYTES // max(1, tensor[0].numel()))
+    rest = torch.empty(0, dtype=where.dtype)
+    for first in range(0, len(tensor), rows):
+        rest = torch.cat([rest, tensor[first : first + rows].reshape(-1)])
+        while len(rest) >= PIECE_ELEMENTS:
+            yield rest[:PIECE_ELEMENTS]
+            rest = rest[PIECE_ELEMENTS:]
+    if len(rest):
+        yield rest
+
+
+def plans(slices: Sequence[TensorSlice], dtype: torch.dtype | None = None) -> list[TensorPlan]:
+    """Return what to write of a checkpoint's tensors; equal places in a file are tied.
+
+    ``dtype`` is what floating-point tensors become. Views of one storage that are not the same
+    tensor are no longer views once written.
+    """
+    firsts: dict[object, str] = {}
+    found = []
+    for one in slices:
+        place = one.file, one.offset, one.dtype, one.shape, one.stride
+        first = firsts.setdefault(place, one.name)
+        tied = first != one.name and one.nbytes > 0
+        kind = dtype if dtype is not None and one.dtype.is_floating_point else one.dtype
+        found.append(TensorPlan(one.name, one.shape, kind, first if tied else None))
+    return found
