@@ -22,6 +22,7 @@ import torch
 
 from harness.checkpoint import durable, layouts
 from harness.checkpoint.layouts.base import Layout, Pieces, Progress, TensorPlan, TensorSlice
+from harness.checkpoint.making import RECORD_BYTES
 from harness.checkpoint.piecewise import RunningChecksum
 from harness.checkpoint.reading import plans, read_pieces
 from harness.checkpoint.writing import run_parallel
@@ -31,7 +32,6 @@ from harness.models.building import map_large_tensors
 AUTO: Final = "auto"
 
 _WHOLE, _SPLIT = "safetensors", "sharded"  # what auto writes; no pickle in either
-_RECORD_BYTES: Final = 4096  # what one tensor's file or record needs beside the tensor, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def convert(
     size = tensor_bytes(tensors)
     layout = layouts.named(choose(order.fmt, size, order.split_above_bytes))
     if permit is not None:
-        permit(size + _RECORD_BYTES * len(tensors))
+        permit(size + RECORD_BYTES * len(tensors))
     copier = _Copier(slices, tensors, order.verify)
     read = time.monotonic()
     with _beside(target) as temporary:

@@ -1,7 +1,8 @@
 """Reading a user's own checkpoint against a model: what is in it, and does it fit."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -10,17 +11,16 @@ import torch
 
 from harness.checkpoint import layouts
 from harness.checkpoint.describing import Described, describe, in_checkpoint
-from harness.checkpoint.layouts.base import Progress, TensorPlan
-from harness.checkpoint.layouts.per_param import read_index
-from harness.checkpoint.making import Made, write
+from harness.checkpoint.layouts.base import Progress, TensorSlice
+from harness.checkpoint.making import RECORD_BYTES, Made, plans, write
 from harness.checkpoint.manifest import Manifest
-from harness.checkpoint.opening import load_state_dict, load_tensor
-from harness.checkpoint.piecewise import pieces_of, tensor_checksums
+from harness.checkpoint.piecewise import Checksums, checksummed, tensor_checksums
+from harness.checkpoint.reading import read_pieces
+from harness.checkpoint.writing import run_parallel
 from harness.errors import CheckpointError
 from harness.models.building import map_large_tensors
 
 _SHOWN: Final = 3
-_RECORD_BYTES: Final = 4096
 
 
 def index(
@@ -36,69 +36,85 @@ def index(
 ) -> Made:
     """Write the manifest of a user's checkpoint into ``folder``; convert it there if need be.
 
-    The checkpoint is mapped, not loaded: anonymous memory stays small whatever its size. It is
-    converted only where its own format is not ``fmt``, and only from pt to per_param.
+    Tensors are read from their places, a piece at a time, whatever the layout; the checkpoint is
+    converted only where its own layout is not ``fmt``.
 
     Raises:
-        CheckpointError: it cannot be read, does not fit the model, or cannot be converted.
+        CheckpointError: it cannot be read, or does not fit the model.
     """
     layouts.named(fmt)
     map_large_tensors()
+    torch.set_num_threads(1)  # the readers are the threads
     started = time.monotonic()
-    own = layouts.detect(checkpoint).NAME
-    if fmt not in {own, "per_param"}:
-        raise CheckpointError(
-            f"{checkpoint}: in format {own}, but format {fmt} is asked for",
-            "give the original checkpoint file",
-        )
-    state = open_mapped(checkpoint, own)
+    own, slices = layouts.read(checkpoint)
+    places = {one.name: one for one in slices}
     described = describe(builder, kwargs, real_buffers="non_persistent")
-    check_fits(checkpoint, model, state, described)
+    check_fits(checkpoint, model, places, described)
     if permit is not None:
-        permit(_needed_bytes(state) if own != fmt else 0)
-    entries = []
-    for one in described:
-        value = state.get(one.name, one.tensor)
-        entries.append(one.entry(tensor_checksums(value), value.dtype))
-    _check_ties(checkpoint, {entry.name: entry.checksums for entry in entries}, described)
+        permit(_needed_bytes(slices) if own != fmt else 0)
+    sums = _Sums(places)
     read = time.monotonic()
     if own != fmt:
-        stored = [
-            TensorPlan(one.name, tuple(one.tensor.shape), state[one.name].dtype, one.shared_with)
-            for one in in_checkpoint(described)
-        ]
-        write(fmt, folder, stored, partial(_pieces, state), progress)
-    manifest = Manifest(model, builder, str(checkpoint), tuple(entries))
+        stored = in_checkpoint(described)
+        tensors = [replace(one, dtype=places[one.name].dtype) for one in plans(stored)]
+        write(fmt, folder, tensors, sums.pieces, progress)
+    sums.complete(progress if own == fmt else None)
+    _check_ties(checkpoint, sums.by_name, described)
+    entries = tuple(
+        one.entry(sums.by_name[one.name], places[one.name].dtype)
+        if one.name in places
+        else one.entry(tensor_checksums(one.tensor))
+        for one in described
+    )
+    manifest = Manifest(model, builder, str(checkpoint), entries)
     manifest.write(folder / "manifest.json")
     return Made(manifest, {"read": read - started, "convert": time.monotonic() - read})
 
 
-def open_mapped(checkpoint: Path, fmt: str) -> dict[str, torch.Tensor]:
-    """Return a checkpoint's tensors, mapped from their file or files.
+class _Sums:
+    """The checksums of a checkpoint's tensors: taken when they are converted, or read for them."""
 
-    Raises:
-        CheckpointError: as ``load_state_dict`` and ``read_index``.
-    """
-    if fmt == "pt":
-        return load_state_dict(checkpoint, mmap=True)
-    opened: dict[Path, torch.Tensor] = {}
-    for path in read_index(checkpoint).values():
-        if path not in opened:
-            opened[path] = load_tensor(path)
-    return {key: opened[path] for key, path in read_index(checkpoint).items()}
+    def __init__(self, places: Mapping[str, TensorSlice]) -> None:
+        self.by_name: dict[str, dict[str, str]] = {}  # several threads set one item each
+        self._places = places
+
+    def pieces(self, name: str) -> Iterator[torch.Tensor]:
+        """Yield a tensor's values, and keep their checksums."""
+        place = self._places[name]
+        running = Checksums(torch.Size(place.shape).numel(), place.dtype)
+        yield from checksummed(read_pieces(place), running)
+        self.by_name[name] = running.result()
+
+    def complete(self, progress: Progress | None) -> None:
+        """Read every tensor that has no checksums yet; of equal places, one."""
+        names: dict[object, list[str]] = {}
+        for name, one in self._places.items():
+            place = one.file, one.offset, one.dtype, one.shape, one.stride
+            names.setdefault(place, []).append(name)
+        run_parallel(partial(self._sum, group, progress) for group in names.values())
+
+    def _sum(self, names: list[str], progress: Progress | None) -> None:
+        known = next((name for name in names if name in self.by_name), None)
+        if known is None:
+            known = names[0]
+            for piece in self.pieces(known):
+                if progress is not None:
+                    progress(piece.nbytes)
+        for name in names:
+            self.by_name.setdefault(name, self.by_name[known])
 
 
 def check_fits(
-    checkpoint: Path, model: str, state: Mapping[str, torch.Tensor], described: list[Described]
+    checkpoint: Path, model: str, places: Mapping[str, TensorSlice], described: list[Described]
 ) -> None:
     """Raise CheckpointError where keys are missing or unexpected, or shapes differ."""
     wanted = {one.name: tuple(one.tensor.shape) for one in in_checkpoint(described)}
-    missing = [name for name in wanted if name not in state]
-    unexpected = [name for name in state if name not in wanted]
+    missing = [name for name in wanted if name not in places]
+    unexpected = [name for name in places if name not in wanted]
     shapes = [
-        f"{name} is {tuple(state[name].shape)}, not {shape}"
+        f"{name} is {places[name].shape}, not {shape}"
         for name, shape in wanted.items()
-        if name in state and tuple(state[name].shape) != shape
+        if name in places and places[name].shape != shape
     ]
     problems = [
         f"{len(names)} {what} ({_some(names)})"
@@ -128,12 +144,8 @@ def _check_ties(
             )
 
 
-def _pieces(state: Mapping[str, torch.Tensor], name: str) -> Any:
-    return pieces_of(state[name].contiguous())
-
-
-def _needed_bytes(state: Mapping[str, torch.Tensor]) -> int:
-    return sum(_RECORD_BYTES + tensor.nbytes for tensor in state.values())
+def _needed_bytes(slices: Iterable[TensorSlice]) -> int:
+    return sum(RECORD_BYTES + one.nbytes for one in slices)
 
 
 def _some(names: list[str]) -> str:

@@ -31,7 +31,7 @@ from harness.models.building import map_large_tensors
 
 _STANDARD_DEVIATION: Final = 0.02
 _SCALES: Final = frozenset({"weight", "scale", "gamma"})
-_RECORD_BYTES: Final = 4096  # what one tensor's file or record needs beside the tensor, at most
+RECORD_BYTES: Final = 4096  # what one tensor's file or record needs beside the tensor, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Made:
 def needed_bytes(described: Iterable[Described]) -> int:
     """Return the disk space that a checkpoint of these tensors takes at most, in any format."""
     return sum(
-        _RECORD_BYTES + (0 if one.shared_with else one.tensor.nbytes)
+        RECORD_BYTES + (0 if one.shared_with else one.tensor.nbytes)
         for one in in_checkpoint(list(described))
     )
 

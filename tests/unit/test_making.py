@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.checkpoint import indexing, making
+from harness.checkpoint import indexing, layouts, making
 from harness.checkpoint.checksum import checksum
 from harness.checkpoint.layouts.per_param import read_index, read_shared
 from harness.checkpoint.manifest import Manifest, read_manifest
@@ -189,7 +189,12 @@ def test_tied_names_with_different_values_are_refused(tmp_path) -> None:
         index(tmp_path / "model.pt", tmp_path)
 
 
-def test_the_way_back_from_per_param_is_not_offered(tmp_path) -> None:
-    make_tied(tmp_path / "a", fmt="per_param")
-    with pytest.raises(CheckpointError, match="in format per_param, but format pt is asked for"):
-        index(tmp_path / "a" / "per_param", tmp_path / "b")
+@pytest.mark.parametrize("fmt", layouts.NAMES)
+def test_every_layout_is_made_read_back_and_converted_with_the_same_values(tmp_path, fmt) -> None:
+    made = make_tied(tmp_path / "a", fmt=fmt)
+    own = layouts.checkpoint_in(tmp_path / "a", fmt)
+    assert index(own, tmp_path / "b", fmt=fmt).tensors == made.tensors
+    assert [path.name for path in (tmp_path / "b").iterdir()] == ["manifest.json"]
+    assert index(own, tmp_path / "c", fmt="pt").tensors == made.tensors
+    again = index(layouts.checkpoint_in(tmp_path / "a", fmt), tmp_path / "d", fmt="per_param")
+    assert again.tensors == made.tensors
