@@ -9,13 +9,14 @@ from rich.console import Console
 from harness.units import format_bytes
 
 CONVERT_EXAMPLES = (
-    "Examples:  weighin convert model.pt parts --format per_param   |   "
-    "weighin convert model.pt model-bf16.safetensors --dtype bf16 --verify   |   "
+    "Examples:\n\n"
+    "weighin convert model.pt parts --format per_param\n\n"
+    "weighin convert model.pt model-bf16.safetensors --dtype bf16 --verify\n\n"
     "weighin convert model.pt shards --format sharded --max-shard-size 2GiB"
 )
 
 cache_app = typer.Typer(help="The checkpoints that were made here.", no_args_is_help=True)
-out, err = Console(), Console(stderr=True)
+out, err = Console(emoji=False), Console(stderr=True, emoji=False)
 
 
 def convert(
@@ -58,7 +59,7 @@ def cache_list() -> None:
     out.print(listing.cache_table())
 
 
-@cache_app.command("clear", epilog="Example:  weighin cache clear gpt2-xl")
+@cache_app.command("clear", epilog="Example:\n\nweighin cache clear gpt2-xl")
 def cache_clear(
     name: Annotated[str | None, typer.Argument(help="A model's name. Default: all.")] = None,
 ) -> None:

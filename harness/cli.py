@@ -30,15 +30,17 @@ app = typer.Typer(
 )
 app.add_typer(checkpoint_verbs.cache_app, name="cache")
 app.command(epilog=checkpoint_verbs.CONVERT_EXAMPLES)(checkpoint_verbs.convert)
-out, err = Console(), Console(stderr=True)
+out, err = Console(emoji=False), Console(stderr=True, emoji=False)
 
 STRATEGIES_HELP = "Names, or files of your own (./mine.py), divided by commas. Default: all six."
 
 
 @app.command(
-    epilog="Examples:  weighin bench gpt2-xl --ram 8g   |   "
-    "weighin bench gpt2-medium --ram 4g,2500m --strategies mmap_assign,streaming --repeats 3   |   "
-    "weighin bench --model mylib.nets:build --kwargs '{\"width\": 64}' --checkpoint weights.pt"
+    epilog="Examples:\n\n"
+    "weighin bench gpt2-xl --ram 8g --repeats 3\n\n"
+    "weighin bench gpt2-medium --ram 4g,2500m --strategies mmap_assign,streaming\n\n"
+    "weighin bench --model my.nets:build --kwargs '{\"width\": 64}' --checkpoint w.pt\n\n"
+    "weighin bench --resume results/20261120T093000-gpt2-xl-8GiB"
 )
 def bench(
     model: Annotated[
@@ -136,7 +138,7 @@ def bench(
         raise typer.Exit(MEASUREMENT_FAILED_EXIT)
 
 
-@app.command(epilog="Example:  weighin report results/20261120T093000-gpt2-xl-8GiB")
+@app.command(epilog="Example:\n\nweighin report results/20261120T093000-gpt2-xl-8GiB")
 def report(run: Annotated[Path, typer.Argument(help="A run's folder.")]) -> None:
     """Draw a run again: the table here, and report.md, summary.csv and the plots in its folder."""
     from harness import journal
