@@ -6,6 +6,8 @@
 ``safetensors`` one file: a header in JSON, and the tensors
 ``per_param``  a folder: one file for each state-dict key, and ``index.json``
 ``per_module`` a folder: one file for each layer or submodule, and ``index.json``
+``sharded``    a folder: Hugging Face's safetensors shards and their index
+``sharded_pt`` a folder: Hugging Face's ``.bin`` shards and their index
 ``dcp``        a folder: ``torch.distributed.checkpoint``'s, with ``.metadata``
 =============  ====================================================================
 
@@ -17,6 +19,7 @@ from typing import Final
 
 from harness.checkpoint.layouts import dcp, per_module, per_param, pt, pt_legacy, safetensors
 from harness.checkpoint.layouts.base import Layout, TensorSlice
+from harness.checkpoint.layouts.sharded import SHARDED, SHARDED_PT
 from harness.errors import CheckpointError, UnknownName
 
 # In the order in which they are asked whether a path is theirs: per_param takes every index.json.
@@ -24,6 +27,8 @@ _LAYOUTS: Final[tuple[Layout, ...]] = (
     pt,
     pt_legacy,
     safetensors,
+    SHARDED,
+    SHARDED_PT,
     dcp,
     per_module,
     per_param,
