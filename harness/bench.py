@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import environment, journal, registry
+from harness.checkpoint import layouts
 from harness.config import Suite
 from harness.errors import ConfigError, RecordError
 from harness.isolation import choice
@@ -38,6 +39,7 @@ def start(request: Request) -> tuple[Run, str]:
     strategies = tuple((registry.strategy(one.name), one.options) for one in suite.strategies)
     _check_names("models", [(spec.name, spec.builder) for spec in models])
     _check_names("strategies", [(info.name, str(info.path)) for info, _ in strategies])
+    formats = tuple(layouts.named(name).NAME for name in suite.format)
     _check_machine(suite.ram)
     limited = any(limit is not None for limit in suite.ram)
     isolation, note = choice.choose(suite.isolation, limited=limited, base_image=request.base_image)
@@ -50,6 +52,7 @@ def start(request: Request) -> tuple[Run, str]:
             device=suite.device,
             cache=suite.cache,
             repeats=suite.repeats,
+            formats=formats,
         )
     )
     checkpoint = request.checkpoint.resolve() if request.checkpoint else None

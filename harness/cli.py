@@ -3,7 +3,6 @@
 A verb's module is imported inside its function, so that ``weighin list`` answers at once.
 """
 
-import json
 import shlex
 import sys
 from pathlib import Path
@@ -12,14 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from harness import __version__, checkpoint_verbs
-from harness.errors import ConfigError, HarnessError, Interrupted
+from harness import __version__, arguments, checkpoint_verbs
+from harness.errors import HarnessError, Interrupted
 from harness.record import Outcome, Result
 
 if TYPE_CHECKING:
     from harness.config import Suite
 
-DEFAULT_MODEL = "gpt2-small"
 MEASUREMENT_FAILED_EXIT = 4
 
 app = typer.Typer(
@@ -43,6 +41,7 @@ STRATEGIES_HELP = "Names, or files of your own (./mine.py), divided by commas. D
     "weighin bench --resume results/20261120T093000-gpt2-xl-8GiB"
 )
 def bench(
+    context: typer.Context,
     model: Annotated[
         str | None, typer.Argument(help="A model of `weighin list models`. Default: gpt2-small.")
     ] = None,
@@ -65,6 +64,12 @@ def bench(
     cache: Annotated[
         str, typer.Option(help="cold: the checkpoint is in no cache. warm: in the cell's own.")
     ] = "cold",
+    fmt: Annotated[
+        str | None,
+        typer.Option(
+            "--format", help="Layouts to load, divided by commas. Default: each strategy's first."
+        ),
+    ] = None,
     repeats: Annotated[int, typer.Option(help="How often each cell is measured, interleaved.")] = 1,
     timeout: Annotated[float, typer.Option(help="Seconds after which a cell is ended.")] = 600.0,
     steady: Annotated[
@@ -97,13 +102,14 @@ def bench(
     from harness import live, runner
     from harness.isolation import choice, delegation
 
+    arguments.refuse_ignored(context)
     if choice.wants_cgroup(isolation) and delegation.helps():
         delegation.enter(sys.argv[1:])
     if resume:
         task = benchmarks.resume(resume)
     else:
         options = {
-            "models": [_one_model(model, model_option)],
+            "models": [arguments.one_model(model, model_option)],
             "ram": [limit.strip() for limit in ram.split(",")],
             "isolation": isolation,
             "device": device,
@@ -112,11 +118,13 @@ def bench(
             "timeout_s": timeout,
             "steady": steady,
         }
-        if names := _split(strategies or []):
+        if names := arguments.names(strategies or []):
             options["strategies"] = names
+        if fmt:
+            options["format"] = _split([fmt])
         request = benchmarks.Request(
             suite=_suite(suite, options),
-            kwargs=_json_object(kwargs),
+            kwargs=arguments.json_object(kwargs),
             checkpoint=checkpoint,
             seed=seed,
             folder=folder,
@@ -216,27 +224,3 @@ def _suite(path: Path | None, options: dict[str, Any]) -> "Suite":
     from harness.config import check_suite, read_suite
 
     return read_suite(path) if path else check_suite(options)
-
-
-def _one_model(argument: str | None, option: str | None) -> str:
-    if argument and option and argument != option:
-        raise ConfigError(
-            f"two models: {argument!r} and {option!r}", "give one, or a --suite with both"
-        )
-    return argument or option or DEFAULT_MODEL
-
-
-def _split(texts: list[str]) -> list[str]:
-    return [name.strip() for text in texts for name in text.split(",") if name.strip()]
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(
-            f"--kwargs is not JSON: {error}", """write --kwargs '{"width": 64}'"""
-        ) from None
-    if not isinstance(value, dict):
-        raise ConfigError("--kwargs is not a JSON object", """write --kwargs '{"width": 64}'""")
-    return value

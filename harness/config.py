@@ -98,6 +98,7 @@ class Suite(_Strict):
     device: Annotated[str, AfterValidator(_as_device)] = "cpu"
     isolation: Literal["auto", "docker", "cgroup", "process"] = "auto"
     cache: Literal["cold", "warm"] = "cold"
+    format: Annotated[list[str], BeforeValidator(_as_list)] = []
     repeats: int = Field(1, ge=1)
     timeout_s: float = Field(600, gt=0, allow_inf_nan=False)
     steady: bool = False

@@ -21,12 +21,18 @@ class Planned:
         """Return the cell with the reason why its strategy cannot run it, if there is one."""
         kind = cell.device.partition(":")[0]
         skip = "" if kind in info.devices else f"{info.name} does not load to {kind}"
+        if cell.format not in info.formats:
+            skip = f"{info.name} does not read {cell.format}, only {', '.join(info.formats)}"
         return cls(cell, info, skip)
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """What to combine. ``ram_limits`` in bytes; None is no limit."""
+    """What to combine. ``ram_limits`` in bytes; None is no limit.
+
+    ``formats`` are those that are asked for: each strategy loads all of them that it reads. Where
+    none are, each loads the first that it names.
+    """
 
     models: tuple[ModelSpec, ...]
     strategies: tuple[tuple[StrategyInfo, dict[str, Any]], ...]
@@ -35,17 +41,25 @@ class Matrix:
     device: str = "cpu"
     cache: CacheState = "cold"
     repeats: int = 1
+    formats: tuple[str, ...] = ()
 
 
 def plan(matrix: Matrix) -> list[Planned]:
     """Return the cells of a matrix, each once. Repeats are interleaved: A B C A B C, never A A."""
     planned = [
-        _planned(matrix, repeat, model, limit, info, options)
+        _planned(matrix, repeat, model, limit, info, options, fmt)
         for repeat, model, limit, (info, options) in product(
             range(matrix.repeats), matrix.models, matrix.ram_limits, matrix.strategies
         )
+        for fmt in _formats(matrix, info)
     ]
     return list({one.cell.id: one for one in planned}.values())
+
+
+def _formats(matrix: Matrix, info: StrategyInfo) -> list[str]:
+    """Return the formats to load; one that the strategy cannot read where it reads none of them."""
+    readable = [fmt for fmt in matrix.formats if fmt in info.formats]
+    return readable or [*matrix.formats, *info.formats][:1]
 
 
 def _planned(
@@ -55,6 +69,7 @@ def _planned(
     limit: int | None,
     info: StrategyInfo,
     options: dict[str, Any],
+    fmt: str,
 ) -> Planned:
     cell = Cell(
         model=model,
@@ -62,7 +77,7 @@ def _planned(
         isolation=matrix.isolation,
         ram_limit_bytes=limit,
         device=matrix.device,
-        format=info.formats[0],
+        format=fmt,
         cache=matrix.cache,
         options=options,
         repeat=repeat,

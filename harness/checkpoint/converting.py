@@ -32,6 +32,7 @@ from harness.models.building import map_large_tensors
 AUTO: Final = "auto"
 
 _WHOLE, _SPLIT = "safetensors", "sharded"  # what auto writes; no pickle in either
+_SHARDED: Final = (_SPLIT, "sharded_pt")  # what max_shard_bytes is for
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ def _write(
     progress: Progress | None,
     order: Order,
 ) -> None:
-    if layout.NAME == _SPLIT:
+    if layout.NAME in _SHARDED:
         write = cast(Any, layout).write
         write(new, tensors, pieces, progress, max_shard_bytes=order.max_shard_bytes)
     else:

@@ -115,3 +115,13 @@ def test_each_combination_comes_exactly_once(
     assert len({cell.series for cell in cells}) * repeats == len(cells)
     # Interleaved: all of one repeat before any of the next.
     assert [cell.repeat for cell in cells] == sorted(cell.repeat for cell in cells)
+
+
+def test_each_strategy_loads_every_format_that_is_asked_for_and_that_it_reads() -> None:
+    strategies = ((info("a", formats=("pt", "dcp", "per_param")), {}), (info("b"), {}))
+    planned = plan(matrix(strategies=strategies, formats=("per_param", "dcp")))
+    assert [(one.cell.strategy, one.cell.format, one.skip) for one in planned] == [
+        ("a", "per_param", ""),
+        ("a", "dcp", ""),
+        ("b", "per_param", "b does not read per_param, only pt"),
+    ]
