@@ -121,7 +121,7 @@ def bench(
         if names := arguments.names(strategies or []):
             options["strategies"] = names
         if fmt:
-            options["format"] = _split([fmt])
+            options["format"] = arguments.names([fmt])
         request = benchmarks.Request(
             suite=_suite(suite, options),
             kwargs=arguments.json_object(kwargs),
