@@ -1,0 +1,207 @@
+"""What the command line says: help that can be pasted from, and errors with their exit codes."""
+
+import re
+import sys
+from collections.abc import Callable
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from harness import __version__, cli
+from harness.errors import (
+    ConfigError,
+    HarnessError,
+    Interrupted,
+    IsolationUnavailable,
+    UnknownName,
+)
+
+VERBS = {
+    ("bench",): (
+        "Load a model with every strategy, each in its own limited container, and say what it cost.",
+        [
+            "weighin bench gpt2-xl --ram 8g --repeats 3",
+            "weighin bench gpt2-medium --ram 4g,2500m --strategies mmap_assign,streaming",
+            "weighin bench --model my.nets:build --kwargs '{\"width\": 64}' --checkpoint w.pt",
+            "weighin bench --resume results/20261120T093000-gpt2-xl-8GiB",
+        ],
+    ),
+    ("convert",): (
+        "Write a checkpoint again in another layout or dtype; holds a few pieces of 16 MiB, no more.",
+        [
+            "weighin convert model.pt parts --format per_param",
+            "weighin convert model.pt model-bf16.safetensors --dtype bf16 --verify",
+            "weighin convert model.pt shards --format sharded --max-shard-size 2GiB",
+        ],
+    ),
+    ("report",): (
+        "Draw a run again: the table here, and report.md, summary.csv and the plots in its folder.",
+        ["weighin report results/20261120T093000-gpt2-xl-8GiB"],
+    ),
+    ("list",): ("Say what there is: strategies, models, and ways to isolate.", []),
+    ("doctor",): (
+        "Say what this machine can limit and measure; limits and kills a probe to prove it.",
+        [],
+    ),
+    ("cache", "list"): (
+        "Show the checkpoints that were made here, and how much disk they take.",
+        [],
+    ),
+    ("cache", "clear"): (
+        "Delete checkpoints that were made here; your own files are never touched.",
+        ["weighin cache clear gpt2-xl"],
+    ),
+}
+
+
+def shown(*arguments: str) -> tuple[int, str]:
+    """The exit code and what a terminal of 80 columns without colours shows."""
+    result = CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "80", "NO_COLOR": "1"})
+    return result.exit_code, re.sub(r"\x1b\[[0-9;]*m", "", result.output)
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=" ".join)
+def test_the_help_of_each_verb_says_what_it_does(verb: tuple[str, ...]) -> None:
+    code, text = shown(*verb, "--help")
+    summary, _ = VERBS[verb]
+    assert code == 0
+    assert summary in " ".join(text.split())
+    assert f"Usage: root {' '.join(verb)}" in text
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=" ".join)
+def test_each_example_is_one_line_to_paste(verb: tuple[str, ...]) -> None:
+    _, text = shown(*verb, "--help")
+    found = [line.strip() for line in text.splitlines() if line.startswith(" weighin ")]
+    assert found == VERBS[verb][1]
+
+
+def test_every_verb_is_known_here() -> None:
+    verbs = {(name,) for name in typer.main.get_command(cli.app).commands if name != "cache"}
+    assert verbs | {("cache", "list"), ("cache", "clear")} == set(VERBS)
+
+
+def test_the_version() -> None:
+    assert shown("--version") == (0, f"weighin {__version__}\n")
+
+
+def test_a_verb_that_does_not_exist() -> None:
+    code, text = shown("bnech")
+    assert code == 2
+    assert "No such command 'bnech'. Did you mean 'bench'?" in text
+
+
+def test_weighin_alone_shows_the_verbs() -> None:
+    _, text = shown()
+    assert all(f" {verb[0]} " in text for verb in VERBS)
+
+
+@pytest.fixture
+def run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[object, str]]:
+    """Run ``main`` as the console script does; returns the exit code and standard error."""
+
+    def run(*arguments: str) -> tuple[object, str]:
+        monkeypatch.setattr(sys, "argv", ["weighin", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        said = capsys.readouterr()
+        assert said.out == ""
+        return caught.value.code, said.err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (ConfigError("no"), 2, "error: no\n"),
+        (ConfigError("no", "do"), 2, "error: no\ndo\n"),
+        (IsolationUnavailable("no engine", "start it"), 3, "error: no engine\nstart it\n"),
+        (Interrupted("stopped"), 130, "error: stopped\n"),
+        (
+            UnknownName("model", "gpt", ["gpt2"]),
+            2,
+            "error: no model is called 'gpt'\ndid you mean 'gpt2'? known: gpt2\n",
+        ),
+        (HarnessError("[bold]x[/] :smile:", "[y]"), 2, "error: [bold]x[/] :smile:\n[y]\n"),
+        (HarnessError("a " * 100, "b " * 100), 2, f"error: {'a ' * 100}\n{'b ' * 100}\n"),
+    ],
+)
+def test_an_error_is_two_lines_and_an_exit_code(
+    monkeypatch: pytest.MonkeyPatch,
+    run: Callable[..., tuple[object, str]],
+    error: HarnessError,
+    code: int,
+    text: str,
+) -> None:
+    app = typer.Typer()
+
+    @app.command()
+    def verb() -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "app", app)
+    assert run() == (code, text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("gpt2-xl", "--model", "b"), "two models: 'gpt2-xl' and 'b'\ngive one, or a --suite with both"),
+        (
+            ("--kwargs", "{width: 64}"),
+            "--kwargs is not JSON: Expecting property name enclosed in double quotes:"
+            " line 1 column 2 (char 1)\nwrite --kwargs '{\"width\": 64}'",
+        ),
+        (("--kwargs", "[1]"), "--kwargs is not a JSON object\nwrite --kwargs '{\"width\": 64}'"),
+        (("--ram", "8GB"), "--ram: '8GB' is ambiguous: GB is 1000-based for some tools and 1024-based for others\nwrite 8GiB (1024-based), or the number of bytes"),
+        (("--device", "gpu"), "--device: 'gpu' is no device\nwrite cpu, cuda or cuda:1"),
+        (("--timeout", "0"), "--timeout: input should be greater than 0, got 0.0"),
+        (("--suite", "gone.yaml"), "cannot read gone.yaml: No such file or directory"),
+        (("--resume", "gone"), "gone holds no plan.json: it is not the folder of a run\nname the folder that weighin bench printed at its end, such as results/RUN"),
+    ],
+)  # fmt: skip
+def test_options_that_cannot_be_used(
+    run: Callable[..., tuple[object, str]], arguments: tuple[str, ...], text: str
+) -> None:
+    assert run("bench", *arguments) == (2, f"error: {text}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            ("gpt2-xl", "--suite", "x.yaml", "--ram", "8g", "-s", "baseline"),
+            "a suite says it all: MODEL, --ram, --strategies would be ignored\n"
+            "write them into the suite, or leave --suite out",
+        ),
+        (
+            ("--resume", "run", "--repeats", "3", "--suite", "x.yaml"),
+            "a run goes on as it was planned: --repeats, --suite would be ignored\n"
+            "leave them out, or start a new run",
+        ),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(
+    run: Callable[..., tuple[object, str]], arguments: tuple[str, ...], text: str
+) -> None:
+    assert run("bench", *arguments) == (2, f"error: {text}\n")
+
+
+def test_an_unknown_list(run: Callable[..., tuple[object, str]]) -> None:
+    assert run("list", "model") == (
+        2,
+        "error: no list is called 'model'\n"
+        "did you mean 'models'? known: all, isolations, models, strategies\n",
+    )
+
+
+def test_the_folder_of_a_report_that_is_no_run(run: Callable[..., tuple[object, str]]) -> None:
+    assert run("report", "gone") == (
+        2,
+        "error: gone holds no records.jsonl: it is not the folder of a run\n"
+        "name the folder that weighin bench printed at its end, such as results/RUN\n",
+    )
