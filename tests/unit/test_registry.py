@@ -14,8 +14,7 @@ from harness.errors import ConfigError, UnknownName
 
 WHOLE = '''"""Do nothing at all.
 
-Expected peak: none.
-"""
+Twice."""
 raise RuntimeError("imported")
 
 FORMATS = ("safetensors", "pt")
