@@ -34,9 +34,13 @@ _COLOURS: Final = {
     "mmap_assign": "#0072B2",
     "per_param": "#009E73",
     "streaming": "#CC79A7",
+    "load_assign": "#56B4E9",
+    "per_param_mmap": "#117733",
+    "per_module": "#999933",
+    "dcp": "#332288",
 }
 _FALLBACK: Final = (
-    "#332288", "#88CCEE", "#44AA99", "#117733", "#999933", "#DDCC77", "#CC6677", "#882255", "#AA4499",
+    "#88CCEE", "#44AA99", "#DDCC77", "#CC6677", "#882255", "#AA4499",
 )  # fmt: skip
 _LINE_IN: Final = 0.16
 _TITLE_IN: Final = 0.34

@@ -1,0 +1,30 @@
+"""Build on the meta device, allocate once, let torch.distributed.checkpoint load into the model.
+
+Expected peak: one copy of the weights and the largest tensor. One process, no process group. Its
+metadata is a pickle that torch executes: only for checkpoints that you trust.
+"""
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load as load_into
+
+from harness.models.tying import retie, tied_names
+from harness.strategy import Load
+
+FORMATS = ("dcp",)
+DEVICES = ("cpu", "cuda")
+
+
+def load(job: Load) -> torch.nn.Module:
+    with job.phase("build"), torch.device("meta"):
+        model = job.build_model()
+    with job.phase("allocate"):
+        tied = tied_names(model)
+        model.to_empty(device=job.device)
+        retie(model, tied)
+    with job.phase("read"):
+        reader = FileSystemReader(job.checkpoint)
+        load_into(model.state_dict(), storage_reader=reader, no_dist=True)
+    with job.phase("buffers"):
+        job.reset_buffers(model)
+    return model

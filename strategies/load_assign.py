@@ -1,0 +1,30 @@
+"""Build on the meta device, load the whole state dict, hand its tensors to the model.
+
+Expected peak: one copy of the weights. On a GPU the file passes through the page cache and RAM
+tensor by tensor.
+"""
+
+import torch
+
+from harness.models.tying import retie, tied_names
+from harness.strategy import Load
+
+FORMATS = ("pt", "pt_legacy")
+DEVICES = ("cpu", "cuda")
+
+
+def load(job: Load) -> torch.nn.Module:
+    with job.phase("build"), torch.device("meta"):
+        model = job.build_model()
+    with job.phase("read"):
+        state = torch.load(job.checkpoint, map_location=job.device, weights_only=True)
+    with job.phase("assign"):
+        tied = tied_names(model)
+        for name, tensor in state.items():
+            if tensor.is_floating_point():
+                state[name] = tensor.to(job.dtype)  # the same tensor where nothing is converted
+        model.load_state_dict(state, assign=True)
+        retie(model, tied)
+    with job.phase("buffers"):
+        job.reset_buffers(model)
+    return model

@@ -1,0 +1,31 @@
+"""Build on the meta device, allocate once, then load one file per layer, copy it and free it.
+
+Expected peak: one copy of the weights and the largest layer. The checkpoint is saved in another
+layout: one file for each layer or submodule.
+"""
+
+import torch
+
+from harness.checkpoint.layouts.per_module import read_index
+from harness.models.tying import retie, tied_names
+from harness.strategy import Load
+
+FORMATS = ("per_module",)
+DEVICES = ("cpu", "cuda")
+
+
+def load(job: Load) -> torch.nn.Module:
+    with job.phase("build"), torch.device("meta"):
+        model = job.build_model()
+    with job.phase("allocate"):
+        tied = tied_names(model)
+        model.to_empty(device=job.device)
+        retie(model, tied)
+    with job.phase("read"):
+        targets = model.state_dict()
+        for file in read_index(job.checkpoint):
+            for name, tensor in torch.load(file, map_location="cpu", weights_only=True).items():
+                targets[name].copy_(tensor)
+    with job.phase("buffers"):
+        job.reset_buffers(model)
+    return model

@@ -1,0 +1,31 @@
+"""Build on the meta device, map one file per parameter, hand the mapped tensors to the model.
+
+Expected peak: no anonymous memory for the weights, as with one mapped file; the price is a map for
+each parameter.
+"""
+
+import torch
+
+from harness.checkpoint.layouts.per_param import read_index
+from harness.models.tying import retie, tied_names
+from harness.strategy import Load
+
+FORMATS = ("per_param",)
+DEVICES = ("cpu", "cuda")
+
+
+def load(job: Load) -> torch.nn.Module:
+    with job.phase("build"), torch.device("meta"):
+        model = job.build_model()
+    with job.phase("map"):
+        state = {}
+        for name, file in read_index(job.checkpoint).items():
+            tensor = torch.load(file, map_location=job.device, weights_only=True, mmap=True)
+            state[name] = tensor.to(job.dtype) if tensor.is_floating_point() else tensor
+    with job.phase("assign"):
+        tied = tied_names(model)
+        model.load_state_dict(state, assign=True)
+        retie(model, tied)
+    with job.phase("buffers"):
+        job.reset_buffers(model)
+    return model
