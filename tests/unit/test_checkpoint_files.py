@@ -12,7 +12,6 @@ from harness.checkpoint import layouts
 from harness.checkpoint.layouts import per_param, pt
 from harness.checkpoint.layouts.base import TensorPlan
 from harness.checkpoint.manifest import Manifest, TensorEntry, read_manifest
-from harness.checkpoint.opening import load_state_dict, load_tensor
 from harness.errors import CheckpointError, UnknownName
 
 AGAIN = "copy or download the file again"
@@ -190,7 +189,7 @@ def test_what_is_no_checkpoint_is_called_by_its_name(tmp_path, write, message, r
     path = tmp_path / "model.pt"
     write(path)
     with pytest.raises(CheckpointError) as caught:
-        load_state_dict(path, mmap=True)
+        pt.read(path)
     assert caught.value.message.startswith(f"{path}: {message}")
     assert caught.value.repair == repair
 
@@ -202,25 +201,25 @@ def test_the_old_format_comes_with_the_line_that_converts_it(tmp_path) -> None:
     path = tmp_path / "it's old.pt"
     legacy(path)
     with pytest.raises(CheckpointError, match=r"in the format of torch before 1\.6") as caught:
-        load_state_dict(path)
+        pt.read(path)
     line = caught.value.repair.removeprefix("convert it: ")
     subprocess.run(line.replace("python", sys.executable, 1), shell=True, check=True)
-    assert list(load_state_dict(Path(f"{path}.new"))) == ["w"]
+    assert [place.name for place in pt.read(Path(f"{path}.new"))] == ["w"]
 
 
 def test_a_plain_pickle_is_not_executed(tmp_path) -> None:
     path = tmp_path / "model.pkl"
     path.write_bytes(pickle.dumps(Command()))
     with pytest.raises(CheckpointError, match="not a checkpoint that torch"):
-        load_state_dict(path)
+        pt.read(path)
 
 
 def test_a_file_of_one_tensor(tmp_path) -> None:
     torch.save(torch.ones(3), tmp_path / "w.pt")
-    assert load_tensor(tmp_path / "w.pt").sum() == 3
+    assert pt.read_one(tmp_path / "w.pt", "w").shape == (3,)
     torch.save([1], tmp_path / "l.pt")
     with pytest.raises(CheckpointError, match="holds a list, not a tensor"):
-        load_tensor(tmp_path / "l.pt")
+        pt.read_one(tmp_path / "l.pt", "l")
 
 
 def test_the_manifest_is_plain_json(tmp_path) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from harness.checkpoint.layouts import dcp, per_module, per_param, pt, pt_legacy, safetensors
+from harness.checkpoint.layouts.archive import check_file
 from harness.checkpoint.layouts.base import Layout, TensorSlice
 from harness.checkpoint.layouts.sharded import SHARDED, SHARDED_PT
 from harness.errors import CheckpointError, UnknownName
@@ -60,8 +61,6 @@ def detect(path: Path) -> Layout:
             "give the checkpoint file itself, or a folder that `weighin convert` made",
         )
     # What is no checkpoint at all has names of its own: a web page, a git-lfs pointer.
-    from harness.checkpoint.opening import check_file
-
     check_file(path)
     raise CheckpointError(f"{path}: no checkpoint", f"known layouts: {', '.join(NAMES)}")
 

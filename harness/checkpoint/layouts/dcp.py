@@ -67,7 +67,6 @@ def read(path: Path) -> list[TensorSlice]:
 def _read_archive(folder: Path, stored: "Stored") -> TensorSlice:
     from harness.checkpoint.layouts.dcp_metadata import AGAIN
     from harness.checkpoint.layouts.file_view import FileView
-    from harness.checkpoint.opening import load_embedded
 
     path = folder / stored.file
     if Path(stored.file).name != stored.file or "\0" in stored.file:
@@ -85,9 +84,8 @@ def _read_archive(folder: Path, stored: "Stored") -> TensorSlice:
                     f"{stored.offset + stored.length:,}, the file at {size:,}",
                     AGAIN,
                 )
-            view = partial(FileView, file.fileno(), stored.offset, stored.length)
-            tensor = load_embedded(path, view())
-            (where,) = pt.slices(path, {stored.key: tensor}, view())
+            view = FileView(file.fileno(), stored.offset, stored.length)
+            where = pt.read_one(path, stored.key, view)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}", AGAIN) from error
     return replace(

@@ -44,18 +44,16 @@ def read(path: Path) -> list[TensorSlice]:
     Raises:
         CheckpointError: a damaged index, or a file that is missing, damaged, or has other keys.
     """
-    from harness.checkpoint.opening import load_state_dict
-
     found: dict[str, TensorSlice] = {}
     for file, keys in read_index(path).items():
-        state = load_state_dict(file, map_location="meta")
+        state = {where.name: where for where in pt.read(file)}
         if list(state) != keys:
             odd = next(iter(set(state) ^ set(keys)), keys[0])
             raise CheckpointError(
                 f"{file}: has other keys than {INDEX_NAME} says, such as {odd!r}",
                 "convert the checkpoint again: weighin convert CHECKPOINT OUT --format per_module",
             )
-        found |= {where.name: where for where in pt.slices(file, state)}
+        found |= state
     index = _read(path)
     for key, first in index["shared"].items():
         one, other = found[key], found[first]

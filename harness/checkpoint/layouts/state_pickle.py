@@ -25,14 +25,16 @@ _LONGEST_NAME: Final = 1000
 _MARK: Final = object()
 
 
-def load(path: Path, file: BinaryIO) -> Any:
+def load(path: Path, file: BinaryIO, base: int = 0) -> Any:
     """Return the next pickled value of ``file``, with tensors and storages as inert records.
+
+    ``base`` is where ``file`` begins in the file at ``path``, for messages.
 
     Raises:
         CheckpointError: damaged, or it holds more than tensors; names the byte.
     """
     machine = _Machine(file)
-    start = file.tell()
+    start = base + file.tell()
     try:
         return machine.run()
     except NotTensors as error:
@@ -42,7 +44,7 @@ def load(path: Path, file: BinaryIO) -> Any:
         ) from None
     except (Malformed, IndexError, KeyError, struct.error, UnicodeDecodeError) as error:
         what = error if isinstance(error, Malformed) else "an instruction finds nothing to work on"
-        at = file.tell()
+        at = base + file.tell()
         raise CheckpointError(
             f"{path}: damaged: the pickle from byte {start:,} cannot be read at byte {at:,}: {what}",
             AGAIN,
