@@ -1,12 +1,14 @@
 """What a worker's events tell: its phases, its baseline, how far it came, and how it ended."""
 
+import signal
 from dataclasses import dataclass, field
 from typing import Any
 
 from harness.isolation import Exit
 from harness.record import Cost, Faults, Memory, Outcome, Phase
+from harness.text import one_line
 
-_SIGKILL = 9
+_SAID_LENGTH = 200
 
 
 @dataclass(slots=True)
@@ -101,11 +103,22 @@ class Story:
             return Outcome.OK, ""
         if self.failure:
             return self.failure
-        if ended.signal == _SIGKILL and (oom_kills or ended.oom_killed):
+        if ended.signal == signal.SIGKILL and (oom_kills or ended.oom_killed):
             return Outcome.OOM_KILLED, f"killed by the kernel for lack of memory {self.where()}"
-        how = f"by signal {ended.signal}" if ended.signal else f"with exit code {ended.code}"
+        how = f"ended with exit code {ended.code}"
+        if ended.signal:
+            how = f"was ended by {_name(ended.signal)}"
         said = chatter.decode(errors="replace").strip().splitlines()
-        last = f": {said[-1]}" if said else ""
+        if said and ended.signal and said[-1].startswith(signal.strsignal(ended.signal) or "?"):
+            said.pop()  # a container's shell says the same again
+        last = f": {one_line(said[-1], _SAID_LENGTH)}" if said else ""
         known = self.baseline is not None
         outcome = Outcome.STRATEGY_FAILED if known else Outcome.MEASUREMENT_FAILED
-        return outcome, f"the worker ended {how} {self.where()}{last}"
+        return outcome, f"the worker {how} {self.where()}{last}"
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.cell import Job
 from harness.record import Outcome
+from harness.text import one_line
 from harness.worker.lifeline import Lifeline
 from harness.worker.marks import Marks
 from harness.worker.protocol import decode_job
@@ -26,7 +27,7 @@ _WARM_PIECE_BYTES = 1024**2
 
 
 class StrategyFailed(Exception):
-    """The strategy raised, or returned no model; ``__cause__`` is what it raised."""
+    """The strategy raised (then that is the ``__cause__``), or returned no model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ def main() -> None:
         model = load(job, prepared, lifeline, marks)
         check(model, prepared, lifeline, marks)
     except BaseException as error:
-        fail(lifeline, *judge(error))
+        fail(lifeline, *judge(error, Path(job.strategy_path)))
     os._exit(0)  # at once: taking the interpreter down would only add to the harness's share
 
 
@@ -116,7 +117,8 @@ def load(job: Job, prepared: Prepared, lifeline: Lifeline, marks: Marks) -> "tor
     marks.flush()
     lifeline.send("loaded", load_ns=load_ns)
     if not isinstance(model, torch.nn.Module):
-        raise StrategyFailed from TypeError(f"load() returned {type(model).__name__}, not a Module")
+        what = "None" if model is None else f"a {type(model).__name__}"
+        raise StrategyFailed(f"load() returned {what}, not a torch.nn.Module")
     return model
 
 
@@ -143,27 +145,34 @@ def check(model: "torch.nn.Module", prepared: Prepared, lifeline: Lifeline, mark
     lifeline.send("done", first_use_ns=first_use_ns, marks_ns=marks.spent_ns)
 
 
-def judge(error: BaseException) -> tuple[Outcome, str]:
+def judge(error: BaseException, strategy: Path) -> tuple[Outcome, str]:
     """Return what an error during the load, the touch or the verification means."""
     import torch
 
     from harness.worker.verify import WrongWeights
 
-    cause = error.__cause__ if isinstance(error, StrategyFailed) else error
     if isinstance(error, WrongWeights):
         return Outcome.WRONG_WEIGHTS, str(error)
-    if isinstance(cause, torch.cuda.OutOfMemoryError):
-        return Outcome.CUDA_OOM, str(cause).splitlines()[0]
+    if isinstance(error, StrategyFailed) and error.__cause__ is None:
+        return Outcome.STRATEGY_FAILED, str(error)
+    cause = error.__cause__ if isinstance(error, StrategyFailed) else error
     assert cause is not None
-    return Outcome.STRATEGY_FAILED, describe(cause)
+    if isinstance(cause, torch.cuda.OutOfMemoryError):
+        return Outcome.CUDA_OOM, one_line(str(cause))
+    return Outcome.STRATEGY_FAILED, describe(cause, strategy)
 
 
-def describe(error: BaseException) -> str:
-    """Return an error in one line, with the place that raised it."""
-    lines = str(error).strip().splitlines() or [""]
+def describe(error: BaseException, strategy: Path | None = None) -> str:
+    """Return an error in one line, with the place that raised it.
+
+    That is the innermost line of the strategy's own file, where it came through there: a line of
+    torch tells its author nothing.
+    """
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {lines[0]}{place}"
+    own = [frame for frame in frames if strategy and frame.filename == str(strategy)]
+    place = "".join(f" ({Path(f.filename).name}:{f.lineno})" for f in (own or frames)[-1:])
+    text = one_line(str(error))
+    return f"{type(error).__name__}{': ' if text else ''}{text}{place}"
 
 
 def fail(lifeline: Lifeline, outcome: Outcome, message: str) -> None:

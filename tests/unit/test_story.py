@@ -78,7 +78,7 @@ DONE = (*READY, fakes.begin("forward"), fakes.phase("forward"), fakes.done())
             0,
             b"",
             Outcome.STRATEGY_FAILED,
-            "the worker ended by signal 9 in phase 'read'",
+            "the worker was ended by SIGKILL in phase 'read'",
         ),
         (
             (*BASELINE, fakes.begin("read")),
@@ -86,7 +86,7 @@ DONE = (*READY, fakes.begin("forward"), fakes.phase("forward"), fakes.done())
             None,
             b"",
             Outcome.STRATEGY_FAILED,
-            "the worker ended by signal 9 in phase 'read'",
+            "the worker was ended by SIGKILL in phase 'read'",
         ),
         (
             (*BASELINE, fakes.begin("read")),
@@ -94,7 +94,7 @@ DONE = (*READY, fakes.begin("forward"), fakes.phase("forward"), fakes.done())
             1,  # a child was killed, the worker itself was not
             b"Loading\nSegmentation fault\n\n",
             Outcome.STRATEGY_FAILED,
-            "the worker ended by signal 11 in phase 'read': Segmentation fault",
+            "the worker was ended by SIGSEGV in phase 'read': Loading",
         ),
         (
             LOADED,
