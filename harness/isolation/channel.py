@@ -11,6 +11,7 @@ import time
 from typing import Protocol
 
 CHATTER_KEPT_BYTES = 64 * 1024
+_MOST_READS = 32  # of 64 KiB: more than a pipe can hold
 
 
 class Channel(Protocol):
@@ -48,10 +49,15 @@ class LineBuffer:
 
 
 class PipeChannel:
-    """A channel over three pipes."""
+    """A channel over three pipes; owns their descriptors.
 
-    def __init__(self, stdin: int, stdout: int, stderr: int) -> None:
+    ``process`` is a descriptor that becomes readable when the worker ends. Without one, the end of
+    events is the end of the pipe, which a child that the worker has forked holds open.
+    """
+
+    def __init__(self, stdin: int, stdout: int, stderr: int, process: int | None = None) -> None:
         self._stdin, self._stdout, self._stderr = stdin, stdout, stderr
+        self._process = process
         self._open = [stdout, stderr]
         self._lines = LineBuffer()
         self.chatter = b""
@@ -60,14 +66,19 @@ class PipeChannel:
         deadline = time.monotonic() + timeout_s
         while (line := self._lines.pop()) is None:
             if self._stdout not in self._open:
-                self._drain_chatter()
+                self._drain(self._stderr)
                 return None
             left_s = deadline - time.monotonic()
             # Past the deadline only events count: a worker may print without end.
             awaited = self._open if left_s > 0 else [self._stdout]
-            ready, _, _ = select.select(awaited, [], [], max(0.0, left_s))
+            ended = [] if self._process is None else [self._process]
+            ready, _, _ = select.select([*awaited, *ended], [], [], max(0.0, left_s))
             if not ready:
                 raise TimeoutError
+            if self._process in ready:  # all that it wrote is in the pipes
+                self._drain(self._stdout)
+                self._open = [descriptor for descriptor in self._open if descriptor == self._stderr]
+                continue
             for descriptor in ready:
                 self._read(descriptor)
         return line
@@ -77,8 +88,9 @@ class PipeChannel:
             os.write(self._stdin, line)
 
     def close(self) -> None:
-        for descriptor in (self._stdin, self._stdout, self._stderr):
-            os.close(descriptor)
+        for descriptor in (self._stdin, self._stdout, self._stderr, self._process):
+            if descriptor is not None:
+                os.close(descriptor)
 
     def _read(self, descriptor: int) -> None:
         data = os.read(descriptor, 65536)
@@ -89,6 +101,9 @@ class PipeChannel:
         else:
             self.chatter = (self.chatter + data)[-CHATTER_KEPT_BYTES:]
 
-    def _drain_chatter(self) -> None:
-        while self._stderr in self._open and select.select([self._stderr], [], [], 0)[0]:
-            self._read(self._stderr)
+    def _drain(self, descriptor: int) -> None:
+        """Read what is there, but not for ever: a child of the worker may go on writing."""
+        for _ in range(_MOST_READS):
+            if descriptor not in self._open or not select.select([descriptor], [], [], 0)[0]:
+                return
+            self._read(descriptor)

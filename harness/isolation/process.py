@@ -8,7 +8,7 @@ from pathlib import Path
 
 from harness.cell import Job
 from harness.errors import IsolationUnavailable
-from harness.isolation import Exit
+from harness.isolation import Exit, family
 from harness.isolation.channel import PipeChannel
 from harness.worker.protocol import encode_job
 
@@ -40,7 +40,8 @@ class ProcessIsolation:
         return running
 
     def remove_stale(self) -> list[str]:
-        return []  # a worker whose parent dies is ended by the kernel (worker/lifeline.py)
+        """Kill what the workers of dead runs started: they themselves ended with their parent."""
+        return family.end_orphans()
 
     def describe(self) -> dict[str, str]:
         return {}
@@ -50,6 +51,7 @@ class LocalRunning:
     """A worker that is a child of this process, in a session (and so a process group) of its own."""
 
     def __init__(self, command: tuple[str, ...], cgroup: Path | None = None) -> None:
+        self._mark = family.new_mark()
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -57,12 +59,13 @@ class LocalRunning:
             stderr=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
-            env=os.environ | {"PYTHONPATH": str(CODE_ROOT)},
+            env=os.environ | {"PYTHONPATH": str(CODE_ROOT)} | family.environment(self._mark),
         )
         streams = (self._process.stdin, self._process.stdout, self._process.stderr)
         assert all(streams)
         # The channel owns its descriptors: Popen must not close them a second time.
-        self.channel = PipeChannel(*(os.dup(stream.fileno()) for stream in streams if stream))
+        stdin, stdout, stderr = (os.dup(stream.fileno()) for stream in streams if stream)
+        self.channel = PipeChannel(stdin, stdout, stderr, _open_process(self._process.pid))
         for stream in streams:
             if stream:
                 stream.close()
@@ -91,3 +94,13 @@ class LocalRunning:
         self.kill()
         self._process.wait()
         self.channel.close()
+        if self.cgroup is None:
+            family.end(self._mark)
+
+
+def _open_process(pid: int) -> int | None:
+    """Return a descriptor that becomes readable when the process ends; None before Linux 5.3."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return None

@@ -189,3 +189,20 @@ def test_what_is_sent_arrives(channel: PipeChannel, worker: Worker) -> None:
 def test_sending_to_a_worker_that_is_gone_is_no_error(channel: PipeChannel, worker: Worker) -> None:
     os.close(worker.stdin)
     channel.send(b"\n")
+
+
+def test_the_end_of_the_worker_is_the_end_even_where_a_child_holds_its_pipes(
+    worker: Worker,
+) -> None:
+    worker.stdin, theirs = os.pipe()
+    ours, worker.stdout = os.pipe()
+    noise, worker.stderr = os.pipe()
+    process, ended = os.pipe()  # stands for a pidfd: readable when the worker has ended
+    channel = PipeChannel(theirs, ours, noise, process)
+    worker.say(b"one\ntwo\nto")
+    worker.chatter(b"said\n")
+    os.write(ended, b"!")
+    os.close(ended)
+    assert [channel.receive(1) for _ in range(4)] == [b"one", b"two", None, None]
+    assert channel.chatter == b"said\n"
+    channel.close()
