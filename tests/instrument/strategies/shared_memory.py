@@ -1,0 +1,21 @@
+"""Fill a file of 64 MiB in /dev/shm, as some data loaders do, and load rightly."""
+
+import tempfile
+import time
+
+import torch
+
+from harness.strategy import Load
+from harness.units import MIB
+from strategies.baseline import load as load_rightly
+
+
+def load(job: Load) -> torch.nn.Module:
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        with job.phase("write to /dev/shm"):
+            for _ in range(64):
+                file.write(bytes(MIB))
+            file.flush()
+        with job.phase("hold it"):
+            time.sleep(0.05)
+        return load_rightly(job)

@@ -1,0 +1,198 @@
+"""Whatever a strategy does, its cell ends with the right outcome, and nothing is left behind.
+
+``bench`` itself asserts after every cell that no process, cgroup or container is left.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cells import Bench, Watched, phases_of
+
+from harness.record import Outcome, Result
+from harness.units import MIB
+
+BAD_ENDS = (Path(__file__).parent / "strategies" / "bad_ends.py").read_text().splitlines()
+
+RAISED = {
+    "raises": "ValueError: the shard is broken in two",
+    "raises_in_torch": "FileNotFoundError: [Errno 2] No such file or directory: '/not/there.pt'",
+    "raises_a_novel": "ValueError: " + "word " * 59 + "wo...",
+    "does_not_fit": (
+        "RuntimeError: Error(s) in loading state_dict for TiedModel: Missing key(s) in state_dict:"
+        ' "embedding.weight", "blocks.0.norm1.weight", "blocks.0.qkv.weight",'
+        ' "blocks.0.out.weight", "blocks.0.norm2.weight", "blocks.0.up.weight",'
+        ' "blocks.0.down.weight", "blocks.1.norm1.weight", "blocks.1.qkv.weight", "blocks.1.o...'
+    ),
+    "nests_phases": "RuntimeError: phase 'inner' begins inside 'bad': phases do not nest",
+    "exits": "SystemExit",
+    "exits_with_a_word": "SystemExit: enough",
+}
+ENDED = {
+    "exits_at_once": "the worker ended with exit code 3 in phase 'bad'",
+    "exits_at_once_as_if_all_were_well": "the worker ended with exit code 0 in phase 'bad'",
+    "exits_after_a_word": (
+        "the worker ended with exit code 4 in phase 'bad': "
+        + "?[31mcannot? go on?[0m \ufffd".ljust(197, "!")
+        + "..."
+    ),
+    "segfaults": "the worker was ended by SIGSEGV in phase 'bad'",
+    "kills_itself": "the worker was ended by SIGKILL in phase 'bad'",
+    "returns_none": "load() returned None, not a torch.nn.Module",
+    "returns_a_state_dict": "load() returned a dict, not a torch.nn.Module",
+}
+SPOILED = {
+    "one_value_of_a_parameter": (
+        "1 tensor with other values than in the checkpoint: blocks.0.up.weight"
+    ),
+    "one_sign_of_zero": "1 tensor with other values than in the checkpoint: rotary.sin",
+    "one_value_of_a_persistent_buffer": (
+        "1 tensor with other values than in the checkpoint: trf_blocks.0.att.mask"
+    ),
+    "one_value_of_a_buffer_in_no_checkpoint": (
+        "1 tensor with other values than in the checkpoint: rotary.cos"
+    ),
+    "not_a_number": "1 tensor with other values than in the checkpoint: norm.weight",
+    "rows_swapped": (
+        "2 tensors with other values than in the checkpoint: embedding.weight, head.weight"
+    ),
+    "left_on_meta": (
+        "12 tensors left on the meta device, without values: "
+        "blocks.0.down.weight, blocks.0.norm1.weight, blocks.0.norm2.weight, ..."
+    ),
+    "untied": "1 tensor no longer tied to the tensor that they share: head.weight",
+    "another_dtype": "1 tensor not of dtype float32: norm.weight",
+    "another_shape": "1 tensor of another shape than in the checkpoint: norm.weight",
+    "one_too_many": "1 tensor not in the checkpoint: extra",
+    "another_model": (
+        "17 tensors missing from the model: "
+        "blocks.0.down.weight, blocks.0.norm1.weight, blocks.0.norm2.weight, ..."
+    ),
+}
+
+
+def place_of(way: str) -> str:
+    """Return "bad_ends.py:LINE" of the line that a way to end is marked at."""
+    (number,) = (n for n, line in enumerate(BAD_ENDS, 1) if line.endswith(f"# here: {way}"))
+    return f"bad_ends.py:{number}"
+
+
+@pytest.mark.parametrize("how", RAISED)
+def test_an_error_is_one_line_with_its_place(bench: Bench, process: Watched, how: str) -> None:
+    result = bench("bad_ends", process, how=how)
+    assert (result.outcome, result.last_phase) == (Outcome.STRATEGY_FAILED, "bad")
+    assert result.message == f"{RAISED[how]} ({place_of(how)})"
+    assert result.exit_code == 1
+
+
+def test_an_error_is_the_same_under_every_isolation(bench: Bench, isolation: Watched) -> None:
+    result = bench("bad_ends", isolation, how="raises")
+    assert (result.outcome, result.last_phase) == (Outcome.STRATEGY_FAILED, "bad")
+    assert result.message == f"{RAISED['raises']} ({place_of('raises')})"
+    assert [phase.name for phase in result.phases][-2:] == ["good", "bad"]
+    assert bench.samples(result)
+
+
+@pytest.mark.parametrize("how", ENDED)
+def test_an_end_says_how_and_where(bench: Bench, process: Watched, how: str) -> None:
+    result = bench("bad_ends", process, how=how)
+    assert result.outcome is Outcome.STRATEGY_FAILED
+    assert result.last_phase == "bad"
+    assert result.message == ENDED[how]
+
+
+@pytest.mark.parametrize("how", ["exits_at_once", "segfaults", "kills_itself"])
+def test_a_sudden_end_is_not_taken_for_lack_of_memory(
+    bench: Bench, limiting: Watched, how: str
+) -> None:
+    result = bench("bad_ends", limiting, how=how, limit_bytes=512 * MIB)
+    assert (result.outcome, result.last_phase) == (Outcome.STRATEGY_FAILED, "bad")
+    assert (result.message, result.oom_kills) == (ENDED[how], 0)
+    assert phases_of(result)["good"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["sleeps", "hangs_with_the_gil_held"])
+def test_a_hang_is_ended_in_time_and_keeps_its_timeline(
+    bench: Bench, isolation: Watched, how: str, seconds_to_load: Callable[[Watched], float]
+) -> None:
+    timeout_s = round(2 * seconds_to_load(isolation) + 1)
+    start = time.monotonic()
+    result = bench("bad_ends", isolation, how=how, timeout_s=timeout_s)
+    assert time.monotonic() - start < timeout_s + 20
+    assert (result.outcome, result.last_phase) == (Outcome.TIMEOUT, "bad")
+    assert result.message == f"still running after {timeout_s} s, in phase 'bad'"
+    good = phases_of(result)["good"]
+    hung = [s for s in bench.samples(result) if (s["t_ns"] or 0) > good.end_ns]
+    assert len(hung) > 10  # more than half the time-out, at 5 ms a look
+    assert result.peaks.rss_bytes
+    assert result.peaks.rss_bytes >= good.end.rss_bytes
+
+
+def test_an_end_that_leaves_a_child_is_seen_at_once(bench: Bench, isolation: Watched) -> None:
+    start = time.monotonic()
+    result = bench("bad_ends", isolation, how="leaves_a_child_and_kills_itself")
+    assert time.monotonic() - start < 60
+    assert result.outcome is Outcome.STRATEGY_FAILED
+    assert result.message == "the worker was ended by SIGKILL in phase 'bad'"
+
+
+@pytest.mark.parametrize("how", SPOILED)
+def test_a_spoiled_model_is_caught(bench: Bench, process: Watched, how: str) -> None:
+    model_name = "gpt2-tiny" if "persistent" in how else "tied-tiny"
+    result = bench("wrong_weights", process, model_name=model_name, how=how)
+    assert (result.outcome, result.message) == (Outcome.WRONG_WEIGHTS, SPOILED[how])
+    assert result.last_phase in ("spoil", "touch")
+
+
+def test_one_wrong_value_is_caught_under_every_isolation(bench: Bench, isolation: Watched) -> None:
+    how = "one_value_of_a_parameter"
+    result = bench("wrong_weights", isolation, how=how)
+    assert (result.outcome, result.message) == (Outcome.WRONG_WEIGHTS, SPOILED[how])
+    assert result.ready_ns  # it was read through before it was judged
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "prints_10_mib_without_an_end",
+        "prints_what_looks_like_events",
+        "closes_its_streams",
+        "reads_from_stdin",
+        "lets_a_child_print",
+    ],
+)
+def test_noise_changes_nothing(bench: Bench, isolation: Watched, how: str) -> None:
+    assert_ok(bench("noisy", isolation, how=how))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "leaves_a_child",
+        "leaves_a_child_in_another_session",
+        "leaves_a_child_with_its_streams",
+    ],
+)
+def test_children_that_outlive_the_worker_are_ended(
+    bench: Bench, isolation: Watched, how: str
+) -> None:
+    start = time.monotonic()
+    assert_ok(bench("noisy", isolation, how=how))
+    assert time.monotonic() - start < 60  # it was not waited for
+
+
+def test_dev_shm_is_charged_to_the_cell(bench: Bench, isolation: Watched) -> None:
+    result = bench("shared_memory", isolation)
+    assert_ok(result)
+    if isolation.inner.limits:
+        written, before = phases_of(result)["write to /dev/shm"], phases_of(result)["prepare"]
+        assert written.end.cgroup_bytes is not None
+        assert before.end.cgroup_bytes is not None
+        rise = written.end.cgroup_bytes - before.end.cgroup_bytes
+        assert rise == pytest.approx(64 * MIB, abs=4 * MIB)
+
+
+def assert_ok(result: Result) -> None:
+    assert (result.outcome, result.message) == (Outcome.OK, "")

@@ -1,0 +1,79 @@
+"""A limit holds, is as large as it says, and kills in the phase that overruns it."""
+
+import signal
+from pathlib import Path
+
+import pytest
+from cells import Bench, Watched, phases_of
+
+from harness.counters import MemoryCgroup
+from harness.record import Outcome, Result
+from harness.units import MIB
+
+# `import torch` charges about 150 MiB of anonymous memory to its cgroup: 256 MiB hold an import and
+# 60 MiB more, and neither 400 MiB nor the import together with 200 MiB.
+LIMIT = 256 * MIB
+
+
+@pytest.fixture(scope="module")
+def killed(bench: Bench, limiting: Watched) -> Result:
+    return bench("overrun", limiting, limit_bytes=LIMIT, mib=400)
+
+
+def test_what_does_not_fit_is_killed_in_its_phase(killed: Result) -> None:
+    assert (killed.outcome, killed.last_phase) == (Outcome.OOM_KILLED, "take")
+    assert killed.message == "killed by the kernel for lack of memory in phase 'take'"
+    assert killed.oom_kills is not None
+    assert killed.oom_kills >= 1
+    assert killed.exit_code == 128 + signal.SIGKILL
+    assert killed.phases[-1].name == "before"
+    assert (killed.load_ns, killed.ready_ns) == (None, None)
+
+
+def test_the_limit_is_what_it_says_within_5_percent(killed: Result) -> None:
+    assert killed.peaks.cgroup_bytes is not None
+    assert 0.95 * LIMIT <= killed.peaks.cgroup_bytes <= LIMIT
+    assert killed.peaks.anon_sampled_bytes is not None
+    assert killed.peaks.anon_sampled_bytes <= LIMIT
+
+
+def test_the_timeline_of_a_killed_cell_reaches_its_last_phase(bench: Bench, killed: Result) -> None:
+    before = phases_of(killed)["before"]
+    last = [s for s in bench.samples(killed) if (s["t_ns"] or 0) > before.end_ns]
+    assert max(sample["anon_bytes"] or 0 for sample in last) > before.end.anon_bytes + 8 * MIB
+    assert {sample["swap_bytes"] for sample in last} == {0}
+
+
+def test_what_fits_lives(bench: Bench, limiting: Watched) -> None:
+    result = bench("overrun", limiting, limit_bytes=LIMIT, mib=60)
+    assert (result.outcome, result.message, result.oom_kills) == (Outcome.OK, "", 0)
+    phases = phases_of(result)
+    taken = phases["take"].end.anon_bytes - phases["before"].end.anon_bytes
+    assert taken == pytest.approx(60 * MIB, abs=MIB)
+
+
+def test_the_same_allocation_lives_without_a_limit(bench: Bench, isolation: Watched) -> None:
+    result = bench("overrun", isolation, mib=400)
+    assert (result.outcome, result.message) == (Outcome.OK, "")
+
+
+def test_swap_is_off_for_the_cell(bench: Bench, limiting: Watched) -> None:
+    seen: dict[str, str] = {}
+
+    def look(phase: str) -> None:
+        if phase == "hold":
+            assert limiting.running and limiting.running.cgroup
+            seen.update(swap_settings(limiting.running.cgroup))
+
+    bench("overrun", limiting, limit_bytes=LIMIT, mib=16, on_phase=look)
+    assert seen in (
+        {"memory.swap.max": "0"},
+        {"memory.swappiness": "0", "memory.memsw.limit_in_bytes": str(LIMIT)},
+        {"memory.swappiness": "0"},  # a kernel that does not account swap by cgroup
+    )
+
+
+def swap_settings(cgroup: Path) -> dict[str, str]:
+    v1 = ("memory.swappiness", "memory.memsw.limit_in_bytes")
+    names = v1 if MemoryCgroup(cgroup).version == 1 else ("memory.swap.max",)
+    return {n: (cgroup / n).read_text().strip() for n in names if (cgroup / n).exists()}

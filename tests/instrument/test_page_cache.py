@@ -1,0 +1,131 @@
+"""A cold cell is really cold, and pays for the pages that it reads; so does a warm one."""
+
+import mmap
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cells import LARGE, Bench, Watched
+
+from harness import page_cache
+from harness.checkpoint import cache
+from harness.record import Outcome, Result
+from harness.units import MIB
+
+SIZE = 8 * MIB + 100  # no whole number of pages
+
+
+@pytest.fixture
+def file(disk: Path) -> Path:
+    path = disk / "pages.bin"
+    path.write_bytes(os.urandom(SIZE))
+    return path
+
+
+def ask(file: Path, how: Callable[[int], int | None]) -> int | None:
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        return how(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def pages(size: int) -> int:
+    return -(-size // mmap.PAGESIZE)
+
+
+def test_a_dropped_file_is_proven_cold(file: Path) -> None:
+    assert page_cache.cached([file]) == pages(SIZE) * mmap.PAGESIZE
+    assert page_cache.drop([file]) == 0
+    assert page_cache.cached([file]) == 0
+
+
+def test_both_ways_to_ask_agree(file: Path) -> None:
+    if ask(file, page_cache._cachestat_pages) is None:
+        pytest.skip("cachestat is missing here (Linux before 6.5) or refused")
+    page_cache.drop([file])
+    with file.open("rb") as source:
+        os.posix_fadvise(source.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no reading ahead
+        os.pread(source.fileno(), MIB, 2 * MIB)
+    by_cachestat = ask(file, page_cache._cachestat_pages)
+    assert by_cachestat == ask(file, page_cache._mincore_pages) == pages(MIB)
+    file.read_bytes()
+    by_cachestat = ask(file, page_cache._cachestat_pages)
+    assert by_cachestat == ask(file, page_cache._mincore_pages) == pages(SIZE)
+
+
+def test_pages_that_are_mapped_elsewhere_are_owned_up_to(file: Path) -> None:
+    with file.open("rb") as source:
+        area = mmap.mmap(source.fileno(), 0, prot=mmap.PROT_READ)
+        area[0], area[3 * MIB]  # mapped pages cannot be dropped
+        assert page_cache.drop([file]) >= 2 * mmap.PAGESIZE
+        area.close()
+    assert page_cache.drop([file]) == 0
+
+
+def test_an_empty_file_is_cold(disk: Path) -> None:
+    (disk / "empty.bin").touch()
+    assert page_cache.drop([disk / "empty.bin"]) == 0
+    assert ask(disk / "empty.bin", page_cache._mincore_pages) == 0
+
+
+def charged_file_bytes(bench: Bench, result: Result) -> int:
+    """Return the largest file cache that a sample saw charged to the cell after its baseline."""
+    baseline_ns = result.phases[1].end_ns
+    return max(
+        sample["cgroup_file_bytes"] or 0
+        for sample in bench.samples(result)
+        if (sample["t_ns"] or 0) >= baseline_ns
+    )
+
+
+def test_the_pages_of_a_cold_map_are_charged_to_the_cell(bench: Bench, limiting: Watched) -> None:
+    result = bench("mmap_assign", limiting, spec=LARGE, limit_bytes=1024 * MIB)
+    assert (result.outcome, result.cached_bytes_at_start) == (Outcome.OK, 0)
+    assert result.model_bytes and result.baseline and result.peaks.cgroup_bytes
+    assert result.peaks.file_sampled_bytes
+    above = result.peaks.cgroup_bytes - (result.baseline.cgroup_bytes or 0)
+    assert above >= result.model_bytes
+    assert charged_file_bytes(bench, result) >= 0.95 * result.model_bytes
+    assert result.peaks.file_sampled_bytes - result.baseline.file_bytes >= 0.95 * result.model_bytes
+
+
+def test_a_file_that_was_warm_outside_is_made_cold_and_charged(
+    bench: Bench, limiting: Watched
+) -> None:
+    checkpoint = cache.ensure(LARGE, "pt").path
+    checkpoint.read_bytes()
+    assert page_cache.cached([checkpoint]) >= checkpoint.stat().st_size
+    result = bench("mmap_assign", limiting, spec=LARGE, limit_bytes=1024 * MIB)
+    assert (result.outcome, result.cached_bytes_at_start) == (Outcome.OK, 0)
+    assert result.model_bytes
+    assert charged_file_bytes(bench, result) >= 0.95 * result.model_bytes
+
+
+def test_a_map_lives_under_a_limit_that_its_file_overruns(bench: Bench, limiting: Watched) -> None:
+    cold = bench("mmap_assign", limiting, spec=LARGE, limit_bytes=320 * MIB)
+    assert (cold.outcome, cold.message, cold.oom_kills) == (Outcome.OK, "", 0)
+    assert cold.peaks.cgroup_bytes and cold.peaks.cgroup_bytes <= 320 * MIB
+    copied = bench("baseline", limiting, spec=LARGE, limit_bytes=320 * MIB)
+    assert copied.outcome is Outcome.OOM_KILLED
+
+
+def test_a_warm_cell_is_warmed_inside_its_own_cgroup(bench: Bench, limiting: Watched) -> None:
+    cold = bench("mmap_assign", limiting, spec=LARGE)
+    warm = bench("mmap_assign", limiting, spec=LARGE, cache_state="warm")
+    assert (warm.outcome, warm.cached_bytes_at_start) == (Outcome.OK, 0)
+    assert cold.baseline and warm.baseline and warm.model_bytes
+    before_load = (warm.baseline.cgroup_bytes or 0) - (cold.baseline.cgroup_bytes or 0)
+    assert before_load == pytest.approx(warm.model_bytes, rel=0.05)
+    assert warm.faults and cold.faults
+    assert warm.faults.major < max(cold.faults.major, 2)  # nothing comes from the disk any more
+
+
+def test_a_plain_process_is_made_cold_and_warm_too(bench: Bench, process: Watched) -> None:
+    cold = bench("mmap_assign", process, spec=LARGE)
+    warm = bench("mmap_assign", process, spec=LARGE, cache_state="warm")
+    assert (cold.outcome, warm.outcome) == (Outcome.OK, Outcome.OK)
+    assert (cold.cached_bytes_at_start, warm.cached_bytes_at_start) == (0, 0)
+    assert cold.faults and warm.faults
+    assert warm.faults.major < max(cold.faults.major, 2)
