@@ -5,9 +5,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 # make bench MODEL=gpt2-xl RAM=8g OUT=results/mine STRATEGIES=baseline,streaming ARGS="--repeats 3"
+# make bench SUITE=configs/suites/readme.yaml      make bench RESUME=results/mine
 MODEL ?= gpt2-small
 RAM ?= none
 RUN ?= $(shell ls -td results/*/records.jsonl 2>/dev/null | head -1 | xargs -r dirname)
+WHAT = $(if $(SUITE),--suite $(SUITE),$(if $(RESUME),--resume $(RESUME),$(MODEL) --ram $(RAM)))
 OPTIONS = $(if $(OUT),--out $(OUT)) $(if $(STRATEGIES),--strategies $(STRATEGIES)) \
           $(if $(ISOLATION),--isolation $(ISOLATION)) $(ARGS)
 
@@ -17,10 +19,13 @@ help:  ## Say what each target does
 setup: .venv/ready  ## Make .venv with everything that the other targets need
 
 bench: .venv/ready  ## Load MODEL with every strategy under RAM: make bench MODEL=gpt2-xl RAM=8g
-	$(BIN)/weighin bench $(MODEL) --ram $(RAM) $(OPTIONS)
+	$(BIN)/weighin bench $(WHAT) $(OPTIONS)
 
 report: .venv/ready  ## Draw RUN again (default: the newest run)
 	$(BIN)/weighin report $(RUN)
+
+pages: .venv/ready  ## Fill the tables of README.md from results/published
+	$(BIN)/python -m harness.report.pages README.md
 
 doctor: .venv/ready  ## Say what this machine can limit and measure
 	$(BIN)/weighin doctor
@@ -44,4 +49,4 @@ clean:  ## Remove .venv and what tools have cached in this folder
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-.PHONY: help setup bench report doctor test lint clean
+.PHONY: help setup bench report pages doctor test lint clean

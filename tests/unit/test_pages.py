@@ -1,0 +1,32 @@
+from pathlib import Path
+
+import pytest
+from factories import make_result
+
+from harness import journal
+from harness.errors import RecordError
+from harness.report.pages import fill
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("README.md",)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_figure_on_our_pages_is_what_the_published_records_say(page: str) -> None:
+    text = (ROOT / page).read_text()
+    assert fill(text, ROOT) == text
+
+
+def test_a_block_is_replaced_and_the_rest_is_not(tmp_path: Path) -> None:
+    journal.append(tmp_path / "results/published/x", make_result())
+    old = "a\n<!-- results/published/x -->\nold\n<!-- end -->\nb"
+    new = fill(old, tmp_path)
+    assert new.startswith("a\n<!-- results/published/x -->\n| strategy | outcome | load s |")
+    assert new.endswith("\n<!-- end -->\nb")
+    assert "old" not in new
+    assert fill(new, tmp_path) == new
+
+
+def test_a_block_of_a_run_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(RecordError):
+        fill("<!-- results/published/x -->\n<!-- end -->", tmp_path)
