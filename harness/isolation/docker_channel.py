@@ -119,9 +119,12 @@ class StreamChannel:
                 thing.close()
 
     def _read(self, deadline: float) -> None:
+        left = deadline - time.monotonic()
+        if left <= 0:  # also where a worker that prints without end leaves no time to wait
+            raise TimeoutError
         # recv with a timeout rather than select: TLS sockets, Windows pipes and SSH have it too.
         try:
-            self._socket.settimeout(max(deadline - time.monotonic(), 0.0001))
+            self._socket.settimeout(left)
             data = self._socket.recv(65536)
         except TimeoutError:
             raise

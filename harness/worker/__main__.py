@@ -206,7 +206,7 @@ def environment(marks: Marks) -> dict[str, Any]:
         "libc": os.confstr("CS_GNU_LIBC_VERSION"),
     }
     if marks.cuda:
-        found["gpu"] = torch.cuda.get_device_name()
+        found["gpu"] = torch.cuda.get_device_name(marks.cuda.device)
         found["cuda"] = torch.version.cuda
     return found
 

@@ -23,7 +23,7 @@ class CudaMemory:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._timeline: list[tuple[int, int, int]] = []
         torch.zeros(1, device=device)
         torch.cuda.synchronize(device)
@@ -32,17 +32,17 @@ class CudaMemory:
         threading.Thread(target=self._sample, name="cuda sampler", daemon=True).start()
 
     def synchronize(self) -> None:
-        torch.cuda.synchronize(self._device)
+        torch.cuda.synchronize(self.device)
 
     def allocated(self) -> int:
-        return torch.cuda.memory_allocated(self._device)
+        return torch.cuda.memory_allocated(self.device)
 
     def reset(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self._device)
+        torch.cuda.reset_peak_memory_stats(self.device)
 
     def complete(self, phase: Phase) -> Phase:
         """Return the phase with the allocator's peaks since the last reset."""
-        stats = torch.cuda.memory_stats(self._device)
+        stats = torch.cuda.memory_stats(self.device)
         requested, allocated, reserved = (stats[f"{kind}_bytes.all.peak"] for kind in _KINDS)
         return replace(
             phase,
@@ -59,6 +59,6 @@ class CudaMemory:
 
     def _sample(self) -> None:
         while True:
-            free, total = torch.cuda.mem_get_info(self._device)
+            free, total = torch.cuda.mem_get_info(self.device)
             self._timeline.append((time.monotonic_ns(), self.allocated(), total - free))
             time.sleep(_SAMPLE_INTERVAL_S)

@@ -1,5 +1,6 @@
 """The multiplexed stream of a container, taken apart however it is split."""
 
+import contextlib
 import socket
 import threading
 from collections.abc import Iterator
@@ -122,3 +123,24 @@ def test_chatter_keeps_its_end(engine: socket.socket, channel: StreamChannel) ->
     sender.join()
     assert len(channel.chatter) == CHATTER_KEPT_BYTES
     assert channel.chatter.endswith(b"the end")
+
+
+def test_a_worker_that_prints_without_end_times_out_too(
+    engine: socket.socket, channel: StreamChannel
+) -> None:
+    ended = threading.Event()
+
+    def print_without_end() -> None:
+        with contextlib.suppress(OSError):  # the other end is closed when it is enough
+            while not ended.is_set():
+                engine.sendall(frame(STDERR, b"noise"))
+
+    printer = threading.Thread(target=print_without_end)
+    printer.start()
+    try:
+        with pytest.raises(TimeoutError):
+            channel.receive(0.05)
+    finally:
+        ended.set()
+        channel.close()
+        printer.join()
