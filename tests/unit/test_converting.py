@@ -1,0 +1,265 @@
+"""Converting: nothing half-made, nothing touched, nothing large held, and errors that say it."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from harness import conversion
+from harness.checkpoint import converting, layouts
+from harness.checkpoint.layouts import per_param
+from harness.errors import CheckpointError, ConfigError, HarnessError, UnknownName
+from harness.units import MIB
+
+AGAIN = "copy or download the file again"
+SLOW_SOURCE = """
+import sys, time, torch
+from pathlib import Path
+from harness.checkpoint import converting
+
+real = converting.read_pieces
+def slow(where):
+    for piece in real(where):
+        yield piece
+        print("piece", flush=True)
+        time.sleep(60)
+
+converting.read_pieces = slow
+order = converting.Order("per_param", None, 2**40, 2**40)
+converting.convert(Path(sys.argv[1]), Path(sys.argv[2]), order)
+"""
+PEAK_SOURCE = """
+import sys, threading, time, torch
+from pathlib import Path
+from harness.checkpoint import converting
+
+def anonymous():
+    for line in open("/proc/self/status"):
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) * 1024
+
+converting.plans  # everything is imported
+start, peak, ended = anonymous(), 0, False
+def watch():
+    global peak
+    while not ended:
+        peak = max(peak, anonymous())
+        time.sleep(0.001)
+
+thread = threading.Thread(target=watch); thread.start()
+order = converting.Order(sys.argv[3], getattr(torch, sys.argv[4]), 2**40, 2**30, True)
+converting.convert(Path(sys.argv[1]), Path(sys.argv[2]), order)
+ended = True
+thread.join()
+print(peak - start)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _threads_as_before():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    torch.manual_seed(0)
+    path = tmp_path / "model.pt"
+    torch.save({"layers.0.weight": torch.randn(40, 30), "head": torch.randn(7)}, path)
+    return path
+
+
+def order(fmt: str = "per_param", **changes: object) -> converting.Order:
+    fields = {"dtype": None, "split_above_bytes": 2**40, "max_shard_bytes": 2**40}
+    return converting.Order(fmt=fmt, **fields | changes)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def wish(source: Path, target: Path, **changes: object) -> conversion.Wish:
+    fields = {"fmt": "pt", "dtype": None, "split_above": "5GiB", "max_shard_size": "5GiB"}
+    return conversion.Wish(source, target, **fields | {"verify": False} | changes)
+
+
+def test_the_source_is_not_touched(source) -> None:
+    before = source.read_bytes(), source.stat().st_mtime_ns
+    converting.convert(source, source.with_name("new"), order())
+    assert (source.read_bytes(), source.stat().st_mtime_ns) == before
+
+
+def test_a_kill_leaves_no_target_and_the_next_conversion_removes_what_it_left(source) -> None:
+    target = source.with_name("new")
+    command = [sys.executable, "-c", SLOW_SOURCE, str(source), str(target)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "piece\n"
+        (left,) = source.parent.glob(".new.weighin-*")
+        with pytest.raises(ConfigError) as caught:
+            converting.convert(source, target, order())
+        assert caught.value.message == f"another weighin is writing {target}"
+        os.kill(process.pid, signal.SIGKILL)
+    assert not target.exists()
+    assert left.is_dir()
+    converting.convert(source, target, order())
+    assert names(source.parent) == ["model.pt", "new"]
+
+
+def test_an_error_leaves_nothing(source, monkeypatch) -> None:
+    def fail(where: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(converting, "read_pieces", fail)
+    with pytest.raises(OSError, match="No space left"):
+        converting.convert(source, source.with_name("new"), order())
+    assert names(source.parent) == ["model.pt"]
+
+
+def test_what_must_not_be_written_over_is_refused(source, tmp_path) -> None:
+    def complaint(source: Path, target: Path) -> str:
+        with pytest.raises(ConfigError) as caught:
+            converting.convert(source, target, order())
+        return str(caught.value)
+
+    folder, link = tmp_path / "folder", tmp_path / "link"
+    converting.convert(source, folder, order())
+    link.symlink_to(tmp_path / "nowhere")
+    for target in (source, folder, link):
+        assert complaint(source, target) == (
+            f"{target} exists already\nname another target, or remove it first"
+        )
+    assert complaint(source, tmp_path / "no" / "new") == (
+        f"{tmp_path}/no: no such folder\nmake it: mkdir -p {tmp_path}/no"
+    )
+    assert complaint(folder, folder / "new") == (
+        f"{folder}/new lies inside {folder}\nname a target outside of the source"
+    )
+
+
+def test_auto_splits_above_the_threshold_and_not_at_it() -> None:
+    assert converting.choose("auto", 100, 100) == "safetensors"
+    assert converting.choose("auto", 101, 100) == "sharded"
+    assert converting.choose("dcp", 101, 100) == "dcp"
+
+
+def test_auto_counts_the_bytes_as_they_are_written(source) -> None:
+    size = (1200 + 7) * 2
+    half = {"dtype": torch.bfloat16, "max_shard_bytes": 1000}
+    for above, made in ((size, "safetensors"), (size - 1, "sharded")):
+        target = source.with_name(made)
+        converting.convert(source, target, order("auto", split_above_bytes=above, **half))
+        assert made == layouts.detect(target).NAME
+
+
+@pytest.mark.parametrize("harm", ["value", "key", "nothing"])
+def test_verify_finds_a_single_wrong_byte_and_a_missing_key(source, monkeypatch, harm) -> None:
+    real = per_param.write
+
+    def harmful(target: Path, *arguments: object) -> None:
+        real(target, *arguments)
+        path = target / "head.pt"
+        if harm == "value":
+            (place,) = [one for one in per_param.read(target) if one.name == "head"]
+            text = bytearray(path.read_bytes())
+            text[place.offset] ^= 1
+            path.write_bytes(text)
+        elif harm == "key":
+            per_param.write_index(target, ["layers.0.weight"], {})
+
+    monkeypatch.setattr(per_param, "write", harmful)
+    target = source.with_name("new")
+    if harm == "nothing":
+        converting.convert(source, target, order(verify=True))
+        return
+    with pytest.raises(CheckpointError) as caught:
+        converting.convert(source, target, order(verify=True))
+    what = {
+        "value": "other values than the source in head",
+        "key": "other names, shapes, dtypes or ties than the source",
+    }
+    assert caught.value.message == f"new: what was written has {what[harm]}; it was removed"
+    assert names(source.parent) == ["model.pt"]
+
+
+def test_a_source_that_ends_too_early_is_named(source) -> None:
+    target = source.with_name("split")
+    converting.convert(source, target, order("safetensors"))
+    os.truncate(target, target.stat().st_size - 1)
+    with pytest.raises(CheckpointError):
+        converting.convert(target, source.with_name("new"), order())
+    assert names(source.parent) == ["model.pt", "split"]
+
+
+@pytest.mark.parametrize("fmt", ["pt", "per_param", "per_module", "dcp", "safetensors"])
+def test_memory_stays_far_below_the_largest_tensor_and_300_mib(tmp_path, fmt: str) -> None:
+    path = tmp_path / "large.pt"
+    torch.save({"a.w": torch.zeros(64 * MIB), "b.w": torch.zeros(32 * MIB)}, path)
+    command = [sys.executable, "-c", PEAK_SOURCE, str(path), str(tmp_path / "new"), fmt, "bfloat16"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 130 * MIB  # the tensors have 256 and 128
+
+
+def test_the_command_says_what_it_made(source) -> None:
+    target = source.with_name("half.pt")
+    console = Console(stderr=True)
+    said = conversion.convert(wish(source, target, dtype="bf16", verify=True), console)
+    assert said.startswith(f"{target}: pt from pt, {target.stat().st_size / 1024:.3f} KiB in ")
+    assert said.endswith("every tensor's checksum verified")
+    assert torch.load(target)["head"].dtype is torch.bfloat16
+
+
+def test_the_command_refuses_before_it_starts_anything(source, monkeypatch) -> None:
+    monkeypatch.setattr(conversion, "run_maker", None)
+    with pytest.raises(UnknownName) as caught:
+        conversion.convert(wish(source, source.with_name("new"), fmt="per-param"), Console())
+    assert caught.value.message == "no checkpoint format is called 'per-param'"
+    with pytest.raises(UnknownName) as caught:
+        conversion.convert(wish(source, source.with_name("new"), dtype="bfloat"), Console())
+    assert caught.value.message == "no dtype is called 'bfloat'"
+    with pytest.raises(HarnessError, match=r"'5GB' is ambiguous"):
+        conversion.convert(wish(source, source.with_name("new"), split_above="5GB"), Console())
+
+
+def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
+    source, monkeypatch
+) -> None:
+    monkeypatch.setattr(conversion.shutil, "disk_usage", lambda _: type("", (), {"free": 1000}))
+    target = source.with_name("new")
+    with pytest.raises(ConfigError) as caught:
+        conversion.convert(wish(source, target), Console())
+    assert caught.value.message == (
+        f"{target} needs 12.715 KiB, and 1000 B are free in {source.parent}"
+    )
+    assert names(source.parent) == ["model.pt"]
+
+
+def test_help_says_when_auto_splits() -> None:
+    from harness.cli import app
+
+    said = CliRunner().invoke(app, ["convert", "--help"], env={"COLUMNS": "200"}).stdout
+    assert "--split-above" in said
+    assert "weighin convert model.pt parts --format per_param" in said
+
+
+def test_two_conversions_to_one_folder_do_not_disturb_each_other(source) -> None:
+    threads = [
+        threading.Thread(target=converting.convert, args=(source, source.with_name(name), order()))
+        for name in ("a", "b")
+    ]
+    started = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert time.monotonic() - started < 60
+    assert names(source.parent) == ["a", "b", "model.pt"]

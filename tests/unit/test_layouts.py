@@ -1,0 +1,146 @@
+"""Every layout holds the same checkpoint: made, read, and turned into every other."""
+
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.checkpoint import converting, layouts
+from harness.checkpoint.checksum import checksum
+from harness.checkpoint.layouts.base import TensorPlan
+from harness.checkpoint.piecewise import pieces_of
+from harness.checkpoint.reading import plans, read_pieces
+from harness.models.gpt2 import gpt2
+from harness.models.tied import tied
+
+LONG = "x" * 10_000
+
+
+def tied_state() -> dict[str, torch.Tensor]:
+    model = tied(vocab_size=128, emb_dim=32, n_layers=2, n_heads=2)
+    return dict(model.state_dict())
+
+
+def gpt2_state() -> dict[str, torch.Tensor]:
+    model = gpt2(vocab_size=64, context_length=8, emb_dim=16, n_layers=2, n_heads=2)
+    return dict(model.to(torch.bfloat16).state_dict())
+
+
+def odd_state() -> dict[str, torch.Tensor]:
+    return {
+        "empty": torch.empty(0, 4),
+        "scalar": torch.tensor(3),
+        "mask": torch.tensor([[True, False, True]]),
+        "bytes": torch.arange(7, dtype=torch.uint8),
+        "../../escape": torch.ones(2),
+        "/etc/passwd": torch.zeros(3),
+        LONG: torch.full((2,), 5.0),
+        f"{LONG}.0.weight": torch.full((3,), 6.0),
+    }
+
+
+def write(fmt: str, folder: Path, state: dict[str, torch.Tensor]) -> Path:
+    firsts: dict[int, str] = {}
+    tensors = []
+    for name, tensor in state.items():
+        first = firsts.setdefault(tensor.data_ptr(), name) if tensor.numel() else name
+        tied_to = first if first != name else None
+        tensors.append(TensorPlan(name, tuple(tensor.shape), tensor.dtype, tied_to))
+    path = layouts.checkpoint_in(folder, fmt)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    layouts.named(fmt).write(path, tensors, lambda name: pieces_of(state[name]))
+    return path
+
+
+def content(path: Path) -> list[tuple[object, ...]]:
+    """Return every tensor of a checkpoint: its name, shape, dtype, first tied name, checksum."""
+    _, slices = layouts.read(path)
+    found = []
+    for one, plan in zip(slices, plans(slices), strict=True):
+        pieces = [piece.clone() for piece in read_pieces(one)]
+        value = torch.cat(pieces) if pieces else torch.empty(0, dtype=one.dtype)
+        found.append((one.name, one.shape, one.dtype, plan.shared_with, checksum(value)))
+    return found
+
+
+def expected(state: dict[str, torch.Tensor]) -> list[tuple[object, ...]]:
+    firsts: dict[int, str] = {}
+    found = []
+    for name, tensor in state.items():
+        first = firsts.setdefault(tensor.data_ptr(), name) if tensor.numel() else name
+        shared = first if first != name else None
+        found.append((name, tuple(tensor.shape), tensor.dtype, shared, checksum(tensor)))
+    return found
+
+
+def order(fmt: str, **changes: object) -> converting.Order:
+    fields = {"dtype": None, "split_above_bytes": 2**40, "max_shard_bytes": 4096, "verify": True}
+    return converting.Order(fmt=fmt, **fields | changes)
+
+
+@pytest.mark.parametrize("state", [tied_state, gpt2_state, odd_state])
+@pytest.mark.parametrize("fmt", layouts.NAMES)
+def test_what_is_written_is_read(tmp_path, fmt: str, state) -> None:
+    torch.manual_seed(0)
+    values = state()
+    path = write(fmt, tmp_path / "made", values)
+    assert fmt == layouts.detect(path).NAME
+    found = content(path)
+    assert sorted(found, key=repr) == sorted(expected(values), key=repr)
+    assert [one[0] for one in found] == list(values)
+    outside = {file.relative_to(tmp_path).parts[0] for file in tmp_path.rglob("*")}
+    assert outside == {"made"}
+    files = layouts.files(path)
+    assert all(file.is_file() for file in files)
+    assert {one.file for one in layouts.read(path)[1]} <= set(files)
+
+
+@pytest.mark.parametrize(("one", "other"), list(permutations(layouts.NAMES, 2)))
+def test_every_layout_becomes_every_other_with_equal_checksums(tmp_path, one, other) -> None:
+    torch.manual_seed(0)
+    values = tied_state()
+    source = write(one, tmp_path / "made", values)
+    converting.convert(source, tmp_path / "converted", order(other))
+    assert other == layouts.detect(tmp_path / "converted").NAME
+    assert content(tmp_path / "converted") == expected(values)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["converted", "made"]
+
+
+@pytest.mark.parametrize("fmt", layouts.NAMES)
+def test_the_same_tensors_are_the_same_bytes(tmp_path, fmt: str) -> None:
+    torch.manual_seed(0)
+    values = tied_state()
+    texts = []
+    for name in ("a", "b"):
+        path = write(fmt, tmp_path / name, values)
+        texts.append({file.name: file.read_bytes() for file in layouts.files(path)})
+    assert texts[0] == texts[1]
+
+
+def test_dtypes_are_converted_on_the_way_and_only_of_floating_point(tmp_path) -> None:
+    torch.manual_seed(0)
+    values = tied_state() | {"steps": torch.tensor(7)}
+    source = write("pt", tmp_path / "made", values)
+    converting.convert(source, tmp_path / "half", order("per_param", dtype=torch.bfloat16))
+    found = {
+        name: (dtype, tied, total) for name, _, dtype, tied, total in content(tmp_path / "half")
+    }
+    assert found["steps"][0] is torch.int64
+    assert found["head.weight"][1] == "embedding.weight"
+    for name, value in tied_state().items():
+        assert found[name][0] is torch.bfloat16
+        assert values[name].shape == value.shape
+        assert found[name][2] == checksum(values[name].to(torch.bfloat16))
+
+
+def test_views_and_transposed_tensors_become_contiguous(tmp_path) -> None:
+    base = torch.arange(600.0).reshape(20, 30)
+    state = {"t": base.t(), "part": base[3:7, 2:9], "last": base[:, ::7], "row": base[5]}
+    torch.save(state, tmp_path / "views.pt")
+    converting.convert(tmp_path / "views.pt", tmp_path / "new.pt", order("pt"))
+    found = torch.load(tmp_path / "new.pt", weights_only=True)
+    for name, value in state.items():
+        assert torch.equal(found[name], value)
+        assert found[name].is_contiguous()
+        assert found[name].untyped_storage().nbytes() == value.nbytes
