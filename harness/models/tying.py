@@ -21,3 +21,13 @@ def retie(model: torch.nn.Module, groups: list[list[str]]) -> None:
         for name in others:
             owner, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(owner), attribute, parameter)
+
+
+def share_missing(state: dict[str, torch.Tensor], groups: list[list[str]]) -> None:
+    """Give the names of each group that a state dict leaves out the tensor of one that it has.
+
+    Formats without sharing, such as safetensors, keep only one name of each group.
+    """
+    for names in groups:
+        present = [name for name in names if name in state]
+        state |= {name: state[present[0]] for name in names if present and name not in state}

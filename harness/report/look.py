@@ -38,9 +38,12 @@ _COLOURS: Final = {
     "per_param_mmap": "#117733",
     "per_module": "#999933",
     "dcp": "#332288",
+    "safetensors_mmap": "#44AA99",
+    "safetensors_copy": "#882255",
+    "sharded": "#DDCC77",
 }
 _FALLBACK: Final = (
-    "#88CCEE", "#44AA99", "#DDCC77", "#CC6677", "#882255", "#AA4499",
+    "#88CCEE", "#CC6677", "#AA4499", "#661100", "#6699CC", "#888888",
 )  # fmt: skip
 _LINE_IN: Final = 0.16
 _TITLE_IN: Final = 0.34

@@ -1,0 +1,31 @@
+"""Build on the meta device, allocate once, copy tensor by tensor out of a safetensors file.
+
+Expected peak: one copy of the weights. The file is mapped, and its pages stay in the page cache
+while they fit.
+"""
+
+import torch
+from safetensors import safe_open
+
+from harness.models.tying import retie, tied_names
+from harness.strategy import Load
+
+FORMATS = ("safetensors",)
+DEVICES = ("cpu", "cuda")
+
+
+def load(job: Load) -> torch.nn.Module:
+    with job.phase("build"), torch.device("meta"):
+        model = job.build_model()
+    with job.phase("allocate"):
+        tied = tied_names(model)
+        model.to_empty(device=job.device)
+        retie(model, tied)  # a tied weight is in the file under one of its names
+    with job.phase("copy"):
+        targets = model.state_dict()
+        with safe_open(job.checkpoint, framework="pt") as file:
+            for name in file.offset_keys():  # in the file's order: the disk reads ahead
+                targets[name].copy_(file.get_tensor(name))
+    with job.phase("buffers"):
+        job.reset_buffers(model)
+    return model

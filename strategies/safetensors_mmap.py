@@ -1,0 +1,31 @@
+"""Build on the meta device, map a safetensors file, hand the mapped tensors to the model.
+
+Expected peak: no anonymous memory for the weights, as with mmap_assign; and no pickle.
+"""
+
+import torch
+from safetensors.torch import load_file
+
+from harness.models.tying import retie, share_missing, tied_names
+from harness.strategy import Load
+
+FORMATS = ("safetensors",)
+DEVICES = ("cpu", "cuda")
+
+
+def load(job: Load) -> torch.nn.Module:
+    with job.phase("build"), torch.device("meta"):
+        model = job.build_model()
+    with job.phase("map"):
+        state = load_file(job.checkpoint, device=str(job.device))
+    with job.phase("assign"):
+        for name, tensor in state.items():
+            if tensor.is_floating_point():
+                state[name] = tensor.to(job.dtype)  # the mapped one where nothing is converted
+        tied = tied_names(model)
+        share_missing(state, tied)
+        model.load_state_dict(state, assign=True)
+        retie(model, tied)
+    with job.phase("buffers"):
+        job.reset_buffers(model)
+    return model
