@@ -4,12 +4,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+import docker
 import pytest
 import requests.exceptions
 import urllib3.exceptions
 from docker.errors import APIError, DockerException, InvalidVersion
 
-import docker
 from harness.errors import IsolationUnavailable
 from harness.isolation import docker_engine, wheels
 from harness.isolation.docker import DockerIsolation
