@@ -1,0 +1,115 @@
+"""One file per module: which keys belong together, and an index that cannot lie."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.checkpoint.layouts import per_module
+from harness.checkpoint.layouts.base import TensorPlan
+from harness.checkpoint.layouts.per_module import module_of
+from harness.checkpoint.piecewise import pieces_of
+from harness.errors import CheckpointError
+
+STATE = {
+    "emb.weight": torch.arange(6.0).reshape(2, 3),
+    "layers.0.a": torch.ones(2),
+    "layers.1.a": torch.zeros(3),
+    "layers.0.b": torch.ones(4),
+    "head.weight": torch.arange(6.0).reshape(2, 3),
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "module"),
+    [
+        ("trf_blocks.3.att.W_query.weight", "trf_blocks.3"),
+        ("model.layers.0.mlp.0.weight", "model.layers.0"),
+        ("layers.10.bias", "layers.10"),
+        ("tok_emb.weight", "tok_emb"),
+        ("0.weight", "0"),
+        ("a.0", "a"),
+        ("scale", "scale"),
+        ("", ""),
+        ("../../x", ""),
+    ],
+)
+def test_a_key_belongs_to_its_first_numbered_module_or_its_first_word(key, module) -> None:
+    assert module_of(key) == module
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    tensors = [
+        TensorPlan(name, tuple(one.shape), one.dtype, "emb.weight" if "head" in name else None)
+        for name, one in STATE.items()
+    ]
+    per_module.write(tmp_path / "split", tensors, lambda name: pieces_of(STATE[name]))
+    return tmp_path / "split"
+
+
+def test_each_file_is_a_state_dict_and_the_order_is_kept(folder) -> None:
+    assert [one.name for one in per_module.read(folder)] == list(STATE)
+    files = {file.name: keys for file, keys in per_module.read_index(folder).items()}
+    assert files == {
+        "emb.pt": ["emb.weight", "head.weight"],
+        "layers.0.pt": ["layers.0.a", "layers.0.b"],
+        "layers.1.pt": ["layers.1.a"],
+    }
+    for name, keys in files.items():
+        state = torch.load(folder / name, weights_only=True)
+        assert list(state) == keys
+        assert all(torch.equal(state[key], STATE[key]) for key in keys)
+    state = torch.load(folder / "emb.pt", weights_only=True)
+    assert state["emb.weight"].data_ptr() == state["head.weight"].data_ptr()
+
+
+def broken(**changes: object) -> dict[str, object]:
+    return {
+        "format": "per_module",
+        "version": 1,
+        "files": {"emb.pt": ["emb.weight", "head.weight"]},
+        "shared": {"head.weight": "emb.weight"},
+        "order": ["emb.weight", "head.weight"],
+    } | changes
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (broken(version=2), "index of version 2, this weighin reads 1"),
+        (broken(order=3), "damaged index: no 'files' or no 'shared' or no 'order'"),
+        (broken(files={"no.pt": ["a"]}), "file 'no.pt' of a module is missing"),
+        (broken(files={"../x": ["a"]}), "the file of a module lies outside the folder: '../x'"),
+        (broken(files={"emb.pt": []}), "the keys of file 'emb.pt' are no list of texts"),
+        (broken(files={"emb.pt": ["a", "a"]}), "'a' occurs twice"),
+        (broken(files={"emb.pt": ["a"], "layers.1.pt": ["a"]}), "'a' occurs twice"),
+        (broken(order=["emb.weight"]), "'order' does not name the keys of 'files', each once"),
+        (broken(order=["emb.weight"] * 2), "'order' does not name the keys of 'files', each once"),
+        (broken(shared={"head.weight": "x"}), "'head.weight' is tied to 'x' but has another file"),
+        (broken(shared={"head.weight": []}), "'head.weight' is tied to [] but has another file"),
+    ],
+)
+def test_a_damaged_index_is_named(folder, index: object, message: str) -> None:
+    (folder / "index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError) as caught:
+        per_module.read(folder)
+    assert caught.value.message == f"{folder / 'index.json'}: {message}"
+
+
+def test_a_tie_that_the_file_does_not_have_is_named(folder) -> None:
+    torch.save(
+        {key: STATE[key].clone() for key in ("emb.weight", "head.weight")}, folder / "emb.pt"
+    )
+    with pytest.raises(CheckpointError) as caught:
+        per_module.read(folder)
+    assert caught.value.message.endswith("'head.weight' is tied to 'emb.weight' but lies elsewhere")
+
+
+def test_a_file_with_other_keys_is_named(folder) -> None:
+    torch.save({"layers.1.c": torch.zeros(3)}, folder / "layers.1.pt")
+    with pytest.raises(
+        CheckpointError, match=r"layers\.1\.pt: has other keys than index\.json says"
+    ):
+        per_module.read(folder)
