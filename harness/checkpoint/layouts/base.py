@@ -2,8 +2,8 @@
 
 A layout is a module of this package with ``NAME``, ``SUFFIX``, ``matches``, ``files``, ``read`` and
 ``write``. ``read`` reads no tensor data: it says where each tensor lies, so that a loader can read it
-straight into place, whatever the layout. The parent uses the first four: a layout imports torch
-inside ``read`` and ``write`` only.
+straight into place, whatever the layout. The parent uses all but the last: a layout imports torch
+inside ``write`` only.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
+
+from harness.checkpoint.layouts.dtypes import ITEM_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +30,7 @@ class TensorSlice:
 
     Attributes:
         stride: in elements.
+        dtype_name: as torch calls it, "float32".
         offset: in bytes, from the file's start to the tensor's first element.
         storage_offset: in bytes, from the file's start to the storage that the tensor views;
             equal, in one file, for keys that share it (tied weights, views).
@@ -37,7 +40,7 @@ class TensorSlice:
     name: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    dtype: "torch.dtype"
+    dtype_name: str
     file: Path
     offset: int
     storage_offset: int
@@ -46,7 +49,15 @@ class TensorSlice:
     @property
     def nbytes(self) -> int:
         """The bytes of its elements, without what a stride leaves out."""
-        return prod(self.shape) * self.dtype.itemsize
+        return prod(self.shape) * ITEM_BYTES[self.dtype_name]
+
+    @property
+    def dtype(self) -> "torch.dtype":
+        """The dtype itself; imports torch."""
+        import torch  # nothing else of a slice needs it, and `weighin inspect` answers at once
+
+        found: torch.dtype = getattr(torch, self.dtype_name)
+        return found
 
     @property
     def contiguous(self) -> bool:

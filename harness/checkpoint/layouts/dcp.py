@@ -54,10 +54,10 @@ def read(path: Path) -> list[TensorSlice]:
         if place not in known:
             known[place] = _read_archive(path, stored)
         where = replace(known[place], name=stored.key)
-        if (where.shape, where.dtype) != (stored.shape, stored.dtype):
+        if (where.shape, where.dtype_name) != (stored.shape, stored.dtype):
             raise CheckpointError(
-                f"{where.file}: {stored.key!r} is {where.shape} of {where.dtype} there, "
-                f"but {stored.shape} of {stored.dtype} in {_METADATA_NAME}",
+                f"{where.file}: {stored.key!r} is {where.shape} of torch.{where.dtype_name} there, "
+                f"but {stored.shape} of torch.{stored.dtype} in {_METADATA_NAME}",
                 dcp_metadata.AGAIN,
             )
         found.append(where)

@@ -4,17 +4,19 @@ The names that the pickle refers to become stand-ins that keep what they are giv
 does not belong to such a file ends the reading. Nothing of torch.distributed is imported.
 """
 
+import io
 import pickle
-from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
-import torch
-
+from harness.checkpoint.layouts.dtypes import ITEM_BYTES, MOST_DIMENSIONS
 from harness.errors import CheckpointError
 
 FILE_NAME: Final = ".metadata"
+MOST_BYTES: Final = 64 * 1024**2
+_MOST_INSTRUCTIONS: Final = 3_000_000
 AGAIN: Final = "copy or download the folder again, or convert its source again"
 _MERGE: Final = "merge it first: python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE.pt"
 
@@ -25,7 +27,7 @@ class Stored:
 
     key: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: str
     file: str
     offset: int
     length: int
@@ -44,6 +46,24 @@ class _StandIn:
 
     def field(self, name: str) -> Any:
         return self.state.get(name) if isinstance(self.state, dict) else None
+
+
+class _Size(tuple[Any, ...]):
+    """A torch.Size; copies no more than one can hold."""
+
+    __slots__ = ()
+
+    def __new__(cls, sizes: Any = ()) -> "_Size":
+        if len(sizes) > MOST_DIMENSIONS:
+            raise ValueError(f"a shape of {len(sizes):,} dimensions")
+        return super().__new__(cls, sizes)
+
+
+class _Ordered(dict[Any, Any]):
+    """An OrderedDict, which such metadata only have empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
 
 
 class _Metadata(_StandIn):
@@ -71,12 +91,12 @@ _KNOWN: Final[dict[tuple[str, str], type]] = {
     (_METADATA, "_MEM_FORMAT_ENCODING"): _StandIn,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StandIn,
     ("torch.serialization", "_get_layout"): _StandIn,
-    ("torch", "Size"): tuple,
+    ("torch", "Size"): _Size,
     ("pathlib", "PosixPath"): _StandIn,
     ("pathlib", "WindowsPath"): _StandIn,
     ("pathlib._local", "PosixPath"): _StandIn,
     ("pathlib._local", "WindowsPath"): _StandIn,
-    ("collections", "OrderedDict"): OrderedDict,
+    ("collections", "OrderedDict"): _Ordered,
 }
 
 
@@ -84,11 +104,27 @@ class _Forbidden(Exception):
     """The pickle refers to something that is no part of such metadata."""
 
 
+def _counted(handler: Callable[["_Unpickler"], None]) -> Callable[["_Unpickler"], None]:
+    def handle(unpickler: "_Unpickler") -> None:
+        unpickler.left -= 1  # each instruction can make an object of 100 bytes out of one byte
+        if unpickler.left < 0:
+            raise ValueError(f"more than {_MOST_INSTRUCTIONS:,} instructions")
+        handler(unpickler)
+
+    return handle
+
+
 # The one in Python: the one in C allocates as much memo as a crafted pickle asks for.
 class _Unpickler(pickle._Unpickler):
+    left = _MOST_INSTRUCTIONS
+    dispatch: ClassVar = {
+        code: _counted(handler)  # type: ignore[misc]
+        for code, handler in pickle._Unpickler.dispatch.items()
+    }
+
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
+        if module == "torch" and name in ITEM_BYTES:
+            return name
         if (module, name) not in _KNOWN:
             raise _Forbidden(f"{module}.{name}")
         return _KNOWN[module, name]
@@ -118,7 +154,7 @@ def read(folder: Path) -> list[Stored]:
 def _load(path: Path) -> _Metadata:
     try:
         with path.open("rb") as file:
-            metadata = _Unpickler(file).load()
+            metadata = _Unpickler(io.BytesIO(file.read(MOST_BYTES))).load()
     except _Forbidden as error:
         raise CheckpointError(
             f"{path}: holds more than tensors, and was NOT executed: it refers to {error}",
@@ -150,7 +186,7 @@ def _stored(path: Path, key: Any, tensor: Any, places: list[Any]) -> Stored:
     state = properties.state if isinstance(properties, _StandIn) else None
     dtype = state[0] if isinstance(state, tuple) and state else None
     shape, place = tensor.field("size"), places[0] if places else None
-    if not isinstance(dtype, torch.dtype) or not isinstance(place, _StandIn):
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES or not isinstance(place, _StandIn):
         raise CheckpointError(f"{path}: damaged: {key!r} has no dtype or no place", AGAIN)
     file, offset, length = (place.field(name) for name in ("relative_path", "offset", "length"))
     if place.field("transform_descriptors"):

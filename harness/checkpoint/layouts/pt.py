@@ -117,8 +117,6 @@ def _read_value(path: Path, file: "IO[bytes] | FileView") -> tuple[Any, dict[str
 
 
 def _slice(path: Path, name: str, tensor: TensorRef, records: dict[str, Record]) -> TensorSlice:
-    import torch
-
     storage = tensor.storage
     record = records.get(storage.key, Record(0, 0))
     if storage.nbytes > record.size:
@@ -131,7 +129,7 @@ def _slice(path: Path, name: str, tensor: TensorRef, records: dict[str, Record])
         name=name,
         shape=tensor.shape,
         stride=tensor.stride,
-        dtype=getattr(torch, tensor.dtype),
+        dtype_name=tensor.dtype,
         file=path,
         offset=record.start + tensor.offset * ITEM_BYTES[tensor.dtype],
         storage_offset=record.start,

@@ -67,14 +67,12 @@ def read(path: Path) -> list[TensorSlice]:
 
 def slice_of(path: Path, name: str, tensor: TensorRef, starts: dict[str, int]) -> TensorSlice:
     """Return the slice of a tensor whose storage begins at ``starts`` of its key."""
-    import torch
-
     start = starts[tensor.storage.key]
     return TensorSlice(
         name=name,
         shape=tensor.shape,
         stride=tensor.stride,
-        dtype=getattr(torch, tensor.dtype),
+        dtype_name=tensor.dtype,
         file=path,
         offset=start + tensor.offset * ITEM_BYTES[tensor.dtype],
         storage_offset=start,

@@ -173,13 +173,11 @@ def _order(path: Path, text: str, slices: dict[str, TensorSlice]) -> list[str]:
 
 
 def _slice(path: Path, name: str, entry: Entry) -> TensorSlice:
-    import torch
-
     return TensorSlice(
         name=name,
         shape=entry.shape,
         stride=_row_major(entry.shape),
-        dtype=getattr(torch, entry.dtype),
+        dtype_name=entry.dtype,
         file=path,
         offset=entry.begin,
         storage_offset=entry.begin,
