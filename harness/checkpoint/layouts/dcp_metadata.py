@@ -118,7 +118,7 @@ def _counted(handler: Callable[["_Unpickler"], None]) -> Callable[["_Unpickler"]
 class _Unpickler(pickle._Unpickler):
     left = _MOST_INSTRUCTIONS
     dispatch: ClassVar = {
-        code: _counted(handler)  # type: ignore[misc]
+        code: _counted(handler)  # type: ignore[arg-type, misc]
         for code, handler in pickle._Unpickler.dispatch.items()
     }
 
