@@ -83,6 +83,8 @@ def read_index(folder: Path) -> dict[str, Path]:
     """
     index = _read(folder)
     tensors, shared = index["tensors"], index["shared"]
+    if not tensors:
+        raise folder_index.damaged(folder, NAME, "names no tensors")
     owners: dict[str, str] = {}
     for key, name in tensors.items():
         folder_index.check_name(folder, NAME, name, repr(key))
