@@ -29,7 +29,7 @@ real = converting.read_pieces
 def slow(where):
     for piece in real(where):
         yield piece
-        os.write(1, b"piece\n")  # at once: two threads say it
+        os.write(1, b"piece\\n")  # at once: two threads say it
         time.sleep(60)
 
 converting.read_pieces = slow
