@@ -1,6 +1,5 @@
 """What is to be measured: one cell is one strategy loading one model, under one limit, once."""
 
-import hashlib
 import json
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -35,6 +34,8 @@ class Cell:
     @property
     def series(self) -> str:
         """A name for all that is measured here, but not for which repeat: equal for equal cells."""
+        import hashlib  # OpenSSL takes 4 MiB: the worker, which needs no names, does not pay for it
+
         fields = asdict(self)
         del fields["repeat"]
         text = json.dumps(fields, sort_keys=True, default=str)

@@ -16,7 +16,6 @@ Exit code 1 means that a gate failed, 4 that some cell has the outcome ``measure
 """
 
 from collections.abc import Iterable
-from difflib import get_close_matches
 
 
 class HarnessError(Exception):
@@ -41,6 +40,8 @@ class UnknownName(ConfigError):
     """A name that is not among the known ones; suggests the nearest."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str], repair: str = "") -> None:
+        from difflib import get_close_matches  # the worker never asks for a near match
+
         names = sorted(known)
         near = get_close_matches(name, names, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}? " if near else ""
