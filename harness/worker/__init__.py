@@ -1,4 +1,4 @@
 """What runs inside the measured process. Imports the vocabulary, torch and one strategy file.
 
-Nobody but the isolations imports from here, and they only ``protocol``.
+Others import ``protocol`` alone from here; tests/instrument/test_imports.py holds them to it.
 """

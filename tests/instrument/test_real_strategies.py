@@ -1,0 +1,33 @@
+"""The project's own strategies leave right models: tied weights and every kind of buffer."""
+
+import pytest
+from cells import LARGE, Bench, Watched, phases_of
+
+from harness.config import DEFAULT_STRATEGIES
+from harness.record import Outcome
+from harness.units import MIB
+
+
+@pytest.mark.parametrize("strategy", DEFAULT_STRATEGIES)
+@pytest.mark.parametrize("model_name", ["tied-tiny", "gpt2-tiny"])
+def test_a_strategy_leaves_a_right_model(
+    bench: Bench, isolation: Watched, model_name: str, strategy: str
+) -> None:
+    result = bench(strategy, isolation, model_name=model_name)
+    assert (result.outcome, result.message, result.last_phase) == (Outcome.OK, "", None)
+    assert result.exit_code == 0
+    assert result.cached_bytes_at_start == 0
+    names = [phase.name for phase in result.phases]
+    assert (names[:2], names[-2:]) == (["import", "prepare"], ["touch", "forward"])
+
+
+@pytest.mark.parametrize("strategy", ["baseline", "mmap_assign", "streaming"])
+def test_reading_every_byte_takes_less_than_16_mib(
+    bench: Bench, process: Watched, strategy: str
+) -> None:
+    result = bench(strategy, process, spec=LARGE)
+    assert result.outcome is Outcome.OK
+    touch, before = phases_of(result)["touch"], result.phases[-3]
+    mapped = touch.end.file_bytes - before.end.file_bytes  # the model itself, where it is a file
+    assert touch.peak_rss_bytes - before.end.rss_bytes - mapped < 16 * MIB
+    assert touch.end.anon_bytes - before.end.anon_bytes < 16 * MIB
