@@ -1,5 +1,6 @@
-"""The command line's verbs that work on checkpoints: ``weighin convert``, ``weighin cache ...``."""
+"""The command line's verbs that work on checkpoints: ``weighin inspect|convert|cache``."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +14,13 @@ CONVERT_EXAMPLES = (
     "weighin convert model.pt parts --format per_param\n\n"
     "weighin convert model.pt model-bf16.safetensors --dtype bf16 --verify\n\n"
     "weighin convert model.pt shards --format sharded --max-shard-size 2GiB"
+)
+
+INSPECT_EXAMPLES = (
+    "Examples:\n\n"
+    "weighin inspect model.pt\n\n"
+    "weighin inspect shards --sort size --all\n\n"
+    "weighin inspect model.safetensors --json"
 )
 
 cache_app = typer.Typer(help="The checkpoints that were made here.", no_args_is_help=True)
@@ -49,6 +57,24 @@ def convert(
 
     wish = conversion.Wish(source, target, fmt, dtype, split_above, max_shard_size, verify)
     out.print(conversion.convert(wish, err), markup=False, highlight=False, soft_wrap=True)
+
+
+def inspect(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of any layout.")],
+    sort: Annotated[str, typer.Option(help="The tensors' order: file, name or size.")] = "file",
+    show_all: Annotated[bool, typer.Option("--all", help="Every tensor, however many.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="All of it, for programs.")] = False,
+) -> None:
+    """Say what is in a checkpoint and what a load should need; executes and loads nothing of it."""
+    from harness import inspecting
+
+    found = inspecting.inspect(checkpoint)
+    if as_json:
+        print(json.dumps(found.as_json()))
+        return
+    for part in inspecting.tables(found, sort=sort, show_all=show_all):
+        markup = not isinstance(part, str)
+        out.print(part, markup=markup, highlight=False, soft_wrap=not markup)
 
 
 @cache_app.command("list")

@@ -27,6 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(checkpoint_verbs.cache_app, name="cache")
+app.command(epilog=checkpoint_verbs.INSPECT_EXAMPLES)(checkpoint_verbs.inspect)
 app.command(epilog=checkpoint_verbs.CONVERT_EXAMPLES)(checkpoint_verbs.convert)
 out, err = Console(emoji=False), Console(stderr=True, emoji=False)
 

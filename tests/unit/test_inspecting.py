@@ -1,0 +1,144 @@
+"""What `weighin inspect` says of every layout, without torch, and of hostile names."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from harness import inspecting
+from harness.checkpoint import layouts
+from harness.checkpoint.layouts.base import TensorPlan
+from harness.cli import app
+from harness.errors import CheckpointError, UnknownName
+from harness.expecting import SHARD_BYTES, expected
+from harness.registry import StrategyInfo, strategies
+
+PLANS = [
+    TensorPlan("embedding.weight", (10, 4), torch.float32),
+    TensorPlan("blocks.0.a", (6,), torch.bfloat16),
+    TensorPlan("blocks.0.steps", (), torch.int64),
+    TensorPlan("head.weight", (10, 4), torch.float32, "embedding.weight"),
+]
+
+
+def make(path: Path, layout: str, plans: list[TensorPlan] = PLANS) -> Path:
+    shapes = {plan.name: torch.zeros(plan.shape, dtype=plan.dtype) for plan in plans}
+    layouts.named(layout).write(path, plans, lambda name: [shapes[name]])
+    return path
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner(env={"COLUMNS": "100"}).invoke(app, ["inspect", *arguments])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.mark.parametrize("layout", layouts.NAMES)
+def test_every_layout_is_inspected_alike(tmp_path, layout: str) -> None:
+    found = inspecting.inspect(make(tmp_path / "m", layout))
+    assert found.layout == layout
+    assert [(t.name, t.shape, t.dtype, t.bytes, t.shared_with) for t in found.tensors] == [
+        ("embedding.weight", (10, 4), "float32", 160, None),
+        ("blocks.0.a", (6,), "bfloat16", 12, None),
+        ("blocks.0.steps", (), "int64", 8, None),
+        ("head.weight", (10, 4), "float32", 160, "embedding.weight"),
+    ]
+    assert (found.numbers, found.bytes, found.largest.name) == (47, 180, "embedding.weight")
+    assert sum(size for _, size in found.files) > 180
+
+
+def test_the_table(tmp_path) -> None:
+    path = make(tmp_path / "model.safetensors", "safetensors")
+    text = run(str(path))
+    for line in (
+        f"{path}: layout safetensors, 4 tensors (1 share a storage with an earlier one), 47 numbers"
+        " (parameters and buffers), 180 B",
+        "largest: embedding.weight, 160 B",
+        "Expected: computed from sizes, not measured",
+    ):
+        assert line in text
+    assert "converted: --format pt" in text
+    assert "scalar" in text
+
+
+def test_a_long_table_shows_its_ends(tmp_path) -> None:
+    plans = [TensorPlan(f"t{number:03}", (number,), torch.uint8) for number in range(821)]
+    path = str(make(tmp_path / "m.safetensors", "safetensors", plans))
+    text = run(path)
+    assert "... 801 more (--all)" in text
+    assert [f"t{n:03}" in text for n in (0, 9, 10, 810, 811)] == [True, True, False, False, True]
+    assert all(f"t{number:03}" in run(path, "--all") for number in range(821))
+    by_size = run(path, "--sort", "size")
+    assert by_size.index("t820") < by_size.index("t811") < by_size.index("t000")
+
+
+def test_json_has_it_all(tmp_path) -> None:
+    found = json.loads(run(str(make(tmp_path / "m.pt", "pt")), "--json"))
+    assert found["totals"] == {
+        "tensors": 4, "shared": 1, "numbers": 47, "bytes": 180,
+        "file_bytes": (tmp_path / "m.pt").stat().st_size, "largest": "embedding.weight",
+    }  # fmt: skip
+    assert found["tensors"][3]["shared_with"] == "embedding.weight"
+    assert {one["strategy"] for one in found["expected"]} == set(strategies())
+
+
+def test_a_name_can_neither_colour_nor_break_the_terminal(tmp_path) -> None:
+    name = "[red]\x1b[31m\r\n" + "x" * 10_000
+    text = run(
+        str(make(tmp_path / "m.safetensors", "safetensors", [TensorPlan(name, (1,), torch.uint8)]))
+    )
+    assert "\x1b" not in text
+    assert "[red]?[31m" in text
+    assert len(text) < 10_000
+
+
+def test_an_unknown_order_and_an_unknown_file_are_named(tmp_path) -> None:
+    found = inspecting.inspect(make(tmp_path / "m.pt", "pt"))
+    with pytest.raises(UnknownName, match="no order of tensors is called 'bytes'"):
+        inspecting.tables(found, sort="bytes")
+    with pytest.raises(CheckpointError, match="no such file"):
+        inspecting.inspect(tmp_path / "none")
+
+
+def test_a_sparse_file_of_100_gib_takes_no_time_and_no_torch(tmp_path) -> None:
+    path = tmp_path / "huge.pt"
+    with torch.serialization.skip_data():
+        torch.save({f"w{n}": torch.empty(2**30, dtype=torch.float32) for n in range(25)}, path)
+    code = (
+        "import sys, time; start = time.monotonic();"
+        "from pathlib import Path; from harness import inspecting;"
+        f"found = inspecting.inspect(Path({str(path)!r})); inspecting.tables(found);"
+        "assert 'torch' not in sys.modules; assert found.bytes == 100 * 1024**3;"
+        "print(time.monotonic() - start)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 2
+
+
+def needs(layout: str, sizes: dict[str, int]) -> dict[str, tuple[int | None, int | None]]:
+    found = expected([*strategies().values(), StrategyInfo("mine", Path("mine.py"), "", ("pt",), ("cpu",))], layout, sizes)  # fmt: skip
+    return {one.strategy: (one.anonymous_bytes, one.mapped_bytes) for one in found}
+
+
+def test_expected_peaks_are_the_arithmetic_of_the_docstrings() -> None:
+    sizes = {"emb.weight": 100, "blocks.0.a": 30, "blocks.0.b": 80, "blocks.1.a": 30}
+    found = needs("pt", sizes)
+    assert set(found) == {*strategies(), "mine"}
+    assert found["mine"] == (None, None)
+    assert found["baseline"] == (480, 0)
+    assert found["mmap_assign"] == (0, 240)
+    assert found["per_param"] == (340, 0)
+    assert found["per_module"] == (350, 0)
+    assert found["safetensors_copy"] == (240, 240)
+    assert found["sharded"] == (240, 240)
+    assert needs("sharded_pt", sizes)["sharded"] == (480, 0)
+    assert needs("sharded_pt", {"a": SHARD_BYTES, "b": 5})["sharded"] == (2 * SHARD_BYTES + 5, 0)
+
+
+def test_every_strategy_of_ours_has_an_expectation() -> None:
+    missing = [name for name, (size, _) in needs("pt", {"a": 1}).items() if size is None]
+    assert missing == ["mine"]
