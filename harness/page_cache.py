@@ -68,34 +68,51 @@ def cached_bytes(descriptor: int) -> int:
     profiles), mincore. mincore calls every page of a file resident that the caller neither owns
     nor may write (Linux 5.2): a file that cannot be proven cold then counts as cached.
     """
-    if (pages := _cachestat_pages(descriptor)) is None:
-        pages = _mincore_pages(descriptor)
+    pages = _cached_pages(descriptor, 0, os.fstat(descriptor).st_size)
     return pages * mmap.PAGESIZE
 
 
-def _cachestat_pages(descriptor: int) -> int | None:
-    whole, found = _CachestatRange(0, 0), _Cachestat()
+def is_cached(descriptor: int, offset: int, length: int) -> bool:
+    """Tell whether every byte of a stretch of an open file is in the page cache.
+
+    Asks as ``cached_bytes`` does. Never by a read with RWF_NOWAIT: that begins to read ahead.
+    """
+    start = offset - offset % mmap.PAGESIZE
+    length += offset - start
+    return _cached_pages(descriptor, start, length) >= -(-length // mmap.PAGESIZE)
+
+
+def _cached_pages(descriptor: int, start: int, length: int) -> int:
+    if length <= 0:
+        return 0
+    if (pages := _cachestat_pages(descriptor, start, length)) is None:
+        pages = _mincore_pages(descriptor, start, length)
+    return pages
+
+
+def _cachestat_pages(descriptor: int, start: int, length: int) -> int | None:
+    stretch, found = _CachestatRange(start, length), _Cachestat()
     failed = _libc.syscall(
-        ctypes.c_long(_SYS_CACHESTAT), descriptor, ctypes.byref(whole), ctypes.byref(found), 0
+        ctypes.c_long(_SYS_CACHESTAT), descriptor, ctypes.byref(stretch), ctypes.byref(found), 0
     )
     return None if failed else int(found.nr_cache)
 
 
-def _mincore_pages(descriptor: int) -> int:
-    size = os.fstat(descriptor).st_size
-    if size == 0:
-        return 0
-    pages = -(-size // mmap.PAGESIZE)
-    residency = (ctypes.c_ubyte * pages)()
+def _mincore_pages(descriptor: int, start: int, length: int) -> int:
+    residency = (ctypes.c_ubyte * -(-length // mmap.PAGESIZE))()
     # PROT_WRITE on a private mapping: ctypes takes the address of writable buffers only.
     with mmap.mmap(
-        descriptor, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+        descriptor,
+        length,
+        flags=mmap.MAP_PRIVATE,
+        prot=mmap.PROT_READ | mmap.PROT_WRITE,
+        offset=start,
     ) as area:
-        start = ctypes.c_char.from_buffer(area)
-        address = ctypes.c_void_p(ctypes.addressof(start))
-        failed = _libc.mincore(address, ctypes.c_size_t(size), residency)
+        first = ctypes.c_char.from_buffer(area)
+        address = ctypes.c_void_p(ctypes.addressof(first))
+        failed = _libc.mincore(address, ctypes.c_size_t(length), residency)
         error = ctypes.get_errno()
-        del start  # the mapping cannot be closed while a pointer into it lives
+        del first  # the mapping cannot be closed while a pointer into it lives
     if failed:
         raise OSError(error, os.strerror(error))
     return bytes(residency).count(b"\x01")

@@ -1,9 +1,8 @@
 """Reading stretches of a file into memory as fast as the machine allows, whatever is cached.
 
-What the page cache holds is copied from it (``preadv2`` with ``RWF_NOWAIT`` gives that much and no
-more); the rest is read around it with ``O_DIRECT``, which is faster than filling the cache and
-leaves no page behind to be charged. Where the file system refuses either, reads are buffered and
-their pages dropped behind the read position.
+A piece that the page cache holds is copied from it; any other is read around it with ``O_DIRECT``,
+which is faster than filling the cache and leaves no page behind to be charged. Where the file
+system refuses that, pages are dropped behind the read position.
 """
 
 import ctypes
@@ -12,6 +11,8 @@ import mmap
 import os
 from pathlib import Path
 from typing import Final
+
+from harness.page_cache import is_cached
 
 PIECE_BYTES: Final = 2 * 1024**2
 """How much is read at once: large enough for a disk, small enough for a processor's cache."""
@@ -27,7 +28,6 @@ class PieceReader:
         self._file = file
         self._buffered = os.open(file, os.O_RDONLY)
         self._direct = _open_direct(file)
-        self._nowait = True
         self._bounce = mmap.mmap(-1, PIECE_BYTES + 2 * _ALIGNMENT, flags=mmap.MAP_PRIVATE)
 
     def read(self, target: memoryview, offset: int) -> None:
@@ -36,13 +36,13 @@ class PieceReader:
         Raises:
             EOFError: the file ends before.
         """
-        done = self._read_cached(target, offset) if self._nowait else 0
-        if done == len(target):
-            return
-        if self._direct >= 0:
-            self._read_around_cache(target[done:], offset + done)
+        if is_cached(self._buffered, offset, len(target)):
+            self._read_buffered(target, offset)
+        elif self._direct >= 0:
+            self._read_around_cache(target, offset)
         else:
-            self._read_and_drop(target[done:], offset + done)
+            self._read_buffered(target, offset)
+            os.posix_fadvise(self._buffered, offset, len(target), os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
         os.close(self._buffered)
@@ -50,22 +50,13 @@ class PieceReader:
             os.close(self._direct)
         self._bounce.close()
 
-    def _read_cached(self, target: memoryview, offset: int) -> int:
-        """Copy what the page cache holds from ``offset`` on; return how many bytes that were."""
+    def _read_buffered(self, target: memoryview, offset: int) -> None:
         done = 0
-        try:
-            while done < len(target):
-                read = os.preadv(self._buffered, [target[done:]], offset + done, os.RWF_NOWAIT)
-                if read == 0:
-                    break
-                done += read
-        except BlockingIOError:  # the next byte is not cached
-            pass
-        except OSError as error:
-            if error.errno not in _REFUSED:
-                raise
-            self._nowait = False  # this file system cannot tell
-        return done
+        while done < len(target):
+            read = os.preadv(self._buffered, [target[done:]], offset + done)
+            if read == 0:
+                raise EOFError(f"{self._file} ends before byte {offset + len(target):,}")
+            done += read
 
     def _read_around_cache(self, target: memoryview, offset: int) -> None:
         start = offset - offset % _ALIGNMENT
@@ -84,20 +75,11 @@ class PieceReader:
                 raise
             os.close(self._direct)
             self._direct = -1
-            self._read_and_drop(target, offset)
+            self.read(target, offset)
             return
         if done < end - start:
             raise EOFError(f"{self._file} ends before byte {end:,}")
         copy(target, bounce[skip : skip + len(target)])
-
-    def _read_and_drop(self, target: memoryview, offset: int) -> None:
-        done = 0
-        while done < len(target):
-            read = os.preadv(self._buffered, [target[done:]], offset + done)
-            if read == 0:
-                raise EOFError(f"{self._file} ends before byte {offset + len(target):,}")
-            done += read
-        os.posix_fadvise(self._buffered, offset, len(target), os.POSIX_FADV_DONTNEED)
 
 
 def copy(target: memoryview, source: memoryview) -> None:

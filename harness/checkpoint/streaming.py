@@ -33,10 +33,11 @@ def load_streaming(
 ) -> torch.nn.Module:
     """Fill ``model`` from a checkpoint of any layout that ``weighin inspect`` reads; return it.
 
-    Build it with ``without_weights()`` or on the meta device: tensors that have memory already are
-    replaced all the same. Parameters keep ``requires_grad`` and stay tied; storages that tensors
-    of the checkpoint share are read once and stay shared. Non-persistent buffers are in no
-    checkpoint and are left alone, but for their device and dtype.
+    Build it with ``without_weights()`` or on the meta device. A tensor that has memory of the right
+    device and dtype already is filled where it is, any other is replaced. Parameters keep
+    ``requires_grad`` and stay tied; storages that tensors of the checkpoint share are read once
+    and stay shared. Non-persistent buffers are in no checkpoint: they keep their values, and only
+    go to the device and dtype; on the meta device they have none to keep.
 
     Args:
         dtype: of all floating-point tensors; None keeps the checkpoint's own.
@@ -49,11 +50,13 @@ def load_streaming(
     targets = model.state_dict(keep_vars=True)
     _check_fits(Path(checkpoint), slices, targets)
     device = torch.device(device)
-    groups = _by_storage(slices)
-    for batch in _batches(groups, granularity):
-        loads = [prepare(group, targets, device, dtype) for group in batch]
-        fill(loads, threads)
-        _assign(model, {name: tensor for load in loads for name, tensor in load.views()})
+    replaced: dict[int, torch.nn.Parameter] = {}
+    for batch in _batches(_by_storage(slices), granularity):
+        stretches = [prepare(group, targets, device, dtype) for group in batch]
+        fill(stretches, threads)
+        for name, tensor in itertools.chain.from_iterable(one.views() for one in stretches):
+            _assign(model, name, targets[name], tensor, replaced)
+    _move_other_buffers(model, targets, device, dtype)
     return model
 
 
@@ -101,16 +104,33 @@ def _check_fits(
         )
 
 
-def _assign(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Give the model its tensors; a parameter that has several names stays one parameter."""
-    parameters: dict[int, torch.nn.Parameter] = {}
-    for name, tensor in tensors.items():
-        path, _, leaf = name.rpartition(".")
-        owner = model.get_submodule(path)
-        old = owner._parameters.get(leaf)
-        if old is None:
-            owner._buffers[leaf] = tensor
-        elif old.data_ptr() != tensor.data_ptr() or old.is_meta:
-            if id(old) not in parameters:
-                parameters[id(old)] = torch.nn.Parameter(tensor, requires_grad=old.requires_grad)
-            owner._parameters[leaf] = parameters[id(old)]
+def _assign(
+    model: torch.nn.Module,
+    name: str,
+    old: torch.Tensor,
+    new: torch.Tensor,
+    replaced: dict[int, torch.nn.Parameter],
+) -> None:
+    """Put ``new`` in the place of ``old``; a parameter that has several names stays one."""
+    path, _, leaf = name.rpartition(".")
+    owner = model.get_submodule(path)
+    if not isinstance(old, torch.nn.Parameter):
+        owner._buffers[leaf] = new
+    elif old.is_meta or old.data_ptr() != new.data_ptr():
+        if id(old) not in replaced:
+            replaced[id(old)] = torch.nn.Parameter(new, requires_grad=old.requires_grad)
+        owner._parameters[leaf] = replaced[id(old)]
+
+
+def _move_other_buffers(
+    model: torch.nn.Module,
+    loaded: Mapping[str, torch.Tensor],
+    device: torch.device,
+    dtype: torch.dtype | None,
+) -> None:
+    for prefix, module in model.named_modules():
+        for leaf, buffer in module._buffers.items():
+            name = f"{prefix}.{leaf}" if prefix else leaf
+            if buffer is not None and name not in loaded and not buffer.is_meta:
+                kind = dtype if dtype and buffer.is_floating_point() else buffer.dtype
+                module._buffers[leaf] = buffer.to(device, kind)

@@ -1,0 +1,99 @@
+"""Reading past the page cache gives the file's bytes, wherever they begin and whatever is cached."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pytest import MonkeyPatch
+
+from harness import page_cache
+from harness.checkpoint import direct
+from harness.checkpoint.direct import PIECE_BYTES, PieceReader
+
+SIZE = 3 * PIECE_BYTES + 12_345
+CONTENT = os.urandom(SIZE)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("direct") / "file"
+    path.write_bytes(CONTENT)
+    return path
+
+
+@pytest.fixture
+def reader(file: Path) -> Iterator[PieceReader]:
+    reader = PieceReader(file)
+    yield reader
+    reader.close()
+
+
+def read(reader: PieceReader, offset: int, size: int) -> bytes:
+    target = bytearray(size)
+    reader.read(memoryview(target), offset)
+    return bytes(target)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(offset=st.integers(0, SIZE - 1), size=st.integers(1, PIECE_BYTES), cold=st.booleans())
+def test_any_stretch_cold_or_cached(
+    reader: PieceReader, file: Path, offset: int, size: int, cold: bool
+) -> None:
+    size = min(size, SIZE - offset)
+    if cold:
+        page_cache.drop([file])
+    assert read(reader, offset, size) == CONTENT[offset : offset + size]
+
+
+def test_a_cold_read_leaves_no_page_in_the_cache(reader: PieceReader, file: Path) -> None:
+    page_cache.drop([file])
+    for offset in range(0, 3 * PIECE_BYTES, PIECE_BYTES):
+        read(reader, offset, PIECE_BYTES)
+    assert page_cache.cached([file]) == 0
+
+
+def test_a_stretch_that_is_cached_in_part(reader: PieceReader, file: Path) -> None:
+    page_cache.drop([file])
+    with file.open("rb", buffering=0) as other:
+        os.posix_fadvise(other.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no reading ahead
+        other.seek(1024**2)
+        other.read(4096)
+    assert read(reader, 100, PIECE_BYTES) == CONTENT[100 : 100 + PIECE_BYTES]
+    assert read(reader, 1024**2 + 1, 8192) == CONTENT[1024**2 + 1 : 1024**2 + 8193]
+
+
+@pytest.mark.parametrize("cold", [True, False])
+def test_the_end_of_the_file(reader: PieceReader, file: Path, cold: bool) -> None:
+    if cold:
+        page_cache.drop([file])
+    assert read(reader, SIZE - 5, 5) == CONTENT[-5:]
+    with pytest.raises(EOFError, match=rf"ends before byte {SIZE + 1:,}$"):
+        read(reader, SIZE - 5, 6)
+
+
+def test_where_the_file_system_refuses_direct_reads(file: Path, monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "_open_direct", lambda _: -1)
+    page_cache.drop([file])
+    reader = PieceReader(file)
+    assert read(reader, 777, PIECE_BYTES) == CONTENT[777 : 777 + PIECE_BYTES]
+    reader.close()
+    # What was read ahead of the stretch may stay.
+    with file.open("rb") as opened:
+        assert not page_cache.is_cached(opened.fileno(), 4096, PIECE_BYTES // 2)
+
+
+def test_tmpfs_reads_as_any_other(tmp_path: Path) -> None:
+    shm = Path("/dev/shm")
+    if not shm.is_dir():
+        pytest.skip("this system has no /dev/shm")
+    path = shm / f"weighin-test-{os.getpid()}"
+    path.write_bytes(CONTENT[:100_000])
+    try:
+        reader = PieceReader(path)
+        assert read(reader, 3, 99_997) == CONTENT[3:100_000]
+        reader.close()
+    finally:
+        path.unlink()

@@ -1,0 +1,142 @@
+"""Streaming: the right model from every layout, in every dtype, with what shares memory still shared."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.checkpoint import layouts
+from harness.checkpoint.layouts.base import TensorPlan
+from harness.checkpoint.piecewise import pieces_of
+from harness.checkpoint.streaming import Granularity, load_streaming
+from harness.errors import CheckpointError
+from harness.models.building import without_weights
+from harness.models.tied import tied
+
+KWARGS = {"vocab_size": 128, "emb_dim": 32, "n_layers": 2, "n_heads": 2}
+
+
+def seeded() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return tied(**KWARGS)
+
+
+def blank() -> torch.nn.Module:
+    with without_weights():
+        return tied(**KWARGS)
+
+
+def saved(folder: Path, fmt: str = "pt") -> Path:
+    state = seeded().state_dict()
+    firsts: dict[int, str] = {}
+    plans = []
+    for name, tensor in state.items():
+        first = firsts.setdefault(tensor.data_ptr(), name)
+        plans.append(
+            TensorPlan(name, tuple(tensor.shape), tensor.dtype, first if first != name else None)
+        )
+    path = layouts.checkpoint_in(folder, fmt)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    layouts.named(fmt).write(path, plans, lambda name: pieces_of(state[name]))
+    return path
+
+
+def assert_right(model: torch.nn.Module, dtype: torch.dtype = torch.float32) -> None:
+    wanted = seeded().to(dtype)
+    for found, right in (
+        (dict(model.named_parameters()), dict(wanted.named_parameters())),
+        (dict(model.named_buffers()), dict(wanted.named_buffers())),
+    ):
+        assert found.keys() == right.keys()  # tied names are one parameter in both
+        for name, tensor in right.items():
+            assert found[name].dtype == tensor.dtype, name
+            assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("fmt", layouts.NAMES)
+def test_every_layout_gives_the_right_model(fmt: str, tmp_path: Path) -> None:
+    assert_right(load_streaming(blank(), saved(tmp_path, fmt)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_it_converts_on_the_way(dtype: torch.dtype, tmp_path: Path) -> None:
+    assert_right(load_streaming(blank(), saved(tmp_path), dtype=dtype), dtype)
+
+
+@pytest.mark.parametrize("granularity", ["all", "module", "tensor"])
+def test_tied_weights_stay_tied_at_every_granularity(
+    granularity: Granularity, tmp_path: Path
+) -> None:
+    assert_right(load_streaming(blank(), saved(tmp_path), granularity=granularity, threads=1))
+
+
+def test_a_model_on_the_meta_device_gets_all_but_its_non_persistent_buffers(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = tied(**KWARGS)
+    load_streaming(model, saved(tmp_path))
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    assert any(buffer.is_meta for buffer in model.buffers())
+
+
+def test_memory_that_is_there_is_filled_where_it_is(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = tied(**KWARGS)
+    before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    assert_right(load_streaming(model, saved(tmp_path)))
+    assert before == {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+
+
+def test_parameters_keep_requires_grad(tmp_path: Path) -> None:
+    model = blank()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    load_streaming(model, saved(tmp_path))
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+class Views(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        whole = torch.arange(24.0).view(4, 6)
+        self.register_buffer("whole", whole)
+        self.register_buffer("column", whole[:, 2])
+        self.register_buffer("turned", whole.t())
+
+
+def test_views_of_one_storage_are_read_once_and_stay_views(tmp_path: Path) -> None:
+    torch.save(Views().state_dict(), tmp_path / "views.pt")
+    with without_weights():
+        model = Views()
+    load_streaming(model, tmp_path / "views.pt")
+    for name, right in Views().state_dict().items():
+        found = model.get_buffer(name)
+        assert torch.equal(found, right)
+        assert found.stride() == right.stride()
+        assert found.untyped_storage().data_ptr() == model.get_buffer("whole").data_ptr()
+
+
+def test_large_tensors_own_their_memory_and_survive_saving(tmp_path: Path) -> None:
+    model = torch.nn.Linear(1024, 1025)
+    torch.save(model.state_dict(), tmp_path / "large.pt")
+    with without_weights():
+        loaded = torch.nn.Linear(1024, 1025)
+    load_streaming(loaded, tmp_path / "large.pt")
+    assert loaded.weight.untyped_storage().nbytes() == loaded.weight.nbytes
+    torch.save(loaded.state_dict(), tmp_path / "again.pt")
+    again = torch.load(tmp_path / "again.pt", weights_only=True)
+    assert torch.equal(again["weight"], model.weight)
+    assert torch.equal(again["bias"], model.bias)
+
+
+def test_another_models_checkpoint_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "other.pt"
+    torch.save({"weight": torch.ones(3, 3), "extra": torch.ones(1)}, path)
+    model = torch.nn.Linear(2, 3)
+    before = model.weight.clone()
+    with pytest.raises(CheckpointError) as caught:
+        load_streaming(model, path)
+    assert str(caught.value) == (
+        f"{path}: does not fit this model, keys: 1 missing (bias); 1 unexpected (extra); "
+        "1 of another shape (weight)\nchoose the model that this checkpoint was saved from"
+    )
+    assert torch.equal(model.weight, before)
