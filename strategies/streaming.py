@@ -12,7 +12,9 @@ from harness.checkpoint.streaming import load_streaming
 from harness.models.building import without_weights
 from harness.strategy import Load
 
-FORMATS = ("pt",)
+FORMATS = (
+    "pt", "safetensors", "sharded", "sharded_pt", "per_param", "per_module", "dcp", "pt_legacy",
+)  # fmt: skip
 DEVICES = ("cpu", "cuda")
 
 
