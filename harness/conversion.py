@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from harness.checkpoint import layouts
+from harness.checkpoint import beside, layouts
 from harness.checkpoint.maker import run_maker
 from harness.errors import ConfigError, UnknownName
 from harness.units import GIB, format_bytes, format_seconds, parse_bytes
@@ -60,7 +60,11 @@ def convert(wish: Wish, console: Console) -> str:
             )
 
     with _shown(console, f"{wish.source.name} to {wish.target.name}") as bar:
-        stages = run_maker(arguments, permit=permit, report=bar.report)
+        try:
+            stages = run_maker(arguments, permit=permit, report=bar.report)
+        except BaseException as error:
+            _clean(wish.target, error)
+            raise
     size = sum(file.stat().st_size for file in layouts.files(wish.target))
     made = layouts.detect(wish.target).NAME
     checked = ", every tensor's checksum verified" if wish.verify else ""
@@ -69,6 +73,14 @@ def convert(wish: Wish, console: Console) -> str:
         f"{format_seconds(round(stages['write'] * 1e9))} "
         f"({size / GIB / stages['write']:.2f} GiB/s){checked}"
     )
+
+
+def _clean(target: Path, error: BaseException) -> None:
+    """Remove what the process left that was ended by Ctrl-C, or by the kernel."""
+    try:
+        beside.remove_dead(target)
+    except (ConfigError, OSError) as left:
+        error.add_note(str(left))
 
 
 def _arguments(wish: Wish) -> list[str]:

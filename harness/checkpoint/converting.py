@@ -5,14 +5,10 @@ grows in a hidden folder beside the target and is renamed into place once it is 
 kill leaves the source as it was, no target, and a folder that the next conversion removes.
 """
 
-import fcntl
 import os
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +17,7 @@ from typing import Any, Final, cast
 import torch
 
 from harness.checkpoint import durable, layouts
+from harness.checkpoint.beside import growing_beside
 from harness.checkpoint.layouts.base import Layout, Pieces, Progress, TensorPlan, TensorSlice
 from harness.checkpoint.making import RECORD_BYTES
 from harness.checkpoint.piecewise import RunningChecksum
@@ -80,7 +77,7 @@ def convert(
         permit(size + RECORD_BYTES * len(tensors))
     copier = _Copier(slices, tensors, order.verify)
     read = time.monotonic()
-    with _beside(target) as temporary:
+    with growing_beside(target) as temporary:
         new = temporary / target.name
         _write(layout, new, tensors, copier.pieces, progress, order)
         written = time.monotonic()
@@ -191,40 +188,3 @@ def _wrong(new: Path, what: str) -> CheckpointError:
         f"{new.name}: what was written has {what}; it was removed",
         "check the disk and the memory of this machine, then convert again",
     )
-
-
-@contextmanager
-def _beside(target: Path) -> Iterator[Path]:
-    """Give a folder beside the target; remove it, and those that killed conversions left.
-
-    Each is locked by the process that works in it: the kernel gives the lock back when it dies.
-    """
-    prefix = f".{target.name[:100]}.weighin-"
-    for leftover in sorted(target.parent.glob(f"{_literal(prefix)}*")):
-        _remove_if_dead(leftover, target)
-    temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
-    descriptor = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield temporary
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        os.close(descriptor)
-
-
-def _remove_if_dead(leftover: Path, target: Path) -> None:
-    descriptor = os.open(leftover, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(leftover, ignore_errors=True)
-    except BlockingIOError:
-        raise ConfigError(
-            f"another weighin is writing {target}", "wait until it has ended, or name another"
-        ) from None
-    finally:
-        os.close(descriptor)
-
-
-def _literal(text: str) -> str:
-    """Return text in which no character is a wildcard."""
-    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in text)

@@ -230,6 +230,20 @@ def test_the_command_refuses_before_it_starts_anything(source, monkeypatch) -> N
         conversion.convert(wish(source, source.with_name("new"), split_above="5GB"), Console())
 
 
+def test_an_interrupted_command_leaves_nothing(source, monkeypatch) -> None:
+    left = source.with_name(".new.weighin-x")
+
+    def run(*_: object, **__: object) -> None:
+        left.mkdir()
+        (left / "half").touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(conversion, "run_maker", run)
+    with pytest.raises(KeyboardInterrupt):
+        conversion.convert(wish(source, source.with_name("new")), Console())
+    assert names(source.parent) == ["model.pt"]
+
+
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
     source, monkeypatch
 ) -> None:
