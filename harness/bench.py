@@ -75,6 +75,7 @@ def start(request: Request) -> tuple[Run, str]:
         checkpoint=checkpoint,
         timeout_s=suite.timeout_s,
         steady=suite.steady,
+        is_new=True,
     )
     return run, note
 

@@ -12,7 +12,7 @@ results/README.md is the contract of every field.
 import json
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from shlex import quote
@@ -123,6 +123,17 @@ def write_plan(run: Path, cells: Iterable[Cell], settings: dict[str, Any] | None
         finally:
             unfinished.unlink(missing_ok=True)
         _sync_folder(run)
+
+
+def discard_unmeasured(run: Path) -> None:
+    """Remove the plan of a run that has no record, and its folder where nothing else is in it."""
+    if (run / RECORDS).exists():
+        return
+    with suppress(OSError):  # what cannot be removed, or holds more than ours, stays
+        (run / PLAN).unlink()
+        for folder in (run / "samples", run):
+            if folder.exists():
+                folder.rmdir()
 
 
 def read_plan(run: Path) -> Plan:

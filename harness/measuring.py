@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from harness import page_cache, steady
+from harness import page_cache, steady, stopping
 from harness.cell import Job
 from harness.isolation import Isolation
 from harness.record import Result
@@ -39,7 +39,7 @@ def measure(setting: Setting, job: Job, files: Sequence[Path], model_bytes: int 
     cached_bytes = page_cache.drop(files)
     # Two copies of the model, and its file in the page cache: no strategy here takes more.
     touched = steady.touch_and_free(3 * (model_bytes or 0)) if setting.steady else None
-    with closing(setting.isolation.start(job)) as running:
+    with stopping.put_off(), closing(setting.isolation.start(job)) as running:
         watch = Watch(running, setting.interval_s, setting.on_phase)
         try:
             watch.follow(job.timeout_s)

@@ -1,6 +1,6 @@
 """Runs a plan cell by cell: prepares what cells share, measures each one, records it at once."""
 
-import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -10,14 +10,15 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from harness import environment, journal
+from harness import environment, journal, stopping
 from harness.cell import Cell, Job
 from harness.checkpoint import cache, layouts
 from harness.errors import ConfigError, HarnessError, Interrupted
-from harness.isolation import Isolation
+from harness.isolation import Isolation, Running
 from harness.measuring import Setting, measure
 from harness.plan import Planned
 from harness.record import SCHEMA, Memory, Outcome, Result
+from harness.text import one_line
 from harness.units import format_bytes
 from harness.worker.protocol import ACKNOWLEDGEMENT, decode_event
 
@@ -36,7 +37,10 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run to perform: cells, where their records go, and what they load."""
+    """One run to perform: cells, where their records go, and what they load.
+
+    A run that ``is_new`` leaves no folder where it fails before its first record.
+    """
 
     folder: Path
     planned: Sequence[Planned]
@@ -45,6 +49,7 @@ class Run:
     checkpoint: Path | None = None
     timeout_s: float = 600.0
     steady: bool = False
+    is_new: bool = False
 
 
 def run(task: Run, progress: Progress) -> list[Result]:
@@ -54,8 +59,20 @@ def run(task: Run, progress: Progress) -> list[Result]:
         HarnessError: what keeps cells from being run at all. What happens inside a cell is its
             outcome, and the run goes on.
     """
+    try:
+        _run(task, progress)
+    except Interrupted:
+        raise  # it can be resumed, even before its first cell
+    except HarnessError:
+        if task.is_new:
+            journal.discard_unmeasured(task.folder)
+        raise
+    return list(journal.read(task.folder).results)
+
+
+def _run(task: Run, progress: Progress) -> None:
     task.isolation.check()
-    with _only_run(), _stoppable():
+    with _only_run(), stopping.stoppable():
         for line in task.isolation.remove_stale():
             progress.preparing(f"removed what a dead run left: {line}", None)
         done = journal.read(task.folder).results
@@ -66,7 +83,6 @@ def run(task: Run, progress: Progress) -> list[Result]:
         else:
             for planned in remaining:
                 journal.append(task.folder, _skipped(planned, {}))
-    return list(journal.read(task.folder).results)
 
 
 def _run_remaining(task: Run, remaining: list[Planned], progress: Progress) -> None:
@@ -86,12 +102,14 @@ def _run_remaining(task: Run, remaining: list[Planned], progress: Progress) -> N
         on_phase=progress.phase,
     )
     for planned in remaining:
+        stopping.check()
         if planned.skip:
             result = _skipped(planned, setting.environment)
         else:
             progress.starting(planned.cell)
             result = _measure(task, setting, planned, prepared)
-        journal.append(task.folder, result)
+        with stopping.put_off():
+            journal.append(task.folder, result)
         progress.finished(result)
 
 
@@ -151,8 +169,9 @@ def _probe(task: Run, job: Job) -> Memory:
     cell, and finds out whether workers run at all before any cell is recorded.
     """
     unlimited = replace(job, cell=replace(job.cell, ram_limit_bytes=None, cache="cold"))
-    with closing(task.isolation.start(unlimited)) as running:
-        while (line := running.channel.receive(_PROBE_TIMEOUT_S)) is not None:
+    deadline = time.monotonic() + _PROBE_TIMEOUT_S
+    with stopping.put_off(), closing(task.isolation.start(unlimited)) as running:
+        while line := _receive(running, deadline):
             event = decode_event(line) or {"event": ""}
             if event["event"] == "baseline":
                 return Memory(**event["memory"])
@@ -160,12 +179,23 @@ def _probe(task: Run, job: Job) -> Memory:
                 running.channel.send(ACKNOWLEDGEMENT)
             if event["event"] == "failed":
                 raise ConfigError(f"no cell can run: {event['message']}")
-        chatter = running.channel.chatter.decode(errors="replace").strip().splitlines()
+        said = running.channel.chatter.decode(errors="replace").strip().splitlines()
     raise HarnessError(
         f"a worker under {task.isolation.name} ends before it has imported torch"
-        + (f": {chatter[-1]}" if chatter else ""),
+        + (f": {one_line(said[-1])}" if said else ""),
         "weighin doctor says what works on this machine",
     )
+
+
+def _receive(running: Running, deadline: float) -> bytes | None:
+    try:
+        with stopping.allowed():
+            return running.channel.receive(max(0.0, deadline - time.monotonic()))
+    except TimeoutError:
+        raise HarnessError(
+            f"a worker has not imported torch within {_PROBE_TIMEOUT_S:.0f} s",
+            "free the machine of other work, and try again",
+        ) from None
 
 
 def _check_limits(planned: Sequence[Planned], baseline: Memory) -> None:
@@ -202,30 +232,22 @@ def _checkpoint_key(cell: Cell) -> tuple[str, str]:
 @contextmanager
 def _only_run() -> Iterator[None]:
     """Hold the lock of the one run that measures: two at once would measure each other."""
-    lock = cache.folder() / "measuring.lock"
-    lock.parent.mkdir(parents=True, exist_ok=True)
+    path = cache.folder() / "measuring.lock"
+    lock = FileLock(path, blocking=False)
     try:
-        with FileLock(lock, blocking=False):
-            yield
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
     except Timeout:
         raise HarnessError(
-            f"another run is measuring on this machine (it holds {lock})",
+            f"another run is measuring on this machine (it holds {path})",
             "wait until it has ended: two runs at once would measure each other",
         ) from None
-
-
-@contextmanager
-def _stoppable() -> Iterator[None]:
-    """Turn Ctrl-C and SIGTERM into one ``Interrupted``; a second one cannot break the cleaning up."""
-
-    def stop(*_: object) -> None:
-        for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, signal.SIG_IGN)
-        raise Interrupted("stopped; nothing is left running")
-
-    before = {each: signal.signal(each, stop) for each in (signal.SIGINT, signal.SIGTERM)}
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write to the cache {cache.folder()}: {error.strerror}",
+            "choose another folder: WEIGHIN_CACHE=/path weighin ...",
+        ) from None
     try:
         yield
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        lock.release()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from harness import stopping
 from harness.cell import Job
 from harness.counters import MemoryCgroup, PeakMark, pressure_file_of
 from harness.isolation import Exit, Running
@@ -67,7 +68,8 @@ class Watch:
         deadline = time.monotonic() + timeout_s
         while True:
             try:
-                line = self._running.channel.receive(max(0.0, deadline - time.monotonic()))
+                with stopping.allowed():
+                    line = self._running.channel.receive(max(0.0, deadline - time.monotonic()))
             except TimeoutError:
                 self._timed_out = True
                 if self._cgroup:
