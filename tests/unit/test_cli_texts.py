@@ -35,6 +35,14 @@ VERBS = {
             "weighin convert model.pt shards --format sharded --max-shard-size 2GiB",
         ],
     ),
+    ("inspect",): (
+        "Say what is in a checkpoint and what a load should need; executes and loads nothing of it.",
+        [
+            "weighin inspect model.pt",
+            "weighin inspect shards --sort size --all",
+            "weighin inspect model.safetensors --json",
+        ],
+    ),
     ("report",): (
         "Draw a run again: the table here, and report.md, summary.csv and the plots in its folder.",
         ["weighin report results/20261120T093000-gpt2-xl-8GiB"],
