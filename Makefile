@@ -8,6 +8,7 @@ BIN := .venv/bin
 # make bench SUITE=configs/suites/readme.yaml      make bench RESUME=results/mine
 MODEL ?= gpt2-small
 RAM ?= none
+SECONDS ?= 60
 RUN ?= $(shell ls -td results/*/records.jsonl 2>/dev/null | head -1 | xargs -r dirname)
 WHAT = $(if $(SUITE),--suite $(SUITE),$(if $(RESUME),--resume $(RESUME),$(MODEL) --ram $(RAM)))
 OPTIONS = $(if $(OUT),--out $(OUT)) $(if $(STRATEGIES),--strategies $(STRATEGIES)) \
@@ -38,8 +39,14 @@ lint: .venv/ready  ## Check style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+fuzz: .venv/ready  ## Feed mutated checkpoints to the readers for SECONDS=60
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[fuzz]'
+	mkdir -p tests/fuzz/findings
+	PYTHONPATH=. $(BIN)/python tests/fuzz/fuzz_readers.py .fuzz-corpus \
+	  -max_total_time=$(SECONDS) -artifact_prefix=tests/fuzz/findings/
+
 clean:  ## Remove .venv and what tools have cached in this folder
-	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .fuzz-corpus
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Made anew when its inputs change; ready last, so that a broken one is never taken for whole.
@@ -49,4 +56,4 @@ clean:  ## Remove .venv and what tools have cached in this folder
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-.PHONY: help setup bench report pages doctor test lint clean
+.PHONY: help setup bench report pages doctor test lint fuzz clean

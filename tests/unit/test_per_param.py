@@ -88,7 +88,7 @@ def tensors(**files: object) -> dict[str, object]:
         (tensors() | {"version": 2}, "index of version 2, this weighin reads 1"),
         ({"format": "shards"}, "not an index of one file per parameter"),
         ({"format": "per_param", "version": 1}, "damaged index: no 'tensors' or no 'shared'"),
-        ([], "not an index of one file per parameter"),
+        ([], "damaged index: not a JSON object"),
     ],
 )
 def test_a_damaged_index_is_named(folder, index: object, message: str) -> None:

@@ -104,22 +104,46 @@ class _Forbidden(Exception):
     """The pickle refers to something that is no part of such metadata."""
 
 
-def _counted(handler: Callable[["_Unpickler"], None]) -> Callable[["_Unpickler"], None]:
+# What allocates the length that it is told, hashes nested tuples for ever, or is of no use here.
+_REFUSED: Final = frozenset(
+    code[0]
+    for code in (
+        pickle.BYTEARRAY8, pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET, pickle.PERSID,
+        pickle.BINPERSID, pickle.INST, pickle.OBJ, pickle.EXT1, pickle.EXT2, pickle.EXT4,
+    )
+)  # fmt: skip
+
+
+def _guarded(code: int, handler: Callable[["_Unpickler"], None]) -> Callable[["_Unpickler"], None]:
+    """Return a handler that is counted, and whose dicts have keys that are quick to hash."""
+
     def handle(unpickler: "_Unpickler") -> None:
         unpickler.left -= 1  # each instruction can make an object of 100 bytes out of one byte
         if unpickler.left < 0:
             raise ValueError(f"more than {_MOST_INSTRUCTIONS:,} instructions")
+        if code == pickle.SETITEM[0]:
+            _check_keys(unpickler.stack[-2:-1])
+        elif code == pickle.SETITEMS[0]:
+            _check_keys(unpickler.stack[::2])
         handler(unpickler)
 
     return handle
 
 
+def _check_keys(keys: list[Any]) -> None:
+    for key in keys:
+        if not isinstance(key, str | int | _Index):
+            raise TypeError(f"a key of a dict is a {type(key).__name__}")
+
+
 # The one in Python: the one in C allocates as much memo as a crafted pickle asks for.
 class _Unpickler(pickle._Unpickler):
     left = _MOST_INSTRUCTIONS
+    stack: list[Any]  # what was pushed since the last mark
     dispatch: ClassVar = {
-        code: _counted(handler)  # type: ignore[arg-type, misc]
+        code: _guarded(code, handler)  # type: ignore[arg-type, misc]
         for code, handler in pickle._Unpickler.dispatch.items()
+        if code not in _REFUSED
     }
 
     def find_class(self, module: str, name: str) -> Any:
@@ -128,9 +152,6 @@ class _Unpickler(pickle._Unpickler):
         if (module, name) not in _KNOWN:
             raise _Forbidden(f"{module}.{name}")
         return _KNOWN[module, name]
-
-    def persistent_load(self, pid: Any) -> Any:
-        raise _Forbidden(f"persistent object {pid!r}")
 
 
 def read(folder: Path) -> list[Stored]:
@@ -144,9 +165,11 @@ def read(folder: Path) -> list[Stored]:
     tensors, places = metadata.field("state_dict_metadata"), metadata.field("storage_data")
     if not (isinstance(tensors, dict) and isinstance(places, dict) and tensors):
         raise CheckpointError(f"{path}: damaged: names no tensors or no places", AGAIN)
-    by_key: dict[object, list[Any]] = {}
+    by_key: dict[str, list[Any]] = {}
     for index, place in places.items():
         key = index.field("fqn") if isinstance(index, _Index) else None
+        if not isinstance(key, str):
+            raise CheckpointError(f"{path}: damaged: a place belongs to no key", AGAIN)
         by_key.setdefault(key, []).append(place)
     return [_stored(path, key, one, by_key.get(key, [])) for key, one in tensors.items()]
 

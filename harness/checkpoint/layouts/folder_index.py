@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from harness.checkpoint.durable import write_text
+from harness.checkpoint.layouts.frugal_json import read_object
 from harness.errors import CheckpointError
 
 INDEX_NAME: Final = "index.json"
@@ -60,13 +61,8 @@ def read(folder: Path, layout: str, what: str, fields: Mapping[str, type]) -> di
             one of ``fields`` that is missing or of another type.
     """
     path, repair = folder / INDEX_NAME, _repair(layout)
-    try:
-        index = json.loads(path.read_bytes(), object_pairs_hook=no_duplicates)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}", repair) from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: damaged index: {error}", repair) from error
-    if not isinstance(index, dict) or index.get("format") != layout:
+    index = read_object(path, repair)
+    if index.get("format") != layout:
         raise CheckpointError(f"{path}: not an index of {what}", repair)
     if index.get("version") != VERSION:
         raise CheckpointError(
@@ -98,16 +94,6 @@ def _is_file(path: Path) -> bool:
 def damaged(folder: Path, layout: str, what: str) -> CheckpointError:
     """Return the error for an index that says something impossible."""
     return CheckpointError(f"{folder / INDEX_NAME}: {what}", _repair(layout))
-
-
-def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the pairs as a dict; raises ValueError where a key occurs twice (a hook for json)."""
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"{key!r} occurs twice")
-        found[key] = value
-    return found
 
 
 def _repair(layout: str) -> str:

@@ -1,0 +1,146 @@
+"""A coverage-guided fuzz target for the readers of every layout: see README.md beside it.
+
+    python tests/fuzz/fuzz_readers.py FOLDER -max_total_time=60
+
+FOLDER holds the corpus; an empty one is filled with seeds that our own writers make.
+"""
+
+import resource
+import sys
+import tempfile
+from pathlib import Path
+
+import atheris
+
+# Only what reads foreign bytes is worth guiding by: torch and the writers would drown it.
+with atheris.instrument_imports(include=["harness.checkpoint.layouts"]):
+    from harness.checkpoint import layouts
+    from harness.checkpoint.layouts import (
+        archive,
+        dcp,
+        dcp_metadata,
+        folder_index,
+        frugal_json,
+        per_module,
+        per_param,
+        pt,
+        pt_legacy,
+        safetensors,
+        safetensors_header,
+        sharded,
+        state_pickle,
+        tensor_refs,
+    )
+
+from harness.errors import CheckpointError
+
+MODULES = (
+    archive,
+    dcp_metadata,
+    folder_index,
+    frugal_json,
+    safetensors_header,
+    state_pickle,
+    tensor_refs,
+)
+LONGEST = 16 * 1024
+MEMORY_BYTES = 200 * 1024**2
+
+# The first byte of an input says which file it is, of a folder whose other files are sound.
+TARGETS = (
+    (pt, ""),
+    (pt_legacy, ""),
+    (safetensors, ""),
+    (sharded.SHARDED, "model.safetensors.index.json"),
+    (sharded.SHARDED_PT, "pytorch_model.bin.index.json"),
+    (dcp, ".metadata"),
+    (dcp, "__0_0.distcp"),
+    (per_module, "index.json"),
+    (per_param, "index.json"),
+)
+
+
+class Fuzzer:
+    """Writes each input in the place of one file of a sound checkpoint, and reads it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.paths = [
+            make(folder / str(number), target[0]) for number, target in enumerate(TARGETS)
+        ]
+        self.runs = self.refused = 0
+        self.limit_kib = (peak_bytes() + MEMORY_BYTES) // 1024
+
+    def seeds(self) -> list[bytes]:
+        return [bytes([n]) + self.file(n).read_bytes() for n in range(len(TARGETS))]
+
+    def file(self, number: int) -> Path:
+        path, name = self.paths[number], TARGETS[number][1]
+        return path / name if name else path
+
+    def run(self, data: bytes) -> None:
+        if not data:
+            return
+        number = data[0] % len(TARGETS)
+        file, path = self.file(number), self.paths[number]
+        file.write_bytes(data[1:])
+        self.runs += 1
+        try:
+            for place in TARGETS[number][0].read(path):
+                check(place, path)
+        except CheckpointError as error:
+            self.refused += 1
+            assert str(path) in error.message, error.message
+        assert peak_bytes() // 1024 < self.limit_kib, "more than 200 MiB of memory"
+
+
+def check(place: layouts.TensorSlice, root: Path) -> None:
+    """Assert that a slice lies inside a file of the checkpoint."""
+    size = place.file.stat().st_size
+    assert root in {place.file, place.file.parent}, place
+    assert 0 <= place.storage_offset <= place.offset, place
+    assert place.storage_offset + place.storage_bytes <= size, place
+    reach = sum((n - 1) * step for n, step in zip(place.shape, place.stride, strict=True))
+    if place.nbytes:
+        end = place.offset + (reach + 1) * place.dtype.itemsize
+        assert end <= place.storage_offset + place.storage_bytes, place
+
+
+def make(path: Path, layout: layouts.Layout) -> Path:
+    """Write a small, sound checkpoint with tied weights and several dtypes."""
+    import torch
+
+    from harness.checkpoint.layouts.base import TensorPlan
+
+    plans = [
+        TensorPlan("a.weight", (3, 2), torch.float32),
+        TensorPlan("b.0.half", (5,), torch.bfloat16),
+        TensorPlan("b.0.steps", (), torch.int64),
+        TensorPlan("b.0.none", (0, 4), torch.bool),
+        TensorPlan("c.weight", (3, 2), torch.float32, "a.weight"),
+    ]
+    values = {plan.name: torch.ones(plan.shape, dtype=plan.dtype) for plan in plans}
+    layout.write(path, plans, lambda name: [values[name]])
+    return path
+
+
+def peak_bytes() -> int:
+    """Return the most memory that this process has held."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def main() -> None:
+    """Fuzz until libFuzzer's own options say stop."""
+    corpus = Path(sys.argv[1])
+    corpus.mkdir(parents=True, exist_ok=True)
+    shared = Path("/dev/shm")  # a write there costs no disk
+    with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as name:
+        fuzzer = Fuzzer(Path(name))
+        for number, seed in enumerate(fuzzer.seeds()):
+            (corpus / f"seed-{number}").write_bytes(seed)
+        options = ["-rss_limit_mb=2000", "-timeout=10", f"-max_len={LONGEST}"]
+        atheris.Setup([sys.argv[0], str(corpus), *options, *sys.argv[2:]], fuzzer.run)
+        atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()

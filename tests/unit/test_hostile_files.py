@@ -1,0 +1,171 @@
+"""Any damage to a file of any layout ends in a right read or in a CheckpointError, never else.
+
+Mutations are structured: bits, cuts, repeated and exchanged stretches, numbers set to extremes,
+texts of one length exchanged. The coverage-guided search for more is tests/fuzz.
+"""
+
+import os
+import resource
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from harness.checkpoint import layouts
+from harness.checkpoint.layouts.base import TensorPlan, TensorSlice
+from harness.errors import CheckpointError
+
+PLANS = [
+    TensorPlan("a.weight", (3, 2), torch.float32),
+    TensorPlan("b.0.half", (5,), torch.bfloat16),
+    TensorPlan("b.0.none", (0, 4), torch.bool),
+    TensorPlan("c.weight", (3, 2), torch.float32, "a.weight"),
+]
+EXTREMES = (0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1)
+TEXTS = (
+    (b"data.pkl", b"data.pk1"), (b"a.weight", b"../../xx"), (b"a.weight", b"/etc/pas"),
+    (b"FloatStorage", b"ShortStorage"), (b"F32", b"F64"), (b"[0,24]", b"[1,25]"),
+    (b"a.weight", b"b.0.half"), (b"model-", b"../../"), (b"24", b"-4"), (b"torch", b"posix"),
+    (b"a.weight.pt", b"../a.wei.pt"), (b"__0_0.distcp", b"../x/d.distc"), (b"storage", b"stor\\0ge"),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("layouts")
+    values = {plan.name: torch.ones(plan.shape, dtype=plan.dtype) for plan in PLANS}
+    for name in layouts.NAMES:
+        layouts.named(name).write(folder / name, PLANS, lambda key: [values[key]])
+    return {name: folder / name for name in layouts.NAMES}
+
+
+@st.composite
+def damage(draw: st.DrawFn, data: bytes) -> bytes:
+    """Return the bytes with one to three mutations."""
+    for _ in range(draw(st.integers(1, 3))):
+        at = draw(st.integers(0, max(0, len(data) - 1)))
+        kind = draw(st.sampled_from(["bit", "cut", "tail", "copy", "number", "text", "swap"]))
+        size = draw(st.integers(1, 64))
+        if kind == "bit" and data:
+            flipped = bytes([data[at] ^ (1 << draw(st.integers(0, 7)))])
+            data = data[:at] + flipped + data[at + 1 :]
+        elif kind == "cut":
+            data = data[:at] + data[at + size :]
+        elif kind == "tail":
+            data = data[:at]
+        elif kind == "copy":
+            data = data[:at] + data[at : at + size] * draw(st.integers(2, 20)) + data[at + size :]
+        elif kind == "number":
+            form = draw(st.sampled_from(["<I", "<Q"]))
+            value = draw(st.sampled_from(EXTREMES)) & (2 ** (8 * struct.calcsize(form)) - 1)
+            data = data[:at] + struct.pack(form, value) + data[at + struct.calcsize(form) :]
+        elif kind == "text":
+            data = data.replace(*draw(st.sampled_from(TEXTS)), draw(st.integers(1, 3)))
+        else:
+            data = data[at:] + data[:at]
+    return data
+
+
+def check(place: TensorSlice, root: Path) -> None:
+    assert root in {place.file, place.file.parent}
+    reach = sum((n - 1) * step for n, step in zip(place.shape, place.stride, strict=True))
+    if place.nbytes:
+        end = place.offset + (reach + 1) * place.dtype.itemsize
+        assert 0 < place.storage_offset <= place.offset
+        assert end <= place.storage_offset + place.storage_bytes <= place.file.stat().st_size
+
+
+@pytest.mark.parametrize("name", layouts.NAMES)
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_a_damaged_file_is_read_right_or_refused(
+    checkpoints, name: str, data: st.DataObject
+) -> None:
+    path, layout = checkpoints[name], layouts.named(name)
+    file = data.draw(st.sampled_from(layout.files(path)))
+    sound = file.read_bytes()
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        file.write_bytes(data.draw(damage(sound)))
+        for place in layout.read(path):
+            check(place, path)
+    except CheckpointError as error:
+        assert error.message.startswith(str(path))
+        assert error.repair
+    finally:
+        file.write_bytes(sound)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 200 * 1024
+
+
+def test_what_is_read_is_right_after_all_that(checkpoints) -> None:
+    for path in checkpoints.values():
+        assert [place.name for place in layouts.read(path)[1]] == [plan.name for plan in PLANS]
+
+
+BOMBS = {
+    "lists.pth": lambda n: b"\x80\x02" + b"]" * n,
+    "lists in dcp/.metadata": lambda n: b"\x80\x02" + b"]" * n,
+    "bytes in dcp/.metadata": lambda n: b"\x80\x04\x96" + struct.pack("<Q", 10**10) + b"x" * n,
+    "a.safetensors": lambda n: struct.pack("<Q", n) + b'{"a":{"x":[' + b"[]," * (n // 3 - 10),
+    "b.safetensors": lambda n: struct.pack("<Q", n) + b"{" + b'"":{},' * (n // 6),
+    "m/model.safetensors.index.json": lambda n: b'{"a":[' + b"[]," * (n // 3),
+    "p/index.json": lambda n: b'{"format": "per_param", "a":[' + b"[]," * (n // 3),
+}
+MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03."
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from harness.checkpoint import layouts
+from harness.errors import CheckpointError
+path = Path(sys.argv[1])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    layouts.read(path)
+except CheckpointError as error:
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, error.message)
+"""
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_file_that_wants_all_memory_does_not_get_it(tmp_path, name: str) -> None:
+    path = tmp_path / name.rpartition(" in ")[2]
+    path.parent.mkdir(exist_ok=True)
+    content = BOMBS[name](64 * 1024**2)
+    path.write_bytes((MAGIC if path.suffix == ".pth" else b"") + content)
+    target = path if path.parent == tmp_path else path.parent
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(target)],
+        capture_output=True, text=True, timeout=60, check=True, env=os.environ,
+    )  # fmt: skip
+    grown_kib, _, message = done.stdout.partition(" ")
+    assert message.startswith(str(tmp_path))
+    assert int(grown_kib) < 200 * 1024
+
+
+@pytest.mark.parametrize("name", ["a.pth", "dcp/.metadata"])
+def test_a_key_that_takes_for_ever_to_hash_is_refused(tmp_path, name: str) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    nested = b"h\0h\0\x86q\0" * 200  # a pair of pairs of pairs ...: 2**200 of them
+    data = b"\x80\x02}q\1)q\0" + nested + b"h\1h\0K\1s."
+    path.write_bytes((MAGIC if path.suffix == ".pth" else b"") + data)
+    with pytest.raises(CheckpointError, match="a key of a dict is a tuple"):
+        layouts.read(path if path.parent == tmp_path else path.parent)
+
+
+def test_a_place_of_a_key_that_is_no_text_is_refused(checkpoints) -> None:
+    path = checkpoints["dcp"] / ".metadata"
+    sound = path.read_bytes()
+    at = sound.index(b"fqn\x94") + 4
+    path.write_bytes(sound[:at] + b"}0" + sound[at:])  # an empty dict, taken away again
+    assert len(layouts.read(checkpoints["dcp"])[1]) == len(PLANS)
+    end = sound.index(b"\x8c\x06offset", at)
+    path.write_bytes(sound[:at] + b"}" + sound[end:])
+    with pytest.raises(CheckpointError):
+        layouts.read(checkpoints["dcp"])
+    path.write_bytes(sound)
