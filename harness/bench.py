@@ -50,6 +50,7 @@ def start(request: Request) -> tuple[Run, str]:
             ram_limits=tuple(suite.ram),
             isolation=isolation.name,
             device=suite.device,
+            dtype=suite.dtype,
             cache=suite.cache,
             repeats=suite.repeats,
             formats=formats,

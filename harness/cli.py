@@ -62,6 +62,9 @@ def bench(
     ] = None,
     isolation: Annotated[str, typer.Option(help="docker, cgroup, process or auto.")] = "auto",
     device: Annotated[str, typer.Option(help="Where the model ends: cpu, cuda, cuda:1.")] = "cpu",
+    dtype: Annotated[
+        str, typer.Option(help="What floating-point weights end as: float32, bf16, fp16.")
+    ] = "float32",
     cache: Annotated[
         str, typer.Option(help="cold: the checkpoint is in no cache. warm: in the cell's own.")
     ] = "cold",
@@ -114,6 +117,7 @@ def bench(
             "ram": [limit.strip() for limit in ram.split(",")],
             "isolation": isolation,
             "device": device,
+            "dtype": dtype,
             "cache": cache,
             "repeats": repeats,
             "timeout_s": timeout,

@@ -31,6 +31,21 @@ DEFAULT_STRATEGIES = (
 )
 
 
+DTYPES = {
+    "float32": "float32",
+    "fp32": "float32",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "float16": "float16",
+    "fp16": "float16",
+}
+"""What floating-point tensors can become, by the names that one may write."""
+
+
+def _as_dtype(value: object) -> object:
+    return DTYPES.get(value, value) if isinstance(value, str) else value
+
+
 def _as_list(value: object) -> list[object]:
     return value if isinstance(value, list) else [value]
 
@@ -97,6 +112,9 @@ class Suite(_Strict):
     ram: Annotated[list[_Limit], BeforeValidator(_as_list), Field(min_length=1)] = [None]
     device: Annotated[str, AfterValidator(_as_device)] = "cpu"
     isolation: Literal["auto", "docker", "cgroup", "process"] = "auto"
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], BeforeValidator(_as_dtype)] = (
+        "float32"
+    )
     cache: Literal["cold", "warm"] = "cold"
     format: Annotated[list[str], BeforeValidator(_as_list)] = []
     repeats: int = Field(1, ge=1)

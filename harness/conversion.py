@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
-from typing import Final
 
 from rich.console import Console
 from rich.markup import escape
@@ -14,18 +13,9 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 
 from harness.checkpoint import beside, layouts
 from harness.checkpoint.maker import run_maker
+from harness.config import DTYPES
 from harness.errors import ConfigError, UnknownName
 from harness.units import GIB, format_bytes, format_seconds, parse_bytes
-
-DTYPES: Final = {
-    "float32": "float32",
-    "fp32": "float32",
-    "bfloat16": "bfloat16",
-    "bf16": "bfloat16",
-    "float16": "float16",
-    "fp16": "float16",
-}
-"""What floating-point tensors can become, by the names that one may write."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ class Matrix:
     ram_limits: tuple[int | None, ...]
     isolation: str
     device: str = "cpu"
+    dtype: str = "float32"
     cache: CacheState = "cold"
     repeats: int = 1
     formats: tuple[str, ...] = ()
@@ -77,6 +78,7 @@ def _planned(
         isolation=matrix.isolation,
         ram_limit_bytes=limit,
         device=matrix.device,
+        dtype=matrix.dtype,
         format=fmt,
         cache=matrix.cache,
         options=options,

@@ -19,7 +19,7 @@ from harness.measuring import Setting, measure
 from harness.plan import Planned
 from harness.record import SCHEMA, Memory, Outcome, Result
 from harness.text import one_line
-from harness.units import format_bytes
+from harness.units import format_bytes, format_exact
 from harness.worker.protocol import ACKNOWLEDGEMENT, decode_event
 
 _PROBE_TIMEOUT_S = 120.0
@@ -121,7 +121,8 @@ def _measure(
 ) -> Result:
     checkpoint = prepared[_checkpoint_key(planned.cell)]
     files = layouts.files(checkpoint.path)
-    return measure(setting, _job(task, planned, prepared), files, checkpoint.model_bytes)
+    model_bytes = checkpoint.manifest().model_bytes(planned.cell.dtype)
+    return measure(setting, _job(task, planned, prepared), files, model_bytes)
 
 
 def _prepare_checkpoints(
@@ -202,11 +203,12 @@ def _check_limits(planned: Sequence[Planned], baseline: Memory) -> None:
     """Refuse limits that say nothing: below a bare import, or above the machine."""
     for limit in {one.cell.ram_limit_bytes for one in planned} - {None}:
         assert limit is not None
-        if limit < baseline.rss_bytes:
+        need = baseline.anon_bytes + baseline.shmem_bytes  # files can be read again: they need none
+        if limit < need:
             raise ConfigError(
-                f"--ram {format_bytes(limit)} is less than a bare `import torch` holds here"
-                f" ({format_bytes(baseline.rss_bytes)})",
-                f"give at least {format_bytes(2 * baseline.rss_bytes)}, and room for the weights",
+                f"--ram {format_exact(limit)} is less than `import torch` alone takes here"
+                f" ({format_bytes(need)})",
+                f"give at least {format_bytes(2 * need)}, and room for the weights",
             )
 
 

@@ -20,6 +20,9 @@ def load(job: Load) -> torch.nn.Module:
         state = torch.load(job.checkpoint, map_location=job.device, weights_only=True, mmap=True)
     with job.phase("assign"):
         tied = tied_names(model)
+        for name, tensor in state.items():
+            if tensor.is_floating_point():
+                state[name] = tensor.to(job.dtype)  # the mapped one where nothing is converted
         model.load_state_dict(state, assign=True)  # the state dict's tensors become the model's
         retie(model, tied)
     with job.phase("buffers"):

@@ -34,7 +34,6 @@ class Prepared:
 
     Attributes:
         path: the file, or the folder of a format of many files.
-        model_bytes: of all parameters and buffers, loaded as float32.
         files_bytes: of all its files.
         made: whether it was made by this call.
         warnings: what a user should know, such as that a damaged one was made again.
@@ -43,7 +42,6 @@ class Prepared:
     path: Path
     manifest_path: Path
     format: str
-    model_bytes: int
     files_bytes: int
     made: bool
     warnings: tuple[str, ...] = ()
@@ -145,7 +143,6 @@ def _prepared(task: _Task, *, made: bool, warnings: tuple[str, ...]) -> Prepared
         path=path,
         manifest_path=manifest_path,
         format=task.fmt,
-        model_bytes=read_manifest(manifest_path).model_bytes(),
         files_bytes=sum(file.stat().st_size for file in layouts.files(path)),
         made=made,
         warnings=warnings,
