@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 # make bench MODEL=gpt2-xl RAM=8g OUT=results/mine STRATEGIES=baseline,streaming ARGS="--repeats 3"
-# make bench SUITE=configs/suites/readme.yaml      make bench RESUME=results/mine
+# make bench SUITE=configs/suites/layouts.yaml      make bench RESUME=results/mine
 MODEL ?= gpt2-small
 RAM ?= none
 SECONDS ?= 60
