@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from harness import environment, journal, registry
@@ -137,7 +138,7 @@ def _check_folder(folder: Path) -> None:
     if (folder / journal.PLAN).exists() or (folder / journal.RECORDS).exists():
         raise RecordError(
             f"{folder} already holds a run",
-            f"go on with it: weighin bench --resume {folder}; or name another folder with --out",
+            f"go on with it: weighin bench --resume {quote(str(folder))}; or name another folder with --out",
         )
 
 

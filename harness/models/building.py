@@ -60,7 +60,7 @@ def _import_module(module_name: str, builder: str) -> Any:
         if missing and (module_name == missing or module_name.startswith(f"{missing}.")):
             raise ConfigError(
                 f"builder {builder!r}: there is no module {missing!r}",
-                "correct the model's YAML, or install the package that holds the module",
+                "correct the builder's name, or install the package that holds the module",
             ) from error
         raise ConfigError(
             f"builder {builder!r}: importing {module_name!r} failed: {error}",
@@ -133,7 +133,8 @@ def _call(builder: Builder, kwargs: Mapping[str, Any]) -> nn.Module:
         model: object = builder(**kwargs)
     except TypeError as error:
         raise ConfigError(
-            f"builder {_name(builder)} failed: {error}", "correct `kwargs` in the model's YAML"
+            f"builder {_name(builder)} failed: {error}",
+            "correct the model's arguments: `kwargs` in its YAML, or --kwargs",
         ) from error
     if not isinstance(model, nn.Module):
         raise ConfigError(

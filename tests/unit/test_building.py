@@ -55,7 +55,7 @@ class FromParameters(nn.Module):
         (
             "harness.nothing:f",
             "builder 'harness.nothing:f': there is no module 'harness.nothing'",
-            "correct the model's YAML, or install the package that holds the module",
+            "correct the builder's name, or install the package that holds the module",
         ),
         (
             "harness.models.gpt2:gpt3",
