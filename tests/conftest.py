@@ -4,8 +4,10 @@
 engine, its absence must not look like success.
 """
 
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -71,6 +73,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             if marker in _required(item.config):
                 pytest.fail(reason, pytrace=False)
             pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def disk() -> Iterator[Path]:
+    """A folder on a disk: /tmp may be a tmpfs, whose pages are never cold."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="weighin-test-") as name:
+        yield Path(name)
 
 
 def _required(config: pytest.Config) -> list[str]:

@@ -8,20 +8,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from cells import FILE_BYTES, Bench, Watched, prepared_isolation
-
-
-@pytest.fixture(scope="session")
-def disk() -> Iterator[Path]:
-    """A folder on a disk: /tmp may be a tmpfs, whose pages are never cold."""
-    with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="weighin-test-") as name:
-        yield Path(name)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,0 +1,76 @@
+"""The command line as a user runs it: a process of its own, its whole text, and what it leaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import leftovers
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a command ended. ``left`` is what was left of it: nothing, it should be."""
+
+    code: int
+    out: str
+    err: str
+    left: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class CommandLine:
+    """``weighin`` in a folder and with a cache of its own, at a fixed width."""
+
+    folder: Path
+    cache: Path
+
+    def start(self, *arguments: str, before: tuple[str, ...] = (), **variables: str) -> Started:
+        """Start ``weighin ARGUMENTS``; ``before`` is a command that starts it in its turn."""
+        environment = os.environ | {
+            "PYTHONPATH": str(ROOT),
+            "WEIGHIN_CACHE": str(self.cache),
+            "COLUMNS": "100",
+            "NO_COLOR": "1",
+            "TERM": "dumb",
+        }
+        process = subprocess.Popen(
+            [*before, sys.executable, "-m", "harness", *arguments],
+            cwd=self.folder,
+            env=environment | variables,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        return Started(process, str(self.cache))
+
+    def run(self, *arguments: str, **settings: Any) -> Ended:
+        """Run ``weighin ARGUMENTS`` to its end."""
+        return self.start(*arguments, **settings).end()
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A running command."""
+
+    process: subprocess.Popen[str]
+    mark: str
+
+    def end(self, number: signal.Signals | None = None) -> Ended:
+        """Wait for its end, after sending it a signal."""
+        if number is not None:
+            self.process.send_signal(number)
+        out, err = self.process.communicate(timeout=120)
+        return Ended(self.process.returncode, out, err, self.left())
+
+    def left(self) -> list[str]:
+        """Return what there is of it beside the process itself."""
+        return leftovers.all_of(self.process.pid, self.mark)

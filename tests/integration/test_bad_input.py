@@ -1,0 +1,385 @@
+"""What a user reads for every input that cannot be used: the cause, the repair, and no more.
+
+Everything is asserted whole. Nothing is left behind: no process, cgroup, container, file or folder.
+"""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+from commands import CommandLine, Ended
+
+from harness import cli
+from harness.checkpoint import cache
+from harness.config import DEFAULT_STRATEGIES
+from harness.registry import models, strategies
+
+NOT_LIMITED = (
+    "note: nothing is limited: peaks are measured, but no strategy is shown to fit (--ram does)\n"
+)
+MODELS = ", ".join(sorted(models()))
+STRATEGIES = ", ".join(sorted(strategies()))
+
+# Arguments of `weighin`, its exit code, and all that it says.
+REFUSED: dict[str, tuple[str, int, str]] = {
+    "unknown model": (
+        "bench gpt2-tinny",
+        2,
+        "error: no model is called 'gpt2-tinny'\n"
+        f"did you mean 'gpt2-tiny'? known: {MODELS}; any other: --model package.module:callable\n",
+    ),
+    "unknown strategy": (
+        "bench gpt2-tiny --strategies streeming",
+        2,
+        "error: no strategy is called 'streeming'\n"
+        f"did you mean 'streaming'? known: {STRATEGIES}; a file of your own: --strategies ./mine.py\n",
+    ),
+    "a strategy file that is not there": (
+        "bench gpt2-tiny --strategies ./mine.py",
+        2,
+        "error: cannot read the strategy mine.py: No such file or directory\n",
+    ),
+    "unknown isolation": (
+        "bench gpt2-tiny --isolation dokcer",
+        2,
+        "error: --isolation: input should be 'auto', 'docker', 'cgroup' or 'process', got 'dokcer'\n",
+    ),
+    "a unit that nobody knows": (
+        "bench gpt2-tiny --ram 8x",
+        2,
+        "error: --ram: cannot read '8x' as a size\nwrite a size such as 8GiB, 8g, 6500m or 4096\n",
+    ),
+    "a unit with two meanings": (
+        "bench gpt2-tiny --ram 8GB",
+        2,
+        "error: --ram: '8GB' is ambiguous: GB is 1000-based for some tools and 1024-based for"
+        " others\nwrite 8GiB (1024-based), or the number of bytes\n",
+    ),
+    "no RAM at all": (
+        "bench gpt2-tiny --ram 0",
+        2,
+        "error: --ram: '0' is less than one byte\nwrite a size such as 8GiB or 6500m\n",
+    ),
+    "less than no RAM": (
+        "bench gpt2-tiny --ram=-5g",
+        2,
+        "error: --ram: cannot read '-5g' as a size\nwrite a size such as 8GiB, 8g, 6500m or 4096\n",
+    ),
+    "a limit that nothing would hold": (
+        "bench gpt2-tiny --ram 1g --isolation process",
+        3,
+        "error: --isolation process cannot hold a RAM limit: nothing would be limited\n"
+        "use --isolation docker or cgroup, or leave --ram out\n",
+    ),
+    "no time": (
+        "bench gpt2-tiny --timeout 0",
+        2,
+        "error: --timeout: input should be greater than 0, got 0.0\n",
+    ),
+    "no repeat": (
+        "bench gpt2-tiny --repeats 0",
+        2,
+        "error: --repeats: input should be greater than or equal to 1, got 0\n",
+    ),
+    "arguments that are no JSON": (
+        "bench gpt2-tiny --kwargs {width",
+        2,
+        "error: --kwargs is not JSON: Expecting property name enclosed in double quotes: line 1"
+        " column 2 (char 1)\nwrite --kwargs '{\"width\": 64}'\n",
+    ),
+    "no checkpoint there": (
+        "bench gpt2-tiny --checkpoint nowhere.pt --isolation process",
+        2,
+        f"{NOT_LIMITED}error: HERE/nowhere.pt: no such file\ncheck the path\n",
+    ),
+    "a module that is not there": (
+        "bench --model nowhere.nets:build --isolation process",
+        2,
+        f"{NOT_LIMITED}making the checkpoint of build\n"
+        "error: builder 'nowhere.nets:build': there is no module 'nowhere'\n"
+        "correct the builder's name, or install the package that holds the module\n",
+    ),
+    "arguments that the model does not take": (
+        'bench gpt2-tiny --kwargs {"widht":3} --isolation process',
+        2,
+        f"{NOT_LIMITED}making the checkpoint of gpt2-tiny\n"
+        "error: builder harness.models.gpt2:gpt2 failed: gpt2() got an unexpected keyword argument"
+        " 'widht'\ncorrect the model's arguments: `kwargs` in its YAML, or --kwargs\n",
+    ),
+    "resuming what is no run": (
+        "bench --resume .",
+        2,
+        "error: . holds no plan.json: it is not the folder of a run\n"
+        "name the folder that weighin bench printed at its end, such as results/RUN\n",
+    ),
+    "resuming what is not there": (
+        "bench --resume nowhere",
+        2,
+        "error: nowhere holds no plan.json: it is not the folder of a run\n"
+        "name the folder that weighin bench printed at its end, such as results/RUN\n",
+    ),
+    "reporting what is no run": (
+        "report .",
+        2,
+        "error: . holds no records.jsonl: it is not the folder of a run\n"
+        "name the folder that weighin bench printed at its end, such as results/RUN\n",
+    ),
+    "results where no folder can be": (
+        "bench gpt2-tiny --isolation process --out /proc/run",
+        2,
+        "error: cannot write /proc/run/plan.json: No such file or directory\n"
+        "free some space, or name a folder that you may write: weighin bench ... --out FOLDER\n",
+    ),
+    "listing what there is no list of": (
+        "list stratgies",
+        2,
+        "error: no list is called 'stratgies'\n"
+        "did you mean 'strategies'? known: all, isolations, models, strategies\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_input_is_refused_in_two_lines(command: CommandLine, name: str) -> None:
+    arguments, code, text = REFUSED[name]
+    ended = command.run(*arguments.split())
+    assert_refused(command, ended, code, text.replace("HERE", str(command.folder)))
+    assert [path for path in command.folder.rglob("*") if path.is_file()] == []
+
+
+def assert_refused(command: CommandLine, ended: Ended, code: int, text: str) -> None:
+    assert (ended.code, ended.out, ended.err) == (code, "", text)
+    assert ended.left == []
+    assert not any(path.name == "plan.json" for path in command.folder.rglob("*"))
+
+
+def test_more_ram_than_the_machine_has_is_refused(command: CommandLine) -> None:
+    ended = command.run("bench", "gpt2-tiny", "--ram", "900t")
+    text = re.sub(r"\(\d+\.\d{3} .iB\)", "(ALL)", ended.err)
+    assert_refused(
+        command,
+        Ended(ended.code, ended.out, text, ended.left),
+        2,
+        "error: --ram 900TiB is more than this machine has (ALL)\n"
+        "give a smaller limit, or leave --ram out to limit nothing\n",
+    )
+
+
+@pytest.mark.parametrize(
+    "isolation",
+    [
+        pytest.param("cgroup", marks=pytest.mark.cgroup),
+        pytest.param("docker", marks=pytest.mark.docker),
+    ],
+)
+def test_less_ram_than_an_import_takes_is_refused(command: CommandLine, isolation: str) -> None:
+    command.run("bench", "gpt2-tiny", "-s", "baseline", "--isolation", "process", "--out", "warm")
+    ended = command.run(
+        *("bench", "gpt2-tiny", "-s", "baseline", "--ram", "20m"),
+        *("--isolation", isolation, "--out", "run"),
+    )
+    assert re.sub(r"\d+\.\d{3} MiB", "N MiB", ended.err) == (
+        f"preparing {isolation}\n"
+        "importing torch once, to know what an import needs\n"
+        "error: --ram 20MiB is less than `import torch` alone takes here (N MiB)\n"
+        "give at least N MiB, and room for the weights\n"
+    )
+    assert (ended.code, ended.out, ended.left) == (2, "", [])
+    assert not (command.folder / "run").exists()
+
+
+def test_no_engine_is_an_error_where_docker_was_asked_for(command: CommandLine) -> None:
+    ended = command.run(
+        *("bench", "gpt2-tiny", "--ram", "1g", "--isolation", "docker"),
+        DOCKER_HOST="unix:///nonexistent",
+    )
+    assert_refused(
+        command,
+        ended,
+        3,
+        "error: no Docker engine answers at unix:///nonexistent\n"
+        "start one: sudo systemctl start docker, "
+        "or use --isolation cgroup or --isolation process\n",
+    )
+
+
+def test_a_cache_that_cannot_be_written_is_named(command: CommandLine) -> None:
+    ended = command.run(
+        "bench", "gpt2-tiny", "--isolation", "process", WEIGHIN_CACHE="/proc/nothing"
+    )
+    assert_refused(
+        command,
+        ended,
+        2,
+        f"{NOT_LIMITED}error: cannot write to the cache /proc/nothing: No such file or directory\n"
+        "choose another folder: WEIGHIN_CACHE=/path weighin ...\n",
+    )
+
+
+def test_a_file_where_results_shall_go_stays(command: CommandLine) -> None:
+    (command.folder / "taken").write_text("mine")
+    for out, why in (("taken", "File exists"), ("taken/run", "Not a directory")):
+        ended = command.run("bench", "gpt2-tiny", "--isolation", "process", "--out", out)
+        assert_refused(
+            command,
+            ended,
+            2,
+            f"error: cannot write {out}/plan.json: {why}\n"
+            "free some space, or name a folder that you may write: weighin bench ... --out FOLDER\n",
+        )
+    assert (command.folder / "taken").read_text() == "mine"
+
+
+def test_a_run_that_is_there_is_not_written_over(command: CommandLine) -> None:
+    run = command.folder / "my run"
+    arguments = (
+        "bench",
+        "gpt2-tiny",
+        "-s",
+        "baseline",
+        "--isolation",
+        "process",
+        "--out",
+        run.name,
+    )
+    assert command.run(*arguments).code == 0
+    records = (run / "records.jsonl").read_bytes()
+    ended = command.run(*arguments)
+    assert (ended.code, ended.out, ended.left) == (2, "", [])
+    assert ended.err == (
+        "error: my run already holds a run\n"
+        "go on with it: weighin bench --resume 'my run'; or name another folder with --out\n"
+    )
+    assert (run / "records.jsonl").read_bytes() == records
+
+
+def test_a_full_disk_is_found_before_anything_is_written(
+    command: CommandLine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty = command.folder / "cache"
+    monkeypatch.setenv("WEIGHIN_CACHE", str(empty))
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.chdir(command.folder)
+    usage = cache.shutil.disk_usage(command.folder)
+    monkeypatch.setattr(cache.shutil, "disk_usage", lambda _: usage._replace(free=1000 * 1024))
+    monkeypatch.setattr(
+        "sys.argv", ["weighin", "bench", "gpt2-tiny", "--isolation", "process", "--out", "run"]
+    )
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    printed = capsys.readouterr()
+    assert (caught.value.code, printed.out) == (2, "")
+    assert re.sub(r"needs \d\.\d+ MiB", "needs N MiB", printed.err) == (
+        f"{NOT_LIMITED}making the checkpoint of gpt2-tiny\n"
+        f"error: the pt checkpoint of gpt2-tiny needs N MiB in {empty}, "
+        "where 1000.000 KiB are free\n"
+        "put the cache on another disk: WEIGHIN_CACHE=/path weighin ..., "
+        "or empty it: weighin cache clear\n"
+    )
+    assert not (command.folder / "run").exists()
+    assert [path for path in empty.rglob("*") if path.is_file() and path.suffix != ".lock"] == []
+
+
+@pytest.fixture(scope="module")
+def checkpoints(disk: Path) -> Path:
+    """A folder of gpt2-tiny checkpoints: a good one, and what can be wrong with one."""
+    import torch
+
+    from harness.models.building import resolve_builder
+    from harness.registry import model
+
+    folder = disk / "checkpoints"
+    folder.mkdir()
+    spec = model("gpt2-tiny")
+    state = resolve_builder(spec.builder)(**spec.kwargs).state_dict()
+    torch.save(state, folder / "good.pt")
+    good = (folder / "good.pt").read_bytes()
+    (folder / "truncated.pt").write_bytes(good[: len(good) // 2])
+    (folder / "empty.pt").touch()
+    (folder / "noise.pt").write_bytes(os.urandom(4096))
+    renamed = {("extra" if name == "tok_emb.weight" else name): t for name, t in state.items()}
+    torch.save(renamed, folder / "keys.pt")
+    torch.save(state | {"tok_emb.weight": torch.ones(3, 5)}, folder / "shapes.pt")
+    torch.save(state | {"tok_emb.weight": Bomb(folder / "EXECUTED")}, folder / "code.pt")
+    return folder
+
+
+class Bomb:
+    """Runs a command where it is unpickled."""
+
+    def __init__(self, proof: Path) -> None:
+        self.proof = proof
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.system, (f"touch {self.proof}",)
+
+
+REFUSED_CHECKPOINTS = {
+    "truncated": "truncated: the zip archive has no end\ncopy or download the file again\n",
+    "empty": "empty file\ncopy or download the file again\n",
+    "noise": "not a checkpoint that torch.save wrote\ncopy or download the file again\n",
+    "keys": (
+        "does not fit model gpt2-tiny, keys: 1 missing (tok_emb.weight); 1 unexpected (extra)\n"
+        "choose the model that this checkpoint was saved from, or correct its kwargs\n"
+    ),
+    "shapes": (
+        "does not fit model gpt2-tiny, keys: "
+        "1 of another shape (tok_emb.weight is (3, 5), not (1024, 128))\n"
+        "choose the model that this checkpoint was saved from, or correct its kwargs\n"
+    ),
+    "code": (
+        "holds more than tensors, and was NOT executed: it refers to posix.system\n"
+        "save plain weights where you trust the file: torch.save(model.state_dict(), ...)\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_CHECKPOINTS)
+def test_a_checkpoint_that_cannot_be_used_is_refused(
+    command: CommandLine, checkpoints: Path, name: str
+) -> None:
+    file = checkpoints / f"{name}.pt"
+    ended = command.run(
+        *("bench", "gpt2-tiny", "--checkpoint", str(file), "--isolation", "process", "--out", "run")
+    )
+    said = ended.err.replace(NOT_LIMITED, "").replace("reading the checkpoint of gpt2-tiny\n", "")
+    assert said == f"error: {file}: {REFUSED_CHECKPOINTS[name]}"
+    assert (ended.code, ended.out, ended.left) == (2, "", [])
+    assert not (command.folder / "run").exists()
+    assert not (checkpoints / "EXECUTED").exists()
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_ones_own_is_loaded_by_every_strategy(
+    command: CommandLine, checkpoints: Path
+) -> None:
+    ended = command.run(
+        *("bench", "gpt2-tiny", "--checkpoint", str(checkpoints / "good.pt")),
+        *("--isolation", "process", "--out", "run"),
+    )
+    assert (ended.code, ended.left) == (0, [])
+    lines = (command.folder / "run" / "records.jsonl").read_text().splitlines()
+    results = [json.loads(line) for line in lines]
+    outcomes = {result["cell"]["strategy"]: result["outcome"] for result in results}
+    assert outcomes == dict.fromkeys(DEFAULT_STRATEGIES, "ok")
+
+
+def test_a_strategy_that_crashes_is_a_result_and_no_error(command: CommandLine) -> None:
+    (command.folder / "crashing.py").write_text(
+        '"""Crash in a phase."""\n'
+        "import os, signal\n"
+        "def load(job):\n"
+        "    with job.phase('read'):\n"
+        "        os.kill(os.getpid(), signal.SIGSEGV)\n"
+    )
+    ended = command.run(
+        *("bench", "gpt2-tiny", "-s", "./crashing.py", "--isolation", "process", "--out", "run")
+    )
+    assert (ended.code, ended.left) == (0, [])
+    (line,) = (line for line in ended.err.splitlines() if line.startswith("gpt2-tiny crashing"))
+    assert re.sub(r"peak RSS \S+ MiB", "peak RSS N MiB", line) == (
+        "gpt2-tiny crashing     no limit   strategy_failed  peak RSS N MiB"
+        "  the worker was ended by SIGSEGV in phase 'read'"
+    )
