@@ -49,6 +49,7 @@ class CommandLine:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            start_new_session=True,
         )
         return Started(process, str(self.cache))
 
@@ -65,8 +66,10 @@ class Started:
     mark: str
 
     def end(self, number: signal.Signals | None = None) -> Ended:
-        """Wait for its end, after sending it a signal."""
-        if number is not None:
+        """Wait for its end, after sending it a signal; Ctrl-C goes to all its group, as ever."""
+        if number is signal.SIGINT:
+            os.killpg(self.process.pid, number)
+        elif number is not None:
             self.process.send_signal(number)
         out, err = self.process.communicate(timeout=120)
         return Ended(self.process.returncode, out, err, self.left())
