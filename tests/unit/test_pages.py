@@ -19,11 +19,11 @@ def test_every_figure_on_our_pages_is_what_the_published_records_say(page: str) 
 
 def test_a_block_is_replaced_and_the_rest_is_not(tmp_path: Path) -> None:
     journal.append(tmp_path / "results/published/x", make_result())
-    old = "a\n<!-- results/published/x -->\nold\n<!-- end -->\nb"
+    old = "a\n<!-- results/published/x -->\nstale\n<!-- end -->\nb"
     new = fill(old, tmp_path)
     assert new.startswith("a\n<!-- results/published/x -->\n| strategy | outcome | load s |")
     assert new.endswith("\n<!-- end -->\nb")
-    assert "old" not in new
+    assert "stale" not in new
     assert fill(new, tmp_path) == new
 
 
