@@ -1,4 +1,4 @@
-"""The kernel's own figures: /proc of a process, and the files of its memory cgroup.
+"""The kernel's own figures of a memory cgroup, and which processes are in which.
 
 Works the same on cgroup v2, v1 and the hybrid of both. Stays at file level: a file that this
 kernel does not have gives None, never zero. Source: Documentation/filesystems/proc.rst,
@@ -9,46 +9,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.record import Memory
-from harness.units import KIB
-
 _MOUNTS = Path("/proc/self/mountinfo")
-_STATUS_FIELDS = ("VmHWM", "VmRSS", "RssAnon", "RssFile", "RssShmem", "VmSwap")
-
-
-def read_status(pid: int | str = "self") -> dict[str, int]:
-    """Return the memory fields of /proc/PID/status, in bytes."""
-    return parse_status(Path(f"/proc/{pid}/status").read_text())
-
-
-def parse_status(text: str) -> dict[str, int]:
-    """Return the memory fields of a status text, in bytes; fields it lacks are left out."""
-    fields = {}
-    for line in text.splitlines():
-        name, _, value = line.partition(":")
-        if name in _STATUS_FIELDS:
-            fields[name] = int(value.split()[0]) * KIB
-    return fields
-
-
-def memory_of(status: dict[str, int]) -> Memory:
-    """Return a status as ``Memory``, without the figures that are not the process's own."""
-    return Memory(
-        rss_bytes=status["VmRSS"],
-        anon_bytes=status["RssAnon"],
-        file_bytes=status["RssFile"],
-        shmem_bytes=status["RssShmem"],
-        swap_bytes=status.get("VmSwap", 0),
-    )
-
-
-def parse_faults(text: str) -> tuple[int, int]:
-    """Return (minor, major) faults of a /proc/PID/stat text.
-
-    The command's name may hold blanks and brackets: fields are counted behind its last bracket.
-    """
-    fields = text.rpartition(")")[2].split()
-    return int(fields[7]), int(fields[9])
 
 
 def start_time(pid: int) -> int | None:

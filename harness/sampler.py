@@ -13,7 +13,8 @@ import time
 from dataclasses import fields
 from pathlib import Path
 
-from harness.counters import MemoryCgroup, parse_faults, parse_field, parse_status
+from harness.counters import MemoryCgroup, parse_field
+from harness.process_memory import parse_faults, parse_status
 from harness.record import Sample
 
 DEFAULT_INTERVAL_S = 0.005

@@ -1,6 +1,7 @@
 """Run one cell: import torch, load once under marks, read every byte, verify, use the model once.
 
 Started by an isolation as ``python -m harness.worker``; speaks the protocol of ``protocol.py``.
+What is imported before torch is the harness's own weight: pathlib, 1 MiB, comes after it.
 """
 
 import os
@@ -8,7 +9,6 @@ import sys
 import time
 import traceback
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.cell import Job
@@ -19,6 +19,8 @@ from harness.worker.marks import Marks
 from harness.worker.protocol import decode_job
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
     from harness.worker.loading import WorkerLoad
@@ -51,7 +53,7 @@ def main() -> None:
         model = load(job, prepared, lifeline, marks)
         check(model, prepared, lifeline, marks)
     except BaseException as error:
-        fail(lifeline, *judge(error, Path(job.strategy_path)))
+        fail(lifeline, *judge(error, job.strategy_path))
     os._exit(0)  # at once: taking the interpreter down would only add to the harness's share
 
 
@@ -62,6 +64,8 @@ def prepare(job: Job, lifeline: Lifeline, marks: Marks) -> Prepared:
         import torch
     import_ns = time.monotonic_ns() - import_start_ns
     with marks.phase("prepare"):
+        from pathlib import Path
+
         from harness.checkpoint.manifest import read_manifest
         from harness.models.building import resolve_builder
         from harness.worker.loading import WorkerLoad
@@ -102,6 +106,8 @@ def prepare(job: Job, lifeline: Lifeline, marks: Marks) -> Prepared:
 
 def load(job: Job, prepared: Prepared, lifeline: Lifeline, marks: Marks) -> "torch.nn.Module":
     """Run the strategy; its own imports are a part of what it costs."""
+    from pathlib import Path
+
     import torch
 
     from harness.worker.loading import import_strategy
@@ -146,7 +152,7 @@ def check(model: "torch.nn.Module", prepared: Prepared, lifeline: Lifeline, mark
     lifeline.send("done", first_use_ns=first_use_ns, marks_ns=marks.spent_ns)
 
 
-def judge(error: BaseException, strategy: Path) -> tuple[Outcome, str]:
+def judge(error: BaseException, strategy: str) -> tuple[Outcome, str]:
     """Return what an error during the load, the touch or the verification means."""
     import torch
 
@@ -163,14 +169,16 @@ def judge(error: BaseException, strategy: Path) -> tuple[Outcome, str]:
     return Outcome.STRATEGY_FAILED, describe(cause, strategy)
 
 
-def describe(error: BaseException, strategy: Path | None = None) -> str:
+def describe(error: BaseException, strategy: str = "") -> str:
     """Return an error in one line, with the place that raised it.
 
     That is the innermost line of the strategy's own file, where it came through there: a line of
     torch tells its author nothing.
     """
+    from pathlib import Path
+
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if strategy and frame.filename == str(strategy)]
+    own = [frame for frame in frames if frame.filename == strategy]
     place = "".join(f" ({Path(f.filename).name}:{f.lineno})" for f in (own or frames)[-1:])
     text = one_line(str(error))
     return f"{type(error).__name__}{': ' if text else ''}{text}{place}"
@@ -197,7 +205,7 @@ def settle_math() -> None:
         function(torch.ones(8))
 
 
-def read_through(checkpoint: Path) -> None:
+def read_through(checkpoint: "Path") -> None:
     """Read every file of the checkpoint, so that its pages are cached and charged to this cell."""
     files = [checkpoint] if checkpoint.is_file() else sorted(checkpoint.iterdir())
     piece = bytearray(_WARM_PIECE_BYTES)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import counters
+from harness import counters, process_memory
 from harness.record import Memory
 
 KERNEL = Path(__file__).parent / "fixtures" / "kernel"
@@ -20,7 +20,7 @@ def text(kernel: str, name: str) -> str:
 
 
 def test_a_status_in_bytes() -> None:
-    assert counters.parse_status(text(HYBRID, "status")) == {
+    assert process_memory.parse_status(text(HYBRID, "status")) == {
         "VmHWM": 10636 * 1024,
         "VmRSS": 10636 * 1024,
         "RssAnon": 6904 * 1024,
@@ -31,27 +31,27 @@ def test_a_status_in_bytes() -> None:
 
 
 def test_a_zombies_status_has_no_memory() -> None:
-    assert counters.parse_status(text(HYBRID, "status-zombie")) == {}
+    assert process_memory.parse_status(text(HYBRID, "status-zombie")) == {}
 
 
 def test_memory_of_a_status() -> None:
-    status = counters.parse_status(text(HYBRID, "status"))
-    assert counters.memory_of(status) == Memory(10636 * 1024, 6904 * 1024, 3732 * 1024, 0, 0)
+    status = process_memory.parse_status(text(HYBRID, "status"))
+    assert process_memory.memory_of(status) == Memory(10636 * 1024, 6904 * 1024, 3732 * 1024, 0, 0)
 
 
 def test_memory_of_a_kernel_without_swap() -> None:
     status = {"VmRSS": 3, "RssAnon": 1, "RssFile": 1, "RssShmem": 1}
-    assert counters.memory_of(status) == Memory(3, 1, 1, 1, swap_bytes=0)
+    assert process_memory.memory_of(status) == Memory(3, 1, 1, 1, swap_bytes=0)
 
 
 def test_faults_behind_a_name_with_brackets() -> None:
     assert "(odd ) ( name)" in text(HYBRID, "stat")
-    assert counters.parse_faults(text(HYBRID, "stat")) == (441, 0)
+    assert process_memory.parse_faults(text(HYBRID, "stat")) == (441, 0)
 
 
 def test_faults_of_this_process_are_the_kernels_count() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF)
-    minor, major = counters.parse_faults(Path("/proc/self/stat").read_text())
+    minor, major = process_memory.parse_faults(Path("/proc/self/stat").read_text())
     after = resource.getrusage(resource.RUSAGE_SELF)
     assert before.ru_minflt <= minor <= after.ru_minflt
     assert before.ru_majflt <= major <= after.ru_majflt

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from harness.counters import read_status
+from harness.process_memory import read_status
 from harness.record import Memory, Phase
 from harness.units import KIB, MIB
 from harness.worker import marks as module

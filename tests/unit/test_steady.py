@@ -1,7 +1,7 @@
 from pytest import MonkeyPatch
 
 from harness import environment, steady
-from harness.counters import read_status
+from harness.process_memory import read_status
 from harness.units import MIB
 
 
