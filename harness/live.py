@@ -8,6 +8,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
+from harness import stopping
 from harness.cell import Cell
 from harness.record import Outcome, Result
 from harness.runner import Progress
@@ -45,7 +46,7 @@ class _Live:
     def _prepare(self, text: str, share: float | None) -> None:
         self._show(text if share is None else f"{text}: {share:.0%}")
         if not self._console.is_terminal and share is None:
-            self._console.print(escape(text), highlight=False, soft_wrap=True)
+            self._print(escape(text))
 
     def _start(self, cell: Cell) -> None:
         self._cell = cell.strategy + (
@@ -58,7 +59,11 @@ class _Live:
 
     def _finish(self, result: Result) -> None:
         self._bar.advance(self._task)
-        self._console.print(line(result), highlight=False, soft_wrap=True)
+        self._print(line(result))
+
+    def _print(self, markup: str) -> None:
+        with stopping.put_off():  # a console that is stopped between writing and forgetting repeats
+            self._console.print(markup, highlight=False, soft_wrap=True)
 
     def _show(self, text: str) -> None:
         self._bar.update(self._task, description=escape(text))
