@@ -104,7 +104,7 @@ class Bench:
         )
         setting = Setting(isolation, self.run, {}, on_phase=on_phase)
         paths = [checkpoint.path] if checkpoint.path.is_file() else [*checkpoint.path.iterdir()]
-        result = measure(setting, job, [*paths, *files], checkpoint.model_bytes)
+        result = measure(setting, job, [*paths, *files], checkpoint.manifest().model_bytes())
         assert leftovers.all_of(os.getpid(), str(self.strategies.parent)) == []
         return result
 

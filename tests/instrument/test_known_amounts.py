@@ -117,13 +117,16 @@ def test_the_peaks_of_the_cell_are_the_largest_of_its_load(
     assert (names[:2], names[-2:]) == (["import", "prepare"], ["touch", "forward"])
     load = result.phases[2:-1]
     assert result.peaks.rss_bytes == max(phase.peak_rss_bytes for phase in load)
-    assert result.peaks.rss_bytes == phases["take 512 MiB"].peak_rss_bytes
+    taken = phases["take 512 MiB"]
+    assert result.peaks.rss_bytes == pytest.approx(taken.peak_rss_bytes, abs=RSS_TOLERANCE)
     assert result.baseline
     above = result.peaks.rss_bytes - result.baseline.rss_bytes
     assert above == pytest.approx(512 * MIB, abs=48 * MIB)  # the model, and torch's first load
     if result.peaks.cgroup_bytes is not None:
         marks = [phase.peak_cgroup_bytes or 0 for phase in load]
-        assert result.peaks.cgroup_bytes == max(marks) == phases["take 512 MiB"].peak_cgroup_bytes
+        assert result.peaks.cgroup_bytes == max(marks)
+        expected = pytest.approx(taken.peak_cgroup_bytes, abs=CGROUP_TOLERANCE)
+        assert result.peaks.cgroup_bytes == expected
 
 
 def test_what_lasts_is_in_the_samples(

@@ -115,13 +115,22 @@ def test_a_map_lives_under_a_limit_that_its_file_overruns(bench: Bench, limiting
     assert copied.outcome is Outcome.OOM_KILLED
 
 
+def charged_by_the_load(result: Result) -> int:
+    """Return by how much the cell's charge rose above its baseline; a warm file is below that."""
+    assert result.baseline
+    assert result.peaks.cgroup_bytes
+    return result.peaks.cgroup_bytes - (result.baseline.cgroup_bytes or 0)
+
+
 def test_a_warm_cell_is_warmed_inside_its_own_cgroup(bench: Bench, limiting: Watched) -> None:
+    bench("mmap_assign", limiting)  # torch's own files are charged to whoever is first to use them
     cold = bench("mmap_assign", limiting, spec=LARGE)
     warm = bench("mmap_assign", limiting, spec=LARGE, cache_state="warm")
     assert (warm.outcome, warm.cached_bytes_at_start) == (Outcome.OK, 0)
     assert cold.baseline and warm.baseline and warm.model_bytes
-    before_load = (warm.baseline.cgroup_bytes or 0) - (cold.baseline.cgroup_bytes or 0)
-    assert before_load == pytest.approx(warm.model_bytes, rel=0.05)
+    assert charged_by_the_load(cold) - charged_by_the_load(warm) == pytest.approx(
+        warm.model_bytes, rel=0.1
+    )
     assert warm.faults and cold.faults
     assert warm.faults.major < max(cold.faults.major, 2)  # nothing comes from the disk any more
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import leftovers
 import pytest
 
 from harness.cell import Cell, Job, ModelSpec
@@ -70,7 +71,8 @@ def test_a_limit_kills_and_its_counters_outlive_the_worker(start: Start) -> None
     assert running.cgroup
     cgroup = MemoryCgroup(running.cgroup)
     assert running.unseen == ""
-    assert b"bytearray" in Path(f"/proc/{running.pid}/cmdline").read_bytes()
+    cmdline = Path(f"/proc/{running.pid}/cmdline")  # empty while it becomes another program
+    leftovers.wait_until(lambda: b"bytearray" in cmdline.read_bytes(), "not the worker's pid")
     assert cgroup.read_oom_kills() == 0
     running.channel.send(b"\n")
     assert running.wait(30) == Exit(code=None, signal=signal.SIGKILL, oom_killed=True)
