@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _MOUNTS = Path("/proc/self/mountinfo")
+_VMSTAT = Path("/proc/vmstat")
 
 
 def start_time(pid: int) -> int | None:
@@ -101,6 +102,11 @@ def _group_of(pid: int, version: int) -> str | None:
         return parse_group(Path(f"/proc/{pid}/cgroup").read_text(), version)
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
+
+
+def read_machine_oom_kills() -> int | None:
+    """Return how many processes of the whole machine the kernel has killed for lack of memory."""
+    return _read_field(_VMSTAT, "oom_kill")
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,10 +94,17 @@ class Story:
         minor = sum(phase.minor_faults for phase in phases)
         return Faults(minor, sum(phase.major_faults for phase in phases), refaults)
 
-    def judge(self, ended: Exit, oom_kills: int | None, chatter: bytes) -> tuple[Outcome, str]:
+    def judge(
+        self,
+        ended: Exit,
+        oom_kills: int | None,
+        chatter: bytes,
+        machine_oom_kills: int | None = None,
+    ) -> tuple[Outcome, str]:
         """Return the outcome of a worker that ended by itself, and one line on why it is not ok.
 
         Out of memory is what the kernel's counter says, never what a peak suggests.
+        ``machine_oom_kills`` counts for a worker that has no cgroup of its own.
         """
         if self.done:
             return Outcome.OK, ""
@@ -105,6 +112,9 @@ class Story:
             return self.failure
         if ended.signal == signal.SIGKILL and (oom_kills or ended.oom_killed):
             return Outcome.OOM_KILLED, f"killed by the kernel for lack of memory {self.where()}"
+        if ended.signal == signal.SIGKILL and oom_kills is None and machine_oom_kills:
+            why = "killed by the kernel when the whole machine ran out of memory"
+            return Outcome.OOM_KILLED, f"{why}, {self.where()}"
         how = f"ended with exit code {ended.code}"
         if ended.signal:
             how = f"was ended by {_name(ended.signal)}"

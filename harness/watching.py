@@ -12,7 +12,7 @@ from typing import Any
 
 from harness import stopping
 from harness.cell import Job
-from harness.counters import MemoryCgroup, PeakMark, pressure_file_of
+from harness.counters import MemoryCgroup, PeakMark, pressure_file_of, read_machine_oom_kills
 from harness.isolation import Exit, Running
 from harness.record import (
     SCHEMA,
@@ -56,6 +56,7 @@ class Watch:
         self._sampler: Sampler | None = None
         self._at_baseline = self._at_end = _Totals()
         self._oom_kills: int | None = None
+        self._machine_oom_kills = read_machine_oom_kills()
         if running.cgroup and running.pid:
             self._cgroup = MemoryCgroup(running.cgroup, pressure_file_of(running.pid))
             self._mark = PeakMark(self._cgroup)
@@ -111,7 +112,12 @@ class Watch:
             outcome = Outcome.TIMEOUT
             message = f"still running after {job.timeout_s:g} s, {story.where()}"
         else:
-            outcome, message = story.judge(ended, self._oom_kills, self._running.channel.chatter)
+            outcome, message = story.judge(
+                ended,
+                self._oom_kills,
+                self._running.channel.chatter,
+                _grown(self._machine_oom_kills, read_machine_oom_kills()),
+            )
         return Result(
             schema=SCHEMA,
             cell=job.cell,

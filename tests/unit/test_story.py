@@ -149,6 +149,28 @@ def test_the_outcome_of_a_worker_that_ended(
     assert told(*lines).judge(ended, oom_kills, chatter) == (outcome, message)
 
 
+@pytest.mark.parametrize(
+    ("oom_kills", "machine_oom_kills", "outcome", "message"),
+    [
+        (
+            None,
+            1,
+            Outcome.OOM_KILLED,
+            "killed by the kernel when the whole machine ran out of memory, in phase 'read'",
+        ),
+        (None, 0, Outcome.STRATEGY_FAILED, "the worker was ended by SIGKILL in phase 'read'"),
+        (None, None, Outcome.STRATEGY_FAILED, "the worker was ended by SIGKILL in phase 'read'"),
+        # Another process was killed: this cell's own counter says so.
+        (0, 1, Outcome.STRATEGY_FAILED, "the worker was ended by SIGKILL in phase 'read'"),
+    ],
+)
+def test_a_worker_without_a_cgroup_is_judged_by_the_machines_counter(
+    oom_kills: int | None, machine_oom_kills: int | None, outcome: Outcome, message: str
+) -> None:
+    story = told(*BASELINE, fakes.begin("read"))
+    assert story.judge(KILLED, oom_kills, b"", machine_oom_kills) == (outcome, message)
+
+
 def names(story: Story) -> list[str]:
     return [phase.name for phase in story.load_phases()]
 
