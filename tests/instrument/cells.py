@@ -20,6 +20,8 @@ from harness.record import Phase, Result
 from harness.registry import data_folder, model, read_strategy
 from harness.units import MIB
 
+UNNAMED = "other"  # harness.worker.marks: on a busy machine there is such a stretch now and then
+
 FILE_BYTES = 64 * MIB
 """Size of ``known.bin``, which lies beside the strategies: a file of known size to map."""
 
@@ -116,6 +118,11 @@ class Bench:
                 {name: int(value) if value else None for name, value in row.items()}
                 for row in csv.DictReader(file)
             ]
+
+
+def names_of(result: Result) -> list[str]:
+    """Return the names of a result's phases, without what lay between two of them."""
+    return [phase.name for phase in result.phases if phase.name != UNNAMED]
 
 
 def phases_of(result: Result) -> dict[str, Phase]:

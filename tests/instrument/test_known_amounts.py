@@ -4,7 +4,7 @@ One worker takes them all, a phase each (strategies/known_amounts.py): every tes
 """
 
 import pytest
-from cells import FILE_BYTES, Bench, Watched, phases_of
+from cells import FILE_BYTES, Bench, Watched, names_of, phases_of
 
 from harness.record import Phase, Result
 from harness.units import MIB
@@ -113,9 +113,10 @@ def test_the_parts_of_rss_are_its_sum(result: Result) -> None:
 def test_the_peaks_of_the_cell_are_the_largest_of_its_load(
     result: Result, phases: dict[str, Phase]
 ) -> None:
-    names = [phase.name for phase in result.phases]
+    names = names_of(result)
     assert (names[:2], names[-2:]) == (["import", "prepare"], ["touch", "forward"])
-    load = result.phases[2:-1]
+    start, end = (result.phases.index(phases[name]) for name in ("prepare", "touch"))
+    load = result.phases[start + 1 : end + 1]
     assert result.peaks.rss_bytes == max(phase.peak_rss_bytes for phase in load)
     taken = phases["take 512 MiB"]
     assert result.peaks.rss_bytes == pytest.approx(taken.peak_rss_bytes, abs=RSS_TOLERANCE)

@@ -4,7 +4,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from cells import Bench, Watched, phases_of
+from cells import Bench, Watched, names_of, phases_of
 
 from harness.counters import MemoryCgroup
 from harness.record import Outcome, Result
@@ -26,7 +26,7 @@ def test_what_does_not_fit_is_killed_in_its_phase(killed: Result) -> None:
     assert killed.oom_kills is not None
     assert killed.oom_kills >= 1
     assert killed.exit_code == 128 + signal.SIGKILL
-    assert killed.phases[-1].name == "before"
+    assert names_of(killed)[-1] == "before"
     assert (killed.load_ns, killed.ready_ns) == (None, None)
 
 

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cells import LARGE, Bench, Watched
+from cells import LARGE, Bench, Watched, phases_of
 
 from harness import page_cache
+from harness.cell import CacheState
 from harness.checkpoint import cache
 from harness.record import Outcome, Result
 from harness.units import MIB
@@ -74,7 +75,7 @@ def test_an_empty_file_is_cold(disk: Path) -> None:
 
 def charged_file_bytes(bench: Bench, result: Result) -> int:
     """Return the largest file cache that a sample saw charged to the cell after its baseline."""
-    baseline_ns = result.phases[1].end_ns
+    baseline_ns = phases_of(result)["prepare"].end_ns
     return max(
         sample["cgroup_file_bytes"] or 0
         for sample in bench.samples(result)
@@ -134,8 +135,17 @@ def test_a_warm_cell_is_warmed_inside_its_own_cgroup(bench: Bench, limiting: Wat
     )
 
 
-def test_a_plain_process_is_made_cold_and_warm_too(bench: Bench, process: Watched) -> None:
-    cold = bench("mmap_assign", process, spec=LARGE)
-    warm = bench("mmap_assign", process, spec=LARGE, cache_state="warm")
-    assert (cold.outcome, warm.outcome) == (Outcome.OK, Outcome.OK)
-    assert (cold.cached_bytes_at_start, warm.cached_bytes_at_start) == (0, 0)
+@pytest.mark.parametrize(("state", "share"), [("cold", 0.0), ("warm", 1.0)])
+def test_the_load_finds_the_file_as_it_was_asked_for(
+    bench: Bench, process: Watched, state: CacheState, share: float
+) -> None:
+    checkpoint = cache.ensure(LARGE, "pt").path
+    size = checkpoint.stat().st_size
+    found: dict[str, int] = {}
+
+    def look(phase: str) -> None:
+        found.setdefault(phase, page_cache.cached([checkpoint]))
+
+    result = bench("mmap_assign", process, spec=LARGE, cache_state=state, on_phase=look)
+    assert (result.outcome, result.cached_bytes_at_start) == (Outcome.OK, 0)
+    assert found["build"] == pytest.approx(share * size, abs=MIB)
