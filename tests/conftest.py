@@ -21,6 +21,7 @@ def _docker_missing() -> str:
     try:
         isolation = DockerIsolation()
         isolation.check()
+        isolation.remove_stale()  # of a test run that was killed: the next run would tell of it
         isolation.prepare()
     except IsolationUnavailable as error:
         return str(error)
@@ -32,7 +33,9 @@ def _cgroup_missing() -> str:
     from harness.isolation.cgroup import CgroupIsolation
 
     try:
-        CgroupIsolation().check()
+        isolation = CgroupIsolation()
+        isolation.check()
+        isolation.remove_stale()
     except IsolationUnavailable as error:
         return str(error)
     return ""
