@@ -2,12 +2,16 @@
 
 import os
 import platform
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from harness import __version__
 from harness.counters import memory_hierarchy
+
+_GIT_TIMEOUT_S = 5.0  # a work tree on a network disk must not hold a run up
 
 SETTINGS = ("MALLOC_", "PYTORCH_", "OMP_", "MKL_", "CUDA_", "NVIDIA_", "LD_PRELOAD", "TORCH_")
 """Environment variables that change allocators, threads or devices begin with one of these."""
@@ -36,6 +40,21 @@ def machine() -> dict[str, Any]:
     }
 
 
+def code() -> dict[str, Any]:
+    """Return which code was measured: this weighin, and the commit of the folder it was started in.
+
+    ``git_commit`` is None where the folder is in no git work tree, or git does not tell;
+    ``git_dirty`` says whether tracked files differ from that commit.
+    """
+    commit = _git("rev-parse", "--verify", "HEAD")
+    changed = _git("status", "--porcelain", "--untracked-files=no") if commit else None
+    return {
+        "weighin": __version__,
+        "git_commit": commit,
+        "git_dirty": None if changed is None else bool(changed),
+    }
+
+
 def free_ram_bytes() -> int:
     """Return how much RAM can be used now without swapping, as the kernel estimates it."""
     return psutil.virtual_memory().available
@@ -43,6 +62,21 @@ def free_ram_bytes() -> int:
 
 def total_ram_bytes() -> int:
     return psutil.virtual_memory().total
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        ended = subprocess.run(
+            ["git", "--no-optional-locks", *arguments],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_GIT_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return ended.stdout.strip() if ended.returncode == 0 else None
 
 
 def _cpu_model() -> str | None:

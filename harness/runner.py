@@ -224,7 +224,7 @@ def _skipped(planned: Planned, found: dict[str, Any]) -> Result:
 
 
 def _environment(isolation: Isolation) -> dict[str, Any]:
-    return environment.machine() | {"isolation": isolation.describe()}
+    return environment.machine() | environment.code() | {"isolation": isolation.describe()}
 
 
 def _checkpoint_key(cell: Cell) -> tuple[str, str]:
