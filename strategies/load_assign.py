@@ -2,6 +2,8 @@
 
 Expected peak: one copy of the weights. On a GPU the file passes through the page cache and RAM
 tensor by tensor.
+
+Options: map_location ("cpu" reads all of it into RAM before the first copy; default: the device).
 """
 
 import torch
@@ -17,12 +19,13 @@ def load(job: Load) -> torch.nn.Module:
     with job.phase("build"), torch.device("meta"):
         model = job.build_model()
     with job.phase("read"):
-        state = torch.load(job.checkpoint, map_location=job.device, weights_only=True)
+        where = job.options.get("map_location", job.device)
+        state = torch.load(job.checkpoint, map_location=where, weights_only=True)
     with job.phase("assign"):
         tied = tied_names(model)
         for name, tensor in state.items():
-            if tensor.is_floating_point():
-                state[name] = tensor.to(job.dtype)  # the same tensor where nothing is converted
+            dtype = job.dtype if tensor.is_floating_point() else tensor.dtype
+            state[name] = tensor.to(job.device, dtype)  # the same tensor where nothing changes
         model.load_state_dict(state, assign=True)
         retie(model, tied)
     with job.phase("buffers"):

@@ -1,6 +1,8 @@
 """Build on the meta device, allocate once, load the whole state dict, copy it in.
 
 Expected peak: two copies of the weights, the model's and the state dict's; nothing is initialised.
+
+Options: map_location ("cpu" keeps the state dict in RAM; default: the device).
 """
 
 import torch
@@ -20,7 +22,8 @@ def load(job: Load) -> torch.nn.Module:
         model.to_empty(device=job.device)  # uninitialised storage
         retie(model, tied)  # to_empty gives every name a parameter of its own
     with job.phase("read"):
-        state = torch.load(job.checkpoint, map_location=job.device, weights_only=True)
+        where = job.options.get("map_location", job.device)
+        state = torch.load(job.checkpoint, map_location=where, weights_only=True)
     with job.phase("copy"):
         model.load_state_dict(state)
     with job.phase("buffers"):

@@ -2,6 +2,8 @@
 
 Expected peak: no anonymous memory for the weights. They stay pages of the file, which the kernel
 may take back under pressure and read again: that is the price when RAM is less than the model.
+
+Options: map_location ("cpu" maps all of it before the first copy to a GPU; default: the device).
 """
 
 import torch
@@ -17,12 +19,13 @@ def load(job: Load) -> torch.nn.Module:
     with job.phase("build"), torch.device("meta"):
         model = job.build_model()
     with job.phase("map"):
-        state = torch.load(job.checkpoint, map_location=job.device, weights_only=True, mmap=True)
+        where = job.options.get("map_location", job.device)
+        state = torch.load(job.checkpoint, map_location=where, weights_only=True, mmap=True)
     with job.phase("assign"):
         tied = tied_names(model)
         for name, tensor in state.items():
-            if tensor.is_floating_point():
-                state[name] = tensor.to(job.dtype)  # the mapped one where nothing is converted
+            dtype = job.dtype if tensor.is_floating_point() else tensor.dtype
+            state[name] = tensor.to(job.device, dtype)  # the mapped one where nothing changes
         model.load_state_dict(state, assign=True)  # the state dict's tensors become the model's
         retie(model, tied)
     with job.phase("buffers"):
