@@ -10,6 +10,7 @@ MODEL ?= gpt2-small
 RAM ?= none
 SECONDS ?= 60
 RUN ?= $(shell ls -td results/*/records.jsonl 2>/dev/null | head -1 | xargs -r dirname)
+BASELINE ?= baseline.yaml
 WHAT = $(if $(SUITE),--suite $(SUITE),$(if $(RESUME),--resume $(RESUME),$(MODEL) --ram $(RAM)))
 OPTIONS = $(if $(OUT),--out $(OUT)) $(if $(STRATEGIES),--strategies $(STRATEGIES)) \
           $(if $(ISOLATION),--isolation $(ISOLATION)) $(ARGS)
@@ -24,6 +25,9 @@ bench: .venv/ready  ## Load MODEL with every strategy under RAM: make bench MODE
 
 report: .venv/ready  ## Draw RUN again (default: the newest run)
 	$(BIN)/weighin report $(RUN)
+
+check: .venv/ready  ## Compare RUN with a committed BASELINE: make check BASELINE=baseline.yaml
+	$(BIN)/weighin check $(RUN) --baseline $(BASELINE) $(ARGS)
 
 pages: .venv/ready  ## Fill the tables of README.md from results/published
 	$(BIN)/python -m harness.report.pages README.md
@@ -56,4 +60,4 @@ clean:  ## Remove .venv and what tools have cached in this folder
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-.PHONY: help setup bench report pages doctor test lint fuzz clean
+.PHONY: help setup bench report check pages doctor test lint fuzz clean

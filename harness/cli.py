@@ -13,6 +13,7 @@ from rich.console import Console
 
 from harness import __version__, arguments, checkpoint_verbs
 from harness.errors import HarnessError, Interrupted
+from harness.gate import verbs as gate_verbs
 from harness.record import Outcome, Result
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ app = typer.Typer(
 app.add_typer(checkpoint_verbs.cache_app, name="cache")
 app.command(epilog=checkpoint_verbs.INSPECT_EXAMPLES)(checkpoint_verbs.inspect)
 app.command(epilog=checkpoint_verbs.CONVERT_EXAMPLES)(checkpoint_verbs.convert)
+app.command(epilog=gate_verbs.CHECK_EXAMPLES)(gate_verbs.check)
 out, err = Console(emoji=False), Console(stderr=True, emoji=False)
 
 STRATEGIES_HELP = "Names, or files of your own (./mine.py), divided by commas. Default: all six."

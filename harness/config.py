@@ -1,9 +1,10 @@
 """YAML files -> what they describe. Errors name the file, the key and the nearest right one."""
 
 import re
+from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
 from pydantic import (
@@ -78,18 +79,20 @@ _Kind = TypeVar("_Kind", bound=BaseModel)
 _Limit = Annotated[StrictInt | None, BeforeValidator(_as_limit)]
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
+    """A mapping whose keys are all known."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class _ModelFile(_Strict):
+class _ModelFile(Strict):
     name: str
     builder: Annotated[str, AfterValidator(_as_builder)]
     kwargs: dict[str, Any] = {}
     description: str = ""
 
 
-class SuiteStrategy(_Strict):
+class SuiteStrategy(Strict):
     """One strategy of a suite, with its options."""
 
     name: str
@@ -101,7 +104,7 @@ def _as_strategies(value: object) -> object:
     return [{"name": item} if isinstance(item, str) else item for item in items]
 
 
-class Suite(_Strict):
+class Suite(Strict):
     """A matrix of cells: every model x limit x strategy, ``repeats`` times."""
 
     models: Annotated[list[str], BeforeValidator(_as_list), Field(min_length=1)]
@@ -129,21 +132,22 @@ def read_model(path: Path) -> ModelSpec:
     Raises:
         ConfigError: unreadable, not YAML, or a wrong key or value; names it.
     """
-    model = _validate(_ModelFile, _read(path), str(path))
+    model = validate(_ModelFile, read_mapping(path), str(path))
     return ModelSpec(model.name, model.builder, model.kwargs)
 
 
 def read_suite(path: Path) -> Suite:
     """Read a suite's YAML file; raises ConfigError as ``read_model`` does."""
-    return _validate(Suite, _read(path), str(path))
+    return validate(Suite, read_mapping(path), str(path))
 
 
 def check_suite(options: dict[str, Any]) -> Suite:
     """Return the options of a command line as a suite; raises ConfigError with the option's name."""
-    return _validate(Suite, options, "")
+    return validate(Suite, options, "")
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Return the mapping that a YAML file holds; raises ConfigError with the file and the line."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -160,7 +164,12 @@ def _read(path: Path) -> dict[str, Any]:
     return content
 
 
-def _validate(kind: type[_Kind], content: dict[str, Any], file: str) -> _Kind:
+def validate(kind: type[_Kind], content: dict[str, Any], file: str) -> _Kind:
+    """Return the content of ``file`` (or of a command line, where that is empty) as ``kind``.
+
+    Raises:
+        ConfigError: a wrong key or value; names it, and the nearest right one.
+    """
     try:
         return kind.model_validate(content)
     except ValidationError as error:
@@ -168,13 +177,29 @@ def _validate(kind: type[_Kind], content: dict[str, Any], file: str) -> _Kind:
         first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
     key = ".".join(part for part in first["loc"] if isinstance(part, str)) or str(first["loc"][-1])
     place = f"{file}: {key}" if file else f"--{key.removesuffix('_s')}"
-    what, repair = _complaint(first, SuiteStrategy if len(first["loc"]) > 2 else kind)
+    what, repair = _complaint(first, _kind_at(kind, first["loc"][:-1]))
     raise ConfigError(f"{place}: {what}", repair)
+
+
+def _kind_at(kind: type[BaseModel], place: tuple[int | str, ...]) -> type[BaseModel]:
+    """Return the innermost model on the way to a place inside ``kind``."""
+    for part in place:
+        if isinstance(part, str) and part in kind.model_fields:
+            kind = next(_models_in(kind.model_fields[part].annotation), kind)
+    return kind
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _models_in(inner)
 
 
 def _complaint(error: ErrorDetails, kind: type[BaseModel]) -> tuple[str, str]:
     """Return what is wrong in a mapping of this kind, and the repair."""
-    known = f"known keys: {', '.join(kind.model_fields)}"
+    keys = [field.alias or name for name, field in kind.model_fields.items()]
+    known = f"known keys: {', '.join(keys)}"
     if error["type"] == "value_error":
         what, repair = error["ctx"]["error"].args
         return what, repair
@@ -183,6 +208,6 @@ def _complaint(error: ErrorDetails, kind: type[BaseModel]) -> tuple[str, str]:
     if error["type"] == "too_short":
         return "empty", "name at least one, or leave the key out"
     if error["type"] in ("extra_forbidden", "invalid_key"):
-        near = get_close_matches(str(error["loc"][-1]), kind.model_fields, n=1)
+        near = get_close_matches(str(error["loc"][-1]), keys, n=1)
         return "unknown key", f"did you mean {near[0]!r}? {known}" if near else known
     return f"{error['msg'][0].lower()}{error['msg'][1:]}, got {error['input']!r}", ""

@@ -1,6 +1,7 @@
-"""Sizes as text and as integer bytes: whatever is printed here can be parsed here."""
+"""Sizes and durations as text and as integers: whatever is printed here can be parsed here."""
 
 import re
+from decimal import Decimal
 from typing import Final
 
 from harness.errors import ConfigError
@@ -14,6 +15,7 @@ _SUFFIXES: Final = (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB))
 _FACTORS: Final = {"": 1, "b": 1} | {
     spelling: factor for name, factor in _SUFFIXES for spelling in (name.lower(), name[0].lower())
 }
+_DURATIONS: Final = {"ms": 1_000_000, "s": 1_000_000_000, "min": 60_000_000_000}
 _SIZE: Final = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[A-Za-z]*)\s*")
 
 
@@ -69,3 +71,21 @@ def format_seconds(nanoseconds: int) -> str:
         (nanoseconds / 1e9, "s") if nanoseconds >= 999_500_000 else (nanoseconds / 1e6, "ms")
     )
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
+
+
+def parse_seconds(text: str) -> int:
+    """Return the duration that ``text`` names, in nanoseconds: "2.5 s", "150ms", "3 min".
+
+    Raises:
+        ConfigError: no number, no unit or an unknown one, or no time at all.
+    """
+    match = _SIZE.fullmatch(text)
+    factor = _DURATIONS.get(match["unit"].lower()) if match else None
+    if match is None or factor is None:
+        raise ConfigError(
+            f"cannot read {text!r} as a duration", "write a duration such as 2.5 s, 150 ms or 3 min"
+        )
+    nanoseconds = round(Decimal(match["number"]) * factor)
+    if nanoseconds < 1:
+        raise ConfigError(f"{text!r} is no time at all", "write a duration such as 2.5 s or 150 ms")
+    return nanoseconds

@@ -27,6 +27,15 @@ VERBS = {
             "weighin bench --resume results/20261120T093000-gpt2-xl-8GiB",
         ],
     ),
+    ("check",): (
+        "Compare a run with a committed baseline and with budgets; exits with 1 where one is broken.",
+        [
+            "weighin check results/RUN --baseline baseline.yaml --update",
+            "weighin check results/RUN --baseline baseline.yaml",
+            'weighin check results/RUN --budget "streaming: anon <= 2GiB"',
+            "weighin check results/RUN --baseline baseline.yaml --github",
+        ],
+    ),
     ("convert",): (
         "Write a checkpoint again in another layout or dtype; holds a few pieces of 16 MiB, no more.",
         [

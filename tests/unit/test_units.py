@@ -16,6 +16,7 @@ from harness.units import (
     format_exact,
     format_seconds,
     parse_bytes,
+    parse_seconds,
 )
 
 
@@ -142,3 +143,27 @@ def test_any_text_is_a_size_or_a_complaint(text: str) -> None:
         assert parse_bytes(text) >= 1
     except ConfigError as error:
         assert error.repair.startswith("write ")
+
+
+@pytest.mark.parametrize(
+    ("text", "nanoseconds"),
+    [("2.5 s", 2_500_000_000), ("150ms", 150_000_000), ("3 min", 180_000_000_000), (".1s", 10**8)],
+)
+def test_what_a_text_is_in_nanoseconds(text: str, nanoseconds: int) -> None:
+    assert parse_seconds(text) == nanoseconds
+
+
+@pytest.mark.parametrize("text", ["", "s", "2", "2 h", "-1 s", "1e3 s", "two s"])
+def test_a_text_that_is_no_duration(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_seconds(text)
+    assert str(caught.value) == (
+        f"cannot read {text!r} as a duration\nwrite a duration such as 2.5 s, 150 ms or 3 min"
+    )
+
+
+@given(st.integers(0, 10**15))
+def test_durations_that_are_printed_can_be_parsed(nanoseconds: int) -> None:
+    text = format_seconds(nanoseconds)
+    if float(text.split()[0]):  # 4 us and less are printed as none
+        assert parse_seconds(text) == pytest.approx(nanoseconds, rel=0.01, abs=5000)

@@ -1,0 +1,119 @@
+"""What a run measured, as a gate compares it: a series' outcome, its figures, and its phases'."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median_low
+from typing import Final
+
+from harness.cell import Cell
+from harness.gate.metrics import METRICS, PHASE_FIGURES, phases_of_load
+from harness.record import Outcome, Result
+from harness.text import one_line
+from harness.units import format_exact
+
+STRATEGY: Final = 1
+FORMAT: Final = 2
+"""Where a series' name has these words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One metric over the ok repeats of a series: bytes or nanoseconds."""
+
+    low: int
+    median: int
+    high: int
+
+    @classmethod
+    def of(cls, values: Sequence[int]) -> "Figure":
+        """Return the lowest, the middle and the highest of some values, of which there is one."""
+        return cls(min(values), median_low(values), max(values))
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """The repeats of one cell, taken together.
+
+    ``outcome`` is that of all repeats, or counts them: "ok 2, timeout 1". Figures are those of the
+    ok repeats; a series without one has none. ``phases`` holds medians, by phase and figure.
+    """
+
+    outcome: str
+    repeats: int
+    model_bytes: int | None = None
+    limit_bytes: int | None = None
+    figures: dict[str, Figure] = field(default_factory=dict)
+    phases: dict[str, dict[str, int]] = field(default_factory=dict)
+    message: str = ""
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether every repeat is."""
+        return self.outcome == Outcome.OK
+
+
+def name_of(cell: Cell) -> str:
+    """Return a series' name: all that tells it from another, in words, in one order."""
+    limit = cell.ram_limit_bytes
+    words = [
+        cell.model.name,
+        cell.strategy,
+        cell.format,
+        cell.dtype,
+        cell.device,
+        cell.cache,
+        cell.isolation,
+        f"ram={format_exact(limit)}" if limit else "ram=none",
+        *(f"{key}={value}" for key, value in sorted(cell.options.items())),
+    ]
+    return " ".join(one_line(word).replace(" ", "_") for word in words)  # a space divides words
+
+
+def summarise(runs: Iterable[Sequence[Result]]) -> dict[str, Series]:
+    """Return the series of some runs by name, in their order; the runs' repeats count together.
+
+    A cell with two records in one run counts with its last.
+    """
+    groups: dict[str, list[Result]] = {}
+    for results in runs:
+        for result in {result.cell.id: result for result in results}.values():
+            groups.setdefault(name_of(result.cell), []).append(result)
+    return {name: _series(group) for name, group in groups.items()}
+
+
+def _series(group: Sequence[Result]) -> Series:
+    good = [result for result in group if result.outcome is Outcome.OK]
+    bad = [result for result in group if result.outcome is not Outcome.OK]
+    counts = Counter(result.outcome.value for result in group)
+    outcome = ", ".join(f"{name} {count}" for name, count in counts.items())
+    figures = {}
+    for metric in METRICS.values():
+        values = [value for result in good if (value := metric.read(result)) is not None]
+        if values:
+            figures[metric.name] = Figure.of(values)
+    return Series(
+        outcome=outcome if len(counts) > 1 else group[0].outcome.value,
+        repeats=len(group),
+        model_bytes=next((one.model_bytes for one in group if one.model_bytes), None),
+        limit_bytes=group[0].cell.ram_limit_bytes,
+        figures=figures,
+        phases=_phases(good),
+        message=bad[0].message if bad else "",
+    )
+
+
+def _phases(good: Iterable[Result]) -> dict[str, dict[str, int]]:
+    """Return the median of every figure of every phase, over the repeats that have it."""
+    seen: dict[str, dict[str, list[int]]] = {}
+    for result in good:
+        for name, phase in phases_of_load(result):
+            figures = seen.setdefault(name, {})
+            for key, read in PHASE_FIGURES.items():
+                if (value := read(phase)) is not None:
+                    figures.setdefault(key, []).append(value)
+    return {name: _medians(figures) for name, figures in seen.items()}
+
+
+def _medians(figures: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    return {key: median_low(values) for key, values in figures.items()}

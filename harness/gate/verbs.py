@@ -1,0 +1,117 @@
+"""The command line's verbs that judge: ``weighin check|compare``."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from harness.errors import ConfigError
+
+GATE_FAILED_EXIT = 1
+
+CHECK_EXAMPLES = (
+    "Examples:\n\n"
+    "weighin check results/RUN --baseline baseline.yaml --update\n\n"
+    "weighin check results/RUN --baseline baseline.yaml\n\n"
+    'weighin check results/RUN --budget "streaming: anon <= 2GiB"\n\n'
+    "weighin check results/RUN --baseline baseline.yaml --github"
+)
+
+out, err = Console(emoji=False), Console(stderr=True, emoji=False)
+
+
+def check(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(help="A run's folder; several count as one run with more repeats."),
+    ],
+    baseline: Annotated[
+        Path | None, typer.Option(help="The committed file to compare with.")
+    ] = None,
+    update: Annotated[
+        bool, typer.Option("--update", help="Write what was measured as the new baseline.")
+    ] = False,
+    budget: Annotated[
+        list[str] | None,
+        typer.Option(help='An absolute bound, such as "peak_rss <= 1.1 x model".'),
+    ] = None,
+    metrics: Annotated[
+        str, typer.Option(help="Judge only these, divided by commas: above_import,ready_anon.")
+    ] = "",
+    show_all: Annotated[
+        bool, typer.Option("--all", help="Every figure, also those that are as they were.")
+    ] = False,
+    github: Annotated[
+        bool,
+        typer.Option(
+            "--github", help="Annotations on stdout, and Markdown to $GITHUB_STEP_SUMMARY."
+        ),
+    ] = False,
+    markdown: Annotated[Path | None, typer.Option(help="Write the judgement as Markdown.")] = None,
+    junit: Annotated[Path | None, typer.Option(help="Write it as JUnit XML.")] = None,
+    as_json: Annotated[
+        Path | None, typer.Option("--json", help="Write it as JSON, for programs.")
+    ] = None,
+) -> None:
+    """Compare a run with a committed baseline and with budgets; exits with 1 where one is broken."""
+    from harness.gate import check as checks
+    from harness.gate import outputs, tables
+
+    measured = checks.read_runs(runs)
+    _note(measured.warnings)
+    if update:
+        if baseline is None:
+            raise ConfigError("--update has no file to write", "name it: --baseline baseline.yaml")
+        _show_difference(baseline, checks.update(measured, baseline))
+    names = [name.strip() for name in metrics.split(",") if name.strip()]
+    judgement = checks.check(measured, baseline, extra_budgets=budget or [], metrics=names)
+    out.print(tables.terminal(judgement, whole=show_all))
+    if github:
+        for line in outputs.annotations(judgement, str(baseline) if baseline else None):
+            print(line)
+    for path, text in (
+        (markdown, tables.write_markdown),
+        (junit, outputs.junit),
+        (as_json, outputs.as_json),
+    ):
+        if path:
+            _write(path, text(judgement))
+    if github:
+        _append_summary(tables.write_markdown(judgement))
+    if judgement.failed:
+        if baseline:
+            _note(["if it is meant to be so, accept it with --update, and commit the baseline"])
+        raise typer.Exit(GATE_FAILED_EXIT)
+
+
+def _show_difference(baseline: Path, lines: list[str]) -> None:
+    styles = {"+": "green", "-": "red", "@": "cyan"}
+    for line in lines:
+        out.print(Text(line, style=styles.get(line[0], "")), soft_wrap=True)
+    what = "written" if lines else "is already what was measured"
+    out.print(f"{baseline} {what}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _append_summary(text: str) -> None:
+    import os
+
+    if path := os.environ.get("GITHUB_STEP_SUMMARY"):
+        with Path(path).open("a", encoding="utf-8") as file:
+            file.write(text)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror}", "name a file that you may write"
+        ) from None
+
+
+def _note(texts: list[str] | tuple[str, ...]) -> None:
+    for text in texts:
+        err.print(f"note: {text}", markup=False, highlight=False, soft_wrap=True)

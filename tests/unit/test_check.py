@@ -1,0 +1,171 @@
+"""``weighin check`` as it is typed: exit codes, what is written, and errors in two lines."""
+
+import re
+from pathlib import Path
+
+import pytest
+from factories import make_cell, make_result
+from test_judging import STREAMING, grown
+from typer.testing import CliRunner
+
+from harness import cli, journal
+from harness.errors import HarnessError
+from harness.gate import check
+from harness.record import Outcome, Result
+
+
+def run_of(folder: Path, *results: Result) -> Path:
+    for result in results:
+        journal.append(folder, result)
+    return folder
+
+
+def typed(*arguments: object, **variables: str) -> tuple[int, str]:
+    """The exit code and what is shown; of an error that is ours, its exit code and its text."""
+    environment = {"COLUMNS": "80", "NO_COLOR": "1"} | variables
+    result = CliRunner().invoke(cli.app, [str(one) for one in arguments], env=environment)
+    if isinstance(result.exception, HarnessError):
+        return result.exception.exit_code, str(result.exception)
+    return result.exit_code, re.sub(r"\x1b\[[0-9;]*m", "", result.output)
+
+
+@pytest.fixture(name="good")
+def _good(tmp_path: Path) -> Path:
+    return run_of(tmp_path / "good", make_result(STREAMING))
+
+
+@pytest.fixture(name="bad")
+def _bad(tmp_path: Path) -> Path:
+    return run_of(tmp_path / "bad", grown())
+
+
+@pytest.fixture(name="baseline")
+def _baseline(tmp_path: Path, good: Path) -> Path:
+    path = tmp_path / "baseline.yaml"
+    code, text = typed("check", good, "--baseline", path, "--update")
+    assert code == 0
+    assert f"+++ {path}" in text.splitlines()[1]
+    assert text.splitlines()[-1] == "gate passed: 8 same"
+    return path
+
+
+def test_a_run_as_it_was_exits_with_0(good: Path, baseline: Path) -> None:
+    code, text = typed("check", good, "--baseline", baseline)
+    assert code == 0
+    assert text.splitlines()[-1] == "gate passed: 8 same"
+
+
+def test_a_regression_exits_with_1_and_says_how_to_accept_it(bad: Path, baseline: Path) -> None:
+    code, text = typed("check", bad, "--baseline", baseline)
+    assert code == 1
+    assert text.splitlines()[-2:] == [
+        "gate failed: 5 regressed, 3 same",
+        "note: if it is meant to be so, accept it with --update, and commit the baseline",
+    ]
+
+
+def test_an_update_shows_the_difference_and_the_next_check_passes(
+    bad: Path, baseline: Path
+) -> None:
+    code, text = typed("check", bad, "--baseline", baseline, "--update")
+    assert code == 0
+    assert re.search(r"^-        peak_rss: 7248\d+  # 6.750 GiB$", text, re.MULTILINE)
+    assert re.search(r"^\+        peak_rss: 7591\d+  # 7.070 GiB$", text, re.MULTILINE)
+    assert typed("check", bad, "--baseline", baseline)[0] == 0
+    assert (
+        f"{baseline} is already what was measured"
+        in typed("check", bad, "--baseline", baseline, "--update")[1]
+    )
+
+
+def test_only_the_metrics_that_were_asked_for(bad: Path, baseline: Path) -> None:
+    code, text = typed("check", bad, "--baseline", baseline, "--metrics", "load, ready")
+    assert code == 0
+    assert text.splitlines()[-1] == "gate passed: 3 same"
+
+
+def test_a_budget_needs_no_baseline(bad: Path) -> None:
+    assert typed("check", bad, "--budget", "peak_rss <= 1.2 x model")[0] == 0
+    code, text = typed("check", bad, "--budget", "peak_rss <= 1.1 x model")
+    assert code == 1
+    assert text.splitlines()[-1] == "gate failed: 1 over budget"
+
+
+def test_several_runs_count_as_one_with_more_repeats(good: Path, bad: Path, tmp_path: Path) -> None:
+    measured = check.read_runs([good, bad, good])
+    [series] = measured.series.values()
+    assert series.repeats == 3
+    figure = series.figures["peak_rss"]
+    assert figure.low == figure.median < figure.high
+
+
+def test_every_output_at_once(bad: Path, baseline: Path, tmp_path: Path) -> None:
+    files = [tmp_path / "out" / name for name in ("check.md", "check.xml", "check.json")]
+    summary = tmp_path / "summary.md"
+    summary.write_text("before\n")
+    code, text = typed(
+        "check", bad, "--baseline", baseline, "--github",
+        "--markdown", files[0], "--junit", files[1], "--json", files[2],
+        GITHUB_STEP_SUMMARY=str(summary),
+    )  # fmt: skip
+    assert code == 1
+    assert text.count(f"::error file={baseline},title=regressed%3A gpt2-xl streaming") == 5
+    assert [path.read_text()[:15] for path in files] == [
+        "## ❌ weighin ch",
+        "<?xml version='",
+        '{\n "passed": fa',
+    ]
+    assert summary.read_text() == "before\n" + files[0].read_text()
+
+
+def test_a_record_that_was_torn_is_said(good: Path, baseline: Path) -> None:
+    with (good / "records.jsonl").open("a") as file:
+        file.write('{"torn')
+    code, text = typed("check", good, "--baseline", baseline)
+    assert code == 0
+    assert f"note: {good}/records.jsonl, line 2 is torn" in text
+
+
+def test_what_cannot_be_checked(good: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    journal.write_plan(empty, [STREAMING])
+    assert typed("check", good) == (
+        2,
+        'nothing to check against\nname a file with --baseline, or a bound with --budget "peak_rss <= 8GiB"',
+    )
+    assert typed("check", good, "--update") == (
+        2,
+        "--update has no file to write\nname it: --baseline baseline.yaml",
+    )
+    assert typed("check", empty, "--budget", "peak_rss < 1g") == (
+        2,
+        f"{empty} holds no record: nothing was measured\nmeasure first: weighin bench --resume {empty}",
+    )
+    assert typed("check", tmp_path, "--budget", "peak_rss < 1g") == (
+        2,
+        f"{tmp_path} holds no records.jsonl: it is not the folder of a run\n"
+        "name the folder that weighin bench printed at its end, such as results/RUN",
+    )
+
+
+def test_what_could_not_be_measured_becomes_no_baseline(tmp_path: Path) -> None:
+    result = make_result(STREAMING, outcome=Outcome.MEASUREMENT_FAILED, message="no disk")
+    run = run_of(tmp_path / "run", result)
+    path = tmp_path / "baseline.yaml"
+    assert typed("check", run, "--baseline", path, "--update") == (
+        2,
+        "gpt2-xl streaming safetensors float32 cpu cold docker ram=8GiB could not be measured: no disk\n"
+        "a baseline of it would accept anything: measure it again first",
+    )
+    assert not path.exists()
+
+
+def test_cells_of_two_machines_become_no_baseline(tmp_path: Path) -> None:
+    other = make_result(make_cell("baseline"), environment={"kernel": "5.4"})
+    run = run_of(tmp_path / "run", make_result(STREAMING), other)
+    code, text = typed("check", run, "--baseline", tmp_path / "b.yaml", "--update")
+    assert code == 2
+    assert text == (
+        "the cells were measured under different settings (kernel: 5.4 | 6.18.0)\n"
+        "measure them all on one machine, in one environment"
+    )

@@ -1,0 +1,116 @@
+"""A judgement as a reader sees it: whole texts, kept in fixtures/gate, for every kind of output.
+
+After a wanted change of a text: WRITE_FIXTURES=1 pytest tests/unit/test_gate_outputs.py, and look
+at the difference.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+from factories import SCRIPTS, make_cell, make_result
+from rich.console import Console
+from test_judging import STREAMING, grown, judged
+
+from harness.gate import budgets, outputs, tables
+from harness.gate.baseline import default_rules
+from harness.gate.judging import Judgement
+from harness.record import Phase
+
+FIXTURES = Path(__file__).with_name("fixtures") / "gate"
+
+
+def mixed() -> Judgement:
+    """A tensor kept, a cell killed, one gone, one new, one better, another kernel, a budget."""
+    was = [
+        make_result(STREAMING),
+        make_result(make_cell("mmap_assign")),
+        make_result(make_cell("per_param", format="per_param")),
+        make_result(make_cell("baseline"), SCRIPTS["streaming"]),
+        grown(make_cell("per_module", format="per_module")),
+    ]
+    now = [
+        grown(since=2),
+        make_result(make_cell("mmap_assign")),
+        make_result(make_cell("sequential")),
+        make_result(make_cell("baseline")),
+        make_result(make_cell("per_module", format="per_module"), SCRIPTS["streaming"]),
+    ]
+    now = [replace(one, environment=one.environment | {"kernel": "6.19.0"}) for one in now]
+    budget = budgets.parse("above_import <= 1.04 x model")
+    return judged(was, now, replace(default_rules(), budgets=(budget,)))
+
+
+def unchanged() -> Judgement:
+    return judged([make_result(STREAMING)], [make_result(STREAMING)])
+
+
+def terminal(judgement: Judgement, *, whole: bool = False) -> str:
+    file = StringIO()
+    Console(file=file, width=80).print(tables.terminal(judgement, whole=whole))
+    return file.getvalue()
+
+
+def annotations(judgement: Judgement) -> str:
+    return "".join(f"{line}\n" for line in outputs.annotations(judgement, "ci/base line,1.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("mixed.txt", lambda: terminal(mixed())),
+        ("mixed-all.txt", lambda: terminal(mixed(), whole=True)),
+        ("mixed.md", lambda: tables.write_markdown(mixed())),
+        ("mixed.xml", lambda: outputs.junit(mixed())),
+        ("mixed.json", lambda: outputs.as_json(mixed())),
+        ("mixed-annotations.txt", lambda: annotations(mixed())),
+        ("unchanged.txt", lambda: terminal(unchanged())),
+        ("unchanged.md", lambda: tables.write_markdown(unchanged())),
+    ],
+)
+def test_the_whole_text(name: str, write: Callable[[], str]) -> None:
+    path = FIXTURES / name
+    if os.environ.get("WRITE_FIXTURES"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(write(), encoding="utf-8")
+    assert write() == path.read_text(encoding="utf-8")
+
+
+def test_the_counts_of_junit_are_those_of_the_judgement() -> None:
+    judgement = mixed()
+    [suite] = ET.fromstring(outputs.junit(judgement))
+    assert len(suite) == int(suite.attrib["tests"]) == len(judgement.lines)
+    failures = suite.findall("testcase/failure")
+    assert len(failures) == int(suite.attrib["failures"]) == len(judgement.failed) > 0
+
+
+def test_json_holds_every_line() -> None:
+    content = json.loads(outputs.as_json(mixed()))
+    assert content["passed"] is False
+    [worst] = [line for line in content["lines"] if line["what"] == "ready_anon"][:1]
+    assert (worst["verdict"], worst["grew_in"]) == ("regressed", "stream")
+
+
+def test_names_from_elsewhere_cannot_break_any_output() -> None:
+    evil = "<script>|\x1b[31m\n::error::\udc80]]>&"
+    script = grown(since=2)
+    phases: list[Phase] = [
+        replace(one, name=evil) if one.name == "stream" else one for one in script.phases
+    ]
+    cell = make_cell(evil, format="safetensors")
+    judgement = judged([make_result(cell, SCRIPTS["streaming"])], [replace(script, cell=cell, phases=tuple(phases))])  # fmt: skip
+    assert judgement.failed
+    text = outputs.junit(judgement)
+    ET.fromstring(text.encode())
+    assert all(line.startswith("::") for line in annotations(judgement).splitlines())
+    assert annotations(judgement).count("\n") == len(list(outputs.annotations(judgement)))
+    markdown = tables.write_markdown(judgement)
+    outside = markdown.split("```")[0::2]  # in a code block nothing is interpreted
+    assert not any("<script>" in part or "\x1b" in part for part in outside)
+    markdown.encode()
+    assert "\x1b" not in terminal(judgement)

@@ -1,0 +1,285 @@
+"""The judgement: what is a regression, what is noise, and where it is said to have grown."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from factories import SCRIPTS, make_cell, make_result, make_skipped
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.gate import baseline, budgets
+from harness.gate.baseline import Baseline, Rules, default_rules
+from harness.gate.judging import Judgement, Line, Verdict, judge
+from harness.gate.metrics import METRICS, Tolerance
+from harness.gate.series import Figure, Series, summarise
+from harness.gate.settings import settings_of
+from harness.record import Outcome, Result
+from harness.units import GIB, MIB
+
+STREAMING = make_cell("streaming", format="safetensors")
+KEPT_GIB = 0.32  # 5 % of the model
+
+
+def judged(was: list[Result], now: list[Result], rules: Rules | None = None) -> Judgement:
+    rules = rules or default_rules()
+    known = Baseline(rules, settings_of(one.environment for one in was), summarise([was]))
+    return judge(known, rules, settings_of(one.environment for one in now), summarise([now]))
+
+
+def verdicts(judgement: Judgement) -> dict[str, Verdict]:
+    return {line.what: line.verdict for line in judgement.lines}
+
+
+def grown(cell: Any = STREAMING, gib: float = KEPT_GIB, since: int = 1) -> Result:
+    """The streaming script with so much more from its phase number ``since`` on."""
+    script = SCRIPTS["streaming"]
+    kept = tuple(
+        (name, seconds, anon + gib if index >= since else anon, file)
+        for index, (name, seconds, anon, file) in enumerate(script)
+    )
+    return make_result(cell, kept)
+
+
+def test_a_run_that_is_as_it_was_passes() -> None:
+    judgement = judged([make_result(STREAMING)], [make_result(STREAMING)])
+    assert {line.verdict for line in judgement.lines} == {Verdict.SAME}
+    assert judgement.failed == ()
+
+
+def test_a_tensor_that_is_kept_is_a_regression_of_every_memory_metric() -> None:
+    judgement = judged([make_result(STREAMING)], [grown()])
+    assert verdicts(judgement) == {
+        "outcome": Verdict.SAME,
+        "peak_rss": Verdict.REGRESSED,
+        "above_import": Verdict.REGRESSED,
+        "anon (sampled)": Verdict.REGRESSED,
+        "ready_anon": Verdict.REGRESSED,
+        "peak_cgroup": Verdict.REGRESSED,
+        "load": Verdict.SAME,
+        "ready": Verdict.SAME,
+    }
+    worst = judgement.lines[0]
+    assert (worst.what, worst.verdict) == ("above_import", Verdict.REGRESSED)
+    assert worst.now is not None
+    assert worst.was is not None
+    assert worst.now - worst.was == pytest.approx(KEPT_GIB * GIB, rel=0.01)
+
+
+@pytest.mark.parametrize(("since", "phase"), [(1, "build"), (2, "stream"), (3, "touch")])
+def test_the_phase_that_is_named_is_the_first_that_grew(since: int, phase: str) -> None:
+    judgement = judged([make_result(STREAMING)], [grown(since=since)])
+    [line] = [one for one in judgement.lines if one.what == "ready_anon"]
+    assert line.grown is not None
+    assert line.grown.phase == phase
+    assert line.grown.step == pytest.approx(KEPT_GIB * GIB, rel=0.01)
+
+
+def test_the_phase_of_a_peak_is_not_one_that_grew_below_it() -> None:
+    was = one_series(peak_rss=1000 * MIB, phases={"build": 10, "read": 900, "apply": 1000})
+    now = one_series(peak_rss=1033 * MIB, phases={"build": 510, "read": 900, "apply": 1033})
+    line = figure_line(was, now)
+    assert line.grown is not None
+    assert line.grown.phase == "apply"
+
+
+def test_a_new_phase_is_named_where_it_holds_the_peak() -> None:
+    was = one_series(peak_rss=1000 * MIB, phases={"read": 1000})
+    now = one_series(peak_rss=1200 * MIB, phases={"read": 1000, "compile": 1200})
+    line = figure_line(was, now)
+    assert line.grown is not None
+    assert (line.grown.phase, line.grown.was, line.grown.step) == ("compile", None, 200 * MIB)
+
+
+def test_what_shrank_is_an_improvement() -> None:
+    judgement = judged([grown()], [make_result(STREAMING)])
+    assert judgement.failed == ()
+    assert verdicts(judgement)["peak_rss"] is Verdict.IMPROVED
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "verdict", "text"),
+    [
+        (Outcome.OK, Outcome.OOM_KILLED, Verdict.REGRESSED, "ok -> oom_killed"),
+        (Outcome.OK, Outcome.WRONG_WEIGHTS, Verdict.REGRESSED, "ok -> wrong_weights"),
+        (Outcome.OK, Outcome.SKIPPED, Verdict.REGRESSED, "ok -> skipped"),
+        (Outcome.OOM_KILLED, Outcome.MEASUREMENT_FAILED, Verdict.REGRESSED, "oom_killed -> measurement_failed"),
+        (Outcome.OOM_KILLED, Outcome.TIMEOUT, Verdict.CHANGED, "oom_killed -> timeout"),
+        (Outcome.OOM_KILLED, Outcome.OK, Verdict.IMPROVED, "oom_killed -> ok"),
+    ],
+)  # fmt: skip
+def test_outcomes(was: Outcome, now: Outcome, verdict: Verdict, text: str) -> None:
+    before = make_result(STREAMING, outcome=was)
+    after = make_result(STREAMING, outcome=now)
+    line = judged([before], [after]).lines[0]
+    assert (line.what, line.verdict, line.text) == ("outcome", verdict, text)
+
+
+def test_an_outcome_that_stays_bad_is_no_line_and_its_peaks_are_not_compared() -> None:
+    was, now = (make_result(STREAMING, outcome=Outcome.OOM_KILLED, peaks=peaks) for peaks in
+                (make_result(STREAMING).peaks, grown().peaks))  # fmt: skip
+    assert verdicts(judged([was], [now])) == {"outcome": Verdict.SAME}
+
+
+def test_a_repeat_that_fails_is_a_regression() -> None:
+    was = [make_result(replace(STREAMING, repeat=number)) for number in range(3)]
+    now = [*was[:2], make_result(was[2].cell, outcome=Outcome.TIMEOUT, message="still running")]
+    assert judged(was, now).lines[0].text == "ok -> ok 2, timeout 1: still running"
+    assert judged(was, now).lines[0].verdict is Verdict.REGRESSED
+
+
+def test_a_series_that_was_not_measured_fails_and_a_new_one_does_not() -> None:
+    other = make_result(make_cell("mmap_assign"))
+    judgement = judged([make_result(STREAMING)], [other])
+    assert [(line.verdict, line.text) for line in judgement.lines] == [
+        (Verdict.MISSING, "was not measured; ok in the baseline"),
+        (Verdict.NEW, "not in the baseline; ok"),
+    ]
+    assert len(judgement.failed) == 1
+    assert judgement.notes[0].startswith("no series is in both: ")
+
+
+def test_a_metric_that_is_no_longer_measured_fails() -> None:
+    was, now = one_series(peak_rss=5, peak_cgroup=5), one_series(peak_rss=5)
+    lines = judge_series(was, now).lines
+    assert (lines[0].verdict, lines[0].text) == (Verdict.MISSING, "peak_cgroup was not measured")
+
+
+def test_another_model_of_the_same_name_is_not_compared() -> None:
+    was = make_result(STREAMING)
+    now = replace(grown(), model_bytes=was.model_bytes and was.model_bytes + 8)
+    line, outcome = judged([was], [now]).lines
+    assert (line.what, line.verdict) == ("model", Verdict.DIFFERS)
+    assert outcome.verdict is Verdict.SAME
+    assert line.text == "another model: 6,753,416,192 bytes -> 6,753,416,200 bytes"
+
+
+def test_the_band_of_the_baselines_repeats_is_no_regression() -> None:
+    was = {"s": Series("ok", 3, figures={"peak_rss": Figure(990 * MIB, 1000 * MIB, 1050 * MIB)})}
+    tolerance = Tolerance(0.0, MIB)
+    assert figure_line(was, one_series(peak_rss=1051 * MIB), tolerance).verdict is Verdict.SAME
+    assert (
+        figure_line(was, one_series(peak_rss=1051 * MIB + 1), tolerance).verdict
+        is Verdict.REGRESSED
+    )
+    assert figure_line(was, one_series(peak_rss=989 * MIB), tolerance).verdict is Verdict.SAME
+    assert (
+        figure_line(was, one_series(peak_rss=989 * MIB - 1), tolerance).verdict is Verdict.IMPROVED
+    )
+
+
+def test_a_band_that_hides_regressions_is_said() -> None:
+    was = {"s": Series("ok", 3, figures={"peak_rss": Figure(900 * MIB, 1000 * MIB, 1100 * MIB)})}
+    judgement = judge_series(was, one_series(peak_rss=1000 * MIB), Tolerance(0.01, MIB))
+    assert judgement.notes == (
+        "the baseline's repeats of s spread from 900.0 MiB to 1.074 GiB in peak_rss:"
+        " smaller regressions are not seen",
+    )
+
+
+def test_directions() -> None:
+    was, more, less = (one_series(peak_rss=value * MIB) for value in (100, 200, 50))
+    higher, both = Tolerance(0.01, 0, "higher"), Tolerance(0.01, 0, "both")
+    assert figure_line(was, less, higher).verdict is Verdict.REGRESSED
+    assert figure_line(was, more, higher).verdict is Verdict.IMPROVED
+    assert figure_line(was, less, both).verdict is Verdict.REGRESSED
+    assert figure_line(was, more, both).verdict is Verdict.REGRESSED
+    assert figure_line(was, was, both).verdict is Verdict.SAME
+
+
+@given(
+    was=st.integers(1, 10**13),
+    step=st.integers(-(10**12), 10**12),
+    relative=st.floats(0, 1),
+    absolute=st.integers(0, 10**12),
+)
+def test_a_figure_regresses_exactly_beyond_the_larger_of_share_and_amount(
+    was: int, step: int, relative: float, absolute: int
+) -> None:
+    tolerance = Tolerance(relative, absolute)
+    line = figure_line(one_series(peak_rss=was), one_series(peak_rss=was + step), tolerance)
+    allowed = max(round(relative * was), absolute)
+    expected = (
+        Verdict.REGRESSED
+        if step > allowed
+        else Verdict.IMPROVED
+        if -step > allowed
+        else Verdict.SAME
+    )
+    assert line.verdict is expected
+    assert line.allowed == was + allowed
+    assert (line.excess > 0) is (expected is Verdict.REGRESSED)
+
+
+def test_another_torch_fails_and_another_kernel_is_said_and_times_are_not_judged() -> None:
+    was = make_result(STREAMING)
+    changed = was.environment | {"kernel": "6.19.0", "torch": "2.14.0+cpu", "git_commit": "abc"}
+    now = replace(was, environment=changed, load_ns=10**12, ready_ns=10**12)
+    judgement = judged([was], [now])
+    settings = [line for line in judgement.lines if line.series == "environment"]
+    assert [(line.verdict, line.text) for line in settings] == [
+        (Verdict.DIFFERS, "torch: 2.13.0 -> 2.14.0+cpu"),
+        (Verdict.CHANGED, f"kernel: {was.environment['kernel']} -> 6.19.0"),
+    ]
+    assert "ready" not in verdicts(judgement)
+    assert judgement.notes == (
+        "times are not judged: they were measured on another machine or setting",
+    )
+
+
+def test_what_a_setting_means_can_be_chosen() -> None:
+    was = make_result(STREAMING)
+    now = replace(was, environment=was.environment | {"kernel": "6.19.0", "torch": "3"})
+    rules = replace(default_rules(), policies={"kernel": "fail", "tor*": "ignore"})
+    settings = [one for one in judged([was], [now], rules).lines if one.series == "environment"]
+    assert [(line.verdict, line.text.partition(":")[0]) for line in settings] == [
+        (Verdict.DIFFERS, "kernel")
+    ]
+
+
+def test_budgets_are_judged_by_the_highest_repeat() -> None:
+    rules = Rules({}, (budgets.parse("peak_rss <= 1.1 x model"),))
+    series = {"s": Series("ok", 2, model_bytes=100, figures={"peak_rss": Figure(100, 105, 111)})}
+    [line] = judge(None, rules, {}, series).lines
+    assert (line.verdict, line.was, line.now) == (Verdict.OVER_BUDGET, 110, 111)
+    kept = {"s": Series("ok", 2, model_bytes=100, figures={"peak_rss": Figure(100, 105, 110)})}
+    assert judge(None, rules, {}, kept).failed == ()
+
+
+def test_a_budget_that_nothing_was_compared_with_is_not_kept() -> None:
+    rules = Rules({}, (budgets.parse("streamin: peak_rss <= 8GiB"),))
+    [line] = judge(None, rules, {}, one_series(peak_rss=1)).failed
+    assert line.text == "streamin: peak_rss <= 8GiB: nothing that was measured has such a figure"
+
+
+def test_a_cell_that_was_skipped_from_the_start_passes() -> None:
+    skipped = make_skipped()
+    assert judged([skipped], [skipped]).failed == ()
+
+
+def one_series(phases: dict[str, int] | None = None, **figures: int) -> dict[str, Series]:
+    """One ok series called "s"; ``phases`` hold their peak RSS in MiB."""
+    return {
+        "s": Series(
+            "ok",
+            1,
+            figures={name: Figure(value, value, value) for name, value in figures.items()},
+            phases={name: {"peak_rss": mib * MIB} for name, mib in (phases or {}).items()},
+        )
+    }
+
+
+def judge_series(
+    was: dict[str, Series], now: dict[str, Series], tolerance: Tolerance | None = None
+) -> Judgement:
+    rules = default_rules()
+    if tolerance:
+        rules = Rules(dict.fromkeys(METRICS, tolerance))
+    return judge(baseline.Baseline(rules, {}, was), rules, {}, now)
+
+
+def figure_line(
+    was: dict[str, Series], now: dict[str, Series], tolerance: Tolerance | None = None
+) -> Line:
+    [line] = [one for one in judge_series(was, now, tolerance).lines if one.metric]
+    return line
