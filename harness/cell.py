@@ -18,7 +18,10 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One measurement to take. ``ram_limit_bytes`` is None where nothing is limited."""
+    """One measurement to take. ``ram_limit_bytes`` is None where nothing is limited.
+
+    ``passes`` is how many forward passes use the model once it is ready; 0 is none.
+    """
 
     model: ModelSpec
     strategy: str
@@ -29,6 +32,7 @@ class Cell:
     format: str = "pt"
     cache: CacheState = "cold"
     options: dict[str, Any] = field(default_factory=dict)
+    passes: int = 1
     repeat: int = 0
 
     @property

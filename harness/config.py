@@ -120,10 +120,17 @@ class Suite(Strict):
     )
     cache: Literal["cold", "warm"] = "cold"
     format: Annotated[list[str], BeforeValidator(_as_list)] = []
+    first_use: Literal["forward", "none"] = "forward"
+    passes: int = Field(1, ge=1)
     repeats: int = Field(1, ge=1)
     timeout_s: float = Field(600, gt=0, allow_inf_nan=False)
     steady: bool = False
     description: str = ""
+
+    @property
+    def forward_passes(self) -> int:
+        """How often the model is used once it is ready."""
+        return self.passes if self.first_use == "forward" else 0
 
 
 def read_model(path: Path) -> ModelSpec:

@@ -42,6 +42,7 @@ class Matrix:
     dtype: str = "float32"
     cache: CacheState = "cold"
     repeats: int = 1
+    passes: int = 1
     formats: tuple[str, ...] = ()
 
 
@@ -82,6 +83,7 @@ def _planned(
         format=fmt,
         cache=matrix.cache,
         options=options,
+        passes=matrix.passes,
         repeat=repeat,
     )
     return Planned.of(cell, info)

@@ -73,6 +73,7 @@ class Phase:
     minor_faults: int
     major_faults: int
     peak_cgroup_bytes: int | None = None
+    workingset_refault_file: int | None = None
     peak_cuda_requested_bytes: int | None = None
     peak_cuda_allocated_bytes: int | None = None
     peak_cuda_reserved_bytes: int | None = None
@@ -102,7 +103,7 @@ class Faults:
 
 @dataclass(frozen=True, slots=True)
 class Pressure:
-    """Memory pressure of the cell's cgroup: total stall times; None where PSI is off."""
+    """Stall times of the cell's cgroup from the load's start until ``ready``; None where PSI is off."""
 
     some_ns: int | None = None
     full_ns: int | None = None

@@ -54,12 +54,14 @@ class Watch:
         self._cgroup: MemoryCgroup | None = None
         self._mark: PeakMark | None = None
         self._sampler: Sampler | None = None
-        self._at_baseline = self._at_end = _Totals()
+        self._at_baseline = self._at_mark = self._at_end = _Totals()
+        self._at_ready: _Totals | None = None
         self._oom_kills: int | None = None
         self._machine_oom_kills = read_machine_oom_kills()
         if running.cgroup and running.pid:
             self._cgroup = MemoryCgroup(running.cgroup, pressure_file_of(running.pid))
             self._mark = PeakMark(self._cgroup)
+            self._at_mark = self._read_totals()
         if running.pid:
             self._sampler = Sampler(running.pid, self._cgroup, interval_s)
             self._sampler.start()
@@ -107,7 +109,7 @@ class Watch:
 
     def result(self, job: Job, ended: Exit) -> Result:
         """Return what is known now that it is over."""
-        story = self.story
+        story, totals = self.story, self._at_ready or self._at_end
         if self._timed_out:
             outcome = Outcome.TIMEOUT
             message = f"still running after {job.timeout_s:g} s, {story.where()}"
@@ -129,8 +131,8 @@ class Watch:
             phases=tuple(story.phases),
             load_ns=story.load_ns(),
             ready_ns=story.ready_ns(),
-            faults=story.faults(_grown(self._at_baseline.refaults, self._at_end.refaults)),
-            pressure=self._pressure(),
+            faults=story.faults(_grown(self._at_baseline.refaults, totals.refaults)),
+            pressure=self._pressure(totals),
             oom_kills=self._oom_kills,
             exit_code=ended.code if ended.signal is None else 128 + ended.signal,
             cost=story.cost(),
@@ -150,6 +152,8 @@ class Watch:
             self._running.channel.send(ACKNOWLEDGEMENT)
         else:
             self.story.take(kind, fields)
+            if kind == "ready":
+                self._at_ready = self._at_mark
             if kind == "begin":
                 self._on_phase(fields["name"])
 
@@ -162,7 +166,13 @@ class Watch:
                 self._raise_peak(peak)
             if not self._mark.reset():
                 peak = None  # the mark is older than this phase
-        self.story.take_phase(Phase(**fields | {"end": end, "peak_cgroup_bytes": peak}))
+        before, self._at_mark = self._at_mark, self._read_totals()
+        seen = {
+            "end": end,
+            "peak_cgroup_bytes": peak,
+            "workingset_refault_file": _grown(before.refaults, self._at_mark.refaults),
+        }
+        self.story.take_phase(Phase(**fields | seen))
 
     def _raise_peak(self, peak: int | None) -> None:
         self._peak_bytes = _largest((self._peak_bytes, peak))
@@ -187,8 +197,8 @@ class Watch:
             cuda_reserved_bytes=_largest(phase.peak_cuda_reserved_bytes for phase in phases),
         )
 
-    def _pressure(self) -> Pressure | None:
-        before, after = self._at_baseline.pressure_ns, self._at_end.pressure_ns
+    def _pressure(self, totals: _Totals) -> Pressure | None:
+        before, after = self._at_baseline.pressure_ns, totals.pressure_ns
         some, full = _grown(before[0], after[0]), _grown(before[1], after[1])
         return None if some is None and full is None else Pressure(some, full)
 

@@ -1,4 +1,4 @@
-"""Run one cell: import torch, load once under marks, read every byte, verify, use the model once.
+"""Run one cell: import torch, load once under marks, read every byte, verify, use the model.
 
 Started by an isolation as ``python -m harness.worker``; speaks the protocol of ``protocol.py``.
 What is imported before torch is the harness's own weight: pathlib, 1 MiB, comes after it.
@@ -39,6 +39,7 @@ class Prepared:
     load: "WorkerLoad"
     inputs: "tuple[torch.Tensor, ...]"
     manifest: Any
+    passes: int
 
 
 def main() -> None:
@@ -89,7 +90,7 @@ def prepare(job: Job, lifeline: Lifeline, marks: Marks) -> Prepared:
             builder=builder,
             marks=marks,
         )
-        prepared = Prepared(load, inputs, read_manifest(Path(job.manifest)))
+        prepared = Prepared(load, inputs, read_manifest(Path(job.manifest)), cell.passes)
         settle_math()
         if cell.cache == "warm":
             read_through(load.checkpoint)
@@ -130,7 +131,7 @@ def load(job: Job, prepared: Prepared, lifeline: Lifeline, marks: Marks) -> "tor
 
 
 def check(model: "torch.nn.Module", prepared: Prepared, lifeline: Lifeline, marks: Marks) -> None:
-    """Read every byte of the model, compare it with the checkpoint's checksums, and run it once."""
+    """Read every byte of the model, compare it with the checkpoint's checksums, and use it."""
     from harness.worker import touch, verify
 
     job = prepared.load
@@ -144,11 +145,11 @@ def check(model: "torch.nn.Module", prepared: Prepared, lifeline: Lifeline, mark
     lifeline.send("ready", t_ns=end_ns, touch_ns=end_ns - start_ns)
     verify.check_values(checksums, prepared.manifest, job.dtype)
     first_use_ns = None
-    if prepared.inputs:
+    for _ in range(prepared.passes if prepared.inputs else 0):
         start_ns = time.monotonic_ns()
         with marks.phase("forward"):
             verify.check_forward(model, tuple(tensor.to(job.device) for tensor in prepared.inputs))
-            first_use_ns = time.monotonic_ns() - start_ns
+            first_use_ns = (first_use_ns or 0) + time.monotonic_ns() - start_ns
     lifeline.send("done", first_use_ns=first_use_ns, marks_ns=marks.spent_ns)
 
 

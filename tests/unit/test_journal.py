@@ -55,7 +55,12 @@ def test_records_of_schema_1_are_still_read(tmp_path: Path) -> None:
         Outcome.OK, Outcome.OOM_KILLED, Outcome.TIMEOUT, Outcome.SKIPPED,
         Outcome.STRATEGY_FAILED, Outcome.WRONG_WEIGHTS,
     ]  # fmt: skip
-    assert results == tuple(mixed_run())
+    # The files of samples are named after all of a cell, so that a new field renames those to come.
+    named = [
+        replace(r, samples_path=one.samples_path)
+        for r, one in zip(mixed_run(), results, strict=True)
+    ]
+    assert list(results) == named
 
 
 @pytest.mark.parametrize("kept", [1, 40, -2])

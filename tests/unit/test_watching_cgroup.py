@@ -84,16 +84,17 @@ def test_the_cgroups_figures(
         begin("import"), group.has(usage=5, peak=95), phase("import"),
         group.has(usage=10, peak=12), fakes.baseline(),
         begin("read"), group.has(usage=20, peak=70), phase("read"),
-        group.has(usage=15, peak=16), begin("touch"), phase("touch"), ready(),
-        begin("forward"), group.has(usage=30, peak=99), phase("forward"), done(),
-        group.has(refaults=8, pressure_us=9, oom_kills=0),
+        group.has(usage=15, peak=16, refaults=8), begin("touch"), phase("touch"), ready(),
+        begin("forward"), group.has(usage=30, peak=99, refaults=20), phase("forward"), done(),
+        group.has(refaults=21, oom_kills=0),
     ]  # fmt: skip
     result = watched(FakeRunning(script, pid=1, cgroup=group.start(refaults=3, pressure_us=4)))
     assert result.baseline and result.baseline.cgroup_bytes == 10
     assert [one.peak_cgroup_bytes for one in result.phases] == phase_peaks
     assert [one.end.cgroup_bytes for one in result.phases] == [5, 20, 15, 30]
     assert result.peaks.cgroup_bytes == peak  # from the baseline until ready
-    assert result.faults and result.faults.workingset_refault_file == 5
+    assert [one.workingset_refault_file for one in result.phases] == [0, 0, 5, 12]
+    assert result.faults and result.faults.workingset_refault_file == 5  # until ready
     assert result.oom_kills == 0
 
 
@@ -102,9 +103,27 @@ def test_pressure_is_what_the_load_added(
 ) -> None:
     group = Group(tmp_path, 2)
     monkeypatch.setattr(watching, "pressure_file_of", lambda pid: tmp_path / "memory.pressure")
-    script = [*DONE, group.has(pressure_us=9)]
+    used = [begin("forward"), group.has(pressure_us=20), phase("forward"), done()]
+    script = [*BASELINE, begin("touch"), group.has(pressure_us=9), phase("touch"), ready(), *used]
     result = watched(FakeRunning(script, pid=1, cgroup=group.start(pressure_us=4)))
+    assert result.pressure == Pressure(some_ns=5000, full_ns=5000)  # until ready
+
+
+def test_the_refaults_and_the_pressure_of_a_killed_load_are_all_that_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampler: type[FakeSampler]
+) -> None:
+    group = Group(tmp_path, 2)
+    monkeypatch.setattr(watching, "pressure_file_of", lambda pid: tmp_path / "memory.pressure")
+    script = [
+        *BASELINE,
+        begin("read"),
+        phase("read"),
+        begin("apply"),
+        group.has(refaults=7, pressure_us=9),
+    ]
+    result = watched(FakeRunning(script, KILLED, pid=1, cgroup=group.start(pressure_us=4)))
     assert result.pressure == Pressure(some_ns=5000, full_ns=5000)
+    assert result.faults and result.faults.workingset_refault_file == 7
 
 
 def test_where_psi_is_off_there_is_no_pressure(tmp_path: Path, sampler: type[FakeSampler]) -> None:
