@@ -23,6 +23,9 @@ setup: .venv/ready  ## Make .venv with everything that the other targets need
 bench: .venv/ready  ## Load MODEL with every strategy under RAM: make bench MODEL=gpt2-xl RAM=8g
 	$(BIN)/weighin bench $(WHAT) $(OPTIONS)
 
+floor: .venv/ready  ## Find the smallest RAM limit of each strategy: make floor MODEL=gpt2-medium
+	$(BIN)/weighin floor $(if $(RESUME),--resume $(RESUME),$(MODEL)) $(OPTIONS)
+
 report: .venv/ready  ## Draw RUN again (default: the newest run)
 	$(BIN)/weighin report $(RUN)
 
@@ -60,4 +63,4 @@ clean:  ## Remove .venv and what tools have cached in this folder
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-.PHONY: help setup bench report check pages doctor test lint fuzz clean
+.PHONY: help setup bench floor report check pages doctor test lint fuzz clean

@@ -1,4 +1,4 @@
-"""What was typed for ``weighin bench``, read strictly: nothing given is silently ignored."""
+"""What was typed for ``weighin bench`` and ``floor``, read strictly: nothing given is silently ignored."""
 
 import json
 from typing import Any
@@ -18,7 +18,7 @@ def refuse_ignored(context: typer.Context) -> None:
     typed = [one for one, source in sources.items() if source and source.name == "COMMANDLINE"]
     names = {one.name for one in typed}
     if "resume" in names:
-        what, kept = "a run goes on as it was planned", {"resume"}
+        what, kept = "a run goes on as it was planned", {"resume", "as_json"}
         repair = "leave them out, or start a new run"
     elif "suite" in names:
         what, kept = "a suite says it all", _BESIDE_SUITE
@@ -59,3 +59,13 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError("--kwargs is not a JSON object", """write --kwargs '{"width": 64}'""")
     return value
+
+
+def share(text: str) -> float:
+    """Return the share that --within names: "1%" is 0.01."""
+    try:
+        return float(text.removesuffix("%")) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        raise ConfigError(
+            f"--within: cannot read {text!r} as a share", "write a percentage, such as --within 1%"
+        ) from None

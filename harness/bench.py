@@ -1,6 +1,8 @@
 """What ``weighin bench`` was asked for becomes a ``Run``; an interrupted one becomes it again."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 from harness import environment, journal, registry
 from harness.checkpoint import layouts
 from harness.config import Suite
-from harness.errors import ConfigError, RecordError
+from harness.errors import ConfigError, Interrupted, RecordError
 from harness.isolation import choice
 from harness.plan import Matrix, Planned, plan
 from harness.runner import Run
@@ -27,6 +29,12 @@ class Request:
     seed: int = 0
     folder: Path | None = None
     base_image: str | None = None
+    within: float | None = None
+    """How closely floors are searched: the largest step, as a share of the floor. None: a bench."""
+
+    @property
+    def verb(self) -> str:
+        return "bench" if self.within is None else "floor"
 
 
 def start(request: Request) -> tuple[Run, str]:
@@ -36,13 +44,20 @@ def start(request: Request) -> tuple[Run, str]:
         ConfigError, UnknownName, IsolationUnavailable, RecordError: nothing was started.
     """
     suite = request.suite
+    if suite.first_use == "none" and suite.passes > 1:
+        raise ConfigError(
+            f"{suite.passes} passes of a model that is not used at all",
+            "leave out passes, or first_use none",
+        )
     models = tuple(registry.model(name, request.kwargs or None) for name in suite.models)
-    strategies = tuple((registry.strategy(one.name), one.options) for one in suite.strategies)
+    strategies = tuple(
+        (info, one.options) for one in suite.strategies for info in _strategies(one.name)
+    )
     _check_names("models", [(spec.name, spec.builder) for spec in models])
     _check_names("strategies", [(info.name, str(info.path)) for info, _ in strategies])
     formats = tuple(layouts.named(name).NAME for name in suite.format)
     _check_machine(suite.ram)
-    limited = any(limit is not None for limit in suite.ram)
+    limited = request.within is not None or any(limit is not None for limit in suite.ram)
     isolation, note = choice.choose(suite.isolation, limited=limited, base_image=request.base_image)
     planned = plan(
         Matrix(
@@ -54,12 +69,13 @@ def start(request: Request) -> tuple[Run, str]:
             dtype=suite.dtype,
             cache=suite.cache,
             repeats=suite.repeats,
+            passes=suite.forward_passes,
             formats=formats,
         )
     )
     checkpoint = request.checkpoint.resolve() if request.checkpoint else None
     folder = request.folder or Path("results") / _name(request)
-    _check_folder(folder)
+    _check_folder(folder, request.verb)
     settings = {
         "seed": request.seed,
         "checkpoint": str(checkpoint) if checkpoint else None,
@@ -68,6 +84,8 @@ def start(request: Request) -> tuple[Run, str]:
         "base_image": request.base_image,
         "strategy_paths": {info.name: str(info.path) for info, _ in strategies},
     }
+    if request.within is not None:
+        settings["within"] = request.within
     journal.write_plan(folder, [one.cell for one in planned], settings)
     run = Run(
         folder=folder,
@@ -86,8 +104,20 @@ def resume(folder: Path) -> Run:
     """Return a run that was planned before, to go on with the cells that have no record.
 
     Raises:
-        RecordError: the folder is no run. ConfigError: a strategy of its plan is gone.
+        RecordError: the folder is no run, or a search for floors.
+        ConfigError: a strategy of its plan is gone.
     """
+    run, settings = restore(folder)
+    if "within" in settings:
+        raise RecordError(
+            f"{folder} is a search for floors",
+            f"go on with it: weighin floor --resume {quote(str(folder))}",
+        )
+    return run
+
+
+def restore(folder: Path) -> tuple[Run, dict[str, Any]]:
+    """Return a run that was planned before, and its settings; raises as ``resume`` does."""
     known = journal.read_plan(folder)
     if not known.cells:
         raise RecordError(f"{folder} plans no cell", "start a new run")
@@ -98,7 +128,7 @@ def resume(folder: Path) -> Run:
             for name, path in settings["strategy_paths"].items()
         }
         checkpoint = settings["checkpoint"]
-        return Run(
+        run = Run(
             folder=folder,
             planned=[Planned.of(cell, infos[cell.strategy]) for cell in known.cells],
             isolation=choice.named(known.cells[0].isolation, settings["base_image"]),
@@ -112,6 +142,21 @@ def resume(folder: Path) -> Run:
             f"{folder / journal.PLAN} lacks the setting {error}",
             "start a new run: this one cannot be resumed",
         ) from None
+    return run, settings
+
+
+@contextmanager
+def resumable(verb: str, folder: Path) -> Iterator[None]:
+    """Let a stop inside say how to go on with the run."""
+    try:
+        yield
+    except Interrupted as stopped:
+        again = f"weighin {verb} --resume {quote(str(folder))}"
+        raise Interrupted(stopped.message, f"go on with it: {again}") from None
+
+
+def _strategies(name: str) -> list[registry.StrategyInfo]:
+    return list(registry.strategies().values()) if name == "all" else [registry.strategy(name)]
 
 
 def _check_names(kinds: str, found: list[tuple[str, str]]) -> None:
@@ -134,16 +179,16 @@ def _check_machine(limits: list[int | None]) -> None:
             )
 
 
-def _check_folder(folder: Path) -> None:
+def _check_folder(folder: Path, verb: str) -> None:
     if (folder / journal.PLAN).exists() or (folder / journal.RECORDS).exists():
         raise RecordError(
             f"{folder} already holds a run",
-            f"go on with it: weighin bench --resume {quote(str(folder))}; or name another folder with --out",
+            f"go on with it: weighin {verb} --resume {quote(str(folder))}; or name another folder with --out",
         )
 
 
 def _name(request: Request) -> str:
     limits = [limit for limit in request.suite.ram if limit is not None]
     words = [datetime.now().astimezone().strftime("%Y%m%dT%H%M%S"), *request.suite.models]
-    words += [format_exact(limit) for limit in limits]
+    words += [format_exact(limit) for limit in limits] if request.within is None else ["floor"]
     return "-".join(words).replace(os.sep, "_").replace(":", "_")

@@ -3,7 +3,6 @@
 A verb's module is imported inside its function, so that ``weighin list`` answers at once.
 """
 
-import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from harness import __version__, arguments, checkpoint_verbs
-from harness.errors import HarnessError, Interrupted
+from harness import __version__, arguments, checkpoint_verbs, floor_verb, options
+from harness.errors import HarnessError
 from harness.gate import verbs as gate_verbs
 from harness.record import Outcome, Result
 
@@ -31,9 +30,8 @@ app.add_typer(checkpoint_verbs.cache_app, name="cache")
 app.command(epilog=checkpoint_verbs.INSPECT_EXAMPLES)(checkpoint_verbs.inspect)
 app.command(epilog=checkpoint_verbs.CONVERT_EXAMPLES)(checkpoint_verbs.convert)
 app.command(epilog=gate_verbs.CHECK_EXAMPLES)(gate_verbs.check)
+app.command(epilog=floor_verb.EXAMPLES)(floor_verb.floor)
 out, err = Console(emoji=False), Console(stderr=True, emoji=False)
-
-STRATEGIES_HELP = "Names, or files of your own (./mine.py), divided by commas. Default: all six."
 
 
 @app.command(
@@ -45,39 +43,29 @@ STRATEGIES_HELP = "Names, or files of your own (./mine.py), divided by commas. D
 )
 def bench(
     context: typer.Context,
-    model: Annotated[
-        str | None, typer.Argument(help="A model of `weighin list models`. Default: gpt2-small.")
-    ] = None,
-    model_option: Annotated[
-        str | None,
-        typer.Option("--model", help="The same, or any model as package.module:callable."),
-    ] = None,
-    kwargs: Annotated[str, typer.Option(help="The model's arguments, as a JSON object.")] = "{}",
-    checkpoint: Annotated[
-        Path | None, typer.Option(help="Your own weights. Default: seeded ones, made on demand.")
-    ] = None,
+    model: options.ModelArgument = None,
+    model_option: options.Model = None,
+    kwargs: options.Kwargs = "{}",
+    checkpoint: options.Checkpoint = None,
     ram: Annotated[
         str, typer.Option(help="RAM limits, divided by commas: 8g, 6500m, none.")
     ] = "none",
-    strategies: Annotated[
-        list[str] | None, typer.Option("--strategies", "--strategy", "-s", help=STRATEGIES_HELP)
-    ] = None,
-    isolation: Annotated[str, typer.Option(help="docker, cgroup, process or auto.")] = "auto",
-    device: Annotated[str, typer.Option(help="Where the model ends: cpu, cuda, cuda:1.")] = "cpu",
-    dtype: Annotated[
-        str, typer.Option(help="What floating-point weights end as: float32, bf16, fp16.")
-    ] = "float32",
+    strategies: options.Strategies = None,
+    isolation: options.Isolation = "auto",
+    device: options.Device = "cpu",
+    dtype: options.Dtype = "float32",
     cache: Annotated[
         str, typer.Option(help="cold: the checkpoint is in no cache. warm: in the cell's own.")
     ] = "cold",
-    fmt: Annotated[
-        str | None,
-        typer.Option(
-            "--format", help="Layouts to load, divided by commas. Default: each strategy's first."
-        ),
-    ] = None,
+    fmt: options.Format = None,
+    first_use: Annotated[
+        str, typer.Option(help="forward: use the loaded model once. none: only load it.")
+    ] = "forward",
+    passes: Annotated[
+        int, typer.Option(help="Forward passes; below its size a mapped model is read in each.")
+    ] = 1,
     repeats: Annotated[int, typer.Option(help="How often each cell is measured, interleaved.")] = 1,
-    timeout: Annotated[float, typer.Option(help="Seconds after which a cell is ended.")] = 600.0,
+    timeout: options.Timeout = 600.0,
     steady: Annotated[
         bool,
         typer.Option(
@@ -85,7 +73,7 @@ def bench(
             help="Touch and free memory before each cell: steadier times in virtual machines.",
         ),
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of the weights that are made.")] = 0,
+    seed: options.Seed = 0,
     suite: Annotated[
         Path | None, typer.Option(help="A YAML matrix instead of the options above.")
     ] = None,
@@ -96,16 +84,12 @@ def bench(
     resume: Annotated[
         Path | None, typer.Option(help="Go on with a run at its first cell without a record.")
     ] = None,
-    base_image: Annotated[
-        str | None,
-        typer.Option(
-            envvar="WEIGHIN_BASE_IMAGE", help="The image that the Docker image is built on."
-        ),
-    ] = None,
+    base_image: options.BaseImage = None,
 ) -> None:
     """Load a model with every strategy, each in its own limited container, and say what it cost."""
     from harness import bench as benchmarks
     from harness import live, runner
+    from harness.bench import resumable
     from harness.isolation import choice, delegation
 
     arguments.refuse_ignored(context)
@@ -114,23 +98,25 @@ def bench(
     if resume:
         task = benchmarks.resume(resume)
     else:
-        options = {
+        asked = {
             "models": [arguments.one_model(model, model_option)],
             "ram": [limit.strip() for limit in ram.split(",")],
             "isolation": isolation,
             "device": device,
             "dtype": dtype,
             "cache": cache,
+            "first_use": first_use,
+            "passes": passes,
             "repeats": repeats,
             "timeout_s": timeout,
             "steady": steady,
         }
         if names := arguments.names(strategies or []):
-            options["strategies"] = names
+            asked["strategies"] = names
         if fmt:
-            options["format"] = arguments.names([fmt])
+            asked["format"] = arguments.names([fmt])
         request = benchmarks.Request(
-            suite=_suite(suite, options),
+            suite=_suite(suite, asked),
             kwargs=arguments.json_object(kwargs),
             checkpoint=checkpoint,
             seed=seed,
@@ -142,12 +128,8 @@ def bench(
             _say(note)
     if not task.isolation.limits or all(one.cell.ram_limit_bytes is None for one in task.planned):
         _say("nothing is limited: peaks are measured, but no strategy is shown to fit (--ram does)")
-    with live.progress(err, len(task.planned)) as progress:
-        try:
-            results = runner.run(task, progress)
-        except Interrupted as stopped:
-            again = f"weighin bench --resume {shlex.quote(str(task.folder))}"
-            raise Interrupted(stopped.message, f"go on with it: {again}") from None
+    with live.progress(err, len(task.planned)) as progress, resumable("bench", task.folder):
+        results = runner.run(task, progress)
     _report(task.folder, results)
     if any(result.outcome is Outcome.MEASUREMENT_FAILED for result in results):
         raise typer.Exit(MEASUREMENT_FAILED_EXIT)
@@ -227,7 +209,7 @@ def _report(run: Path, results: list[Result]) -> None:
         out.print(str(path), highlight=False, soft_wrap=True)
 
 
-def _suite(path: Path | None, options: dict[str, Any]) -> "Suite":
+def _suite(path: Path | None, asked: dict[str, Any]) -> "Suite":
     from harness.config import check_suite, read_suite
 
-    return read_suite(path) if path else check_suite(options)
+    return read_suite(path) if path else check_suite(asked)

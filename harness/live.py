@@ -18,8 +18,11 @@ _STYLES = {Outcome.OK: "green", Outcome.SKIPPED: "dim"}
 
 
 @contextmanager
-def progress(console: Console, cells: int) -> Iterator[Progress]:
-    """Show a run of so many cells until the context ends; one line stays for each finished cell."""
+def progress(console: Console, cells: int | None) -> Iterator[Progress]:
+    """Show a run until the context ends; one line stays for each finished cell.
+
+    ``cells`` is how many there will be, None where nobody knows.
+    """
     with Bar(
         TextColumn("{task.description}"),
         BarColumn(bar_width=20),
@@ -41,7 +44,7 @@ class _Live:
         self._cell = ""
 
     def progress(self) -> Progress:
-        return Progress(self._prepare, self._start, self._enter, self._finish)
+        return Progress(self._prepare, self._start, self._enter, self._narrow, self._finish)
 
     def _prepare(self, text: str, share: float | None) -> None:
         self._show(text if share is None else f"{text}: {share:.0%}")
@@ -56,6 +59,9 @@ class _Live:
 
     def _enter(self, phase: str) -> None:
         self._show(f"{self._cell}: {phase}")
+
+    def _narrow(self, text: str) -> None:
+        self._print(f"  [bold]{escape(text)}[/]")
 
     def _finish(self, result: Result) -> None:
         self._bar.advance(self._task)

@@ -2,19 +2,18 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-
-from filelock import FileLock, Timeout
 
 from harness import environment, journal, stopping
 from harness.cell import Cell, Job
 from harness.checkpoint import cache, layouts
 from harness.errors import ConfigError, HarnessError, Interrupted
 from harness.isolation import Isolation, Running
+from harness.lock import only_run
 from harness.measuring import Setting, measure
 from harness.plan import Planned
 from harness.record import SCHEMA, Memory, Outcome, Result
@@ -32,6 +31,7 @@ class Progress:
     preparing: Callable[[str, float | None], None] = lambda _text, _share: None
     starting: Callable[[Cell], None] = lambda _: None
     phase: Callable[[str], None] = lambda _: None
+    narrowed: Callable[[str], None] = lambda _: None
     finished: Callable[[Result], None] = lambda _: None
 
 
@@ -52,15 +52,22 @@ class Run:
     is_new: bool = False
 
 
-def run(task: Run, progress: Progress) -> list[Result]:
-    """Run every cell that has no record yet; returns the results of all, in the plan's order.
+Following = Callable[[Sequence[Result]], Planned | None]
+"""What to measure next, given all results of the run so far; None ends the run."""
+
+
+def run(task: Run, progress: Progress, following: Following | None = None) -> list[Result]:
+    """Run every cell that has no record yet, in the plan's order; returns the results of all.
+
+    With ``following``, the cells are found on the way: it is asked before each. What is planned
+    then only says which checkpoints they need.
 
     Raises:
         HarnessError: what keeps cells from being run at all. What happens inside a cell is its
             outcome, and the run goes on.
     """
     try:
-        _run(task, progress)
+        _run(task, progress, following)
     except Interrupted:
         raise  # it can be resumed, even before its first cell
     except HarnessError:
@@ -70,30 +77,64 @@ def run(task: Run, progress: Progress) -> list[Result]:
     return list(journal.read(task.folder).results)
 
 
-def _run(task: Run, progress: Progress) -> None:
+def _run(task: Run, progress: Progress, following: Following | None) -> None:
     task.isolation.check()
-    with _only_run(), stopping.stoppable():
+    with only_run(), stopping.stoppable():
         for line in task.isolation.remove_stale():
             progress.preparing(f"removed what a dead run left: {line}", None)
-        done = journal.read(task.folder).results
-        todo = {cell.id for cell in journal.pending([p.cell for p in task.planned], done)}
-        remaining = [planned for planned in task.planned if planned.cell.id in todo]
-        if any(not planned.skip for planned in remaining):
-            _run_remaining(task, remaining, progress)
+        results = list(journal.read(task.folder).results)
+        if following is None:
+            todo = {cell.id for cell in journal.pending([p.cell for p in task.planned], results)}
+            needed = [planned for planned in task.planned if planned.cell.id in todo]
+            cells = iter(needed)
         else:
-            for planned in remaining:
-                journal.append(task.folder, _skipped(planned, {}))
+            needed = list(task.planned)
+            cells = _found(following, results)
+        bench: _Bench | None = None
+        for planned in cells:
+            stopping.check()
+            if bench is None and any(not one.skip for one in needed):
+                bench = _set_up(task, needed, progress)
+            if planned.skip or bench is None:
+                result = _skipped(planned, bench.setting.environment if bench else {})
+            else:
+                progress.starting(planned.cell)
+                result = bench.measure(planned)
+            with stopping.put_off():
+                journal.append(task.folder, result)
+            results.append(result)
+            progress.finished(result)
 
 
-def _run_remaining(task: Run, remaining: list[Planned], progress: Progress) -> None:
-    prepared = _prepare_checkpoints(task, remaining, progress)
+def _found(following: Following, results: Sequence[Result]) -> Iterator[Planned]:
+    while (planned := following(results)) is not None:
+        yield planned
+
+
+@dataclass(frozen=True, slots=True)
+class _Bench:
+    """All that the cells of a run share, made ready."""
+
+    task: Run
+    setting: Setting
+    prepared: dict[tuple[str, str], cache.Prepared]
+
+    def measure(self, planned: Planned) -> Result:
+        checkpoint = self.prepared[_checkpoint_key(planned.cell)]
+        files = layouts.files(checkpoint.path)
+        model_bytes = checkpoint.manifest().model_bytes(planned.cell.dtype)
+        return measure(self.setting, _job(self.task, planned, self.prepared), files, model_bytes)
+
+
+def _set_up(task: Run, needed: Sequence[Planned], progress: Progress) -> _Bench:
+    prepared = _prepare_checkpoints(task, needed, progress)
     progress.preparing(f"preparing {task.isolation.name}", None)
     task.isolation.prepare()
     (task.folder / "samples").mkdir(exist_ok=True)
-    first = next(planned for planned in remaining if not planned.skip)
+    first = next(planned for planned in needed if not planned.skip)
     progress.preparing("importing torch once, to know what an import needs", None)
     baseline = _probe(task, _job(task, first, prepared))
-    _check_limits(remaining, baseline)
+    _check_limits(needed, baseline)
     setting = Setting(
         isolation=task.isolation,
         run=task.folder,
@@ -101,28 +142,7 @@ def _run_remaining(task: Run, remaining: list[Planned], progress: Progress) -> N
         steady=task.steady,
         on_phase=progress.phase,
     )
-    for planned in remaining:
-        stopping.check()
-        if planned.skip:
-            result = _skipped(planned, setting.environment)
-        else:
-            progress.starting(planned.cell)
-            result = _measure(task, setting, planned, prepared)
-        with stopping.put_off():
-            journal.append(task.folder, result)
-        progress.finished(result)
-
-
-def _measure(
-    task: Run,
-    setting: Setting,
-    planned: Planned,
-    prepared: dict[tuple[str, str], cache.Prepared],
-) -> Result:
-    checkpoint = prepared[_checkpoint_key(planned.cell)]
-    files = layouts.files(checkpoint.path)
-    model_bytes = checkpoint.manifest().model_bytes(planned.cell.dtype)
-    return measure(setting, _job(task, planned, prepared), files, model_bytes)
+    return _Bench(task, setting, prepared)
 
 
 def _prepare_checkpoints(
@@ -229,27 +249,3 @@ def _environment(isolation: Isolation) -> dict[str, Any]:
 
 def _checkpoint_key(cell: Cell) -> tuple[str, str]:
     return cell.model.name, cell.format
-
-
-@contextmanager
-def _only_run() -> Iterator[None]:
-    """Hold the lock of the one run that measures: two at once would measure each other."""
-    path = cache.folder() / "measuring.lock"
-    lock = FileLock(path, blocking=False)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except Timeout:
-        raise HarnessError(
-            f"another run is measuring on this machine (it holds {path})",
-            "wait until it has ended: two runs at once would measure each other",
-        ) from None
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write to the cache {cache.folder()}: {error.strerror}",
-            "choose another folder: WEIGHIN_CACHE=/path weighin ...",
-        ) from None
-    try:
-        yield
-    finally:
-        lock.release()

@@ -15,10 +15,22 @@ if TYPE_CHECKING:
 
 
 def terminal_table(results: Sequence[Result]) -> "RenderableType":
-    """Return the summary of a run for a terminal; see ``tables.terminal_table``."""
-    from harness.report import tables  # pandas takes half a second to import
+    """Return the summary of a run for a terminal: all series, and the floors where there are some."""
+    from rich.console import Group
 
-    return tables.terminal_table(results)
+    from harness.report import floors, tables  # pandas takes half a second to import
+
+    table = tables.terminal_table(results)
+    if not floors.are_there(results):
+        return table
+    return Group(table, floors.terminal_floors(results))
+
+
+def terminal_floors(results: Sequence[Result]) -> "RenderableType":
+    """Return the RAM floors of a search for a terminal; see ``floors.terminal_floors``."""
+    from harness.report import floors
+
+    return floors.terminal_floors(results)
 
 
 def write_report(run: Path) -> list[Path]:

@@ -5,8 +5,7 @@ caption. Reporters take data and an open file.
 """
 
 import csv
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TextIO
 
@@ -19,6 +18,7 @@ from rich.text import Text
 from harness.record import Outcome, Result
 from harness.report import captions
 from harness.report.frame import known, series, varying
+from harness.report.markdown import escaped, plain, table_lines
 from harness.units import GIB
 
 _MESSAGE_LENGTH: Final = 300  # the record has the whole message
@@ -89,27 +89,36 @@ def write_markdown(
     file: TextIO,
     *,
     warnings: Sequence[str] = (),
+    parts: Sequence[tuple[str, str]] = (),
     images: Sequence[str] = (),
 ) -> None:
-    """Write the report of a run as markdown; ``images`` are linked below the tables."""
+    """Write the report of a run as markdown.
+
+    ``parts`` are headings with markdown, and come before the table of all series; ``images`` are
+    linked below.
+    """
     frame = series(results)
-    print(f"# {_title(frame)}\n\n{_escaped(captions.shared(frame, results))}", file=file)
+    print(f"# {_title(frame)}\n\n{escaped(captions.shared(frame, results))}", file=file)
+    for heading, part in parts:
+        print(f"\n## {escaped(heading)}\n\n{part}", file=file)
+    if parts:
+        print("\n## All cells", file=file)
     for section in _sections(frame):
         if section.heading:
-            print(f"\n## {_escaped(section.heading)}", file=file)
+            print(f"\n## {escaped(section.heading)}", file=file)
         print("", *_markdown_lines(section), sep="\n", file=file)
     if troubles := _troubles(frame):
         print("\n## Not ok\n", file=file)
         print(
-            *(f"- {_escaped(who)}: {_escaped(what)}" for who, what in troubles), sep="\n", file=file
+            *(f"- {escaped(who)}: {escaped(what)}" for who, what in troubles), sep="\n", file=file
         )
     said = list(dict.fromkeys([*warnings, *(w for result in results for w in result.warnings)]))
     if said:
         print("\n## Warnings\n", file=file)
-        print(*(f"- {_escaped(warning)}" for warning in said), sep="\n", file=file)
+        print(*(f"- {escaped(warning)}" for warning in said), sep="\n", file=file)
     if notes := _notes(frame):
         print("\n## What the figures are\n", file=file)
-        print(*(f"- {_escaped(line)}" for line in notes), sep="\n", file=file)
+        print(*(f"- {escaped(line)}" for line in notes), sep="\n", file=file)
     for image in images:
         print(f"\n![{image.rpartition('.')[0]}]({image})", file=file)
 
@@ -119,9 +128,9 @@ def markdown_table(results: Sequence[Result]) -> str:
     frame = series(results)
     lines: list[str] = []
     for section in _sections(frame):
-        lines += [f"**{_escaped(section.heading)}**", ""] if section.heading else []
+        lines += [f"**{escaped(section.heading)}**", ""] if section.heading else []
         lines += [*_markdown_lines(section), ""]
-    return "\n".join([*lines, _escaped(captions.shared(frame, results))])
+    return "\n".join([*lines, escaped(captions.shared(frame, results))])
 
 
 def write_summary(results: Sequence[Result], file: TextIO) -> None:
@@ -155,7 +164,7 @@ def _section(heading: str, group: pd.DataFrame, names: list[str]) -> _Section:
     titles = [(_HEADINGS.get(name, name), "") for name in (*names, "outcome")]
     rows, ranges = [], []
     for _, row in group.iterrows():
-        texts = [*(_name(name, row) for name in names), _plain(captions.ending(row))]
+        texts = [*(_name(name, row) for name in names), plain(captions.ending(row))]
         rows.append([*texts, *(_number(row[f.key], f) for f in figures)])
         ranges.append([""] * len(titles) + [_range(row, f) for f in figures])
     columns = [*titles, *((f.heading, f.unit) for f in figures)]
@@ -164,16 +173,14 @@ def _section(heading: str, group: pd.DataFrame, names: list[str]) -> _Section:
 
 def _markdown_lines(section: _Section) -> Iterator[str]:
     heads = [" ".join(filter(None, column)) for column in section.columns]
-    yield _line(map(_escaped, heads))
-    yield _line("---" if index < section.names else "---:" for index in range(len(heads)))
-    for row, ranges in zip(section.rows, section.ranges, strict=True):
-        pairs = zip(row, ranges, strict=True)
-        yield _line(_escaped(f"{text} ({spread})" if spread else text) for text, spread in pairs)
+    pairs = (zip(*both, strict=True) for both in zip(section.rows, section.ranges, strict=True))
+    rows = ([f"{text} ({spread})" if spread else text for text, spread in row] for row in pairs)
+    return table_lines(heads, rows, names=section.names)
 
 
 def _name(name: str, row: "pd.Series[Any]") -> str:
     value = known(row[name])
-    return captions.size(value) if name == "ram_limit_bytes" else _plain(str(value or "-"))
+    return captions.size(value) if name == "ram_limit_bytes" else plain(str(value or "-"))
 
 
 def _number(value: Any, figure: _Figure) -> str:
@@ -192,11 +199,11 @@ def _troubles(frame: pd.DataFrame) -> list[tuple[str, str]]:
     troubles = []
     for _, row in frame[frame["outcome"] != Outcome.OK.value].iterrows():
         who = " · ".join(_name(name, row) for name in names)
-        why = _plain(row["message"])
+        why = plain(row["message"])
         why = why if len(why) <= _MESSAGE_LENGTH else why[: _MESSAGE_LENGTH - 1] + "…"
         # Most messages name the phase themselves.
         is_told = bool(known(row["last_phase"])) and repr(row["last_phase"]) in why
-        what = _plain(row["outcome"] if is_told else captions.ending(row))
+        what = plain(row["outcome"] if is_told else captions.ending(row))
         troubles.append((who, what + (f": {why}" if why else "")))
     return troubles
 
@@ -212,7 +219,7 @@ def _notes(frame: pd.DataFrame) -> list[str]:
 
 def _title(frame: pd.DataFrame) -> str:
     models = ", ".join(dict.fromkeys(frame["model"])) or "nothing"
-    return f"Loading {_escaped(_plain(models))}"
+    return f"Loading {escaped(plain(models))}"
 
 
 def _styled(text: str, spread: str) -> Text:
@@ -220,25 +227,10 @@ def _styled(text: str, spread: str) -> Text:
     return styled.append(f"\n{spread}", style="dim") if spread else styled
 
 
-def _plain(text: str) -> str:
-    """One line of printable characters: messages come from other people's code."""
-    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
-
-
-def _line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _escaped(text: str) -> str:
-    """Markdown that shows ``text`` as it is; a _ within a word needs no escape."""
-    text = re.sub(r"[\\`*\[\]|#~]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\\g<0>", text)
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-
-
 def _csv_cell(value: object) -> object:
     if value is None:
         return ""
     if isinstance(value, float):
         return int(value) if value.is_integer() else value
-    text = _plain(str(value))
+    text = plain(str(value))
     return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text

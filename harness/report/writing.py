@@ -1,12 +1,14 @@
 """Writes every part of a run's report into its folder."""
 
+from collections.abc import Sequence
 from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Final
 
 from harness import journal
 from harness.errors import RecordError
-from harness.report import look, plots, tables, timeline
+from harness.record import Result
+from harness.report import floors, look, plots, tables, timeline
 
 REPORT: Final = "report.md"
 SUMMARY: Final = "summary.csv"
@@ -19,7 +21,11 @@ def write_all(run: Path) -> list[Path]:
     records = journal.read(run)
     report, summary = StringIO(), StringIO(newline="")
     tables.write_markdown(
-        records.results, report, warnings=records.warnings, images=(PEAKS, TIMELINE)
+        records.results,
+        report,
+        warnings=records.warnings,
+        parts=_parts(records.results),
+        images=(PEAKS, TIMELINE),
     )
     tables.write_summary(records.results, summary)
     peaks, times = BytesIO(), BytesIO()
@@ -32,6 +38,11 @@ def write_all(run: Path) -> list[Path]:
         TIMELINE: times.getvalue(),
     }
     return [_write(run / name, content) for name, content in parts.items()]
+
+
+def _parts(results: Sequence[Result]) -> list[tuple[str, str]]:
+    """Return what a report says before its long table, where its cells tell it."""
+    return [("RAM floors", floors.markdown_floors(results))] if floors.are_there(results) else []
 
 
 def _write(path: Path, content: bytes) -> Path:

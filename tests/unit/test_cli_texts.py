@@ -36,6 +36,15 @@ VERBS = {
             "weighin check results/RUN --baseline baseline.yaml --github",
         ],
     ),
+    ("floor",): (
+        "Find the smallest RAM limit under which each strategy loads a model, and what life costs there.",
+        [
+            "weighin floor gpt2-medium",
+            "weighin floor gpt2-xl --strategies mmap_assign,streaming --within 2%",
+            "weighin floor gpt2-small --isolation cgroup --json",
+            "weighin floor --resume results/20261120T093000-gpt2-medium-floor",
+        ],
+    ),
     ("convert",): (
         "Write a checkpoint again in another layout or dtype; holds a few pieces of 16 MiB, no more.",
         [
@@ -206,6 +215,24 @@ def test_options_that_would_be_ignored_are_refused(
     run: Callable[..., tuple[object, str]], arguments: tuple[str, ...], text: str
 ) -> None:
     assert run("bench", *arguments) == (2, f"error: {text}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--within", "x"), "--within: cannot read 'x' as a share\nwrite a percentage, such as --within 1%"),
+        (("--within", "0%"), "--within 0% is not between 0% and 10%\nwrite a share of the floor, such as --within 1%"),
+        (("--within", "30%"), "--within 30% is not between 0% and 10%\nwrite a share of the floor, such as --within 1%"),
+        (("--isolation", "process"), "--isolation process cannot hold a RAM limit: nothing would be limited\nuse --isolation docker or cgroup, or leave --ram out"),
+        (("--resume", "gone"), "gone holds no plan.json: it is not the folder of a run\nname the folder that weighin bench printed at its end, such as results/RUN"),
+        (("--resume", "run", "gpt2-xl", "--within", "2%"), "a run goes on as it was planned: MODEL, --within would be ignored\nleave them out, or start a new run"),
+    ],
+)  # fmt: skip
+def test_options_of_a_floor_that_cannot_be_used(
+    run: Callable[..., tuple[object, str]], arguments: tuple[str, ...], text: str
+) -> None:
+    code = 3 if "process" in arguments else 2
+    assert run("floor", *arguments) == (code, f"error: {text}\n")
 
 
 def test_an_unknown_list(run: Callable[..., tuple[object, str]]) -> None:

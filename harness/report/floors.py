@@ -1,0 +1,130 @@
+"""RAM floors as a table: for the terminal, and as markdown."""
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from harness.floor import Floor, Life, floors
+from harness.record import Result
+from harness.report import captions
+from harness.report.frame import series
+from harness.report.markdown import escaped, table_lines
+from harness.units import GIB, MIB, format_seconds
+
+_HEADINGS: Final = (
+    ("strategy", ""),
+    ("RAM floor", "GiB"),
+    ("floor", "x model"),
+    ("above import", "x model"),
+    ("known to", "MiB"),
+    ("at the floor", "ready"),
+    ("at 1.1x", "ready"),
+    ("no limit", "ready"),
+)
+_NAMES: Final = 1
+STYLES: Final = {"survives": "green", "thrashes": "yellow", "killed": "red"}
+
+
+def are_there(results: Sequence[Result]) -> bool:
+    """Tell whether some floor was found in these results."""
+    return any(floor.bytes is not None for floor in floors(results))
+
+
+def terminal_floors(results: Sequence[Result]) -> RenderableType:
+    """Return the floors for a terminal, with the figures behind each verdict."""
+    found = floors(results)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
+    for index, (heading, unit) in enumerate(_HEADINGS):
+        text = Text("\n".join([*heading.split(), unit]) if unit else heading)
+        table.add_column(text, justify="left" if index < _NAMES else "right", overflow="fold")
+    for floor in found:
+        table.add_row(*(_styled(text) for text in _row(floor, found)))
+    parts: list[RenderableType] = [table]
+    parts += [Text(line) for line in reasons(found)]
+    parts += [Text(line, style="dim") for line in (caption(results), *notes(found))]
+    return Group(*parts)
+
+
+def markdown_floors(results: Sequence[Result]) -> str:
+    """Return the floors as a markdown table, with the caption below."""
+    found = floors(results)
+    heads = [f"{heading} {unit}".strip() for heading, unit in _HEADINGS]
+    rows = [_row(floor, found) for floor in found]
+    return "\n".join([*table_lines(heads, rows, names=_NAMES), "", escaped(caption(results))])
+
+
+def reasons(found: Iterable[Floor]) -> list[str]:
+    """Return, one line each, why there is no floor, and the figures that decided each verdict."""
+    lines = []
+    for floor in found:
+        if floor.message:
+            lines.append(f"{floor.cell.strategy}: no floor: {floor.message}")
+        for where, life in (("at the floor", floor.at_floor), ("at 1.1x", floor.with_room)):
+            if life and life.judgement:
+                said = life.judgement
+                lines.append(f"{floor.cell.strategy} {where} {said.verdict}: {said.reason}")
+    return lines
+
+
+def notes(found: Sequence[Floor]) -> list[str]:
+    """Return what the columns are."""
+    cells = sum(floor.cells for floor in found)
+    return [
+        "RAM floor: the smallest limit, swap off, under which the strategy loaded, every byte was read"
+        ' and compared, three times out of three; "known to" below it, it failed.',
+        "above import: the floor less the anonymous memory after `import torch`, over the model's size.",
+        f"ready: until every byte was read through once, in the median cell. {cells} cells in all.",
+    ]
+
+
+def caption(results: Sequence[Result]) -> str:
+    """Return what all cells have in common, but for the limit."""
+    return captions.shared(series(results), results, without=("ram_limit_bytes",))
+
+
+def _row(floor: Floor, found: Sequence[Floor]) -> list[str]:
+    return [
+        _label(floor, found),
+        _scaled(floor.bytes, GIB, 3),
+        _scaled(floor.per_model, 1, 2),
+        _scaled(floor.above_import_per_model, 1, 2),
+        _scaled(floor.step_bytes, MIB, 0),
+        _lived(floor.at_floor),
+        _lived(floor.with_room),
+        _lived(floor.unlimited),
+    ]
+
+
+def _label(floor: Floor, found: Sequence[Floor]) -> str:
+    """Return the strategy's name, with what tells it from others of that name."""
+    cell = floor.cell
+    same = [other.cell for other in found if other.cell.strategy == cell.strategy]
+    words = [cell.strategy]
+    for name in ("format", "options", "model", "isolation"):
+        value = getattr(cell, name)
+        if any(getattr(other, name) != value for other in same):
+            words.append(
+                ", ".join(f"{k}={v}" for k, v in value.items())
+                if name == "options"
+                else getattr(value, "name", value)
+            )
+    return " ".join(words)
+
+
+def _scaled(value: float | None, scale: int, digits: int) -> str:
+    return "-" if value is None else f"{value / scale:.{digits}f}"
+
+
+def _lived(life: Life | None) -> str:
+    if life is None:
+        return "-"
+    words = [life.judgement.verdict.value] if life.judgement else []
+    return " ".join(["-" if life.ready_ns is None else format_seconds(life.ready_ns), *words])
+
+
+def _styled(text: str) -> Text:
+    return Text(text, style=STYLES.get(text.rpartition(" ")[2], ""))

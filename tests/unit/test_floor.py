@@ -1,0 +1,187 @@
+"""The floor by bisection, against machines whose floor is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from factories import make_cell
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.bisection import next_cell
+from harness.floor import Bracket, as_dict, bracket, floors
+from harness.record import SCHEMA, Memory, Outcome, Peaks, Result
+from harness.units import GIB, MIB
+from harness.verdict import Verdict
+
+CELL = make_cell("streaming", ram_limit_bytes=None)
+Outcomes = Callable[[int, int], Outcome]
+"""What comes of a limit, in bytes, and of its repeat."""
+
+
+def above(need: int) -> Outcomes:
+    return lambda limit, _: Outcome.OK if limit >= need else Outcome.OOM_KILLED
+
+
+def lived(limit: int | None, outcome: Outcome, anon_bytes: int, repeat: int = 0) -> Result:
+    return Result(
+        SCHEMA,
+        replace(CELL, ram_limit_bytes=limit, repeat=repeat),
+        outcome,
+        model_bytes=800 * MIB,
+        baseline=Memory(230 * MIB, 140 * MIB, 86 * MIB, 4 * MIB),
+        peaks=Peaks(rss_bytes=anon_bytes, anon_sampled_bytes=anon_bytes),
+        ready_ns=10**9 if outcome is Outcome.OK else None,
+        oom_kills=int(outcome is Outcome.OOM_KILLED),
+    )
+
+
+def search(
+    outcomes: Outcomes, anon_bytes: int = 1000 * MIB, within: float = 0.01, highest: int = 64 * GIB
+) -> list[Result]:
+    """Search as the verb does; every step is asked for with all results so far."""
+    results = [lived(None, Outcome.OK, anon_bytes)]
+    assert next_cell(CELL, [], within, highest) == CELL
+    while cell := next_cell(CELL, results, within, highest):
+        limit = cell.ram_limit_bytes
+        assert limit is not None
+        assert 0 < limit <= highest
+        assert cell.id not in {one.cell.id for one in results}
+        results.append(lived(limit, outcomes(limit, cell.repeat), anon_bytes, cell.repeat))
+        assert len(results) < 60
+    return results
+
+
+def limits(results: list[Result]) -> list[int]:
+    return [(one.cell.ram_limit_bytes or 0) // MIB for one in results]
+
+
+def test_a_floor_where_it_was_expected_takes_six_cells() -> None:
+    results = search(above(1010 * MIB))
+    assert limits(results) == [0, 1016, 1008, 1016, 1016, 1118]
+    (floor,) = floors(results)
+    assert (floor.bytes, floor.step_bytes) == (1016 * MIB, 8 * MIB)
+    assert (floor.passed, floor.failed, floor.cells, floor.message) == (3, 1, 6, "")
+    assert floor.import_bytes == 144 * MIB
+    assert floor.at_floor and floor.at_floor.judgement
+    assert floor.at_floor.judgement.verdict is Verdict.SURVIVES
+    assert floor.with_room and floor.with_room.limit_bytes == 1118 * MIB
+    assert floor.unlimited and floor.unlimited.judgement is None
+
+
+def test_a_floor_far_above_and_far_below_is_found_by_longer_steps() -> None:
+    assert limits(search(above(1100 * MIB)))[:8] == [0, 1016, 1024, 1040, 1072, 1136, 1104, 1088]
+    assert limits(search(above(900 * MIB)))[:8] == [0, 1016, 1008, 992, 960, 896, 928, 912]
+
+
+@settings(deadline=None)
+@given(
+    need=st.integers(1, 30_000 * MIB),
+    expected=st.integers(MIB, 30_000 * MIB),
+    within=st.floats(0.001, 0.1),
+)
+def test_every_floor_is_found_to_within_what_was_asked(
+    need: int, expected: int, within: float
+) -> None:
+    (floor,) = floors(search(above(need), expected, within, 64 * GIB))
+    if floor.bytes is None:
+        assert floor.message.startswith("works even under")
+        assert need <= 8 * MIB
+        return
+    assert floor.step_bytes is not None
+    assert floor.bytes - floor.step_bytes < need <= floor.bytes
+    assert floor.step_bytes <= max(8 * MIB, within * floor.bytes)
+    assert (floor.passed, floor.failed) == (3, 1)
+
+
+@settings(deadline=None)
+@given(st.integers(100, 1500), st.integers(900, 1000), st.integers(900, 1000))
+def test_two_searches_find_the_same_whatever_was_expected(need: int, first: int, then: int) -> None:
+    one, other = (floors(search(above(need * MIB), mib * MIB))[0] for mib in (first, then))
+    assert one.bytes == other.bytes
+
+
+def test_a_limit_that_works_once_and_fails_then_is_below_the_floor() -> None:
+    def unsteady(limit: int, repeat: int) -> Outcome:
+        works = limit > 1016 * MIB or (limit == 1016 * MIB and repeat == 0)
+        return Outcome.OK if works else Outcome.TIMEOUT
+
+    results = search(unsteady)
+    assert limits(results) == [0, 1016, 1008, 1016, 1032, 1024, 1024, 1024, 1126]
+    (floor,) = floors(results)
+    assert (floor.bytes, floor.failed) == (1024 * MIB, 1)
+
+
+def test_what_fails_everywhere_has_no_floor() -> None:
+    (floor,) = floors(search(above(65 * GIB)))
+    assert (floor.bytes, floor.message) == (None, "fails even under 64.000 GiB")
+
+
+def test_what_fails_without_a_limit_is_not_searched() -> None:
+    wrong = replace(lived(None, Outcome.WRONG_WEIGHTS, MIB), message="1 tensor differs")
+    assert next_cell(CELL, [wrong], 0.01, GIB) is None
+    (floor,) = floors([wrong])
+    assert floor.message == "wrong_weights without a limit: 1 tensor differs"
+
+
+def test_a_cell_that_could_not_be_measured_ends_the_search() -> None:
+    lost = replace(lived(GIB, Outcome.MEASUREMENT_FAILED, MIB), message="no engine")
+    results = [lived(None, Outcome.OK, MIB), lost]
+    assert next_cell(CELL, results, 0.01, 2 * GIB) is None
+    assert floors(results)[0].message == "could not be measured: no engine"
+
+
+def test_an_interrupted_search_goes_on_where_it_was() -> None:
+    whole = search(above(1100 * MIB))
+    for done in range(1, len(whole)):
+        assert next_cell(CELL, whole[:done], 0.01, 64 * GIB) == whole[done].cell
+        floor = floors(whole[:done])[0]
+        assert bool(floor.message) == (done < len(whole) - 1)
+
+
+def test_a_sweep_is_no_search() -> None:
+    results = [lived(None, Outcome.OK, GIB)]
+    for limit, outcome in ((4 * GIB, Outcome.OK), (2 * GIB, Outcome.OOM_KILLED)):
+        results += [lived(limit, outcome, GIB, repeat) for repeat in range(3)]
+    (floor,) = floors(results)
+    assert floor.message == "above 2.000 GiB, not above 4.000 GiB: not searched to its end"
+    assert floors(results[1:]) == []
+
+
+def test_a_bracket_does_not_believe_what_works_below_a_failure() -> None:
+    results = [
+        lived(limit * MIB, outcome, GIB)
+        for limit, outcome in ((8, Outcome.OK), (16, Outcome.OOM_KILLED), (32, Outcome.OK))
+    ]
+    assert bracket(results) == Bracket(16 * MIB, 32 * MIB, 1)
+
+
+@pytest.mark.parametrize("anon_bytes", [0, 5 * MIB])
+def test_a_tiny_expectation_begins_at_one_step(anon_bytes: int) -> None:
+    results = search(above(9 * MIB), anon_bytes)
+    assert floors(results)[0].bytes == 16 * MIB
+
+
+def test_a_floor_for_programs_is_in_bytes_and_nanoseconds() -> None:
+    (floor,) = floors(search(above(1010 * MIB)))
+    found = as_dict(floor)
+    model = found["model_bytes"]
+    assert found == {
+        "strategy": "streaming", "model": "gpt2-xl", "isolation": "docker", "device": "cpu",
+        "dtype": "float32", "format": "pt", "options": {},
+        "floor_bytes": 1016 * MIB, "message": "", "step_bytes": 8 * MIB, "passed": 3, "failed": 1,
+        "model_bytes": model, "import_bytes": 144 * MIB,
+        "floor_per_model": 1016 * MIB / model, "above_import_per_model": 872 * MIB / model,
+        "cells": 6,
+        "unlimited": {"limit_bytes": None, "ready_ns": 10**9, "verdict": None, "reason": ""},
+        "at_floor": {
+            "limit_bytes": 1016 * MIB, "ready_ns": 10**9, "verdict": "survives",
+            "reason": found["at_floor"]["reason"],
+        },
+        "with_room": {
+            "limit_bytes": 1118 * MIB, "ready_ns": 10**9, "verdict": "survives",
+            "reason": found["with_room"]["reason"],
+        },
+    }  # fmt: skip

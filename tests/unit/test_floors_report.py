@@ -1,0 +1,109 @@
+"""The floors as a user reads them."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+from factories import ENVIRONMENT, make_cell
+from rich.console import Console
+
+from harness import report
+from harness.record import SCHEMA, Cost, Faults, Memory, Outcome, Peaks, Pressure, Result
+from harness.report.floors import are_there, markdown_floors
+from harness.units import GIB, MIB
+
+SECOND = 1_000_000_000
+
+
+def lived(strategy: str, mib: int | None, seconds: float | None, repeat: int = 0) -> Result:
+    """A cell that was ready after so many seconds; killed where that is None."""
+    cell = make_cell(strategy, ram_limit_bytes=None if mib is None else mib * MIB, repeat=repeat)
+    is_slow = seconds is not None and seconds > 5
+    return Result(
+        SCHEMA,
+        cell,
+        Outcome.OOM_KILLED if seconds is None else Outcome.OK,
+        environment=ENVIRONMENT,
+        model_bytes=4 * GIB,
+        baseline=Memory(230 * MIB, 144 * MIB, 86 * MIB, 0),
+        peaks=Peaks(rss_bytes=GIB, anon_sampled_bytes=GIB),
+        ready_ns=None if seconds is None else round(seconds * SECOND),
+        faults=Faults(1, 9, 3 * 1024**2 if is_slow else 0),
+        pressure=Pressure(SECOND if is_slow else 0, 0),
+        cost=Cost(SECOND),
+    )
+
+
+def a_search() -> list[Result]:
+    return [
+        lived("streaming", None, 2), lived("streaming", 4300, 2.5), lived("streaming", 4272, None),
+        lived("streaming", 4300, 2.25, 1), lived("streaming", 4300, 3, 2), lived("streaming", 4730, 2),
+        lived("mmap_assign", None, 2), lived("mmap_assign", 256, 17), lived("mmap_assign", 248, None),
+        lived("mmap_assign", 256, 19, 1), lived("mmap_assign", 256, 18, 2), lived("mmap_assign", 282, 3),
+        replace(lived("broken", None, None), message="no"),
+    ]  # fmt: skip
+
+
+def terminal(results: list[Result]) -> list[str]:
+    console = Console(width=80, file=io.StringIO(), color_system=None)
+    console.print(report.terminal_floors(results))
+    assert isinstance(console.file, io.StringIO)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+def test_the_floors_in_a_terminal_of_80_columns() -> None:
+    assert terminal(a_search()) == [
+        "",
+        "                                                       at",
+        "                RAM             above  known          the            at      no",
+        "              floor    floor   import     to        floor          1.1x   limit",
+        " strategy       GiB  x model  x model    MiB        ready         ready   ready",
+        " ──────────────────────────────────────────────────────────────────────────────",
+        " streaming    4.199     1.05     1.01     28       2.50 s        2.00 s  2.00 s",
+        "                                                 survives      survives",
+        " mmap_assign  0.250     0.06     0.03      8       18.0 s        3.00 s  2.00 s",
+        "                                                 thrashes      survives",
+        " broken           -        -        -      -            -             -       -",
+        "",
+        "streaming at the floor survives: 2.50 s, 1.2x the 2.00 s in peace; 0 B read",
+        "again (0.00x the model); 9 major faults; waited for memory 0% of the load (all",
+        "tasks 0%)",
+        "streaming at 1.1x survives: 2.00 s, 1.0x the 2.00 s in peace; 0 B read again",
+        "(0.00x the model); 9 major faults; waited for memory 0% of the load (all tasks",
+        "0%)",
+        "mmap_assign at the floor thrashes: 18.0 s, 9.0x the 2.00 s in peace; 12.00 GiB",
+        "read again (3.00x the model); 9 major faults; waited for memory 6% of the load",
+        "(all tasks 0%)",
+        "mmap_assign at 1.1x survives: 3.00 s, 1.5x the 2.00 s in peace; 0 B read again",
+        "(0.00x the model); 9 major faults; waited for memory 0% of the load (all tasks",
+        "0%)",
+        "broken: no floor: oom_killed without a limit: no",
+        "gpt2-xl (4.000 GiB) · device cpu · format pt · float32 · cold page cache ·",
+        "isolation docker · testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch",
+        "2.13.0",
+        "RAM floor: the smallest limit, swap off, under which the strategy loaded, every",
+        'byte was read and compared, three times out of three; "known to" below it, it',
+        "failed.",
+        "above import: the floor less the anonymous memory after `import torch`, over the",
+        "model's size.",
+        "ready: until every byte was read through once, in the median cell. 13 cells in",
+        "all.",
+    ]
+
+
+def test_the_floors_as_markdown() -> None:
+    assert markdown_floors(a_search()).splitlines() == [
+        "| strategy | RAM floor GiB | floor x model | above import x model | known to MiB | at the floor ready | at 1.1x ready | no limit ready |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| streaming | 4.199 | 1.05 | 1.01 | 28 | 2.50 s survives | 2.00 s survives | 2.00 s |",
+        "| mmap_assign | 0.250 | 0.06 | 0.03 | 8 | 18.0 s thrashes | 3.00 s survives | 2.00 s |",
+        "| broken | - | - | - | - | - | - | - |",
+        "",
+        "gpt2-xl (4.000 GiB) · device cpu · format pt · float32 · cold page cache · isolation docker · testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0",
+    ]
+
+
+def test_floors_are_shown_where_one_was_found() -> None:
+    assert are_there(a_search())
+    assert not are_there(a_search()[:3])

@@ -1,0 +1,173 @@
+"""Survives, thrashes or killed: what decides, and the figures that are said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from factories import SCRIPTS, make_cell, make_result
+
+from harness.record import Cost, Faults, Outcome, Pressure, Result
+from harness.units import GIB
+from harness.verdict import (
+    REFAULTS_PER_MODEL,
+    SLOWDOWN,
+    STALLED_SHARE,
+    Judgement,
+    Verdict,
+    judge,
+    judge_all,
+    refaults,
+    used_ns,
+)
+
+MODEL_BYTES = 4096 * 1000
+SECOND = 1_000_000_000
+
+
+def lived(**changes: Any) -> Result:
+    """An ok cell under a limit: 10 s, no refaults, no pressure."""
+    base = make_result(
+        make_cell(ram_limit_bytes=20 * GIB),
+        model_bytes=MODEL_BYTES,
+        ready_ns=10 * SECOND,
+        faults=Faults(100, 7, 0),
+        pressure=Pressure(0, 0),
+        cost=Cost(wall_ns=12 * SECOND),
+    )
+    return replace(base, **changes)
+
+
+def verdict(result: Result, reference_ns: int | None = None) -> Verdict | None:
+    said = judge(result, reference_ns)
+    return said.verdict if said else None
+
+
+def test_what_ends_ok_in_good_time_survives_and_says_by_which_figures() -> None:
+    assert judge(lived(), 9 * SECOND) == Judgement(
+        Verdict.SURVIVES,
+        "10.0 s, 1.1x the 9.00 s in peace; 0 B read again (0.00x the model); 7 major faults;"
+        " waited for memory 0% of the load (all tasks 0%)",
+    )
+
+
+def test_refaults_and_lost_time_are_thrashing() -> None:
+    thrashing = lived(faults=Faults(100, 900, 2500), pressure=Pressure(4 * SECOND, SECOND))
+    assert judge(thrashing, 4 * SECOND) == Judgement(
+        Verdict.THRASHES,
+        "10.0 s, 2.5x the 4.00 s in peace; 9.77 MiB read again (2.50x the model); 900 major faults;"
+        " waited for memory 40% of the load (all tasks 10%)",
+    )
+
+
+@pytest.mark.parametrize(
+    ("pages", "some_ns", "reference_ns", "expected"),
+    [
+        (REFAULTS_PER_MODEL * 1000, 0, 10 * SECOND / SLOWDOWN, Verdict.THRASHES),
+        (REFAULTS_PER_MODEL * 1000 - 1, 0, 10 * SECOND / SLOWDOWN, Verdict.SURVIVES),
+        (REFAULTS_PER_MODEL * 1000, 0, 10 * SECOND / SLOWDOWN + 1, Verdict.SURVIVES),
+        (0, STALLED_SHARE * 10 * SECOND, SECOND, Verdict.THRASHES),
+        (0, STALLED_SHARE * 10 * SECOND - 1, SECOND, Verdict.SURVIVES),
+        (None, None, SECOND, Verdict.SURVIVES),
+        (REFAULTS_PER_MODEL * 1000, None, None, Verdict.THRASHES),
+        (0, None, None, Verdict.SURVIVES),
+    ],
+)
+def test_each_threshold_is_where_it_is_written(
+    pages: float | None, some_ns: float | None, reference_ns: float | None, expected: Verdict
+) -> None:
+    result = lived(
+        faults=Faults(100, 7, None if pages is None else round(pages)),
+        pressure=None if some_ns is None else Pressure(round(some_ns), 0),
+    )
+    assert verdict(result, None if reference_ns is None else round(reference_ns)) is expected
+
+
+def test_a_timeout_thrashes_where_memory_was_lacking_and_has_no_verdict_elsewhere() -> None:
+    late = lived(outcome=Outcome.TIMEOUT, message="still running after 60 s", ready_ns=None)
+    assert judge(late, SECOND) is None
+    assert judge(replace(late, faults=Faults(1, 5, 3000)), None) == Judgement(
+        Verdict.THRASHES,
+        "still running after 60 s; 11.72 MiB read again (3.00x the model); 5 major faults;"
+        " waited for memory 0% of the load (all tasks 0%)",
+    )
+
+
+def test_what_the_kernel_killed_is_killed() -> None:
+    killed = make_result(make_cell("baseline"), SCRIPTS["baseline"])
+    assert judge(killed) == Judgement(
+        Verdict.KILLED, "killed by the kernel for lack of memory in phase 'read'"
+    )
+    refused = lived(outcome=Outcome.CUDA_OOM, message="CUDA out of memory")
+    assert judge(refused) == Judgement(Verdict.KILLED, "CUDA out of memory")
+    child = lived(outcome=Outcome.STRATEGY_FAILED, message="BrokenProcessPool", oom_kills=2)
+    assert judge(child) == Judgement(
+        Verdict.KILLED, "the kernel killed 2 of its processes for lack of memory"
+    )
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        lived(cell=make_cell(ram_limit_bytes=None)),
+        lived(outcome=Outcome.STRATEGY_FAILED, oom_kills=0),
+        lived(outcome=Outcome.WRONG_WEIGHTS, oom_kills=0),
+        lived(outcome=Outcome.SKIPPED, oom_kills=None),
+        lived(outcome=Outcome.MEASUREMENT_FAILED, oom_kills=0),
+    ],
+    ids=lambda result: result.outcome,
+)
+def test_what_memory_did_not_decide_has_no_verdict(result: Result) -> None:
+    assert judge(result) is None
+
+
+def test_the_use_of_the_model_counts() -> None:
+    result = make_result(make_cell(ram_limit_bytes=20 * GIB))
+    forward = result.phases[-1]
+    assert forward.name == "forward"
+    using = replace(
+        result,
+        faults=Faults(1, 1, 5),
+        phases=(
+            *result.phases[:-1],
+            *(replace(forward, workingset_refault_file=n) for n in (7, 8)),
+        ),
+        cost=Cost(wall_ns=1, first_use_ns=3),
+        ready_ns=40,
+    )
+    assert (used_ns(using), refaults(using)) == (43, 20)
+    assert (used_ns(replace(using, ready_ns=None)), refaults(replace(using, faults=None))) == (
+        None,
+        None,
+    )
+
+
+def test_a_run_is_judged_against_its_own_cell_without_a_limit_or_the_highest_above() -> None:
+    def cell(limit: int | None, seconds: float, strategy: str = "a", repeat: int = 0) -> Result:
+        return lived(
+            cell=make_cell(strategy, ram_limit_bytes=limit, repeat=repeat),
+            ready_ns=round(seconds * SECOND),
+            faults=Faults(1, 1, 500),
+        )
+
+    results = [
+        cell(None, 3, repeat=0), cell(None, 4, repeat=1), cell(None, 9, repeat=2),  # median 4 s
+        cell(2 * GIB, 7), cell(GIB, 8),
+        cell(2 * GIB, 7, "b"), cell(GIB, 20, "b"),
+    ]  # fmt: skip
+    found = judge_all(results)
+    said = [found[result.cell.id] for result in results]
+    assert said[:3] == [None, None, None]
+    assert [one.verdict for one in said[3:] if one] == [
+        Verdict.SURVIVES,
+        Verdict.THRASHES,
+        Verdict.THRASHES,  # nothing above it: the refaults alone decide
+        Verdict.THRASHES,
+    ]
+    assert [one.reason.partition(";")[0] for one in said[3:] if one] == [
+        "7.00 s, 1.8x the 4.00 s in peace",
+        "8.00 s, 2.0x the 4.00 s in peace",
+        "7.00 s",
+        "20.0 s, 2.9x the 7.00 s in peace",
+    ]
