@@ -72,7 +72,7 @@ def memory_cgroup_of(pid: int) -> Path | None:
     path = _group_of(pid, hierarchy[0]) if hierarchy else None
     if hierarchy is None or path is None:
         return None
-    folder = hierarchy[1] / path.lstrip("/")
+    folder = _folder(hierarchy[1], path)
     return folder if folder.is_dir() else None
 
 
@@ -84,8 +84,27 @@ def pressure_file_of(pid: int) -> Path | None:
     mount, path = pressure_hierarchy(), _group_of(pid, 2)
     if mount is None or path is None or path == "/":
         return None
-    file = mount / path.lstrip("/") / "memory.pressure"
+    file = _folder(mount, path) / "memory.pressure"
     return file if file.exists() else None
+
+
+def parse_mount_root(text: str, mount: Path) -> str:
+    """Return which of a hierarchy's groups a mountinfo text has at ``mount``: "/" for all of it.
+
+    In a container it is the container's own group.
+    """
+    for line in text.splitlines():
+        fields = line.split()
+        if fields[4] == str(mount):
+            return fields[3]
+    return "/"
+
+
+def _folder(mount: Path, group: str) -> Path:
+    """Return where the group that /proc/PID/cgroup names lies below a mount of its hierarchy."""
+    root = parse_mount_root(_MOUNTS.read_text(), mount).rstrip("/")
+    inside = group == root or group.startswith(f"{root}/")
+    return mount / (group.removeprefix(root) if inside else group).lstrip("/")
 
 
 def parse_group(text: str, version: int) -> str | None:
@@ -142,6 +161,12 @@ class MemoryCgroup:
         return self._name("memory.limit_in_bytes", "memory.max")
 
     @property
+    def soft_limit_path(self) -> Path | None:
+        """The file of the limit above which the kernel slows the group down; v1 has none."""
+        path = self.path / "memory.high"
+        return path if path.exists() else None
+
+    @property
     def oom_path(self) -> Path:
         """The file whose line ``oom_kill N`` counts the processes killed in this very group."""
         return self._name("memory.oom_control", "memory.events.local")
@@ -153,6 +178,16 @@ class MemoryCgroup:
     def read_oom_kills(self) -> int | None:
         """Return how many processes of this group the kernel has killed for lack of memory."""
         return _read_field(self.oom_path, "oom_kill")
+
+    def read_limit_events(self) -> dict[str, int] | None:
+        """Return how often this group ran into its limits: all that memory.events.local counts.
+
+        ``max`` counts charges that met the limit, ``high`` those above the soft limit, ``oom``
+        those that found nothing to reclaim. None on v1: its failcnt stays 0 on newer kernels
+        (seen on 6.18, with a file read twice that was twice the limit).
+        """
+        text = _read(self.oom_path) if self.version == 2 else None
+        return parse_numbers(text) if text else None
 
     def read_refaults(self) -> int | None:
         """Return how many file pages were read again after they had been evicted."""
@@ -228,6 +263,11 @@ def parse_field(text: str, name: str) -> int | None:
         if key == name:
             return int(value)
     return None
+
+
+def parse_numbers(text: str) -> dict[str, int]:
+    """Return all of a text of lines "name number"."""
+    return {name: int(value) for name, value in (line.split() for line in text.splitlines())}
 
 
 def _read(path: Path) -> str | None:

@@ -1,23 +1,21 @@
 """``weighin doctor``: what this machine can limit and measure, tried out rather than looked up."""
 
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from rich.markup import escape
 from rich.table import Table
 
-from harness import environment, page_cache
+from harness import environment
 from harness.cell import Cell, Job
 from harness.checkpoint import cache
-from harness.counters import MemoryCgroup, PeakMark, memory_hierarchy
+from harness.counters import memory_hierarchy, pressure_hierarchy
+from harness.doctor_figures import Finding, figures
 from harness.errors import HarnessError
 from harness.isolation import Isolation, choice
+from harness.isolation.cgroup import limit, temporary_group
 from harness.measuring import Setting, measure
 from harness.record import Outcome
 from harness.registry import model, read_strategy
@@ -28,15 +26,6 @@ _PROBE_LIMIT_BYTES = 384 * MIB
 _MARKS = {"good": "[green]yes[/]", "poor": "[yellow]so-so[/]", "bad": "[red]no[/]"}
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line of the doctor's table."""
-
-    subject: str
-    verdict: Literal["good", "poor", "bad"]
-    detail: str
-
-
 def examine(say: Callable[[str], None]) -> tuple[Table, bool]:
     """Try this machine out; returns the table, and whether some isolation holds a limit.
 
@@ -45,7 +34,7 @@ def examine(say: Callable[[str], None]) -> tuple[Table, bool]:
     isolations = [choice.named(name) for name in choice.NAMES]
     limits = [finding for one in isolations for finding in _isolation(one, say)]
     table = Table("what", "works", "detail", title="what this machine can limit and measure")
-    for finding in [*limits, *_figures(), *_machine()]:
+    for finding in [*limits, *figures(), *_machine()]:
         table.add_row(escape(finding.subject), _MARKS[finding.verdict], escape(finding.detail))
     return table, any("limit" in one.subject and one.verdict == "good" for one in limits)
 
@@ -82,69 +71,63 @@ def _prove(isolation: Isolation) -> Finding:
         setting = Setting(isolation, Path(folder), {})
         result = measure(setting, job, [checkpoint.path], None)
     peak = result.peaks.cgroup_bytes
-    found = f"{result.outcome} in phase {result.last_phase!r}" + (
-        f", cgroup peak {format_bytes(peak)}" if peak else ", cgroup peak unseen"
-    )
-    holds = result.outcome is Outcome.OOM_KILLED and result.last_phase == "overrun"
     subject = f"isolation {isolation.name} holds a limit"
-    return Finding(subject, "good" if holds else "bad", f"{found}. {result.message}".rstrip(". "))
-
-
-def _figures() -> Iterator[Finding]:
-    clear = os.access("/proc/self/clear_refs", os.W_OK)
-    yield Finding(
-        "peak RSS of each phase",
-        "good" if clear else "bad",
-        "exact: VmHWM, reset through clear_refs" if clear else "clear_refs cannot be written",
-    )
-    yield _cgroup_peak()
-    yield _cold_cache()
-    psi = Path("/proc/pressure/memory").exists()
-    yield Finding(
-        "memory pressure (PSI)", "good" if psi else "poor", "on" if psi else "boot with psi=1"
-    )
-
-
-def _cgroup_peak() -> Finding:
-    subject = "cgroup peak of each phase"
-    hierarchy = memory_hierarchy()
-    if hierarchy is None:
-        return Finding(subject, "bad", "no memory controller")
-    cgroup = MemoryCgroup(hierarchy[1])
-    try:
-        from harness.isolation.cgroup import temporary_group
-
-        with temporary_group() as group, closing(PeakMark(MemoryCgroup(group))) as mark:
-            exact = mark.reset()
-    except HarnessError as error:
-        return Finding(subject, "poor", f"{error.message}: whole-cell peaks with docker only")
-    how = f"exact: {cgroup.peak_path.name}, cgroup v{hierarchy[0]}"
-    if exact:
-        return Finding(subject, "good", how)
-    return Finding(subject, "poor", "whole-cell peaks only: the mark resets since Linux 6.12")
-
-
-def _cold_cache() -> Finding:
-    folder = cache.folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=folder) as file:
-        file.write(bytes(MIB))
-        file.flush()
-        left = page_cache.drop([Path(file.name)])
-    if left:
-        return Finding("cold page cache", "bad", f"{folder} keeps its pages: is it a tmpfs?")
-    return Finding("cold page cache", "good", f"dropped and proven for files in {folder}")
+    if result.outcome is Outcome.OOM_KILLED and result.last_phase == "overrun":
+        at = f"cgroup peak {format_bytes(peak)}" if peak else "cgroup peak unseen"
+        killed = f"a probe that overran {format_bytes(_PROBE_LIMIT_BYTES)} was killed, {at}"
+        return Finding(subject, "good", "; ".join([killed, *result.warnings]))
+    what = f"a probe that overran its limit was not killed: {result.outcome} {result.message}"
+    return Finding(subject, "bad", what.rstrip())
 
 
 def _machine() -> Iterator[Finding]:
     found = environment.machine()
+    yield _hierarchy()
     free, total = environment.free_ram_bytes(), found["ram_bytes"]
     yield Finding("RAM", "good", f"{format_bytes(free)} free of {format_bytes(total)}")
     disk = shutil.disk_usage(cache.folder()).free
     yield Finding("disk for checkpoints", "good", f"{format_bytes(disk)} free at {cache.folder()}")
-    swap = found["swap_bytes"]
-    detail = "none" if not swap else f"{format_bytes(swap)}, turned off for each limited cell"
-    yield Finding("swap", "good", detail)
-    yield Finding("transparent huge pages", "good", f"{found['thp']} (recorded: changes times)")
-    gpu = Path("/dev/nvidiactl").exists()
-    yield Finding("CUDA GPU", "good" if gpu else "poor", "present" if gpu else "none: CPU only")
+    yield _swap(found["swap_bytes"])
+    yield Finding("transparent huge pages", "good", f"{found['thp']} (recorded: changes figures)")
+    yield gpu()
+
+
+def _hierarchy() -> Finding:
+    subject, hierarchy = "cgroup version", memory_hierarchy()
+    if hierarchy is None:
+        return Finding(subject, "bad", "no memory controller: boot with cgroup_enable=memory")
+    version, mount = hierarchy
+    tree = pressure_hierarchy()
+    if version == 2:
+        return Finding(subject, "good", f"v2 at {mount}")
+    beside = f"beside a v2 tree at {tree}" if tree else "without a v2 tree"
+    return Finding(subject, "poor", f"v1 at {mount}, {beside}")
+
+
+def _swap(swap_bytes: int) -> Finding:
+    if not swap_bytes:
+        return Finding("swap", "good", "none")
+    try:
+        with temporary_group() as group:
+            limit(group, _PROBE_LIMIT_BYTES)
+    except HarnessError as error:
+        return Finding("swap", "poor", f"{format_bytes(swap_bytes)}; {error.message}")
+    return Finding("swap", "good", f"{format_bytes(swap_bytes)}, turned off for each limited cell")
+
+
+def gpu() -> Finding:
+    """Return which GPU a cell with ``--device cuda`` would load to, and why none where there is none."""
+    import torch  # 2 s; the probes have read it from the disk by now
+
+    subject = "CUDA GPU"
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        name = torch.cuda.get_device_name()
+        detail = f"{name}, {format_bytes(free)} free of {format_bytes(total)}, peaks are exact"
+        return Finding(subject, "good", detail)
+    if not Path("/dev/nvidiactl").exists():
+        return Finding(subject, "poor", "none: cells load to the CPU only")
+    if torch.version.cuda is None:
+        why = f"torch {torch.__version__} is a build without CUDA: install one from pytorch.org"
+        return Finding(subject, "bad", f"there is one, but {why}")
+    return Finding(subject, "bad", "there is one, but torch cannot use it: see nvidia-smi")

@@ -139,11 +139,13 @@ class Result:
     faults: Faults | None = None
     pressure: Pressure | None = None
     oom_kills: int | None = None
+    limit_events: dict[str, int] | None = None
     exit_code: int | None = None
     cached_bytes_at_start: int | None = None
     touched_bytes_before: int | None = None
     cost: Cost | None = None
     samples_path: str | None = None
     started_at: str = ""
+    watcher: Memory | None = None
     environment: dict[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()

@@ -60,6 +60,12 @@ class Sampler:
         self._files.clear()
         return self.samples
 
+    def take(self) -> list[Sample]:
+        """Return the samples since the last call, oldest first, and forget them."""
+        taken = self.samples[:]
+        del self.samples[: len(taken)]  # the thread may have added one meanwhile
+        return taken
+
     def _run(self) -> None:
         due = time.monotonic()
         while not self._stop.is_set():

@@ -9,6 +9,7 @@ from harness.record import Cost, Faults, Memory, Outcome, Phase
 from harness.text import one_line
 
 _SAID_LENGTH = 200
+_LOST_CHILD = "the kernel killed a process of the worker's for lack of memory"
 
 
 @dataclass(slots=True)
@@ -103,13 +104,17 @@ class Story:
     ) -> tuple[Outcome, str]:
         """Return the outcome of a worker that ended by itself, and one line on why it is not ok.
 
-        Out of memory is what the kernel's counter says, never what a peak suggests.
+        Out of memory is what the kernel's counter says, never what a peak suggests: of the worker,
+        or of one that it had started, where it could not go on without it.
         ``machine_oom_kills`` counts for a worker that has no cgroup of its own.
         """
         if self.done:
             return Outcome.OK, ""
         if self.failure:
-            return self.failure
+            outcome, message = self.failure
+            if oom_kills and outcome is Outcome.STRATEGY_FAILED:
+                outcome, message = Outcome.OOM_KILLED, f"{_LOST_CHILD}, and then: {message}"
+            return outcome, message
         if ended.signal == signal.SIGKILL and (oom_kills or ended.oom_killed):
             return Outcome.OOM_KILLED, f"killed by the kernel for lack of memory {self.where()}"
         if ended.signal == signal.SIGKILL and oom_kills is None and machine_oom_kills:
@@ -122,6 +127,8 @@ class Story:
         if said and ended.signal and said[-1].startswith(signal.strsignal(ended.signal) or "?"):
             said.pop()  # a container's shell says the same again
         last = f": {one_line(said[-1], _SAID_LENGTH)}" if said else ""
+        if oom_kills and ended.signal is None:
+            return Outcome.OOM_KILLED, f"{_LOST_CHILD}, and then it {how} {self.where()}{last}"
         known = self.baseline is not None
         outcome = Outcome.STRATEGY_FAILED if known else Outcome.MEASUREMENT_FAILED
         return outcome, f"the worker {how} {self.where()}{last}"

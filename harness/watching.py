@@ -5,17 +5,20 @@ worker waits at a mark or after it has died, say what it cost.
 """
 
 import bisect
+import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from harness import stopping
 from harness.cell import Job
-from harness.counters import MemoryCgroup, PeakMark, pressure_file_of, read_machine_oom_kills
+from harness.counters import read_machine_oom_kills
 from harness.isolation import Exit, Running
+from harness.observing import LocalObserver, Look, Observer
 from harness.record import (
     SCHEMA,
+    Faults,
     Memory,
     Outcome,
     Peaks,
@@ -24,19 +27,11 @@ from harness.record import (
     Result,
     Sample,
 )
-from harness.sampler import Sampler
 from harness.story import Story
+from harness.units import format_bytes
 from harness.worker.protocol import ACKNOWLEDGEMENT, decode_event
 
 _GRACE_S = 10.0  # from the end of a worker's events to its own end
-
-
-@dataclass(frozen=True, slots=True)
-class _Totals:
-    """Totals of the cell's cgroup at one instant."""
-
-    refaults: int | None = None
-    pressure_ns: tuple[int | None, int | None] = (None, None)
 
 
 class Watch:
@@ -51,20 +46,16 @@ class Watch:
         self._on_phase = on_phase
         self._timed_out = False
         self._peak_bytes: int | None = None
-        self._cgroup: MemoryCgroup | None = None
-        self._mark: PeakMark | None = None
-        self._sampler: Sampler | None = None
-        self._at_baseline = self._at_mark = self._at_end = _Totals()
-        self._at_ready: _Totals | None = None
+        self._at_baseline = self._at_end = Look()
+        self._at_ready: Look | None = None
         self._oom_kills: int | None = None
         self._machine_oom_kills = read_machine_oom_kills()
-        if running.cgroup and running.pid:
-            self._cgroup = MemoryCgroup(running.cgroup, pressure_file_of(running.pid))
-            self._mark = PeakMark(self._cgroup)
-            self._at_mark = self._read_totals()
-        if running.pid:
-            self._sampler = Sampler(running.pid, self._cgroup, interval_s)
-            self._sampler.start()
+        self._observer: Observer | None = (
+            LocalObserver(running.pid, running.cgroup, interval_s)
+            if running.pid
+            else running.observe_inside(interval_s)
+        )
+        self._at_mark = self._look()
 
     def follow(self, timeout_s: float) -> None:
         """Answer the worker's events until they end, or kill it where the time is over."""
@@ -75,9 +66,7 @@ class Watch:
                     line = self._running.channel.receive(max(0.0, deadline - time.monotonic()))
             except TimeoutError:
                 self._timed_out = True
-                if self._cgroup:
-                    self._cgroup.raise_limit()
-                self._running.kill()
+                self._kill()
                 return
             if line is None:
                 return
@@ -89,23 +78,20 @@ class Watch:
         try:
             ended = self._running.wait(_GRACE_S)
         except TimeoutError:  # its events ended, but something of it still runs
-            self._running.kill()
+            self._kill()
             ended = self._running.wait(_GRACE_S)
-        self._at_end = self._read_totals()
-        if self._cgroup:
-            self._oom_kills = self._cgroup.read_oom_kills()
-        if self._mark and not self.story.is_ready:
-            self._raise_peak(self._mark.read())
+        self._at_end = self._look()
+        self._oom_kills = self._at_end.oom_kills
+        if not self.story.is_ready:
+            self._raise_peak(self._at_end.peak_bytes)
         return ended
 
     def close(self) -> None:
         """End the sampling; what was seen is in ``samples``."""
-        if self._sampler:
-            self.samples = _with_cuda(self._sampler.stop(), self.story.cuda_points)
+        if self._observer:
+            self.samples = _with_cuda(self._observer.stop(), self.story.cuda_points)
             if self._oom_kills is None:
-                self._oom_kills = self._sampler.oom_kills
-        if self._mark:
-            self._mark.close()
+                self._oom_kills = self._observer.oom_kills
 
     def result(self, job: Job, ended: Exit) -> Result:
         """Return what is known now that it is over."""
@@ -131,20 +117,21 @@ class Watch:
             phases=tuple(story.phases),
             load_ns=story.load_ns(),
             ready_ns=story.ready_ns(),
-            faults=story.faults(_grown(self._at_baseline.refaults, totals.refaults)),
+            faults=self._faults(totals),
             pressure=self._pressure(totals),
             oom_kills=self._oom_kills,
+            limit_events=self._at_end.limit_events,
             exit_code=ended.code if ended.signal is None else 128 + ended.signal,
             cost=story.cost(),
+            watcher=self._observer.watcher if self._observer else None,
             warnings=tuple(self._warnings(outcome)),
         )
 
     def _take(self, kind: str, fields: dict[str, Any]) -> None:
         if kind == "baseline":
-            usage = self._cgroup.read_usage() if self._cgroup else None
-            self.story.take_baseline(fields, usage)
-            self._at_baseline = self._read_totals()
-            if self._mark and self._mark.reset():
+            self._at_baseline = self._look()
+            self.story.take_baseline(fields, self._at_baseline.usage_bytes)
+            if self._observer and self._observer.reset_peak():
                 self._peak_bytes = None
             self._running.channel.send(ACKNOWLEDGEMENT)
         elif kind == "phase":
@@ -158,19 +145,17 @@ class Watch:
                 self._on_phase(fields["name"])
 
     def _take_phase(self, fields: dict[str, Any]) -> None:
-        end, peak = Memory(**fields["end"]), None
-        if self._mark and self._cgroup:
-            end = replace(end, cgroup_bytes=self._cgroup.read_usage())
-            peak = self._mark.read()
-            if not self.story.is_ready:
-                self._raise_peak(peak)
-            if not self._mark.reset():
-                peak = None  # the mark is older than this phase
-        before, self._at_mark = self._at_mark, self._read_totals()
+        look = self._look()
+        end, peak = replace(Memory(**fields["end"]), cgroup_bytes=look.usage_bytes), look.peak_bytes
+        if not self.story.is_ready:
+            self._raise_peak(peak)
+        if not (self._observer and self._observer.reset_peak()):
+            peak = None  # the mark is older than this phase
+        before, self._at_mark = self._at_mark, look
         seen = {
             "end": end,
             "peak_cgroup_bytes": peak,
-            "workingset_refault_file": _grown(before.refaults, self._at_mark.refaults),
+            "workingset_refault_file": _grown(before.refaults, look.refaults),
         }
         self.story.take_phase(Phase(**fields | seen))
 
@@ -180,10 +165,10 @@ class Watch:
     def _peaks(self) -> Peaks:
         story, phases = self.story, self.story.load_phases()
         rss: list[int | None] = [phase.peak_rss_bytes for phase in phases]
-        if self._sampler and not (story.is_ready or story.failure):
+        if self._observer and not (story.is_ready or story.failure):
             # The interrupted phase's own mark died with it: this is how it was last seen.
-            rss.append(self._sampler.last_peak_rss_bytes)
-        last_ns = story.ready_at_ns or time.monotonic_ns()
+            rss.append(self._observer.last_peak_rss_bytes)
+        last_ns = story.ready_at_ns or math.inf
         seen: list[Memory | Sample] = [phase.end for phase in phases]
         if story.baseline:
             seen += [one for one in self.samples if story.baseline_ns <= one.t_ns <= last_ns]
@@ -197,22 +182,49 @@ class Watch:
             cuda_reserved_bytes=_largest(phase.peak_cuda_reserved_bytes for phase in phases),
         )
 
-    def _pressure(self, totals: _Totals) -> Pressure | None:
-        before, after = self._at_baseline.pressure_ns, totals.pressure_ns
-        some, full = _grown(before[0], after[0]), _grown(before[1], after[1])
+    def _faults(self, totals: Look) -> Faults | None:
+        refaults = _grown(self._at_baseline.refaults, totals.refaults)
+        if known := self.story.faults(refaults):
+            return known
+        # Cut off in its first phase, whose own count died with it: this is how it was last seen.
+        seen = [one for one in self.samples if one.t_ns >= self.story.baseline_ns]
+        if self.story.baseline is None or not seen:
+            return None
+        first, last = seen[0], seen[-1]
+        minor, major = (
+            last.minor_faults - first.minor_faults,
+            last.major_faults - first.major_faults,
+        )
+        return Faults(minor, major, refaults)
+
+    def _pressure(self, totals: Look) -> Pressure | None:
+        before, after = self._at_baseline, totals
+        some, full = _grown(before.some_ns, after.some_ns), _grown(before.full_ns, after.full_ns)
         return None if some is None and full is None else Pressure(some, full)
 
     def _warnings(self, outcome: Outcome) -> list[str]:
         warnings = [self._running.unseen] if self._running.unseen else []
+        if self._observer and (watcher := self._observer.watcher):
+            weight = (
+                f"{format_bytes(watcher.rss_bytes)} (anonymous: {format_bytes(watcher.anon_bytes)})"
+            )
+            warnings[0] += (
+                f": a watcher in the container looked, and the cell was charged its {weight}"
+            )
         if self._oom_kills and outcome is not Outcome.OOM_KILLED:
             killed = f"{self._oom_kills} process{'es' * (self._oom_kills > 1)}"
             warnings.append(f"the kernel killed {killed} of this cell for lack of memory")
         return warnings
 
-    def _read_totals(self) -> _Totals:
-        if self._cgroup is None:
-            return _Totals()
-        return _Totals(self._cgroup.read_refaults(), self._cgroup.read_pressure_ns())
+    def _look(self) -> Look:
+        return self._observer.look() if self._observer else Look()
+
+    def _kill(self) -> None:
+        """Kill the worker with its limit lifted: one that thrashes would take long to die."""
+        if self._observer:
+            self._observer.raise_limit()
+        if not (self._observer and self._observer.kill()):
+            self._running.kill()
 
 
 def _with_cuda(samples: list[Sample], points: list[tuple[int, int, int]]) -> list[Sample]:

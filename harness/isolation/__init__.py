@@ -11,6 +11,7 @@ from typing import Protocol
 
 from harness.cell import Job
 from harness.isolation.channel import Channel
+from harness.observing import Observer
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,10 @@ class Running(Protocol):
     @property
     def unseen(self) -> str:
         """Why pid or cgroup is None, for the record; empty where both are there."""
+        ...
+
+    def observe_inside(self, interval_s: float) -> Observer | None:
+        """Start a watcher where the worker is, if it cannot be seen from here; None where it can."""
         ...
 
     def wait(self, timeout_s: float) -> Exit:

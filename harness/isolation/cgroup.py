@@ -48,7 +48,7 @@ class CgroupIsolation:
                 "boot with cgroup_enable=memory, or use --isolation docker",
             )
         with temporary_group() as group:
-            _limit(group, 2**40)
+            limit(group, 2**40)
 
     def prepare(self) -> None:
         return
@@ -58,7 +58,7 @@ class CgroupIsolation:
         groups = _make_groups()
         try:
             if job.cell.ram_limit_bytes is not None:
-                _limit(groups[0], job.cell.ram_limit_bytes)
+                limit(groups[0], job.cell.ram_limit_bytes)
             running = CgroupRunning(WORKER, groups)
         except BaseException:
             _remove(groups)
@@ -145,14 +145,20 @@ def temporary_group() -> Iterator[Path]:
         _remove(groups)
 
 
-def _limit(group: Path, limit_bytes: int) -> None:
-    """Set the limit with swap off: what does not fit is killed, not swapped out."""
+def limit(group: Path, limit_bytes: int) -> None:
+    """Set the limit with swap off: what does not fit is killed, not swapped out.
+
+    Raises:
+        IsolationUnavailable: there is swap, and this kernel cannot turn it off for a group.
+    """
     (cgroup := MemoryCgroup(group)).limit_path.write_text(str(limit_bytes))
     if cgroup.version == 1:
         (group / "memory.swappiness").write_text("0")
         swap, value = group / "memory.memsw.limit_in_bytes", str(limit_bytes)
     else:
         swap, value = group / "memory.swap.max", "0"
+        # What survives a kill shows what the strategy makes of it, as on v1 and in Docker.
+        (group / "memory.oom.group").write_text("0")
     if swap.exists():
         swap.write_text(value)
     elif len(Path("/proc/swaps").read_text().splitlines()) > 1:

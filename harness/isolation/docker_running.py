@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -14,11 +15,15 @@ import requests.exceptions
 from docker.errors import APIError, NotFound
 
 from harness.counters import MemoryCgroup, memory_cgroup_of
+from harness.inside import InsideObserver
 from harness.isolation import Exit
 from harness.isolation.docker_channel import StreamChannel
-from harness.isolation.docker_engine import ENGINE_ERRORS, explained
+from harness.isolation.docker_engine import ENGINE_ERRORS, explained, first_line
+from harness.isolation.image import PYTHON
+from harness.text import one_line
 
 _BIRTH_TIMEOUT_S: Final = 2.0
+_WATCHER_TIMEOUT_S: Final = 10.0
 _REMOVE_ATTEMPTS: Final = 50
 _CREATE_ATTEMPTS: Final = 10  # a second: far more than what a create takes
 _NEWS_ATTEMPTS: Final = 5
@@ -51,6 +56,32 @@ class DockerRunning:
         self.unseen = ENDED
         if known_exit is None:
             self._look()
+
+    def observe_inside(self, interval_s: float) -> InsideObserver | None:
+        """Start a watcher in the container where its processes cannot be seen from here."""
+        if self.unseen != ELSEWHERE:
+            return None
+        command = [PYTHON, "-P", "-m", "harness.watcher", str(interval_s)]
+        try:
+            started = self._client.exec_create(self._container, command, stdin=True)["Id"]
+            channel = StreamChannel(self._client.exec_start(started, socket=True))
+        except ENGINE_ERRORS as error:
+            if (response := getattr(error, "response", None)) is not None:
+                response.close()  # the SDK leaves its socket open
+            self.unseen += f", and no watcher could be started there: {first_line(error)}"
+            return None
+        hello = b""
+        with contextlib.suppress(TimeoutError):
+            hello = channel.receive(_WATCHER_TIMEOUT_S) or b""
+        if re.fullmatch(rb'{"watching":\d+}', hello):
+            return InsideObserver(channel, self._raise_limit)
+        # Where the engine could not even start it, it says so in the place of events.
+        said = (channel.chatter or hello).decode(errors="replace").strip().splitlines()
+        self.unseen += (
+            f", and the watcher there saw no worker: {one_line(said[-1]) if said else '-'}"
+        )
+        channel.close()
+        return None
 
     def wait(self, timeout_s: float) -> Exit:
         """Return how the worker ended; its container and cgroup stay until ``close``.
@@ -89,17 +120,16 @@ class DockerRunning:
         self.channel.close()
         self._on_close()
 
+    def _raise_limit(self) -> None:
+        with contextlib.suppress(*ENGINE_ERRORS):  # then the kill only takes longer
+            self._client.update_container(self._container, mem_limit=-1, memswap_limit=-1)
+
     def _look(self) -> None:
         """Find the worker's pid and cgroup on this machine, where they can be seen."""
         state = self._client.inspect_container(self._container)["State"]
         if not (keeper := int(state["Pid"])):
             return
-        try:
-            # The same number may be another process here, where the engine is in another machine.
-            ours = self._container in Path(f"/proc/{keeper}/cgroup").read_text()
-        except OSError:
-            ours = False
-        if not ours:
+        if not is_here(self._container, keeper):
             self.unseen = ELSEWHERE
             return
         self._keeper = keeper
@@ -146,6 +176,14 @@ class DockerRunning:
             except ENGINE_ERRORS:
                 break
             time.sleep(_PAUSE_S)
+        return False
+
+
+def is_here(container: str, pid: int) -> bool:
+    """Tell whether a container's process is one of this machine's, where pids may mean others."""
+    try:
+        return container in Path(f"/proc/{pid}/cgroup").read_text()
+    except OSError:
         return False
 
 

@@ -74,6 +74,9 @@ class LocalRunning:
         self.unseen = "" if cgroup else "a plain process has no cgroup of its own"
         self._closed = False
 
+    def observe_inside(self, interval_s: float) -> None:
+        """Return None: a child of this process can always be seen."""
+
     def wait(self, timeout_s: float) -> Exit:
         try:
             code = self._process.wait(timeout_s)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,10 @@ from typing import Any
 import leftovers
 
 from harness.cell import CacheState, Cell, Job, ModelSpec
-from harness.checkpoint import cache
+from harness.checkpoint import cache as checkpoints
+from harness.counters import MemoryCgroup, PeakMark
 from harness.isolation import Isolation, Running, choice
+from harness.isolation.cgroup import temporary_group
 from harness.measuring import Setting, measure
 from harness.record import Phase, Result
 from harness.registry import data_folder, model, read_strategy
@@ -86,7 +90,7 @@ class Bench:
         spec = spec or model(model_name)
         ours = self.strategies / f"{strategy}.py"
         info = read_strategy(ours if ours.exists() else data_folder("strategies") / ours.name)
-        checkpoint = cache.ensure(spec, info.formats[0])
+        checkpoint = checkpoints.ensure(spec, info.formats[0])
         cell = Cell(
             spec,
             strategy,
@@ -118,6 +122,13 @@ class Bench:
                 {name: int(value) if value else None for name, value in row.items()}
                 for row in csv.DictReader(file)
             ]
+
+
+@cache
+def keeps_marks_of_phases() -> bool:
+    """Tell whether this kernel puts a cgroup's mark back: v1 does, v2 since Linux 6.12."""
+    with temporary_group() as group, closing(PeakMark(MemoryCgroup(group))) as mark:
+        return mark.reset()
 
 
 def names_of(result: Result) -> list[str]:

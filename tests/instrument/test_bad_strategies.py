@@ -187,7 +187,7 @@ def test_dev_shm_is_charged_to_the_cell(bench: Bench, isolation: Watched) -> Non
     result = bench("shared_memory", isolation)
     assert_ok(result)
     if isolation.inner.limits:
-        written, before = phases_of(result)["write to /dev/shm"], phases_of(result)["prepare"]
+        written, before = phases_of(result)["write"], phases_of(result)["prepare"]
         assert written.end.cgroup_bytes is not None
         assert before.end.cgroup_bytes is not None
         rise = written.end.cgroup_bytes - before.end.cgroup_bytes

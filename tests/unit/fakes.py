@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.isolation import Exit
+from harness.observing import Observer
 from harness.record import Memory
 from harness.units import MIB
 from harness.worker.protocol import encode_event
@@ -55,6 +56,7 @@ class FakeRunning:
         cgroup: Path | None = None,
         unseen: str = "",
         hangs: int = 0,
+        inside: Observer | None = None,
     ) -> None:
         self.channel = FakeChannel(script, chatter)
         self.pid = pid
@@ -63,6 +65,10 @@ class FakeRunning:
         self.kills = 0
         self._ended = ended
         self._hangs = hangs
+        self._inside = inside
+
+    def observe_inside(self, interval_s: float) -> Observer | None:
+        return self._inside
 
     def wait(self, timeout_s: float) -> Exit:
         if self._hangs:

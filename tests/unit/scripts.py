@@ -7,7 +7,7 @@ import fakes
 import pytest
 from fakes import FakeRunning, begin, done, loaded, phase, ready
 
-from harness import watching
+from harness import observing
 from harness.cell import Cell, Job, ModelSpec
 from harness.isolation import Exit
 from harness.record import Result, Sample
@@ -50,6 +50,6 @@ def watched(running: FakeRunning, say: Callable[[str], None] = lambda _: None) -
 @pytest.fixture(name="sampler")
 def fake_sampler(monkeypatch: pytest.MonkeyPatch) -> type[FakeSampler]:
     kind = type("Seen", (FakeSampler,), {})
-    monkeypatch.setattr(watching, "Sampler", kind)
-    monkeypatch.setattr(watching, "pressure_file_of", lambda pid: None)
+    monkeypatch.setattr(observing, "Sampler", kind)
+    monkeypatch.setattr(observing, "pressure_file_of", lambda pid: None)
     return kind

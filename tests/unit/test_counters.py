@@ -131,6 +131,25 @@ def test_the_root_groups_psi_is_nobodys(tree: Path, monkeypatch: pytest.MonkeyPa
     assert counters.pressure_file_of(1) is None
 
 
+@pytest.mark.parametrize(
+    ("root", "group", "folder"),
+    [
+        ("/docker/0a1b", "/docker/0a1b", "."),  # in a container: its own group is all that it sees
+        ("/docker/0a1b", "/docker/0a1b/below", "below"),
+        ("/docker/0a1b", "/docker/0a1bc", "docker/0a1bc"),  # another that only begins so
+        ("/", "/docker/0a1b", "docker/0a1b"),
+        ("/", "/", "."),
+    ],
+)
+def test_the_folder_where_only_a_part_of_the_hierarchy_is_mounted(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, root: str, group: str, folder: str
+) -> None:
+    (tree / "mountinfo").write_text(f"31 23 0:28 {root} {tree} ro - cgroup2 cgroup2 rw\n")
+    monkeypatch.setattr(counters, "_group_of", lambda pid, version: group)
+    (tree / folder).mkdir(parents=True, exist_ok=True)
+    assert counters.memory_cgroup_of(1) == tree / folder
+
+
 def test_a_process_that_is_gone_has_no_groups_and_no_start() -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()

@@ -57,6 +57,32 @@ DONE = (*READY, fakes.begin("forward"), fakes.phase("forward"), fakes.done())
             "killed by the kernel for lack of memory in phase 'read'",
         ),
         (
+            (*LOADED, fakes.failed("strategy_failed", "BrokenProcessPool (mine.py:3)")),
+            Exit(1),
+            1,
+            b"Traceback",
+            Outcome.OOM_KILLED,
+            "the kernel killed a process of the worker's for lack of memory, "
+            "and then: BrokenProcessPool (mine.py:3)",
+        ),
+        (
+            (*LOADED, fakes.failed("strategy_failed", "BrokenProcessPool (mine.py:3)")),
+            Exit(1),
+            0,
+            b"Traceback",
+            Outcome.STRATEGY_FAILED,
+            "BrokenProcessPool (mine.py:3)",
+        ),
+        (
+            LOADED,
+            Exit(3),
+            2,
+            b"no child",
+            Outcome.OOM_KILLED,
+            "the kernel killed a process of the worker's for lack of memory, "
+            "and then it ended with exit code 3 after phase 'read': no child",
+        ),
+        (
             BASELINE,
             KILLED,
             1,

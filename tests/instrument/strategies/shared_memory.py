@@ -1,4 +1,4 @@
-"""Fill a file of 64 MiB in /dev/shm, as some data loaders do, and load rightly."""
+"""Fill a file of ``mib`` (64) MiB in ``folder`` (/dev/shm), as some data loaders do, and load rightly."""
 
 import tempfile
 import time
@@ -11,9 +11,9 @@ from strategies.baseline import load as load_rightly
 
 
 def load(job: Load) -> torch.nn.Module:
-    with tempfile.TemporaryFile(dir="/dev/shm") as file:
-        with job.phase("write to /dev/shm"):
-            for _ in range(64):
+    with tempfile.TemporaryFile(dir=job.options.get("folder", "/dev/shm")) as file:
+        with job.phase("write"):
+            for _ in range(job.options.get("mib", 64)):
                 file.write(bytes(MIB))
             file.flush()
         with job.phase("hold it"):

@@ -1,0 +1,24 @@
+"""Read a mapped file that does not fit, again and again, for ever: each read evicts the next one."""
+
+import mmap
+from pathlib import Path
+
+import torch
+
+from harness.process_memory import read_status
+from harness.strategy import Load
+from harness.units import MIB
+
+
+def load(job: Load) -> torch.nn.Module:
+    with (
+        job.phase("thrash"),
+        Path(__file__).with_name("known.bin").open("rb") as file,
+        mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped,
+    ):
+        room = job.options["limit_mib"] - read_status()["RssAnon"] // MIB
+        taken = torch.ones(room - job.options["left_mib"], MIB, dtype=torch.uint8)
+        while taken[0, 0]:
+            for offset in range(0, len(mapped), mmap.PAGESIZE):
+                mapped[offset]
+    raise AssertionError

@@ -1,0 +1,144 @@
+"""Cells that meet their limit in hard ways end with the right outcome, and leave nothing behind.
+
+``bench`` itself asserts after every cell that no process, cgroup or container is left.
+"""
+
+import mmap
+import time
+from collections.abc import Callable
+
+import pytest
+from cells import Bench, Watched, phases_of
+
+from harness.counters import memory_hierarchy
+from harness.record import Outcome
+from harness.units import MIB
+
+# `import torch` charges about 150 MiB of anonymous memory to its cgroup.
+LIMIT = 256 * MIB
+KILLED_CHILD = "the kernel killed a process of the worker's for lack of memory"
+
+
+@pytest.mark.parametrize("limit_mib", [8, 32, 96])
+def test_a_limit_below_the_import_kills_before_the_load(
+    bench: Bench, limiting: Watched, limit_mib: int
+) -> None:
+    result = bench("baseline", limiting, limit_bytes=limit_mib * MIB)
+    assert result.outcome is Outcome.OOM_KILLED
+    where = "before its first phase" if result.last_phase is None else "in phase 'import'"
+    assert result.message == f"killed by the kernel for lack of memory {where}"
+    assert (result.baseline, result.phases, result.load_ns) == (None, (), None)
+    assert result.exit_code == 128 + 9
+    if result.peaks.cgroup_bytes is not None:
+        assert result.peaks.cgroup_bytes <= limit_mib * MIB
+
+
+def test_children_are_charged_to_the_cell(bench: Bench, limiting: Watched) -> None:
+    result = bench("children", limiting, how="each_takes_its_share", mib=100)
+    assert (result.outcome, result.message, result.warnings) == (Outcome.OK, "", ())
+    phase = phases_of(result)["children"]
+    assert result.baseline and result.baseline.cgroup_bytes
+    if phase.peak_cgroup_bytes is not None:  # the kernel's mark resets
+        rise = phase.peak_cgroup_bytes - result.baseline.cgroup_bytes
+        assert rise == pytest.approx(300 * MIB, abs=24 * MIB)  # page tables, stacks
+    assert phase.peak_rss_bytes < result.baseline.rss_bytes + 50 * MIB  # the worker's alone
+
+
+def test_children_that_do_not_fit_together_are_killed(bench: Bench, limiting: Watched) -> None:
+    result = bench(
+        "children", limiting, how="each_takes_its_share", mib=100, limit_bytes=LIMIT + 100 * MIB
+    )
+    assert result.oom_kills
+    assert result.outcome in (Outcome.OK, Outcome.OOM_KILLED)  # whichever the kernel chose
+    if result.outcome is Outcome.OK:
+        (warning,) = result.warnings
+        assert warning.endswith("of this cell for lack of memory")
+
+
+def test_a_worker_that_goes_on_without_its_child_is_ok_and_says_so(
+    bench: Bench, limiting: Watched
+) -> None:
+    how = "goes_on_without_the_one_that_is_killed"
+    result = bench("children", limiting, how=how, mib=400, limit_bytes=LIMIT)
+    assert (result.outcome, result.message, result.oom_kills) == (Outcome.OK, "", 1)
+    assert result.warnings == ("the kernel killed 1 process of this cell for lack of memory",)
+
+
+@pytest.mark.parametrize(
+    ("how", "end"),
+    [
+        (
+            "cannot_go_on_without_the_one_that_is_killed",
+            "RuntimeError: a loader's process ended with status 9 (children.py:34)",
+        ),
+        (
+            "exits_without_the_one_that_is_killed",
+            "it ended with exit code 7 in phase 'children'",
+        ),
+    ],
+)
+def test_a_worker_that_fails_without_its_child_ran_out_of_memory(
+    bench: Bench, limiting: Watched, how: str, end: str
+) -> None:
+    result = bench("children", limiting, how=how, mib=400, limit_bytes=LIMIT)
+    assert (result.outcome, result.oom_kills) == (Outcome.OOM_KILLED, 1)
+    assert (result.last_phase, result.warnings) == ("children", ())
+    then = end if end.startswith("it") else f": {end}"
+    assert result.message == f"{KILLED_CHILD}, and then{' ' if then == end else ''}{then}"
+
+
+def test_a_worker_that_waits_for_its_killed_child_times_out_and_says_why(
+    bench: Bench, limiting: Watched, seconds_to_load: Callable[[Watched], float]
+) -> None:
+    how = "waits_for_ever_for_the_one_that_is_killed"
+    timeout_s = round(2 * seconds_to_load(limiting) + 1)
+    result = bench("children", limiting, how=how, mib=400, limit_bytes=LIMIT, timeout_s=timeout_s)
+    assert (result.outcome, result.oom_kills) == (Outcome.TIMEOUT, 1)
+    assert result.message == f"still running after {timeout_s} s, in phase 'children'"
+    assert result.warnings == ("the kernel killed 1 process of this cell for lack of memory",)
+
+
+@pytest.mark.parametrize("folder", ["/dev/shm", "/tmp"])
+def test_what_a_cell_writes_to_a_tmpfs_is_its_own_and_goes_with_it(
+    bench: Bench, limiting: Watched, folder: str
+) -> None:
+    if folder == "/tmp" and limiting.inner.name == "cgroup":
+        return  # the machine's own, on a disk or not
+    result = bench("shared_memory", limiting, folder=folder, mib=48, limit_bytes=LIMIT + 64 * MIB)
+    assert (result.outcome, result.message) == (Outcome.OK, "")
+    written, before = phases_of(result)["hold it"].end, phases_of(result)["prepare"].end
+    assert written.cgroup_bytes and before.cgroup_bytes
+    assert written.cgroup_bytes - before.cgroup_bytes >= 47 * MIB
+
+
+def test_a_tmpfs_that_does_not_fit_kills(bench: Bench, limiting: Watched) -> None:
+    result = bench("shared_memory", limiting, mib=62, limit_bytes=LIMIT - 64 * MIB)
+    assert (result.outcome, result.last_phase) == (Outcome.OOM_KILLED, "write")
+    assert result.message == "killed by the kernel for lack of memory in phase 'write'"
+
+
+def test_thrashing_for_ever_ends_at_the_time_out_with_its_timeline(
+    bench: Bench, limiting: Watched, seconds_to_load: Callable[[Watched], float]
+) -> None:
+    timeout_s = round(2 * seconds_to_load(limiting) + 3)
+    start = time.monotonic()
+    result = bench(
+        "thrashes",
+        limiting,
+        limit_mib=LIMIT // MIB,
+        left_mib=40,  # of the 64 that it reads
+        limit_bytes=LIMIT,
+        timeout_s=timeout_s,
+        files=[bench.strategies / "known.bin"],
+    )
+    assert time.monotonic() - start < timeout_s + 15  # it dies promptly: its limit was lifted
+    assert (result.outcome, result.last_phase) == (Outcome.TIMEOUT, "thrash")
+    assert result.message == f"still running after {timeout_s} s, in phase 'thrash'"
+    assert result.oom_kills == 0
+    assert result.faults and result.faults.workingset_refault_file
+    assert result.faults.workingset_refault_file > 16 * MIB // mmap.PAGESIZE
+    assert result.faults.major > 50  # each brings its neighbours with it
+    if (memory_hierarchy() or (0,))[0] == 2:
+        assert result.limit_events and result.limit_events["max"] > 100
+    late = bench.samples(result)[-20:]
+    assert late[-1]["major_faults"] and (late[0]["major_faults"] or 0) < late[-1]["major_faults"]

@@ -1,0 +1,108 @@
+"""What the doctor says of each figure, on kernels that have it and on those that have not."""
+
+from pathlib import Path
+
+import pytest
+from test_counters import HYBRID
+from test_memory_cgroup import make_group
+
+from harness import doctor_figures
+from harness.counters import PeakMark
+from harness.doctor_figures import Finding, of_group, pressure
+
+KILLS = Finding("kills for lack of memory", "good", "exact: oom_kill in memory.events.local")
+REFAULTS = Finding("pages read again", "good", "exact: workingset_refault_file in memory.stat")
+SOFT = Finding("soft limit", "good", "memory.high, with --isolation cgroup")
+
+
+def findings(folder: Path, kernel: str) -> list[Finding]:
+    group = make_group(folder, kernel)
+    if kernel != HYBRID:
+        (folder / "memory.high").write_text("max\n")
+    return list(of_group(group))
+
+
+def test_version_1(tmp_path: Path) -> None:
+    exact = "exact for each phase: memory.max_usage_in_bytes, reset at every mark"
+    assert findings(tmp_path, HYBRID) == [
+        Finding("cgroup peak", "good", exact),
+        Finding("kills for lack of memory", "good", "exact: oom_kill in memory.oom_control"),
+        REFAULTS,
+        Finding("soft limit", "poor", "cgroup v1 has none that throttles"),
+    ]
+
+
+def test_version_2_whose_mark_resets(tmp_path: Path) -> None:
+    exact = "exact for each phase: memory.peak, reset at every mark"
+    peak = Finding("cgroup peak", "good", exact)
+    assert findings(tmp_path, "v2-6.12") == [peak, KILLS, REFAULTS, SOFT]
+
+
+def test_version_2_whose_mark_is_the_whole_cells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PeakMark, "reset", lambda mark: False)
+    assert findings(tmp_path, "v2-6.12")[0] == Finding(
+        "cgroup peak",
+        "poor",
+        "exact for the whole cell, not for a phase: memory.peak can be reset since Linux 6.12",
+    )
+
+
+def test_version_2_without_a_mark(tmp_path: Path) -> None:
+    missing = "missing: memory.peak came with Linux 5.19; samples remain"
+    peak = Finding("cgroup peak", "bad", missing)
+    assert findings(tmp_path, "v2-5.10") == [peak, KILLS, REFAULTS, SOFT]
+
+
+def test_a_kernel_that_counts_neither_kills_nor_refaults(tmp_path: Path) -> None:
+    group = make_group(tmp_path, "v2-6.12")
+    group.oom_path.unlink()
+    group.stat_path.write_text("anon 1\nworkingset_refault 7\n")
+    assert list(of_group(group))[1:3] == [
+        Finding(
+            "kills for lack of memory",
+            "bad",
+            "missing: memory.events.local has no oom_kill before Linux 5.2 (v2), 4.13 (v1)",
+        ),
+        Finding(
+            "pages read again",
+            "poor",
+            "missing: this kernel does not count them apart (Linux 5.9); major faults remain",
+        ),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("on", "tree", "version", "verdict", "detail"),
+    [
+        (False, "/u", 2, "poor", "missing: off in this kernel; boot with psi=1"),
+        (
+            True,
+            None,
+            1,
+            "poor",
+            "missing: only a cgroup v2 tree has it, and none is mounted",
+        ),
+        (
+            True,
+            "/u",
+            1,
+            "good",
+            "exact with --isolation cgroup, through /u; docker on cgroup v1 has none",
+        ),
+        (True, "/u", 2, "good", "exact: memory.pressure of the cell's cgroup"),
+    ],
+)
+def test_pressure(
+    monkeypatch: pytest.MonkeyPatch,
+    on: bool,
+    tree: str | None,
+    version: int,
+    verdict: doctor_figures.Verdict,
+    detail: str,
+) -> None:
+    monkeypatch.setattr(Path, "exists", lambda path: on)
+    monkeypatch.setattr(doctor_figures, "pressure_hierarchy", lambda: Path(tree) if tree else None)
+    monkeypatch.setattr(doctor_figures, "memory_hierarchy", lambda: (version, Path("/m")))
+    assert pressure() == Finding("memory pressure (PSI)", verdict, detail)

@@ -1,0 +1,143 @@
+"""The parent's side of a watcher in a container: what it asks, and a watcher that dies or is silent."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import pytest
+from fakes import FakeRunning
+from scripts import DONE, KILLED, watched
+
+from harness import inside
+from harness.inside import InsideObserver
+from harness.observing import Look
+from harness.record import Memory, Outcome, Sample
+
+SAMPLE = [1, 60, 30, 20, 10, 0, 5, 6, 90, 40, None, None]
+LOOK = Look(90, 95, 3, 4000, 2000, 1, {"max": 7, "oom_kill": 1})
+WATCHER = Memory(12 << 20, 7 << 20, 5 << 20, 0, 0)
+ANSWERS: dict[bytes, dict[str, Any]] = {
+    b"look\n": {"look": {name: getattr(LOOK, name) for name in Look.__slots__}},
+    b"reset\n": {"reset": False},
+    b"kill\n": {"kill": 2},
+    b"end\n": {
+        "end": {
+            "oom_kills": 1,
+            "last_peak_rss_bytes": 77,
+            "memory": {name: getattr(WATCHER, name) for name in Memory.__slots__},
+        }
+    },
+}
+
+
+class Channel:
+    """A watcher that answers, until it is told to die or to fall silent."""
+
+    def __init__(self) -> None:
+        self.lines: SimpleQueue[bytes | None] = SimpleQueue()
+        self.answers: Callable[[bytes], bytes | None] | None = lambda word: json.dumps(
+            ANSWERS[word]
+        ).encode()
+        self.chatter = b""
+        self.closed = 0
+
+    def send(self, line: bytes) -> None:
+        if self.answers:
+            self.lines.put(self.answers(line))
+        if line == b"end\n":
+            self.lines.put(None)
+
+    def receive(self, timeout_s: float) -> bytes | None:
+        try:
+            return self.lines.get(timeout=timeout_s)
+        except Empty:
+            raise TimeoutError from None
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.fixture
+def channel() -> Channel:
+    return Channel()
+
+
+@pytest.fixture
+def observer(channel: Channel) -> Iterator[InsideObserver]:
+    lifted = threading.Event()
+    observer = InsideObserver(channel, lifted.set)
+    observer.raise_limit()
+    assert lifted.is_set()
+    yield observer
+    observer.stop()
+    assert not observer._thread.is_alive()
+
+
+def test_what_is_asked_is_answered(channel: Channel, observer: InsideObserver) -> None:
+    channel.lines.put(json.dumps({"samples": [SAMPLE]}).encode())
+    assert observer.look() == LOOK
+    assert observer.reset_peak() is False
+    assert observer.kill() is True
+    channel.lines.put(json.dumps({"samples": [SAMPLE, SAMPLE]}).encode())
+    assert observer.stop() == [Sample(*SAMPLE)] * 3
+    assert (observer.oom_kills, observer.last_peak_rss_bytes) == (1, 77)
+    assert observer.watcher == WATCHER
+    assert channel.closed == 1
+
+
+def test_a_watcher_that_is_killed_with_its_worker_breaks_nothing(
+    channel: Channel, observer: InsideObserver
+) -> None:
+    channel.lines.put(json.dumps({"samples": [SAMPLE]}).encode())
+    channel.answers = lambda word: None
+    assert observer.look() == Look()
+    assert observer.look() == Look()
+    assert observer.kill() is False  # the engine does it then
+    assert observer.stop() == [Sample(*SAMPLE)]
+    assert (observer.watcher, observer.oom_kills) == (None, None)
+
+
+def test_a_watcher_that_falls_silent_is_not_waited_for_for_ever(
+    channel: Channel, observer: InsideObserver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inside, "_ANSWER_TIMEOUT_S", 0.05)
+    channel.answers = None
+    assert observer.look() == Look()
+    assert observer.stop() == []
+
+
+def test_a_cell_that_a_watcher_looked_at(observer: InsideObserver) -> None:
+    running = FakeRunning([*DONE], unseen="the engine runs elsewhere", inside=observer)
+    result = watched(running)
+    assert (result.outcome, result.oom_kills, result.limit_events) == (
+        Outcome.OK,
+        1,
+        {"max": 7, "oom_kill": 1},
+    )
+    assert result.baseline and result.baseline.cgroup_bytes == 90
+    assert {one.end.cgroup_bytes for one in result.phases} == {90}
+    assert {one.peak_cgroup_bytes for one in result.phases} == {None}  # nobody may put it back
+    assert result.peaks.cgroup_bytes == 95
+    assert result.watcher == WATCHER
+    assert result.warnings == (
+        "the engine runs elsewhere: a watcher in the container looked, and the cell was charged"
+        " its 12.000 MiB (anonymous: 7.000 MiB)",
+        "the kernel killed 1 process of this cell for lack of memory",
+    )
+
+
+def test_a_time_out_is_carried_out_by_the_watcher(observer: InsideObserver) -> None:
+    running = FakeRunning([*DONE[:6], TimeoutError], KILLED, unseen="elsewhere", inside=observer)
+    assert watched(running).outcome is Outcome.TIMEOUT
+    assert running.kills == 0
+
+
+def test_a_time_out_is_carried_out_by_the_engine_where_the_watcher_is_dead(
+    channel: Channel, observer: InsideObserver
+) -> None:
+    channel.answers = lambda word: None
+    running = FakeRunning([*DONE[:6], TimeoutError], KILLED, unseen="elsewhere", inside=observer)
+    assert watched(running).outcome is Outcome.TIMEOUT
+    assert running.kills == 1
