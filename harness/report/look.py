@@ -5,7 +5,7 @@ Every strategy has one colour everywhere, and nothing is told by colour alone.
 
 import hashlib
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 import pandas as pd
@@ -119,6 +119,18 @@ def headline(frame: pd.DataFrame, subject: str) -> str:
     model = "" if "model" in changing else " " + captions.dimension("model", first["model"], size)
     limit = captions.dimension("ram_limit_bytes", first["ram_limit_bytes"])
     return f"{subject}{model}" + ("" if "ram_limit_bytes" in changing else f", {limit}")
+
+
+def scenes(frame: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
+    """Split the series into those that can be compared, each with what sets it apart."""
+    by = [name for name in SCENE if name in varying(frame)]
+    if not by:
+        yield "", frame
+        return
+    for values, group in frame.groupby(by, sort=False, dropna=False):
+        size = captions.model_size(group)
+        pairs = zip(by, values, strict=True)
+        yield " · ".join(captions.dimension(name, value, size) for name, value in pairs), group
 
 
 def empty_figure(title: str) -> "Figure":

@@ -3,14 +3,14 @@
 Bars are the largest samples of anonymous and file-backed memory; the marker is the exact peak RSS.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import pandas as pd
 
 from harness.record import Outcome, Result
 from harness.report import captions, look
-from harness.report.frame import known, series, varying
+from harness.report.frame import known, series
 from harness.units import GIB
 
 if TYPE_CHECKING:  # matplotlib takes half a second to import
@@ -26,7 +26,7 @@ def draw_peaks(results: Sequence[Result]) -> "Figure":
     frame = series(results)
     if frame.empty:
         return look.empty_figure("Memory while loading")
-    scenes = list(_scenes(frame))
+    scenes = list(look.scenes(frame))
     shown = scenes[: look.MAX_PANELS]
     heights = [len(group) + 1.6 for _, group in shown]
     figure, grid = look.new_figure(
@@ -53,18 +53,6 @@ def draw_peaks(results: Sequence[Result]) -> "Figure":
     title = look.headline(frame, "Peak memory while loading")
     look.dress(figure, title, _legend(frame), lines)
     return figure
-
-
-def _scenes(frame: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Split the series into those that can be compared, each with what sets it apart."""
-    by = [name for name in look.SCENE if name in varying(frame)]
-    if not by:
-        yield "", frame
-        return
-    for values, group in frame.groupby(by, sort=False, dropna=False):
-        size = captions.model_size(group)
-        pairs = zip(by, values, strict=True)
-        yield " · ".join(captions.dimension(name, value, size) for name, value in pairs), group
 
 
 def _extent(group: pd.DataFrame) -> float:

@@ -2,7 +2,6 @@
 
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -10,38 +9,26 @@ import pandas as pd
 
 from harness.record import Outcome, Result
 from harness.report import captions, look
-from harness.report.frame import cells, samples, series
+from harness.report.frame import series
+from harness.report.tracks import (
+    CUT_OFF,
+    PARTS,
+    Track,
+    choose,
+    highest,
+    longest,
+    spans,
+    thin,
+)
 from harness.units import GIB, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Outcomes that cut a cell off: the figure marks where.
-_CUT_OFF: Final = frozenset(
-    {
-        Outcome.OOM_KILLED,
-        Outcome.CUDA_OOM,
-        Outcome.TIMEOUT,
-        Outcome.STRATEGY_FAILED,
-        Outcome.MEASUREMENT_FAILED,
-    }
-)
-_PARTS: Final = ("anon_bytes", "file_bytes", "shmem_bytes")
 _HEADROOM: Final = 1.4  # above the data, for the names of phases
 _POINTS: Final = 1500  # more than the pixels of a panel
 _CHARACTER: Final = 0.0145  # of a panel's width, at the size in which phases are named
-
-
-@dataclass(frozen=True, slots=True)
-class _Track:
-    """One cell's memory over time: seconds from its first mark, and what to call it."""
-
-    label: str
-    result: Result
-    table: pd.DataFrame | None
-    zero_ns: int
-    end_s: float
 
 
 def draw_timeline(run: Path, results: Sequence[Result]) -> "Figure":
@@ -52,12 +39,12 @@ def draw_timeline(run: Path, results: Sequence[Result]) -> "Figure":
     if not results:
         return look.empty_figure("Memory over time while loading")
     frame = series(results)
-    tracks = _tracks(run, results, frame)
+    tracks = choose(run, results, frame)
     shown = tracks[: look.MAX_PANELS]
     columns = min(2, len(shown))
     rows = -(-len(shown) // columns)
     figure, grid = look.new_figure(rows * 2.2 + 0.2, rows, columns, sharex=True, sharey=True)
-    span, top = _span(shown), _top(shown)
+    span, top = longest(shown), highest(shown)
     for axes, track in zip(grid.flat, shown, strict=False):
         axes.set_xlim(0, span)
         axes.set_ylim(0, top * _HEADROOM)
@@ -75,48 +62,7 @@ def draw_timeline(run: Path, results: Sequence[Result]) -> "Figure":
     return figure
 
 
-def _tracks(run: Path, results: Sequence[Result], frame: pd.DataFrame) -> list[_Track]:
-    """Choose the first repeat of each series, and read its samples."""
-    table = cells(results)
-    last = {result.cell.id: result for result in results}
-    first = dict(zip(reversed(table["group"].tolist()), reversed(list(last.values())), strict=True))
-    labels = look.row_labels(frame)
-    scene = [name for name in look.SCENE if frame[name].nunique(dropna=False) > 1]
-    tracks = []
-    for label, (_, row) in zip(labels, frame.iterrows(), strict=True):
-        result = first[row["group"]]
-        words = [captions.dimension(name, row[name]) for name in scene]
-        tracks.append(_track(" · ".join([label, *words]), result, samples(run, result)))
-    return tracks
-
-
-def _track(label: str, result: Result, table: pd.DataFrame | None) -> _Track:
-    starts = [phase.start_ns for phase in result.phases]
-    ends = [phase.end_ns for phase in result.phases]
-    if table is not None:
-        starts.append(int(table["t_ns"].iloc[0]))
-        ends.append(int(table["t_ns"].iloc[-1]))
-    zero = min(starts, default=0)
-    return _Track(label, result, table, zero, (max(ends, default=0) - zero) / 1e9)
-
-
-def _span(tracks: Sequence[_Track]) -> float:
-    """Return the shared time axis in seconds: a time-out must not squeeze all others."""
-    ended = [t.end_s for t in tracks if t.result.outcome is not Outcome.TIMEOUT and t.end_s]
-    longest = max((track.end_s for track in tracks), default=0.0)
-    return min(longest, 2 * max(ended)) * 1.02 if ended else longest or 1.0
-
-
-def _top(tracks: Sequence[_Track]) -> float:
-    """Return the shared memory axis in GiB, with the limit on it where it is near the data."""
-    tables = [track.table for track in tracks if track.table is not None]
-    data = max((float(table["rss_bytes"].max()) for table in tables), default=0.0)
-    limits = [track.result.cell.ram_limit_bytes or 0 for track in tracks]
-    near = [limit for limit in limits if not data or limit <= 2 * data]
-    return max([data, *near]) / GIB or 1.0
-
-
-def _panel(axes: "Axes", track: _Track, span: float) -> None:
+def _panel(axes: "Axes", track: Track, span: float) -> None:
     look.tidy(axes)
     axes.set_title(
         look.verbatim(f"{track.label}: {track.result.outcome}"), fontsize=9, loc="left", pad=13
@@ -130,7 +76,7 @@ def _panel(axes: "Axes", track: _Track, span: float) -> None:
     else:
         _areas(axes, track, track.table)
     _phases(axes, track, span)
-    if track.result.outcome in _CUT_OFF:
+    if track.result.outcome in CUT_OFF:
         _cut(axes, track, span)
 
 
@@ -143,29 +89,20 @@ def _limit(axes: "Axes", limit: int | None) -> None:
         axes.annotate(said, (0.99, 0.86), xycoords="axes fraction", ha="right", fontsize=7)
 
 
-def _areas(axes: "Axes", track: _Track, table: pd.DataFrame) -> None:
+def _areas(axes: "Axes", track: Track, table: pd.DataFrame) -> None:
     """Stack anonymous, file-backed and shared memory."""
-    step = -(-len(table) // _POINTS)
-    # The look with the most memory of each bin: thinning must not lose a spike.
-    thin = table.loc[table.groupby(table.index // step)["rss_bytes"].idxmax()]
-    seconds = (thin["t_ns"] - track.zero_ns) / 1e9
+    drawn_points = thin(table, _POINTS)
+    seconds = (drawn_points["t_ns"] - track.zero_ns) / 1e9
     shade = look.colour(track.result.cell.strategy)
     colours: list[Any] = [shade, look.tint(shade), "white"]
-    layers = [thin[name] / GIB for name in _PARTS]
-    drawn = axes.stackplot(seconds, *layers, colors=colours, labels=_PARTS)
+    layers = [drawn_points[name] / GIB for name in PARTS]
+    drawn = axes.stackplot(seconds, *layers, colors=colours, labels=PARTS)
     drawn[2].set_hatch("....")
     axes.plot(seconds, sum(layers), color=look.INK, linewidth=0.8)
 
 
-def _phases(axes: "Axes", track: _Track, span: float) -> None:
+def _phases(axes: "Axes", track: Track, span: float) -> None:
     """Shade every other phase and name it; what is too short for a name is listed above the panel."""
-    spans = [
-        (p.name, (p.start_ns - track.zero_ns) / 1e9, (p.end_ns - track.zero_ns) / 1e9)
-        for p in track.result.phases
-    ]
-    last = track.result.last_phase
-    if track.result.outcome in _CUT_OFF and last and last not in {name for name, _, _ in spans}:
-        spans.append((last, spans[-1][2] if spans else 0.0, track.end_s))
     short = []
     style: dict[str, Any] = {
         "transform": axes.get_xaxis_transform(),
@@ -173,7 +110,7 @@ def _phases(axes: "Axes", track: _Track, span: float) -> None:
         "fontsize": 7,
         "color": look.INK,
     }
-    for index, (name, start, end) in enumerate(spans):
+    for index, (name, start, end) in enumerate(spans(track)):
         if index % 2 == 0:
             axes.axvspan(start, end, color="#EEEEEE", linewidth=0, zorder=0)
         width = (min(end, span) - start) / span
@@ -192,7 +129,7 @@ def _phases(axes: "Axes", track: _Track, span: float) -> None:
         )
 
 
-def _cut(axes: "Axes", track: _Track, span: float) -> None:
+def _cut(axes: "Axes", track: Track, span: float) -> None:
     """Mark where the cell was cut off."""
     table, outcome = track.table, track.result.outcome
     if track.end_s > span:
@@ -214,7 +151,7 @@ def _cut(axes: "Axes", track: _Track, span: float) -> None:
     )  # fmt: skip
 
 
-def _legend(tracks: Sequence[_Track], top: float) -> list[Any]:
+def _legend(tracks: Sequence[Track], top: float) -> list[Any]:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -227,12 +164,12 @@ def _legend(tracks: Sequence[_Track], top: float) -> list[Any]:
     limits = [track.result.cell.ram_limit_bytes for track in tracks]
     if any(limit and limit / GIB <= top for limit in limits):
         handles.append(Line2D([], [], color="black", linestyle="--", label="RAM limit"))
-    if any(track.result.outcome in _CUT_OFF for track in tracks):
+    if any(track.result.outcome in CUT_OFF for track in tracks):
         handles.append(Line2D([], [], marker="X", color="black", linestyle="", label="cut off"))
     return handles
 
 
-def _caption(frame: pd.DataFrame, results: Sequence[Result], tracks: Sequence[_Track]) -> list[str]:
+def _caption(frame: pd.DataFrame, results: Sequence[Result], tracks: Sequence[Track]) -> list[str]:
     lines = [
         captions.shared(frame, results, without=("model", "ram_limit_bytes")),
         "All memory is sampled from outside the worker, and may miss short spikes. Bands: phases between marks.",
