@@ -38,7 +38,7 @@ pages: .venv/ready  ## Fill the tables of README.md from results/published
 doctor: .venv/ready  ## Say what this machine can limit and measure
 	$(BIN)/weighin doctor
 
-test: .venv/ready  ## Run the tests; REQUIRE=docker,cgroup turns what cannot run into failures
+test: .venv/ready  ## Run the tests; REQUIRE=docker,cgroup,browser turns what cannot run into failures
 	$(BIN)/pytest $(if $(REQUIRE),--require $(REQUIRE)) $(ARGS)
 
 lint: .venv/ready  ## Check style and types

@@ -137,7 +137,7 @@ def bench(
 
 @app.command(epilog="Example:\n\nweighin report results/20261120T093000-gpt2-xl-8GiB")
 def report(run: Annotated[Path, typer.Argument(help="A run's folder.")]) -> None:
-    """Draw a run again: the table here, and report.md, summary.csv and the plots in its folder."""
+    """Draw a run again: the table here; report.html, report.md, summary.csv and plots in its folder."""
     from harness import journal
 
     records = journal.read(run)

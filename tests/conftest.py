@@ -4,6 +4,7 @@
 engine, its absence must not look like success.
 """
 
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -48,10 +49,18 @@ def _cuda_missing() -> str:
     return "" if torch.cuda.is_available() else "torch sees no CUDA GPU on this machine"
 
 
+@cache
+def _browser_missing() -> str:
+    if not shutil.which("chromium"):
+        return "no chromium here: apt-get install --no-install-recommends chromium"
+    return ""
+
+
 _MISSING: dict[str, Callable[[], str]] = {
     "docker": _docker_missing,
     "cgroup": _cgroup_missing,
     "cuda": _cuda_missing,
+    "browser": _browser_missing,
 }
 
 

@@ -1,4 +1,4 @@
-"""A run's records as a report to read: report.md, summary.csv, peaks.png and timeline.png.
+"""A run's records as a report to read: report.html, report.md, summary.csv, peaks.png and timeline.png.
 
 Only reads the run's folder. The one place that imports pandas and matplotlib, and only when
 something is written.

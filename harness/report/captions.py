@@ -12,6 +12,11 @@ from harness.units import format_bytes, format_exact
 
 # Environment keys that a caption prints, with the word before each; any of them may be missing.
 _MACHINE: Final = {"machine": "", "cpu": "", "kernel": "Linux ", "cgroup_version": "cgroup v", "torch": "torch "}  # fmt: skip
+# Environment keys that must be the same in all cells of a run, if their figures shall be compared.
+_SAME: Final = (
+    "machine", "cpu", "cpus", "ram_bytes", "kernel", "cgroup_version", "torch", "python", "libc",
+    "threads", "thp", "weighin", "git_commit",
+)  # fmt: skip
 
 
 def size(value: int | None) -> str:
@@ -72,6 +77,22 @@ def machine(environments: Sequence[Mapping[str, Any]]) -> list[str]:
             value = values.pop()
             words.append(value if value.startswith(before.strip() or "\0") else before + value)
     return words
+
+
+def mixed_machines(environments: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a warning where cells of one run were measured on what is not the same machine."""
+    described = [environment for environment in environments if environment]
+    differing = []
+    for key in _SAME:
+        values = list(dict.fromkeys(str(e[key]) for e in described if e.get(key) is not None))
+        if len(values) > 1:
+            differing.append(f"{key} ({', '.join(values)})")
+    if not differing:
+        return []
+    return [
+        f"the cells were not measured on one machine with one software: {'; '.join(differing)}."
+        " Compare their figures with care, their times not at all"
+    ]
 
 
 def note_figures(*, cuda: bool, repeats: int) -> list[str]:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final
 import pandas as pd
 
 from harness.report import captions
-from harness.report.frame import varying
+from harness.report.frame import known, varying
+from harness.units import GIB
 
 if TYPE_CHECKING:  # matplotlib takes half a second to import
     from matplotlib.axes import Axes
@@ -131,6 +132,16 @@ def scenes(frame: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
         size = captions.model_size(group)
         pairs = zip(by, values, strict=True)
         yield " · ".join(captions.dimension(name, value, size) for name, value in pairs), group
+
+
+def extent_gib(group: pd.DataFrame) -> float:
+    """Return how far to the right a panel's axis must go for the data, in GiB."""
+    parts = group["anon_sampled_bytes"].fillna(0) + group["file_sampled_bytes"].fillna(0)
+    marks = ("peak_rss_bytes_max", "peak_cuda_allocated_bytes", "model_bytes")
+    data = max([parts.max(), *(group[name].fillna(0).max() for name in marks)])
+    limit = known(group["ram_limit_bytes"].iloc[0]) or 0
+    # A limit far beyond the data would squeeze the bars: it is named at the edge instead.
+    return float(max(data, limit if limit <= 2 * data else 0)) / GIB or 1.0
 
 
 def empty_figure(title: str) -> "Figure":

@@ -32,7 +32,7 @@ def draw_peaks(results: Sequence[Result]) -> "Figure":
     figure, grid = look.new_figure(
         sum(heights) * _ROW_IN, len(shown), 1, height_ratios=heights, sharex=True
     )
-    right = max(_extent(group) for _, group in shown)
+    right = max(look.extent_gib(group) for _, group in shown)
     for axes, (title, group) in zip(grid[:, 0], shown, strict=True):
         _panel(axes, group, right)
         axes.set_title(look.verbatim(title), fontsize=9, loc="left", pad=18)
@@ -53,16 +53,6 @@ def draw_peaks(results: Sequence[Result]) -> "Figure":
     title = look.headline(frame, "Peak memory while loading")
     look.dress(figure, title, _legend(frame), lines)
     return figure
-
-
-def _extent(group: pd.DataFrame) -> float:
-    """Return how far to the right a panel's axis must go for the data, in GiB."""
-    parts = group["anon_sampled_bytes"].fillna(0) + group["file_sampled_bytes"].fillna(0)
-    marks = ("peak_rss_bytes_max", "peak_cuda_allocated_bytes", "model_bytes")
-    data = max([parts.max(), *(group[name].fillna(0).max() for name in marks)])
-    limit = known(group["ram_limit_bytes"].iloc[0]) or 0
-    # A limit far beyond the data would squeeze the bars: it is named at the edge instead.
-    return float(max(data, limit if limit <= 2 * data else 0)) / GIB or 1.0
 
 
 def _panel(axes: "Axes", group: pd.DataFrame, right: float) -> None:

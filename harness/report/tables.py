@@ -25,7 +25,7 @@ _MESSAGE_LENGTH: Final = 300  # the record has the whole message
 
 
 @dataclass(frozen=True, slots=True)
-class _Figure:
+class Figure:
     """A column of numbers: the frame's column, its heading, and how it is printed."""
 
     key: str
@@ -35,19 +35,19 @@ class _Figure:
     digits: int = 2
 
 
-_FIGURES: Final = (
-    _Figure("load_s", "load", "s"),
-    _Figure("ready_s", "ready", "s"),
-    _Figure("peak_rss_bytes", "peak RSS", "GiB", GIB, 3),
-    _Figure("above_import_per_model", "above import", "x model"),
-    _Figure("anon_sampled_bytes", "anonymous (sampled)", "GiB", GIB, 3),
-    _Figure("peak_cgroup_bytes", "cgroup peak", "GiB", GIB, 3),
-    _Figure("peak_cuda_allocated_bytes", "CUDA peak", "GiB", GIB, 3),
+FIGURES: Final = (
+    Figure("load_s", "load", "s"),
+    Figure("ready_s", "ready", "s"),
+    Figure("peak_rss_bytes", "peak RSS", "GiB", GIB, 3),
+    Figure("above_import_per_model", "above import", "x model"),
+    Figure("anon_sampled_bytes", "anonymous (sampled)", "GiB", GIB, 3),
+    Figure("peak_cgroup_bytes", "cgroup peak", "GiB", GIB, 3),
+    Figure("peak_cuda_allocated_bytes", "CUDA peak", "GiB", GIB, 3),
 )
 # Figures under different values of these are not comparable: each gets a table of its own.
 _SECTIONS: Final = ("model", "device")
 _STYLES: Final = {outcome.value: "red" for outcome in Outcome} | {"ok": "green", "skipped": "dim"}
-_HEADINGS: Final = {"ram_limit_bytes": "RAM limit"}
+HEADINGS: Final = {"ram_limit_bytes": "RAM limit"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +78,9 @@ def terminal_table(results: Sequence[Result]) -> RenderableType:
         for row, ranges in zip(section.rows, section.ranges, strict=True):
             table.add_row(*(_styled(*pair) for pair in zip(row, ranges, strict=True)))
         parts.append(table)
-    parts += [Text(f"{who}: {what}") for who, what in _troubles(frame)]
+    parts += [Text(f"{who}: {what}") for who, what in what_went_wrong(frame)]
     parts.append(Text(captions.shared(frame, results), style="dim"))
-    parts += [Text(line, style="dim") for line in _notes(frame)]
+    parts += [Text(line, style="dim") for line in note_lines(frame)]
     return Group(*parts)
 
 
@@ -107,7 +107,7 @@ def write_markdown(
         if section.heading:
             print(f"\n## {escaped(section.heading)}", file=file)
         print("", *_markdown_lines(section), sep="\n", file=file)
-    if troubles := _troubles(frame):
+    if troubles := what_went_wrong(frame):
         print("\n## Not ok\n", file=file)
         print(
             *(f"- {escaped(who)}: {escaped(what)}" for who, what in troubles), sep="\n", file=file
@@ -116,7 +116,7 @@ def write_markdown(
     if said:
         print("\n## Warnings\n", file=file)
         print(*(f"- {escaped(warning)}" for warning in said), sep="\n", file=file)
-    if notes := _notes(frame):
+    if notes := note_lines(frame):
         print("\n## What the figures are\n", file=file)
         print(*(f"- {escaped(line)}" for line in notes), sep="\n", file=file)
     for image in images:
@@ -160,13 +160,13 @@ def _sections(frame: pd.DataFrame) -> Iterator[_Section]:
 
 
 def _section(heading: str, group: pd.DataFrame, names: list[str]) -> _Section:
-    figures = [f for f in _FIGURES if f.heading != "CUDA peak" or group[f.key].notna().any()]
-    titles = [(_HEADINGS.get(name, name), "") for name in (*names, "outcome")]
+    figures = [f for f in FIGURES if f.heading != "CUDA peak" or group[f.key].notna().any()]
+    titles = [(HEADINGS.get(name, name), "") for name in (*names, "outcome")]
     rows, ranges = [], []
     for _, row in group.iterrows():
-        texts = [*(_name(name, row) for name in names), plain(captions.ending(row))]
-        rows.append([*texts, *(_number(row[f.key], f) for f in figures)])
-        ranges.append([""] * len(titles) + [_range(row, f) for f in figures])
+        texts = [*(name_text(name, row) for name in names), plain(captions.ending(row))]
+        rows.append([*texts, *(number_text(row[f.key], f) for f in figures)])
+        ranges.append([""] * len(titles) + [range_text(row, f) for f in figures])
     columns = [*titles, *((f.heading, f.unit) for f in figures)]
     return _Section(heading, columns, len(titles), rows, ranges)
 
@@ -178,27 +178,27 @@ def _markdown_lines(section: _Section) -> Iterator[str]:
     return table_lines(heads, rows, names=section.names)
 
 
-def _name(name: str, row: "pd.Series[Any]") -> str:
+def name_text(name: str, row: "pd.Series[Any]") -> str:
     value = known(row[name])
     return captions.size(value) if name == "ram_limit_bytes" else plain(str(value or "-"))
 
 
-def _number(value: Any, figure: _Figure) -> str:
+def number_text(value: Any, figure: Figure) -> str:
     value = known(value)
     return "-" if value is None else f"{value / figure.scale:.{figure.digits}f}"
 
 
-def _range(row: "pd.Series[Any]", figure: _Figure) -> str:
-    low, high = (_number(row[f"{figure.key}{end}"], figure) for end in ("_min", "_max"))
+def range_text(row: "pd.Series[Any]", figure: Figure) -> str:
+    low, high = (number_text(row[f"{figure.key}{end}"], figure) for end in ("_min", "_max"))
     return "" if low == high else f"{low}..{high}"
 
 
-def _troubles(frame: pd.DataFrame) -> list[tuple[str, str]]:
+def what_went_wrong(frame: pd.DataFrame) -> list[tuple[str, str]]:
     """What happened to each series that is not ok: its name, and where and why it ended."""
     names = ["strategy", *varying(frame)]
     troubles = []
     for _, row in frame[frame["outcome"] != Outcome.OK.value].iterrows():
-        who = " · ".join(_name(name, row) for name in names)
+        who = " · ".join(name_text(name, row) for name in names)
         why = plain(row["message"])
         why = why if len(why) <= _MESSAGE_LENGTH else why[: _MESSAGE_LENGTH - 1] + "…"
         # Most messages name the phase themselves.
@@ -208,7 +208,7 @@ def _troubles(frame: pd.DataFrame) -> list[tuple[str, str]]:
     return troubles
 
 
-def _notes(frame: pd.DataFrame) -> list[str]:
+def note_lines(frame: pd.DataFrame) -> list[str]:
     if frame.empty:
         return []
     repeats = int(frame["repeats"].max())

@@ -8,16 +8,17 @@ from typing import Final
 from harness import journal
 from harness.errors import RecordError
 from harness.record import Result
-from harness.report import floors, look, plots, tables, timeline
+from harness.report import floors, html, look, plots, tables, timeline
 
 REPORT: Final = "report.md"
+PAGE: Final = "report.html"
 SUMMARY: Final = "summary.csv"
 PEAKS: Final = "peaks.png"
 TIMELINE: Final = "timeline.png"
 
 
 def write_all(run: Path) -> list[Path]:
-    """Write report.md, summary.csv, peaks.png and timeline.png; see ``write_report``."""
+    """Write report.md, report.html, summary.csv, peaks.png and timeline.png; see ``write_report``."""
     records = journal.read(run)
     report, summary = StringIO(), StringIO(newline="")
     tables.write_markdown(
@@ -33,6 +34,7 @@ def write_all(run: Path) -> list[Path]:
     look.save(timeline.draw_timeline(run, records.results), times)
     parts = {
         REPORT: report.getvalue().encode(),
+        PAGE: html.render(run, records.results, records.warnings).encode(),
         SUMMARY: summary.getvalue().encode(),
         PEAKS: peaks.getvalue(),
         TIMELINE: times.getvalue(),

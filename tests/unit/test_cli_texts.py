@@ -62,7 +62,7 @@ VERBS = {
         ],
     ),
     ("report",): (
-        "Draw a run again: the table here, and report.md, summary.csv and the plots in its folder.",
+        "Draw a run again: the table here; report.html, report.md, summary.csv and plots in its folder.",
         ["weighin report results/20261120T093000-gpt2-xl-8GiB"],
     ),
     ("list",): ("Say what there is: strategies, models, and ways to isolate.", []),

@@ -179,6 +179,7 @@ def test_the_report_is_written_into_the_run(tmp_path: Path) -> None:
     paths = write_report(tmp_path)
     assert [path.name for path in paths] == [
         "report.md",
+        "report.html",
         "summary.csv",
         "peaks.png",
         "timeline.png",

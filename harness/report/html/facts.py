@@ -1,0 +1,101 @@
+"""What surrounds the figures of a run: its machine, its warnings, and how each figure was taken."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import pandas as pd
+
+from harness.record import Result
+from harness.report import captions
+
+_SOURCES: Final = (
+    ("load", "s", "until the strategy returned, without the time that marks took", "exact, clock"),
+    ("ready", "s", "load, and until every byte of every parameter and buffer was read through once: a lazy load has not loaded when it returns", "exact, clock"),
+    ("peak RSS", "GiB", "highest resident set until ready: the kernel's VmHWM, reset at the start of each phase; of a cell that was killed, as last seen", "exact, kernel"),
+    ("above import", "x model", "peak RSS less the resident set after import torch, over the size of all parameters and buffers", "exact, computed"),
+    ("anonymous", "GiB", "largest part of the resident set that cannot be given back; looked at from outside, so a short spike may be missed", "sampled"),
+    ("file-backed", "GiB", "largest part that is mapped files, which the kernel may take back; need not be at the same time as the largest anonymous part", "sampled"),
+    ("cgroup peak", "GiB", "highest charge of the cell's cgroup, with the page cache that it was first to touch: a peak at the limit says nothing about need", "exact, kernel"),
+    ("outcome", "", "ok: every parameter and buffer was compared with the checkpoint, and the model ran once. oom_killed: the kernel's own counter says so", "exact"),
+)  # fmt: skip
+_CUDA: Final = (
+    "CUDA peak", "GiB", "highest sum of allocated bytes on the GPU until ready", "exact, allocator",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One key of the environment; where cells differ, each value with the number of its cells."""
+
+    key: str
+    values: list[str]
+
+    @property
+    def differs(self) -> bool:
+        return len(self.values) > 1
+
+
+def environment(results: Sequence[Result]) -> list[Fact]:
+    """Return what the cells were measured on, a line for each key that was recorded."""
+    found: dict[str, dict[str, int]] = {}
+    for result in results:
+        for key, value in _flat(result.environment):
+            counts = found.setdefault(key, {})
+            counts[_text(value)] = counts.get(_text(value), 0) + 1
+    return [Fact(key, _counted(counts)) for key, counts in found.items()]
+
+
+def warnings(results: Sequence[Result], of_the_file: Sequence[str]) -> list[str]:
+    """Return what may be wrong with the run: its file first, then its machines, then its cells."""
+    said: dict[str, list[str]] = {}
+    for result in results:
+        for warning in result.warnings:
+            said.setdefault(warning, []).append(result.cell.id)
+    of_cells = [f"{text} ({', '.join(_few(cells))})" for text, cells in said.items()]
+    mixed = captions.mixed_machines([result.environment for result in results])
+    return [*of_the_file, *mixed, *of_cells]
+
+
+def figures(frame: pd.DataFrame) -> list[tuple[str, str, str, str]]:
+    """Return name, unit, meaning and exactness of each figure in the report."""
+    if frame.empty:
+        return []
+    cuda = bool(frame["peak_cuda_allocated_bytes"].notna().any())
+    return [*_SOURCES, _CUDA] if cuda else list(_SOURCES)
+
+
+def when(results: Sequence[Result]) -> str:
+    """Return when the run was measured: the first and the last start of a cell."""
+    starts = sorted(result.started_at[:16].replace("T", " ") for result in results if result.started_at)  # fmt: skip
+    if not starts:
+        return ""
+    first, last = starts[0], starts[-1]
+    zone = " UTC" if all(r.started_at.endswith("+00:00") for r in results if r.started_at) else ""
+    return (first if first == last else f"{first} to {last}") + zone
+
+
+def _flat(values: Mapping[str, Any], before: str = "") -> list[tuple[str, Any]]:
+    flat: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        name = f"{before}{key}"
+        flat += _flat(value, f"{name}.") if isinstance(value, Mapping) else [(name, value)]
+    return flat
+
+
+def _text(value: object) -> str:
+    if value is None or value == "":
+        return "not known"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return str(value)
+
+
+def _counted(counts: Mapping[str, int]) -> list[str]:
+    if len(counts) == 1:
+        return list(counts)
+    return [f"{value} ({number} {'cell' if number == 1 else 'cells'})" for value, number in counts.items()]  # fmt: skip
+
+
+def _few(names: Sequence[str]) -> list[str]:
+    return list(names) if len(names) <= 4 else [*names[:3], f"and {len(names) - 3} more"]

@@ -1,0 +1,100 @@
+"""Where marks of the HTML report's drawings lie: numbers only, the templates draw them."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+_LETTER: Final = 0.56  # of the font's size: the mean width of a letter
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A linear axis from 0 to ``top`` in data, from ``start`` to ``end`` in the drawing."""
+
+    top: float
+    start: float
+    end: float
+
+    def at(self, value: float) -> float:
+        """Return where ``value`` lies; what is beyond the axis lies at its end."""
+        share = min(max(value / self.top, 0.0), 1.0)
+        return round(self.start + share * (self.end - self.start), 1)
+
+    def ticks(self, most: int = 5) -> list[tuple[float, str]]:
+        """Return up to ``most`` + 1 round values as (place, text)."""
+        from matplotlib.ticker import MaxNLocator  # half a second to import
+
+        locator = MaxNLocator(nbins=most, steps=[1, 2, 2.5, 5, 10])
+        values = [float(value) for value in locator.tick_values(0.0, self.top)]
+        return [(self.at(value), f"{value:g}") for value in values if 0 <= value <= self.top]
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """A text beside a point: where it starts or ends (``anchor``), and where its point is."""
+
+    text: str
+    x: float
+    y: float
+    anchor: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Box:
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+    def overlap(self, other: "_Box") -> float:
+        width = min(self.right, other.right) - max(self.left, other.left)
+        height = min(self.bottom, other.bottom) - max(self.top, other.top)
+        return max(width, 0.0) * max(height, 0.0)
+
+
+def place_labels(
+    points: Sequence[tuple[float, float, str]], width: float, height: float, font: float
+) -> list[Label]:
+    """Put a name beside each point (x, y, name) where it covers the least of others.
+
+    Takes the first free one of eight places around the point, within ``width`` and ``height``.
+    """
+    taken = [_Box(x - 6, y - 6, x + 6, y + 6) for x, y, _ in points]
+    labels = []
+    for index, (x, y, name) in enumerate(points):
+        others = taken[:index] + taken[index + 1 :]
+        length = len(name) * font * _LETTER
+        tries = []
+        for rank, (dx, dy, anchor) in enumerate(_places(font)):
+            left = x + dx - {"start": 0.0, "middle": length / 2, "end": length}[anchor]
+            box = _Box(left, y + dy - font * 0.8, left + length, y + dy + font * 0.25)
+            outside = max(-box.left, 0) + max(box.right - width, 0)
+            outside += max(-box.top, 0) + max(box.bottom - height, 0)
+            covered = sum(box.overlap(other) for other in others)
+            tries.append((round(covered + 100 * outside, 1), rank, box, dx, dy, anchor))
+        _, _, box, dx, dy, anchor = min(tries, key=lambda one: one[:2])
+        taken.append(box)
+        labels.append(Label(name, round(x + dx, 1), round(y + dy, 1), anchor))
+    return labels
+
+
+def _places(font: float) -> Iterable[tuple[float, float, str]]:
+    side, rise = 9.0, font * 0.35
+    yield from ((side, rise, "start"), (-side, rise, "end"))
+    yield from ((0.0, -9.0, "middle"), (0.0, 8.0 + font * 0.8, "middle"))
+    yield from ((side, -font * 0.6, "start"), (side, font * 1.3, "start"))
+    yield from ((-side, -font * 0.6, "end"), (-side, font * 1.3, "end"))
+
+
+def pareto_front(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the points that no other is below in one figure and not above in the other, by x."""
+    front: list[tuple[float, float]] = []
+    for x, y in sorted(set(points)):
+        if not front or y < front[-1][1]:
+            front.append((x, y))
+    return front
+
+
+def path(points: Iterable[tuple[float, float]]) -> str:
+    """Return an SVG path through the points."""
+    return "M" + "L".join(f"{x:g},{y:g}" for x, y in points)

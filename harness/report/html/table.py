@@ -1,0 +1,94 @@
+"""The summary as a table that can be sorted and filtered."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import pandas as pd
+
+from harness.record import Outcome
+from harness.report import captions, look, tables
+from harness.report.frame import known, varying
+from harness.report.markdown import plain
+
+_SIGNS: Final = {Outcome.OK.value: "✓", Outcome.SKIPPED.value: "-"}
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    heading: str
+    unit: str
+    is_number: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Datum:
+    """One cell of the table; ``key`` is what it is sorted by, empty where nothing was measured."""
+
+    text: str
+    key: str
+    spread: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One series; ``outcome`` is its first word, for colours and the filter."""
+
+    id: str
+    colour: str
+    outcome: str
+    data: list[Datum]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A filter: the column that it looks at, and what there is to choose from."""
+
+    heading: str
+    column: int
+    values: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    columns: list[Column]
+    rows: list[Row]
+    choices: list[Choice]
+
+
+def build(frame: pd.DataFrame, ids: Mapping[str, str]) -> Table:
+    """Return one row a series; what all have in common is no column."""
+    if frame.empty:
+        return Table([], [], [])
+    names = ["strategy", *varying(frame)]
+    figures = [f for f in tables.FIGURES if f.heading != "CUDA peak" or frame[f.key].notna().any()]
+    columns = [Column(tables.HEADINGS.get(name, name), "", is_number=False) for name in names]
+    columns.append(Column("outcome", "", is_number=False))
+    columns += [Column(f.heading, f.unit, is_number=True) for f in figures]
+    rows = [_row(row, names, figures, ids) for _, row in frame.iterrows()]
+    choices = []
+    for index, column in enumerate(columns[: len(names) + 1]):
+        texts = list(dict.fromkeys(row.data[index].text for row in rows))
+        if column.heading == "outcome":
+            texts = list(dict.fromkeys(row.outcome for row in rows))
+        if 1 < len(texts) <= 40:  # a longer list is no help: the search field is
+            choices.append(Choice(column.heading, index, texts))
+    return Table(columns, rows, choices)
+
+
+def _row(row: Any, names: list[str], figures: list[tables.Figure], ids: Mapping[str, str]) -> Row:
+    data = []
+    for name in names:
+        text = tables.name_text(name, row)
+        # Without a limit there is more room than with any: it comes last.
+        limit = known(row[name]) if name == "ram_limit_bytes" else None
+        key = str(limit or 2**63) if name == "ram_limit_bytes" else text
+        data.append(Datum(text, key))
+    outcome = str(row["outcome"]).split(" ", maxsplit=1)[0]
+    sign = _SIGNS.get(row["outcome"], "✗")
+    data.append(Datum(f"{sign} {plain(captions.ending(row))}", outcome))
+    for figure in figures:
+        value = known(row[figure.key])
+        key = "" if value is None else repr(float(value))
+        data.append(Datum(tables.number_text(value, figure), key, tables.range_text(row, figure)))
+    return Row(ids[row["group"]], look.colour(row["strategy"]), outcome, data)
