@@ -2,7 +2,9 @@
 
 Each way runs in a fresh process, A B C A B C, warm and cold; memory is touched and freed before
 each, because a virtual machine's pages are slower the longer they were free. The clock starts
-behind ``import torch``: what a way imports itself is its own cost. Ready = every byte read once.
+behind ``import torch``: what a way imports itself is its own cost (but for ``--imports before``).
+Loaded = the way returned; ready = every byte was then read once and, outside the clock, verified.
+What is read raw from the cache is read once more, too: both columns have a limit of their own.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import sys
 import threading
 import time
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,7 +27,18 @@ from harness.checkpoint.layouts import files
 
 RAW = {"warm": "pread, 2 threads", "cold": "O_DIRECT, 4 threads"}
 WAYS = ("streaming", "load_assign", "mmap_assign", "safetensors_copy", "safetensors_mmap")
+PEERS = Path(__file__).parent / "peers"
 _PIECE_BYTES = 4 * 1024**2
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way of loading: a strategy's file, and the checkpoint that it reads."""
+
+    name: str
+    strategy: Path | None
+    checkpoint: Path
+    manifest: Path
 
 
 def main() -> None:
@@ -32,58 +46,132 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--model", default="gpt2-large")
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument(
+        "--dtype", default="float32", help="of the model; the checkpoint is float32"
+    )
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--states", nargs="+", choices=RAW, default=list(RAW))
+    parser.add_argument("--ways", nargs="+", help="only these, as named in the table")
+    parser.add_argument("--peers", action="store_true", help="compare with benchmarks/peers too")
+    parser.add_argument(
+        "--imports",
+        choices=("paid", "before"),
+        default="paid",
+        help="before: what ways import, and the first use of the meta device, precede the clock",
+    )
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         print(json.dumps(_run_one(json.loads(options.one))))
         return
-    for state in RAW:
-        found = _compare(options.model, options.dtype, state, options.rounds)
-        _print(state, found)
+    ways = _ways(options.model, peers=options.peers)
+    ways = [way for way in ways if not options.ways or way.name in options.ways]
+    for state in options.states:
+        _print(state, _compare(options, ways, state))
 
 
-def _compare(model: str, dtype: str, state: str, rounds: int) -> dict[str, list[float]]:
-    seconds: dict[str, list[float]] = {}
-    for _ in range(rounds):
-        for way in (RAW[state], *WAYS):
-            fmt = registry.strategy(way).formats[0] if way in WAYS else "pt"
-            checkpoint = cache.ensure(registry.model(model), fmt)
-            job = {"way": way, "model": model, "dtype": dtype, "path": str(checkpoint.path)}
+def _ways(model: str, *, peers: bool) -> list[Way]:
+    """Return the ways to compare; makes the checkpoints that are missing."""
+    spec = registry.model(model)
+    ways = []
+    for name in WAYS:
+        strategy = registry.strategy(name)
+        made = cache.ensure(spec, strategy.formats[0])
+        ways.append(Way(name, strategy.path, made.path, made.manifest_path))
+    if peers:
+        made = cache.ensure(spec, "safetensors")
+        own = _tensorizer_file(model, made.path)
+        ways += [
+            Way("Run:ai streamer", PEERS / "peer_runai.py", made.path, made.manifest_path),
+            Way("fastsafetensors", PEERS / "peer_fastsafetensors.py", made.path, made.manifest_path),
+            Way("tensorizer", PEERS / "peer_tensorizer.py", own, made.manifest_path),
+        ]
+    return ways
+
+
+def _tensorizer_file(model: str, safetensors: Path) -> Path:
+    """Return the checkpoint in tensorizer's own format, which only its own package writes."""
+    path = safetensors.with_name("model.tensors")
+    if not path.exists():
+        code = (
+            "import sys, safetensors.torch, tensorizer\n"
+            "from harness import registry\n"
+            "from harness.models.building import resolve_builder, without_weights\n"
+            "spec = registry.model(sys.argv[1])\n"
+            "with without_weights(): model = resolve_builder(spec.builder)(**spec.kwargs)\n"
+            "model.load_state_dict(safetensors.torch.load_file(sys.argv[2]), assign=True)\n"
+            "writer = tensorizer.TensorSerializer(sys.argv[3])\n"
+            "writer.write_module(model)\n"
+            "writer.close()\n"
+        )
+        command = [sys.executable, "-c", code, model, str(safetensors), f"{path}.part"]
+        subprocess.run(command, check=True)
+        Path(f"{path}.part").rename(path)
+    return path
+
+
+def _compare(
+    options: argparse.Namespace, ways: list[Way], state: str
+) -> dict[str, list[tuple[float, float]]]:
+    pt = cache.ensure(registry.model(options.model), "pt")
+    raw = Way(RAW[state], None, pt.path, pt.manifest_path)
+    found: dict[str, list[tuple[float, float]]] = {}
+    for _ in range(options.rounds):
+        for way in (raw, *ways):
+            job = {
+                "raw": state if way.strategy is None else "",
+                "strategy": str(way.strategy),
+                "path": str(way.checkpoint),
+                "manifest": str(way.manifest),
+                "imports": options.imports,
+                "model": options.model,
+                "dtype": options.dtype,
+            }
+            read = files(way.checkpoint) if way.checkpoint.is_dir() else [way.checkpoint]
             if state == "cold":
-                assert page_cache.drop(files(checkpoint.path)) == 0
+                assert page_cache.drop(read) == 0
             else:
-                _read_through(checkpoint.path)
-            steady.touch_and_free(2 * checkpoint.files_bytes)
+                _read_through(read)
+            steady.touch_and_free(2 * sum(file.stat().st_size for file in read))
             command = [sys.executable, __file__, "--one", json.dumps(job)]
             output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-            seconds.setdefault(way, []).append(json.loads(output))
-    return seconds
+            found.setdefault(way.name, []).append(tuple(json.loads(output.splitlines()[-1])))
+    return found
 
 
-def _print(state: str, found: dict[str, list[float]]) -> None:
-    limit = statistics.median(found[RAW[state]])
-    print(f"\n{state:<22}{'median s':>9}{'range s':>16}{'x limit':>9}")
+def _print(state: str, found: dict[str, list[tuple[float, float]]]) -> None:
+    limits = [statistics.median(column) for column in zip(*found[RAW[state]], strict=True)]
+    print(
+        f"\n{state:<22}"
+        + "".join(f"{what + ' s':>9}{'range':>14}{'x limit':>9}" for what in ("loaded", "ready"))
+    )
     for way, seconds in found.items():
-        median = statistics.median(seconds)
-        spread = f"{min(seconds):.2f}..{max(seconds):.2f}"
-        print(f"{way:<22}{median:>9.2f}{spread:>16}{median / limit:>9.2f}")
+        line = f"{way:<22}"
+        for column, limit in zip(zip(*seconds, strict=True), limits, strict=True):
+            median = statistics.median(column)
+            spread = f"{min(column):.2f}..{max(column):.2f}"
+            line += f"{median:>9.2f}{spread:>14}{median / limit:>9.2f}"
+        print(line)
 
 
-def _run_one(job: dict[str, Any]) -> float:
-    """Return the seconds until ready of one way, in this fresh process."""
+def _run_one(job: dict[str, Any]) -> tuple[float, float]:
+    """Return the seconds until one way returned, and until ready, in this fresh process."""
     import torch
 
+    from harness.checkpoint.manifest import read_manifest
     from harness.models.building import resolve_builder
     from harness.worker.loading import WorkerLoad, import_strategy
     from harness.worker.touch import named_tensors, touch
+    from harness.worker.verify import check_values
 
     path = Path(job["path"])
-    if job["way"] not in WAYS:
+    if job["raw"]:
         start = time.monotonic()
-        _read_raw(path, direct=job["way"] == RAW["cold"])
-        return time.monotonic() - start
+        area = _read_raw(path, direct=job["raw"] == "cold")
+        loaded = time.monotonic() - start
+        if area is not None:
+            touch(dict(enumerate(torch.frombuffer(area, dtype=torch.uint8).chunk(64))))
+        return loaded, time.monotonic() - start
     spec = registry.model(job["model"])
     load = WorkerLoad(
         checkpoint=path,
@@ -94,19 +182,27 @@ def _run_one(job: dict[str, Any]) -> float:
         builder=resolve_builder(spec.builder),
         marks=cast(Any, _NoMarks()),
     )
+    if job["imports"] == "before":
+        import_strategy(Path(job["strategy"]))
+        with torch.device("meta"):
+            torch.triu(torch.nn.Embedding(1, 1).weight)
     start = time.monotonic()
-    touch(named_tensors(import_strategy(registry.strategy(job["way"]).path)(load)))
-    return time.monotonic() - start
+    model = import_strategy(Path(job["strategy"]))(load)
+    loaded = time.monotonic() - start
+    checksums = touch(named_tensors(model))
+    ready = time.monotonic() - start
+    check_values(checksums, read_manifest(Path(job["manifest"])), load.dtype)
+    return loaded, ready
 
 
 class _NoMarks:
-    """Phases that measure nothing: this benchmark only asks for the time until ready."""
+    """Phases that measure nothing: this benchmark only asks for times."""
 
     def phase(self, _name: str) -> AbstractContextManager[None]:
         return nullcontext()
 
 
-def _read_raw(path: Path, *, direct: bool) -> None:
+def _read_raw(path: Path, *, direct: bool) -> mmap.mmap | None:
     """Read the file into fresh huge pages (cached), or through small buffers (from the disk)."""
     file = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
     size = os.fstat(file).st_size
@@ -131,11 +227,12 @@ def _read_raw(path: Path, *, direct: bool) -> None:
         thread.start()
     for thread in threads:
         thread.join()
+    return area
 
 
-def _read_through(path: Path) -> None:
+def _read_through(read: list[Path]) -> None:
     piece = bytearray(1024**2)
-    for file in files(path):
+    for file in read:
         with file.open("rb", buffering=0) as source:
             while source.readinto(piece):
                 pass

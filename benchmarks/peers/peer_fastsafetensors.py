@@ -1,0 +1,28 @@
+"""Read a safetensors file with fastsafetensors and assign its tensors.
+
+Expected peak: one copy of the weights, in one block of memory that all of them share.
+"""
+
+import torch
+from fastsafetensors import fastsafe_open
+
+from harness.models.building import without_weights
+from harness.strategy import Load
+
+FORMATS = ("safetensors",)
+DEVICES = ("cpu", "cuda")
+
+
+def load(job: Load) -> torch.nn.Module:
+    with job.phase("build"), without_weights():
+        model = job.build_model()
+    file = str(job.checkpoint)
+    with job.phase("read"), fastsafe_open(file, device=str(job.device), nogds=True) as opened:
+        state = {}
+        for name in opened.keys():  # noqa: SIM118 (a method; not a mapping)
+            tensor = opened.get_tensor(name)
+            dtype = job.dtype if tensor.is_floating_point() else tensor.dtype
+            state[name] = tensor.to(dtype)
+    with job.phase("assign"):
+        model.load_state_dict(state, assign=True)
+    return model

@@ -1,0 +1,27 @@
+"""Stream a safetensors file with Run:ai's Model Streamer and assign its tensors.
+
+Expected peak: one copy of the weights, and what the streamer reads ahead.
+"""
+
+import torch
+from runai_model_streamer import SafetensorsStreamer
+
+from harness.models.building import without_weights
+from harness.strategy import Load
+
+FORMATS = ("safetensors",)
+DEVICES = ("cpu", "cuda")
+
+
+def load(job: Load) -> torch.nn.Module:
+    with job.phase("build"), without_weights():
+        model = job.build_model()
+    with job.phase("read"), SafetensorsStreamer() as streamer:
+        streamer.stream_file(str(job.checkpoint))
+        state = {}
+        for name, tensor in streamer.get_tensors():  # each is the caller's own
+            dtype = job.dtype if tensor.is_floating_point() else tensor.dtype
+            state[name] = tensor.to(job.device, dtype)
+    with job.phase("assign"):
+        model.load_state_dict(state, assign=True)
+    return model

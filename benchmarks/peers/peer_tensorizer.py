@@ -1,0 +1,24 @@
+"""Deserialize a file of tensorizer's own format into a model that was built without weights.
+
+Expected peak: one copy of the weights.
+"""
+
+import torch
+from tensorizer import TensorDeserializer
+
+from harness.models.building import without_weights
+from harness.strategy import Load
+
+FORMATS = ("tensorizer",)
+DEVICES = ("cpu", "cuda")
+
+
+def load(job: Load) -> torch.nn.Module:
+    with job.phase("build"), without_weights():
+        model = job.build_model()
+    with (
+        job.phase("read"),
+        TensorDeserializer(str(job.checkpoint), device=job.device, dtype=job.dtype) as opened,
+    ):
+        opened.load_into_module(model)
+    return model
