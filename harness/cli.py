@@ -13,7 +13,8 @@ from rich.console import Console
 from harness import __version__, arguments, checkpoint_verbs, floor_verb, options
 from harness.errors import HarnessError
 from harness.gate import verbs as gate_verbs
-from harness.record import Outcome, Result
+from harness.record import Outcome
+from harness.report import verbs
 
 if TYPE_CHECKING:
     from harness.config import Suite
@@ -31,6 +32,8 @@ app.command(epilog=checkpoint_verbs.INSPECT_EXAMPLES)(checkpoint_verbs.inspect)
 app.command(epilog=checkpoint_verbs.CONVERT_EXAMPLES)(checkpoint_verbs.convert)
 app.command(epilog=gate_verbs.CHECK_EXAMPLES)(gate_verbs.check)
 app.command(epilog=floor_verb.EXAMPLES)(floor_verb.floor)
+app.command(epilog=verbs.REPORT_EXAMPLES)(verbs.report)
+app.command(epilog=verbs.HISTORY_EXAMPLES)(verbs.history)
 out, err = Console(emoji=False), Console(stderr=True, emoji=False)
 
 
@@ -130,20 +133,9 @@ def bench(
         _say("nothing is limited: peaks are measured, but no strategy is shown to fit (--ram does)")
     with live.progress(err, len(task.planned)) as progress, resumable("bench", task.folder):
         results = runner.run(task, progress)
-    _report(task.folder, results)
+    verbs.show(task.folder, results)
     if any(result.outcome is Outcome.MEASUREMENT_FAILED for result in results):
         raise typer.Exit(MEASUREMENT_FAILED_EXIT)
-
-
-@app.command(epilog="Example:\n\nweighin report results/20261120T093000-gpt2-xl-8GiB")
-def report(run: Annotated[Path, typer.Argument(help="A run's folder.")]) -> None:
-    """Draw a run again: the table here; report.html, report.md, summary.csv and plots in its folder."""
-    from harness import journal
-
-    records = journal.read(run)
-    for warning in records.warnings:
-        _say(warning)
-    _report(run, list(records.results))
 
 
 @app.command("list")
@@ -199,14 +191,6 @@ def _common(
 
 def _say(text: str) -> None:
     err.print(f"note: {text}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _report(run: Path, results: list[Result]) -> None:
-    from harness.report import terminal_table, write_report
-
-    out.print(terminal_table(results))
-    for path in write_report(run):
-        out.print(str(path), highlight=False, soft_wrap=True)
 
 
 def _suite(path: Path | None, asked: dict[str, Any]) -> "Suite":

@@ -29,6 +29,9 @@ RECORDS: Final = "records.jsonl"
 PLAN: Final = "plan.json"
 
 _T = TypeVar("_T")
+_DAMAGES_TOLD: Final = 5
+_FREE: Final = {"kwargs", "options", "environment"}  # whatever a user put there
+_LARGEST: Final = 2**63  # what a signed 64-bit counter holds: no kernel says more
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,8 @@ class Records:
 
     results: tuple[Result, ...]
     warnings: tuple[str, ...] = ()
+    damage: RecordError | None = None
+    """The first line that is no record, where what is whole was asked for all the same."""
 
 
 _RESULT: Final = TypeAdapter(Result)
@@ -86,6 +91,20 @@ def read(run: Path) -> Records:
         SchemaTooNew: a later version wrote a record.
         DamagedRecord: a line is no record; names the line and the field.
     """
+    records = read_whole(run)
+    if records.damage:
+        raise records.damage
+    return records
+
+
+def read_whole(run: Path) -> Records:
+    """Return the whole records of a run, and the damage, if there is any, beside them.
+
+    For reports: what is whole is shown, and each line that is not is a warning.
+
+    Raises:
+        RecordError: the folder is no run, or cannot be read.
+    """
     path = run / RECORDS
     if not path.exists() and (run / PLAN).exists():
         return Records(())
@@ -97,9 +116,18 @@ def read(run: Path) -> Records:
             f"its cell counts as not measured; weighin bench --resume {quote(str(run))} repeats it"
         )
         lines.pop()
-    numbered = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
-    results = tuple(_parse_record(path, number, line) for number, line in numbered)
-    return Records(results, tuple(warnings))
+    results: list[Result] = []
+    damages: list[RecordError] = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                results.append(_parse_record(path, number, line))
+            except RecordError as error:
+                damages.append(error)
+    warnings += [f"{error.message}: this line is left out" for error in damages[:_DAMAGES_TOLD]]
+    if len(damages) > _DAMAGES_TOLD:
+        warnings.append(f"{len(damages) - _DAMAGES_TOLD} more lines of {path} are left out")
+    return Records(tuple(results), tuple(warnings), damages[0] if damages else None)
 
 
 def write_plan(run: Path, cells: Iterable[Cell], settings: dict[str, Any] | None = None) -> None:
@@ -199,7 +227,33 @@ def _parse_record(path: Path, number: int, line: bytes) -> Result:
         f"delete the line and measure its cell again: sed -i {number}d {quote(str(path))} "
         f"&& weighin bench --resume {quote(str(path.parent))}"
     )
-    return _parse(_RESULT, line, f"{path}, line {number}", repair)
+    place = f"{path}, line {number}"
+    result = _parse(_RESULT, line, place, repair)
+    if complaint := _impossible(asdict(result)):
+        raise DamagedRecord(f"{place}: {complaint}", repair)
+    return result
+
+
+def _impossible(record: dict[str, Any], before: str = "") -> str:
+    """Return what no measurement can have said, as an editor can: a size below 0, an early end."""
+    for key, value in record.items():
+        if key in _FREE:
+            continue
+        place = f"{before}{key}"
+        inner = value if isinstance(value, dict) else {}
+        if isinstance(value, list | tuple):
+            inner = {str(n): one for n, one in enumerate(value) if isinstance(one, dict)}
+        if complaint := _impossible(inner, f"{place}."):
+            return complaint
+        is_amount = isinstance(value, int) and key.endswith(("_bytes", "_ns", "_faults"))
+        if is_amount and not 0 <= value < _LARGEST:
+            return f"{place}: no measurement is {value}"
+    if record.get("end_ns", 0) < record.get("start_ns", 0):
+        return f"{before}end_ns: earlier than start_ns"
+    load_ns, ready_ns = record.get("load_ns"), record.get("ready_ns")
+    if load_ns is not None and ready_ns is not None and ready_ns < load_ns:
+        return f"{before}ready_ns: less than load_ns"
+    return ""
 
 
 def _parse(adapter: TypeAdapter[_T], text: bytes, place: str, repair: str) -> _T:

@@ -33,12 +33,16 @@ def terminal_floors(results: Sequence[Result]) -> "RenderableType":
     return floors.terminal_floors(results)
 
 
-def write_report(run: Path) -> list[Path]:
-    """Write all parts of the report into the run's own folder; return their paths.
+def write_report(run: Path, formats: Sequence[str] = ()) -> list[Path]:
+    """Write the report into the run's own folder; return the paths of what was written.
+
+    ``formats`` are keys of ``writing.FORMATS``; none means ``writing.DEFAULT``. Of a damaged run,
+    what is whole is written.
 
     Raises:
         RecordError: the run's records cannot be read, or its folder cannot be written.
+        UnknownName: there is no such format.
     """
-    from harness.report.writing import write_all  # pandas and matplotlib take a second to import
+    from harness.report import writing  # pandas and matplotlib take a second to import
 
-    return write_all(run)
+    return writing.write(run, formats or writing.DEFAULT)

@@ -35,9 +35,11 @@ def cells(results: Iterable[Result]) -> pd.DataFrame:
     ``above_import_per_model`` that divided by the model's size.
     """
     rows = {result.cell.id: _row(result) for result in results}
-    frame = pd.DataFrame(list(rows.values()), columns=[*_TEXTS, "repeat", *FIGURES])
+    columns = [*_TEXTS, "repeat", *FIGURES]
+    # As objects: pandas would make floats of integers beside None, and 2**53 + 1 is none.
+    frame = pd.DataFrame(list(rows.values()), columns=columns, dtype=object)
     types = dict.fromkeys((*BYTES, "ram_limit_bytes"), "Int64") | dict.fromkeys(NUMBERS, "Float64")
-    types |= {name: "object" for name in _TEXTS if name != "ram_limit_bytes"}
+    types |= {"repeat": "Int64"} | {name: "object" for name in _TEXTS if name != "ram_limit_bytes"}
     return frame.astype(types)
 
 

@@ -70,9 +70,13 @@ def verbatim(text: str) -> str:
     return text.replace("$", r"\$")
 
 
-def save(figure: "Figure", file: BinaryIO) -> None:
-    """Write ``figure`` as PNG."""
-    figure.savefig(file, format="png", dpi=DPI, facecolor="white")
+def save(figure: "Figure", file: BinaryIO, kind: str) -> None:
+    """Write ``figure`` as ``kind``: png, or svg with its text as text and no date in it."""
+    from matplotlib import rc_context
+
+    about = {"Date": None} if kind == "svg" else None
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "weighin"}):
+        figure.savefig(file, format=kind, dpi=DPI, facecolor="white", metadata=about)
 
 
 def new_figure(height_in: float, rows: int, columns: int, **options: Any) -> tuple["Figure", Any]:

@@ -1,50 +1,82 @@
-"""Writes every part of a run's report into its folder."""
+"""Writes a run's report into its folder, in the formats that are asked for."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Final
 
 from harness import journal
-from harness.errors import RecordError
+from harness.errors import RecordError, UnknownName
 from harness.record import Result
-from harness.report import floors, html, look, plots, tables, timeline
+from harness.report import exports, floors, html, look, plots, tables, timeline
 
-REPORT: Final = "report.md"
-PAGE: Final = "report.html"
-SUMMARY: Final = "summary.csv"
-PEAKS: Final = "peaks.png"
-TIMELINE: Final = "timeline.png"
+DEFAULT: Final = ("md", "html", "csv", "png")
 
 
-def write_all(run: Path) -> list[Path]:
-    """Write report.md, report.html, summary.csv, peaks.png and timeline.png; see ``write_report``."""
-    records = journal.read(run)
-    report, summary = StringIO(), StringIO(newline="")
-    tables.write_markdown(
-        records.results,
-        report,
-        warnings=records.warnings,
-        parts=_parts(records.results),
-        images=(PEAKS, TIMELINE),
-    )
-    tables.write_summary(records.results, summary)
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What a report is made of; ``formats`` are those that it is written in."""
+
+    folder: Path
+    results: Sequence[Result]
+    warnings: Sequence[str]
+    formats: Sequence[str]
+
+
+def write(run: Path, formats: Iterable[str] = DEFAULT) -> list[Path]:
+    """Write the report of a run into its folder; return the paths. See ``write_report``."""
+    wanted = tuple(dict.fromkeys(formats))
+    for name in wanted:
+        if name not in FORMATS:
+            raise UnknownName("format", name, FORMATS)
+    records = journal.read_whole(run)
+    material = _Run(run, records.results, records.warnings, wanted)
+    paths = []
+    for name in wanted:
+        paths += [_write(run / file, text) for file, text in FORMATS[name](material).items()]
+    return paths
+
+
+def _markdown(run: _Run) -> dict[str, bytes]:
+    file = StringIO()
+    there = [one for one in ("png", "svg") if one in run.formats]
+    images = [f"{name}.{there[0]}" for name in ("peaks", "timeline")] if there else []
+    # Floors are what a search is about: before the long table.
+    parts = [("RAM floors", floors.markdown_floors(run.results))] if floors.are_there(run.results) else []  # fmt: skip
+    tables.write_markdown(run.results, file, warnings=run.warnings, parts=parts, images=images)
+    return {"report.md": file.getvalue().encode()}
+
+
+def _page(run: _Run) -> dict[str, bytes]:
+    return {"report.html": html.render(run.folder, run.results, run.warnings).encode()}
+
+
+def _csv(run: _Run) -> dict[str, bytes]:
+    file = StringIO(newline="")
+    tables.write_summary(run.results, file)
+    return {"summary.csv": file.getvalue().encode()}
+
+
+def _drawn(run: _Run, kind: str) -> dict[str, bytes]:
     peaks, times = BytesIO(), BytesIO()
-    look.save(plots.draw_peaks(records.results), peaks)
-    look.save(timeline.draw_timeline(run, records.results), times)
-    parts = {
-        REPORT: report.getvalue().encode(),
-        PAGE: html.render(run, records.results, records.warnings).encode(),
-        SUMMARY: summary.getvalue().encode(),
-        PEAKS: peaks.getvalue(),
-        TIMELINE: times.getvalue(),
-    }
-    return [_write(run / name, content) for name, content in parts.items()]
+    look.save(plots.draw_peaks(run.results), peaks, kind)
+    look.save(timeline.draw_timeline(run.folder, run.results), times, kind)
+    return {f"peaks.{kind}": peaks.getvalue(), f"timeline.{kind}": times.getvalue()}
 
 
-def _parts(results: Sequence[Result]) -> list[tuple[str, str]]:
-    """Return what a report says before its long table, where its cells tell it."""
-    return [("RAM floors", floors.markdown_floors(results))] if floors.are_there(results) else []
+# What each format writes, by file name.
+FORMATS: Final[dict[str, Callable[[_Run], dict[str, bytes]]]] = {
+    "md": _markdown,
+    "html": _page,
+    "csv": _csv,
+    "png": lambda run: _drawn(run, "png"),
+    "svg": lambda run: _drawn(run, "svg"),
+    "bmf": lambda run: {"bmf.json": exports.bencher(run.results).encode()},
+    "gha": lambda run: {"gha.json": exports.github_action_benchmark(run.results).encode()},
+    "openmetrics": lambda run: {"openmetrics.txt": exports.openmetrics(run.results).encode()},
+    "parquet": lambda run: {"cells.parquet": exports.parquet(run.results)},
+}
 
 
 def _write(path: Path, content: bytes) -> Path:

@@ -1,14 +1,17 @@
 """What the command line says: help that can be pasted from, and errors with their exit codes."""
 
+import json
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import typer
+from factories import make_result, mixed_run
 from typer.testing import CliRunner
 
-from harness import __version__, cli
+from harness import __version__, cli, journal
 from harness.errors import (
     ConfigError,
     HarnessError,
@@ -63,7 +66,18 @@ VERBS = {
     ),
     ("report",): (
         "Draw a run again: the table here; report.html, report.md, summary.csv and plots in its folder.",
-        ["weighin report results/20261120T093000-gpt2-xl-8GiB"],
+        [
+            "weighin report results/20261120T093000-gpt2-xl-8GiB",
+            "weighin report results/20261120T093000-gpt2-xl-8GiB --format html,svg",
+            "weighin report results/RUN --format bmf,gha,openmetrics,parquet",
+        ],
+    ),
+    ("history",): (
+        "Follow a metric over all runs in a folder, and mark where it changed: commit, torch, machine.",
+        [
+            "weighin history results",
+            "weighin history results --metric ready_anon --series streaming --out ready.svg",
+        ],
     ),
     ("list",): ("Say what there is: strategies, models, and ways to isolate.", []),
     ("doctor",): (
@@ -129,12 +143,12 @@ def run(
 ) -> Callable[..., tuple[object, str]]:
     """Run ``main`` as the console script does; returns the exit code and standard error."""
 
-    def run(*arguments: str) -> tuple[object, str]:
+    def run(*arguments: str, shown: bool = False) -> tuple[object, str]:
         monkeypatch.setattr(sys, "argv", ["weighin", *arguments])
         with pytest.raises(SystemExit) as caught:
             cli.main()
         said = capsys.readouterr()
-        assert said.out == ""
+        assert shown or said.out == ""
         return caught.value.code, said.err
 
     return run
@@ -248,4 +262,65 @@ def test_the_folder_of_a_report_that_is_no_run(run: Callable[..., tuple[object, 
         2,
         "error: gone holds no records.jsonl: it is not the folder of a run\n"
         "name the folder that weighin bench printed at its end, such as results/RUN\n",
+    )
+
+
+def test_formats_and_metrics_that_do_not_exist(
+    run: Callable[..., tuple[object, str]], tmp_path: Path
+) -> None:
+    journal.append(tmp_path, make_result())
+    code, text = run("report", str(tmp_path), "--format", "md,htm", shown=True)
+    assert (code, text) == (
+        2,
+        "error: no format is called 'htm'\n"
+        "did you mean 'html'? known: bmf, csv, gha, html, md, openmetrics, parquet, png, svg\n",
+    )
+    code, text = run("history", str(tmp_path), "--metric", "rss_peak")
+    assert code == 2
+    assert text.startswith("error: no metric is called 'rss_peak'\ndid you mean 'peak_rss'? known:")
+    assert not list(tmp_path.glob("report.*"))
+
+
+def test_what_is_whole_of_a_damaged_run_is_reported(
+    run: Callable[..., tuple[object, str]], tmp_path: Path
+) -> None:
+    for result in mixed_run()[:3]:
+        journal.append(tmp_path, result)
+    records = tmp_path / journal.RECORDS
+    first, second, third = records.read_text().splitlines()
+    edited = json.loads(second) | {"outcome": "okay"}
+    records.write_text("\n".join([first, json.dumps(edited), third, '{"schema": 99}', '{"sch']))
+    code, text = run("report", str(tmp_path), "--format", "md,html,csv", shown=True)
+    said = (
+        "outcome: input should be 'ok', 'oom_killed', 'cuda_oom', 'timeout', 'strategy_failed',"
+        " 'wrong_weights', 'skipped' or 'measurement_failed', got 'okay'"
+    )
+    torn, wrong, newer, *error = text.splitlines()
+    assert torn.startswith(f"note: {records}, line 5 is torn")
+    assert wrong == f"note: {records}, line 2: {said}: this line is left out"
+    assert newer == (
+        f"note: {records}, line 4: written by a later weighin (schema 99; this one knows 1):"
+        " this line is left out"
+    )
+    assert code == 2
+    assert error == [
+        f"error: {records}, line 2: {said}",
+        f"delete the line and measure its cell again: sed -i 2d {records} && weighin bench --resume {tmp_path}",
+    ]
+    for name in ("report.md", "report.html"):
+        report = (tmp_path / name).read_text()
+        assert "streaming" in report
+        assert "timeout" in report
+        assert "okay" in report
+    assert len((tmp_path / "summary.csv").read_text().splitlines()) == 3
+
+
+def test_a_run_of_which_nothing_is_whole(
+    run: Callable[..., tuple[object, str]], tmp_path: Path
+) -> None:
+    (tmp_path / journal.RECORDS).write_text('{"schema": 99}\n')
+    assert run("report", str(tmp_path)) == (
+        2,
+        f"error: {tmp_path / journal.RECORDS}, line 1: written by a later weighin (schema 99; this one"
+        " knows 1)\npip install --upgrade weighin\n",
     )

@@ -226,3 +226,52 @@ def test_every_result_survives_its_json(result: Result) -> None:
 
 def test_replacing_a_field_changes_the_identity() -> None:
     assert journal.pending([replace(make_cell(), cache="warm")], [make_result()])
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"model_bytes": -1}, "model_bytes: no measurement is -1"),
+        ({"model_bytes": 2**63}, f"model_bytes: no measurement is {2**63}"),
+        ({"peaks": {"rss_bytes": -5}}, "peaks.rss_bytes: no measurement is -5"),
+        ({"load_ns": 9, "ready_ns": 8}, "ready_ns: less than load_ns"),
+    ],
+)
+def test_what_no_measurement_can_say_is_refused(
+    run: Path, change: dict[str, Any], complaint: str
+) -> None:
+    edit(run, 2, change)
+    with pytest.raises(DamagedRecord) as caught:
+        journal.read(run)
+    assert caught.value.message == f"{run / journal.RECORDS}, line 2: {complaint}"
+
+
+def test_a_phase_that_ends_before_it_starts_is_refused(run: Path) -> None:
+    record = json.loads((run / journal.RECORDS).read_text().splitlines()[0])
+    record["phases"][1]["end_ns"] = record["phases"][1]["start_ns"] - 1
+    edit(run, 1, {"phases": record["phases"]})
+    with pytest.raises(DamagedRecord, match=r"line 1: phases\.1\.end_ns: earlier than start_ns"):
+        journal.read(run)
+
+
+def test_a_users_own_arguments_may_be_negative(tmp_path: Path) -> None:
+    spec = ModelSpec("m", "m:f", {"pad_bytes": -1})
+    journal.append(tmp_path, make_result(make_cell(model=spec, options={"gap_ns": -2})))
+    assert len(journal.read(tmp_path).results) == 1
+
+
+def test_what_is_whole_is_read_beside_the_damage(run: Path) -> None:
+    edit(run, 2, {"outcome": "okay"})
+    records = journal.read_whole(run)
+    assert records.results == (mixed_run()[0], mixed_run()[2])
+    assert isinstance(records.damage, DamagedRecord)
+    assert records.warnings == (f"{records.damage.message}: this line is left out",)
+
+
+def test_many_damaged_lines_are_counted(run: Path) -> None:
+    with (run / journal.RECORDS).open("a") as file:
+        file.writelines('{"schema": 99}\n' for _ in range(12))
+    records = journal.read_whole(run)
+    assert len(records.results) == 3
+    assert records.warnings[-1] == f"7 more lines of {run / journal.RECORDS} are left out"
+    assert len(records.warnings) == 6

@@ -178,14 +178,31 @@ def test_the_report_is_written_into_the_run(tmp_path: Path) -> None:
     sampled(tmp_path, [make_result()])
     paths = write_report(tmp_path)
     assert [path.name for path in paths] == [
-        "report.md",
-        "report.html",
-        "summary.csv",
-        "peaks.png",
-        "timeline.png",
-    ]
+        "report.md", "report.html", "summary.csv", "peaks.png", "timeline.png",
+    ]  # fmt: skip
     assert all(path.stat().st_size for path in paths)
     assert "![peaks](peaks.png)" in paths[0].read_text()
+
+
+def test_only_what_is_asked_for_is_written(tmp_path: Path) -> None:
+    journal.append(tmp_path, make_result())
+    wanted = ["md", "svg", "bmf", "gha", "openmetrics", "parquet"]
+    assert [path.name for path in write_report(tmp_path, wanted)] == [
+        "report.md", "peaks.svg", "timeline.svg", "bmf.json", "gha.json", "openmetrics.txt",
+        "cells.parquet",
+    ]  # fmt: skip
+    assert "![peaks](peaks.svg)" in (tmp_path / "report.md").read_text()
+    write_report(tmp_path, ["md"])
+    assert "![" not in (tmp_path / "report.md").read_text()
+
+
+def test_an_svg_is_the_same_each_time_and_holds_its_text_as_text(tmp_path: Path) -> None:
+    journal.append(tmp_path, make_result())
+    (first, _) = write_report(tmp_path, ["svg"])
+    drawn = first.read_bytes()
+    write_report(tmp_path, ["svg"])
+    assert first.read_bytes() == drawn
+    assert b">mmap_assign</text>" in drawn
 
 
 def test_a_report_needs_a_run(tmp_path: Path) -> None:
