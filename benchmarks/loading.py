@@ -83,7 +83,9 @@ def _ways(model: str, *, peers: bool) -> list[Way]:
         own = _tensorizer_file(model, made.path)
         ways += [
             Way("Run:ai streamer", PEERS / "peer_runai.py", made.path, made.manifest_path),
-            Way("fastsafetensors", PEERS / "peer_fastsafetensors.py", made.path, made.manifest_path),
+            Way(
+                "fastsafetensors", PEERS / "peer_fastsafetensors.py", made.path, made.manifest_path
+            ),
             Way("tensorizer", PEERS / "peer_tensorizer.py", own, made.manifest_path),
         ]
     return ways
