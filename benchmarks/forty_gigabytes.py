@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--isolation", default="auto")
     parser.add_argument("--out", default="results/forty-gigabytes")
     options = parser.parse_args()
+    cache.folder().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache.folder(), prefix="sparse-") as folder:
         checkpoint = Path(folder) / "model.pt"
         write_sparse(options.model, checkpoint)
