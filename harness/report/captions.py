@@ -6,17 +6,13 @@ from typing import Any, Final
 
 import pandas as pd
 
+from harness.gate.settings import policy_of, settings_of
 from harness.record import Outcome, Result
 from harness.report.frame import DIMENSIONS, known, varying
 from harness.units import format_bytes, format_exact
 
 # Environment keys that a caption prints, with the word before each; any of them may be missing.
 _MACHINE: Final = {"machine": "", "cpu": "", "kernel": "Linux ", "cgroup_version": "cgroup v", "torch": "torch "}  # fmt: skip
-# Environment keys that must be the same in all cells of a run, if their figures shall be compared.
-_SAME: Final = (
-    "machine", "cpu", "cpus", "ram_bytes", "kernel", "cgroup_version", "torch", "python", "libc",
-    "threads", "thp", "weighin", "git_commit",
-)  # fmt: skip
 
 
 def size(value: int | None) -> str:
@@ -81,12 +77,15 @@ def machine(environments: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def mixed_machines(environments: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a warning where cells of one run were measured on what is not the same machine."""
-    described = [environment for environment in environments if environment]
-    differing = []
-    for key in _SAME:
-        values = list(dict.fromkeys(str(e[key]) for e in described if e.get(key) is not None))
-        if len(values) > 1:
-            differing.append(f"{key} ({', '.join(values)})")
+    seen: dict[str, list[str]] = {}
+    for name, value in (pair for one in environments for pair in settings_of([one]).items()):
+        # What a skipped cell did not look at is no difference.
+        is_told = name == "git_commit" or policy_of(name, {}) != "ignore"
+        if is_told and value is not None and str(value) not in seen.setdefault(name, []):
+            seen[name].append(str(value))
+    differing = [
+        f"{name} ({', '.join(values)})" for name, values in seen.items() if len(values) > 1
+    ]
     if not differing:
         return []
     return [

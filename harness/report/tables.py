@@ -21,6 +21,8 @@ from harness.report.frame import known, series, varying
 from harness.report.markdown import escaped, plain, table_lines
 from harness.units import GIB
 
+# What spreadsheets take for a formula; some take the wide letters of East Asian fonts, too.
+_FORMULA_STARTS: Final = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 _MESSAGE_LENGTH: Final = 300  # the record has the whole message
 
 
@@ -79,6 +81,8 @@ def terminal_table(results: Sequence[Result]) -> RenderableType:
             table.add_row(*(_styled(*pair) for pair in zip(row, ranges, strict=True)))
         parts.append(table)
     parts += [Text(f"{who}: {what}") for who, what in what_went_wrong(frame)]
+    mixed = captions.mixed_machines([result.environment for result in results])
+    parts += [Text(text, style="yellow") for text in mixed]
     parts.append(Text(captions.shared(frame, results), style="dim"))
     parts += [Text(line, style="dim") for line in note_lines(frame)]
     return Group(*parts)
@@ -112,7 +116,9 @@ def write_markdown(
         print(
             *(f"- {escaped(who)}: {escaped(what)}" for who, what in troubles), sep="\n", file=file
         )
-    said = list(dict.fromkeys([*warnings, *(w for result in results for w in result.warnings)]))
+    mixed = captions.mixed_machines([result.environment for result in results])
+    of_cells = (warning for result in results for warning in result.warnings)
+    said = list(dict.fromkeys([*warnings, *mixed, *of_cells]))
     if said:
         print("\n## Warnings\n", file=file)
         print(*(f"- {escaped(warning)}" for warning in said), sep="\n", file=file)
@@ -233,4 +239,4 @@ def _csv_cell(value: object) -> object:
     if isinstance(value, float):
         return int(value) if value.is_integer() else value
     text = plain(str(value))
-    return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
+    return f"'{text}" if text.startswith(_FORMULA_STARTS) else text

@@ -143,6 +143,7 @@ def test_a_run_in_which_much_went_wrong(tmp_path: Path) -> None:
     assert "direct_cuda: skipped" in words
     assert "not run" in words
     assert "not measured" in words
+    assert "broken : strategy_failed in read: KeyError: 'h.0.attn|bias'" in words
 
 
 def test_a_run_of_one_cell_has_no_front(tmp_path: Path) -> None:

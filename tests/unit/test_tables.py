@@ -153,7 +153,7 @@ def test_the_summary_is_not_rounded_and_leaves_out_what_is_missing() -> None:
 
 
 def test_the_summary_is_safe_to_open_in_a_spreadsheet() -> None:
-    for start in ("=", "+", "-", "@", "\t=", "\r=", "\n="):
+    for start in ("=", "+", "-", "@", "\t=", "\r=", "\n=", "\uff1d"):
         (row,) = summary([make_result(make_cell(f"{start}cmd"))])
         assert row["strategy"] == f"'{start.strip()}cmd"
 
@@ -168,4 +168,16 @@ def test_what_differs_between_environments_is_left_out_of_the_caption() -> None:
     other = make_result(make_cell("baseline"), environment={"kernel": "6.1.0", "torch": "2.13.0"})
     assert terminal([make_result(), make_skipped(), other], width=200)[-6].endswith(
         "isolation docker · testbench · Example CPU · cgroup v2 · torch 2.13.0"
+    )
+
+
+def test_cells_of_two_machines_are_a_warning_in_the_report() -> None:
+    other = make_result(make_cell("baseline"), environment={"kernel": "6.1.0", "git_commit": "b"})
+    first = make_result(environment={"kernel": "6.18.0", "torch": "2.13.0", "git_commit": "a"})
+    lines = markdown([first, other, make_skipped()])
+    shown = " ".join(" ".join(terminal([first, other])).split())
+    assert "not measured on one machine with one software: git_commit (a, b); kernel" in shown
+    assert lines[lines.index("## Warnings") + 2] == (
+        "- the cells were not measured on one machine with one software: git_commit (a, b);"
+        " kernel (6.18.0, 6.1.0). Compare their figures with care, their times not at all"
     )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from harness import __version__
 from harness.record import Result
-from harness.report import captions, summary
+from harness.report import captions, summary, tables
 from harness.report.frame import series
 from harness.report.html import bars, facts, matrix, scatter, table, timelines
 
@@ -37,6 +37,7 @@ def render(run: Path, results: Sequence[Result], warnings: Sequence[str] = ()) -
             shared=captions.shared(frame, results),
             warnings=facts.warnings(results, warnings),
             table=table.build(frame, ids),
+            troubles=tables.what_went_wrong(frame),
             bars=bars.build(frame, ids),
             matrix=matrix.build(frame),
             scatters=scatter.build(frame),

@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import pandas as pd
 
+from harness.gate.settings import settings_of
 from harness.record import Result
 from harness.report import captions
 
@@ -40,7 +41,7 @@ def environment(results: Sequence[Result]) -> list[Fact]:
     """Return what the cells were measured on, a line for each key that was recorded."""
     found: dict[str, dict[str, int]] = {}
     for result in results:
-        for key, value in _flat(result.environment):
+        for key, value in settings_of([result.environment]).items():
             counts = found.setdefault(key, {})
             counts[_text(value)] = counts.get(_text(value), 0) + 1
     return [Fact(key, _counted(counts)) for key, counts in found.items()]
@@ -73,14 +74,6 @@ def when(results: Sequence[Result]) -> str:
     first, last = starts[0], starts[-1]
     zone = " UTC" if all(r.started_at.endswith("+00:00") for r in results if r.started_at) else ""
     return (first if first == last else f"{first} to {last}") + zone
-
-
-def _flat(values: Mapping[str, Any], before: str = "") -> list[tuple[str, Any]]:
-    flat: list[tuple[str, Any]] = []
-    for key, value in values.items():
-        name = f"{before}{key}"
-        flat += _flat(value, f"{name}.") if isinstance(value, Mapping) else [(name, value)]
-    return flat
 
 
 def _text(value: object) -> str:

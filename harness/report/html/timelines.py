@@ -192,9 +192,9 @@ def _tip(name: str, start: float, end: float, ended: Phase | None, outcome: Outc
 
 
 def _cut(track: tracks.Track, axes: _Axes) -> tuple[float, float] | None:
-    """Return where the cell was cut off, None where it was not or where that is off the axis."""
-    is_off = not 0 < track.end_s <= axes.time.top
-    if track.result.outcome not in tracks.CUT_OFF or is_off:
+    """Return where the cell was cut off; None where it was not, or nothing was drawn there."""
+    is_off = track.end_s > axes.time.top
+    if track.table is None or is_off or track.result.outcome not in tracks.CUT_OFF:
         return None
-    last = 0.0 if track.table is None else float(track.table["rss_bytes"].iloc[-1]) / GIB
+    last = float(track.table["rss_bytes"].iloc[-1]) / GIB
     return axes.time.at(track.end_s), axes.memory.at(last)
