@@ -15,15 +15,14 @@ if TYPE_CHECKING:
 
 
 def terminal_table(results: Sequence[Result]) -> "RenderableType":
-    """Return the summary of a run for a terminal: all series, and the floors where there are some."""
+    """Return the summary of a run for a terminal: all series, and what else it has found."""
     from rich.console import Group
 
-    from harness.report import floors, tables  # pandas takes half a second to import
+    from harness.report import tables  # pandas takes half a second to import
+    from harness.report.findings import findings
 
-    table = tables.terminal_table(results)
-    if not floors.are_there(results):
-        return table
-    return Group(table, floors.terminal_floors(results))
+    found = [finding.terminal(results) for finding in findings(results)]
+    return Group(tables.terminal_table(results), *found)
 
 
 def terminal_floors(results: Sequence[Result]) -> "RenderableType":

@@ -1,6 +1,6 @@
 """RAM floors as a table: for the terminal, and as markdown."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from rich import box
@@ -55,6 +55,32 @@ def markdown_floors(results: Sequence[Result]) -> str:
     heads = [f"{heading} {unit}".strip() for heading, unit in _HEADINGS]
     rows = [_row(floor, found) for floor in found]
     return "\n".join([*table_lines(heads, rows, names=_NAMES), "", escaped(caption(results))])
+
+
+def markdown_reasons(results: Sequence[Result]) -> str:
+    """Return ``markdown_floors`` with the figures behind each verdict, and what the columns are."""
+    found = floors(results)
+    lines = [*reasons(found), *notes(found)]
+    return "\n".join([markdown_floors(results), "", *(f"- {escaped(line)}" for line in lines)])
+
+
+def markdown_agreement(runs: Mapping[str, Sequence[Result]]) -> str:
+    """Return the floors of several searches side by side, by strategy, and how far they are apart.
+
+    ``runs`` are their results by their names.
+    """
+    found = {name: {one.cell.strategy: one.bytes for one in floors(r)} for name, r in runs.items()}
+    names = list(dict.fromkeys(strategy for run in found.values() for strategy in run))
+    rows = []
+    for strategy in names:
+        sizes = [run.get(strategy) for run in found.values()]
+        known = [size for size in sizes if size is not None]
+        apart = max(known) - min(known) if len(known) > 1 else None
+        share = f" ({apart / min(known):.1%})" if apart is not None else ""
+        cells = (_scaled(size, MIB, 0) for size in sizes)
+        rows.append([strategy, *cells, _scaled(apart, MIB, 0) + share])
+    heads = ["floor, MiB", *found, "apart, MiB"]
+    return "\n".join(table_lines(heads, rows, names=1))
 
 
 def reasons(found: Iterable[Floor]) -> list[str]:

@@ -1,35 +1,65 @@
 """Puts published results into our own pages: ``python -m harness.report.pages README.md``.
 
-A page holds blocks; what stands between their two lines is written here, from the records alone::
+A page holds blocks; what stands between their two lines is written here, from the records alone.
+A block names a run and what of it is told: nothing for the table of all series, ``survival``,
+``floors`` or ``passes``; or several searches for floors, to be compared (``agreement``)::
 
     <!-- results/published/gpt2-xl-8GiB -->
+    ...
+    <!-- end -->
+    <!-- results/published/gpt2-xl-survival survival -->
     ...
     <!-- end -->
 """
 
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from harness import journal
+from harness.record import Result
+from harness.report.floors import markdown_agreement, markdown_floors
+from harness.report.passes import markdown_passes
+from harness.report.survival import markdown_survival
 from harness.report.tables import markdown_table
 
-_BLOCK: Final = re.compile(r"<!-- (?P<run>results/published/\S+) -->\n.*?<!-- end -->", re.DOTALL)
+_BLOCK: Final = re.compile(
+    r"<!-- (?P<runs>results/published/\S+(?: results/published/\S+)*)(?: (?P<part>[a-z]+))? -->\n"
+    r".*?<!-- end -->",
+    re.DOTALL,
+)
+_PARTS: Final = {
+    None: markdown_table,
+    "survival": markdown_survival,
+    "floors": markdown_floors,
+    "passes": markdown_passes,
+}
 
 
 def fill(page: str, root: Path) -> str:
-    """Return the page with every block filled from the run that it names, below ``root``.
+    """Return the page with every block filled from the runs that it names, below ``root``.
 
     Raises:
         RecordError: a run that a block names is not there, or is damaged.
     """
 
     def block(match: re.Match[str]) -> str:
-        results = journal.read(root / match["run"]).results
-        return f"<!-- {match['run']} -->\n{markdown_table(results)}\n<!-- end -->"
+        runs: dict[str, Sequence[Result]] = {
+            run: journal.read(root / run).results for run in match["runs"].split()
+        }
+        first = match[0].partition("\n")[0]
+        return f"{first}\n{_told(match['part'], runs)}\n<!-- end -->"
 
     return _BLOCK.sub(block, page)
+
+
+def _told(part: str | None, runs: dict[str, Sequence[Result]]) -> str:
+    if part == "agreement":
+        return markdown_agreement({run.rpartition("/")[2]: found for run, found in runs.items()})
+    (results,) = runs.values()
+    return _PARTS[part](results)
 
 
 def main() -> None:

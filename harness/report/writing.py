@@ -2,14 +2,19 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from io import BytesIO, StringIO
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from harness import journal
 from harness.errors import RecordError, UnknownName
 from harness.record import Result
-from harness.report import exports, floors, html, look, plots, tables, timeline
+from harness.report import exports, html, look, plots, tables, timeline
+from harness.report.findings import findings
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 DEFAULT: Final = ("md", "html", "csv", "png")
 
@@ -41,9 +46,9 @@ def write(run: Path, formats: Iterable[str] = DEFAULT) -> list[Path]:
 def _markdown(run: _Run) -> dict[str, bytes]:
     file = StringIO()
     there = [one for one in ("png", "svg") if one in run.formats]
-    images = [f"{name}.{there[0]}" for name in ("peaks", "timeline")] if there else []
-    # Floors are what a search is about: before the long table.
-    parts = [("RAM floors", floors.markdown_floors(run.results))] if floors.are_there(run.results) else []  # fmt: skip
+    images = [f"{name}.{there[0]}" for name in _pictures(run)] if there else []
+    # What was found is what a reader came for: before the long table.
+    parts = [(found.heading, found.markdown(run.results)) for found in findings(run.results)]
     tables.write_markdown(run.results, file, warnings=run.warnings, parts=parts, images=images)
     return {"report.md": file.getvalue().encode()}
 
@@ -59,10 +64,21 @@ def _csv(run: _Run) -> dict[str, bytes]:
 
 
 def _drawn(run: _Run, kind: str) -> dict[str, bytes]:
-    peaks, times = BytesIO(), BytesIO()
-    look.save(plots.draw_peaks(run.results), peaks, kind)
-    look.save(timeline.draw_timeline(run.folder, run.results), times, kind)
-    return {f"peaks.{kind}": peaks.getvalue(), f"timeline.{kind}": times.getvalue()}
+    drawn = {}
+    for name, draw in _pictures(run).items():
+        file = BytesIO()
+        look.save(draw(), file, kind)
+        drawn[f"{name}.{kind}"] = file.getvalue()
+    return drawn
+
+
+def _pictures(run: _Run) -> "dict[str, Callable[[], Figure]]":
+    """Return what draws each picture of a run, by its name: what was found, and all cells."""
+    found = [picture for one in findings(run.results) for picture in one.pictures]
+    return {name: partial(draw, run.results) for name, draw in found} | {
+        "peaks": lambda: plots.draw_peaks(run.results),
+        "timeline": lambda: timeline.draw_timeline(run.folder, run.results),
+    }
 
 
 # What each format writes, by file name.

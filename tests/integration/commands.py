@@ -53,9 +53,9 @@ class CommandLine:
         )
         return Started(process, str(self.cache))
 
-    def run(self, *arguments: str, **settings: Any) -> Ended:
+    def run(self, *arguments: str, patience_s: float = 120, **settings: Any) -> Ended:
         """Run ``weighin ARGUMENTS`` to its end."""
-        return self.start(*arguments, **settings).end()
+        return self.start(*arguments, **settings).end(patience_s=patience_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +65,13 @@ class Started:
     process: subprocess.Popen[str]
     mark: str
 
-    def end(self, number: signal.Signals | None = None) -> Ended:
+    def end(self, number: signal.Signals | None = None, patience_s: float = 120) -> Ended:
         """Wait for its end, after sending it a signal; Ctrl-C goes to all its group, as ever."""
         if number is signal.SIGINT:
             os.killpg(self.process.pid, number)
         elif number is not None:
             self.process.send_signal(number)
-        out, err = self.process.communicate(timeout=120)
+        out, err = self.process.communicate(timeout=patience_s)
         return Ended(self.process.returncode, out, err, self.left())
 
     def left(self) -> list[str]:

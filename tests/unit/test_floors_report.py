@@ -10,7 +10,7 @@ from rich.console import Console
 
 from harness import report
 from harness.record import SCHEMA, Cost, Faults, Memory, Outcome, Peaks, Pressure, Result
-from harness.report.floors import are_there, markdown_floors
+from harness.report.floors import are_there, markdown_agreement, markdown_floors
 from harness.units import GIB, MIB
 
 SECOND = 1_000_000_000
@@ -101,6 +101,19 @@ def test_the_floors_as_markdown() -> None:
         "| broken | - | - | - | - | - | - | - |",
         "",
         "gpt2-xl (4.000 GiB) · device cpu · format pt · float32 · cold page cache · isolation docker · testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0",
+    ]
+
+
+def test_searches_side_by_side_say_how_far_they_are_apart() -> None:
+    again = [lived("streaming", mib, s, n) for mib, s, n in (
+        (None, 2, 0), (4328, 2, 0), (4300, None, 0), (4328, 2, 1), (4328, 2, 2),
+    )]  # fmt: skip
+    assert markdown_agreement({"docker": a_search(), "cgroup": again}).splitlines() == [
+        "| floor, MiB | docker | cgroup | apart, MiB |",
+        "| --- | ---: | ---: | ---: |",
+        "| streaming | 4300 | 4328 | 28 (0.7%) |",
+        "| mmap_assign | 256 | - | - |",
+        "| broken | - | - | - |",
     ]
 
 

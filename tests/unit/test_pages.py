@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 from factories import make_result
+from sweeps import a_sweep
 
 from harness import journal
 from harness.errors import RecordError
@@ -25,6 +26,21 @@ def test_a_block_is_replaced_and_the_rest_is_not(tmp_path: Path) -> None:
     assert new.endswith("\n<!-- end -->\nb")
     assert "stale" not in new
     assert fill(new, tmp_path) == new
+
+
+def test_a_block_can_tell_of_survival_or_compare_searches(tmp_path: Path) -> None:
+    for result in a_sweep():
+        journal.append(tmp_path / "results/published/x", result)
+    survival, runs = "results/published/x survival", "results/published/x results/published/x"
+    text = f"<!-- {survival} -->\n<!-- end -->\n<!-- {runs} agreement -->\n<!-- end -->\n"
+    lines = fill(text, tmp_path).splitlines()
+    assert lines[1] == "| strategy | no limit | 16 GiB | 8 GiB | 4 GiB | 1 GiB |"
+    start = lines.index(f"<!-- {runs} agreement -->")
+    assert lines[start + 1 : start + 4] == [
+        "| floor, MiB | x | apart, MiB |",
+        "| --- | ---: | ---: |",
+        "| baseline | - | - |",
+    ]
 
 
 def test_a_block_of_a_run_that_is_not_there(tmp_path: Path) -> None:

@@ -1,0 +1,50 @@
+"""What a run has found beside its table of all series: forward passes, survival, floors."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from harness.record import Result
+from harness.report import floors, passes, survival, survival_plots
+from harness.survival import matrices
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from rich.console import RenderableType
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One part of a report. ``pictures`` are their names, and what draws each."""
+
+    heading: str
+    is_there: Callable[[Sequence[Result]], bool]
+    terminal: Callable[[Sequence[Result]], "RenderableType"]
+    markdown: Callable[[Sequence[Result]], str]
+    pictures: tuple[tuple[str, Callable[[Sequence[Result]], "Figure"]], ...] = ()
+
+
+def _is_sweep(results: Sequence[Result]) -> bool:
+    """Tell whether limits were swept; a search for floors tries other limits in each row."""
+    return not floors.are_there(results) and bool(matrices(results))
+
+
+_ALL: Final = (
+    Finding("Forward passes", passes.are_there, passes.terminal_passes, passes.markdown_passes),
+    Finding(
+        "Survival",
+        _is_sweep,
+        survival.terminal_survival,
+        survival.markdown_reasons,
+        (
+            ("survival", survival_plots.draw_survival),
+            ("time-over-limit", survival_plots.draw_times),
+        ),
+    ),
+    Finding("RAM floors", floors.are_there, floors.terminal_floors, floors.markdown_reasons),
+)
+
+
+def findings(results: Sequence[Result]) -> list[Finding]:
+    """Return what there is to tell of a run, in the order in which it is told."""
+    return [finding for finding in _ALL if finding.is_there(results)]

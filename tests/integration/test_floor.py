@@ -1,0 +1,82 @@
+"""A real floor: strategies that hold known amounts, found to within a step; stopped and resumed."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import leftovers
+import pytest
+from commands import CommandLine
+
+from harness.units import MIB
+
+HOLDING = '''"""Hold so many MiB for a moment, then load rightly."""
+
+from strategies.baseline import load as load_rightly
+
+
+def load(job):
+    with job.phase("hold"):
+        held = bytearray({mib} * 1024 * 1024)
+        held[::4096] = bytes(len(range(0, len(held), 4096)))
+        del held
+    return load_rightly(job)
+'''
+FEW, MORE = 200, 400
+
+
+def records(command: CommandLine) -> list[dict[str, Any]]:
+    path = command.folder / "found" / "records.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def strategies(command: CommandLine) -> str:
+    folder: Path = command.folder / "mine"
+    folder.mkdir()
+    for name, mib in (("few", FEW), ("more", MORE)):
+        (folder / f"{name}.py").write_text(HOLDING.format(mib=mib))
+    return "mine/few.py,mine/more.py"
+
+
+@pytest.mark.slow
+@pytest.mark.cgroup
+def test_floors_are_apart_by_what_the_strategies_hold_and_a_stopped_search_goes_on(
+    command: CommandLine,
+) -> None:
+    names = strategies(command)
+    started = command.start(
+        *("floor", "gpt2-tiny", "--isolation", "cgroup", "-s", names, "--out", "found", "--json")
+    )
+    leftovers.wait_until(
+        lambda: started.process.poll() is not None or len(records(command)) >= 2,
+        "no cell was measured",
+        patience_s=120,
+    )
+    stopped = started.end(signal.SIGINT)
+    assert (stopped.code, stopped.out, stopped.left) == (130, "", [])
+    assert stopped.err.splitlines()[-2:] == [
+        "error: stopped; nothing is left running",
+        "go on with it: weighin floor --resume found",
+    ]
+    refused = command.run("bench", "--resume", "found")
+    assert (refused.code, refused.err) == (
+        2,
+        "error: found is a search for floors\ngo on with it: weighin floor --resume found\n",
+    )
+    ended = command.run("floor", "--resume", "found", "--json", patience_s=400)
+    assert (ended.code, ended.left) == (0, [])
+    few, more = json.loads(ended.out)["floors"]
+    assert [few["strategy"], more["strategy"]] == ["few", "more"]
+    for floor in (few, more):
+        assert (floor["message"], floor["step_bytes"], floor["passed"]) == ("", 8 * MIB, 3)
+        assert floor["failed"] >= 1
+        assert floor["with_room"]["verdict"] in ("survives", "thrashes")
+    assert few["floor_bytes"] >= FEW * MIB + 100 * MIB  # torch's own anonymous memory is more
+    apart = more["floor_bytes"] - few["floor_bytes"]
+    assert apart == pytest.approx((MORE - FEW) * MIB, abs=8 * MIB)
+    cells = [json.dumps(one["cell"], sort_keys=True) for one in records(command)]
+    assert len(cells) == len(set(cells)) == few["cells"] + more["cells"]
+    assert "floor of more: above " in ended.err
