@@ -81,6 +81,7 @@ class Bench:
         spec: ModelSpec | None = None,
         limit_bytes: int | None = None,
         cache_state: CacheState = "cold",
+        passes: int = 1,
         timeout_s: float = 120.0,
         files: Sequence[Path] = (),
         on_phase: Callable[[str], None] = lambda _: None,
@@ -99,6 +100,7 @@ class Bench:
             format=info.formats[0],
             cache=cache_state,
             options=options,
+            passes=passes,
             repeat=next(self._numbers),
         )
         job = Job(

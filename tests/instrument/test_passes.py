@@ -1,0 +1,37 @@
+"""What the use of a loaded model costs, pass by pass."""
+
+import pytest
+from cells import LARGE, Bench, Watched, names_of
+
+from harness.record import Outcome, Phase, Result
+from harness.units import MIB
+
+# Anonymous memory of a mapped load is about 230 MiB: the model's 150 MiB do not fit beside it.
+TOO_SMALL = 288 * MIB
+
+
+def passes_of(result: Result) -> list[Phase]:
+    return [phase for phase in result.phases if phase.name == "forward"]
+
+
+def test_each_pass_is_a_phase_and_no_pass_is_none(bench: Bench, isolation: Watched) -> None:
+    result = bench("mmap_assign", isolation, passes=3)
+    assert names_of(result)[-4:] == ["touch", "forward", "forward", "forward"]
+    assert result.cost and result.cost.first_use_ns
+    together = sum(phase.end_ns - phase.start_ns for phase in passes_of(result))
+    assert result.cost.first_use_ns == pytest.approx(together, rel=0.5)
+    unused = bench("mmap_assign", isolation, passes=0)
+    assert (names_of(unused)[-1], unused.outcome) == ("touch", Outcome.OK)
+    assert unused.cost and unused.cost.first_use_ns is None
+
+
+def test_below_the_models_size_a_mapped_model_is_read_again_in_every_pass(
+    bench: Bench, limiting: Watched
+) -> None:
+    result = bench("mmap_assign", limiting, spec=LARGE, limit_bytes=TOO_SMALL, passes=3)
+    assert (result.outcome, result.message) == (Outcome.OK, "")
+    again = [phase.workingset_refault_file for phase in passes_of(result)]
+    assert len(again) == 3
+    assert min(pages or 0 for pages in again) * 4096 > 16 * MIB, again
+    roomy = bench("mmap_assign", limiting, spec=LARGE, limit_bytes=4 * TOO_SMALL, passes=3)
+    assert max(p.workingset_refault_file or 0 for p in passes_of(roomy)[1:]) * 4096 < 16 * MIB
