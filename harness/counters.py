@@ -200,10 +200,15 @@ class MemoryCgroup:
 
     def raise_limit(self) -> None:
         """Lift the limit, so that a thrashing process dies at once when it is killed."""
-        try:
-            self.limit_path.write_text("-1" if self.version == 1 else "max")
-        except OSError:  # not ours to write: the kill then only takes longer
-            return
+        paths = [self.limit_path]
+        if self.version == 1:  # v1 refuses a limit above that of memory and swap together
+            paths.insert(0, self.path / "memory.memsw.limit_in_bytes")
+        for path in paths:
+            try:
+                if path.exists():
+                    path.write_text("-1" if self.version == 1 else "max")
+            except OSError:  # not ours to write: the kill then only takes longer
+                return
 
 
 class PeakMark:

@@ -73,6 +73,21 @@ def test_swap_is_off_for_the_cell(bench: Bench, limiting: Watched) -> None:
     )
 
 
+def test_the_limit_of_a_running_cell_can_be_lifted(bench: Bench, limiting: Watched) -> None:
+    seen: list[str] = []
+
+    def look(phase: str) -> None:
+        if phase == "hold":
+            assert limiting.running and limiting.running.cgroup
+            group = MemoryCgroup(limiting.running.cgroup)
+            group.raise_limit()
+            seen.append(group.limit_path.read_text().strip())
+
+    bench("overrun", limiting, limit_bytes=LIMIT, mib=16, on_phase=look)
+    (limit,) = seen
+    assert limit == "max" or int(limit) > 2**60  # v1 rounds "no limit" to whole pages
+
+
 def swap_settings(cgroup: Path) -> dict[str, str]:
     v1 = ("memory.swappiness", "memory.memsw.limit_in_bytes")
     names = v1 if MemoryCgroup(cgroup).version == 1 else ("memory.swap.max",)
