@@ -18,49 +18,84 @@ PIECE_BYTES: Final = 2 * 1024**2
 """How much is read at once: large enough for a disk, small enough for a processor's cache."""
 
 _ALIGNMENT: Final = 4096  # of O_DIRECT: 512 would do on most disks, 4096 on all
+_ELEMENT: Final = 8  # bytes, of the largest element that is converted
 _REFUSED: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
 
 
 class PieceReader:
-    """Reads from one file, on one thread. Holds a bounce buffer of ``PIECE_BYTES`` and a little."""
+    """Reads pieces of files, on one thread: one file is open at a time, one buffer serves them all.
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._buffered = os.open(file, os.O_RDONLY)
-        self._direct = _open_direct(file)
+    The buffer takes ``PIECE_BYTES`` and a little, once something is read that needs it.
+    """
+
+    def __init__(self) -> None:
+        self._file: Path | None = None
+        self._buffered = self._direct = -1
         self._bounce = mmap.mmap(-1, PIECE_BYTES + 2 * _ALIGNMENT, flags=mmap.MAP_PRIVATE)
 
-    def read(self, target: memoryview, offset: int) -> None:
+    def read(self, file: Path, target: memoryview, offset: int) -> None:
         """Fill ``target``, at most ``PIECE_BYTES`` long, with the file's bytes at ``offset``.
 
         Raises:
             EOFError: the file ends before.
         """
-        if is_cached(self._buffered, offset, len(target)):
-            self._read_buffered(target, offset)
-        elif self._direct >= 0:
-            self._read_around_cache(target, offset)
+        self._open(file)
+        if (piece := self._read_around_cache(offset, len(target))) is not None:
+            copy(target, piece)
         else:
-            self._read_buffered(target, offset)
-            os.posix_fadvise(self._buffered, offset, len(target), os.POSIX_FADV_DONTNEED)
+            self._read_through_cache(target, offset)
+
+    def piece(self, file: Path, offset: int, size: int) -> memoryview:
+        """Return ``size`` bytes of the file, at most ``PIECE_BYTES``, in the reader's own buffer.
+
+        They are good until the next read, and begin at a multiple of 8 wherever they lie in the file.
+
+        Raises:
+            EOFError: the file ends before.
+        """
+        self._open(file)
+        if (piece := self._read_around_cache(offset, size)) is None:
+            piece = memoryview(self._bounce)[:size]
+            self._read_through_cache(piece, offset)
+        elif offset % _ELEMENT:
+            aligned = memoryview(self._bounce)[:size]
+            copy(aligned, piece)  # towards the front: memmove bears the overlap
+            piece = aligned
+        return piece
 
     def close(self) -> None:
-        os.close(self._buffered)
-        if self._direct >= 0:
-            os.close(self._direct)
-        self._bounce.close()
+        """Close the file that is open. The buffer goes when nobody looks at it any more."""
+        for descriptor in (self._buffered, self._direct):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._buffered = self._direct = -1
+        self._file = None
 
-    def _read_buffered(self, target: memoryview, offset: int) -> None:
+    def _open(self, file: Path) -> None:
+        if file != self._file:
+            self.close()
+            self._buffered = os.open(file, os.O_RDONLY)
+            self._direct = _open_direct(file)
+            self._file = file
+
+    def _read_through_cache(self, target: memoryview, offset: int) -> None:
+        """Read what is cached, or what cannot be read otherwise; the latter is dropped again."""
+        was_cached = self._direct >= 0 or is_cached(self._buffered, offset, len(target))
         done = 0
         while done < len(target):
             read = os.preadv(self._buffered, [target[done:]], offset + done)
             if read == 0:
-                raise EOFError(f"{self._file} ends before byte {offset + len(target):,}")
+                raise self._ended(offset + len(target))
             done += read
+        if not was_cached:
+            os.posix_fadvise(self._buffered, offset, len(target), os.POSIX_FADV_DONTNEED)
 
-    def _read_around_cache(self, target: memoryview, offset: int) -> None:
+    def _read_around_cache(self, offset: int, size: int) -> memoryview | None:
+        """Return the bytes in the buffer; None where they are cached, or the disk refuses."""
+        if self._direct < 0 or is_cached(self._buffered, offset, size):
+            return None
         start = offset - offset % _ALIGNMENT
-        skip, end = offset - start, offset + len(target)
+        skip, end = offset - start, offset + size
         wanted = -(-(end - start) // _ALIGNMENT) * _ALIGNMENT
         bounce = memoryview(self._bounce)
         done = 0
@@ -75,11 +110,13 @@ class PieceReader:
                 raise
             os.close(self._direct)
             self._direct = -1
-            self.read(target, offset)
-            return
+            return None
         if done < end - start:
-            raise EOFError(f"{self._file} ends before byte {end:,}")
-        copy(target, bounce[skip : skip + len(target)])
+            raise self._ended(end)
+        return bounce[skip : skip + size]
+
+    def _ended(self, wanted_end: int) -> EOFError:
+        return EOFError(f"{self._file} ends before byte {wanted_end:,}")
 
 
 def copy(target: memoryview, source: memoryview) -> None:

@@ -3,11 +3,10 @@
 import ctypes
 import mmap
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import torch
@@ -127,46 +126,36 @@ def fill(stretches: Iterable[Stretch], threads: int) -> None:
 
 
 class _Reader:
-    """What one thread needs to read pieces: open files, and buffers where pieces do not go straight."""
+    """What one thread needs to read pieces: a reader of files, and a way to the GPU."""
 
     def __init__(self) -> None:
-        self._files: dict[Path, PieceReader] = {}
-        self._buffer: torch.Tensor | None = None
+        self._pieces = PieceReader()
         self._gpu: _GpuCopier | None = None
 
     def __enter__(self) -> "_Reader":
         return self
 
     def __exit__(self, *_: object) -> None:
-        for file in self._files.values():
-            file.close()
+        self._pieces.close()
         if self._gpu:
             self._gpu.finish()
 
     def read(self, piece: Piece) -> None:
         """Read one piece into place, converted and copied to the GPU where it must be."""
-        target, source = piece.target, piece.source
-        if source.file not in self._files:
-            self._files[source.file] = PieceReader(source.file)
-        read = self._files[source.file].read
-        if target.is_cuda:
-            self._gpu = self._gpu or _GpuCopier(target.device)
-            with self._gpu.copying_to(target) as pinned:
-                self._read_converted(read, piece, pinned)
+        if piece.target.is_cuda:
+            self._gpu = self._gpu or _GpuCopier(piece.target.device)
+            with self._gpu.copying_to(piece.target) as pinned:
+                self._read_converted(piece, pinned)
         else:
-            self._read_converted(read, piece, target)
+            self._read_converted(piece, piece.target)
 
-    def _read_converted(
-        self, read: Callable[[memoryview, int], None], piece: Piece, target: torch.Tensor
-    ) -> None:
-        if target.dtype == piece.source.dtype:
-            read(memory_of(target), piece.offset)
-            return
-        if self._buffer is None:
-            self._buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8)
-        buffer = self._buffer[: piece.source_bytes]
-        read(memory_of(buffer), piece.offset)
-        target.copy_(buffer.view(piece.source.dtype))
+    def _read_converted(self, piece: Piece, target: torch.Tensor) -> None:
+        source = piece.source
+        if target.dtype == source.dtype:
+            self._pieces.read(source.file, memory_of(target), piece.offset)
+        else:
+            found = self._pieces.piece(source.file, piece.offset, piece.source_bytes)
+            target.copy_(torch.frombuffer(found, dtype=source.dtype))
 
 
 class _GpuCopier:

@@ -34,13 +34,13 @@ def read_pieces(where: TensorSlice) -> Iterator[torch.Tensor]:
 def _contiguous(where: TensorSlice) -> Iterator[torch.Tensor]:
     piece_bytes = PIECE_ELEMENTS * where.dtype.itemsize
     buffer = torch.empty(min(piece_bytes, where.nbytes), dtype=torch.uint8)
-    reader = PieceReader(where.file)
+    reader = PieceReader()
     try:
         for start in range(0, where.nbytes, piece_bytes):
             piece = buffer[: where.nbytes - start]
             memory = memoryview(piece.numpy().data)
             for at in range(0, len(memory), PIECE_BYTES):
-                reader.read(memory[at : at + PIECE_BYTES], where.offset + start + at)
+                reader.read(where.file, memory[at : at + PIECE_BYTES], where.offset + start + at)
             yield piece.view(where.dtype)
     except EOFError as error:
         raise CheckpointError(

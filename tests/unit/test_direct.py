@@ -1,5 +1,6 @@
 """Reading past the page cache gives the file's bytes, wherever they begin and whatever is cached."""
 
+import ctypes
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,15 +26,19 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def reader(file: Path) -> Iterator[PieceReader]:
-    reader = PieceReader(file)
+def reader() -> Iterator[PieceReader]:
+    reader = PieceReader()
     yield reader
     reader.close()
 
 
-def read(reader: PieceReader, offset: int, size: int) -> bytes:
+def read(reader: PieceReader, file: Path, offset: int, size: int) -> bytes:
+    """Return a stretch, read into place and, which must be the same, into the reader's buffer."""
     target = bytearray(size)
-    reader.read(memoryview(target), offset)
+    reader.read(file, memoryview(target), offset)
+    piece = reader.piece(file, offset, size)
+    assert ctypes.addressof(ctypes.c_char.from_buffer(piece)) % 8 == 0
+    assert bytes(piece) == bytes(target)
     return bytes(target)
 
 
@@ -45,13 +50,13 @@ def test_any_stretch_cold_or_cached(
     size = min(size, SIZE - offset)
     if cold:
         page_cache.drop([file])
-    assert read(reader, offset, size) == CONTENT[offset : offset + size]
+    assert read(reader, file, offset, size) == CONTENT[offset : offset + size]
 
 
 def test_a_cold_read_leaves_no_page_in_the_cache(reader: PieceReader, file: Path) -> None:
     page_cache.drop([file])
     for offset in range(0, 3 * PIECE_BYTES, PIECE_BYTES):
-        read(reader, offset, PIECE_BYTES)
+        read(reader, file, offset, PIECE_BYTES)
     assert page_cache.cached([file]) == 0
 
 
@@ -61,24 +66,24 @@ def test_a_stretch_that_is_cached_in_part(reader: PieceReader, file: Path) -> No
         os.posix_fadvise(other.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no reading ahead
         other.seek(1024**2)
         other.read(4096)
-    assert read(reader, 100, PIECE_BYTES) == CONTENT[100 : 100 + PIECE_BYTES]
-    assert read(reader, 1024**2 + 1, 8192) == CONTENT[1024**2 + 1 : 1024**2 + 8193]
+    assert read(reader, file, 100, PIECE_BYTES) == CONTENT[100 : 100 + PIECE_BYTES]
+    assert read(reader, file, 1024**2 + 1, 8192) == CONTENT[1024**2 + 1 : 1024**2 + 8193]
 
 
 @pytest.mark.parametrize("cold", [True, False])
 def test_the_end_of_the_file(reader: PieceReader, file: Path, cold: bool) -> None:
     if cold:
         page_cache.drop([file])
-    assert read(reader, SIZE - 5, 5) == CONTENT[-5:]
+    assert read(reader, file, SIZE - 5, 5) == CONTENT[-5:]
     with pytest.raises(EOFError, match=rf"ends before byte {SIZE + 1:,}$"):
-        read(reader, SIZE - 5, 6)
+        read(reader, file, SIZE - 5, 6)
 
 
 def test_where_the_file_system_refuses_direct_reads(file: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(direct, "_open_direct", lambda _: -1)
     page_cache.drop([file])
-    reader = PieceReader(file)
-    assert read(reader, 777, PIECE_BYTES) == CONTENT[777 : 777 + PIECE_BYTES]
+    reader = PieceReader()
+    assert read(reader, file, 777, PIECE_BYTES) == CONTENT[777 : 777 + PIECE_BYTES]
     reader.close()
     # What was read ahead of the stretch may stay.
     with file.open("rb") as opened:
@@ -92,8 +97,20 @@ def test_tmpfs_reads_as_any_other(tmp_path: Path) -> None:
     path = shm / f"weighin-test-{os.getpid()}"
     path.write_bytes(CONTENT[:100_000])
     try:
-        reader = PieceReader(path)
-        assert read(reader, 3, 99_997) == CONTENT[3:100_000]
+        reader = PieceReader()
+        assert read(reader, path, 3, 99_997) == CONTENT[3:100_000]
         reader.close()
     finally:
         path.unlink()
+
+
+def test_a_thousand_files_take_no_more_descriptors_and_buffers_than_one(
+    reader: PieceReader, tmp_path: Path
+) -> None:
+    for number in range(50):
+        file = tmp_path / str(number)
+        file.write_bytes(CONTENT[number : number + 10_000])
+        page_cache.drop([file])
+        assert read(reader, file, 1, 9_999) == CONTENT[number + 1 : number + 10_000]
+    opened = {descriptor.resolve() for descriptor in Path("/proc/self/fd").iterdir()}
+    assert [path for path in opened if path.is_relative_to(tmp_path)] == [file]
