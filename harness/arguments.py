@@ -10,16 +10,20 @@ from harness.errors import ConfigError
 DEFAULT_MODEL = "gpt2-small"
 
 _BESIDE_SUITE = {"suite", "kwargs", "checkpoint", "seed", "folder", "base_image"}
+_BESIDE_SUITE |= {"checkpoint_dtype", "phases", "as_json"}  # of predict
 
 
 def refuse_ignored(context: typer.Context) -> None:
-    """Raise ConfigError where an option was typed beside --resume or --suite that it overrides."""
+    """Raise ConfigError where an option was typed beside --resume, --check or --suite, which rule."""
     sources = {one: context.get_parameter_source(one.name or "") for one in context.command.params}
     typed = [one for one, source in sources.items() if source and source.name == "COMMANDLINE"]
     names = {one.name for one in typed}
     if "resume" in names:
         what, kept = "a run goes on as it was planned", {"resume", "as_json"}
         repair = "leave them out, or start a new run"
+    elif "check" in names:
+        what, kept = "a run says what was measured", {"check", "as_json"}
+        repair = "leave them out, or predict without --check"
     elif "suite" in names:
         what, kept = "a suite says it all", _BESIDE_SUITE
         repair = "write them into the suite, or leave --suite out"

@@ -51,7 +51,7 @@ def start(request: Request) -> tuple[Run, str]:
         )
     models = tuple(registry.model(name, request.kwargs or None) for name in suite.models)
     strategies = tuple(
-        (info, one.options) for one in suite.strategies for info in _strategies(one.name)
+        (info, one.options) for one in suite.strategies for info in registry.named(one.name)
     )
     _check_names("models", [(spec.name, spec.builder) for spec in models])
     _check_names("strategies", [(info.name, str(info.path)) for info, _ in strategies])
@@ -153,10 +153,6 @@ def resumable(verb: str, folder: Path) -> Iterator[None]:
     except Interrupted as stopped:
         again = f"weighin {verb} --resume {quote(str(folder))}"
         raise Interrupted(stopped.message, f"go on with it: {again}") from None
-
-
-def _strategies(name: str) -> list[registry.StrategyInfo]:
-    return list(registry.strategies().values()) if name == "all" else [registry.strategy(name)]
 
 
 def _check_names(kinds: str, found: list[tuple[str, str]]) -> None:

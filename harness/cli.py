@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from harness import __version__, arguments, checkpoint_verbs, floor_verb, options
+from harness import __version__, arguments, checkpoint_verbs, floor_verb, options, predict_verb
 from harness.errors import HarnessError
 from harness.gate import verbs as gate_verbs
 from harness.record import Outcome
@@ -34,6 +34,7 @@ app.command(epilog=gate_verbs.CHECK_EXAMPLES)(gate_verbs.check)
 app.command(epilog=floor_verb.EXAMPLES)(floor_verb.floor)
 app.command(epilog=verbs.REPORT_EXAMPLES)(verbs.report)
 app.command(epilog=verbs.HISTORY_EXAMPLES)(verbs.history)
+app.command(epilog=predict_verb.PREDICT_EXAMPLES)(predict_verb.predict)
 out, err = Console(emoji=False), Console(stderr=True, emoji=False)
 
 

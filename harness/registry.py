@@ -61,6 +61,11 @@ def strategy(name: str) -> StrategyInfo:
     return known[name]
 
 
+def named(name: str) -> list[StrategyInfo]:
+    """Return the strategies that a name stands for: one, or with "all" every one that is known."""
+    return list(strategies().values()) if name == "all" else [strategy(name)]
+
+
 def read_strategy(path: Path) -> StrategyInfo:
     """Read a strategy's name, summary and constants from its syntax tree; runs none of it.
 

@@ -38,7 +38,7 @@ def run_maker(
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=chatter,
-            env=_environment(python_path),
+            env=environment(python_path),
             text=True,
         )
         try:
@@ -104,7 +104,8 @@ def _died(code: int, chatter: IO[bytes]) -> CheckpointError:
     return CheckpointError(f"the process that prepares the checkpoint was {cause}{said}", repair)
 
 
-def _environment(python_path: Iterable[str]) -> dict[str, str]:
+def environment(python_path: Iterable[str]) -> dict[str, str]:
+    """Return the environment of a process that imports this package and a user's builders."""
     ours = str(Path(harness.__file__).resolve().parent.parent)
     inherited = os.environ.get("PYTHONPATH", "")
     paths = [*python_path, ours, *([inherited] if inherited else [])]

@@ -10,8 +10,9 @@ import struct
 import threading
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -26,6 +27,34 @@ WRITERS: Final = 2  # one generates while another waits for the disk; more only 
 _SYNC_EVERY_BYTES: Final = 128 * 1024 * 1024
 _DESCRIPTOR: Final = b"PK\x07\x08"  # the data descriptor behind a record, and
 _ENTRY: Final = b"PK\x01\x02"  # its entry in the central directory
+
+
+_holes = False  # whether values are left out: see leaving_holes
+
+
+@contextmanager
+def leaving_holes() -> Iterator[None]:
+    """Write files inside with their whole structure, but holes in place of the values.
+
+    They take almost no room on the disk. For whoever needs no values; their CRC-32s are wrong.
+    """
+    global _holes  # noqa: PLW0603 (each layout would have to hand it down to the one place that asks)
+    _holes = True
+    try:
+        yield
+    finally:
+        _holes = False
+
+
+def leaves_holes() -> bool:
+    """Tell whether values are left out."""
+    return _holes
+
+
+def finish(descriptor: int) -> None:
+    """Put a written file on the disk and out of the page cache, unless nothing worth it is in it."""
+    if not _holes:
+        drop_written(descriptor)
 
 
 def placeholder(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
@@ -84,7 +113,7 @@ def fill_holes(path: Path, names: list[str], pieces: Pieces, progress: Progress 
             for record, name in zip(records, names, strict=True)
         ]
         run_parallel(jobs)
-        drop_written(file.fileno())
+        finish(file.fileno())
 
 
 def run_parallel(jobs: Iterable[Callable[[], None]]) -> None:
@@ -161,6 +190,8 @@ def fill(
     Raises:
         ValueError: they are not as long as the record.
     """
+    if leaves_holes():
+        return
     at, crc = record.start, 0
     for piece in pieces():
         data = memoryview(piece.reshape(-1).view(torch.uint8).numpy().data)

@@ -5,16 +5,21 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from harness.cell import ModelSpec
 from harness.models.building import reset_buffers
 from harness.strategy import Load
-from harness.worker.marks import Marks
 
 Strategy = Callable[[Load], torch.nn.Module]
+
+
+class Phases(Protocol):
+    """Whoever keeps the peaks of phases: marks in a worker, a ledger in a prediction."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +32,7 @@ class WorkerLoad:
     options: Mapping[str, Any]
     model: ModelSpec
     builder: Callable[..., torch.nn.Module]
-    marks: Marks
+    marks: Phases
 
     def build_model(self) -> torch.nn.Module:
         default = torch.get_default_dtype()

@@ -64,6 +64,15 @@ VERBS = {
             "weighin inspect model.safetensors --json",
         ],
     ),
+    ("predict",): (
+        "Say what loads would need, by running them without values: no GPU, no weights, any size.",
+        [
+            "weighin predict gpt2-xl",
+            "weighin predict llama-70b --device cuda --dtype bf16 -s streaming",
+            "weighin predict --suite configs/suites/notebook.yaml --json",
+            "weighin predict --check results/20261120T093000-gpt2-xl-8GiB",
+        ],
+    ),
     ("report",): (
         "Draw a run again: the table here; report.html, report.md, summary.csv and plots in its folder.",
         [

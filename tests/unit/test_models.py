@@ -6,7 +6,7 @@ import pytest
 import torch
 import yaml
 
-from harness.models import gpt2, tied
+from harness.models import gpt2, llama, tied
 from harness.models.building import resolve_builder
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "models"
@@ -65,3 +65,28 @@ def test_the_tied_model_is_tied_and_keeps_its_tables_out_of_the_checkpoint() -> 
     assert model.head.weight is model.embedding.weight
     assert not any("rotary" in key for key in model.state_dict())
     assert set(dict(model.named_buffers())) == {"rotary.cos", "rotary.sin"}
+
+
+def test_llama_70b_has_the_published_shapes() -> None:
+    config = read("llama-70b")
+    with torch.device("meta"):
+        model = resolve_builder(config["builder"])(**config["kwargs"])
+    state = model.state_dict()
+    assert len(state) == 723
+    assert sum(parameter.numel() for parameter in model.parameters()) == 70_553_706_496
+    assert state["model.layers.79.self_attn.k_proj.weight"].shape == (1024, 8192)
+
+
+def test_a_small_llama_runs_and_looks_only_back() -> None:
+    sizes = {"emb_dim": 64, "hidden_dim": 96, "n_layers": 2, "n_heads": 8, "n_kv_heads": 2}
+    torch.manual_seed(0)
+    model = llama.llama(vocab_size=256, **sizes)
+    (tokens,) = llama.example_inputs(vocab_size=256)
+    changed = tokens.clone()
+    changed[0, -1] = (tokens[0, -1] + 1) % 256
+    with torch.inference_mode():
+        logits, others = model(tokens), model(changed)
+    assert logits.shape == (1, 16, 256)
+    assert torch.equal(logits[:, :-1], others[:, :-1])
+    assert not torch.equal(logits[:, -1], others[:, -1])
+    assert not model.training

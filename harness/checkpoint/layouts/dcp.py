@@ -123,7 +123,7 @@ def write(
             places[plan.name] = at, length
             at += -(-length // _ALIGNMENT) * _ALIGNMENT
         writing.run_parallel(jobs)
-        durable.drop_written(file.fileno())
+        writing.finish(file.fileno())
     scratch.unlink(missing_ok=True)
     durable.write_bytes(target / _METADATA_NAME, _metadata(tensors, places))
 

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import torch
 
-from harness.checkpoint.durable import drop_written
 from harness.checkpoint.layouts.base import Pieces, Progress, TensorPlan
-from harness.checkpoint.writing import _Flusher, _write_all, run_parallel
+from harness.checkpoint.writing import _Flusher, _write_all, finish, leaves_holes, run_parallel
 
 Place = tuple[TensorPlan, int]
 """A tensor to write, and the byte of the file where it begins."""
@@ -43,13 +42,15 @@ def write_raw(
         run_parallel(
             partial(_write_one, file.fileno(), plan, at, pieces, flusher) for plan, at in places
         )
-        drop_written(file.fileno())
+        finish(file.fileno())
         os.fsync(file.fileno())
 
 
 def _write_one(
     descriptor: int, plan: TensorPlan, start: int, pieces: Pieces, flusher: _Flusher
 ) -> None:
+    if leaves_holes():
+        return
     at, end = start, start + plan_bytes(plan)
     for piece in pieces(plan.name):
         data = memoryview(piece.detach().reshape(-1).view(torch.uint8).numpy().data)

@@ -1,0 +1,89 @@
+"""Predict cells: ``python -m harness.predict``, one JSON request a line, one JSON answer a line.
+
+Imports torch as a worker does, once; then every cell runs in a fork of its own, whose heap is a
+fresh worker's. Nothing is read of a checkpoint but its structure.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+import torch  # noqa: F401 (as a worker does, before any fork)
+
+from harness.cell import Cell, ModelSpec
+from harness.models.building import resolve_builder
+from harness.process_memory import memory_of, read_status
+from harness.record import Memory
+from harness.text import one_line
+from harness.worker.__main__ import settle_math
+
+_PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
+
+
+def main() -> None:
+    settle_math()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a builder or a strategy prints is no answer
+    for line in sys.stdin:
+        request = json.loads(line)
+        request["baseline"] = asdict(memory_of(read_status()))
+        print(json.dumps(_apart(request)), file=answers, flush=True)
+
+
+def _apart(request: dict[str, Any]) -> dict[str, Any]:
+    """Answer one request from a fork; whatever ends the fork becomes its answer."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # never outlives the parent
+        os.close(reading)
+        answer = _answer(request)
+        with os.fdopen(writing, "w") as pipe:
+            json.dump(answer, pipe)
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        text = pipe.read()
+    _, status = os.waitpid(child, 0)
+    if text:
+        found: dict[str, Any] = json.loads(text)
+        return found
+    return {"cannot": f"the symbolic run ended with status {os.waitstatus_to_exitcode(status)}"}
+
+
+def _answer(request: dict[str, Any]) -> dict[str, Any]:
+    try:
+        fields = request["cell"]
+        cell = Cell(**{**fields, "model": ModelSpec(**fields["model"])})
+        if "make" in request:
+            return _make(cell, request["make"])
+        return _predict(cell, request)
+    except Exception as error:
+        traceback.print_exc()
+        return {"cannot": f"{type(error).__name__}: {one_line(str(error))}"}
+
+
+def _make(cell: Cell, make: dict[str, Any]) -> dict[str, Any]:
+    from harness.predict.sparse import make_sparse
+
+    source = Path(make["source"]) if make["source"] else None
+    path = make_sparse(cell.model, cell.format, make["dtype"], Path(make["folder"]), source)
+    return {"checkpoint": str(path)}
+
+
+def _predict(cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
+    builder = resolve_builder(cell.model.builder)
+    from harness.predict.running import run
+
+    checkpoint, strategy = Path(request["checkpoint"]), Path(request["strategy_path"])
+    return asdict(run(cell, builder, checkpoint, strategy, Memory(**request["baseline"])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Predictions beside what a run measured, cell by cell."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from harness import journal, registry
+from harness.errors import HarnessError, RecordError
+from harness.plan import Planned
+from harness.predict.predicting import predict
+from harness.predict.prediction import Prediction
+from harness.record import Outcome, Result
+from harness.registry import StrategyInfo
+
+_FIGURES = {
+    "host_anon_peak_bytes": "anon_sampled_bytes",
+    "host_file_peak_bytes": "file_sampled_bytes",
+    "cuda_requested_bytes": "cuda_requested_bytes",
+    "cuda_allocated_bytes": "cuda_allocated_bytes",
+    "cuda_reserved_bytes": "cuda_reserved_bytes",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """One series of a run: ``figures`` as (name, predicted bytes, measured bytes)."""
+
+    prediction: Prediction
+    figures: tuple[tuple[str, int, int], ...]
+
+
+def check(run: Path) -> list[Checked]:
+    """Predict every series of a run that has an ok cell, and set it beside the median of those.
+
+    Raises:
+        RecordError: no run, or nothing in it was ok. HarnessError: as ``predict``.
+    """
+    series: dict[str, list[Result]] = {}
+    for result in journal.read(run).results:
+        if result.outcome is Outcome.OK:
+            series.setdefault(result.cell.series, []).append(result)
+    if not series:
+        raise RecordError(f"{run} has no cell that is ok", "predict the model itself")
+    paths, checkpoint = _settings(run)
+    planned = [
+        Planned.of(results[0].cell, _strategy(results[0].cell.strategy, paths))
+        for results in series.values()
+    ]
+    found = predict(planned, checkpoint=checkpoint)
+    return [
+        Checked(one, tuple(_figures(one, results)))
+        for one, results in zip(found, series.values(), strict=True)
+    ]
+
+
+def as_json(checked: Sequence[Checked]) -> dict[str, Any]:
+    """Return all of it, for programs."""
+    return {
+        "schema": 1,
+        "checked": [
+            {
+                "strategy": one.prediction.strategy,
+                "model": one.prediction.cell.model.name,
+                "format": one.prediction.cell.format,
+                "dtype": one.prediction.cell.dtype,
+                "device": one.prediction.cell.device,
+                "cannot": one.prediction.cannot,
+                "figures": {
+                    name: {"predicted": predicted, "measured": measured}
+                    for name, predicted, measured in one.figures
+                },
+            }
+            for one in checked
+        ],
+    }
+
+
+def _figures(prediction: Prediction, results: list[Result]) -> Iterator[tuple[str, int, int]]:
+    for name, measured in _FIGURES.items():
+        sizes = [getattr(result.peaks, measured) for result in results]
+        known = [size for size in sizes if size is not None]
+        predicted = getattr(prediction, name)
+        if known and predicted is not None:
+            yield name, predicted, round(median(known))
+
+
+def _settings(run: Path) -> tuple[dict[str, str], Path | None]:
+    """Return the strategies' files and the user's checkpoint; published runs have no plan."""
+    try:
+        settings = journal.read_plan(run).settings
+    except HarnessError:
+        return {}, None
+    checkpoint = settings.get("checkpoint")
+    return settings.get("strategy_paths", {}), Path(checkpoint) if checkpoint else None
+
+
+def _strategy(name: str, paths: dict[str, str]) -> StrategyInfo:
+    return registry.read_strategy(Path(paths[name])) if name in paths else registry.strategy(name)

@@ -1,0 +1,317 @@
+"""The ledger of a symbolic run: every storage, where it lies, and which of its pages were written.
+
+Storages are real ones, so that everything that asks for addresses, views or sharing works; but
+large ones are never written, and so take no memory. What the ledger adds up is what they would
+have taken: the C library itself is asked for the same blocks in the same order, and so decides
+which of them lie in its heap, where freed pages stay, and which in maps of their own.
+"""
+
+import ctypes
+import mmap
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Literal
+
+import torch
+
+from harness.predict.allocator import CachingAllocator, _Block
+from harness.predict.extents import Extents, HeapPages
+from harness.predict.prediction import PredictedPhase
+from harness.process_memory import memory_of, read_status
+from harness.record import Memory
+from harness.units import KIB, MIB
+
+Place = Literal["host", "pinned", "file", "cuda", "meta"]
+
+SMALL_BYTES: Final = 64 * KIB
+"""Storages up to this size are written for real: they may hold what the code looks at."""
+
+ALWAYS_MAPPED_BYTES: Final = 32 * MIB
+"""glibc maps every block from here on (DEFAULT_MMAP_THRESHOLD_MAX); its heap never sees one."""
+
+_IS_MMAPPED: Final = 2  # glibc's malloc.c: a flag in the size that stands before each block
+_MAP_NORESERVE: Final = 0x4000  # linux/mman.h: not counted by the kernel's overcommit heuristic
+
+_ATTRIBUTE: Final = "_weighin_block"
+"""Where a storage has its block: the Python object of a storage lives as long as its memory."""
+
+libc: Final = ctypes.CDLL(None)
+libc.sbrk.restype = ctypes.c_void_p
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """One storage.
+
+    Attributes:
+        real: whether the process itself holds it, because what is written is written for real.
+        known: whether its values are those that a real run would have.
+    """
+
+    place: Place
+    address: int
+    nbytes: int
+    in_heap: bool = False
+    real: bool = False
+    known: bool = True
+    pages: Extents = field(default_factory=Extents)
+    cuda: _Block | None = None
+    storage: "_StorageRef | None" = None
+    before: "Block | None" = None
+    after: "Block | None" = None
+
+
+class _StorageRef(weakref.ref[torch.UntypedStorage]):
+    """Knows the block of a storage, and calls back when the storage is freed."""
+
+    __slots__ = ("block",)
+    block: Block
+
+
+@dataclass(slots=True, eq=False)
+class MappedFile:
+    """A file that is mapped, from its first to its last slice."""
+
+    path: str
+    address: int
+    nbytes: int
+    pages: Extents = field(default_factory=Extents)
+
+
+class Ledger:
+    """Current sums and peaks of one symbolic run, in bytes.
+
+    Attributes:
+        disk_read_bytes: of files, each stretch as often as it would come from the disk.
+        largest_reads: the largest single read into memory, for the reasons.
+        other_anon_bytes: of this process's own growth, what only the symbolic run needs.
+    """
+
+    def __init__(self, cuda: CachingAllocator | None, baseline: Memory) -> None:
+        self.cuda = cuda
+        self.disk_read_bytes = 0
+        self.other_anon_bytes = 0
+        self.pinned_bytes = 0
+        self.peak_anon_bytes = 0
+        self.peak_file_bytes = 0
+        self.copies: dict[str, int] = {}
+        self.phases: list[PredictedPhase] = []
+        self.forced_place: Place | None = None
+        # A chain, and no dict: the tables of dicts that come and go would pin the heap's top.
+        self._last: Block | None = None
+        self._files: list[MappedFile] = []
+        self._heap = HeapPages()
+        self._free_pinned: Counter[int] = Counter()
+        self._heap_top = 0
+        self._mapped_anon_bytes = 0
+        self._phase_peaks = (0, 0)
+        self.baseline = baseline
+
+    # -- storages
+
+    def block_of(self, tensor: torch.Tensor, *, allocated: bool = False) -> Block:
+        """Return the block of a tensor's storage; registers one that is new.
+
+        ``allocated`` tells that it comes from torch's own allocator just now.
+        """
+        storage = tensor.untyped_storage()
+        block: Block | None = getattr(storage, _ATTRIBUTE, None)
+        return block or self._register(storage, allocated)
+
+    @contextmanager
+    def placed(self, place: Place | None) -> Iterator[None]:
+        """Let what is allocated inside be at ``place``; None leaves it as it is."""
+        before = self.forced_place
+        self.forced_place = place or before
+        try:
+            yield
+        finally:
+            self.forced_place = before
+
+    def place_of(self, tensor: torch.Tensor) -> Place:
+        """Return where a tensor pretends to be."""
+        return "meta" if tensor.is_meta else self.block_of(tensor).place
+
+    def _register(self, storage: torch.UntypedStorage, allocated: bool) -> Block:
+        address, nbytes = storage.data_ptr(), storage.nbytes()
+        place: Place = self.forced_place or "host"
+        if any(one.address <= address < one.address + one.nbytes for one in self._files):
+            place = "file"
+        block = Block(place, address, nbytes, real=nbytes <= SMALL_BYTES and place != "file")
+        if place == "cuda" and nbytes and self.cuda is not None:
+            block.cuda = self.cuda.malloc(nbytes)
+        elif place == "pinned":
+            self._pin(nbytes)
+        elif place == "host" and allocated and nbytes:
+            block.in_heap = not _is_mmapped(address) and nbytes <= ALWAYS_MAPPED_BYTES
+        block.storage = _StorageRef(storage, self._freed)
+        block.storage.block = block
+        block.before, self._last = self._last, block
+        if block.before:
+            block.before.after = block
+        setattr(storage, _ATTRIBUTE, block)
+        return block
+
+    def _pin(self, nbytes: int) -> None:
+        """Take page-locked memory: torch's host allocator keeps what is freed (CachingHostAllocator)."""
+        size = _pinned_size(nbytes)
+        if self._free_pinned[size]:
+            self._free_pinned[size] -= 1
+        else:
+            self.pinned_bytes += size
+
+    def _freed(self, storage: weakref.ref[torch.UntypedStorage]) -> None:
+        assert isinstance(storage, _StorageRef)
+        block = storage.block
+        if block.after:
+            block.after.before = block.before
+        else:
+            self._last = block.before
+        if block.before:
+            block.before.after = block.after
+        block.storage = None
+        if block.cuda is not None:
+            assert self.cuda
+            self.cuda.free(block.cuda)
+        elif block.place == "pinned":
+            self._free_pinned[_pinned_size(block.nbytes)] += 1
+        elif not block.in_heap:  # what is in the heap stays there, until its top is given back
+            self._mapped_anon_bytes -= block.pages.nbytes
+
+    # -- memory that is touched
+
+    def write(self, tensor: torch.Tensor) -> None:
+        """Tell that a tensor's elements would have been written; a small one is, with zeros."""
+        block = self.block_of(tensor)
+        block.known = False
+        if block.real:
+            ctypes.memset(tensor.data_ptr(), 0, _extent(tensor)[1])
+        elif block.place == "host":
+            pages = self._heap if block.in_heap else block.pages
+            new_bytes = pages.add(*_extent(tensor))
+            self._mapped_anon_bytes += 0 if block.in_heap else new_bytes
+        elif block.place == "file":  # a private map: what is written becomes anonymous
+            self._mapped_anon_bytes += block.pages.add(*_extent(tensor))
+        self.update()
+
+    def read(self, tensor: torch.Tensor) -> None:
+        """Tell that a tensor's elements were read: pages of mapped files come into memory."""
+        block = self.block_of(tensor)
+        if block.place == "file":
+            start, length = _extent(tensor)
+            file = next(f for f in self._files if f.address <= start < f.address + f.nbytes)
+            self.disk_read_bytes += file.pages.add(start, length)
+            self.update()
+
+    def read_from_disk(self, nbytes: int) -> None:
+        """Tell that so many bytes of a checkpoint were read."""
+        self.disk_read_bytes += nbytes
+
+    @contextmanager
+    def holding(self, nbytes: int) -> Iterator[None]:
+        """Hold so much more anonymous memory: buffers of code that is not run here."""
+        self._mapped_anon_bytes += nbytes
+        self.update()
+        try:
+            yield
+        finally:
+            self._mapped_anon_bytes -= nbytes
+
+    def settle(self) -> None:
+        """See whether the heap has given its top back; before each allocation, which may take it."""
+        top = libc.sbrk(0)
+        if top < self._heap_top:
+            self._heap.remove_from(top)
+        self._heap_top = top
+
+    def trimmed(self) -> None:
+        """Tell that ``malloc_trim`` gave back all free pages of the heap."""
+        self._heap.remove_from(0)
+        block = self._last
+        while block:
+            if block.in_heap and not block.real:
+                self._heap.add(block.address, block.nbytes)
+            block = block.before
+
+    def reserve(self, nbytes: int) -> torch.UntypedStorage:
+        """Return a storage with addresses and no memory, which the machine need not have."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        area = mmap.mmap(-1, nbytes, flags=flags)
+        return torch.frombuffer(area, dtype=torch.uint8).untyped_storage()
+
+    def map_file(self, path: str, nbytes: int) -> torch.UntypedStorage:
+        """Return a storage over a private map of a file, as ``UntypedStorage.from_file`` does."""
+        with Path(path).open("rb") as file:
+            mapped = mmap.mmap(
+                file.fileno(),
+                nbytes,
+                flags=mmap.MAP_PRIVATE | _MAP_NORESERVE,
+                prot=mmap.PROT_READ | mmap.PROT_WRITE,
+            )
+        storage = torch.frombuffer(mapped, dtype=torch.uint8).untyped_storage()
+        one = MappedFile(path, storage.data_ptr(), nbytes)
+        self._files.append(one)
+        weakref.finalize(mapped, self._files.remove, one).atexit = False
+        return storage
+
+    # -- sums
+
+    @property
+    def own_anon_bytes(self) -> int:
+        """The anonymous memory that this process really has: imports, objects, small tensors."""
+        return memory_of(read_status()).anon_bytes
+
+    @property
+    def anon_bytes(self) -> int:
+        """The anonymous memory of the pretended process, now."""
+        own = self.own_anon_bytes - self.other_anon_bytes
+        self.settle()
+        return own + self._heap.nbytes + self._mapped_anon_bytes + self.pinned_bytes
+
+    @property
+    def file_bytes(self) -> int:
+        """The mapped pages of files, now."""
+        return (self.baseline.file_bytes or 0) + sum(one.pages.nbytes for one in self._files)
+
+    def update(self) -> None:
+        """Take the sums of now into the peaks."""
+        anon, file = self.anon_bytes, self.file_bytes
+        self.peak_anon_bytes = max(self.peak_anon_bytes, anon)
+        self.peak_file_bytes = max(self.peak_file_bytes, file)
+        self._phase_peaks = max(self._phase_peaks[0], anon), max(self._phase_peaks[1], file)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Keep the peaks of what runs inside."""
+        self._phase_peaks = (0, 0)
+        self.update()
+        if self.cuda:
+            self.cuda.reset_peaks()
+        yield
+        self.update()
+        figures = {
+            f"cuda_{kind}_bytes": n for kind, n in (self.cuda.peak if self.cuda else {}).items()
+        }
+        self.phases.append(PredictedPhase(name, *self._phase_peaks, **figures))
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the address of a tensor's first byte, and how many bytes its elements span."""
+    if tensor.numel() == 0:
+        return tensor.data_ptr(), 0
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), (last + 1) * tensor.element_size()
+
+
+def _pinned_size(nbytes: int) -> int:
+    """Return the power of two that page-locked memory is rounded up to."""
+    return 1 << max(nbytes - 1, 0).bit_length()
+
+
+def _is_mmapped(address: int) -> bool:
+    """Tell whether glibc gave a block of ``malloc`` a map of its own."""
+    return bool(ctypes.c_size_t.from_address(address - 8).value & _IS_MMAPPED)

@@ -1,0 +1,104 @@
+"""One symbolic run: the strategy's own code, from its import to the touch of every byte."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from harness.cell import Cell
+from harness.predict.allocator import CachingAllocator
+from harness.predict.devices import pretended
+from harness.predict.edges import declared
+from harness.predict.ledger import Ledger
+from harness.predict.modes import Operations
+from harness.predict.prediction import PredictedPhase
+from harness.record import Memory
+from harness.units import MIB
+from harness.worker.loading import WorkerLoad, import_strategy
+from harness.worker.touch import identity, named_tensors, touch
+
+_FLOOR_ABOVE_PEAK_BYTES: Final = 16 * MIB  # measured: 8 to 24 MB for all that copies
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What one symbolic run found; the fields of ``Prediction`` without its cell."""
+
+    model_bytes: int
+    baseline_anon_bytes: int
+    host_anon_peak_bytes: int
+    host_file_peak_bytes: int
+    floor_bytes: int
+    cuda_requested_bytes: int | None
+    cuda_allocated_bytes: int | None
+    cuda_reserved_bytes: int | None
+    disk_read_bytes: int
+    phases: tuple[PredictedPhase, ...]
+    reasons: tuple[str, ...]
+
+
+def run(
+    cell: Cell,
+    builder: Callable[..., torch.nn.Module],
+    checkpoint: Path,
+    strategy: Path,
+    baseline: Memory,
+) -> Run:
+    """Run the strategy of a cell without values, and return what it would have taken.
+
+    ``baseline`` is of the process that this one was forked from: a fork has no file pages yet.
+    """
+    device = torch.device(cell.device)
+    ledger = Ledger(CachingAllocator() if device.type == "cuda" else None, baseline)
+    job = WorkerLoad(
+        checkpoint=checkpoint,
+        device=device,
+        dtype=getattr(torch, cell.dtype),
+        options=cell.options,
+        model=cell.model,
+        builder=builder,
+        marks=ledger,
+    )
+    gpu = pretended(ledger) if ledger.cuda else nullcontext()
+    with declared(ledger), gpu, Operations(ledger):
+        model = import_strategy(strategy)(job)
+    tensors = {identity(one): one for one in named_tensors(model).values()}
+    with ledger.phase("touch"):
+        for one in tensors.values():
+            ledger.read(one)
+        if device.type == "cpu":
+            _touch(ledger)
+    model_bytes = sum(one.nbytes for one in tensors.values())
+    return _figures(ledger, model_bytes)
+
+
+def _touch(ledger: Ledger) -> None:
+    """Read two real tensors as the worker reads a model: what that takes stays in this process."""
+    before = ledger.own_anon_bytes
+    tensors = {name: torch.zeros(8 * MIB, dtype=torch.uint8) for name in "ab"}
+    ledger.other_anon_bytes += ledger.own_anon_bytes - before
+    touch(tensors)
+    ledger.update()
+
+
+def _figures(ledger: Ledger, model_bytes: int) -> Run:
+    highest: dict[str, Any] = {
+        f"cuda_{kind}_bytes": max(getattr(phase, f"cuda_{kind}_bytes") for phase in ledger.phases)
+        if ledger.cuda
+        else None
+        for kind in ("requested", "allocated", "reserved")
+    }
+    return Run(
+        model_bytes=model_bytes,
+        baseline_anon_bytes=ledger.baseline.anon_bytes,
+        host_anon_peak_bytes=ledger.peak_anon_bytes,
+        host_file_peak_bytes=ledger.peak_file_bytes,
+        floor_bytes=ledger.peak_anon_bytes + _FLOOR_ABOVE_PEAK_BYTES,
+        disk_read_bytes=ledger.disk_read_bytes,
+        phases=tuple(ledger.phases),
+        reasons=(),
+        **highest,
+    )

@@ -1,0 +1,45 @@
+"""A checkpoint with its structure and no values: sparse files that take no room on the disk."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from harness.cell import ModelSpec
+from harness.checkpoint import layouts, making, reading
+from harness.checkpoint.describing import describe, in_checkpoint
+from harness.checkpoint.writing import leaving_holes
+
+
+def make_sparse(
+    model: ModelSpec, fmt: str, dtype: str | None, folder: Path, source: Path | None = None
+) -> Path:
+    """Write a checkpoint in layout ``fmt`` without its values; return its path.
+
+    It has the tensors of ``source``, another checkpoint, or else of ``model``. ``dtype`` is of
+    its floating-point tensors; None keeps their own.
+
+    Raises:
+        ConfigError: the builder cannot be used. CheckpointError: ``source`` cannot be read.
+    """
+    if source is not None:
+        _, slices = layouts.read(source)
+        tensors = reading.plans(slices)
+    else:
+        described = describe(model.builder, model.kwargs, real_buffers="non_persistent")
+        tensors = making.plans(in_checkpoint(described))
+    if dtype is not None:
+        kind = getattr(torch, dtype)
+        tensors = [
+            replace(one, dtype=kind) if one.dtype.is_floating_point else one for one in tensors
+        ]
+    target = layouts.checkpoint_in(folder, fmt)
+    target.parent.mkdir(parents=True)
+    with leaving_holes():
+        layouts.named(fmt).write(target, tensors, _nothing)
+    return target
+
+
+def _nothing(_name: str) -> Iterator[torch.Tensor]:
+    yield from ()

@@ -1,0 +1,113 @@
+"""What ``weighin predict`` prints: tables for people, and the same as JSON."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any, Final
+
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
+from rich.table import Table
+
+from harness.predict.checking import Checked
+from harness.predict.prediction import Prediction
+from harness.units import GIB, MIB, format_bytes
+
+SCHEMA: Final = 1
+
+
+def as_json(found: Sequence[Prediction]) -> dict[str, Any]:
+    """Return all that was predicted; bytes are integers, None is what was not followed."""
+    return {"schema": SCHEMA, "predictions": [one_as_json(one) for one in found]}
+
+
+def one_as_json(one: Prediction) -> dict[str, Any]:
+    """Return one prediction, its cell's own fields first."""
+    cell = one.cell
+    fields = asdict(one)
+    del fields["cell"]
+    return {
+        "strategy": cell.strategy,
+        "model": cell.model.name,
+        "format": cell.format,
+        "device": cell.device,
+        "dtype": cell.dtype,
+        "options": cell.options,
+        **fields,
+    }
+
+
+def tables(found: Sequence[Prediction], *, phases: bool) -> Iterable[Table | str]:
+    """Yield a table for each model, and a line for each strategy that could not be followed."""
+    for model in dict.fromkeys(one.cell.model.name for one in found):
+        of_model = [one for one in found if one.cell.model.name == model]
+        if any(not one.cannot for one in of_model):
+            yield _table(model, [one for one in of_model if not one.cannot], phases)
+        for one in of_model:
+            if one.cannot:
+                yield f"{escape(one.strategy)} ({one.cell.format}) is not predicted: {escape(one.cannot)}"
+    yield "Predicted from a run without values; weighin bench measures, predict --check compares."
+
+
+def _table(model: str, found: Sequence[Prediction], phases: bool) -> Table:
+    first = found[0]
+    on_gpu = first.cuda_allocated_bytes is not None
+    table = Table("strategy", "reads", box=SIMPLE_HEAD, pad_edge=False)
+    table.title = (
+        f"{escape(model)} ({format_bytes(first.model_bytes or 0)}) · device {first.cell.device}"
+        f" · {first.cell.dtype} · predicted peaks, GiB"
+    )
+    columns = ["anonymous", "file pages", "RAM floor"]
+    columns += ["CUDA requested", "allocated", "reserved"] if on_gpu else []
+    for name in [*columns, "read from disk"]:
+        table.add_column(name, justify="right")
+    table.add_column("why")
+    for one in found:
+        sizes = [one.host_anon_peak_bytes, one.host_file_peak_bytes, one.floor_bytes]
+        if on_gpu:
+            sizes += [one.cuda_requested_bytes, one.cuda_allocated_bytes, one.cuda_reserved_bytes]
+        sizes.append(one.disk_read_bytes)
+        options = "".join(f" {key}={value}" for key, value in one.cell.options.items())
+        table.add_row(
+            escape(one.strategy + options),
+            one.cell.format,
+            *map(_gib, sizes),
+            escape("; ".join(one.reasons)),
+        )
+        if phases:
+            for phase in one.phases:
+                inside = [phase.host_anon_peak_bytes, phase.host_file_peak_bytes, None]
+                if on_gpu:
+                    inside += [
+                        phase.cuda_requested_bytes,
+                        phase.cuda_allocated_bytes,
+                        phase.cuda_reserved_bytes,
+                    ]
+                table.add_row(f"[dim]  {escape(phase.name)}[/]", "", *map(_gib, inside), "", "")
+    return table
+
+
+def check_table(checked: Sequence[Checked]) -> Table:
+    """Return each figure that was measured beside the prediction of it."""
+    table = Table("cell", "figure", box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("predicted MiB", "measured MiB", "difference MiB", "difference"):
+        table.add_column(name, justify="right")
+    for one in checked:
+        cell = one.prediction.cell
+        name = f"{cell.model.name} {cell.strategy} {cell.format} {cell.dtype} {cell.device}"
+        if one.prediction.cannot:
+            table.add_row(escape(name), escape(one.prediction.cannot), "", "", "", "")
+        for figure, predicted, measured in one.figures:
+            table.add_row(
+                escape(name),
+                figure,
+                f"{predicted / MIB:,.1f}",
+                f"{measured / MIB:,.1f}",
+                f"{(predicted - measured) / MIB:+,.1f}",
+                f"{(predicted - measured) / measured:+.2%}" if measured else "-",
+            )
+            name = ""
+    return table
+
+
+def _gib(size: int | None) -> str:
+    return "" if size is None else f"{size / GIB:.3f}"

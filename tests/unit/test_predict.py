@@ -1,0 +1,132 @@
+"""Predictions of small models: the whole way, through the process that runs strategies."""
+
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+import torch
+
+from harness import registry
+from harness.cell import ModelSpec
+from harness.plan import Matrix, plan
+from harness.predict.predicting import predict
+from harness.predict.prediction import Prediction
+from harness.units import KIB, MIB
+
+# Untied, so that a state dict has every tensor; three tensors above 64 KiB, whose values are left out.
+SPEC = ModelSpec("wide", "torch.nn:Linear", {"in_features": 4096, "out_features": 4096})
+WEIGHT_BYTES = 4096 * 4096 * 4
+BIAS_BYTES = 4096 * 4
+
+
+def written(path: Path, text: str) -> Path:
+    path.write_text(dedent(text))
+    return path
+
+
+def predicted(
+    *names: str, device: str = "cpu", dtype: str = "float32", **settings: Any
+) -> list[Prediction]:
+    strategies = tuple((registry.strategy(name), {}) for name in names)
+    matrix = Matrix((SPEC,), strategies, (None,), "process", device, dtype)
+    return predict(plan(matrix), **settings)
+
+
+def above(one: Prediction) -> float:
+    """Return the anonymous peak above the import of torch, as copies of the weight."""
+    assert one.cannot == ""
+    assert one.host_anon_peak_bytes and one.baseline_anon_bytes
+    return (one.host_anon_peak_bytes - one.baseline_anon_bytes) / WEIGHT_BYTES
+
+
+def test_copies_on_the_cpu_are_counted() -> None:
+    names = ("baseline", "sequential", "load_assign", "streaming")
+    copies = [round(above(one)) for one in predicted(*names)]
+    assert copies == [2, 2, 1, 1]
+
+
+def test_mapped_weights_are_pages_of_the_file() -> None:
+    mapped, read = predicted("mmap_assign", "load_assign")
+    assert above(mapped) < 0.4
+    assert mapped.host_file_peak_bytes and read.host_file_peak_bytes
+    assert mapped.host_file_peak_bytes - read.host_file_peak_bytes == pytest.approx(
+        WEIGHT_BYTES + BIAS_BYTES, abs=64 * KIB
+    )
+
+
+def test_cuda_sums_are_the_allocators() -> None:
+    baseline, mapped = predicted("baseline", "mmap_assign", device="cuda")
+    assert baseline.cuda_requested_bytes == 2 * (WEIGHT_BYTES + BIAS_BYTES)
+    assert baseline.cuda_allocated_bytes == 2 * (WEIGHT_BYTES + BIAS_BYTES)
+    assert baseline.cuda_reserved_bytes == 2 * WEIGHT_BYTES + 2 * MIB
+    assert mapped.cuda_requested_bytes == WEIGHT_BYTES + BIAS_BYTES
+    assert [phase.name for phase in mapped.phases] == ["build", "map", "assign", "buffers", "touch"]
+
+
+def test_the_checkpoint_has_the_dtype_that_was_asked_for() -> None:
+    full, half = (
+        predicted("load_assign", dtype="bfloat16", checkpoint_dtype=kind)[0]
+        for kind in ("float32", "bfloat16")
+    )
+    assert full.disk_read_bytes == WEIGHT_BYTES + BIAS_BYTES
+    assert half.disk_read_bytes == (WEIGHT_BYTES + BIAS_BYTES) // 2
+    assert round(2 * above(full)) == 3  # the float32 one, and beside it the converted one
+    assert round(2 * above(half)) == 1
+
+
+def test_a_users_checkpoint_gives_the_structure(tmp_path: Path) -> None:
+    file = tmp_path / "weights.pt"
+    torch.save(torch.nn.Linear(4096, 4096).to(torch.float16).state_dict(), file)
+    found = predicted("load_assign", "per_param", checkpoint=file)
+    assert [one.disk_read_bytes for one in found] == [(WEIGHT_BYTES + BIAS_BYTES) // 2] * 2
+
+
+def test_a_strategy_of_ones_own_is_predicted_by_the_same_run(tmp_path: Path) -> None:
+    own = written(
+        tmp_path / "three.py",
+        '''
+        """Three copies."""
+        import torch
+
+        def load(job):
+            with job.phase("build"):
+                model = job.build_model()
+            with job.phase("copies"):
+                state = torch.load(job.checkpoint)
+                other = {name: tensor * 2 for name, tensor in state.items()}
+                model.load_state_dict(other)
+            return model
+        ''',
+    )
+    (found,) = predicted(str(own))
+    assert round(above(found)) == 3
+
+
+def test_what_cannot_be_followed_says_so(tmp_path: Path) -> None:
+    own = written(
+        tmp_path / "looks.py",
+        '''
+        """Looks at values."""
+        import torch
+
+        def load(job):
+            state = torch.load(job.checkpoint)
+            if state["weight"].sum().item() > 0:
+                print("positive")
+            return job.build_model()
+        ''',
+    )
+    looks, missing = predicted(str(own)), predicted("safetensors_copy", device="cuda")
+    assert missing[0].cannot == ""
+    assert looks[0].cannot == "CannotFollow: it looks at the values of tensors that were not read"
+    assert looks[0].host_anon_peak_bytes is None
+
+
+def test_a_strategy_that_fails_says_how() -> None:
+    strategies = ((registry.strategy("per_param"), {}),)
+    matrix = Matrix((ModelSpec("no", "torch.nn:Nothing", {}),), strategies, (None,), "process")
+    (found,) = predict(plan(matrix))
+    assert found.cannot.startswith(
+        "ConfigError: builder 'torch.nn:Nothing': module 'torch.nn' has no"
+    )
