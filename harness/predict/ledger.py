@@ -191,9 +191,10 @@ class Ledger:
         if block.real:
             ctypes.memset(tensor.data_ptr(), 0, _extent(tensor)[1])
         elif block.place == "host":
-            pages = self._heap if block.in_heap else block.pages
-            new_bytes = pages.add(*_extent(tensor))
-            self._mapped_anon_bytes += 0 if block.in_heap else new_bytes
+            if block.in_heap:
+                self._heap.add(*_extent(tensor))
+            else:
+                self._mapped_anon_bytes += block.pages.add(*_extent(tensor))
         elif block.place == "file":  # a private map: what is written becomes anonymous
             self._mapped_anon_bytes += block.pages.add(*_extent(tensor))
         self.update()
@@ -275,7 +276,7 @@ class Ledger:
     @property
     def file_bytes(self) -> int:
         """The mapped pages of files, now."""
-        return (self.baseline.file_bytes or 0) + sum(one.pages.nbytes for one in self._files)
+        return self.baseline.file_bytes + sum(one.pages.nbytes for one in self._files)
 
     def update(self) -> None:
         """Take the sums of now into the peaks."""
