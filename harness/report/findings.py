@@ -24,7 +24,7 @@ class Finding:
     pictures: tuple[tuple[str, Callable[[Sequence[Result]], "Figure"]], ...] = ()
 
 
-def _is_sweep(results: Sequence[Result]) -> bool:
+def is_sweep(results: Sequence[Result]) -> bool:
     """Tell whether limits were swept; a search for floors tries other limits in each row."""
     return not floors.are_there(results) and bool(matrices(results))
 
@@ -33,7 +33,7 @@ _ALL: Final = (
     Finding("Forward passes", passes.are_there, passes.terminal_passes, passes.markdown_passes),
     Finding(
         "Survival",
-        _is_sweep,
+        is_sweep,
         survival.terminal_survival,
         survival.markdown_reasons,
         (

@@ -15,7 +15,7 @@ from harness.report.frame import series
 from harness.report.markdown import escaped, table_lines
 from harness.units import GIB, MIB, format_seconds
 
-_HEADINGS: Final = (
+HEADINGS: Final = (
     ("strategy", ""),
     ("RAM floor", "GiB"),
     ("floor", "x model"),
@@ -25,7 +25,7 @@ _HEADINGS: Final = (
     ("at 1.1x", "ready"),
     ("no limit", "ready"),
 )
-_NAMES: Final = 1
+NAMES: Final = 1
 STYLES: Final = {"survives": "green", "thrashes": "yellow", "killed": "red"}
 
 
@@ -38,11 +38,11 @@ def terminal_floors(results: Sequence[Result]) -> RenderableType:
     """Return the floors for a terminal, with the figures behind each verdict."""
     found = floors(results)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
-    for index, (heading, unit) in enumerate(_HEADINGS):
+    for index, (heading, unit) in enumerate(HEADINGS):
         text = Text("\n".join([*heading.split(), unit]) if unit else heading)
-        table.add_column(text, justify="left" if index < _NAMES else "right", overflow="fold")
+        table.add_column(text, justify="left" if index < NAMES else "right", overflow="fold")
     for floor in found:
-        table.add_row(*(_styled(text) for text in _row(floor, found)))
+        table.add_row(*(_styled(text) for text in row(floor, found)))
     parts: list[RenderableType] = [table]
     parts += [Text(line) for line in reasons(found)]
     parts += [Text(line, style="dim") for line in (caption(results), *notes(found))]
@@ -52,9 +52,9 @@ def terminal_floors(results: Sequence[Result]) -> RenderableType:
 def markdown_floors(results: Sequence[Result]) -> str:
     """Return the floors as a markdown table, with the caption below."""
     found = floors(results)
-    heads = [f"{heading} {unit}".strip() for heading, unit in _HEADINGS]
-    rows = [_row(floor, found) for floor in found]
-    return "\n".join([*table_lines(heads, rows, names=_NAMES), "", escaped(caption(results))])
+    heads = [f"{heading} {unit}".strip() for heading, unit in HEADINGS]
+    rows = [row(floor, found) for floor in found]
+    return "\n".join([*table_lines(heads, rows, names=NAMES), "", escaped(caption(results))])
 
 
 def markdown_reasons(results: Sequence[Result]) -> str:
@@ -112,9 +112,9 @@ def caption(results: Sequence[Result]) -> str:
     return captions.shared(series(results), results, without=("ram_limit_bytes",))
 
 
-def _row(floor: Floor, found: Sequence[Floor]) -> list[str]:
+def row(floor: Floor, found: Sequence[Floor]) -> list[str]:
     return [
-        _label(floor, found),
+        label(floor, found),
         _scaled(floor.bytes, GIB, 3),
         _scaled(floor.per_model, 1, 2),
         _scaled(floor.above_import_per_model, 1, 2),
@@ -125,7 +125,7 @@ def _row(floor: Floor, found: Sequence[Floor]) -> list[str]:
     ]
 
 
-def _label(floor: Floor, found: Sequence[Floor]) -> str:
+def label(floor: Floor, found: Sequence[Floor]) -> str:
     """Return the strategy's name, with what tells it from others of that name."""
     cell = floor.cell
     same = [other.cell for other in found if other.cell.strategy == cell.strategy]

@@ -29,30 +29,30 @@ def are_there(results: Sequence[Result]) -> bool:
 
 def terminal_passes(results: Sequence[Result]) -> RenderableType:
     """Return the passes of each series for a terminal."""
-    names, rows = _rows(results)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
-    for index, heading in enumerate(_headings(names, rows)):
-        table.add_column(
+    names, rows = table(results)
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
+    for index, heading in enumerate(headings(names, rows)):
+        drawn.add_column(
             heading, justify="left" if index < len(names) else "right", overflow="fold"
         )
     for row in rows:
-        table.add_row(*row)
-    return Group(table, Text(NOTE, style="dim"))
+        drawn.add_row(*row)
+    return Group(drawn, Text(NOTE, style="dim"))
 
 
 def markdown_passes(results: Sequence[Result]) -> str:
     """Return the same as a markdown table."""
-    names, rows = _rows(results)
-    lines = table_lines(_headings(names, rows), rows, names=len(names))
+    names, rows = table(results)
+    lines = table_lines(headings(names, rows), rows, names=len(names))
     return "\n".join([*lines, "", escaped(NOTE)])
 
 
-def _headings(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def headings(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     most = max(len(row) for row in rows) - len(names)
     return [*names, *(f"pass {number + 1}" for number in range(most))]
 
 
-def _rows(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
+def table(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
     """Return the names of the columns that tell the series apart, and a row for each series.
 
     Of repeats, the one whose passes took the median time stands for all.

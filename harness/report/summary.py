@@ -5,10 +5,13 @@ from typing import Final
 
 import pandas as pd
 
-from harness.record import Outcome
-from harness.report import captions, look
+from harness.floor import Floor
+from harness.floor import floors as all_floors
+from harness.record import Outcome, Result
+from harness.report import captions, floors, look
 from harness.report.frame import known, varying
 from harness.units import GIB
+from harness.verdict import Verdict, judge_all
 
 _MOST: Final = 16  # paragraphs; more would be no summary
 _ENDINGS: Final = {
@@ -22,11 +25,25 @@ _ENDINGS: Final = {
 }
 
 
-def paragraphs(frame: pd.DataFrame) -> list[str]:
-    """Return one paragraph for each limit and whatever else sets the series of a run apart."""
+def paragraphs(frame: pd.DataFrame, results: Sequence[Result] = ()) -> list[str]:
+    """Return one paragraph for each limit and whatever else sets the series of a run apart.
+
+    Of a search for RAM floors: what the floors are, and how it is without a limit. ``results`` are
+    what verdicts and floors are of.
+    """
     if frame.empty:
         return ["No cells were measured."]
+    judged = judge_all(results)
+    thrashing = {
+        one.cell.series
+        for one in results
+        if (verdict := judged[one.cell.id]) and verdict.verdict is Verdict.THRASHES
+    }
+    frame = frame.assign(thrashes=[group in thrashing for group in frame["group"]])
     scenes = [group for _, group in look.scenes(frame)]
+    if least := _floors(results):
+        peaceful = [group for group in scenes if known(group["ram_limit_bytes"].iloc[0]) is None]
+        return [least, *(_paragraph(group, []) for group in peaceful)]
     changing = [name for name in look.SCENE if name in varying(frame)]
     said = [_paragraph(group, changing) for group in scenes[:_MOST]]
     if len(scenes) > _MOST:
@@ -90,9 +107,33 @@ def _others(group: pd.DataFrame) -> Iterator[str]:
     for outcome, words in _ENDINGS.items():
         if names := [label for label, ended in pairs if ended == outcome.value]:
             yield f"{words}: {_list(names)}."
+    slow = [label for (label, _), is_slow in zip(pairs, group["thrashes"], strict=True) if is_slow]
+    if slow:
+        yield f"Thrashing, so that the same pages are read again and again: {_list(slow)}."
     for label, ended in pairs:
         if " " in ended:
             yield f"Not the same in all repeats: {label} ({ended})."
+
+
+def _floors(results: Sequence[Result]) -> str:
+    """Return the RAM floors in words, the least first; empty where none was looked for."""
+    found = all_floors(results) if floors.are_there(results) else []
+    sized = sorted((one for one in found if one.bytes), key=lambda one: one.bytes or 0)
+    if not sized:
+        return ""
+    first, *more = sized
+    text = f"{floors.label(first, found)} needs the least RAM: {_size(first)}."
+    if more:
+        others = [f"{floors.label(one, found)} {_size(one)}" for one in more]
+        text += f" Then {_list(others)}."
+    if without := [floors.label(one, found) for one in found if not one.bytes]:
+        text += f" No floor was found for {_list(without)}."
+    return text
+
+
+def _size(floor: Floor) -> str:
+    ratio = f" ({floor.per_model:.2f} x the model)" if floor.per_model else ""
+    return f"{captions.size(floor.bytes)}{ratio}"
 
 
 def _list(names: Sequence[str]) -> str:

@@ -12,6 +12,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from factories import make_cell, make_result, mixed_run, notebook_run, write_samples
+from sweeps import a_sweep
 
 from harness import journal
 from harness.report.html import render
@@ -216,6 +217,15 @@ def test_a_bar_and_a_point_say_what_they_are(open_page) -> None:
         "streaming", "peak RSS 6.750 GiB (exact)", "ready in 7.30 s",
         "on the front: nothing here is better in both",
     ]  # fmt: skip
+
+
+def test_a_verdict_says_why(open_page) -> None:
+    opened = open_page(a_sweep())
+    said = opened.hover(opened.page.locator("td.thrashes"))
+    assert said.startswith("mmap_assign, 1 GiB: thrashes\n41.0 s, 8.2x the 5.00 s in peace")
+    opened.page.get_by_label("What works under which limit; arrow keys").focus()
+    opened.page.keyboard.press("ArrowLeft")
+    assert opened.tip().startswith("streaming, 1 GiB: killed")
 
 
 def test_the_figure_of_memory_can_be_chosen(open_page) -> None:

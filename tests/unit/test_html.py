@@ -19,6 +19,8 @@ from factories import (
     notebook_run,
     write_samples,
 )
+from sweeps import a_sweep
+from test_floors_report import a_search
 
 from harness.cell import ModelSpec
 from harness.record import Outcome, Result
@@ -149,7 +151,7 @@ def test_a_run_in_which_much_went_wrong(tmp_path: Path) -> None:
 def test_a_run_of_one_cell_has_no_front(tmp_path: Path) -> None:
     found = page(tmp_path, [make_result()])
     assert not found.having("section", id="front")
-    assert not found.having("section", id="survival")
+    assert "What works under which limit" not in found.words()
     assert found.having("section", id="timelines")
 
 
@@ -213,3 +215,24 @@ def test_an_axis_ends_where_the_drawing_ends() -> None:
     axis = Axis(10.0, 40.0, 440.0)
     assert [axis.at(value) for value in (0, 5, 10, 12)] == [40.0, 240.0, 440.0, 440.0]
     assert axis.ticks() == [(40.0, "0"), (120.0, "2"), (200.0, "4"), (280.0, "6"), (360.0, "8"), (440.0, "10")]  # fmt: skip
+
+
+def test_a_sweep_has_its_survival_matrix_and_the_reasons(tmp_path: Path) -> None:
+    found = Page(render(tmp_path, a_sweep()))
+    (killed, *_) = found.having("td", **{"class": "killed number"})
+    assert killed["data-tip"] == (
+        "baseline, 8 GiB: killed\nkilled by the kernel for lack of memory in phase 'read'"
+    )
+    (thrashing,) = found.having("td", **{"class": "thrashes number"})
+    tip = thrashing["data-tip"] or ""
+    assert tip.startswith("mmap_assign, 1 GiB: thrashes\n41.0 s, 8.2x the 5.00 s in peace")
+    assert "What works under which limit" in found.words()
+    assert "≈ 41.0 s thrashes" in found.words()
+
+
+def test_a_search_has_its_floors(tmp_path: Path) -> None:
+    words = Page(render(tmp_path, a_search())).words()
+    assert "RAM floors" in words
+    assert "mmap_assign needs the least RAM: 256 MiB" in words
+    assert "streaming 4.199 1.05" in words
+    assert "What works under which limit" not in words

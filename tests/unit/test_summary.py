@@ -3,6 +3,8 @@
 from dataclasses import replace
 
 from factories import LIMIT, SCRIPTS, make_cell, make_result, make_skipped, mixed_run, notebook_run
+from sweeps import a_sweep
+from test_floors_report import a_search
 
 from harness.record import Outcome
 from harness.report.frame import series
@@ -58,9 +60,26 @@ def test_one_cell() -> None:
 def test_nothing() -> None:
     assert paragraphs(series([])) == ["No cells were measured."]
     assert paragraphs(series([make_skipped()])) == [
-        "Without a RAM limit, nothing was run. Not run: direct_cuda."
-        if make_skipped().cell.ram_limit_bytes is None
-        else "With 8 GiB of RAM, nothing was run. Not run: direct_cuda."
+        "With 8 GiB of RAM, nothing was run. Not run: direct_cuda."
+    ]
+
+
+def test_what_thrashes_is_said() -> None:
+    results = a_sweep()
+    said = paragraphs(series(results), results)
+    thrashing = "Thrashing, so that the same pages are read again and again: mmap_assign."
+    assert [text.endswith(thrashing) for text in said] == [False] * 4 + [True]
+
+
+def test_a_search_for_floors_says_the_floors() -> None:
+    results = a_search()
+    assert paragraphs(series(results), results) == [
+        "mmap_assign needs the least RAM: 256 MiB (0.06 x the model). Then streaming 4300 MiB"
+        " (1.05 x the model). No floor was found for broken.",
+        "Without a RAM limit, 2 of 3 strategies load gpt2-xl: streaming and mmap_assign."
+        " The fastest is streaming, ready in 2.00 s. The smallest peak RSS is that of streaming:"
+        " 1.000 GiB, 0.19 x the model above the import. Killed by the kernel for lack of memory:"
+        " broken.",
     ]
 
 

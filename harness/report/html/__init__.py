@@ -16,7 +16,7 @@ from harness import __version__
 from harness.record import Result
 from harness.report import captions, summary, tables
 from harness.report.frame import series
-from harness.report.html import bars, facts, matrix, scatter, table, timelines
+from harness.report.html import bars, facts, found, scatter, table, timelines
 
 if TYPE_CHECKING:  # a tenth of a second to import
     from jinja2 import Environment
@@ -33,13 +33,13 @@ def render(run: Path, results: Sequence[Result], warnings: Sequence[str] = ()) -
         .get_template("report.html")
         .render(
             title=f"Loading {', '.join(models)}" if models else "A run without cells",
-            paragraphs=summary.paragraphs(frame),
+            paragraphs=summary.paragraphs(frame, results),
             shared=captions.shared(frame, results),
             warnings=facts.warnings(results, warnings),
             table=table.build(frame, ids),
             troubles=tables.what_went_wrong(frame),
             bars=bars.build(frame, ids),
-            matrix=matrix.build(frame),
+            found=found.build(results),
             scatters=scatter.build(frame),
             timelines=timelines.build(run, results, frame, ids),
             environment=facts.environment(results),
