@@ -7,7 +7,7 @@ that was not measured is NA.
 import json
 from collections.abc import Iterable, Sequence
 from io import StringIO
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Final
 
 import pandas as pd
@@ -24,6 +24,7 @@ BYTES: Final = (
 )  # fmt: skip
 NUMBERS: Final = ("load_s", "ready_s", "above_import_per_model")
 FIGURES: Final = ("load_s", "ready_s", *BYTES, "above_import_per_model")
+_LARGEST: Final = float(2**63)  # what no counter of the kernel reaches
 _TEXTS: Final = ("group", "strategy", *DIMENSIONS, "outcome", "last_phase", "message")
 
 
@@ -62,9 +63,10 @@ def series(results: Iterable[Result]) -> pd.DataFrame:
 def samples(run: Path, result: Result) -> pd.DataFrame | None:
     """Return the cell's samples, or None where there are none to read.
 
-    Columns are the fields of ``record.Sample``; a torn last line is left out.
+    Columns are the fields of ``record.Sample``; a torn last line is left out, and what no sampler
+    can have written.
     """
-    if result.samples_path is None:
+    if result.samples_path is None or not _is_inside(PurePath(result.samples_path)):
         return None
     try:
         text = (run / result.samples_path).read_text(encoding="utf-8")
@@ -75,6 +77,7 @@ def samples(run: Path, result: Result) -> pd.DataFrame | None:
     if not set(needed) <= set(frame.columns):
         return None
     frame = frame.apply(pd.to_numeric, errors="coerce").dropna(subset=needed)
+    frame = frame[frame[needed].ge(0).all(axis=1) & frame[needed].lt(_LARGEST).all(axis=1)]
     return None if frame.empty else frame.sort_values("t_ns", ignore_index=True)
 
 
@@ -95,6 +98,11 @@ def varying(frame: pd.DataFrame) -> list[str]:
 def known(value: Any) -> Any:
     """Return a value out of a frame as Python has it: None for NA."""
     return None if pd.isna(value) else value
+
+
+def _is_inside(path: PurePath) -> bool:
+    """Tell whether a path of a record stays in the run's folder: records come from elsewhere, too."""
+    return not path.is_absolute() and ".." not in path.parts
 
 
 def _row(result: Result) -> dict[str, Any]:

@@ -161,6 +161,7 @@ def terminal_table(history: History) -> RenderableType:
             texts = [history.metric.text(was), history.metric.text(now), history.metric.change(was, now)]  # fmt: skip
         table.add_row(Text(line.series), str(len(line.points)), *texts)
         parts += [Text(text) for text in describe(line, history.metric)]
+    parts += [Text(text, style="yellow") for text in _changes(history.moments)]
     if not any(line.steps or line.turns for line in history.lines):
         parts.append(Text("no step: nothing changed its level"))
     parts += [Text(text, style="dim") for text in notes(history)]
@@ -261,6 +262,15 @@ def _line(name: str, points: list[Point], metric: Metric) -> Line:
         if before.outcome != after.outcome
     ]
     return Line(name, points, steps, turns)
+
+
+def _changes(moments: Sequence[Moment]) -> list[str]:
+    """Return, a line each, where runs were measured elsewhere or with other software than before."""
+    return [
+        f"measured elsewhere since {after.name}: {'; '.join(map(str, moved))}"
+        for before, after in pairwise(moments)
+        if (moved := differences(before.settings, after.settings, {}))
+    ]
 
 
 def _moved(before: Point, after: Point) -> list[Difference]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _HEADROOM: Final = 1.4  # above the data, for the names of phases
-_POINTS: Final = 1500  # more than the pixels of a panel
+_POINTS: Final = 800  # about the pixels of a panel; an SVG holds each of them
 _CHARACTER: Final = 0.0145  # of a panel's width, at the size in which phases are named
 
 

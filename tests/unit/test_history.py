@@ -92,6 +92,10 @@ def test_what_moved_with_a_step_is_said(tmp_path: Path) -> None:
         measured(1, GIB), measured(2, GIB), measured(3, 2 * GIB, kernel="7.0", torch="2.14.0"),
     ])  # fmt: skip
     text = said(history.read(tmp_path, "peak_rss"))
+    assert (
+        "measured elsewhere since run-2026-11-03: kernel: 6.18.0 -> 7.0; torch: 2.13.0 -> 2.14.0"
+        in text
+    )
     assert "; there also kernel: 6.18.0 -> 7.0; torch: 2.13.0 -> 2.14.0" in text
 
 
