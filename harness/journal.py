@@ -23,6 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from harness.cell import Cell
 from harness.errors import DamagedRecord, RecordError, SchemaTooNew
+from harness.plausible import impossible
 from harness.record import SCHEMA, Result
 
 RECORDS: Final = "records.jsonl"
@@ -30,8 +31,6 @@ PLAN: Final = "plan.json"
 
 _T = TypeVar("_T")
 _DAMAGES_TOLD: Final = 5
-_FREE: Final = {"kwargs", "options", "environment"}  # whatever a user put there
-_LARGEST: Final = 2**63  # what a signed 64-bit counter holds: no kernel says more
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,31 +228,9 @@ def _parse_record(path: Path, number: int, line: bytes) -> Result:
     )
     place = f"{path}, line {number}"
     result = _parse(_RESULT, line, place, repair)
-    if complaint := _impossible(asdict(result)):
+    if complaint := impossible(asdict(result)):
         raise DamagedRecord(f"{place}: {complaint}", repair)
     return result
-
-
-def _impossible(record: dict[str, Any], before: str = "") -> str:
-    """Return what no measurement can have said, as an editor can: a size below 0, an early end."""
-    for key, value in record.items():
-        if key in _FREE:
-            continue
-        place = f"{before}{key}"
-        inner = value if isinstance(value, dict) else {}
-        if isinstance(value, list | tuple):
-            inner = {str(n): one for n, one in enumerate(value) if isinstance(one, dict)}
-        if complaint := _impossible(inner, f"{place}."):
-            return complaint
-        is_amount = isinstance(value, int) and key.endswith(("_bytes", "_ns", "_faults"))
-        if is_amount and not 0 <= value < _LARGEST:
-            return f"{place}: no measurement is {value}"
-    if record.get("end_ns", 0) < record.get("start_ns", 0):
-        return f"{before}end_ns: earlier than start_ns"
-    load_ns, ready_ns = record.get("load_ns"), record.get("ready_ns")
-    if load_ns is not None and ready_ns is not None and ready_ns < load_ns:
-        return f"{before}ready_ns: less than load_ns"
-    return ""
 
 
 def _parse(adapter: TypeAdapter[_T], text: bytes, place: str, repair: str) -> _T:

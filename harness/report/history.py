@@ -1,9 +1,4 @@
-"""A metric over the runs of a folder, with the steps in it.
-
-Steps are found by PELT (Killick, Fearnhead and Eckley, 2012) with least squares, as ruptures has
-it. The penalty of a step is the larger of BIC's, for the noise that the runs show, and what the
-gate allows a metric to change: what one run more must not alarm of, is no step either.
-"""
+"""A metric over the runs of a folder, with the steps in it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,8 +7,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-import numpy as np
-import ruptures
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -24,9 +17,9 @@ from harness.errors import ConfigError, RecordError
 from harness.gate.metrics import Metric, named
 from harness.gate.series import Figure, summarise
 from harness.gate.settings import Difference, Setting, differences, settings_of
+from harness.report.steps import find_steps
 
 _COMMIT_LETTERS: Final = 9
-_MAD_TO_SIGMA: Final = 1.4826  # of a normal distribution
 _SEVERAL: Final = 2  # runs that a step must last where one run's figure may be off
 
 
@@ -122,25 +115,6 @@ def read(folder: Path, metric: str, words: Sequence[str] = ()) -> History:
     lines = [_line(name, found, chosen) for name, found in points.items()]
     lines.sort(key=lambda line: (-len(line.steps) - len(line.turns), line.series))
     return History(chosen, [moment for moment, _ in runs], lines, warnings)
-
-
-def find_steps(figures: Sequence[int], allowance: int, least_runs: int) -> list[int]:
-    """Return where a sequence of figures changes its level: the first index of each new level.
-
-    ``allowance`` is the change that is never a step between two runs; ``least_runs`` how many runs
-    a level must last.
-    """
-    if len(figures) < 2 * least_runs:
-        return []
-    signal = np.asarray(figures, dtype=float)
-    changes = np.diff(signal)
-    # The spread of the changes around their median: a step is one change, and does not move it.
-    spread = float(np.median(np.abs(changes - np.median(changes))))
-    sigma = _MAD_TO_SIGMA * spread / np.sqrt(2)
-    penalty = max(2 * sigma**2 * np.log(len(signal)), float(allowance) ** 2, 1.0)
-    search = ruptures.Pelt(model="l2", min_size=least_runs, jump=1).fit(signal.reshape(-1, 1))
-    found: list[int] = search.predict(pen=penalty)
-    return found[:-1]  # the last is the end
 
 
 def terminal_table(history: History) -> RenderableType:

@@ -15,6 +15,7 @@ from harness import journal
 from harness.errors import ConfigError, RecordError, UnknownName
 from harness.record import Outcome, Result
 from harness.report import history
+from harness.report.steps import find_steps
 from harness.units import GIB, MIB
 
 COMMITS = ["aaaaaaaaaaaa", "bbbbbbbbbbbb"]
@@ -76,15 +77,15 @@ def test_noisy_figures_have_no_steps_and_a_real_one_is_where_it_was_put(seed: in
     noise = random.Random(seed)
     level = [round(noise.gauss(3_000_000_000, 250_000_000)) for _ in range(40)]
     allowance = 1_500_000_000
-    assert history.find_steps(level, allowance, 2) == []
+    assert find_steps(level, allowance, 2) == []
     stepped = [value + (3_000_000_000 if n >= 25 else 0) for n, value in enumerate(level)]
-    assert history.find_steps(stepped, allowance, 2) == [25]
+    assert find_steps(stepped, allowance, 2) == [25]
 
 
 @pytest.mark.parametrize("figures", [[], [1], [1, 1], [5, 5, 5]])
 def test_few_or_equal_figures_have_no_step(figures: list[int]) -> None:
-    assert history.find_steps(figures, 10, 1) == []
-    assert history.find_steps(figures, 10, 2) == []
+    assert find_steps(figures, 10, 1) == []
+    assert find_steps(figures, 10, 2) == []
 
 
 def test_what_moved_with_a_step_is_said(tmp_path: Path) -> None:
