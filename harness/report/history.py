@@ -229,7 +229,9 @@ def _line(name: str, points: list[Point], metric: Metric) -> Line:
         for before, start, end in zip(edges, edges[1:], edges[2:], strict=False):
             was, now = (round(median(figures[a:b])) for a, b in ((before, start), (start, end)))
             index = measured[start]
-            steps.append(Step(index, was, now, _moved(points[index - 1], points[index])))
+            steps.append(
+                Step(index, was, now, changed(points[index - 1].moment, points[index].moment))
+            )
     turns = [
         (index, before.outcome, after.outcome)
         for index, (before, after) in enumerate(pairwise(points), start=1)
@@ -243,9 +245,11 @@ def _changes(moments: Sequence[Moment]) -> list[str]:
     return [
         f"measured elsewhere since {after.name}: {'; '.join(map(str, moved))}"
         for before, after in pairwise(moments)
-        if (moved := differences(before.settings, after.settings, {}))
+        if (moved := changed(before, after))
     ]
 
 
-def _moved(before: Point, after: Point) -> list[Difference]:
-    return differences(before.moment.settings, after.moment.settings, {})
+def changed(before: Moment, after: Moment) -> list[Difference]:
+    """Return what of machine and software differs between two runs, where both say what it was."""
+    found = differences(before.settings, after.settings, {})
+    return [one for one in found if one.was is not None and one.now is not None]

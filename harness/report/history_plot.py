@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 from harness.gate.series import STRATEGY
 from harness.report import look
-from harness.report.history import History, Line, Moment, notes
+from harness.report.history import History, Line, Moment, changed, notes
 from harness.units import GIB
 
 if TYPE_CHECKING:
@@ -81,10 +81,8 @@ def _series(axes: "Axes", line: Line, places: dict[str, int], scale: float, mark
 
 def _changes(axes: "Axes", history: History) -> None:
     """Mark where the machine or its software changed: a step there says nothing of the code."""
-    from harness.gate.settings import differences
-
     for place, (before, after) in enumerate(pairwise(history.moments), start=1):
-        if differences(before.settings, after.settings, {}):
+        if changed(before, after):
             axes.axvline(place - 0.5, color=look.INK, linestyle=":", linewidth=1)
 
 

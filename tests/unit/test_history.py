@@ -100,6 +100,11 @@ def test_what_moved_with_a_step_is_said(tmp_path: Path) -> None:
     assert "; there also kernel: 6.18.0 -> 7.0; torch: 2.13.0 -> 2.14.0" in text
 
 
+def test_what_an_older_record_does_not_say_is_no_change(tmp_path: Path) -> None:
+    write(tmp_path, [measured(1, GIB), measured(2, GIB, weighin="0.1.0", git_commit="a" * 40)])
+    assert "measured elsewhere" not in said(history.read(tmp_path, "peak_rss"))
+
+
 def test_an_outcome_that_changes_is_told(tmp_path: Path) -> None:
     bad = replace(measured(3, GIB), outcome=Outcome.OOM_KILLED)
     write(tmp_path, [measured(1, GIB), measured(2, GIB), bad])
