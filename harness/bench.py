@@ -51,7 +51,9 @@ def start(request: Request) -> tuple[Run, str]:
         )
     models = tuple(registry.model(name, request.kwargs or None) for name in suite.models)
     strategies = tuple(
-        (info, one.options) for one in suite.strategies for info in registry.named(one.name)
+        (info, one.options)
+        for one in suite.strategies
+        for info in registry.named(one.name, suite.operation)
     )
     _check_names("models", [(spec.name, spec.builder) for spec in models])
     _check_names("strategies", [(info.name, str(info.path)) for info, _ in strategies])
@@ -71,6 +73,7 @@ def start(request: Request) -> tuple[Run, str]:
             repeats=suite.repeats,
             passes=suite.forward_passes,
             formats=formats,
+            operation=suite.operation,
         )
     )
     checkpoint = request.checkpoint.resolve() if request.checkpoint else None
@@ -124,7 +127,7 @@ def restore(folder: Path) -> tuple[Run, dict[str, Any]]:
     settings = known.settings
     try:
         infos = {
-            name: registry.read_strategy(Path(path))
+            name: registry.read_strategy(Path(path), known.cells[0].operation)
             for name, path in settings["strategy_paths"].items()
         }
         checkpoint = settings["checkpoint"]
@@ -186,5 +189,6 @@ def _check_folder(folder: Path, verb: str) -> None:
 def _name(request: Request) -> str:
     limits = [limit for limit in request.suite.ram if limit is not None]
     words = [datetime.now().astimezone().strftime("%Y%m%dT%H%M%S"), *request.suite.models]
+    words += ["saving"] if request.suite.operation == "save" else []
     words += [format_exact(limit) for limit in limits] if request.within is None else ["floor"]
     return "-".join(words).replace(os.sep, "_").replace(":", "_")

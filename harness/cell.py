@@ -1,10 +1,11 @@
-"""What is to be measured: one cell is one strategy loading one model, under one limit, once."""
+"""What is to be measured: one strategy loads (or saves) one model, under one limit, once."""
 
 import json
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 CacheState = Literal["cold", "warm"]
+Operation = Literal["load", "save"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,8 @@ class ModelSpec:
 class Cell:
     """One measurement to take. ``ram_limit_bytes`` is None where nothing is limited.
 
-    ``passes`` is how many forward passes use the model once it is ready; 0 is none.
+    ``passes`` is how many forward passes use the model once it is ready; 0 is none. Of a save,
+    ``format`` is what is written, and ``device`` is where the model is.
     """
 
     model: ModelSpec
@@ -34,6 +36,7 @@ class Cell:
     options: dict[str, Any] = field(default_factory=dict)
     passes: int = 1
     repeat: int = 0
+    operation: Operation = "load"
 
     @property
     def series(self) -> str:
@@ -56,7 +59,8 @@ class Job:
     """A cell with the places of all that its worker reads. Paths are the worker's own.
 
     ``manifest`` holds the expected tensors with their checksums; ``python_path`` holds the
-    folders from which the model's builder is imported, where it is not one of ours.
+    folders from which the model's builder is imported, where it is not one of ours. ``target`` is
+    the empty folder that a save writes to.
     """
 
     cell: Cell
@@ -65,3 +69,4 @@ class Job:
     strategy_path: str
     python_path: tuple[str, ...] = ()
     timeout_s: float = 600.0
+    target: str = ""

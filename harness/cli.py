@@ -42,6 +42,7 @@ out, err = Console(emoji=False), Console(stderr=True, emoji=False)
     epilog="Examples:\n\n"
     "weighin bench gpt2-xl --ram 8g --repeats 3\n\n"
     "weighin bench gpt2-medium --ram 4g,2500m --strategies mmap_assign,streaming\n\n"
+    "weighin bench gpt2-large --operation save --ram 8g\n\n"
     "weighin bench --model my.nets:build --kwargs '{\"width\": 64}' --checkpoint w.pt\n\n"
     "weighin bench --resume results/20261120T093000-gpt2-xl-8GiB"
 )
@@ -55,6 +56,9 @@ def bench(
         str, typer.Option(help="RAM limits, divided by commas: 8g, 6500m, none.")
     ] = "none",
     strategies: options.Strategies = None,
+    operation: Annotated[
+        str, typer.Option(help="load, or save: write the model with every strategy of saving.")
+    ] = "load",
     isolation: options.Isolation = "auto",
     device: options.Device = "cpu",
     dtype: options.Dtype = "float32",
@@ -90,7 +94,7 @@ def bench(
     ] = None,
     base_image: options.BaseImage = None,
 ) -> None:
-    """Load a model with every strategy, each in its own limited container, and say what it cost."""
+    """Load or save a model with every strategy, each in its own limited container: what did it cost?"""
     from harness import bench as benchmarks
     from harness import live, runner
     from harness.bench import resumable
@@ -104,6 +108,7 @@ def bench(
     else:
         asked = {
             "models": [arguments.one_model(model, model_option)],
+            "operation": operation,
             "ram": [limit.strip() for limit in ram.split(",")],
             "isolation": isolation,
             "device": device,

@@ -15,6 +15,7 @@ from pydantic import (
     Field,
     StrictInt,
     ValidationError,
+    ValidationInfo,
 )
 from pydantic_core import ErrorDetails
 
@@ -30,6 +31,8 @@ DEFAULT_STRATEGIES = (
     "per_param",
     "streaming",
 )
+
+DEFAULT_SAVING = ("torch_save", "per_param", "per_module", "sharded", "safetensors", "dcp")
 
 
 DTYPES = {
@@ -104,12 +107,30 @@ def _as_strategies(value: object) -> object:
     return [{"name": item} if isinstance(item, str) else item for item in items]
 
 
+def _check_cache(value: str, known: ValidationInfo) -> str:
+    if value == "warm" and known.data.get("operation") == "save":
+        raise ValueError("a save reads no checkpoint that could be warm", "leave it out")
+    return value
+
+
+def _check_passes(value: int, known: ValidationInfo) -> int:
+    if value > 1 and known.data.get("operation") == "save":
+        raise ValueError("a save does not use the model", "leave it out")
+    return value
+
+
+def _default_strategies(operation: str) -> list[SuiteStrategy]:
+    names = DEFAULT_SAVING if operation == "save" else DEFAULT_STRATEGIES
+    return [SuiteStrategy(name=name) for name in names]
+
+
 class Suite(Strict):
     """A matrix of cells: every model x limit x strategy, ``repeats`` times."""
 
     models: Annotated[list[str], BeforeValidator(_as_list), Field(min_length=1)]
+    operation: Literal["load", "save"] = "load"
     strategies: Annotated[list[SuiteStrategy], BeforeValidator(_as_strategies)] = Field(
-        default_factory=lambda: [SuiteStrategy(name=name) for name in DEFAULT_STRATEGIES],
+        default_factory=lambda known: _default_strategies(known.get("operation", "load")),
         min_length=1,
     )
     ram: Annotated[list[_Limit], BeforeValidator(_as_list), Field(min_length=1)] = [None]
@@ -118,10 +139,10 @@ class Suite(Strict):
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], BeforeValidator(_as_dtype)] = (
         "float32"
     )
-    cache: Literal["cold", "warm"] = "cold"
+    cache: Annotated[Literal["cold", "warm"], AfterValidator(_check_cache)] = "cold"
     format: Annotated[list[str], BeforeValidator(_as_list)] = []
     first_use: Literal["forward", "none"] = "forward"
-    passes: int = Field(1, ge=1)
+    passes: Annotated[int, AfterValidator(_check_passes)] = Field(1, ge=1)
     repeats: int = Field(1, ge=1)
     timeout_s: float = Field(600, gt=0, allow_inf_nan=False)
     steady: bool = False

@@ -1,5 +1,6 @@
 """What there is, as tables: strategies, models, isolations, and the checkpoints made here."""
 
+from collections.abc import Mapping
 from datetime import datetime
 
 from rich.markup import escape
@@ -15,10 +16,14 @@ from harness.units import format_bytes
 
 def tables(kind: str) -> list[Table]:
     """Return the table of one kind, or of all."""
-    makers = {"strategies": _strategies, "models": _models, "isolations": _isolations}
+    makers = {
+        "strategies": (_loading, _saving),
+        "models": (_models,),
+        "isolations": (_isolations,),
+    }
     if kind != "all" and kind not in makers:
         raise UnknownName("list", kind, [*makers, "all"])
-    return [make() for name, make in makers.items() if kind in (name, "all")]
+    return [make() for name, made in makers.items() if kind in (name, "all") for make in made]
 
 
 def cache_table() -> Table:
@@ -30,9 +35,19 @@ def cache_table() -> Table:
     return table
 
 
-def _strategies() -> Table:
+def _loading() -> Table:
     table = Table("strategy", "reads", "loads to", "what it does", title="strategies")
-    for name, info in registry.strategies().items():
+    return _filled(table, registry.strategies())
+
+
+def _saving() -> Table:
+    title = "strategies of saving (--operation save)"
+    table = Table("strategy", "writes", "saves from", "what it does", title=title)
+    return _filled(table, registry.strategies("save"))
+
+
+def _filled(table: Table, found: Mapping[str, registry.StrategyInfo]) -> Table:
+    for name, info in found.items():
         table.add_row(name, ", ".join(info.formats), ", ".join(info.devices), escape(info.summary))
     return table
 

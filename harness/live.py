@@ -82,7 +82,8 @@ def line(result: Result) -> str:
     words = [f"{escape(cell.model.name)} {escape(cell.strategy):<12} {limit:<9}"]
     words.append(f"[{style}]{result.outcome:<12}[/]")
     if result.ready_ns is not None:
-        words.append(f"ready {format_seconds(result.ready_ns)}")
+        reached = "ready" if cell.operation == "load" else "on the disk"
+        words.append(f"{reached} {format_seconds(result.ready_ns)}")
     if result.peaks.rss_bytes is not None:
         words.append(f"peak RSS {format_bytes(result.peaks.rss_bytes)}")
     words.append(escape(result.message))

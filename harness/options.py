@@ -22,7 +22,7 @@ Strategies = Annotated[
         "--strategies",
         "--strategy",
         "-s",
-        help="Names, or files of your own (./mine.py), divided by commas; all. Default: six.",
+        help="Names, or files of your own (./mine.py), divided by commas; all. Default: six; of a save, all.",
     ),
 ]
 Isolation = Annotated[str, typer.Option(help="docker, cgroup, process or auto.")]
@@ -33,7 +33,8 @@ Dtype = Annotated[
 Format = Annotated[
     str | None,
     typer.Option(
-        "--format", help="Layouts to load, divided by commas. Default: each strategy's first."
+        "--format",
+        help="Layouts to load or to write, divided by commas. Default: each strategy's first.",
     ),
 ]
 Timeout = Annotated[float, typer.Option(help="Seconds after which a cell is ended.")]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from harness.cell import CacheState, Cell, ModelSpec
+from harness.cell import CacheState, Cell, ModelSpec, Operation
 from harness.registry import StrategyInfo
 
 
@@ -20,9 +20,10 @@ class Planned:
     def of(cls, cell: Cell, info: StrategyInfo) -> "Planned":
         """Return the cell with the reason why its strategy cannot run it, if there is one."""
         kind = cell.device.partition(":")[0]
-        skip = "" if kind in info.devices else f"{info.name} does not load to {kind}"
+        to, read = ("load to", "read") if cell.operation == "load" else ("save from", "write")
+        skip = "" if kind in info.devices else f"{info.name} does not {to} {kind}"
         if cell.format not in info.formats:
-            skip = f"{info.name} does not read {cell.format}, only {', '.join(info.formats)}"
+            skip = f"{info.name} does not {read} {cell.format}, only {', '.join(info.formats)}"
         return cls(cell, info, skip)
 
 
@@ -30,8 +31,8 @@ class Planned:
 class Matrix:
     """What to combine. ``ram_limits`` in bytes; None is no limit.
 
-    ``formats`` are those that are asked for: each strategy loads all of them that it reads. Where
-    none are, each loads the first that it names.
+    ``formats`` are those that are asked for: each strategy loads all of them that it reads (or
+    saves all that it writes). Where none are, each takes the first that it names.
     """
 
     models: tuple[ModelSpec, ...]
@@ -44,6 +45,7 @@ class Matrix:
     repeats: int = 1
     passes: int = 1
     formats: tuple[str, ...] = ()
+    operation: Operation = "load"
 
 
 def plan(matrix: Matrix) -> list[Planned]:
@@ -83,7 +85,8 @@ def _planned(
         format=fmt,
         cache=matrix.cache,
         options=options,
-        passes=matrix.passes,
+        passes=matrix.passes if matrix.operation == "load" else 0,
         repeat=repeat,
+        operation=matrix.operation,
     )
     return Planned.of(cell, info)

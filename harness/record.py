@@ -122,6 +122,15 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
+class Written:
+    """What a save left in its folder: bytes of its files, and of the blocks that they take."""
+
+    file_bytes: int
+    disk_bytes: int
+    files: int
+
+
+@dataclass(frozen=True, slots=True)
 class Result:
     """All that is known about one cell; one line of ``records.jsonl``."""
 
@@ -143,6 +152,7 @@ class Result:
     exit_code: int | None = None
     cached_bytes_at_start: int | None = None
     touched_bytes_before: int | None = None
+    written: Written | None = None
     cost: Cost | None = None
     samples_path: str | None = None
     started_at: str = ""

@@ -1,4 +1,7 @@
-"""Strategies and models by name, found without importing torch or any strategy."""
+"""Strategies and models by name, found without importing torch or any strategy.
+
+A strategy loads or saves: the function that its file defines says which.
+"""
 
 import ast
 from dataclasses import dataclass
@@ -7,12 +10,13 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
-from harness.cell import ModelSpec
+from harness.cell import ModelSpec, Operation
 from harness.config import read_model
 from harness.errors import ConfigError, UnknownName
 
 _PACKAGE = Path(__file__).resolve().parent
-_ENTRY_POINTS = "weighin.strategies"
+_ENTRY_POINTS: dict[Operation, str] = {"load": "weighin.strategies", "save": "weighin.saving"}
+_FOLDERS: dict[Operation, str] = {"load": ".", "save": "saving"}
 
 
 def data_folder(name: str) -> Path:
@@ -23,7 +27,7 @@ def data_folder(name: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class StrategyInfo:
-    """What a strategy's file says about itself."""
+    """What a strategy's file says about itself: ``formats`` that it reads, or that it writes."""
 
     name: str
     path: Path
@@ -32,16 +36,16 @@ class StrategyInfo:
     devices: tuple[str, ...]
 
 
-def strategies() -> dict[str, StrategyInfo]:
-    """Return all strategies: our own files, and those of installed packages.
+def strategies(operation: Operation = "load") -> dict[str, StrategyInfo]:
+    """Return all strategies of one operation: our own files, and those of installed packages.
 
     Raises:
         ConfigError: two of one name, or a file that is no strategy.
     """
     found: dict[str, StrategyInfo] = {}
-    ours = sorted(data_folder("strategies").glob("[!_]*.py"))
-    for path in [*ours, *_third_party()]:
-        info = read_strategy(path)
+    ours = sorted((data_folder("strategies") / _FOLDERS[operation]).glob("[!_]*.py"))
+    for path in [*ours, *_third_party(operation)]:
+        info = read_strategy(path, operation)
         if info.name in found:
             raise ConfigError(
                 f"two strategies are called {info.name!r}: {found[info.name].path} and {path}",
@@ -51,26 +55,29 @@ def strategies() -> dict[str, StrategyInfo]:
     return found
 
 
-def strategy(name: str) -> StrategyInfo:
+def strategy(name: str, operation: Operation = "load") -> StrategyInfo:
     """Return one strategy by its name, or by the path of its file ("./mine.py")."""
     if name.endswith(".py") or "/" in name:
-        return read_strategy(Path(name))
-    known = strategies()
+        return read_strategy(Path(name), operation)
+    known = strategies(operation)
     if name not in known:
-        raise UnknownName("strategy", name, known, "a file of your own: --strategies ./mine.py")
+        kind = "strategy" if operation == "load" else "strategy of saving"
+        raise UnknownName(kind, name, known, "a file of your own: --strategies ./mine.py")
     return known[name]
 
 
-def named(name: str) -> list[StrategyInfo]:
+def named(name: str, operation: Operation = "load") -> list[StrategyInfo]:
     """Return the strategies that a name stands for: one, or with "all" every one that is known."""
-    return list(strategies().values()) if name == "all" else [strategy(name)]
+    if name == "all":
+        return list(strategies(operation).values())
+    return [strategy(name, operation)]
 
 
-def read_strategy(path: Path) -> StrategyInfo:
+def read_strategy(path: Path, operation: Operation = "load") -> StrategyInfo:
     """Read a strategy's name, summary and constants from its syntax tree; runs none of it.
 
     Raises:
-        ConfigError: no such file, no Python, no ``load``, or wrong constants.
+        ConfigError: no such file, no Python, no ``load`` (or ``save``), or wrong constants.
     """
     try:
         tree = ast.parse(path.read_bytes(), filename=str(path))
@@ -80,9 +87,10 @@ def read_strategy(path: Path) -> StrategyInfo:
         raise ConfigError(f"{path} is not Python: {error}") from None
     docstring = ast.get_docstring(tree)
     functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-    if "load" not in functions:
+    if operation not in functions:
         raise ConfigError(
-            f"{path} has no function load(job)", "see strategies/README.md for one in 20 lines"
+            f"{path} has no function {operation}(job)",
+            "see strategies/README.md for one in 20 lines",
         )
     return StrategyInfo(
         name=path.stem,
@@ -109,10 +117,10 @@ def model(name: str, kwargs: dict[str, object] | None = None) -> ModelSpec:
     return ModelSpec(spec.name, spec.builder, spec.kwargs | kwargs) if kwargs else spec
 
 
-def _third_party() -> list[Path]:
+def _third_party(operation: Operation) -> list[Path]:
     """Return the files of the modules that installed packages offer as strategies."""
     paths = []
-    for entry in entry_points(group=_ENTRY_POINTS):
+    for entry in entry_points(group=_ENTRY_POINTS[operation]):
         path = _file_of(entry.module)
         if path is None:
             raise ConfigError(

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from harness import environment, journal, stopping
+from harness import environment, journal, saving, stopping
 from harness.cell import Cell, Job
 from harness.checkpoint import cache, layouts
 from harness.errors import ConfigError, HarnessError, Interrupted
@@ -80,7 +80,7 @@ def run(task: Run, progress: Progress, following: Following | None = None) -> li
 def _run(task: Run, progress: Progress, following: Following | None) -> None:
     task.isolation.check()
     with only_run(), stopping.stoppable():
-        for line in task.isolation.remove_stale():
+        for line in [*task.isolation.remove_stale(), *saving.remove_leftovers()]:
             progress.preparing(f"removed what a dead run left: {line}", None)
         results = list(journal.read(task.folder).results)
         if following is None:
@@ -120,10 +120,15 @@ class _Bench:
     prepared: dict[tuple[str, str], cache.Prepared]
 
     def measure(self, planned: Planned) -> Result:
-        checkpoint = self.prepared[_checkpoint_key(planned.cell)]
+        checkpoint = self.prepared[_checkpoint_key(self.task, planned.cell)]
         files = layouts.files(checkpoint.path)
         model_bytes = checkpoint.manifest().model_bytes(planned.cell.dtype)
-        return measure(self.setting, _job(self.task, planned, self.prepared), files, model_bytes)
+        job = _job(self.task, planned, self.prepared)
+        if planned.cell.operation == "load":
+            return measure(self.setting, job, files, model_bytes)
+        with saving.target(model_bytes) as folder:
+            result = measure(self.setting, replace(job, target=str(folder)), files, model_bytes)
+            return saving.with_warnings(result, folder)
 
 
 def _set_up(task: Run, needed: Sequence[Planned], progress: Progress) -> _Bench:
@@ -151,11 +156,11 @@ def _prepare_checkpoints(
     """Make or find the checkpoint of every model in every format that some cell needs."""
     prepared: dict[tuple[str, str], cache.Prepared] = {}
     for one in planned:
-        key = _checkpoint_key(one.cell)
+        key = _checkpoint_key(task, one.cell)
         if not one.skip and key not in prepared:
             prepared[key] = cache.ensure(
                 one.cell.model,
-                one.cell.format,
+                key[1],
                 seed=task.seed,
                 checkpoint=task.checkpoint,
                 progress=progress.preparing,
@@ -167,7 +172,7 @@ def _prepare_checkpoints(
 
 
 def _job(task: Run, planned: Planned, prepared: dict[tuple[str, str], cache.Prepared]) -> Job:
-    checkpoint = prepared[_checkpoint_key(planned.cell)]
+    checkpoint = prepared[_checkpoint_key(task, planned.cell)]
     return Job(
         cell=planned.cell,
         checkpoint=str(checkpoint.path),
@@ -189,7 +194,8 @@ def _probe(task: Run, job: Job) -> Memory:
     It also reads torch's libraries into the page cache, which would else be charged to the first
     cell, and finds out whether workers run at all before any cell is recorded.
     """
-    unlimited = replace(job, cell=replace(job.cell, ram_limit_bytes=None, cache="cold"))
+    cell = replace(job.cell, ram_limit_bytes=None, cache="cold", operation="load")
+    unlimited = replace(job, cell=cell)
     deadline = time.monotonic() + _PROBE_TIMEOUT_S
     with stopping.put_off(), closing(task.isolation.start(unlimited)) as running:
         while line := _receive(running, deadline):
@@ -247,5 +253,8 @@ def _environment(isolation: Isolation) -> dict[str, Any]:
     return environment.machine() | environment.code() | {"isolation": isolation.describe()}
 
 
-def _checkpoint_key(cell: Cell) -> tuple[str, str]:
-    return cell.model.name, cell.format
+def _checkpoint_key(task: Run, cell: Cell) -> tuple[str, str]:
+    """Return the model and the format that are read; a save may read what there is already."""
+    if cell.operation == "load":
+        return cell.model.name, cell.format
+    return cell.model.name, layouts.detect(task.checkpoint).NAME if task.checkpoint else "pt"

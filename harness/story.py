@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from harness.isolation import Exit
-from harness.record import Cost, Faults, Memory, Outcome, Phase
+from harness.record import Cost, Faults, Memory, Outcome, Phase, Written
 from harness.text import one_line
 
 _SAID_LENGTH = 200
@@ -24,6 +24,7 @@ class Story:
     facts: dict[str, int | None] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     cuda_points: list[tuple[int, int, int]] = field(default_factory=list)
+    written: Written | None = None
     failure: tuple[Outcome, str] | None = None
     done: bool = False
     _in_phase: bool = False
@@ -47,6 +48,7 @@ class Story:
         elif kind == "ready":
             self.ready_at_ns, self._until_ready = fields["t_ns"], len(self.phases)
             self.facts["touch_ns"] = fields["touch_ns"]
+            self.written = Written(**fields["written"]) if "written" in fields else None
         elif kind in ("loaded", "done"):
             self.facts |= fields
             self.done = kind == "done"
@@ -78,7 +80,10 @@ class Story:
         return self.facts.get("load_ns")
 
     def ready_ns(self) -> int | None:
-        """Return the time of the load and of reading every byte once; None before that."""
+        """Return the time of the load and of reading every byte once; None before that.
+
+        Of a save: the time of the save, and until every byte was on the disk.
+        """
         load_ns, touch_ns = self.load_ns(), self.facts.get("touch_ns")
         return None if load_ns is None or touch_ns is None else load_ns + touch_ns
 

@@ -1,4 +1,8 @@
-"""What a strategy sees. A strategy is one file with a function ``load(job: Load) -> Module``."""
+"""What a strategy sees.
+
+A way of loading is one file with a function ``load(job: Load) -> Module``; a way of saving is one
+with ``save(job: Save) -> None``.
+"""
 
 from __future__ import annotations
 
@@ -43,6 +47,34 @@ class Load(Protocol):
 
         Such buffers are in no checkpoint: whoever builds on the meta device loses them.
         """
+        ...
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Measure what runs inside as a phase of this name. Phases do not nest."""
+        ...
+
+
+class Save(Protocol):
+    """One save to perform: what, and where to."""
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The model, whole, on the cell's device and in its dtype."""
+        ...
+
+    @property
+    def target(self) -> Path:
+        """An empty folder on a disk. What lies in it at the end is one checkpoint."""
+        ...
+
+    @property
+    def format(self) -> str:
+        """The layout to write: one of those that the strategy's FORMATS names."""
+        ...
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The cell's options for this strategy, from a suite's YAML."""
         ...
 
     def phase(self, name: str) -> AbstractContextManager[None]:

@@ -122,6 +122,7 @@ class Watch:
             oom_kills=self._oom_kills,
             limit_events=self._at_end.limit_events,
             exit_code=ended.code if ended.signal is None else 128 + ended.signal,
+            written=story.written,
             cost=story.cost(),
             watcher=self._observer.watcher if self._observer else None,
             warnings=tuple(self._warnings(outcome)),

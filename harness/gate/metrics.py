@@ -24,7 +24,8 @@ Direction = Literal["lower", "higher", "both"]
 """What is better: less, more, or (``both``) neither: every change is a regression."""
 
 _BEFORE_LOAD: Final = ("import", "prepare")  # the worker's own phases before its baseline
-_LAST: Final = "touch"  # in which every byte is read: its end is the instant ``ready``
+# In which every byte is read, or put on the disk: its end is the instant ``ready``.
+_LAST: Final = {"load": "touch", "save": "sync"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,8 @@ def _above_import(result: Result) -> int | None:
 
 
 def _ready_anon(result: Result) -> int | None:
-    ready = next((phase for phase in result.phases if phase.name == _LAST), None)
+    last = _LAST[result.cell.operation]
+    ready = next((phase for phase in result.phases if phase.name == last), None)
     return ready.end.anon_bytes if ready else None
 
 
@@ -152,7 +154,8 @@ def phases_of_load(result: Result) -> list[tuple[str, Phase]]:
     """Return the phases from the baseline until ready, each with a name that is there once."""
     names = [phase.name for phase in result.phases]
     start = max((names.index(name) + 1 for name in _BEFORE_LOAD if name in names), default=0)
-    end = names.index(_LAST) + 1 if _LAST in names else len(names)
+    last = _LAST[result.cell.operation]
+    end = names.index(last) + 1 if last in names else len(names)
     found: list[tuple[str, Phase]] = []
     for index in range(start, end):
         number = names[start:index].count(names[index]) + 1

@@ -65,6 +65,7 @@ def name_of(cell: Cell) -> str:
         cell.cache,
         cell.isolation,
         f"ram={format_exact(limit)}" if limit else "ram=none",
+        *(["operation=save"] if cell.operation == "save" else []),
         *(f"{key}={value}" for key, value in sorted(cell.options.items())),
     ]
     return " ".join(one_line(word).replace(" ", "_") for word in words)  # a space divides words

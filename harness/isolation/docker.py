@@ -216,7 +216,10 @@ class DockerIsolation:
             shm_size=_TMPFS_BYTES,
             tmpfs={"/tmp": f"size={_TMPFS_BYTES},mode=1777"},  # noqa: S108 (inside the container)
             log_config=LogConfig(type="none"),
-            mounts=[Mount(bind.target, str(bind.source), "bind", read_only=True) for bind in binds],
+            mounts=[
+                Mount(bind.target, str(bind.source), "bind", read_only=not bind.writable)
+                for bind in binds
+            ],
             device_requests=[DeviceRequest(count=-1, capabilities=[["gpu"]])] if gpu else None,
         )
 

@@ -1,4 +1,7 @@
-"""What a container sees of this machine: the code, one strategy and one checkpoint, all read only."""
+"""What a container sees of this machine: the code, one strategy and one checkpoint, all read only.
+
+A save also gets the empty folder that it writes to.
+"""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +12,7 @@ from harness.cell import Job
 from harness.registry import data_folder
 
 CODE: Final = "/weighin/code"
+_WRITTEN: Final = "/weighin/written"
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +21,7 @@ class Bind:
 
     source: Path
     target: str
+    writable: bool = False
 
 
 def place(job: Job) -> tuple[Job, list[Bind]]:
@@ -40,6 +45,9 @@ def place(job: Job) -> tuple[Job, list[Bind]]:
         python_path=tuple(bind.target for bind in python_path),
     )
     binds = [*code, *strategy, *python_path, Bind(manifest.resolve(), inside.manifest)]
+    if job.target:
+        inside = replace(inside, target=_WRITTEN)
+        binds.append(Bind(Path(job.target).resolve(), _WRITTEN, writable=True))
     return inside, binds + _place_checkpoint(checkpoint, inside.checkpoint)
 
 

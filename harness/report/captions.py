@@ -14,6 +14,16 @@ from harness.units import format_bytes, format_exact
 # Environment keys that a caption prints, with the word before each; any of them may be missing.
 _MACHINE: Final = {"machine": "", "cpu": "", "kernel": "Linux ", "cgroup_version": "cgroup v", "torch": "torch "}  # fmt: skip
 
+_DOING: Final = {"load": "loading", "save": "saving"}
+_COMPUTED: Final = {
+    "loading": "Exact, computed: above import = (peak RSS - RSS after import torch) / the model's size.",
+    "saving": "Exact, computed: above the model = (peak RSS - RSS with the model loaded) / the model's size.",
+}
+_TIMES: Final = {
+    "loading": "load: until the strategy returned; ready: until every byte was read through once.",
+    "saving": "save: until the strategy returned; on the disk: until every file was synced (fsync).",
+}
+
 
 def size(value: int | None) -> str:
     """Return a limit as it reads in a sentence: "8 GiB", "6500 MiB"."""
@@ -23,6 +33,8 @@ def size(value: int | None) -> str:
 def dimension(name: str, value: Any, model_bytes: int | None = None) -> str:
     """Return one dimension's value as a caption says it: "RAM limit 8 GiB", "cold page cache"."""
     value = known(value)
+    if name == "operation":
+        return _DOING[value]
     if name == "model":
         return f"{value} ({format_bytes(model_bytes)})" if model_bytes else str(value)
     if name == "ram_limit_bytes":
@@ -46,6 +58,8 @@ def shared(frame: pd.DataFrame, results: Sequence[Result], without: Sequence[str
         return "No cells were measured."
     first = frame.iloc[0]
     changing = {*varying(frame), *without}
+    if first["operation"] == "load":
+        changing.add("operation")  # what all of this is about
     words = [
         dimension(name, first[name], model_size(frame))
         for name in DIMENSIONS
@@ -54,6 +68,16 @@ def shared(frame: pd.DataFrame, results: Sequence[Result], without: Sequence[str
         and (known(first[name]) or name == "ram_limit_bytes")
     ]
     return " · ".join([*words, *machine([result.environment for result in results])])
+
+
+def doing(frame: pd.DataFrame) -> str:
+    """Return what the cells did: "loading", "saving", or "loading and saving"."""
+    return " and ".join(_DOING[name] for name in _DOING if (frame["operation"] == name).any())
+
+
+def until(frame: pd.DataFrame) -> str:
+    """Return what the measured stretch of the cells ended with."""
+    return "every byte was on the disk" if doing(frame) == "saving" else "every byte was read"
 
 
 def ending(row: Any) -> str:
@@ -94,13 +118,13 @@ def mixed_machines(environments: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def note_figures(*, cuda: bool, repeats: int) -> list[str]:
+def note_figures(*, doing: str, cuda: bool, repeats: int) -> list[str]:
     """Return what each column of the summary is and how exact, one sentence a line."""
     lines = [
         "Exact, the kernel's own high-water marks: peak RSS, cgroup peak (includes page cache).",
-        "Exact, computed: above import = (peak RSS - RSS after import torch) / the model's size.",
+        *(line for name, line in _COMPUTED.items() if name in doing),
         "Sampled, so it may miss short spikes: anonymous.",
-        "load: until the strategy returned; ready: until every byte was read through once.",
+        *(line for name, line in _TIMES.items() if name in doing),
         "Not ok: the figures are what the cell had reached when last seen, not what it needs.",
     ]
     if cuda:

@@ -16,11 +16,12 @@ from harness.record import Outcome, Result
 
 # What tells one series from another, but for the strategy; in the order of columns.
 DIMENSIONS: Final = (
-    "model", "device", "ram_limit_bytes", "format", "dtype", "cache", "isolation", "options",
+    "operation", "model", "device", "ram_limit_bytes", "format", "dtype", "cache", "isolation", "options",
 )  # fmt: skip
 BYTES: Final = (
     "peak_rss_bytes", "above_import_bytes", "anon_sampled_bytes", "file_sampled_bytes",
     "peak_cgroup_bytes", "peak_cuda_allocated_bytes", "baseline_rss_bytes", "model_bytes",
+    "written_bytes", "written_disk_bytes", "written_files",
 )  # fmt: skip
 NUMBERS: Final = ("load_s", "ready_s", "above_import_per_model")
 FIGURES: Final = ("load_s", "ready_s", *BYTES, "above_import_per_model")
@@ -32,8 +33,8 @@ def cells(results: Iterable[Result]) -> pd.DataFrame:
     """Return one row a cell, in the order of the records.
 
     A cell that was measured twice (its record was repeated) counts with its last record.
-    ``above_import_bytes`` is the exact peak RSS less the RSS after ``import torch``, and
-    ``above_import_per_model`` that divided by the model's size.
+    ``above_import_bytes`` is the exact peak RSS less the RSS after ``import torch`` (of a save: with
+    the model in memory), and ``above_import_per_model`` that divided by the model's size.
     """
     rows = {result.cell.id: _row(result) for result in results}
     columns = [*_TEXTS, "repeat", *FIGURES]
@@ -106,13 +107,14 @@ def _is_inside(path: PurePath) -> bool:
 
 
 def _row(result: Result) -> dict[str, Any]:
-    cell, peaks = result.cell, result.peaks
+    cell, peaks, written = result.cell, result.peaks, result.written
     baseline = result.baseline.rss_bytes if result.baseline else None
     above = None if baseline is None or peaks.rss_bytes is None else peaks.rss_bytes - baseline
     ratio = above / result.model_bytes if above is not None and result.model_bytes else None
     return {
         "group": cell.series,
         "strategy": cell.strategy,
+        "operation": cell.operation,
         "model": cell.model.name,
         "device": cell.device,
         "ram_limit_bytes": cell.ram_limit_bytes,
@@ -136,6 +138,9 @@ def _row(result: Result) -> dict[str, Any]:
         "peak_cuda_allocated_bytes": peaks.cuda_allocated_bytes,
         "baseline_rss_bytes": baseline,
         "model_bytes": result.model_bytes,
+        "written_bytes": written.file_bytes if written else None,
+        "written_disk_bytes": written.disk_bytes if written else None,
+        "written_files": written.files if written else None,
     }
 
 

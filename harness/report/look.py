@@ -25,7 +25,7 @@ INK: Final = "#333333"
 GREY: Final = "#7F7F7F"
 EDGE: Final[dict[str, Any]] = {"edgecolor": INK, "linewidth": 0.6}
 # A panel for each combination of these; formats and options are told in the rows' names.
-SCENE: Final = ("model", "device", "ram_limit_bytes", "dtype", "cache", "isolation")
+SCENE: Final = ("operation", "model", "device", "ram_limit_bytes", "dtype", "cache", "isolation")
 
 # Okabe and Ito's colours, safe for colour-blind readers; then Tol's muted ones for other names.
 _COLOURS: Final = {
@@ -42,6 +42,8 @@ _COLOURS: Final = {
     "safetensors_mmap": "#44AA99",
     "safetensors_copy": "#882255",
     "sharded": "#DDCC77",
+    "torch_save": "#E69F00",
+    "safetensors": "#882255",
 }
 _FALLBACK: Final = (
     "#88CCEE", "#CC6677", "#AA4499", "#661100", "#6699CC", "#888888",

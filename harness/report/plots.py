@@ -36,11 +36,11 @@ def draw_peaks(results: Sequence[Result]) -> "Figure":
     for axes, (title, group) in zip(grid[:, 0], shown, strict=True):
         _panel(axes, group, right)
         axes.set_title(look.verbatim(title), fontsize=9, loc="left", pad=18)
-    grid[-1, 0].set_xlabel("memory of the loading process, GiB", fontsize=9)
+    grid[-1, 0].set_xlabel(f"memory of the {captions.doing(frame)} process, GiB", fontsize=9)
     lines = [
         captions.shared(frame, results, without=("model", "ram_limit_bytes")),
         "Bars: the largest samples of each part, which need not fall together, and may miss short "
-        "spikes. Marker and number: the kernel's exact peak RSS until every byte was read.",
+        f"spikes. Marker and number: the kernel's exact peak RSS until {captions.until(frame)}.",
     ]
     if (frame["outcome"] != Outcome.OK.value).any():
         lines.append(
@@ -50,7 +50,7 @@ def draw_peaks(results: Sequence[Result]) -> "Figure":
         lines.append("Medians of the repeats; the line through a marker is the whole range.")
     if len(scenes) > len(shown):
         lines.append(f"{len(scenes) - len(shown)} more panels are not drawn: see summary.csv.")
-    title = look.headline(frame, "Peak memory while loading")
+    title = look.headline(frame, f"Peak memory while {captions.doing(frame)}")
     look.dress(figure, title, _legend(frame), lines)
     return figure
 

@@ -14,12 +14,22 @@ from harness.units import GIB
 from harness.verdict import Verdict, judge_all
 
 _MOST: Final = 16  # paragraphs; more would be no summary
+# How a load is told, and how a save is.
+_WORDS: Final = {
+    "load": {"load": "load", "loading": "loading", "ready": "ready", "import": "the import"},
+    "save": {
+        "load": "save",
+        "loading": "saving",
+        "ready": "on the disk",
+        "import": "the model in memory",
+    },
+}
 _ENDINGS: Final = {
     Outcome.OOM_KILLED: "Killed by the kernel for lack of memory",
     Outcome.CUDA_OOM: "Refused by the CUDA allocator",
     Outcome.TIMEOUT: "Not ready in the time allowed",
     Outcome.STRATEGY_FAILED: "Failed by themselves",
-    Outcome.WRONG_WEIGHTS: "Loaded wrong weights",
+    Outcome.WRONG_WEIGHTS: "Left wrong weights",
     Outcome.MEASUREMENT_FAILED: "Could not be measured",
     Outcome.SKIPPED: "Not run",
 }
@@ -60,21 +70,23 @@ def _works(group: pd.DataFrame, changing: Sequence[str]) -> str:
     row = group.iloc[0]
     limit = known(row["ram_limit_bytes"])
     start = f"With {captions.size(limit)} of RAM" if limit else "Without a RAM limit"
+    words = _WORDS[row["operation"]]
     others = [name for name in changing if name not in {"model", "ram_limit_bytes"}]
     setting = [captions.dimension(name, row[name]) for name in others]
     start += f" ({', '.join(setting)})" if setting else ""
     run = group[group["outcome"] != Outcome.SKIPPED.value]
     good = run[run["ok"] == run["repeats"]]
-    noun = "strategies" if run["strategy"].is_unique else "ways of loading"
+    noun = "strategies" if run["strategy"].is_unique else f"ways of {words['loading']}"
     what = row["model"]
     if run.empty:
         return f"{start}, nothing was run."
     if len(run) == 1:
         does = "works" if len(good) else "does not work"
-        return f"{start}, the one way of loading that was tried, {look.row_labels(run)[0]}, {does}."
+        return f"{start}, the one way of {words['loading']} that was tried, {look.row_labels(run)[0]}, {does}."
     if good.empty:
-        return f"{start}, none of {len(run)} {noun} loads {what}."
-    count = f"all {len(run)} {noun} load" if len(good) == len(run) else f"{len(good)} of {len(run)} {noun} load"  # fmt: skip
+        return f"{start}, none of {len(run)} {noun} {words['load']}s {what}."
+    share = "all" if len(good) == len(run) else f"{len(good)} of"
+    count = f"{share} {len(run)} {noun} {words['load']}"
     count += "s" if len(good) == 1 else ""
     return f"{start}, {count} {what}: {_list(look.row_labels(good))}."
 
@@ -83,11 +95,12 @@ def _best(group: pd.DataFrame) -> Iterator[str]:
     """Say which is the fastest and which holds the least, of those that work and were measured."""
     good = group[(group["ok"] > 0) & (group["ok"] == group["repeats"])]
     good = good.assign(label=look.row_labels(good))
+    words = _WORDS[group.iloc[0]["operation"]]
     timed = good[good["ready_s"].notna()].sort_values("ready_s")
     if len(timed):
         first = timed.iloc[0]
-        start = "The fastest is {}, ready in" if len(timed) > 1 else "{} is ready in"
-        text = f"{start.format(first['label'])} {first['ready_s']:.2f} s"
+        start = "The fastest is {}, {} in" if len(timed) > 1 else "{} is {} in"
+        text = f"{start.format(first['label'], words['ready'])} {first['ready_s']:.2f} s"
         near = timed.iloc[1:][timed["ready_s_min"].iloc[1:] <= first["ready_s_max"]]
         if len(near) and first["repeats"] > 1:
             text += f" (the repeats do not tell it from {_list(near['label'].tolist())})"
@@ -96,7 +109,7 @@ def _best(group: pd.DataFrame) -> Iterator[str]:
     if len(sized) > 1:
         least = sized.iloc[0]
         ratio = known(least["above_import_per_model"])
-        above = "" if ratio is None else f", {ratio:.2f} x the model above the import"
+        above = "" if ratio is None else f", {ratio:.2f} x the model above {words['import']}"
         peak = f"{least['peak_rss_bytes'] / GIB:.3f} GiB"
         yield f"The smallest peak RSS is that of {least['label']}: {peak}{above}."
 

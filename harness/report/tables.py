@@ -6,7 +6,7 @@ caption. Reporters take data and an open file.
 
 import csv
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TextIO
 
 import pandas as pd
@@ -45,9 +45,18 @@ FIGURES: Final = (
     Figure("anon_sampled_bytes", "anonymous (sampled)", "GiB", GIB, 3),
     Figure("peak_cgroup_bytes", "cgroup peak", "GiB", GIB, 3),
     Figure("peak_cuda_allocated_bytes", "CUDA peak", "GiB", GIB, 3),
+    Figure("written_bytes", "written", "GiB", GIB, 3),
+    Figure("written_files", "files", "", 1, 0),
 )
+_WHERE_MEASURED: Final = frozenset({"peak_cuda_allocated_bytes", "written_bytes", "written_files"})
+# What the same figures are called where the cells saved.
+_OF_SAVES: Final = {
+    "load_s": "save",
+    "ready_s": "on the disk",
+    "above_import_per_model": "above the model",
+}
 # Figures under different values of these are not comparable: each gets a table of its own.
-_SECTIONS: Final = ("model", "device")
+_SECTIONS: Final = ("operation", "model", "device")
 _STYLES: Final = {outcome.value: "red" for outcome in Outcome} | {"ok": "green", "skipped": "dim"}
 HEADINGS: Final = {"ram_limit_bytes": "RAM limit"}
 
@@ -165,8 +174,18 @@ def _sections(frame: pd.DataFrame) -> Iterator[_Section]:
         yield _section(heading, group, names)
 
 
+def figures_of(frame: pd.DataFrame) -> list[Figure]:
+    """Return the columns of numbers for these series, called as their operation calls them."""
+    called = _OF_SAVES if captions.doing(frame) == "saving" else {}
+    return [
+        replace(figure, heading=called.get(figure.key, figure.heading))
+        for figure in FIGURES
+        if figure.key not in _WHERE_MEASURED or frame[figure.key].notna().any()
+    ]
+
+
 def _section(heading: str, group: pd.DataFrame, names: list[str]) -> _Section:
-    figures = [f for f in FIGURES if f.heading != "CUDA peak" or group[f.key].notna().any()]
+    figures = figures_of(group)
     titles = [(HEADINGS.get(name, name), "") for name in (*names, "outcome")]
     rows, ranges = [], []
     for _, row in group.iterrows():
@@ -219,13 +238,16 @@ def note_lines(frame: pd.DataFrame) -> list[str]:
         return []
     repeats = int(frame["repeats"].max())
     return captions.note_figures(
-        cuda=bool(frame["peak_cuda_allocated_bytes"].notna().any()), repeats=repeats
+        doing=captions.doing(frame),
+        cuda=bool(frame["peak_cuda_allocated_bytes"].notna().any()),
+        repeats=repeats,
     )
 
 
 def _title(frame: pd.DataFrame) -> str:
     models = ", ".join(dict.fromkeys(frame["model"])) or "nothing"
-    return f"Loading {escaped(plain(models))}"
+    doing = captions.doing(frame).capitalize() or "Loading"
+    return f"{doing} {escaped(plain(models))}"
 
 
 def _styled(text: str, spread: str) -> Text:

@@ -57,7 +57,7 @@ def draw_timeline(run: Path, results: Sequence[Result]) -> "Figure":
         axes.tick_params(labelbottom=True)  # also where the panel below is empty
     for axes in grid.flat[(rows - 1) * columns : len(shown)]:
         axes.set_xlabel("time since the worker started, s", fontsize=9)
-    title = look.headline(frame, "Memory over time while loading")
+    title = look.headline(frame, f"Memory over time while {captions.doing(frame)}")
     look.dress(figure, title, _legend(shown, top * _HEADROOM), _caption(frame, results, tracks))
     return figure
 

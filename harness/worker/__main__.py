@@ -1,5 +1,7 @@
 """Run one cell: import torch, load once under marks, read every byte, verify, use the model.
 
+Or save once under marks, put every byte on the disk, read it back and verify it.
+
 Started by an isolation as ``python -m harness.worker``; speaks the protocol of ``protocol.py``.
 What is imported before torch is the harness's own weight: pathlib, 1 MiB, comes after it.
 """
@@ -40,6 +42,8 @@ class Prepared:
     inputs: "tuple[torch.Tensor, ...]"
     manifest: Any
     passes: int
+    model: "torch.nn.Module | None" = None
+    """What is to be saved; a load has no model yet."""
 
 
 def main() -> None:
@@ -51,8 +55,11 @@ def main() -> None:
     except Exception as error:
         fail(lifeline, Outcome.MEASUREMENT_FAILED, f"before the load: {describe(error)}")
     try:
-        model = load(job, prepared, lifeline, marks)
-        check(model, prepared, lifeline, marks)
+        if prepared.model is not None:
+            save(job, prepared.model, prepared, lifeline, marks)
+        else:
+            model = load(job, prepared, lifeline, marks)
+            check(model, prepared, lifeline, marks)
     except BaseException as error:
         fail(lifeline, *judge(error, job.strategy_path))
     os._exit(0)  # at once: taking the interpreter down would only add to the harness's share
@@ -90,8 +97,14 @@ def prepare(job: Job, lifeline: Lifeline, marks: Marks) -> Prepared:
             builder=builder,
             marks=marks,
         )
-        prepared = Prepared(load, inputs, read_manifest(Path(job.manifest)), cell.passes)
         settle_math()
+        model = None
+        if cell.operation == "save":
+            from harness.worker import saving
+
+            model = saving.load_model(load)
+        manifest = read_manifest(Path(job.manifest))
+        prepared = Prepared(load, inputs, manifest, cell.passes, model)
         if cell.cache == "warm":
             read_through(load.checkpoint)
     marks.flush()
@@ -106,17 +119,26 @@ def prepare(job: Job, lifeline: Lifeline, marks: Marks) -> Prepared:
 
 
 def load(job: Job, prepared: Prepared, lifeline: Lifeline, marks: Marks) -> "torch.nn.Module":
-    """Run the strategy; its own imports are a part of what it costs."""
-    from pathlib import Path
-
+    """Run the strategy and return the model that it leaves."""
     import torch
+
+    model = run_strategy(job, prepared.load, lifeline, marks)
+    if not isinstance(model, torch.nn.Module):
+        what = "None" if model is None else f"a {type(model).__name__}"
+        raise StrategyFailed(f"load() returned {what}, not a torch.nn.Module")
+    return model
+
+
+def run_strategy(job: Job, seen: Any, lifeline: Lifeline, marks: Marks) -> Any:
+    """Call the strategy with what it sees; its own imports are a part of what it costs."""
+    from pathlib import Path
 
     from harness.worker.loading import import_strategy
 
     marks.restart()
     marked_ns, start_ns = marks.spent_ns, time.monotonic_ns()
     try:
-        model = import_strategy(Path(job.strategy_path))(prepared.load)
+        returned = import_strategy(Path(job.strategy_path), job.cell.operation)(seen)
         if marks.cuda:
             marks.cuda.synchronize()
     except BaseException as error:
@@ -124,10 +146,32 @@ def load(job: Job, prepared: Prepared, lifeline: Lifeline, marks: Marks) -> "tor
     load_ns = time.monotonic_ns() - start_ns - (marks.spent_ns - marked_ns)
     marks.flush()
     lifeline.send("loaded", load_ns=load_ns)
-    if not isinstance(model, torch.nn.Module):
-        what = "None" if model is None else f"a {type(model).__name__}"
-        raise StrategyFailed(f"load() returned {what}, not a torch.nn.Module")
-    return model
+    return returned
+
+
+def save(
+    job: Job, model: "torch.nn.Module", prepared: Prepared, lifeline: Lifeline, marks: Marks
+) -> None:
+    """Run the strategy, wait until all that it wrote is on the disk, and read it back."""
+    from pathlib import Path
+
+    from harness.worker import saving
+
+    target, cell = Path(job.target), job.cell
+    seen = saving.WorkerSave(model, target, cell.format, cell.options, marks)
+    run_strategy(job, seen, lifeline, marks)
+    if not saving.files_in(target):
+        raise StrategyFailed("save() left no file in job.target")
+    marks.restart()
+    start_ns = time.monotonic_ns()
+    with marks.phase("sync"):
+        saving.sync(target)
+        end_ns = time.monotonic_ns()
+    written = asdict(saving.measure(target))
+    lifeline.send("ready", t_ns=end_ns, touch_ns=end_ns - start_ns, written=written)
+    with marks.phase("verify"):
+        saving.check(target, prepared.manifest, prepared.load.dtype)
+    lifeline.send("done", first_use_ns=None, marks_ns=marks.spent_ns)
 
 
 def check(model: "torch.nn.Module", prepared: Prepared, lifeline: Lifeline, marks: Marks) -> None:

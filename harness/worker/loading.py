@@ -1,4 +1,4 @@
-"""The one load of this worker: what the strategy sees, made from the job."""
+"""What a strategy of this worker sees, made from the job; and the strategy itself."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -9,11 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
-from harness.cell import ModelSpec
+from harness.cell import ModelSpec, Operation
 from harness.models.building import reset_buffers
-from harness.strategy import Load
-
-Strategy = Callable[[Load], torch.nn.Module]
 
 
 class Phases(Protocol):
@@ -49,11 +46,11 @@ class WorkerLoad:
         return self.marks.phase(name)
 
 
-def import_strategy(path: Path) -> Strategy:
-    """Return the ``load`` function of a strategy's file."""
+def import_strategy(path: Path, operation: Operation = "load") -> Callable[[Any], Any]:
+    """Return the ``load`` or ``save`` function of a strategy's file."""
     spec = spec_from_file_location(f"weighin_strategy_{path.stem}", path)
     assert spec and spec.loader
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
-    load: Strategy = module.load
-    return load
+    function: Callable[[Any], Any] = getattr(module, operation)
+    return function

@@ -11,7 +11,7 @@ begin          name, t_ns                                                      n
 cuda           points: [[t_ns, allocated bytes, driver-used bytes], ...]       no
 phase          all fields of ``Phase`` but peak_cgroup_bytes                   yes
 loaded         load_ns, without the time spent in marks                        no
-ready          t_ns, touch_ns                                                  no
+ready          t_ns, touch_ns; of a save also written: all fields of Written   no
 failed         outcome, message                                                no
 done           first_use_ns, marks_ns                                          no
 =============  ==============================================================  ===========

@@ -11,7 +11,7 @@ _SHOWN = 3
 
 
 class WrongWeights(Exception):
-    """The model that a strategy returned is not the one that the checkpoint holds."""
+    """What a strategy returned, or wrote, is not the model that the checkpoint holds."""
 
 
 def check_structure(
@@ -22,25 +22,25 @@ def check_structure(
     Reads no values: runs before the touch, which a tensor on the meta device would end.
     """
     expected = {entry.name: entry for entry in manifest.tensors}
-    _complain("missing from the model", expected.keys() - tensors.keys())
-    _complain("not in the checkpoint", tensors.keys() - expected.keys())
+    complain("missing from the model", expected.keys() - tensors.keys())
+    complain("not in the checkpoint", tensors.keys() - expected.keys())
     left = [name for name, tensor in tensors.items() if tensor.is_meta]
-    _complain("left on the meta device, without values", left)
+    complain("left on the meta device, without values", left)
     elsewhere = [name for name, t in tensors.items() if t.device.type != device.type]
-    _complain(f"not on {device}", elsewhere)
+    complain(f"not on {device}", elsewhere)
     shapes = [n for n, tensor in tensors.items() if tuple(tensor.shape) != expected[n].shape]
-    _complain("of another shape than in the checkpoint", shapes)
-    wanted = {name: _wanted_dtype(entry, dtype) for name, entry in expected.items()}
+    complain("of another shape than in the checkpoint", shapes)
+    wanted = {name: wanted_dtype(entry, dtype) for name, entry in expected.items()}
     for kind in sorted(set(wanted.values())):
         others = [n for n, t in tensors.items() if wanted[n] == kind != _name(t.dtype)]
-        _complain(f"not of dtype {kind}", others)
+        complain(f"not of dtype {kind}", others)
     untied = [
         entry.name
         for entry in manifest.tensors
         if entry.shared_with
         and identity(tensors[entry.name]) != identity(tensors[entry.shared_with])
     ]
-    _complain("no longer tied to the tensor that they share", untied)
+    complain("no longer tied to the tensor that they share", untied)
 
 
 def check_values(checksums: dict[str, str], manifest: Manifest, dtype: torch.dtype) -> None:
@@ -48,9 +48,9 @@ def check_values(checksums: dict[str, str], manifest: Manifest, dtype: torch.dty
     wrong = [
         entry.name
         for entry in manifest.tensors
-        if checksums[entry.name] != entry.checksums[_wanted_dtype(entry, dtype)]
+        if checksums[entry.name] != entry.checksums[wanted_dtype(entry, dtype)]
     ]
-    _complain("with other values than in the checkpoint", wrong)
+    complain("with other values than in the checkpoint", wrong)
 
 
 def check_forward(model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> None:
@@ -74,14 +74,15 @@ def _tensors(output: object) -> Iterator[torch.Tensor]:
             yield from _tensors(item)
 
 
-def _complain(what: str, names: Iterable[str]) -> None:
+def complain(what: str, names: Iterable[str]) -> None:
+    """Raise WrongWeights where there are names of which this is to be said."""
     found = sorted(names)
     if found:
         shown = ", ".join(found[:_SHOWN]) + (", ..." if len(found) > _SHOWN else "")
         raise WrongWeights(f"{len(found)} tensor{'s' * (len(found) > 1)} {what}: {shown}")
 
 
-def _wanted_dtype(entry: TensorEntry, dtype: torch.dtype) -> str:
+def wanted_dtype(entry: TensorEntry, dtype: torch.dtype) -> str:
     """Return the dtype that this tensor must end as: only floating-point ones are converted."""
     return _name(dtype) if _name(dtype) in entry.checksums else entry.dtype
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
-from dataclasses import dataclass, field
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -14,7 +14,8 @@ from typing import Any
 
 import leftovers
 
-from harness.cell import CacheState, Cell, Job, ModelSpec
+from harness import saving
+from harness.cell import CacheState, Cell, Job, ModelSpec, Operation
 from harness.checkpoint import cache as checkpoints
 from harness.counters import MemoryCgroup, PeakMark
 from harness.isolation import Isolation, Running, choice
@@ -85,13 +86,15 @@ class Bench:
         timeout_s: float = 120.0,
         files: Sequence[Path] = (),
         on_phase: Callable[[str], None] = lambda _: None,
+        operation: Operation = "load",
         **options: Any,
     ) -> Result:
         """``options`` are the strategy's; ``files`` are made cold beside the checkpoint's."""
         spec = spec or model(model_name)
         ours = self.strategies / f"{strategy}.py"
-        info = read_strategy(ours if ours.exists() else data_folder("strategies") / ours.name)
-        checkpoint = checkpoints.ensure(spec, info.formats[0])
+        theirs = data_folder("strategies") / ("saving" if operation == "save" else "") / ours.name
+        info = read_strategy(ours if ours.exists() else theirs, operation)
+        checkpoint = checkpoints.ensure(spec, info.formats[0] if operation == "load" else "pt")
         cell = Cell(
             spec,
             strategy,
@@ -102,6 +105,7 @@ class Bench:
             options=options,
             passes=passes,
             repeat=next(self._numbers),
+            operation=operation,
         )
         job = Job(
             cell,
@@ -112,7 +116,10 @@ class Bench:
         )
         setting = Setting(isolation, self.run, {}, on_phase=on_phase)
         paths = [checkpoint.path] if checkpoint.path.is_file() else [*checkpoint.path.iterdir()]
-        result = measure(setting, job, [*paths, *files], checkpoint.manifest().model_bytes())
+        model_bytes = checkpoint.manifest().model_bytes()
+        with saving.target(model_bytes) if operation == "save" else nullcontext("") as target:
+            job = replace(job, target=str(target))
+            result = measure(setting, job, [*paths, *files], model_bytes)
         assert leftovers.all_of(os.getpid(), str(self.strategies.parent)) == []
         return result
 

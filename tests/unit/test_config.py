@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from harness.cell import ModelSpec
-from harness.config import DEFAULT_STRATEGIES, check_suite, read_model, read_suite
+from harness.config import DEFAULT_SAVING, DEFAULT_STRATEGIES, check_suite, read_model, read_suite
 from harness.errors import ConfigError
 from harness.registry import data_folder, model
 from harness.units import GIB, MIB
 
 CONFIGS = data_folder("configs")
-SUITE_KEYS = "known keys: models, strategies, ram, device, isolation, dtype, cache, format, first_use, passes, repeats, timeout_s, steady, description"
+SUITE_KEYS = "known keys: models, operation, strategies, ram, device, isolation, dtype, cache, format, first_use, passes, repeats, timeout_s, steady, description"
 MODEL_KEYS = "known keys: name, builder, kwargs, description"
 SIZE_HINT = "write a size such as 8GiB, 8g, 6500m or 4096"
 
@@ -241,3 +241,25 @@ def test_a_wrong_option_is_named_as_it_was_typed(options: dict[str, Any], expect
     with pytest.raises(ConfigError) as caught:
         check_suite({"models": ["a"]} | options)
     assert str(caught.value) == expected
+
+
+def test_a_suite_of_saves_has_every_way_of_saving() -> None:
+    suite = check_suite({"models": "gpt2-xl", "operation": "save"})
+    assert [one.name for one in suite.strategies] == list(DEFAULT_SAVING)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "models: a\noperation: save\ncache: warm",
+            "FILE: cache: a save reads no checkpoint that could be warm\nleave it out",
+        ),
+        (
+            "models: a\noperation: safe",
+            "FILE: operation: input should be 'load' or 'save', got 'safe'",
+        ),
+    ],
+)
+def test_a_wrong_suite_of_saves(tmp_path: Path, text: str, expected: str) -> None:
+    assert complaint(read_suite, written(tmp_path, text)) == expected

@@ -11,7 +11,7 @@ from harness.journal import Plan
 CONTRACT = (Path(__file__).parents[2] / "results" / "README.md").read_text()
 TYPES = (
     cell.Cell, cell.Job, cell.ModelSpec, record.Sample, record.Memory, record.Phase, record.Peaks,
-    record.Faults, record.Pressure, record.Cost, record.Result, Plan,
+    record.Faults, record.Pressure, record.Cost, record.Result, record.Written, Plan,
 )  # fmt: skip
 
 

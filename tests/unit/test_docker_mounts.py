@@ -52,3 +52,10 @@ def test_a_folder_of_links_is_given_file_by_file(tmp_path: Path) -> None:
     assert binds[-1] == Bind(
         tmp_path / "blobs" / "abc", "/weighin/checkpoint/snapshot/model.safetensors"
     )
+
+
+def test_a_save_gets_one_folder_that_it_may_write_to(tmp_path: Path) -> None:
+    job = Job(CELL, "/c/w.pt", "/c/w.json", "/s/mine.py", target=str(tmp_path))
+    inside, binds = place(job)
+    assert inside.target == "/weighin/written"
+    assert [one for one in binds if one.writable] == [Bind(tmp_path, "/weighin/written", True)]

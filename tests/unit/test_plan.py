@@ -3,7 +3,7 @@
 from itertools import product
 from pathlib import Path
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.cell import ModelSpec
@@ -90,6 +90,7 @@ def test_one_strategy_with_two_options_is_two_cells() -> None:
 NAMES = st.lists(st.sampled_from("abcdef"), min_size=1, max_size=4, unique=True)
 
 
+@settings(deadline=None)  # a busy machine is no finding
 @given(
     models=NAMES,
     strategies=NAMES,
@@ -125,3 +126,12 @@ def test_each_strategy_loads_every_format_that_is_asked_for_and_that_it_reads() 
         ("a", "dcp", ""),
         ("b", "per_param", "b does not read per_param, only pt"),
     ]
+
+
+def test_a_save_is_skipped_with_reasons_of_its_own() -> None:
+    planned = plan(matrix(operation="save", device="cuda", strategies=((info("a"), {}),)))
+    assert [(one.cell.operation, one.skip) for one in planned] == [
+        ("save", "a does not save from cuda")
+    ]
+    planned = plan(matrix(operation="save", formats=("dcp",), strategies=((info("a"), {}),)))
+    assert [one.skip for one in planned] == ["a does not write dcp, only pt"]

@@ -9,7 +9,7 @@ import pytest
 
 from harness import registry
 from harness.cell import ModelSpec
-from harness.config import DEFAULT_STRATEGIES
+from harness.config import DEFAULT_SAVING, DEFAULT_STRATEGIES
 from harness.errors import ConfigError, UnknownName
 
 WHOLE = '''"""Do nothing at all.
@@ -247,4 +247,28 @@ def test_an_unknown_model_gets_the_nearest() -> None:
     assert str(caught.value) == (
         "no model is called 'gpt2-xxl'\n"
         f"did you mean 'gpt2-xl'? known: {known}; any other: --model package.module:callable"
+    )
+
+
+def test_ways_of_saving_are_listed_apart() -> None:
+    found = registry.strategies("save")
+    assert set(found) == set(DEFAULT_SAVING)
+    assert all(info.summary.endswith(".") for info in found.values())
+    assert registry.strategy("per_param", "save").path != registry.strategy("per_param").path
+
+
+def test_a_file_without_save(write: Callable[..., Path]) -> None:
+    path = write(WHOLE)
+    assert complaint(lambda: registry.strategy(str(path), "save")) == (
+        f"{path} has no function save(job)\nsee strategies/README.md for one in 20 lines"
+    )
+
+
+def test_an_unknown_way_of_saving_gets_the_nearest() -> None:
+    with pytest.raises(UnknownName) as caught:
+        registry.strategy("torch_safe", "save")
+    assert str(caught.value) == (
+        "no strategy of saving is called 'torch_safe'\n"
+        "did you mean 'torch_save'? known: dcp, per_module, per_param, safetensors, sharded,"
+        " torch_save; a file of your own: --strategies ./mine.py"
     )

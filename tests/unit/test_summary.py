@@ -91,7 +91,7 @@ def test_every_outcome_is_named() -> None:
         " Killed by the kernel for lack of memory: baseline."
         " Not ready in the time allowed: sequential."
         " Failed by themselves: broken."
-        " Loaded wrong weights: lossy."
+        " Left wrong weights: lossy."
         " Not run: direct_cuda."
     )
 

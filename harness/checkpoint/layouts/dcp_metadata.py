@@ -97,6 +97,7 @@ _KNOWN: Final[dict[tuple[str, str], type]] = {
     ("pathlib._local", "PosixPath"): _StandIn,
     ("pathlib._local", "WindowsPath"): _StandIn,
     ("collections", "OrderedDict"): _Ordered,
+    ("builtins", "getattr"): _StandIn,  # Python 3.11.0 to 3.11.3 names a member of an enum so
 }
 
 

@@ -77,14 +77,21 @@ def write(
     target.mkdir()
     for module, plans in groups.items():
         write_pt(target / file_name(module), placeholders(plans), pieces, progress)
-    fields = {
-        "files": {
-            file_name(module): [one.name for one in plans] for module, plans in groups.items()
-        },
-        "shared": {plan.name: plan.shared_with for plan in tensors if plan.shared_with is not None},
-        "order": [plan.name for plan in tensors],
-    }
-    folder_index.write(target, NAME, fields)
+    files = {module: [one.name for one in plans] for module, plans in groups.items()}
+    shared = {plan.name: plan.shared_with for plan in tensors if plan.shared_with is not None}
+    write_index(target, files, shared, [plan.name for plan in tensors])
+
+
+def write_index(
+    folder: Path,
+    modules: Mapping[str, Sequence[str]],
+    shared: Mapping[str, str],
+    order: Sequence[str],
+) -> None:
+    """Write the index: the keys of each module, the ties as for ``per_param``, and all keys."""
+    files = {file_name(module): list(keys) for module, keys in modules.items()}
+    fields = {"files": files, "shared": dict(shared), "order": list(order)}
+    folder_index.write(folder, NAME, fields)
 
 
 def module_of(key: str) -> str:

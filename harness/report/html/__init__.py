@@ -32,7 +32,9 @@ def render(run: Path, results: Sequence[Result], warnings: Sequence[str] = ()) -
         _templates()
         .get_template("report.html")
         .render(
-            title=f"Loading {', '.join(models)}" if models else "A run without cells",
+            title=f"{captions.doing(frame).capitalize()} {', '.join(models)}"
+            if models
+            else "A run without cells",
             paragraphs=summary.paragraphs(frame, results),
             shared=captions.shared(frame, results),
             warnings=facts.warnings(results, warnings),

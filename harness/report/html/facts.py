@@ -20,6 +20,17 @@ _SOURCES: Final = (
     ("cgroup peak", "GiB", "highest charge of the cell's cgroup, with the page cache that it was first to touch: a peak at the limit says nothing about need", "exact, kernel"),
     ("outcome", "", "ok: every parameter and buffer was compared with the checkpoint, and the model ran once. oom_killed: the kernel's own counter says so", "exact"),
 )  # fmt: skip
+# The same figures of a save, and those that only a save has.
+_OF_SAVES: Final = {
+    "load": ("save", "s", "until the strategy returned, without the time that marks took", "exact, clock"),
+    "ready": ("on the disk", "s", "save, and until every file was synced (fsync)", "exact, clock"),
+    "above import": ("above the model", "x model", "peak RSS less the resident set with the model in memory, over the size of all parameters and buffers", "exact, computed"),
+    "outcome": ("outcome", "", "ok: what was written was read back from the disk, and every tensor compared with the model. oom_killed: the kernel's own counter says so", "exact"),
+}  # fmt: skip
+_WRITTEN: Final = (
+    ("written", "GiB", "sizes of the files, together", "exact"),
+    ("files", "", "how many files", "exact"),
+)
 _CUDA: Final = (
     "CUDA peak", "GiB", "highest sum of allocated bytes on the GPU until ready", "exact, allocator",
 )  # fmt: skip
@@ -62,8 +73,11 @@ def figures(frame: pd.DataFrame) -> list[tuple[str, str, str, str]]:
     """Return name, unit, meaning and exactness of each figure in the report."""
     if frame.empty:
         return []
+    found = list(_SOURCES)
+    if captions.doing(frame) == "saving":
+        found = [*(_OF_SAVES.get(one[0], one) for one in found), *_WRITTEN]
     cuda = bool(frame["peak_cuda_allocated_bytes"].notna().any())
-    return [*_SOURCES, _CUDA] if cuda else list(_SOURCES)
+    return [*found, _CUDA] if cuda else found
 
 
 def when(results: Sequence[Result]) -> str:

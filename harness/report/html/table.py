@@ -61,7 +61,7 @@ def build(frame: pd.DataFrame, ids: Mapping[str, str]) -> Table:
     if frame.empty:
         return Table([], [], [])
     names = ["strategy", *varying(frame)]
-    figures = [f for f in tables.FIGURES if f.heading != "CUDA peak" or frame[f.key].notna().any()]
+    figures = tables.figures_of(frame)
     columns = [Column(tables.HEADINGS.get(name, name), "", is_number=False) for name in names]
     columns.append(Column("outcome", "", is_number=False))
     columns += [Column(f.heading, f.unit, is_number=True) for f in figures]

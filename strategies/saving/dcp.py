@@ -1,0 +1,16 @@
+"""Write a folder with torch.distributed.checkpoint.save, as one process.
+
+Expected peak: no copy of the weights. It syncs its files itself.
+"""
+
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
+
+from harness.strategy import Save
+
+FORMATS = ("dcp",)
+DEVICES = ("cpu", "cuda")
+
+
+def save(job: Save) -> None:
+    with job.phase("write"):
+        save_state(job.model.state_dict(), checkpoint_id=job.target, no_dist=True)

@@ -1,0 +1,27 @@
+"""Write one file per layer with torch.save, and an index.
+
+Expected peak: no copy of the weights.
+"""
+
+import torch
+
+from harness.checkpoint.layouts.folder_index import file_name
+from harness.checkpoint.layouts.per_module import module_of, write_index
+from harness.models.tying import tied_names
+from harness.strategy import Save
+
+FORMATS = ("per_module",)
+DEVICES = ("cpu", "cuda")
+
+
+def save(job: Save) -> None:
+    state = job.model.state_dict()
+    shared = {name: first for first, *others in tied_names(job.model) for name in others}
+    modules: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in state.items():
+        modules.setdefault(module_of(shared.get(name, name)), {})[name] = tensor
+    with job.phase("write"):
+        for module, tensors in modules.items():
+            torch.save(tensors, job.target / file_name(module))
+        keys = {module: list(tensors) for module, tensors in modules.items()}
+        write_index(job.target, keys, shared, list(state))

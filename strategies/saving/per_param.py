@@ -1,0 +1,24 @@
+"""Write one file per parameter with torch.save, named by its full key, and an index.
+
+Expected peak: no copy of the weights.
+"""
+
+import torch
+
+from harness.checkpoint.layouts.folder_index import file_name
+from harness.checkpoint.layouts.per_param import write_index
+from harness.models.tying import tied_names
+from harness.strategy import Save
+
+FORMATS = ("per_param",)
+DEVICES = ("cpu", "cuda")
+
+
+def save(job: Save) -> None:
+    state = job.model.state_dict()
+    shared = {name: first for first, *others in tied_names(job.model) for name in others}
+    with job.phase("write"):
+        for name, tensor in state.items():
+            if name not in shared:
+                torch.save(tensor, job.target / file_name(name))
+        write_index(job.target, state, shared)

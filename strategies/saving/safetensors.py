@@ -1,0 +1,16 @@
+"""Write one safetensors file with safetensors.torch.save_model.
+
+Expected peak: no copy of the weights; a tied weight is written once. No pickle.
+"""
+
+from safetensors.torch import save_model
+
+from harness.strategy import Save
+
+FORMATS = ("safetensors",)
+DEVICES = ("cpu", "cuda")
+
+
+def save(job: Save) -> None:
+    with job.phase("write"):
+        save_model(job.model, str(job.target / "model.safetensors"))

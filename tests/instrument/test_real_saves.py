@@ -1,0 +1,70 @@
+"""Saves by real workers: right ones are read back, wrong ones are told, and copies are seen."""
+
+import pytest
+from cells import LARGE, Bench, Watched, names_of, phases_of
+
+from harness.config import DEFAULT_SAVING
+from harness.record import Outcome
+from harness.units import MIB
+
+TIED_BYTES = 32768 * 768 * 4  # of LARGE: cloned name by name, its tied head is copied twice
+
+
+@pytest.mark.parametrize("strategy", DEFAULT_SAVING)
+def test_a_strategy_writes_the_model(bench: Bench, isolation: Watched, strategy: str) -> None:
+    result = bench(strategy, isolation, model_name="tied-tiny", operation="save")
+    assert (result.outcome, result.message) == (Outcome.OK, "")
+    assert names_of(result) == ["import", "prepare", "write", "sync", "verify"]
+    assert result.written is not None
+    assert result.model_bytes is not None
+    assert result.model_bytes * 0.5 < result.written.file_bytes < result.model_bytes * 3
+    assert result.load_ns is not None
+    assert result.ready_ns is not None
+    assert result.ready_ns > result.load_ns
+
+
+@pytest.mark.parametrize(
+    ("how", "outcome", "message"),
+    [
+        ("nothing", Outcome.STRATEGY_FAILED, "save() left no file in job.target"),
+        (
+            "raises",
+            Outcome.STRATEGY_FAILED,
+            "OSError: [Errno 28] No space left on device (saving_badly.py:",
+        ),
+        ("truncated", Outcome.WRONG_WEIGHTS, "what was written cannot be read: "),
+        ("left out", Outcome.WRONG_WEIGHTS, "1 tensor missing from what was written: "),
+        ("lossy", Outcome.WRONG_WEIGHTS, "1 tensor written with other values than the model's: "),
+    ],
+)
+def test_a_wrong_save_is_told(
+    bench: Bench, process: Watched, how: str, outcome: Outcome, message: str
+) -> None:
+    result = bench("saving_badly", process, operation="save", how=how)
+    assert result.outcome is outcome
+    assert result.message.startswith(message)
+
+
+def test_a_copy_of_the_model_is_seen_above_the_model(bench: Bench, isolation: Watched) -> None:
+    plain = bench("torch_save", isolation, spec=LARGE, operation="save")
+    copied = bench("saving_badly", isolation, spec=LARGE, operation="save", how="copy")
+    above = []
+    for result in (plain, copied):
+        assert result.outcome is Outcome.OK
+        assert result.baseline
+        assert result.peaks.rss_bytes
+        above.append(result.peaks.rss_bytes - result.baseline.rss_bytes)
+    assert plain.model_bytes is not None
+    assert plain.baseline
+    assert plain.baseline.rss_bytes > plain.model_bytes
+    assert above[0] < 16 * MIB
+    assert abs(above[1] - plain.model_bytes - TIED_BYTES) < 16 * MIB
+    assert phases_of(plain)["verify"].peak_rss_bytes < plain.baseline.rss_bytes + 96 * MIB
+
+
+def test_a_model_that_does_not_fit_is_killed_before_the_save(
+    bench: Bench, limiting: Watched
+) -> None:
+    result = bench("torch_save", limiting, spec=LARGE, operation="save", limit_bytes=160 * MIB)
+    assert result.outcome is Outcome.OOM_KILLED
+    assert result.written is None

@@ -1,0 +1,283 @@
+"""Saves: what is written is read back from the disk, and nothing of it stays."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from factories import make_cell, make_result
+from fakes import FakeRunning, done, event, loaded, phase
+from scripts import BASELINE, watched
+from test_verify import Model, manifest_of
+from torch import nn
+from torch.utils.serialization import config
+
+from harness import journal, live, registry, saving
+from harness.checkpoint.layouts.per_param import read_shared
+from harness.checkpoint.manifest import Manifest
+from harness.config import DEFAULT_SAVING
+from harness.errors import ConfigError
+from harness.gate.metrics import phases_of_load
+from harness.gate.series import name_of
+from harness.record import Outcome, Written
+from harness.report.html import render
+from harness.report.tables import markdown_table, write_markdown
+from harness.units import GIB
+from harness.worker.loading import import_strategy
+from harness.worker.saving import check, files_in, measure, sync
+from harness.worker.verify import WrongWeights
+
+CPU = torch.float32
+
+
+@dataclass
+class Job:
+    """What a strategy sees, outside of a worker."""
+
+    model: nn.Module
+    target: Path
+    format: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def expected(model: Model) -> Manifest:
+    """The manifest of a model, with ``step`` as what it is: in no checkpoint."""
+    found = manifest_of(model)
+    kinds = {"step": "non_persistent_buffer"}
+    return replace(
+        found, tensors=tuple(replace(e, kind=kinds.get(e.name, e.kind)) for e in found.tensors)
+    )
+
+
+def saved(name: str, folder: Path, fmt: str | None = None, **options: Any) -> Model:
+    info = registry.strategy(name, "save")
+    model = Model()
+    import_strategy(info.path, "save")(Job(model, folder, fmt or info.formats[0], options))
+    sync(folder)
+    return model
+
+
+WAYS = [(name, fmt) for name in DEFAULT_SAVING for fmt in registry.strategy(name, "save").formats]
+
+
+@pytest.mark.filterwarnings("ignore")  # dcp warns that it runs as one process
+@pytest.mark.parametrize(("name", "fmt"), WAYS)
+def test_what_is_saved_is_the_model(tmp_path: Path, name: str, fmt: str) -> None:
+    model = saved(name, tmp_path, fmt)
+    check(tmp_path, expected(model), CPU)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "fmt"), WAYS)
+def test_a_single_wrong_byte_of_the_weights_is_found(tmp_path: Path, name: str, fmt: str) -> None:
+    model = saved(name, tmp_path, fmt)
+    value = model.mask.numpy().tobytes()
+    (file,) = [one for one in files_in(tmp_path) if value in one.read_bytes()]
+    content = file.read_bytes()
+    at = content.index(value) + 5
+    file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+    with pytest.raises(WrongWeights) as caught:
+        check(tmp_path, expected(model), CPU)
+    assert str(caught.value) == "1 tensor written with other values than the model's: mask"
+
+
+def harm_names(folder: Path) -> None:
+    torch.save({"head.weight": torch.zeros(8, 4), "other": torch.zeros(3)}, folder / "model.pt")
+
+
+def harm_shape(folder: Path) -> None:
+    state = torch.load(folder / "model.pt", weights_only=True)
+    torch.save(state | {"mask": torch.arange(5.0)}, folder / "model.pt")
+
+
+def harm_dtype(folder: Path) -> None:
+    state = torch.load(folder / "model.pt", weights_only=True)
+    torch.save(state | {"mask": torch.arange(4.0).double()}, folder / "model.pt")
+
+
+@pytest.mark.parametrize(
+    ("harm", "complaint"),
+    [
+        (harm_names, "2 tensors missing from what was written: embedding.weight, mask"),
+        (harm_shape, "1 tensor written in another shape or dtype than the model's: mask"),
+        (harm_dtype, "1 tensor written in another shape or dtype than the model's: mask"),
+        (
+            lambda folder: (folder / "model.pt").write_bytes(b"nothing"),
+            "what was written cannot be read: FOLDER/model.pt: ",
+        ),
+        (
+            lambda folder: (folder / "more.txt").touch(),
+            "what was written cannot be read: FOLDER: a folder in which no checkpoint is known",
+        ),
+    ],
+)
+def test_what_is_not_the_model_is_told(tmp_path: Path, harm: Any, complaint: str) -> None:
+    model = saved("torch_save", tmp_path)
+    harm(tmp_path)
+    with pytest.raises(WrongWeights) as caught:
+        check(tmp_path, expected(model), CPU)
+    assert str(caught.value).replace(str(tmp_path), "FOLDER").startswith(complaint)
+
+
+def test_a_tied_weight_is_written_once(tmp_path: Path) -> None:
+    saved("per_param", tmp_path)
+    assert read_shared(tmp_path) == {"head.weight": "embedding.weight"}
+    assert [one.name for one in files_in(tmp_path)] == [
+        "embedding.weight.pt", "index.json", "mask.pt",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fmt", "suffix"), [("sharded", "safetensors"), ("sharded_pt", "bin")])
+def test_shards_are_filled_up_to_their_size(tmp_path: Path, fmt: str, suffix: str) -> None:
+    model = saved("sharded", tmp_path, fmt, max_shard_bytes=128)
+    names = [one.name for one in files_in(tmp_path)]
+    assert sum(name.endswith(f"-of-00002.{suffix}") for name in names) == 2
+    check(tmp_path, expected(model), CPU)
+
+
+def test_the_checksums_of_a_zip_can_be_left_out(tmp_path: Path) -> None:
+    (tmp_path / "with").mkdir()
+    (tmp_path / "without").mkdir()
+    saved("torch_save", tmp_path / "with")
+    saved("torch_save", tmp_path / "without", crc32=False)
+    config.save.compute_crc32 = True  # as it was
+    with_, without = ((tmp_path / n / "model.pt").read_bytes() for n in ("with", "without"))
+    assert with_ != without
+
+
+def test_what_was_written_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"x" * 5000)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "c").write_bytes(b"y")
+    sync(tmp_path)
+    written = measure(tmp_path)
+    assert (written.file_bytes, written.files) == (5001, 2)
+    assert written.disk_bytes % 512 == 0
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def test_a_target_is_empty_and_is_removed_with_all_that_is_in_it(cache: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), saving.target(1) as folder:
+        assert folder.parent == cache / "saving"
+        assert list(folder.iterdir()) == []
+        (folder / "part").write_bytes(b"x")
+        raise KeyboardInterrupt
+    assert list((cache / "saving").iterdir()) == []
+
+
+def test_what_a_killed_run_left_is_removed(cache: Path) -> None:
+    left = cache / "saving" / "tmpx"
+    left.mkdir(parents=True)
+    (left / "model.pt").write_bytes(b"x")
+    assert saving.remove_leftovers() == [f"files of a save in {left}"]
+    assert saving.remove_leftovers() == []
+
+
+def test_a_disk_without_room_is_told_before_anything_is_written(cache: Path) -> None:
+    with pytest.raises(ConfigError) as caught, saving.target(2**60):
+        pass
+    message, repair = str(caught.value).splitlines()
+    assert message.startswith("a save needs ")
+    assert f" in {cache}/saving, where " in message
+    assert repair == "put the cache on another disk: WEIGHIN_CACHE=/path weighin ..."
+
+
+def test_files_that_are_memory_are_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving.page_cache, "drop", lambda files: 5 * 2**20 * len(list(files)))
+    (tmp_path / "model.pt").write_bytes(b"x")
+    result = saving.with_warnings(make_result(), tmp_path)
+    assert result.warnings[-1] == (
+        "5.000 MiB of what was written could not be dropped from the page cache: on a tmpfs, files"
+        " are memory of the cell; put the cache on a disk: WEIGHIN_CACHE=/path"
+    )
+
+
+WRITTEN = Written(file_bytes=3 * GIB, disk_bytes=3 * GIB + 4096, files=2)
+
+
+def test_a_worker_that_saves_becomes_a_result() -> None:
+    ready = event("ready", t_ns=2000, touch_ns=200, written=asdict(WRITTEN))
+    script = [*BASELINE, phase("write", 500), loaded(), phase("sync", 400), ready, done(None)]
+    result = watched(FakeRunning(script))
+    assert (result.outcome, result.written, result.ready_ns) == (Outcome.OK, WRITTEN, 1200)
+
+
+def saved_result(**changes: Any) -> Any:
+    cell = make_cell("torch_save", operation="save", **changes)
+    return make_result(cell, written=WRITTEN)
+
+
+def test_a_save_survives_its_record(tmp_path: Path) -> None:
+    result = saved_result()
+    journal.append(tmp_path, result)
+    assert journal.read(tmp_path).results == (result,)
+
+
+def test_records_that_are_older_than_saves_are_of_loads(tmp_path: Path) -> None:
+    old = Path(__file__).parent / "fixtures" / "records-schema1.jsonl"
+    (tmp_path / journal.RECORDS).write_text(old.read_text())
+    assert '"operation"' not in old.read_text()
+    assert {one.cell.operation for one in journal.read(tmp_path).results} == {"load"}
+
+
+def test_a_save_has_headings_of_its_own() -> None:
+    file = StringIO()
+    write_markdown([saved_result()], file)
+    text = file.getvalue()
+    assert text.startswith("# Saving gpt2-xl\n\nsaving · gpt2-xl ")
+    assert (
+        "| strategy | outcome | save s | on the disk s | peak RSS GiB | above the model x model |"
+        " anonymous (sampled) GiB | cgroup peak GiB | written GiB | files |"
+    ) in text
+    assert "\n- save: until the strategy returned; on the disk: until every file was synced" in text
+    assert "load:" not in text
+
+
+def test_loads_and_saves_of_one_run_get_a_table_each() -> None:
+    loaded_one = make_result(make_cell("mmap_assign"))
+    text = markdown_table([loaded_one, saved_result()])
+    assert "**loading**" in text
+    assert "**saving**" in text
+    assert text.index("| load s |") < text.index("| save s |")
+
+
+def test_a_finished_save_is_one_line() -> None:
+    result = replace(saved_result(), ready_ns=3_000_000_000)
+    assert "on the disk 3.00 s" in live.line(result)
+
+
+def test_a_gate_tells_a_save_from_a_load_and_ends_it_when_it_is_synced() -> None:
+    cell = make_cell("torch_save", operation="save", options={"crc32": False})
+    assert name_of(cell).endswith(" operation=save crc32=False")
+    assert "operation" not in name_of(make_cell())
+    script = (
+        ("import", 1, 0.2, 0.1),
+        ("write", 1, 0.2, 0.1),
+        ("sync", 1, 0.2, 0.1),
+        ("verify", 1, 0.3, 0.1),
+    )
+    phases = phases_of_load(make_result(cell, script))
+    assert [name for name, _ in phases] == ["write", "sync"]
+
+
+def test_the_page_of_a_save_speaks_of_a_save(tmp_path: Path) -> None:
+    other = make_result(make_cell("dcp", operation="save"), written=WRITTEN)
+    text = " ".join(render(tmp_path, [saved_result(), other]).split())
+    assert "<title>Saving gpt2-xl" in text
+    assert "With 8 GiB of RAM, all 2 strategies save gpt2-xl: torch_save and dcp." in text
+    assert "until every file was synced (fsync)" in text
+    assert "until every byte of every parameter" not in text
