@@ -9,7 +9,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from harness import environment, journal, registry
+from harness import environment, gpu, journal, registry
 from harness.checkpoint import layouts
 from harness.config import Suite
 from harness.errors import ConfigError, Interrupted, RecordError
@@ -59,6 +59,7 @@ def start(request: Request) -> tuple[Run, str]:
     _check_names("strategies", [(info.name, str(info.path)) for info, _ in strategies])
     formats = tuple(layouts.named(name).NAME for name in suite.format)
     _check_machine(suite.ram)
+    _check_gpu(suite)
     limited = request.within is not None or any(limit is not None for limit in suite.ram)
     isolation, note = choice.choose(suite.isolation, limited=limited, base_image=request.base_image)
     planned = plan(
@@ -66,6 +67,7 @@ def start(request: Request) -> tuple[Run, str]:
             models=models,
             strategies=strategies,
             ram_limits=tuple(suite.ram),
+            vram_limits=tuple(suite.vram),
             isolation=isolation.name,
             device=suite.device,
             dtype=suite.dtype,
@@ -84,6 +86,7 @@ def start(request: Request) -> tuple[Run, str]:
         "checkpoint": str(checkpoint) if checkpoint else None,
         "timeout_s": suite.timeout_s,
         "steady": suite.steady,
+        "trace": suite.trace,
         "base_image": request.base_image,
         "strategy_paths": {info.name: str(info.path) for info, _ in strategies},
     }
@@ -98,6 +101,7 @@ def start(request: Request) -> tuple[Run, str]:
         checkpoint=checkpoint,
         timeout_s=suite.timeout_s,
         steady=suite.steady,
+        trace=suite.trace,
         is_new=True,
     )
     return run, note
@@ -139,6 +143,7 @@ def restore(folder: Path) -> tuple[Run, dict[str, Any]]:
             checkpoint=Path(checkpoint) if checkpoint else None,
             timeout_s=settings["timeout_s"],
             steady=settings["steady"],
+            trace=settings.get("trace", False),  # plans of 0.1 lack it
         )
     except KeyError as error:
         raise RecordError(
@@ -176,6 +181,21 @@ def _check_machine(limits: list[int | None]) -> None:
                 f"--ram {format_exact(limit)} is more than this machine has ({format_bytes(total)})",
                 "give a smaller limit, or leave --ram out to limit nothing",
             )
+
+
+def _check_gpu(suite: Suite) -> None:
+    """Refuse a GPU that is not there before a checkpoint is made for it."""
+    if suite.device != "cpu":
+        gpu.check(suite.device, suite.vram)
+        return
+    asked = [
+        *(["--vram limits a GPU"] if any(limit is not None for limit in suite.vram) else []),
+        *(["--trace notes what a GPU's allocator does"] if suite.trace else []),
+    ]
+    if asked:
+        raise ConfigError(
+            f"{asked[0]}, and the device is cpu", "add --device cuda, or leave it out"
+        )
 
 
 def _check_folder(folder: Path, verb: str) -> None:

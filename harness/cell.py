@@ -19,7 +19,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One measurement to take. ``ram_limit_bytes`` is None where nothing is limited.
+    """One measurement to take. The limits, in bytes, are None where nothing is limited.
 
     ``passes`` is how many forward passes use the model once it is ready; 0 is none. Of a save,
     ``format`` is what is written, and ``device`` is where the model is.
@@ -37,6 +37,7 @@ class Cell:
     passes: int = 1
     repeat: int = 0
     operation: Operation = "load"
+    vram_limit_bytes: int | None = None
 
     @property
     def series(self) -> str:
@@ -45,6 +46,8 @@ class Cell:
 
         fields = asdict(self)
         del fields["repeat"]
+        if self.vram_limit_bytes is None:
+            del fields["vram_limit_bytes"]  # records of before there was one keep their names
         text = json.dumps(fields, sort_keys=True, default=str)
         return f"{self.strategy}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
 
@@ -60,7 +63,8 @@ class Job:
 
     ``manifest`` holds the expected tensors with their checksums; ``python_path`` holds the
     folders from which the model's builder is imported, where it is not one of ours. ``target`` is
-    the empty folder that a save writes to.
+    the empty folder that a save writes to. ``trace`` is
+    whether the CUDA allocator notes its every event.
     """
 
     cell: Cell
@@ -70,3 +74,4 @@ class Job:
     python_path: tuple[str, ...] = ()
     timeout_s: float = 600.0
     target: str = ""
+    trace: bool = False

@@ -43,6 +43,7 @@ out, err = Console(emoji=False), Console(stderr=True, emoji=False)
     "weighin bench gpt2-xl --ram 8g --repeats 3\n\n"
     "weighin bench gpt2-medium --ram 4g,2500m --strategies mmap_assign,streaming\n\n"
     "weighin bench gpt2-large --operation save --ram 8g\n\n"
+    "weighin bench gpt2-medium --device cuda --vram 1g --trace\n\n"
     "weighin bench --model my.nets:build --kwargs '{\"width\": 64}' --checkpoint w.pt\n\n"
     "weighin bench --resume results/20261120T093000-gpt2-xl-8GiB"
 )
@@ -74,6 +75,12 @@ def bench(
     ] = 1,
     repeats: Annotated[int, typer.Option(help="How often each cell is measured, interleaved.")] = 1,
     timeout: options.Timeout = 600.0,
+    vram: Annotated[
+        str, typer.Option(help="Limits of the GPU's memory, as --ram: 8g, none.")
+    ] = "none",
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Keep every event of the GPU's allocator: traces/.")
+    ] = False,
     steady: Annotated[
         bool,
         typer.Option(
@@ -110,6 +117,7 @@ def bench(
             "models": [arguments.one_model(model, model_option)],
             "operation": operation,
             "ram": [limit.strip() for limit in ram.split(",")],
+            "vram": [limit.strip() for limit in vram.split(",")],
             "isolation": isolation,
             "device": device,
             "dtype": dtype,
@@ -119,6 +127,7 @@ def bench(
             "repeats": repeats,
             "timeout_s": timeout,
             "steady": steady,
+            "trace": trace,
         }
         if names := arguments.names(strategies or []):
             asked["strategies"] = names

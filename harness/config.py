@@ -134,6 +134,7 @@ class Suite(Strict):
         min_length=1,
     )
     ram: Annotated[list[_Limit], BeforeValidator(_as_list), Field(min_length=1)] = [None]
+    vram: Annotated[list[_Limit], BeforeValidator(_as_list), Field(min_length=1)] = [None]
     device: Annotated[str, AfterValidator(_as_device)] = "cpu"
     isolation: Literal["auto", "docker", "cgroup", "process"] = "auto"
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], BeforeValidator(_as_dtype)] = (
@@ -146,6 +147,7 @@ class Suite(Strict):
     repeats: int = Field(1, ge=1)
     timeout_s: float = Field(600, gt=0, allow_inf_nan=False)
     steady: bool = False
+    trace: bool = False
     description: str = ""
 
     @property

@@ -52,9 +52,8 @@ class _Live:
             self._print(escape(text))
 
     def _start(self, cell: Cell) -> None:
-        self._cell = cell.strategy + (
-            "" if cell.ram_limit_bytes is None else f" under {format_exact(cell.ram_limit_bytes)}"
-        )
+        limits = [*_limits(cell)]
+        self._cell = cell.strategy + (f" under {' and '.join(limits)}" if limits else "")
         self._show(self._cell)
 
     def _enter(self, phase: str) -> None:
@@ -78,7 +77,7 @@ class _Live:
 def line(result: Result) -> str:
     """Return one finished cell as one line of rich markup."""
     cell, style = result.cell, _STYLES.get(result.outcome, "red")
-    limit = "no limit" if cell.ram_limit_bytes is None else format_exact(cell.ram_limit_bytes)
+    limit = ", ".join(_limits(cell)) or "no limit"
     words = [f"{escape(cell.model.name)} {escape(cell.strategy):<12} {limit:<9}"]
     words.append(f"[{style}]{result.outcome:<12}[/]")
     if result.ready_ns is not None:
@@ -88,3 +87,10 @@ def line(result: Result) -> str:
         words.append(f"peak RSS {format_bytes(result.peaks.rss_bytes)}")
     words.append(escape(result.message))
     return "  ".join(word for word in words if word)
+
+
+def _limits(cell: Cell) -> Iterator[str]:
+    if cell.ram_limit_bytes is not None:
+        yield format_exact(cell.ram_limit_bytes)
+    if cell.vram_limit_bytes is not None:
+        yield f"{format_exact(cell.vram_limit_bytes)} of GPU"

@@ -13,8 +13,10 @@ from harness.cell import Job
 from harness.isolation import Isolation
 from harness.record import Result
 from harness.sampler import DEFAULT_INTERVAL_S, write_samples
+from harness.trace import write_trace
 from harness.units import format_bytes
 from harness.watching import Watch
+from harness.worker.protocol import TRACE_EVENTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,11 @@ def measure(setting: Setting, job: Job, files: Sequence[Path], model_bytes: int 
     samples_path = f"samples/{job.cell.id}.csv" if watch.samples else None
     if samples_path:
         write_samples(setting.run / samples_path, watch.samples)
+    trace_path = None
+    if trace := watch.story.trace:
+        trace_path = f"traces/{job.cell.id}.csv"
+        write_trace(setting.run / trace_path, trace)
+        warnings += tuple(trace.doubts(result.peaks.cuda_requested_bytes, TRACE_EVENTS))
     assert result.cost
     return replace(
         result,
@@ -62,6 +69,7 @@ def measure(setting: Setting, job: Job, files: Sequence[Path], model_bytes: int 
         cached_bytes_at_start=cached_bytes,
         touched_bytes_before=touched,
         samples_path=samples_path,
+        trace_path=trace_path,
         started_at=started_at,
         environment=setting.environment | watch.story.environment,
         warnings=warnings,

@@ -29,7 +29,7 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """What to combine. ``ram_limits`` in bytes; None is no limit.
+    """What to combine. ``ram_limits`` and ``vram_limits`` in bytes; None is no limit.
 
     ``formats`` are those that are asked for: each strategy loads all of them that it reads (or
     saves all that it writes). Where none are, each takes the first that it names.
@@ -46,14 +46,19 @@ class Matrix:
     passes: int = 1
     formats: tuple[str, ...] = ()
     operation: Operation = "load"
+    vram_limits: tuple[int | None, ...] = (None,)
 
 
 def plan(matrix: Matrix) -> list[Planned]:
     """Return the cells of a matrix, each once. Repeats are interleaved: A B C A B C, never A A."""
     planned = [
-        _planned(matrix, repeat, model, limit, info, options, fmt)
-        for repeat, model, limit, (info, options) in product(
-            range(matrix.repeats), matrix.models, matrix.ram_limits, matrix.strategies
+        _planned(matrix, repeat, model, limits, info, options, fmt)
+        for repeat, model, *limits, (info, options) in product(
+            range(matrix.repeats),
+            matrix.models,
+            matrix.ram_limits,
+            matrix.vram_limits,
+            matrix.strategies,
         )
         for fmt in _formats(matrix, info)
     ]
@@ -70,7 +75,7 @@ def _planned(
     matrix: Matrix,
     repeat: int,
     model: ModelSpec,
-    limit: int | None,
+    limits: list[int | None],
     info: StrategyInfo,
     options: dict[str, Any],
     fmt: str,
@@ -79,7 +84,8 @@ def _planned(
         model=model,
         strategy=info.name,
         isolation=matrix.isolation,
-        ram_limit_bytes=limit,
+        ram_limit_bytes=limits[0],
+        vram_limit_bytes=limits[1],
         device=matrix.device,
         dtype=matrix.dtype,
         format=fmt,

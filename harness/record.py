@@ -77,6 +77,7 @@ class Phase:
     peak_cuda_requested_bytes: int | None = None
     peak_cuda_allocated_bytes: int | None = None
     peak_cuda_reserved_bytes: int | None = None
+    peak_pinned_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,8 @@ class Peaks:
     cuda_requested_bytes: int | None = None
     cuda_allocated_bytes: int | None = None
     cuda_reserved_bytes: int | None = None
+    cuda_driver_sampled_bytes: int | None = None
+    pinned_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +158,8 @@ class Result:
     written: Written | None = None
     cost: Cost | None = None
     samples_path: str | None = None
+    trace_path: str | None = None
+    allocator_summary: str = ""
     started_at: str = ""
     watcher: Memory | None = None
     environment: dict[str, Any] = field(default_factory=dict)

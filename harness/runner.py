@@ -49,6 +49,7 @@ class Run:
     checkpoint: Path | None = None
     timeout_s: float = 600.0
     steady: bool = False
+    trace: bool = False
     is_new: bool = False
 
 
@@ -180,6 +181,7 @@ def _job(task: Run, planned: Planned, prepared: dict[tuple[str, str], cache.Prep
         strategy_path=str(planned.strategy.path),
         python_path=_python_path(planned.cell),
         timeout_s=task.timeout_s,
+        trace=task.trace,
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from harness.isolation import Exit
 from harness.record import Cost, Faults, Memory, Outcome, Phase, Written
 from harness.text import one_line
+from harness.trace import Trace
 
 _SAID_LENGTH = 200
 _LOST_CHILD = "the kernel killed a process of the worker's for lack of memory"
@@ -25,11 +26,15 @@ class Story:
     environment: dict[str, Any] = field(default_factory=dict)
     cuda_points: list[tuple[int, int, int]] = field(default_factory=list)
     written: Written | None = None
+    notes: list[str] = field(default_factory=list)
+    trace: Trace | None = None
     failure: tuple[Outcome, str] | None = None
+    allocator_summary: str = ""
     done: bool = False
     _in_phase: bool = False
     _before_load: int = 0  # how many of the phases lie before the baseline
-    _until_ready: int | None = None  # how many of them lie before ``ready``
+    _until_loaded: int | None = None  # how many of them lie before ``loaded``
+    _until_ready: int | None = None  # ... and before ``ready``
 
     @property
     def is_ready(self) -> bool:
@@ -43,13 +48,21 @@ class Story:
             self.cuda_points += [
                 (t, allocated, driver) for t, allocated, driver in fields["points"]
             ]
+        elif kind == "note":
+            self.notes.append(fields["text"])
+        elif kind == "trace":
+            self.trace = self.trace or Trace(fields["requested_bytes"], fields["reserved_bytes"])
+            self.trace.events += [(t, action, size) for t, action, size in fields["events"]]
         elif kind == "failed":
             self.failure = Outcome(fields["outcome"]), fields["message"]
+            self.allocator_summary = fields.get("summary", "")
         elif kind == "ready":
             self.ready_at_ns, self._until_ready = fields["t_ns"], len(self.phases)
             self.facts["touch_ns"] = fields["touch_ns"]
             self.written = Written(**fields["written"]) if "written" in fields else None
         elif kind in ("loaded", "done"):
+            if kind == "loaded":
+                self._until_loaded = len(self.phases)
             self.facts |= fields
             self.done = kind == "done"
 
@@ -75,6 +88,10 @@ class Story:
     def load_phases(self) -> list[Phase]:
         """Return the phases from the baseline until ``ready``, or as far as it came."""
         return self.phases[self._before_load : self._until_ready] if self.baseline else []
+
+    def cuda_phases(self) -> list[Phase]:
+        """Return the phases of the load alone: on a GPU the checksums take memory of their own."""
+        return self.load_phases()[: (self._until_loaded or len(self.phases)) - self._before_load]
 
     def load_ns(self) -> int | None:
         return self.facts.get("load_ns")

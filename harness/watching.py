@@ -7,14 +7,15 @@ worker waits at a mark or after it has died, say what it cost.
 import bisect
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from harness import stopping
 from harness.cell import Job
 from harness.counters import read_machine_oom_kills
 from harness.isolation import Exit, Running
+from harness.nvml import DriverMemory, NvmlUnavailable
 from harness.observing import LocalObserver, Look, Observer
 from harness.record import (
     SCHEMA,
@@ -31,6 +32,8 @@ from harness.story import Story
 from harness.units import format_bytes
 from harness.worker.protocol import ACKNOWLEDGEMENT, decode_event
 
+_Point = TypeVar("_Point", bound=tuple[int, ...])
+
 _GRACE_S = 10.0  # from the end of a worker's events to its own end
 
 
@@ -46,6 +49,7 @@ class Watch:
         self._on_phase = on_phase
         self._timed_out = False
         self._peak_bytes: int | None = None
+        self._driver: DriverMemory | None = None
         self._at_baseline = self._at_end = Look()
         self._at_ready: Look | None = None
         self._oom_kills: int | None = None
@@ -88,8 +92,9 @@ class Watch:
 
     def close(self) -> None:
         """End the sampling; what was seen is in ``samples``."""
+        driver = self._driver.stop() if self._driver else None
         if self._observer:
-            self.samples = _with_cuda(self._observer.stop(), self.story.cuda_points)
+            self.samples = _with_cuda(self._observer.stop(), self.story.cuda_points, driver)
             if self._oom_kills is None:
                 self._oom_kills = self._observer.oom_kills
 
@@ -125,6 +130,7 @@ class Watch:
             written=story.written,
             cost=story.cost(),
             watcher=self._observer.watcher if self._observer else None,
+            allocator_summary=story.allocator_summary,
             warnings=tuple(self._warnings(outcome)),
         )
 
@@ -132,6 +138,7 @@ class Watch:
         if kind == "baseline":
             self._at_baseline = self._look()
             self.story.take_baseline(fields, self._at_baseline.usage_bytes)
+            self._watch_driver()
             if self._observer and self._observer.reset_peak():
                 self._peak_bytes = None
             self._running.channel.send(ACKNOWLEDGEMENT)
@@ -160,11 +167,28 @@ class Watch:
         }
         self.story.take_phase(Phase(**fields | seen))
 
+    def _watch_driver(self) -> None:
+        """Look at the worker's memory as the driver counts it; note what is measured instead."""
+        environment, pid = self.story.environment, self._running.pid
+        if "gpu" not in environment:
+            return
+        try:
+            self._driver = DriverMemory(environment["gpu_uuid"], pid)
+        except NvmlUnavailable as reason:
+            environment["cuda_driver_source"] = "cudaMemGetInfo"
+            self.story.notes.append(
+                f"the driver's figure is of all processes on the GPU, not of this one: {reason}"
+            )
+        else:
+            environment["cuda_driver_source"] = "NVML, this process"
+            environment["gpu_driver"] = self._driver.driver_version
+
     def _raise_peak(self, peak: int | None) -> None:
         self._peak_bytes = _largest((self._peak_bytes, peak))
 
     def _peaks(self) -> Peaks:
         story, phases = self.story, self.story.load_phases()
+        on_gpu = story.cuda_phases()
         rss: list[int | None] = [phase.peak_rss_bytes for phase in phases]
         if self._observer and not (story.is_ready or story.failure):
             # The interrupted phase's own mark died with it: this is how it was last seen.
@@ -178,9 +202,13 @@ class Watch:
             cgroup_bytes=self._peak_bytes,
             anon_sampled_bytes=_largest(one.anon_bytes for one in seen),
             file_sampled_bytes=_largest(one.file_bytes for one in seen),
-            cuda_requested_bytes=_largest(phase.peak_cuda_requested_bytes for phase in phases),
-            cuda_allocated_bytes=_largest(phase.peak_cuda_allocated_bytes for phase in phases),
-            cuda_reserved_bytes=_largest(phase.peak_cuda_reserved_bytes for phase in phases),
+            cuda_requested_bytes=_largest(phase.peak_cuda_requested_bytes for phase in on_gpu),
+            cuda_allocated_bytes=_largest(phase.peak_cuda_allocated_bytes for phase in on_gpu),
+            cuda_reserved_bytes=_largest(phase.peak_cuda_reserved_bytes for phase in on_gpu),
+            cuda_driver_sampled_bytes=_largest(
+                one.cuda_driver_bytes for one in seen if isinstance(one, Sample)
+            ),
+            pinned_bytes=_largest(phase.peak_pinned_bytes for phase in on_gpu),
         )
 
     def _faults(self, totals: Look) -> Faults | None:
@@ -212,6 +240,7 @@ class Watch:
             warnings[0] += (
                 f": a watcher in the container looked, and the cell was charged its {weight}"
             )
+        warnings += self.story.notes
         if self._oom_kills and outcome is not Outcome.OOM_KILLED:
             killed = f"{self._oom_kills} process{'es' * (self._oom_kills > 1)}"
             warnings.append(f"the kernel killed {killed} of this cell for lack of memory")
@@ -228,17 +257,29 @@ class Watch:
             self._running.kill()
 
 
-def _with_cuda(samples: list[Sample], points: list[tuple[int, int, int]]) -> list[Sample]:
-    """Return the samples with the worker's latest look at the GPU before each of them."""
+def _with_cuda(
+    samples: list[Sample],
+    points: list[tuple[int, int, int]],
+    driver_points: list[tuple[int, int]] | None,
+) -> list[Sample]:
+    """Return the samples with the latest look at the GPU before each of them.
+
+    The driver's figure is that of ``driver_points``, or the worker's own where there are none.
+    """
     if not points:
         return samples
-    times = [point[0] for point in points]
     joined = []
     for sample in samples:
-        index = bisect.bisect_right(times, sample.t_ns) - 1
-        _, allocated, driver = points[index] if index >= 0 else (0, None, None)
+        _, allocated, driver = _latest(points, sample.t_ns) or (0, None, None)
+        if driver_points is not None:
+            driver = (_latest(driver_points, sample.t_ns) or (0, None))[1]
         joined.append(replace(sample, cuda_allocated_bytes=allocated, cuda_driver_bytes=driver))
     return joined
+
+
+def _latest(points: Sequence[_Point], t_ns: int) -> _Point | None:
+    index = bisect.bisect_right(points, t_ns, key=lambda point: point[0]) - 1
+    return points[index] if index >= 0 else None
 
 
 def _largest(values: Iterable[int | None]) -> int | None:

@@ -44,9 +44,9 @@ def _cgroup_missing() -> str:
 
 @cache
 def _cuda_missing() -> str:
-    import torch
+    from harness import gpu
 
-    return "" if torch.cuda.is_available() else "torch sees no CUDA GPU on this machine"
+    return gpu.look().why
 
 
 @cache

@@ -39,6 +39,8 @@ def dimension(name: str, value: Any, model_bytes: int | None = None) -> str:
         return f"{value} ({format_bytes(model_bytes)})" if model_bytes else str(value)
     if name == "ram_limit_bytes":
         return "no RAM limit" if value is None else f"RAM limit {size(value)}"
+    if name == "vram_limit_bytes":
+        return "no GPU limit" if value is None else f"GPU limit {size(value)}"
     if name == "cache":
         return f"{value} page cache"
     if name == "dtype":
@@ -128,7 +130,12 @@ def note_figures(*, doing: str, cuda: bool, repeats: int) -> list[str]:
         "Not ok: the figures are what the cell had reached when last seen, not what it needs.",
     ]
     if cuda:
-        lines.insert(1, "Exact, the allocator's own mark: CUDA peak (allocated bytes).")
+        lines[1:1] = [
+            "Exact, the allocator's own marks, of the load alone: CUDA requested (what tensors asked"
+            " for), allocated (rounded up to blocks), reserved (held of the driver).",
+            "Sampled: CUDA driver, the driver's own figure; it holds the context too.",
+            "pinned: page-locked host memory, the mark of its own allocator.",
+        ]
     if repeats > 1:
         lines.append(f"Median of up to {repeats} repeats, with the whole range.")
     return lines

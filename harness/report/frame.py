@@ -16,16 +16,20 @@ from harness.record import Outcome, Result
 
 # What tells one series from another, but for the strategy; in the order of columns.
 DIMENSIONS: Final = (
-    "operation", "model", "device", "ram_limit_bytes", "format", "dtype", "cache", "isolation", "options",
+    "operation", "model", "device", "ram_limit_bytes", "vram_limit_bytes",
+    "format", "dtype", "cache", "isolation", "options",
 )  # fmt: skip
 BYTES: Final = (
     "peak_rss_bytes", "above_import_bytes", "anon_sampled_bytes", "file_sampled_bytes",
-    "peak_cgroup_bytes", "peak_cuda_allocated_bytes", "baseline_rss_bytes", "model_bytes",
+    "peak_cgroup_bytes", "peak_cuda_requested_bytes", "peak_cuda_allocated_bytes",
+    "peak_cuda_reserved_bytes", "cuda_driver_sampled_bytes", "peak_pinned_bytes",
+    "baseline_rss_bytes", "model_bytes",
     "written_bytes", "written_disk_bytes", "written_files",
 )  # fmt: skip
 NUMBERS: Final = ("load_s", "ready_s", "above_import_per_model")
 FIGURES: Final = ("load_s", "ready_s", *BYTES, "above_import_per_model")
 _LARGEST: Final = float(2**63)  # what no counter of the kernel reaches
+_LIMITS: Final = ("ram_limit_bytes", "vram_limit_bytes")
 _TEXTS: Final = ("group", "strategy", *DIMENSIONS, "outcome", "last_phase", "message")
 
 
@@ -40,8 +44,8 @@ def cells(results: Iterable[Result]) -> pd.DataFrame:
     columns = [*_TEXTS, "repeat", *FIGURES]
     # As objects: pandas would make floats of integers beside None, and 2**53 + 1 is none.
     frame = pd.DataFrame(list(rows.values()), columns=columns, dtype=object)
-    types = dict.fromkeys((*BYTES, "ram_limit_bytes"), "Int64") | dict.fromkeys(NUMBERS, "Float64")
-    types |= {"repeat": "Int64"} | {name: "object" for name in _TEXTS if name != "ram_limit_bytes"}
+    types = dict.fromkeys((*BYTES, *_LIMITS), "Int64") | dict.fromkeys(NUMBERS, "Float64")
+    types |= {"repeat": "Int64"} | {name: "object" for name in _TEXTS if name not in _LIMITS}
     return frame.astype(types)
 
 
@@ -56,7 +60,7 @@ def series(results: Iterable[Result]) -> pd.DataFrame:
     ranges = [f"{name}{end}" for name in FIGURES for end in ("", "_min", "_max")]
     return pd.DataFrame(rows, columns=[*_TEXTS, "repeats", "ok", *ranges]).astype(
         dict.fromkeys(_TEXTS, "object")
-        | {"ram_limit_bytes": "Int64"}
+        | dict.fromkeys(_LIMITS, "Int64")
         | dict.fromkeys(ranges, "Float64")
     )
 
@@ -118,6 +122,7 @@ def _row(result: Result) -> dict[str, Any]:
         "model": cell.model.name,
         "device": cell.device,
         "ram_limit_bytes": cell.ram_limit_bytes,
+        "vram_limit_bytes": cell.vram_limit_bytes,
         "format": cell.format,
         "dtype": cell.dtype,
         "cache": cell.cache,
@@ -135,7 +140,11 @@ def _row(result: Result) -> dict[str, Any]:
         "anon_sampled_bytes": peaks.anon_sampled_bytes,
         "file_sampled_bytes": peaks.file_sampled_bytes,
         "peak_cgroup_bytes": peaks.cgroup_bytes,
+        "peak_cuda_requested_bytes": peaks.cuda_requested_bytes,
         "peak_cuda_allocated_bytes": peaks.cuda_allocated_bytes,
+        "peak_cuda_reserved_bytes": peaks.cuda_reserved_bytes,
+        "cuda_driver_sampled_bytes": peaks.cuda_driver_sampled_bytes,
+        "peak_pinned_bytes": peaks.pinned_bytes,
         "baseline_rss_bytes": baseline,
         "model_bytes": result.model_bytes,
         "written_bytes": written.file_bytes if written else None,

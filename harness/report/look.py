@@ -25,7 +25,9 @@ INK: Final = "#333333"
 GREY: Final = "#7F7F7F"
 EDGE: Final[dict[str, Any]] = {"edgecolor": INK, "linewidth": 0.6}
 # A panel for each combination of these; formats and options are told in the rows' names.
-SCENE: Final = ("operation", "model", "device", "ram_limit_bytes", "dtype", "cache", "isolation")
+SCENE: Final = (
+    "operation", "model", "device", "ram_limit_bytes", "vram_limit_bytes", "dtype", "cache", "isolation",
+)  # fmt: skip
 
 # Okabe and Ito's colours, safe for colour-blind readers; then Tol's muted ones for other names.
 _COLOURS: Final = {

@@ -44,11 +44,15 @@ FIGURES: Final = (
     Figure("above_import_per_model", "above import", "x model"),
     Figure("anon_sampled_bytes", "anonymous (sampled)", "GiB", GIB, 3),
     Figure("peak_cgroup_bytes", "cgroup peak", "GiB", GIB, 3),
-    Figure("peak_cuda_allocated_bytes", "CUDA peak", "GiB", GIB, 3),
+    Figure("peak_cuda_requested_bytes", "CUDA requested", "GiB", GIB, 3),
+    Figure("peak_cuda_allocated_bytes", "CUDA allocated", "GiB", GIB, 3),
+    Figure("peak_cuda_reserved_bytes", "CUDA reserved", "GiB", GIB, 3),
+    Figure("cuda_driver_sampled_bytes", "CUDA driver (sampled)", "GiB", GIB, 3),
+    Figure("peak_pinned_bytes", "pinned", "GiB", GIB, 3),
     Figure("written_bytes", "written", "GiB", GIB, 3),
     Figure("written_files", "files", "", 1, 0),
 )
-_WHERE_MEASURED: Final = frozenset({"peak_cuda_allocated_bytes", "written_bytes", "written_files"})
+_WHERE_MEASURED: Final = frozenset(figure.key for figure in FIGURES[-7:])
 # What the same figures are called where the cells saved.
 _OF_SAVES: Final = {
     "load_s": "save",
@@ -58,7 +62,7 @@ _OF_SAVES: Final = {
 # Figures under different values of these are not comparable: each gets a table of its own.
 _SECTIONS: Final = ("operation", "model", "device")
 _STYLES: Final = {outcome.value: "red" for outcome in Outcome} | {"ok": "green", "skipped": "dim"}
-HEADINGS: Final = {"ram_limit_bytes": "RAM limit"}
+HEADINGS: Final = {"ram_limit_bytes": "RAM limit", "vram_limit_bytes": "GPU limit"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +129,11 @@ def write_markdown(
         print(
             *(f"- {escaped(who)}: {escaped(what)}" for who, what in troubles), sep="\n", file=file
         )
+    for result in results:
+        if result.allocator_summary:
+            who = escaped(plain(result.cell.strategy))
+            print(f"\n## Where {who} ran out of GPU memory\n", file=file)
+            print("```", _preformatted(result.allocator_summary), "```", sep="\n", file=file)
     mixed = captions.mixed_machines([result.environment for result in results])
     of_cells = (warning for result in results for warning in result.warnings)
     said = list(dict.fromkeys([*warnings, *mixed, *of_cells]))
@@ -205,7 +214,7 @@ def _markdown_lines(section: _Section) -> Iterator[str]:
 
 def name_text(name: str, row: "pd.Series[Any]") -> str:
     value = known(row[name])
-    return captions.size(value) if name == "ram_limit_bytes" else plain(str(value or "-"))
+    return captions.size(value) if name in HEADINGS else plain(str(value or "-"))
 
 
 def number_text(value: Any, figure: Figure) -> str:
@@ -253,6 +262,12 @@ def _title(frame: pd.DataFrame) -> str:
 def _styled(text: str, spread: str) -> Text:
     styled = Text(text, style=_STYLES.get(text.partition(" in ")[0], ""))
     return styled.append(f"\n{spread}", style="dim") if spread else styled
+
+
+def _preformatted(text: str) -> str:
+    """Return text of several lines as a code block can hold it."""
+    lines = ("".join(c for c in line if c.isprintable()) for line in text.strip().splitlines())
+    return "\n".join(line.replace("`", "'") for line in lines)
 
 
 def _csv_cell(value: object) -> object:

@@ -75,6 +75,8 @@ def _panel(axes: "Axes", track: Track, span: float) -> None:
             return
     else:
         _areas(axes, track, track.table)
+    if track.gpu is not None:
+        _gpu_line(axes, track, track.gpu)
     _phases(axes, track, span)
     if track.result.outcome in CUT_OFF:
         _cut(axes, track, span)
@@ -99,6 +101,14 @@ def _areas(axes: "Axes", track: Track, table: pd.DataFrame) -> None:
     drawn = axes.stackplot(seconds, *layers, colors=colours, labels=PARTS)
     drawn[2].set_hatch("....")
     axes.plot(seconds, sum(layers), color=look.INK, linewidth=0.8)
+
+
+def _gpu_line(axes: "Axes", track: Track, table: pd.DataFrame) -> None:
+    step = -(-len(table) // _POINTS)
+    thin = table.loc[table.groupby(table.index // step)["bytes"].idxmax()]
+    seconds = (thin["t_ns"] - track.zero_ns) / 1e9
+    style: dict[str, Any] = {"color": "black", "linewidth": 1, "zorder": 3, "label": "GPU"}
+    axes.step(seconds, thin["bytes"] / GIB, where="post", **style)
 
 
 def _phases(axes: "Axes", track: Track, span: float) -> None:
@@ -161,6 +171,8 @@ def _legend(tracks: Sequence[Track], top: float) -> list[Any]:
     ]
     if any(track.table is not None and track.table["shmem_bytes"].any() for track in tracks):
         handles.append(Patch(facecolor="white", hatch="....", label="shared", **look.EDGE))
+    if any(track.gpu is not None for track in tracks):
+        handles.append(Line2D([], [], color="black", linewidth=1, label="on the GPU"))
     limits = [track.result.cell.ram_limit_bytes for track in tracks]
     if any(limit and limit / GIB <= top for limit in limits):
         handles.append(Line2D([], [], color="black", linestyle="--", label="RAM limit"))
@@ -174,6 +186,10 @@ def _caption(frame: pd.DataFrame, results: Sequence[Result], tracks: Sequence[Tr
         captions.shared(frame, results, without=("model", "ram_limit_bytes")),
         "All memory is sampled from outside the worker, and may miss short spikes. Bands: phases between marks.",
     ]
+    if any(track.result.trace_path for track in tracks):
+        lines.append("On the GPU, traced: requested bytes, exact: every event of the allocator.")
+    elif any(track.gpu is not None for track in tracks):
+        lines.append("On the GPU: allocated bytes, sampled.")
     if frame["repeats"].max() > 1:
         lines[1] += " The first repeat of each."
     if len(tracks) > look.MAX_PANELS:

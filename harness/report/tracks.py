@@ -1,5 +1,6 @@
 """What a timeline shows of each series: its first repeat's samples and phases, on shared axes."""
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,18 +23,23 @@ CUT_OFF: Final = frozenset(
         Outcome.MEASUREMENT_FAILED,
     }
 )
+_TRACED: Final = ("t_ns", "requested_bytes")
 PARTS: Final = ("anon_bytes", "file_bytes", "shmem_bytes")
 
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """One cell's memory over time: what to call it, and seconds from its first mark."""
+    """One cell's memory over time: what to call it, and seconds from its first mark.
+
+    ``gpu`` has the columns t_ns and bytes: exact of a trace, else what was sampled.
+    """
 
     label: str
     result: Result
     table: pd.DataFrame | None
     zero_ns: int
     end_s: float
+    gpu: pd.DataFrame | None = None
 
 
 def choose(run: Path, results: Sequence[Result], frame: pd.DataFrame) -> list[Track]:
@@ -47,7 +53,7 @@ def choose(run: Path, results: Sequence[Result], frame: pd.DataFrame) -> list[Tr
     for label, (_, row) in zip(labels, frame.iterrows(), strict=True):
         result = first[row["group"]]
         words = [captions.dimension(name, row[name]) for name in scene]
-        tracks.append(_track(" · ".join([label, *words]), result, samples(run, result)))
+        tracks.append(_track(" · ".join([label, *words]), run, result))
     return tracks
 
 
@@ -74,7 +80,8 @@ def highest(tracks: Sequence[Track]) -> float:
     """Return the shared memory axis in GiB, with the limit on it where it is near the data."""
     tables = [track.table for track in tracks if track.table is not None]
     peaks = [phase.peak_rss_bytes for track in tracks for phase in track.result.phases]
-    data = max([*(float(table["rss_bytes"].max()) for table in tables), *peaks], default=0.0)
+    gpu = [float(track.gpu["bytes"].max()) for track in tracks if track.gpu is not None]
+    data = max([*(float(table["rss_bytes"].max()) for table in tables), *peaks, *gpu], default=0.0)
     limits = [track.result.cell.ram_limit_bytes or 0 for track in tracks]
     near = [limit for limit in limits if not data or limit <= 2 * data]
     return max([data, *near]) / GIB or 1.0
@@ -86,11 +93,25 @@ def thin(table: pd.DataFrame, points: int) -> pd.DataFrame:
     return table.loc[table.groupby(table.index // step)["rss_bytes"].idxmax()]
 
 
-def _track(label: str, result: Result, table: pd.DataFrame | None) -> Track:
+def _track(label: str, run: Path, result: Result) -> Track:
+    table = samples(run, result)
     starts = [phase.start_ns for phase in result.phases]
     ends = [phase.end_ns for phase in result.phases]
     if table is not None:
         starts.append(int(table["t_ns"].iloc[0]))
         ends.append(int(table["t_ns"].iloc[-1]))
     zero = min(starts, default=0)
-    return Track(label, result, table, zero, (max(ends, default=0) - zero) / 1e9)
+    end_s = (max(ends, default=0) - zero) / 1e9
+    return Track(label, result, table, zero, end_s, _gpu(run, result, table))
+
+
+def _gpu(run: Path, result: Result, table: pd.DataFrame | None) -> pd.DataFrame | None:
+    """Return the GPU's memory over time: the trace's, or the samples'; None where there is none."""
+    if result.trace_path is not None:
+        with contextlib.suppress(OSError, ValueError):  # ValueError: no table, or other columns
+            traced = pd.read_csv(run / result.trace_path, usecols=_TRACED)
+            return traced.rename(columns={"requested_bytes": "bytes"})
+    if table is None or "cuda_allocated_bytes" not in table:
+        return None
+    seen = table[["t_ns", "cuda_allocated_bytes"]].dropna()
+    return None if seen.empty else seen.rename(columns={"cuda_allocated_bytes": "bytes"})

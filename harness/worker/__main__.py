@@ -6,6 +6,7 @@ Started by an isolation as ``python -m harness.worker``; speaks the protocol of 
 What is imported before torch is the harness's own weight: pathlib, 1 MiB, comes after it.
 """
 
+import contextlib
 import os
 import sys
 import time
@@ -25,9 +26,11 @@ if TYPE_CHECKING:
 
     import torch
 
+    from harness.worker.cuda import CudaMemory
     from harness.worker.loading import WorkerLoad
 
 _WARM_PIECE_BYTES = 1024**2
+_TRACE_PIECE = 10_000  # events in one line: what fits a pipe's other end well
 
 
 class StrategyFailed(Exception):
@@ -61,7 +64,12 @@ def main() -> None:
             model = load(job, prepared, lifeline, marks)
             check(model, prepared, lifeline, marks)
     except BaseException as error:
-        fail(lifeline, *judge(error, job.strategy_path))
+        outcome, message = judge(error, job.strategy_path)
+        if marks.cuda:
+            with contextlib.suppress(Exception):  # a GPU that has failed may not answer any more
+                tell_trace(lifeline, marks.cuda)
+        summary = marks.cuda.summary() if marks.cuda and outcome is Outcome.CUDA_OOM else ""
+        fail(lifeline, outcome, message, summary)
     os._exit(0)  # at once: taking the interpreter down would only add to the harness's share
 
 
@@ -85,7 +93,8 @@ def prepare(job: Job, lifeline: Lifeline, marks: Marks) -> Prepared:
         if device.type == "cuda":
             from harness.worker.cuda import CudaMemory
 
-            marks.cuda = CudaMemory(device)
+            marks.cuda = CudaMemory(device, cell.vram_limit_bytes)
+            device = marks.cuda.device
         examples = getattr(sys.modules[builder.__module__], "example_inputs", None)
         inputs = tuple(examples(**cell.model.kwargs)) if examples else ()
         load = WorkerLoad(
@@ -135,6 +144,11 @@ def run_strategy(job: Job, seen: Any, lifeline: Lifeline, marks: Marks) -> Any:
 
     from harness.worker.loading import import_strategy
 
+    if marks.cuda:
+        for note in marks.cuda.notes():
+            lifeline.send("note", text=note)
+        if job.trace:
+            marks.cuda.start_trace()
     marks.restart()
     marked_ns, start_ns = marks.spent_ns, time.monotonic_ns()
     try:
@@ -146,6 +160,10 @@ def run_strategy(job: Job, seen: Any, lifeline: Lifeline, marks: Marks) -> Any:
     load_ns = time.monotonic_ns() - start_ns - (marks.spent_ns - marked_ns)
     marks.flush()
     lifeline.send("loaded", load_ns=load_ns)
+    if marks.cuda:
+        tell_trace(lifeline, marks.cuda)
+        for note in marks.cuda.notes_at_end():
+            lifeline.send("note", text=note)
     return returned
 
 
@@ -199,7 +217,6 @@ def check(model: "torch.nn.Module", prepared: Prepared, lifeline: Lifeline, mark
 
 def judge(error: BaseException, strategy: str) -> tuple[Outcome, str]:
     """Return what an error during the load, the touch or the verification means."""
-    import torch
 
     from harness.worker.verify import WrongWeights
 
@@ -209,7 +226,9 @@ def judge(error: BaseException, strategy: str) -> tuple[Outcome, str]:
         return Outcome.STRATEGY_FAILED, str(error)
     cause = error.__cause__ if isinstance(error, StrategyFailed) else error
     assert cause is not None
-    if isinstance(cause, torch.cuda.OutOfMemoryError):
+    from harness.worker.cuda import is_out_of_memory
+
+    if is_out_of_memory(cause):
         return Outcome.CUDA_OOM, one_line(str(cause))
     return Outcome.STRATEGY_FAILED, describe(cause, strategy)
 
@@ -229,10 +248,19 @@ def describe(error: BaseException, strategy: str = "") -> str:
     return f"{type(error).__name__}{': ' if text else ''}{text}{place}"
 
 
-def fail(lifeline: Lifeline, outcome: Outcome, message: str) -> None:
+def tell_trace(lifeline: Lifeline, cuda: "CudaMemory") -> None:
+    """Send the allocator's events, where they were asked for, some at a time."""
+    if (trace := cuda.take_trace()) is None:
+        return
+    events = trace.pop("events")
+    for start in range(0, max(1, len(events)), _TRACE_PIECE):
+        lifeline.send("trace", **trace, events=events[start : start + _TRACE_PIECE])
+
+
+def fail(lifeline: Lifeline, outcome: Outcome, message: str, summary: str = "") -> None:
     """Report how this cell failed, leave the traceback among the chatter, and end."""
     traceback.print_exc()
-    lifeline.send("failed", outcome=outcome, message=message)
+    lifeline.send("failed", outcome=outcome, message=message, summary=summary)
     sys.stderr.flush()
     os._exit(1)  # at once: a strategy's threads and exit handlers have nothing to add
 
@@ -272,10 +300,7 @@ def environment(marks: Marks) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "libc": os.confstr("CS_GNU_LIBC_VERSION"),
     }
-    if marks.cuda:
-        found["gpu"] = torch.cuda.get_device_name(marks.cuda.device)
-        found["cuda"] = torch.version.cuda
-    return found
+    return found | (marks.cuda.describe() if marks.cuda else {})
 
 
 if __name__ == "__main__":

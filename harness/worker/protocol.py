@@ -9,10 +9,13 @@ event          fields                                                          a
 baseline       t_ns, memory, import_ns, environment                            yes
 begin          name, t_ns                                                      no
 cuda           points: [[t_ns, allocated bytes, driver-used bytes], ...]       no
+note           text: why a figure does not mean what it says                   no
+trace          requested_bytes, reserved_bytes at its start,
+               events: [[t_ns, action, bytes], ...]; several of these          no
 phase          all fields of ``Phase`` but peak_cgroup_bytes                   yes
 loaded         load_ns, without the time spent in marks                        no
 ready          t_ns, touch_ns; of a save also written: all fields of Written   no
-failed         outcome, message                                                no
+failed         outcome, message, summary (of the allocator, where it refused)  no
 done           first_use_ns, marks_ns                                          no
 =============  ==============================================================  ===========
 """
@@ -24,6 +27,9 @@ from typing import Any
 from harness.cell import Cell, Job, ModelSpec
 
 ACKNOWLEDGEMENT = b"\n"
+
+TRACE_EVENTS = 1_000_000
+"""How many events of the CUDA allocator are kept; a load makes two or three a tensor."""
 
 
 def encode_job(job: Job) -> bytes:

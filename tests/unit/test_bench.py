@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from harness import environment
+from harness import environment, gpu
 from harness.bench import Request, resume, start
 from harness.config import check_suite
 from harness.errors import ConfigError, HarnessError, RecordError, UnknownName
@@ -58,6 +58,7 @@ def test_the_plan_holds_what_a_resumed_run_must_repeat(here: Path) -> None:
         "checkpoint": f"{here}/weights.pt",
         "timeout_s": 600.0,
         "steady": False,
+        "trace": False,
         "base_image": "base:1",
         "strategy_paths": {"mine": f"{here}/mine.py"},
     }
@@ -197,3 +198,32 @@ def test_a_strategy_that_is_gone_since_the_plan(here: Path) -> None:
     assert (
         str(caught.value) == f"cannot read the strategy {here}/mine.py: No such file or directory"
     )
+
+
+def test_a_gpu_that_is_not_there_is_refused_before_anything_is_made(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "look", lambda: gpu.Look(why="no GPU", repair="buy one"))
+    assert complaint(lambda: start(asked(device="cuda"))) == "--device cuda: no GPU\nbuy one"
+    assert [path.name for path in here.iterdir()] == []
+
+
+@pytest.mark.parametrize(
+    ("option", "why"),
+    [
+        ({"vram": "8g"}, "--vram limits a GPU"),
+        ({"trace": True}, "--trace notes what a GPU's allocator does"),
+    ],
+)
+def test_what_is_of_a_gpu_needs_one(option: dict[str, Any], why: str) -> None:
+    assert complaint(lambda: start(asked(**option))) == (
+        f"{why}, and the device is cpu\nadd --device cuda, or leave it out"
+    )
+
+
+def test_a_gpu_cell_has_its_limit_and_its_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "look", lambda: gpu.Look((gpu.Gpu("Example", 8 * GIB),)))
+    run, _ = start(asked(device="cuda", vram=["8g", "none"], trace=True))
+    assert [one.cell.vram_limit_bytes for one in run.planned] == [8 * GIB, None]
+    assert run.trace
+    assert resume(Path("run")).trace

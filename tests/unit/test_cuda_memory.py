@@ -3,13 +3,15 @@
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from harness.record import Memory, Phase
-from harness.worker.cuda import CudaMemory
+from harness.units import GIB
+from harness.worker.cuda import CudaMemory, is_out_of_memory
 
 DEVICE = torch.device("cuda", 1)
 
@@ -25,20 +27,31 @@ class Allocator:
             "allocated_bytes.all.peak": 6416,
             "reserved_bytes.all.peak": 6484,
             "requested_bytes.all.current": 1,
+            "reserved_bytes.all.current": 2097152,
             "allocated_bytes.small_pool.peak": 2,
         }
+        self.properties: dict[str, Any] = {
+            "name": "Example 80GB",
+            "total_memory": 1000,
+            "uuid": "ab-cd",
+        }
+        self.backend = "native"
+        self.peaks = {0: 0, 1: 512, 2: 0}
+        self.traces: list[list[dict[str, Any]]] = [[], [], []]
         self.looks = 0
         self.looked = threading.Event()
         self.free_bytes = [900, 700]
+        self.total_bytes = 1000
+        self.device = DEVICE
 
     def mem_get_info(self, device: torch.device) -> tuple[int, int]:
         """Answer each look with the next figure; when there is none, the sampling is over."""
-        assert device == DEVICE
+        assert device == self.device
         if self.looks == len(self.free_bytes):
             self.looked.set()
             raise RuntimeError
         self.looks += 1
-        return self.free_bytes[self.looks - 1], 1000
+        return self.free_bytes[self.looks - 1], self.total_bytes
 
 
 @pytest.fixture
@@ -49,8 +62,34 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Allocator]:
         return lambda device=None, **_: allocator.calls.append((name, device))
 
     monkeypatch.setattr(torch, "zeros", lambda size, device: note("zeros")(device))
-    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+    for name in ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, note(name))
+    monkeypatch.setattr(torch.cuda, "reset_peak_host_memory_stats", lambda: None)
+    monkeypatch.setattr(
+        torch.cuda, "host_memory_stats", lambda: {"allocated_bytes.peak": 4096, "other": 1}
+    )
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**allocator.properties)
+    )
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: allocator.backend)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(allocator.peaks))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda index: allocator.peaks[index])
+    monkeypatch.setattr(
+        torch.cuda, "memory_summary", lambda device, abbreviated: f"{device} {abbreviated}"
+    )
+    monkeypatch.setattr(
+        torch.cuda,
+        "set_per_process_memory_fraction",
+        lambda fraction, device: allocator.calls.append(("fraction", fraction)),
+    )
+    monkeypatch.setattr(
+        torch.cuda.memory,
+        "_record_memory_history",
+        lambda enabled, **options: allocator.calls.append(("record", enabled)),
+    )
+    monkeypatch.setattr(
+        torch.cuda.memory, "_snapshot", lambda index: {"device_traces": allocator.traces}
+    )
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocator.allocated)
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: allocator.stats)
     monkeypatch.setattr(torch.cuda, "mem_get_info", allocator.mem_get_info)
@@ -64,6 +103,7 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Allocator]:
 def test_the_context_is_made_before_the_first_reset(allocator: Allocator) -> None:
     CudaMemory(DEVICE)
     assert allocator.calls == [
+        ("set_device", 1),
         ("zeros", DEVICE),
         ("synchronize", DEVICE),
         ("empty_cache", None),
@@ -71,13 +111,14 @@ def test_the_context_is_made_before_the_first_reset(allocator: Allocator) -> Non
     ]
 
 
-def test_a_phase_gets_three_different_peaks(allocator: Allocator) -> None:
+def test_a_phase_gets_the_peaks_of_both_allocators(allocator: Allocator) -> None:
     phase = Phase("read", 1, 2, 3, Memory(4, 5, 6, 7), 8, 9, peak_cgroup_bytes=10)
     assert CudaMemory(DEVICE).complete(phase) == Phase(
         "read", 1, 2, 3, Memory(4, 5, 6, 7, cuda_allocated_bytes=512), 8, 9, 10,
         peak_cuda_requested_bytes=6290,
         peak_cuda_allocated_bytes=6416,
         peak_cuda_reserved_bytes=6484,
+        peak_pinned_bytes=4096,
     )  # fmt: skip
 
 
@@ -98,3 +139,120 @@ def test_the_timeline_is_what_the_driver_and_the_allocator_hold(allocator: Alloc
     assert [point[1:] for point in points] == [(512, 100), (512, 300)]
     assert before_ns <= points[0][0] <= points[1][0] <= time.monotonic_ns()
     assert memory.take_timeline() == []
+
+
+def test_a_device_without_an_index_is_the_first(allocator: Allocator) -> None:
+    allocator.device = torch.device("cuda", 0)
+    memory = CudaMemory(torch.device("cuda"))
+    assert memory.device == torch.device("cuda", 0)
+    assert allocator.calls[0] == ("set_device", 0)
+
+
+@pytest.mark.parametrize("total", [84_974_239_744, 25_393_692_672, 8 * GIB + 1, 1000 * GIB])
+@pytest.mark.parametrize("limit", [8 * GIB, 8 * GIB - 1, 1, 2**33 // 3])
+def test_a_limit_loses_no_byte_on_its_way_through_a_fraction(
+    allocator: Allocator, total: int, limit: int
+) -> None:
+    allocator.total_bytes = total
+    CudaMemory(DEVICE, limit)
+    (fraction,) = [value for name, value in allocator.calls if name == "fraction"]
+    assert 0 < fraction <= 1
+    assert int(fraction * total) == limit  # as CUDACachingAllocator::setMemoryFraction computes it
+
+
+def test_a_limit_above_the_device_is_refused(allocator: Allocator) -> None:
+    allocator.total_bytes = 4 * GIB
+    with pytest.raises(ValueError, match=r"^--vram 8GiB is more than cuda:1 has \(4.000 GiB\)$"):
+        CudaMemory(DEVICE, 8 * GIB)
+
+
+def test_without_a_limit_no_fraction_is_set(allocator: Allocator) -> None:
+    CudaMemory(DEVICE)
+    assert "fraction" not in dict(allocator.calls)
+
+
+def test_a_trace_has_the_events_of_its_device_on_the_monotonic_clock(allocator: Allocator) -> None:
+    memory = CudaMemory(DEVICE)
+    before_ns = time.monotonic_ns()
+    memory.start_trace()
+    now_us = time.time_ns() // 1000
+    allocator.traces = [
+        [{"action": "alloc", "size": 1, "time_us": now_us}],
+        [
+            {"action": "segment_alloc", "size": 2097152, "time_us": now_us, "addr": 1},
+            {"action": "alloc", "size": 300, "time_us": now_us + 5, "addr": 1},
+        ],
+        [],
+    ]
+    trace = memory.take_trace()
+    assert trace is not None
+    assert (trace["requested_bytes"], trace["reserved_bytes"]) == (1, 2097152)
+    assert [event[1:] for event in trace["events"]] == [
+        ("segment_alloc", 2097152),
+        ("alloc", 300),
+    ]
+    first, second = (event[0] for event in trace["events"])
+    assert second - first == 5000
+    assert abs(first - before_ns) < 1e9
+    assert [value for name, value in allocator.calls if name == "record"] == ["all", None]
+    assert memory.take_trace() is None
+
+
+def test_what_was_not_traced_has_no_trace(allocator: Allocator) -> None:
+    assert CudaMemory(DEVICE).take_trace() is None
+
+
+def test_the_device_is_described_as_the_drivers_tools_name_it(allocator: Allocator) -> None:
+    assert CudaMemory(DEVICE).describe() == {
+        "gpu": "Example 80GB",
+        "gpu_bytes": 1000,
+        "gpu_uuid": "GPU-ab-cd",
+        "cuda": torch.version.cuda,
+        "cuda_allocator": "native",
+    }
+    del allocator.properties["uuid"]  # torch before 2.4
+    assert CudaMemory(DEVICE).describe()["gpu_uuid"] is None
+
+
+def test_a_plain_device_needs_no_note(allocator: Allocator) -> None:
+    memory = CudaMemory(DEVICE)
+    assert memory.notes() == []
+    assert memory.notes_at_end() == []
+
+
+def test_what_degrades_a_figure_is_stated(allocator: Allocator) -> None:
+    memory = CudaMemory(DEVICE)
+    allocator.properties |= {"name": "Example MIG 1g.10gb", "is_integrated": 1}
+    allocator.backend = "cudaMallocAsync"
+    allocator.peaks[2] = 3 * GIB
+    assert memory.notes() == [
+        "Example MIG 1g.10gb has no memory of its own: CUDA memory is a part of the RAM, and a RAM"
+        " limit may not count it",
+        "Example MIG 1g.10gb is a part of a GPU (MIG): its memory is that part's, and times depend on"
+        " what runs in the other parts",
+        "the CUDA allocator is cudaMallocAsync: its requested and reserved bytes are the driver's"
+        " pool's, not blocks and segments; unset PYTORCH_CUDA_ALLOC_CONF",
+    ]
+    assert memory.notes_at_end() == [
+        "the load also allocated 3.000 GiB on cuda:2: all figures are those of cuda:1"
+    ]
+
+
+def test_the_summary_is_the_allocators_own(allocator: Allocator) -> None:
+    assert CudaMemory(DEVICE).summary() == "cuda:1 True"
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), True),
+        (torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might"), True),
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), False),
+        (RuntimeError("CUDA error: out of memory, said a strategy"), False),
+        (MemoryError(), False),
+    ],
+)
+def test_a_gpu_without_memory_is_told_from_other_errors(
+    error: BaseException, expected: bool
+) -> None:
+    assert is_out_of_memory(error) == expected

@@ -25,6 +25,7 @@ from harness.record import Outcome, Result
 from harness.report import look, write_report
 from harness.report.plots import draw_peaks
 from harness.report.timeline import draw_timeline
+from harness.trace import Trace, write_trace
 
 GIB = 1024**3
 
@@ -208,3 +209,49 @@ def test_an_svg_is_the_same_each_time_and_holds_its_text_as_text(tmp_path: Path)
 def test_a_report_needs_a_run(tmp_path: Path) -> None:
     with pytest.raises(RecordError):
         write_report(tmp_path)
+
+
+def gpu_lines(axes: Any) -> list[Any]:
+    return [line for line in axes.lines if line.get_label() == "GPU"]
+
+
+def test_a_traced_cell_shows_every_step_of_the_gpu(tmp_path: Path) -> None:
+    result = make_result(make_cell(device="cuda"))
+    result = replace(result, trace_path=f"traces/{result.cell.id}.csv")
+    start_ns = result.phases[0].start_ns
+    steps = [(start_ns + 10**9 * second, "alloc", GIB) for second in range(1, 4)]
+    write_trace(tmp_path / f"traces/{result.cell.id}.csv", Trace(0, 0, steps))
+    figure = draw_timeline(sampled(tmp_path, [result]), [result])
+    (line,) = gpu_lines(figure.axes[0])
+    # The panel begins with its first sample, 20 ms after the worker.
+    assert list(line.get_xdata()) == pytest.approx([1, 2, 3])
+    assert list(line.get_ydata()) == [1, 2, 3]
+    assert line.get_drawstyle() == "steps-post"
+    assert any(
+        "On the GPU, traced: requested bytes, exact" in one.get_text() for one in figure.texts
+    )
+
+
+def test_without_a_trace_the_samples_show_the_gpu(tmp_path: Path) -> None:
+    result = make_result(make_cell(device="cuda"))
+    path = write_samples(tmp_path, result)
+    head, *rows = path.read_text().splitlines()
+    place = head.split(",").index("cuda_allocated_bytes")
+    lines = [row.split(",") for row in rows]
+    for row in lines:
+        row[place] = str(2 * GIB)
+    path.write_text("\n".join([head, *map(",".join, lines)]) + "\n")
+    figure = draw_timeline(tmp_path, [result])
+    (line,) = gpu_lines(figure.axes[0])
+    assert set(line.get_ydata()) == {2.0}
+    assert any("On the GPU: allocated bytes, sampled." in one.get_text() for one in figure.texts)
+
+
+def test_a_cell_without_a_gpu_has_no_such_line(tmp_path: Path) -> None:
+    result = make_result()
+    assert gpu_lines(draw_timeline(sampled(tmp_path, [result]), [result]).axes[0]) == []
+
+
+def test_a_trace_that_is_gone_is_replaced_by_the_samples(tmp_path: Path) -> None:
+    result = replace(make_result(), trace_path="traces/gone.csv")
+    assert gpu_lines(draw_timeline(sampled(tmp_path, [result]), [result]).axes[0]) == []

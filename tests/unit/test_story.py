@@ -9,6 +9,7 @@ import pytest
 from harness.isolation import Exit
 from harness.record import Cost, Faults, Memory, Outcome, Phase
 from harness.story import Story
+from harness.trace import Trace
 
 KILLED = Exit(None, signal=9)
 
@@ -259,6 +260,14 @@ def test_looks_at_the_gpu_are_kept_in_their_order() -> None:
     points: list[Any] = [[1, 10, 100], [2, 20, 200]]
     story = told(fakes.event("cuda", points=points), fakes.event("cuda", points=[[3, 30, 300]]))
     assert story.cuda_points == [(1, 10, 100), (2, 20, 200), (3, 30, 300)]
+
+
+def test_a_trace_comes_in_pieces() -> None:
+    pieces: list[list[Any]] = [[[1, "alloc", 5]], [[2, "free_completed", 5]]]
+    events = [
+        fakes.event("trace", requested_bytes=3, reserved_bytes=4, events=piece) for piece in pieces
+    ]
+    assert told(*events).trace == Trace(3, 4, [(1, "alloc", 5), (2, "free_completed", 5)])
 
 
 def test_an_event_of_another_kind_is_left_alone() -> None:

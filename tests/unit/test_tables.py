@@ -8,7 +8,7 @@ from dataclasses import replace
 from factories import LIMIT, make_cell, make_result, make_skipped, mixed_run, notebook_run
 from rich.console import Console
 
-from harness.record import Outcome, Result
+from harness.record import Outcome, Peaks, Result
 from harness.report.captions import size
 from harness.report.tables import terminal_table, write_markdown, write_summary
 
@@ -86,9 +86,8 @@ def test_what_varies_is_a_column_and_models_and_devices_are_headings() -> None:
     )
     assert "CUDA" not in lines[cpu + 2]
     assert [line.split(" | ")[1] for line in lines[cpu + 4 : cpu + 6]] == ["none", "8 GiB"]
-    assert lines[gpu + 2].endswith("| cgroup peak GiB | CUDA peak GiB |")
+    assert lines[gpu + 2].endswith("| cgroup peak GiB | CUDA allocated GiB |")
     assert lines[gpu + 4].endswith("| 6.820 | 1.000 |")
-    assert "- Exact, the allocator's own mark: CUDA peak (allocated bytes)." in lines
 
 
 def test_the_markdown_report_of_a_run_in_which_much_went_wrong() -> None:
@@ -181,3 +180,42 @@ def test_cells_of_two_machines_are_a_warning_in_the_report() -> None:
         "- the cells were not measured on one machine with one software: git_commit (a, b);"
         " kernel (6.18.0, 6.1.0). Compare their figures with care, their times not at all"
     )
+
+
+def test_where_the_gpu_refused_the_allocators_summary_is_shown() -> None:
+    refused = make_result(
+        make_cell("baseline", device="cuda", vram_limit_bytes=LIMIT),
+        outcome=Outcome.CUDA_OOM,
+        message="CUDA out of memory.",
+        allocator_summary="| Metric | Cur |\n| `a` | 1 |\n",
+    )
+    lines = markdown([refused])
+    start = lines.index("## Where baseline ran out of GPU memory")
+    assert lines[start : start + 6] == [
+        "## Where baseline ran out of GPU memory",
+        "",
+        "```",
+        "| Metric | Cur |",
+        "| 'a' | 1 |",
+        "```",
+    ]
+    assert "GPU limit 8 GiB" in lines[2]
+
+
+def test_the_four_figures_of_a_gpu_stand_side_by_side() -> None:
+    peaks = Peaks(
+        cuda_requested_bytes=GIB, cuda_allocated_bytes=2 * GIB, cuda_reserved_bytes=3 * GIB,
+        cuda_driver_sampled_bytes=4 * GIB, pinned_bytes=5 * GIB,
+    )  # fmt: skip
+    lines = markdown([make_result(make_cell(device="cuda"), peaks=peaks)])
+    assert lines[4].endswith(
+        "| CUDA requested GiB | CUDA allocated GiB | CUDA reserved GiB | CUDA driver (sampled) GiB"
+        " | pinned GiB |"
+    )
+    assert lines[6].endswith("| 1.000 | 2.000 | 3.000 | 4.000 | 5.000 |")
+    assert lines[lines.index("## What the figures are") :][3:6] == [
+        "- Exact, the allocator's own marks, of the load alone: CUDA requested (what tensors asked"
+        " for), allocated (rounded up to blocks), reserved (held of the driver).",
+        "- Sampled: CUDA driver, the driver's own figure; it holds the context too.",
+        "- pinned: page-locked host memory, the mark of its own allocator.",
+    ]

@@ -1,15 +1,18 @@
 """A worker that plays a script is watched: what comes of its events, its samples and its end."""
 
+import time
 from dataclasses import replace
 from typing import Any
 
 import fakes
 import pytest
+from fake_nvml import Nvml
 from fakes import FakeRunning, begin, done, event, failed, phase, ready
 from hypothesis import given
 from hypothesis import strategies as st
 from scripts import BASELINE, DONE, JOB, KILLED, LOADED, FakeSampler, fake_sampler, watched
 
+from harness import nvml
 from harness.isolation import Exit
 from harness.record import Outcome, Sample
 from harness.units import MIB
@@ -141,13 +144,72 @@ def test_the_allocators_peaks_are_the_largest_of_the_load() -> None:
             peak_cuda_requested_bytes=peak,
             peak_cuda_allocated_bytes=peak + 1,
             peak_cuda_reserved_bytes=peak + 2,
+            peak_pinned_bytes=peak + 3,
         )
 
-    script = [gpu("prepare", 90), fakes.baseline(), gpu("a", 20), gpu("b", 10), ready(), gpu("forward", 99), done()]  # fmt: skip
+    script = [
+        gpu("prepare", 90), fakes.baseline(), gpu("a", 20), gpu("b", 10), fakes.loaded(),
+        gpu("touch", 50), ready(), gpu("forward", 99), done(),
+    ]  # fmt: skip
     peaks = watched(FakeRunning(script)).peaks
     assert peaks.cuda_requested_bytes == 20
     assert peaks.cuda_allocated_bytes == 21
     assert peaks.cuda_reserved_bytes == 22
+    assert peaks.pinned_bytes == 23
+
+
+def gpu_baseline() -> bytes:
+    environment = fakes.ENVIRONMENT | {"gpu": "Example", "gpu_uuid": "GPU-ab"}
+    memory = fakes.memory(300)
+    return event("baseline", t_ns=100, memory=memory, import_ns=50, environment=environment)
+
+
+def test_the_driver_is_asked_for_this_very_process(
+    sampler: type[FakeSampler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvml.ctypes, "CDLL", lambda name: Nvml([(7, 900), (1, 512)]))
+    later_ns = time.monotonic_ns() + 10**12
+    sampler.seen = (sample(50), sample(later_ns))
+    points = event("cuda", points=[[60, 300, 100_000]])
+    watch = Watch(FakeRunning([gpu_baseline(), points], pid=1), 0.005, lambda _: None)
+    watch.follow(1)
+    watch.close()
+    assert [(one.cuda_allocated_bytes, one.cuda_driver_bytes) for one in watch.samples] == [
+        (None, None),
+        (300, 512),
+    ]
+    assert watch.story.environment["cuda_driver_source"] == "NVML, this process"
+    assert watch.story.environment["gpu_driver"] == "580.1"
+    assert watch.story.notes == []
+
+
+def test_without_nvml_the_figure_is_the_gpus_and_a_warning_says_why(
+    sampler: type[FakeSampler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvml.ctypes, "CDLL", lambda name: Nvml([(7, 900)]))
+    sampler.seen = (sample(100), sample(110), sample(120))
+    points = event("cuda", points=[[105, 300, 100_000], [115, 200, 90_000]])
+    script = [gpu_baseline(), points, phase("a"), fakes.loaded(), ready(), done()]
+    result = watched(FakeRunning(script, pid=1))
+    assert result.peaks.cuda_driver_sampled_bytes == 100_000
+    assert result.warnings == (
+        "the driver's figure is of all processes on the GPU, not of this one: NVML lists no process"
+        " 1: another PID namespace, or MIG",
+    )
+
+
+def test_what_the_worker_notes_becomes_a_warning() -> None:
+    note = event("note", text="a part of a GPU")
+    assert watched(FakeRunning([*BASELINE, note, *DONE[len(BASELINE) :]])).warnings == (
+        "a part of a GPU",
+    )
+
+
+def test_a_refusal_of_the_gpu_keeps_the_allocators_summary() -> None:
+    refused = event("failed", outcome="cuda_oom", message="no room", summary="| a |\n| b |")
+    result = watched(FakeRunning([*LOADED, refused], Exit(1)))
+    assert (result.outcome, result.message) == (Outcome.CUDA_OOM, "no room")
+    assert result.allocator_summary == "| a |\n| b |"
 
 
 @given(st.integers(0, len(DONE)))

@@ -32,7 +32,11 @@ _WRITTEN: Final = (
     ("files", "", "how many files", "exact"),
 )
 _CUDA: Final = (
-    "CUDA peak", "GiB", "highest sum of allocated bytes on the GPU until ready", "exact, allocator",
+    ("CUDA requested", "GiB", "highest sum of what tensors on the GPU asked for, during the load", "exact, allocator"),
+    ("CUDA allocated", "GiB", "the same, rounded up to the allocator's blocks", "exact, allocator"),
+    ("CUDA reserved", "GiB", "highest sum that the allocator held of the driver", "exact, allocator"),
+    ("CUDA driver", "GiB", "largest figure of the driver's own: the context and the libraries' buffers too", "sampled"),
+    ("pinned", "GiB", "highest sum of page-locked host memory", "its allocator's mark"),
 )  # fmt: skip
 
 
@@ -77,7 +81,7 @@ def figures(frame: pd.DataFrame) -> list[tuple[str, str, str, str]]:
     if captions.doing(frame) == "saving":
         found = [*(_OF_SAVES.get(one[0], one) for one in found), *_WRITTEN]
     cuda = bool(frame["peak_cuda_allocated_bytes"].notna().any())
-    return [*found, _CUDA] if cuda else found
+    return [*found, *_CUDA] if cuda else found
 
 
 def when(results: Sequence[Result]) -> str:

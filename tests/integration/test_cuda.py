@@ -1,0 +1,69 @@
+"""With a GPU: the allocator's figures are the arithmetic of the model, and a limit is a limit."""
+
+from pathlib import Path
+
+import pytest
+from commands import CommandLine
+
+from harness import journal
+from harness.record import Outcome, Result
+
+pytestmark = [pytest.mark.cuda, pytest.mark.slow]
+
+MODEL_BYTES = 163_037_184 * 4 + 12 * 1024**2 * 4  # gpt2-small: parameters, and a mask a layer
+LARGEST_BYTES = 50_257 * 768 * 4
+
+
+def measured(command: CommandLine, strategies: str, *options: str) -> dict[str, Result]:
+    ended = command.run(
+        "bench", "gpt2-small", "--device", "cuda", "--isolation", "process",
+        "-s", strategies, "--out", "run", *options,
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    results = journal.read(command.folder / "run").results
+    return {result.cell.strategy: result for result in results}
+
+
+def test_the_notebooks_methods_request_what_arithmetic_says(command: CommandLine) -> None:
+    results = measured(command, "baseline,sequential,meta_copy,mmap_assign,per_param")
+    assert {result.outcome for result in results.values()} == {Outcome.OK}
+    requested = {name: result.peaks.cuda_requested_bytes for name, result in results.items()}
+    assert requested == {
+        "baseline": 2 * MODEL_BYTES,
+        "sequential": MODEL_BYTES + LARGEST_BYTES,
+        "meta_copy": 2 * MODEL_BYTES,
+        "mmap_assign": MODEL_BYTES,
+        "per_param": MODEL_BYTES,
+    }
+    for result in results.values():
+        peaks = result.peaks
+        assert peaks.cuda_requested_bytes <= peaks.cuda_allocated_bytes  # type: ignore[operator]
+        assert peaks.cuda_allocated_bytes <= peaks.cuda_reserved_bytes  # type: ignore[operator]
+        assert (peaks.cuda_driver_sampled_bytes or 0) > 0
+
+
+def test_a_trace_agrees_with_the_allocator(command: CommandLine) -> None:
+    result = measured(command, "baseline", "--trace")["baseline"]
+    assert not [one for one in result.warnings if "trace" in one]
+    assert Path(command.folder / "run" / (result.trace_path or "")).stat().st_size > 0
+
+
+def test_a_limit_ends_what_needs_two_copies(command: CommandLine) -> None:
+    results = measured(command, "baseline,mmap_assign", "--vram", "1g")
+    assert results["baseline"].outcome is Outcome.CUDA_OOM
+    assert results["baseline"].last_phase == "read"
+    assert "Allocated memory" in results["baseline"].allocator_summary
+    assert results["mmap_assign"].outcome is Outcome.OK
+
+
+def test_page_locked_copies_are_seen(command: CommandLine) -> None:
+    suite = command.folder / "suite.yaml"
+    suite.write_text(
+        "models: gpt2-small\ndevice: cuda\nisolation: process\n"
+        "strategies: [sequential, {name: sequential, options: {pinned: true}}]\n"
+    )
+    ended = command.run("bench", "--suite", str(suite), "--out", "run")
+    assert ended.code == 0, ended.err
+    pageable, pinned = journal.read(command.folder / "run").results
+    assert pageable.peaks.pinned_bytes == 0
+    assert (pinned.peaks.pinned_bytes or 0) >= LARGEST_BYTES

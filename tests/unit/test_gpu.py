@@ -1,0 +1,99 @@
+"""What is said of the GPUs that torch sees, and of those that it does not."""
+
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from harness import gpu
+from harness.errors import IsolationUnavailable
+from harness.gpu import Gpu, Look
+from harness.units import GIB
+
+Answer = Callable[..., None]
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    gpu.look.cache_clear()
+    yield
+    gpu.look.cache_clear()
+
+
+@pytest.fixture
+def answer(monkeypatch: pytest.MonkeyPatch) -> Answer:
+    """Let the process that asks torch print this, or fail with these words."""
+
+    def answer(found: dict[str, Any] | None = None, stderr: str = "", returncode: int = 0) -> None:
+        done = subprocess.CompletedProcess([], returncode, json.dumps(found or {}), stderr)
+        monkeypatch.setattr(gpu.subprocess, "run", lambda *_, **__: done)
+
+    return answer
+
+
+def gpus(*sizes: int) -> dict[str, Any]:
+    found = [{"name": "Example", "total_bytes": size} for size in sizes]
+    return {"torch": "2.13.0", "cuda": "13.0", "gpus": found}
+
+
+def complaint(device: str, limits: list[int | None] | None = None) -> str:
+    with pytest.raises(IsolationUnavailable) as caught:
+        gpu.check(device, limits or [None])
+    return str(caught.value)
+
+
+def test_torch_is_asked_in_a_process_of_its_own() -> None:
+    seen = gpu.look()
+    assert bool(seen.gpus) == torch.cuda.is_available()
+    if torch.version.cuda is None:
+        assert seen.why == f"this torch ({torch.__version__}) is built without CUDA"
+
+
+def test_all_gpus_are_listed(answer: Answer) -> None:
+    answer(gpus(GIB, 2 * GIB))
+    assert gpu.look() == Look((Gpu("Example", GIB), Gpu("Example", 2 * GIB)))
+    gpu.check("cuda", [None, GIB])
+    gpu.check("cuda:1", [2 * GIB])
+
+
+def test_a_torch_without_cuda(answer: Answer) -> None:
+    answer({"torch": "2.13.0+cpu", "cuda": None, "gpus": []})
+    assert complaint("cuda") == (
+        "--device cuda: this torch (2.13.0+cpu) is built without CUDA\n"
+        "install a CUDA build (pytorch.org/get-started), or: weighin predict MODEL --device cuda"
+        " needs no GPU"
+    )
+
+
+def test_a_machine_without_a_gpu(answer: Answer) -> None:
+    answer(gpus())
+    assert complaint("cuda") == (
+        "--device cuda: torch 2.13.0 sees no CUDA GPU\n"
+        "nvidia-smi shows whether the driver does, or: weighin predict MODEL --device cuda needs no"
+        " GPU"
+    )
+
+
+def test_a_torch_that_does_not_start(answer: Answer) -> None:
+    answer(stderr="Traceback\nImportError: libcudart.so.13", returncode=1)
+    assert complaint("cuda:1") == (
+        "--device cuda:1: torch cannot be asked for a GPU: ImportError: libcudart.so.13\n"
+        "weighin predict MODEL --device cuda needs no GPU"
+    )
+
+
+@pytest.mark.parametrize(("count", "repair"), [(1, "write cuda:0"), (3, "write cuda:0 to cuda:2")])
+def test_a_gpu_beyond_the_last(answer: Answer, count: int, repair: str) -> None:
+    answer(gpus(*[GIB] * count))
+    assert complaint("cuda:7") == f"--device cuda:7: torch sees {count} of them\n{repair}"
+
+
+def test_a_limit_beyond_the_gpu(answer: Answer) -> None:
+    answer(gpus(GIB, 2 * GIB))
+    assert complaint("cuda", [None, 2 * GIB]) == (
+        "--vram 2GiB is more than Example has (1.000 GiB)\n"
+        "give a smaller limit, or leave --vram out to limit nothing"
+    )

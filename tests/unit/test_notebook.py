@@ -1,0 +1,95 @@
+"""The notebook's published figures beside those of a run on a GPU."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from factories import make_cell, make_result, write_samples
+
+from harness import journal
+from harness.config import read_suite
+from harness.record import Memory, Outcome, Peaks, Phase, Result
+from harness.registry import data_folder, model
+from harness.report import notebook, write_report
+from harness.units import GIB, MIB
+
+LIMITLESS = {"ram_limit_bytes": None, "device": "cuda"}
+
+
+def gpu_cell(strategy: str, gpu_gib: float, **changes: object) -> Result:
+    cell = make_cell(strategy, model=model("gpt2-xl"), **LIMITLESS)
+    baseline = Memory(200 * MIB, 100 * MIB, 100 * MIB, 0)
+    peaks = Peaks(
+        rss_bytes=200 * MIB + GIB,
+        anon_sampled_bytes=GIB // 2,
+        file_sampled_bytes=GIB // 4,
+        cuda_allocated_bytes=round(gpu_gib * GIB),
+    )
+    build = Phase("build", 0, 1, 2, baseline, 3, 4, peak_cuda_allocated_bytes=round(6.416 * GIB))
+    changes = {"peaks": peaks, "baseline": baseline, "phases": (build,)} | changes
+    return replace(make_result(cell, outcome=Outcome.OK), **changes)  # type: ignore[arg-type]
+
+
+def test_the_suite_has_the_published_methods_in_their_order() -> None:
+    suite = read_suite(data_folder("configs") / "suites" / "notebook.yaml")
+    table = notebook.published()
+    assert suite.models == [table.model]
+    assert suite.device == "cuda"
+    strategies = list(dict.fromkeys(method.strategy for method in table.methods))
+    assert [one.name for one in suite.strategies] == strategies
+    assert [method.gpu_gib for method in table.methods] == [6.4, 12.8, 6.7, 12.8, 6.4, 6.4]
+    assert [method.host_gib for method in table.methods] == [None, 4.4, 6.3, 1.3, 5.9, 0.3]
+
+
+def test_each_method_stands_beside_what_was_published() -> None:
+    results = [gpu_cell("baseline", 12.832), gpu_cell("sequential", 6.416)]
+    text = list(notebook.section(results))
+    start = text.index("| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    assert text[start + 1 : start + 7] == [
+        "| the model alone on the GPU | baseline, phase build | 6.4 | 6.4 (6.416) | - | - | - | - |",
+        "| model on the GPU, state dict on the GPU, load_state_dict | baseline | 12.8 | 12.8 (12.832)"
+        " | 4.4 | 1.000 | 0.500 | 0.250 |",
+        "| model on the GPU, state dict on the CPU, copied parameter by parameter | sequential | 6.7"
+        " | 6.4 (6.416) | 6.3 | 1.000 | 0.500 | 0.250 |",
+        "| meta device, to_empty on the GPU, state dict on the GPU, copied | meta_copy | 12.8 | - | 1.3"
+        " | - | - | - |",
+        "| meta device, state dict mapped to the GPU, assign | mmap_assign | 6.4 | - | 5.9 | - | - | - |",
+        "| meta device, to_empty on the GPU, one file for each parameter | per_param | 6.4 | - | 0.3"
+        " | - | - | - |",
+    ]
+    assert text[start + 8 : start + 12] == [
+        "- **the model alone on the GPU**: GPU equal to the printed digit. Host: not published.",
+        "- **model on the GPU, state dict on the GPU, load_state_dict**: GPU equal to the printed digit."
+        " Host: the model is built on the CPU first, and 4.4 is less than its 6.3 GiB: the look every"
+        " 0.1 s has missed the peak.",
+        "- **model on the GPU, state dict on the CPU, copied parameter by parameter**: GPU differs from"
+        " the published figure. Host: the state dict, all of it; the model that was built in RAM before"
+        " has as much, but is gone by then.",
+        "- **meta device, to_empty on the GPU, state dict on the GPU, copied**: nothing was measured.",
+    ]
+
+
+def test_a_cell_that_failed_is_not_compared() -> None:
+    text = list(notebook.section([gpu_cell("mmap_assign", 1.0, outcome=Outcome.CUDA_OOM)]))
+    assert "- **meta device, state dict mapped to the GPU, assign**: nothing was measured." in text
+
+
+def test_other_runs_have_no_such_section() -> None:
+    cuda = gpu_cell("baseline", 1.0)
+    others = [
+        replace(cuda, cell=replace(cuda.cell, device="cpu")),
+        replace(cuda, cell=replace(cuda.cell, dtype="bfloat16")),
+        replace(cuda, cell=replace(cuda.cell, options={"map_location": "cpu"})),
+        replace(cuda, cell=replace(cuda.cell, model=model("gpt2-small"))),
+        replace(cuda, cell=replace(cuda.cell, strategy="streaming")),
+    ]
+    assert list(notebook.section(others)) == []
+
+
+def test_the_report_of_such_a_run_ends_with_it(tmp_path: Path) -> None:
+    result = gpu_cell("baseline", 12.832)
+    write_samples(tmp_path, result)
+    journal.append(tmp_path, result)
+    write_report(tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    assert text.endswith("".join(f"{line}\n" for line in notebook.section([result])))
+    assert "## Beside the notebook's published figures" in text
