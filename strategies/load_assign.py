@@ -24,8 +24,8 @@ def load(job: Load) -> torch.nn.Module:
     with job.phase("assign"):
         tied = tied_names(model)
         for name, tensor in state.items():
-            dtype = job.dtype if tensor.is_floating_point() else tensor.dtype
-            state[name] = tensor.to(job.device, dtype)  # the same tensor where nothing changes
+            kind = job.dtype if tensor.is_floating_point() else tensor.dtype
+            state[name] = tensor.to(job.device, kind)  # the same tensor where nothing changes
         model.load_state_dict(state, assign=True)
         retie(model, tied)
     with job.phase("buffers"):

@@ -24,8 +24,8 @@ def load(job: Load) -> torch.nn.Module:
     with job.phase("assign"):
         tied = tied_names(model)
         for name, tensor in state.items():
-            dtype = job.dtype if tensor.is_floating_point() else tensor.dtype
-            state[name] = tensor.to(job.device, dtype)  # the mapped one where nothing changes
+            kind = job.dtype if tensor.is_floating_point() else tensor.dtype
+            state[name] = tensor.to(job.device, kind)  # the mapped one where nothing changes
         model.load_state_dict(state, assign=True)  # the state dict's tensors become the model's
         retie(model, tied)
     with job.phase("buffers"):
