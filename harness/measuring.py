@@ -16,7 +16,6 @@ from harness.sampler import DEFAULT_INTERVAL_S, write_samples
 from harness.trace import write_trace
 from harness.units import format_bytes
 from harness.watching import Watch
-from harness.worker.protocol import TRACE_EVENTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,7 @@ def measure(setting: Setting, job: Job, files: Sequence[Path], model_bytes: int 
     if trace := watch.story.trace:
         trace_path = f"traces/{job.cell.id}.csv"
         write_trace(setting.run / trace_path, trace)
-        warnings += tuple(trace.doubts(result.peaks.cuda_requested_bytes, TRACE_EVENTS))
+        warnings += tuple(trace.doubts(result.peaks.cuda_requested_bytes))
     assert result.cost
     return replace(
         result,

@@ -11,6 +11,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
+TRACE_EVENTS: Final = 1_000_000
+"""How many events the allocator keeps; a load makes two or three a tensor."""
+
 # Requests count until the device is done with them, as the allocator's own requested_bytes does.
 _REQUESTED: Final = {"alloc": 1, "free_completed": -1}
 _RESERVED: Final = {
@@ -38,7 +41,7 @@ class Trace:
             reserved += _RESERVED.get(action, 0) * size
             yield t_ns, action, size, requested, reserved
 
-    def doubts(self, requested_peak_bytes: int | None, kept: int) -> list[str]:
+    def doubts(self, requested_peak_bytes: int | None, kept: int = TRACE_EVENTS) -> list[str]:
         """Return what speaks against this trace; ``kept`` events are the most that there can be."""
         found = []
         if len(self.events) >= kept:

@@ -15,8 +15,8 @@ from typing import Any, Final
 import torch
 
 from harness.record import Phase
+from harness.trace import TRACE_EVENTS
 from harness.units import format_bytes, format_exact
-from harness.worker.protocol import TRACE_EVENTS
 
 _SAMPLE_INTERVAL_S: Final = 0.005
 _KINDS: Final = ("requested", "allocated", "reserved")

@@ -28,9 +28,6 @@ from harness.cell import Cell, Job, ModelSpec
 
 ACKNOWLEDGEMENT = b"\n"
 
-TRACE_EVENTS = 1_000_000
-"""How many events of the CUDA allocator are kept; a load makes two or three a tensor."""
-
 
 def encode_job(job: Job) -> bytes:
     """Return the job as the line that a worker reads first."""
