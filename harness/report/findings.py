@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from harness.record import Result
-from harness.report import floors, passes, survival, survival_plots
+from harness.report import floors, notebook, passes, survival, survival_plots
 from harness.survival import matrices
 
 if TYPE_CHECKING:
@@ -40,6 +40,12 @@ _ALL: Final = (
             ("survival", survival_plots.draw_survival),
             ("time-over-limit", survival_plots.draw_times),
         ),
+    ),
+    Finding(
+        "Beside the notebook's published figures",
+        notebook.are_there,
+        notebook.terminal_notebook,
+        notebook.markdown_notebook,
     ),
     Finding("RAM floors", floors.are_there, floors.terminal_floors, floors.markdown_reasons),
 )

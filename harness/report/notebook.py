@@ -6,6 +6,8 @@ from typing import Final
 
 import yaml
 from pydantic import BaseModel, ConfigDict
+from rich.console import Group, RenderableType
+from rich.text import Text
 
 from harness.record import Outcome, Result
 from harness.registry import data_folder, model
@@ -55,22 +57,38 @@ def published() -> Published:
     return Published.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
 
 
-def section(results: Sequence[Result]) -> Iterator[str]:
-    """Yield the lines of a report's section on the notebook; none where no cell is one of its methods."""
+def are_there(results: Sequence[Result]) -> bool:
+    """Tell whether some cell is one of the notebook's methods."""
+    table = published()
+    return any(_is_notebooks(one, table) for one in results)
+
+
+def terminal_notebook(results: Sequence[Result]) -> RenderableType:
+    """Return why our figures differ from the published ones, a line a method."""
+    return Group(*(Text(f"{name}: {what}") for name, what in _differences(_rows(results))))
+
+
+def markdown_notebook(results: Sequence[Result]) -> str:
+    """Return the published table with our figures beside it, and why each differs."""
+    return "\n".join(_section(results))
+
+
+def _rows(results: Sequence[Result]) -> list[tuple[Method, Ours]]:
     table = published()
     found = {one.cell.strategy: one for one in results if _is_notebooks(one, table)}
-    if not found:
-        return
-    rows = [(method, _measured(method, found.get(method.strategy))) for method in table.methods]
+    return [(method, _measured(method, found.get(method.strategy))) for method in table.methods]
+
+
+def _section(results: Sequence[Result]) -> Iterator[str]:
+    rows = _rows(results)
     yield from (
-        "", "## Beside the notebook's published figures", "",
         "It prints GB for GiB. GPU: the allocator's peak of allocated bytes, exact in both. Host: the"
         " notebook looked at RSS every 0.1 s from a thread of the same process, in which all methods"
         " ran one after the other; ours is the kernel's own mark, of a fresh process for each.", "",
     )  # fmt: skip
     yield from lines(rows)
     yield ""
-    yield from (f"- {text}" for text in _differences(rows))
+    yield from (f"- **{name}**: {what}" for name, what in _differences(rows))
 
 
 def lines(rows: Sequence[tuple[Method, Ours]]) -> Iterator[str]:
@@ -116,15 +134,14 @@ def _measured(method: Method, result: Result | None) -> Ours:
     )
 
 
-def _differences(rows: Sequence[tuple[Method, Ours]]) -> Iterator[str]:
+def _differences(rows: Sequence[tuple[Method, Ours]]) -> Iterator[tuple[str, str]]:
     for method, ours in rows:
-        name = f"**{method.method}**"
         if ours.gpu_allocated_bytes is None:
-            yield f"{name}: nothing was measured."
+            yield method.method, "nothing was measured."
             continue
         same = f"{ours.gpu_allocated_bytes / GIB:.1f}" == f"{method.gpu_gib:.1f}"
         gpu = "equal to the printed digit" if same else "differs from the published figure"
-        yield f"{name}: GPU {gpu}. Host: {method.host_why}."
+        yield method.method, f"GPU {gpu}. Host: {method.host_why}."
 
 
 def _gib(size: int | None) -> str:

@@ -42,7 +42,7 @@ def test_the_suite_has_the_published_methods_in_their_order() -> None:
 
 def test_each_method_stands_beside_what_was_published() -> None:
     results = [gpu_cell("baseline", 12.832), gpu_cell("sequential", 6.416)]
-    text = list(notebook.section(results))
+    text = notebook.markdown_notebook(results).splitlines()
     start = text.index("| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     assert text[start + 1 : start + 7] == [
         "| the model alone on the GPU | baseline, phase build | 6.4 | 6.4 (6.416) | - | - | - | - |",
@@ -69,7 +69,7 @@ def test_each_method_stands_beside_what_was_published() -> None:
 
 
 def test_a_cell_that_failed_is_not_compared() -> None:
-    text = list(notebook.section([gpu_cell("mmap_assign", 1.0, outcome=Outcome.CUDA_OOM)]))
+    text = notebook.markdown_notebook([gpu_cell("mmap_assign", 1.0, outcome=Outcome.CUDA_OOM)])
     assert "- **meta device, state dict mapped to the GPU, assign**: nothing was measured." in text
 
 
@@ -82,14 +82,16 @@ def test_other_runs_have_no_such_section() -> None:
         replace(cuda, cell=replace(cuda.cell, model=model("gpt2-small"))),
         replace(cuda, cell=replace(cuda.cell, strategy="streaming")),
     ]
-    assert list(notebook.section(others)) == []
+    assert not notebook.are_there(others)
 
 
-def test_the_report_of_such_a_run_ends_with_it(tmp_path: Path) -> None:
+def test_the_report_of_such_a_run_holds_it(tmp_path: Path) -> None:
     result = gpu_cell("baseline", 12.832)
     write_samples(tmp_path, result)
     journal.append(tmp_path, result)
     write_report(tmp_path)
     text = (tmp_path / "report.md").read_text()
-    assert text.endswith("".join(f"{line}\n" for line in notebook.section([result])))
-    assert "## Beside the notebook's published figures" in text
+    assert (
+        f"## Beside the notebook's published figures\n\n{notebook.markdown_notebook([result])}\n"
+        in text
+    )
