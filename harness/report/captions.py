@@ -37,10 +37,9 @@ def dimension(name: str, value: Any, model_bytes: int | None = None) -> str:
         return _DOING[value]
     if name == "model":
         return f"{value} ({format_bytes(model_bytes)})" if model_bytes else str(value)
-    if name == "ram_limit_bytes":
-        return "no RAM limit" if value is None else f"RAM limit {size(value)}"
-    if name == "vram_limit_bytes":
-        return "no GPU limit" if value is None else f"GPU limit {size(value)}"
+    if name in ("ram_limit_bytes", "vram_limit_bytes"):
+        whose = "RAM" if name == "ram_limit_bytes" else "GPU"
+        return f"no {whose} limit" if value is None else f"{whose} limit {size(value)}"
     if name == "cache":
         return f"{value} page cache"
     if name == "dtype":
