@@ -1,36 +1,38 @@
 """A hidden folder beside a file or folder that is being made, until it is whole and renamed.
 
-Each is locked by the process that works in it; the kernel gives the lock back when that process
-dies, so that leftovers are told from work. The parent uses this too: no torch.
+There is one for each target, locked by the process that works in it; the kernel gives the lock back
+when that process dies, so that leftovers are told from work. The parent uses this too: no torch.
 """
 
 import fcntl
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from glob import escape
+from hashlib import sha256
 from pathlib import Path
+from typing import Final
 
 from harness.errors import ConfigError
+
+_LONGEST_NAME: Final = 100  # of a target, in the name of its folder: file systems take 255 bytes
 
 
 @contextmanager
 def growing_beside(target: Path) -> Iterator[Path]:
-    """Give a folder beside the target, on the same disk; remove it, and what killed ones left.
+    """Give an empty folder beside the target, on the same disk; it is removed at the end.
 
     Raises:
         ConfigError: another conversion to the same target is alive.
     """
     remove_dead(target)
-    temporary = Path(tempfile.mkdtemp(prefix=_prefix(target), dir=target.parent))
-    descriptor = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY)
+    temporary = target.with_name(f"{_prefix(target)}new")
+    descriptor = _locked(temporary, target)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield temporary
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)  # before the lock goes: nobody else is in it
         os.close(descriptor)
 
 
@@ -41,21 +43,48 @@ def remove_dead(target: Path) -> None:
         ConfigError: one is alive.
     """
     for leftover in sorted(target.parent.glob(f"{escape(_prefix(target))}*")):
-        _remove_if_dead(leftover, target)
+        with suppress(FileNotFoundError):  # its owner has just removed it
+            _remove_if_dead(leftover, target)
 
 
 def _prefix(target: Path) -> str:
-    return f".{target.name[:100]}.weighin-"
+    name = target.name
+    if len(name) > _LONGEST_NAME:
+        name = f"{name[:_LONGEST_NAME]}-{sha256(os.fsencode(name)).hexdigest()[:16]}"
+    return f".{name}.weighin-"
 
 
-def _remove_if_dead(leftover: Path, target: Path) -> None:
-    descriptor = os.open(leftover, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+def _locked(folder: Path, target: Path) -> int:
+    """Make a folder, or take one that is nobody's, and lock it; return its open descriptor."""
+    while True:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        try:
+            descriptor = _lock(folder, target)
+        except FileNotFoundError:  # removed by its owner since
+            continue
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), folder.stat()):
+                for left in folder.iterdir():
+                    shutil.rmtree(left) if left.is_dir() else left.unlink()
+                return descriptor
+        os.close(descriptor)  # locked, but removed before: another has, or will make, a new one
+
+
+def _lock(folder: Path, target: Path) -> int:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(leftover, ignore_errors=True)
     except BlockingIOError:
+        os.close(descriptor)
         raise ConfigError(
             f"another weighin is writing {target}", "wait until it has ended, or name another"
         ) from None
+    return descriptor
+
+
+def _remove_if_dead(leftover: Path, target: Path) -> None:
+    descriptor = _lock(leftover, target)
+    try:
+        shutil.rmtree(leftover, ignore_errors=True)
     finally:
         os.close(descriptor)
