@@ -46,7 +46,7 @@ def index(
     map_large_tensors()
     torch.set_num_threads(1)  # the readers are the threads
     started = time.monotonic()
-    own, slices = layouts.read(checkpoint)
+    own, slices = layouts.read(checkpoint, parts=True)
     places = {one.name: one for one in slices}
     described = describe(builder, kwargs, real_buffers="non_persistent")
     check_fits(checkpoint, model, places, described)

@@ -3,6 +3,7 @@
 import mmap
 import os
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import Final
 
 import torch
@@ -25,7 +26,9 @@ def read_pieces(where: TensorSlice) -> Iterator[torch.Tensor]:
     """
     if where.nbytes == 0:
         return
-    if where.contiguous:
+    if where.parts:
+        yield from _joined(where)
+    elif where.contiguous:
         yield from _contiguous(where)
     else:
         yield from _gathered(where)
@@ -53,6 +56,52 @@ def _contiguous(where: TensorSlice) -> Iterator[torch.Tensor]:
 
 def _gathered(where: TensorSlice) -> Iterator[torch.Tensor]:
     """A transposed or otherwise strided tensor: its stretch of the file is mapped, and copied."""
+    tensor = _mapped(where)
+    rows = max(1, _ROWS_BYTES // max(1, tensor[0].numel()))
+    yield from _cut(
+        tensor[first : first + rows].reshape(-1) for first in range(0, len(tensor), rows)
+    )
+
+
+def _joined(where: TensorSlice) -> Iterator[torch.Tensor]:
+    """A tensor in several parts: some of its rows at a time are put together from mapped files."""
+    yield from _cut(_rows(where))
+
+
+def _rows(where: TensorSlice) -> Iterator[torch.Tensor]:
+    row_elements = prod(where.shape[1:])
+    rows = max(1, _ROWS_BYTES // max(1, row_elements))
+    for first in range(0, where.shape[0], rows):
+        last = min(first + rows, where.shape[0])
+        block = torch.empty((last - first, *where.shape[1:]), dtype=where.dtype)
+        for part in where.parts:
+            begin, end = part.start[0], part.start[0] + part.where.shape[0]
+            low, high = max(first, begin), min(last, end)
+            if low >= high or not part.where.nbytes:
+                continue
+            place = [slice(low - first, high - first)]
+            place += [
+                slice(at, at + size)
+                for at, size in zip(part.start[1:], part.where.shape[1:], strict=True)
+            ]
+            block[tuple(place)] = _mapped(part.where)[low - begin : high - begin]
+        yield block.reshape(-1)
+
+
+def _cut(stretches: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the elements of all stretches in pieces of ``PIECE_ELEMENTS``, the last one shorter."""
+    rest: torch.Tensor | None = None
+    for stretch in stretches:
+        rest = stretch if rest is None else torch.cat([rest, stretch])
+        while len(rest) >= PIECE_ELEMENTS:
+            yield rest[:PIECE_ELEMENTS]
+            rest = rest[PIECE_ELEMENTS:]
+    if rest is not None and len(rest):
+        yield rest
+
+
+def _mapped(where: TensorSlice) -> torch.Tensor:
+    """Return a tensor over its mapped stretch of the file, and no more of it."""
     reach = sum((size - 1) * step for size, step in zip(where.shape, where.stride, strict=True))
     start = where.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     length = where.offset - start + (reach + 1) * where.dtype.itemsize
@@ -65,16 +114,7 @@ def _gathered(where: TensorSlice) -> Iterator[torch.Tensor]:
         # Copy on write only makes torch take it: nothing is written.
         mapped = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=start)
     flat = torch.frombuffer(mapped, dtype=where.dtype, offset=where.offset - start, count=reach + 1)
-    tensor = flat.as_strided(where.shape, where.stride)
-    rows = max(1, _ROWS_BYTES // max(1, tensor[0].numel()))
-    rest = torch.empty(0, dtype=where.dtype)
-    for first in range(0, len(tensor), rows):
-        rest = torch.cat([rest, tensor[first : first + rows].reshape(-1)])
-        while len(rest) >= PIECE_ELEMENTS:
-            yield rest[:PIECE_ELEMENTS]
-            rest = rest[PIECE_ELEMENTS:]
-    if len(rest):
-        yield rest
+    return flat.as_strided(where.shape, where.stride)
 
 
 def plans(slices: Sequence[TensorSlice], dtype: torch.dtype | None = None) -> list[TensorPlan]:
@@ -86,7 +126,8 @@ def plans(slices: Sequence[TensorSlice], dtype: torch.dtype | None = None) -> li
     firsts: dict[object, str] = {}
     found = []
     for one in slices:
-        place = one.file, one.offset, one.dtype, one.shape, one.stride
+        parts = tuple((part.start, part.where.file, part.where.offset) for part in one.parts)
+        place = one.file, one.offset, one.dtype, one.shape, one.stride, parts
         first = firsts.setdefault(place, one.name)
         tied = first != one.name and one.nbytes > 0
         kind = dtype if dtype is not None and one.dtype.is_floating_point else one.dtype

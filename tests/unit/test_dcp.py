@@ -8,17 +8,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from harness.checkpoint import layouts
+from harness.checkpoint import converting, layouts, reading
 from harness.checkpoint.layouts import dcp
 from harness.checkpoint.layouts.base import TensorPlan
 from harness.checkpoint.piecewise import pieces_of
@@ -137,7 +139,7 @@ def split(metadata: Metadata) -> None:
         (lambda m: place(m, transform_descriptors=["zip"]), "'b' was transformed (compressed)"),
         (lambda m: m.storage_data.clear(), "damaged: 'b' has no dtype or no place"),
         (lambda m: m.state_dict_metadata.clear(), "damaged: names no tensors or no places"),
-        (split, "'b' is split over several pieces"),
+        (split, "the part of 'b' at (5, 0) is missing"),
         (
             lambda m: m.state_dict_metadata.update(b=BytesStorageMetadata()),
             "not a flat state dict of tensors: 'b' is something else",
@@ -186,3 +188,116 @@ def test_a_truncated_file_of_data_is_named(ours) -> None:
     os.truncate(file, file.stat().st_size - 1)
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp: truncated: 'scalar' ends at byte"):
         dcp.read(ours)
+
+
+GRID = torch.arange(70.0).reshape(10, 7)
+TILES = {  # where each block begins: rows halved, and the lower half cut in two
+    "b": ((0, 0), GRID[:5]),
+    "b.1": ((5, 0), GRID[5:, :3]),
+    "b.2": ((5, 3), GRID[5:, 3:]),
+}
+
+
+@pytest.fixture
+def split_in_three(tmp_path: Path) -> Path:
+    """A checkpoint of one tensor in three blocks, and one that is whole, as several ranks save it."""
+    folder = tmp_path / "split"
+    blocks = {name: block.contiguous() for name, (_, block) in TILES.items()}
+    blocks["whole"] = torch.tensor([1, 2, 3])
+    plans = [TensorPlan(name, tuple(one.shape), one.dtype) for name, one in blocks.items()]
+    dcp.write(folder, plans, lambda name: pieces_of(blocks[name]))
+
+    def join(metadata: Metadata) -> None:
+        tensors, places = metadata.state_dict_metadata, metadata.storage_data
+        one = tensors["b"]
+        assert isinstance(one, TensorStorageMetadata)
+        one.size = GRID.shape
+        one.chunks = [
+            ChunkStorageMetadata(torch.Size(start), block.shape) for start, block in TILES.values()
+        ]
+        for number, (name, (start, _)) in enumerate(TILES.items()):
+            (index,) = [each for each in places if each.fqn == name]
+            places[MetadataIndex("b", torch.Size(start), number)] = places.pop(index)
+            if name != "b":
+                del tensors[name]
+
+    change(folder, join)
+    return folder
+
+
+def test_a_tensor_in_several_blocks_is_read_as_torch_reads_it(split_in_three: Path) -> None:
+    theirs = {"b": torch.zeros(10, 7), "whole": torch.zeros(3, dtype=torch.int64)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        load(theirs, storage_reader=FileSystemReader(split_in_three), no_dist=True)
+    assert torch.equal(theirs["b"], GRID)
+    _, slices = layouts.read(split_in_three, parts=True)
+    ours = {one.name: torch.cat(list(read_pieces(one))).reshape(one.shape) for one in slices}
+    check_equal(ours, theirs)
+
+
+def test_blocks_larger_than_a_piece_are_cut_as_any_tensor_is(
+    split_in_three: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "PIECE_ELEMENTS", 16)
+    monkeypatch.setattr(reading, "_ROWS_BYTES", 15)
+    one, _ = dcp.read(split_in_three)
+    pieces = [piece.clone() for piece in read_pieces(one)]
+    assert [len(piece) for piece in pieces] == [16, 16, 16, 16, 6]
+    assert torch.equal(torch.cat(pieces), GRID.reshape(-1))
+
+
+def test_a_checkpoint_in_blocks_is_converted_and_else_told_how(
+    split_in_three: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        layouts.read(split_in_three)
+    assert str(caught.value) == (
+        f"{split_in_three}: 'b' is stored in several parts\n"
+        f"write its tensors whole: weighin convert {split_in_three} WHOLE --format dcp"
+    )
+    order = converting.Order("safetensors", None, 2**40, 2**40, verify=True)
+    threads = torch.get_num_threads()
+    converting.convert(split_in_three, tmp_path / "whole.safetensors", order)
+    torch.set_num_threads(threads)
+    assert torch.equal(load_file(tmp_path / "whole.safetensors")["b"], GRID)
+
+
+def harmed(**changes: object) -> Callable[[Metadata], None]:
+    """Change the last block."""
+
+    def harm(metadata: Metadata) -> None:
+        tensor = metadata.state_dict_metadata["b"]
+        (index,) = [one for one in metadata.storage_data if one.offset == torch.Size([5, 3])]
+        place = metadata.storage_data.pop(index)
+        if not changes:
+            tensor.chunks.pop()
+            return
+        start = torch.Size(changes["start"])
+        metadata.storage_data[MetadataIndex("b", start, 2)] = place
+        tensor.chunks[-1] = ChunkStorageMetadata(start, torch.Size(changes.get("shape", (5, 4))))
+
+    return harm
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (harmed(), "the parts of 'b' leave a gap in (10, 7)"),
+        (harmed(start=(4, 3)), "the parts of 'b' at (0, 0) and (4, 3) overlap"),
+        (harmed(start=(5, 2)), "the parts of 'b' at (5, 0) and (5, 2) overlap"),
+        (harmed(start=(5, 4)), "the part of 'b' at (5, 4) lies outside of (10, 7)"),
+        (harmed(start=(5, 3), shape=(5, 3)), "the parts of 'b' leave a gap in (10, 7)"),
+        (harmed(start=(5,), shape=(20,)), "the part of 'b' at (5,) lies outside of (10, 7)"),
+        (harmed(start=(2**62, 3)), "lies outside of (10, 7)"),
+        (harmed(start=(-1, 3)), "damaged: the shape or place of 'b'"),
+    ],
+)
+def test_blocks_that_do_not_tile_their_tensor_are_refused(
+    split_in_three: Path, harm: Callable[[Metadata], None], message: str
+) -> None:
+    change(split_in_three, harm)
+    with pytest.raises(CheckpointError) as caught:
+        dcp.read(split_in_three)
+    assert caught.value.message.startswith(str(split_in_three / ".metadata"))
+    assert message in caught.value.message

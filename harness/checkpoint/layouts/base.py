@@ -25,6 +25,14 @@ Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """A block of a tensor that is stored in several: where it begins in the tensor, and in a file."""
+
+    start: tuple[int, ...]
+    where: "TensorSlice"
+
+
+@dataclass(frozen=True, slots=True)
 class TensorSlice:
     """One key of a state dict as a stretch of a file.
 
@@ -35,6 +43,8 @@ class TensorSlice:
         storage_offset: in bytes, from the file's start to the storage that the tensor views;
             equal, in one file, for keys that share it (tied weights, views).
         storage_bytes: the length of that storage.
+        parts: the blocks that tile a tensor which lies in several; file and offsets are then the
+            first one's. Empty for a tensor that lies in one place.
     """
 
     name: str
@@ -45,6 +55,7 @@ class TensorSlice:
     offset: int
     storage_offset: int
     storage_bytes: int
+    parts: tuple[Part, ...] = ()
 
     @property
     def nbytes(self) -> int:

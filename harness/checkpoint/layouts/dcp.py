@@ -10,16 +10,17 @@ import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from harness.checkpoint import durable
 from harness.checkpoint.layouts import pt
-from harness.checkpoint.layouts.base import Pieces, Progress, TensorPlan, TensorSlice
+from harness.checkpoint.layouts.base import Part, Pieces, Progress, TensorPlan, TensorSlice
 from harness.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from harness.checkpoint.layouts.dcp_metadata import Stored
+    from harness.checkpoint.layouts.dcp_metadata import Block, Stored
 
 NAME = "dcp"
 SUFFIX = ""
@@ -43,35 +44,44 @@ def read(path: Path) -> list[TensorSlice]:
     """Return where each tensor lies inside the files of data.
 
     Raises:
-        CheckpointError: damaged metadata, tensors in several pieces, or a damaged archive.
+        CheckpointError: damaged metadata, parts that do not tile their tensor, or a damaged archive.
     """
     from harness.checkpoint.layouts import dcp_metadata
 
-    found: list[TensorSlice] = []
     known: dict[tuple[str, int], TensorSlice] = {}
-    for stored in dcp_metadata.read(path):
-        place = stored.file, stored.offset
+    return [_slice(path, stored, known) for stored in dcp_metadata.read(path)]
+
+
+def _slice(path: Path, stored: "Stored", known: dict[tuple[str, int], TensorSlice]) -> TensorSlice:
+    from harness.checkpoint.layouts import dcp_metadata
+
+    parts = []
+    for block in stored.blocks:
+        place = block.file, block.offset
         if place not in known:
-            known[place] = _read_archive(path, stored)
+            known[place] = _read_archive(path, stored.key, block)
         where = replace(known[place], name=stored.key)
-        if (where.shape, where.dtype_name) != (stored.shape, stored.dtype):
+        if (where.shape, where.dtype_name) != (block.shape, stored.dtype):
             raise CheckpointError(
                 f"{where.file}: {stored.key!r} is {where.shape} of torch.{where.dtype_name} there, "
-                f"but {stored.shape} of torch.{stored.dtype} in {_METADATA_NAME}",
+                f"but {block.shape} of torch.{stored.dtype} in {_METADATA_NAME}",
                 dcp_metadata.AGAIN,
             )
-        found.append(where)
-    return found
+        parts.append(Part(block.start, where))
+    if len(parts) == 1:
+        return parts[0].where
+    stride = tuple(prod(stored.shape[n + 1 :]) for n in range(len(stored.shape)))
+    return replace(parts[0].where, shape=stored.shape, stride=stride, parts=tuple(parts))
 
 
-def _read_archive(folder: Path, stored: "Stored") -> TensorSlice:
+def _read_archive(folder: Path, key: str, stored: "Block") -> TensorSlice:
     from harness.checkpoint.layouts.dcp_metadata import AGAIN
     from harness.checkpoint.layouts.file_view import FileView
 
     path = folder / stored.file
     if Path(stored.file).name != stored.file or "\0" in stored.file:
         raise CheckpointError(
-            f"{folder / _METADATA_NAME}: the file of {stored.key!r} lies outside the folder: "
+            f"{folder / _METADATA_NAME}: the file of {key!r} lies outside the folder: "
             f"{stored.file!r}",
             AGAIN,
         )
@@ -80,12 +90,12 @@ def _read_archive(folder: Path, stored: "Stored") -> TensorSlice:
             size = os.fstat(file.fileno()).st_size
             if stored.offset + stored.length > size:
                 raise CheckpointError(
-                    f"{path}: truncated: {stored.key!r} ends at byte "
+                    f"{path}: truncated: {key!r} ends at byte "
                     f"{stored.offset + stored.length:,}, the file at {size:,}",
                     AGAIN,
                 )
             view = FileView(file.fileno(), stored.offset, stored.length)
-            where = pt.read_one(path, stored.key, view)
+            where = pt.read_one(path, key, view)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}", AGAIN) from error
     return replace(

@@ -8,6 +8,9 @@ import io
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import combinations
+from math import prod
+from operator import le
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -16,21 +19,31 @@ from harness.errors import CheckpointError
 
 FILE_NAME: Final = ".metadata"
 MOST_BYTES: Final = 64 * 1024**2
+_MOST_BLOCKS: Final = 2_000  # of one tensor: each is compared with each
 _MOST_INSTRUCTIONS: Final = 3_000_000
 AGAIN: Final = "copy or download the folder again, or convert its source again"
 _MERGE: Final = "merge it first: python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE.pt"
 
 
 @dataclass(frozen=True, slots=True)
+class Block:
+    """A block of a tensor: an archive of its own inside a file, whose places are in bytes."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
 class Stored:
-    """One tensor, whole, as an archive of its own inside a file; places in bytes."""
+    """One tensor and its blocks: one that is all of it, or several that tile it."""
 
     key: str
     shape: tuple[int, ...]
     dtype: str
-    file: str
-    offset: int
-    length: int
+    blocks: tuple[Block, ...]
 
 
 class _StandIn:
@@ -166,12 +179,12 @@ def read(folder: Path) -> list[Stored]:
     tensors, places = metadata.field("state_dict_metadata"), metadata.field("storage_data")
     if not (isinstance(tensors, dict) and isinstance(places, dict) and tensors):
         raise CheckpointError(f"{path}: damaged: names no tensors or no places", AGAIN)
-    by_key: dict[str, list[Any]] = {}
+    by_key: dict[str, list[tuple[Any, Any]]] = {}
     for index, place in places.items():
         key = index.field("fqn") if isinstance(index, _Index) else None
         if not isinstance(key, str):
             raise CheckpointError(f"{path}: damaged: a place belongs to no key", AGAIN)
-        by_key.setdefault(key, []).append(place)
+        by_key.setdefault(key, []).append((index.field("offset"), place))
     return [_stored(path, key, one, by_key.get(key, [])) for key, one in tensors.items()]
 
 
@@ -196,7 +209,7 @@ def _load(path: Path) -> _Metadata:
     return metadata
 
 
-def _stored(path: Path, key: Any, tensor: Any, places: list[Any]) -> Stored:
+def _stored(path: Path, key: Any, tensor: Any, places: list[tuple[Any, Any]]) -> Stored:
     if not isinstance(key, str):
         raise CheckpointError(f"{path}: damaged: a key that is no text: {key!r}", AGAIN)
     if not isinstance(tensor, _Tensor):
@@ -205,19 +218,81 @@ def _stored(path: Path, key: Any, tensor: Any, places: list[Any]) -> Stored:
             "save the weights alone: torch.distributed.checkpoint.save(model.state_dict(), ...)",
         )
     chunks, properties = tensor.field("chunks"), tensor.field("properties")
-    if len(places) > 1 or (isinstance(chunks, list) and len(chunks) > 1):
-        raise CheckpointError(f"{path}: {key!r} is split over several pieces", _MERGE)
     state = properties.state if isinstance(properties, _StandIn) else None
     dtype = state[0] if isinstance(state, tuple) and state else None
-    shape, place = tensor.field("size"), places[0] if places else None
-    if not isinstance(dtype, str) or dtype not in ITEM_BYTES or not isinstance(place, _StandIn):
+    shape = tensor.field("size")
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES or not places:
+        raise CheckpointError(f"{path}: damaged: {key!r} has no dtype or no place", AGAIN)
+    if not _are_sizes(shape):
+        raise CheckpointError(f"{path}: damaged: the shape or place of {key!r}", AGAIN)
+    shape = tuple(shape)
+    if not (isinstance(chunks, list) and len(chunks) > 1) and len(places) == 1:
+        begin = (0,) * len(shape)
+        return Stored(key, shape, dtype, (_block(path, key, begin, shape, places[0][1]),))
+    blocks = _blocks(path, key, chunks, places)
+    _check_tiles(path, key, shape, blocks)
+    return Stored(key, shape, dtype, tuple(blocks))
+
+
+def _block(
+    path: Path, key: str, start: tuple[int, ...], shape: tuple[int, ...], place: Any
+) -> Block:
+    if not isinstance(place, _StandIn):
         raise CheckpointError(f"{path}: damaged: {key!r} has no dtype or no place", AGAIN)
     file, offset, length = (place.field(name) for name in ("relative_path", "offset", "length"))
     if place.field("transform_descriptors"):
         raise CheckpointError(f"{path}: {key!r} was transformed (compressed) when saved", _MERGE)
-    if not (_are_sizes(shape) and _are_sizes((offset, length)) and isinstance(file, str)):
+    if not (_are_sizes((offset, length)) and isinstance(file, str)):
         raise CheckpointError(f"{path}: damaged: the shape or place of {key!r}", AGAIN)
-    return Stored(key, tuple(shape), dtype, file, offset, length)
+    return Block(start, shape, file, offset, length)
+
+
+def _blocks(path: Path, key: str, chunks: Any, places: list[tuple[Any, Any]]) -> list[Block]:
+    """Return the blocks of a tensor that is stored in several, each with the place of its start."""
+    by_start = {tuple(start): place for start, place in places if _are_sizes(start)}
+    found = []
+    for chunk in chunks if isinstance(chunks, list) else []:
+        start, shape = (
+            (chunk.field("offsets"), chunk.field("sizes"))
+            if isinstance(chunk, _StandIn)
+            else (None, None)
+        )
+        if start is None or shape is None or not (_are_sizes(start) and _are_sizes(shape)):
+            raise CheckpointError(f"{path}: damaged: the shape or place of {key!r}", AGAIN)
+        if tuple(start) not in by_start:
+            raise CheckpointError(
+                f"{path}: the part of {key!r} at {tuple(start)} is missing", AGAIN
+            )
+        found.append(_block(path, key, tuple(start), tuple(shape), by_start[tuple(start)]))
+    if len(found) != len(places):
+        raise CheckpointError(
+            f"{path}: {key!r} has {len(places)} places for {len(found)} parts", AGAIN
+        )
+    return found
+
+
+def _check_tiles(path: Path, key: str, shape: tuple[int, ...], blocks: list[Block]) -> None:
+    """Raise CheckpointError unless the blocks cover the tensor, and no element twice."""
+    for one in blocks:
+        ends = [at + size for at, size in zip(one.start, one.shape, strict=False)]
+        inside = len(one.start) == len(one.shape) == len(shape) and all(map(le, ends, shape))
+        if not inside:
+            raise CheckpointError(
+                f"{path}: the part of {key!r} at {one.start} lies outside of {shape}", AGAIN
+            )
+    if len(blocks) > _MOST_BLOCKS:
+        raise CheckpointError(f"{path}: {key!r} is stored in {len(blocks):,} parts", _MERGE)
+    solid = [one for one in blocks if prod(one.shape)]
+    for one, other in combinations(solid, 2):
+        if all(
+            a < b + n and b < a + m
+            for a, m, b, n in zip(one.start, one.shape, other.start, other.shape, strict=True)
+        ):
+            raise CheckpointError(
+                f"{path}: the parts of {key!r} at {one.start} and {other.start} overlap", AGAIN
+            )
+    if sum(prod(one.shape) for one in solid) != prod(shape):  # inside, and none twice: a gap
+        raise CheckpointError(f"{path}: the parts of {key!r} leave a gap in {shape}", AGAIN)
 
 
 def _are_sizes(values: object) -> bool:
