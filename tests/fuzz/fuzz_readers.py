@@ -57,6 +57,10 @@ TARGETS = (
     (dcp, "__0_0.distcp"),
     (per_module, "index.json"),
     (per_param, "index.json"),
+    (sharded.SHARDED, "model-00001-of-00001.safetensors"),
+    (sharded.SHARDED_PT, "pytorch_model-00001-of-00001.bin"),
+    (per_module, "a.pt"),
+    (per_param, "a.weight.pt"),
 )
 
 
