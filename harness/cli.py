@@ -35,6 +35,7 @@ app.command(epilog=floor_verb.EXAMPLES)(floor_verb.floor)
 app.command(epilog=verbs.REPORT_EXAMPLES)(verbs.report)
 app.command(epilog=verbs.HISTORY_EXAMPLES)(verbs.history)
 app.command(epilog=predict_verb.PREDICT_EXAMPLES)(predict_verb.predict)
+app.command(epilog=gate_verbs.COMPARE_EXAMPLES)(gate_verbs.compare)
 out, err = Console(emoji=False), Console(stderr=True, emoji=False)
 
 

@@ -159,7 +159,7 @@ def _series(
         before, after = was.figures.get(metric_name), now.figures.get(metric_name)
         if before and after:
             phases = _growth(metric, was, now)
-            yield _figure(name, metric, tolerance, before, after, phases)
+            yield judge_figure(name, metric, tolerance, before, after, phases)
         elif before:
             yield Line(Verdict.MISSING, name, metric.title, f"{metric.title} was not measured")
 
@@ -173,7 +173,7 @@ def _outcome(name: str, was: Series, now: Series) -> Line:
     return Line(Verdict.IMPROVED if now.is_ok else worse, name, "outcome", text)
 
 
-def _figure(
+def judge_figure(
     name: str,
     metric: Metric,
     tolerance: Tolerance,

@@ -1,7 +1,7 @@
 """A judgement as text: a table for the terminal, Markdown for a step summary. The worst line first."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from rich import box
@@ -32,7 +32,7 @@ _MARKS: Final = dict.fromkeys(FAILING, "❌") | {
 def terminal(judgement: Judgement, *, whole: bool = False) -> RenderableType:
     """Return the judgement for a terminal; lines that are as they were only where ``whole``."""
     shown = _shown(judgement, whole)
-    names, common = _short_names(shown)
+    names, common = short_names(line.series for line in shown)
     parts = [_sentence(line, names) for line in shown if not _has_figures(line) and _fails(line)]
     if figures := [line for line in shown if _has_figures(line)]:
         parts.append(_terminal_table(figures, names))
@@ -49,7 +49,7 @@ def terminal(judgement: Judgement, *, whole: bool = False) -> RenderableType:
 
 def write_markdown(judgement: Judgement, *, title: str = "weighin check") -> str:
     """Return the judgement as Markdown: what fails first, all that is as it was folded away."""
-    names, common = _short_names(judgement.lines)
+    names, common = short_names(line.series for line in judgement.lines)
     mark = "❌" if judgement.failed else "✅"
     parts = [f"## {mark} {title}\n\n{markdown(summary(judgement))}"]
     notable = [line for line in judgement.lines if line.verdict is not Verdict.SAME]
@@ -74,6 +74,26 @@ def summary(judgement: Judgement) -> str:
     counts = Counter(line.verdict for line in judgement.lines)
     words = [f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict]]
     return f"gate {'failed' if judgement.failed else 'passed'}: {', '.join(words) or 'nothing to judge'}"
+
+
+def short_names(names: Iterable[str]) -> tuple[dict[str, str], str]:
+    """Return a short name for each series, and the words that all of them have in common."""
+    full = {name: name.split(" ") for name in names}
+    series = [words for words in full.values() if len(words) > FORMAT]  # not "environment"
+    common = set(series[0]).intersection(*series[1:]) if series else set()
+    common -= {"", *(words[STRATEGY] for words in series)}
+    formats = {(words[STRATEGY], words[FORMAT]) for words in series}
+    # One format for each strategy: the strategy says it.
+    said = {FORMAT} if len(formats) == len({strategy for strategy, _ in formats}) else set()
+    short = {
+        name: " ".join(
+            word
+            for index, word in enumerate(words)
+            if len(words) <= FORMAT or (word not in common and index not in said)
+        )
+        for name, words in full.items()
+    }
+    return short, " ".join(word for word in series[0] if word in common) if series else ""
 
 
 def phase_lines(line: Line) -> list[str]:
@@ -157,26 +177,6 @@ def _cells(line: Line, name: str) -> list[str]:
         if line.grown and line.verdict in FAILING:
             grew = f"{one_line(line.grown.phase)}\n{metric.change(0, line.grown.step)}"
     return [name, line.what if metric else one_line(line.text), *numbers, grew]
-
-
-def _short_names(lines: Sequence[Line]) -> tuple[dict[str, str], str]:
-    """Return a short name for each series, and the words that all of them have in common."""
-    full = {line.series: line.series.split(" ") for line in lines}
-    series = [words for words in full.values() if len(words) > 1]  # the others are "environment"
-    common = set(series[0]).intersection(*series[1:]) if series else set()
-    common -= {words[STRATEGY] for words in series}
-    formats = {(words[STRATEGY], words[FORMAT]) for words in series}
-    # One format for each strategy: the strategy says it.
-    said = {FORMAT} if len(formats) == len({strategy for strategy, _ in formats}) else set()
-    short = {
-        name: " ".join(
-            word
-            for index, word in enumerate(words)
-            if len(words) == 1 or (word not in common and index not in said)
-        )
-        for name, words in full.items()
-    }
-    return short, " ".join(word for word in series[0] if word in common) if series else ""
 
 
 def _markdown_table(lines: Sequence[Line], names: dict[str, str]) -> str:

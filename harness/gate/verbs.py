@@ -19,6 +19,12 @@ CHECK_EXAMPLES = (
     "weighin check results/RUN --baseline baseline.yaml --github"
 )
 
+COMPARE_EXAMPLES = (
+    "Examples:\n\n"
+    "weighin compare results/torch-2.13 results/torch-2.14\n\n"
+    "weighin compare results/main results/branch --metrics above_import,ready"
+)
+
 out, err = Console(emoji=False), Console(stderr=True, emoji=False)
 
 
@@ -65,8 +71,9 @@ def check(
         if baseline is None:
             raise ConfigError("--update has no file to write", "name it: --baseline baseline.yaml")
         _show_difference(baseline, checks.update(measured, baseline))
-    names = [name.strip() for name in metrics.split(",") if name.strip()]
-    judgement = checks.check(measured, baseline, extra_budgets=budget or [], metrics=names)
+    judgement = checks.check(
+        measured, baseline, extra_budgets=budget or [], metrics=_names(metrics)
+    )
     out.print(tables.terminal(judgement, whole=show_all))
     if github:
         for line in outputs.annotations(judgement, str(baseline) if baseline else None):
@@ -86,12 +93,35 @@ def check(
         raise typer.Exit(GATE_FAILED_EXIT)
 
 
+def compare(
+    runs: Annotated[
+        list[Path], typer.Argument(help="Folders of runs; the first is compared with.")
+    ],
+    metrics: Annotated[
+        str, typer.Option(help="Show only these, divided by commas: above_import,ready.")
+    ] = "",
+    markdown: Annotated[Path | None, typer.Option(help="Write the comparison as Markdown.")] = None,
+) -> None:
+    """Set several runs beside each other: two commits, two torch versions; judges nothing."""
+    from harness.gate import comparing
+
+    comparison = comparing.compare(runs, _names(metrics))
+    _note(comparison.warnings)
+    out.print(comparing.terminal(comparison))
+    if markdown:
+        _write(markdown, comparing.write_markdown(comparison))
+
+
 def _show_difference(baseline: Path, lines: list[str]) -> None:
     styles = {"+": "green", "-": "red", "@": "cyan"}
     for line in lines:
         out.print(Text(line, style=styles.get(line[0], "")), soft_wrap=True)
     what = "written" if lines else "is already what was measured"
     out.print(f"{baseline} {what}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _append_summary(text: str) -> None:

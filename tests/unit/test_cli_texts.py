@@ -50,6 +50,13 @@ VERBS = {
             "weighin floor --resume results/20261120T093000-gpt2-medium-floor",
         ],
     ),
+    ("compare",): (
+        "Set several runs beside each other: two commits, two torch versions; judges nothing.",
+        [
+            "weighin compare results/torch-2.13 results/torch-2.14",
+            "weighin compare results/main results/branch --metrics above_import,ready",
+        ],
+    ),
     ("convert",): (
         "Write a checkpoint again in another layout or dtype; holds a few pieces of 16 MiB, no more.",
         [

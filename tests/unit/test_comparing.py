@@ -1,0 +1,102 @@
+"""``weighin compare``: runs beside each other, and what is said of each."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from factories import SCRIPTS, make_cell, make_result
+from test_check import run_of, typed
+from test_judging import STREAMING, grown
+
+from harness.errors import ConfigError
+from harness.gate.comparing import compare, write_markdown
+from harness.record import Outcome, Result
+
+
+def at(result: Result, commit: str, torch: str = "2.13.0") -> Result:
+    return replace(result, environment=result.environment | {"git_commit": commit, "torch": torch})
+
+
+@pytest.fixture(name="runs")
+def _runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Two commits; in the second a tensor is kept, one cell is killed, and one is new."""
+    monkeypatch.chdir(tmp_path)
+    first, second = "a" * 40, "b" * 40
+    baseline, sequential = make_cell("baseline"), make_cell("sequential")
+    run_of(
+        Path("main"),
+        at(make_result(STREAMING), first),
+        at(make_result(baseline, SCRIPTS["streaming"]), first),
+    )
+    run_of(
+        Path("branch"),
+        at(grown(), second, "2.14.0"),
+        at(make_result(baseline), second, "2.14.0"),
+        at(make_result(sequential, outcome=Outcome.TIMEOUT), second, "2.14.0"),
+    )
+    return [Path("main"), Path("branch")]
+
+
+def test_the_whole_text(runs: list[Path]) -> None:
+    code, text = typed("compare", *runs, "--metrics", "above_import,ready")
+    assert code == 0
+    assert [line.rstrip() for line in text.splitlines()] == [
+        "A = main: commit aaaaaaaaaa, torch 2.13.0",
+        "B = branch: commit bbbbbbbbbb, torch 2.14.0",
+        "",
+        " series      metric                A           B",
+        " ───────────────────────────────────────────────",
+        " streaming   above_import  6.450 GiB   6.770 GiB",
+        "                                          +5.0 %",
+        "             ready            7.30 s      7.30 s",
+        "                                          +0.0 %",
+        " baseline    outcome              ok  oom_killed",
+        "             above_import  6.450 GiB           -",
+        "             ready            7.30 s           -",
+        " sequential  outcome               -     timeout",
+        "",
+        "all: gpt2-xl float32 cpu cold docker ram=8GiB",
+        "2 figures compared with A: 1 larger and 0 smaller beyond noise",
+    ]
+
+
+def test_the_whole_markdown(runs: list[Path]) -> None:
+    assert typed("compare", *runs, "--metrics", "anon", "--markdown", "sub/out.md")[0] == 0
+    assert Path("sub/out.md").read_text() == (
+        "- A = main: commit aaaaaaaaaa, torch 2.13.0\n"
+        "- B = branch: commit bbbbbbbbbb, torch 2.14.0\n"
+        "\n"
+        "| series | metric | A | B |\n"
+        "| --- | --- | ---: | ---: |\n"
+        "| streaming | anon (sampled) | 6.550 GiB | 6.870 GiB **+327.7 MiB (+4.9 %)** |\n"
+        "| baseline | outcome | ok | oom_killed |\n"
+        "| baseline | anon (sampled) | 6.550 GiB | - |\n"
+        "| sequential | outcome | - | timeout |\n"
+        "\n"
+        "All: gpt2-xl float32 cpu cold docker ram=8GiB\n"
+        "\n"
+        "1 figures compared with A: 1 larger and 0 smaller beyond noise\n"
+    )
+
+
+def test_what_is_one_thing_in_each_run_is_said_of_the_run(tmp_path: Path) -> None:
+    other = replace(STREAMING, isolation="process")
+    folders = [
+        run_of(tmp_path / "a", make_result(STREAMING)),
+        run_of(tmp_path / "b", make_result(other)),
+    ]
+    comparison = compare(folders)
+    assert comparison.headings == (
+        f"A = {folders[0]}: docker, torch 2.13.0",
+        f"B = {folders[1]}: process, torch 2.13.0",
+    )
+    assert all(row.lines[0] for row in comparison.rows if row.what != "peak_cgroup")
+    assert "process" not in write_markdown(comparison).partition("| series")[2]
+
+
+def test_one_run_is_not_compared(runs: list[Path]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compare(runs[:1])
+    assert str(caught.value) == (
+        "cannot compare 1 run\nname two or more: weighin compare results/RUN_A results/RUN_B"
+    )
