@@ -11,9 +11,9 @@ from harness.gate import baseline as baselines
 from harness.gate import budgets
 from harness.gate.judging import Judgement, judge
 from harness.gate.metrics import named
-from harness.gate.series import Series, summarise
+from harness.gate.series import Run, Series, summarise
 from harness.gate.settings import Setting, settings_of
-from harness.record import Outcome, Result
+from harness.record import Outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ def read_runs(folders: Sequence[Path]) -> Measured:
         RecordError: one is no run, or nothing was measured.
     """
     warnings: list[str] = []
-    runs: list[Sequence[Result]] = []
+    runs: list[Run] = []
     for folder in folders:
         records = journal.read(folder)
         if not records.results:
@@ -41,9 +41,14 @@ def read_runs(folders: Sequence[Path]) -> Measured:
                 f"measure first: weighin bench --resume {quote(str(folder))}",
             )
         warnings += records.warnings
-        runs.append(records.results)
-    described = [result.environment for results in runs for result in results if result.environment]
+        runs.append(Run(records.results, _is_search(folder)))
+    described = [one.environment for run in runs for one in run.results if one.environment]
     return Measured(settings_of(described), summarise(runs), tuple(warnings))
+
+
+def _is_search(folder: Path) -> bool:
+    """Tell whether the run looked for floors; a run without its plan is taken for a bench."""
+    return (folder / journal.PLAN).exists() and "within" in journal.read_plan(folder).settings
 
 
 def check(

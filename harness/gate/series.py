@@ -2,11 +2,12 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median_low
 from typing import Final
 
 from harness.cell import Cell
+from harness.floor import floors as find_floors
 from harness.gate.metrics import METRICS, PHASE_FIGURES, phases_of_load
 from harness.record import Outcome, Result
 from harness.text import one_line
@@ -71,16 +72,34 @@ def name_of(cell: Cell) -> str:
     return " ".join(one_line(word).replace(" ", "_") for word in words)  # a space divides words
 
 
-def summarise(runs: Iterable[Sequence[Result]]) -> dict[str, Series]:
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The results of one run. ``is_search`` where its limits were chosen by a search for floors."""
+
+    results: Sequence[Result]
+    is_search: bool = False
+
+
+def summarise(runs: Iterable[Run]) -> dict[str, Series]:
     """Return the series of some runs by name, in their order; the runs' repeats count together.
 
-    A cell with two records in one run counts with its last.
+    A cell with two records in one run counts with its last. A search gives one series for each
+    floor: its cells without a limit, and the floor as a figure of theirs.
     """
     groups: dict[str, list[Result]] = {}
-    for results in runs:
-        for result in {result.cell.id: result for result in results}.values():
-            groups.setdefault(name_of(result.cell), []).append(result)
-    return {name: _series(group) for name, group in groups.items()}
+    floors: dict[str, list[int]] = {}
+    for run in runs:
+        for result in {result.cell.id: result for result in run.results}.values():
+            if not run.is_search or result.cell.ram_limit_bytes is None:
+                groups.setdefault(name_of(result.cell), []).append(result)
+        for floor in find_floors(run.results) if run.is_search else ():
+            if floor.bytes is not None:
+                floors.setdefault(name_of(floor.cell), []).append(floor.bytes)
+    series = {name: _series(group) for name, group in groups.items()}
+    for name, found in floors.items():
+        figures = series[name].figures | {"floor": Figure.of(found)}
+        series[name] = replace(series[name], figures=figures)
+    return series
 
 
 def _series(group: Sequence[Result]) -> Series:

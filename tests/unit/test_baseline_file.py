@@ -14,7 +14,7 @@ from harness.errors import ConfigError, HarnessError, SchemaTooNew
 from harness.gate import baseline
 from harness.gate.baseline import read, update
 from harness.gate.metrics import METRICS, Tolerance
-from harness.gate.series import Figure, Series, summarise
+from harness.gate.series import Figure, Run, Series, summarise
 from harness.record import Outcome
 from harness.units import GIB, MIB
 
@@ -130,7 +130,7 @@ def test_what_is_switched_off_is_not_written(tmp_path: Path) -> None:
 def test_real_results_come_back_as_they_were(tmp_path: Path) -> None:
     results = [make_result(make_cell("streaming", repeat=number)) for number in range(3)]
     results.append(make_result(make_cell("baseline"), outcome=Outcome.OOM_KILLED))
-    series = summarise([results])
+    series = summarise([Run(results)])
     path = tmp_path / "baseline.yaml"
     update(path, results[0].environment, series)
     known = read(path).series

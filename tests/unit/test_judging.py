@@ -12,7 +12,7 @@ from harness.gate import baseline, budgets
 from harness.gate.baseline import Baseline, Rules, default_rules
 from harness.gate.judging import Judgement, Line, Verdict, judge
 from harness.gate.metrics import METRICS, Tolerance
-from harness.gate.series import Figure, Series, summarise
+from harness.gate.series import Figure, Run, Series, summarise
 from harness.gate.settings import settings_of
 from harness.record import Outcome, Result
 from harness.units import GIB, MIB
@@ -23,8 +23,8 @@ KEPT_GIB = 0.32  # 5 % of the model
 
 def judged(was: list[Result], now: list[Result], rules: Rules | None = None) -> Judgement:
     rules = rules or default_rules()
-    known = Baseline(rules, settings_of(one.environment for one in was), summarise([was]))
-    return judge(known, rules, settings_of(one.environment for one in now), summarise([now]))
+    known = Baseline(rules, settings_of(one.environment for one in was), summarise([Run(was)]))
+    return judge(known, rules, settings_of(one.environment for one in now), summarise([Run(now)]))
 
 
 def verdicts(judgement: Judgement) -> dict[str, Verdict]:
@@ -250,6 +250,36 @@ def test_a_budget_that_nothing_was_compared_with_is_not_kept() -> None:
     rules = Rules({}, (budgets.parse("streamin: peak_rss <= 8GiB"),))
     [line] = judge(None, rules, {}, one_series(peak_rss=1)).failed
     assert line.text == "streamin: peak_rss <= 8GiB: nothing that was measured has such a figure"
+
+
+def search(floor_mib: int, step_mib: int = 8) -> Run:
+    """A search for the floor of one strategy, with the cells that it takes."""
+    free = replace(STREAMING, ram_limit_bytes=None)
+    fails = replace(STREAMING, ram_limit_bytes=(floor_mib - step_mib) * MIB)
+    works = [replace(STREAMING, ram_limit_bytes=floor_mib * MIB, repeat=n) for n in range(3)]
+    results = [make_result(free), make_result(fails, outcome=Outcome.OOM_KILLED)]
+    return Run([*results, *(make_result(one, outcome=Outcome.OK) for one in works)], True)
+
+
+def test_a_search_is_one_series_with_its_floor_whatever_limits_it_tried() -> None:
+    was, now = summarise([search(6800)]), summarise([search(7100)])
+    assert list(was) == ["gpt2-xl streaming safetensors float32 cpu cold docker ram=none"]
+    [line] = [one for one in judge_series(was, now).lines if one.what == "floor"]
+    assert (line.verdict, line.was, line.now) == (Verdict.REGRESSED, 6800 * MIB, 7100 * MIB)
+    [line] = [one for one in judge_series(was, was).lines if one.what == "floor"]
+    assert line.verdict is Verdict.SAME
+
+
+def test_a_floor_that_was_not_found_is_missing() -> None:
+    was, now = summarise([search(6800)]), summarise([search(6800, step_mib=2000)])
+    [line] = judge_series(was, now).failed
+    assert (line.verdict, line.text) == (Verdict.MISSING, "floor was not measured")
+
+
+def test_a_budget_of_a_floor() -> None:
+    rules = Rules({}, (budgets.parse("floor <= 7GiB"),))
+    assert judge(None, rules, {}, summarise([search(6800)])).failed == ()
+    assert judge(None, rules, {}, summarise([search(7200)])).failed != ()
 
 
 def test_a_cell_that_was_skipped_from_the_start_passes() -> None:
