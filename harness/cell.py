@@ -58,6 +58,18 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
+class Body:
+    """A test's body, or a function, that a worker runs in place of a load.
+
+    ``pytest_arguments`` name the one test, and its reports go to ``path`` as JSON; where there are
+    none, ``path`` holds a pickle of a function, its arguments and its keyword arguments.
+    """
+
+    path: str
+    pytest_arguments: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """A cell with the places of all that its worker reads. Paths are the worker's own.
 
@@ -65,6 +77,8 @@ class Job:
     folders from which the model's builder is imported, where it is not one of ours. ``target`` is
     the empty folder that a save writes to. ``trace`` is
     whether the CUDA allocator notes its every event.
+    folders from which the model's builder is imported, where it is not one of ours. With a
+    ``body`` there is no load: of the rest only the cell, the time and ``python_path`` count.
     """
 
     cell: Cell
@@ -75,3 +89,4 @@ class Job:
     timeout_s: float = 600.0
     target: str = ""
     trace: bool = False
+    body: Body | None = None

@@ -10,14 +10,14 @@ from harness.errors import ConfigError, HarnessError
 
 
 @contextmanager
-def only_run() -> Iterator[None]:
-    """Hold the lock; it goes with the process that holds it.
+def only_run(patience_s: float = 0) -> Iterator[None]:
+    """Hold the lock; it goes with the process that holds it. Waits ``patience_s`` for it.
 
     Raises:
         HarnessError: another run holds it. ConfigError: the cache's folder cannot be written.
     """
     path = cache.folder() / "measuring.lock"
-    lock = FileLock(path, blocking=False)
+    lock = FileLock(path, timeout=patience_s)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire()

@@ -39,7 +39,8 @@ class Progress:
 class Run:
     """One run to perform: cells, where their records go, and what they load.
 
-    A run that ``is_new`` leaves no folder where it fails before its first record.
+    A run that ``is_new`` leaves no folder where it fails before its first record. ``patience_s``
+    is how long it waits for another run on this machine to end.
     """
 
     folder: Path
@@ -51,6 +52,7 @@ class Run:
     steady: bool = False
     trace: bool = False
     is_new: bool = False
+    patience_s: float = 0
 
 
 Following = Callable[[Sequence[Result]], Planned | None]
@@ -82,6 +84,8 @@ def _run(task: Run, progress: Progress, following: Following | None) -> None:
     task.isolation.check()
     with only_run(), stopping.stoppable():
         for line in [*task.isolation.remove_stale(), *saving.remove_leftovers()]:
+    with only_run(task.patience_s), stopping.stoppable():
+        for line in task.isolation.remove_stale():
             progress.preparing(f"removed what a dead run left: {line}", None)
         results = list(journal.read(task.folder).results)
         if following is None:

@@ -15,7 +15,7 @@ from rich.text import Text
 from harness import journal
 from harness.errors import ConfigError, RecordError
 from harness.gate.metrics import Metric, named
-from harness.gate.series import Figure, summarise
+from harness.gate.series import Figure, Run, summarise
 from harness.gate.settings import Difference, Setting, differences, settings_of
 from harness.report.steps import find_steps
 
@@ -103,7 +103,7 @@ def read(folder: Path, metric: str, words: Sequence[str] = ()) -> History:
         )
     points: dict[str, list[Point]] = {}
     for moment, results in runs:
-        for name, series in summarise([results]).items():
+        for name, series in summarise([Run(results)]).items():
             if all(word in name for word in words) and series.outcome != "skipped":
                 point = Point(moment, series.outcome, series.figures.get(chosen.name))
                 points.setdefault(name, []).append(point)

@@ -53,6 +53,10 @@ def main() -> None:
     lifeline = Lifeline()
     job = decode_job(lifeline.receive_job())
     marks = Marks(lifeline)
+    if job.body:
+        from harness.worker.body import run_body
+
+        run_body(job, job.body, lifeline, marks)
     try:
         prepared = prepare(job, lifeline, marks)
     except Exception as error:

@@ -55,6 +55,10 @@ class Marks:
         if time.monotonic_ns() - self._start_ns >= _SHORTEST_GAP_NS:
             self._close(UNNAMED)
 
+    def close_rest(self, name: str) -> None:
+        """Close what ran since the last mark as a phase of this name, however short it was."""
+        self._close(name)
+
     def restart(self) -> None:
         """Leave out what ran since the last mark: it was the harness's own."""
         self._faults = _read_faults()

@@ -24,7 +24,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from harness.cell import Cell, Job, ModelSpec
+from harness.cell import Body, Cell, Job, ModelSpec
 
 ACKNOWLEDGEMENT = b"\n"
 
@@ -40,7 +40,9 @@ def decode_job(line: bytes) -> Job:
     cell = fields.pop("cell")
     model = ModelSpec(**cell.pop("model"))
     python_path = tuple(fields.pop("python_path"))
-    return Job(cell=Cell(model=model, **cell), python_path=python_path, **fields)
+    if body := fields.pop("body"):
+        body = Body(body["path"], tuple(body["pytest_arguments"]))
+    return Job(cell=Cell(model=model, **cell), python_path=python_path, body=body, **fields)
 
 
 def encode_event(event: dict[str, Any]) -> bytes:

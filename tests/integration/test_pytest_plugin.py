@@ -1,0 +1,248 @@
+"""The pytest plugin in a pytest of its own, as a user has it: real workers, whole messages."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from harness.units import MIB
+
+pytest_plugins = ["pytester"]
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(name="user")
+def _user(
+    pytester: pytest.Pytester, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> pytest.Pytester:
+    monkeypatch.setenv("WEIGHIN_CACHE", str(disk / "cache"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("PYTEST_ADDOPTS", "--strict-markers -W error")
+    return pytester
+
+
+def run(user: pytest.Pytester, text: str, *arguments: str) -> pytest.RunResult:
+    user.makepyfile(text)
+    return user.runpytest_subprocess("--weighin-isolation", "process", *arguments)
+
+
+def test_the_plugin_is_found_and_imports_nothing_of_weighin(user: pytest.Pytester) -> None:
+    result = run(
+        user,
+        """
+        import sys
+        def test_light():
+            ours = sorted(name for name in sys.modules if name.partition(".")[0] == "harness")
+            assert ours == ["harness", "harness.pytest_plugin"], ours
+            assert not {"torch", "pandas", "pydantic"} & set(sys.modules)
+        """,
+    )
+    result.assert_outcomes(passed=1)
+    assert "weighin-0.1.0" in result.stdout.str()
+
+
+def test_bodies_whose_peaks_are_limited(
+    user: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user.makeconftest(
+        """
+        import os, pytest
+        @pytest.fixture
+        def outside():
+            return os.environ["PARENT_PID"]
+        """
+    )
+    monkeypatch.setenv("PARENT_PID", "none")
+    result = run(
+        user,
+        """
+        import os, pytest, torch
+        def ones(mib):
+            return torch.ones(mib * 2**20 // 4)
+        before = ones(200)  # held before the body: not a part of it
+
+        @pytest.mark.limit_peak("60MiB", metric="anon")
+        def test_fits(tmp_path, outside):
+            assert tmp_path.exists() and outside == "none"
+            kept = ones(50)
+
+        @pytest.mark.limit_peak("60MiB")
+        def test_too_much(weighin):
+            with weighin.phase("read"):
+                first = ones(40)
+            with weighin.phase("apply"):
+                second = ones(40)
+
+        @pytest.mark.limit_peak("1GiB")
+        @pytest.mark.parametrize("number", [1, 2])
+        def test_asserts(number):
+            assert number == 1
+
+        @pytest.mark.limit_peak("1GiB")
+        def test_skips():
+            pytest.skip("not today")
+
+        @pytest.mark.xfail(strict=True)
+        @pytest.mark.limit_peak("1GiB")
+        def test_xfails():
+            raise ValueError
+
+        @pytest.mark.limit_peak("1GiB")
+        def test_dies():
+            os._exit(3)
+
+        def test_usual():
+            ones(300)
+        """,
+        "-v",
+    )
+    result.assert_outcomes(passed=3, failed=3, skipped=1, xfailed=1)
+    text = result.stdout.str()
+    held = re.search(
+        r"^the test's body held (\d+\.\d+) MiB of rss \(exact\) above what was there before it;"
+        r" its limit is 60\.000 MiB$",
+        text,
+        re.MULTILINE,
+    )
+    assert held
+    assert 80 <= float(held[1]) < 90
+    assert re.search(
+        r"^the highest phase is 'apply': 8\d\.\d+ MiB of RSS above the start$", text, re.MULTILINE
+    )
+    assert re.search(r"^phase +time +peak RSS +anonymous at end$", text, re.MULTILINE)
+    assert re.search(r"^apply +\d.* MiB +\d+\.\d+ MiB$", text, re.MULTILINE)
+    assert "weighin: phases under process" in text
+    assert "E       assert 2 == 1" in text
+    assert (
+        "the test's process ended before pytest could report: strategy_failed:"
+        " the worker ended with exit code 3 in phase 'body'"
+    ) in text
+
+
+def test_loads_and_functions_are_measured(user: pytest.Pytester) -> None:
+    result = run(
+        user,
+        f"""
+        import time, pytest, torch
+        from harness.errors import HarnessError
+
+        def load(mib, *, keep):
+            tensor = torch.ones(mib * {MIB} // 4)
+
+        def fail():
+            raise KeyError("gone")
+
+        def test_a_function(weighin):
+            run = weighin.measure(load, 50, keep=True)
+            assert run.outcome == "ok"
+            assert 50 <= (run.peaks.rss_bytes - run.baseline.rss_bytes) / {MIB} < 60
+            assert weighin.measure(fail).message.startswith("KeyError: 'gone' (")
+
+        def test_a_strategy(weighin):
+            run = weighin.measure("mmap_assign", model="gpt2-tiny")
+            assert run.outcome == "ok" and run.model_bytes == 1891840
+            assert [phase.name for phase in run.phases if phase.name != "other"][-2:] == ["touch", "forward"]
+            assert run.peaks.rss_bytes <= 1.2 * run.model_bytes
+
+        def test_what_cannot_be_measured(weighin):
+            with pytest.raises(HarnessError, match="no strategy is called 'mmap_asign'"):
+                weighin.measure("mmap_asign")
+            with pytest.raises(HarnessError, match="cannot be called in another process"):
+                weighin.measure(lambda: None)
+            with pytest.raises(HarnessError, match="cannot hold a RAM limit"):
+                weighin.measure(load, 50, keep=True, ram="2g")
+
+        @pytest.mark.limit_peak("60MB")
+        def test_a_limit_that_says_two_things(): ...
+
+        @pytest.mark.limit_peak("60MiB", metric="rs")
+        def test_a_metric_that_is_none(): ...
+
+        @pytest.mark.limit_peak("60MiB", metric="cgroup")
+        def test_a_metric_that_was_not_measured(): ...
+        """,
+    )
+    result.assert_outcomes(passed=2, failed=4)
+    text = result.stdout.str()
+    assert "weighin: mmap_assign ok" in text  # the phases, behind the assertion on the model's size
+    assert re.search(r"^touch +\d.* MiB +\d+\.\d+ MiB$", text, re.MULTILINE)
+    assert "'60MB' is ambiguous: MB is 1000-based for some tools and 1024-based for others" in text
+    assert "no metric is called 'rs'\ndid you mean 'rss'? known: anon, cgroup, cuda, rss" in text
+    assert "cgroup was not measured under the isolation process: needs the cgroup isolation" in text
+
+
+@pytest.mark.cgroup
+def test_a_body_can_be_held_to_a_limit_by_the_kernel(user: pytest.Pytester) -> None:
+    user.makepyfile(
+        """
+        import pytest, torch
+        @pytest.mark.limit_peak("1GiB", ram="500m")
+        def test_killed(): torch.ones(2**30 // 4)
+
+        @pytest.mark.limit_peak("120MiB", metric="cgroup")
+        def test_fits(): torch.ones(100 * 2**20 // 4)
+        """
+    )
+    result = user.runpytest_subprocess("--weighin-isolation", "cgroup")
+    result.assert_outcomes(passed=1, failed=1)
+    assert (
+        "the test's process ended before pytest could report: oom_killed: killed by the kernel for"
+        " lack of memory in phase 'body'"
+    ) in result.stdout.str()
+
+
+def test_a_body_in_docker_is_refused_with_its_repair(user: pytest.Pytester) -> None:
+    user.makeini("[pytest]\nweighin_isolation = docker\n")
+    user.makepyfile(
+        """
+        import pytest
+        @pytest.mark.limit_peak("1GiB")
+        def test_body(): ...
+        """
+    )
+    result = user.runpytest_subprocess()
+    result.assert_outcomes(failed=1)
+    assert (
+        "a test's own body cannot run in Docker: the image has nothing of what it imports\n"
+        "use --weighin-isolation cgroup or process, or measure a strategy: weighin.measure(...)"
+    ) in result.stdout.str()
+
+
+def test_other_tests_fixtures_are_torn_down_around_a_measured_body(user: pytest.Pytester) -> None:
+    user.makepyfile(
+        test_a="""
+        import pytest
+        @pytest.fixture(scope="module", autouse=True)
+        def shared():
+            yield
+            print("torn down")
+        def test_first(): ...
+        @pytest.mark.limit_peak("1GiB")
+        def test_last(): ...
+        """,
+        test_b="def test_after(): ...",
+    )
+    result = user.runpytest_subprocess("-s", "--weighin-isolation", "process")
+    result.assert_outcomes(passed=3)
+    assert result.stdout.str().count("torn down") == 1
+
+
+def test_workers_get_this_pythons_path(user: pytest.Pytester) -> None:
+    (user.path / "lib").mkdir()
+    (user.path / "lib" / "mine.py").write_text("def load(): return 1\n")
+    user.makeini("[pytest]\npythonpath = lib\naddopts = --no-such-option-in-the-worker\n")
+    user.makeconftest(
+        "def pytest_addoption(parser): parser.addoption('--no-such-option-in-the-worker', action='store_true')"
+    )
+    result = run(
+        user,
+        """
+        import mine, pytest
+        @pytest.mark.limit_peak("1GiB")
+        def test_body(): assert mine.load() == 1
+        def test_function(weighin): assert weighin.measure(mine.load).outcome == "ok"
+        """,
+    )
+    result.assert_outcomes(passed=2)
