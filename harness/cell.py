@@ -76,9 +76,7 @@ class Job:
     ``manifest`` holds the expected tensors with their checksums; ``python_path`` holds the
     folders from which the model's builder is imported, where it is not one of ours. ``target`` is
     the empty folder that a save writes to. ``trace`` is
-    whether the CUDA allocator notes its every event.
-    folders from which the model's builder is imported, where it is not one of ours. With a
-    ``body`` there is no load: of the rest only the cell, the time and ``python_path`` count.
+    whether the CUDA allocator notes its every event. With a ``body`` there is no load: of the rest only the cell, the time and ``python_path`` count.
     """
 
     cell: Cell

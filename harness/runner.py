@@ -82,10 +82,8 @@ def run(task: Run, progress: Progress, following: Following | None = None) -> li
 
 def _run(task: Run, progress: Progress, following: Following | None) -> None:
     task.isolation.check()
-    with only_run(), stopping.stoppable():
-        for line in [*task.isolation.remove_stale(), *saving.remove_leftovers()]:
     with only_run(task.patience_s), stopping.stoppable():
-        for line in task.isolation.remove_stale():
+        for line in [*task.isolation.remove_stale(), *saving.remove_leftovers()]:
             progress.preparing(f"removed what a dead run left: {line}", None)
         results = list(journal.read(task.folder).results)
         if following is None:

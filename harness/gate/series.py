@@ -67,6 +67,8 @@ def name_of(cell: Cell) -> str:
         cell.isolation,
         f"ram={format_exact(limit)}" if limit else "ram=none",
         *(["operation=save"] if cell.operation == "save" else []),
+        *([f"vram={format_exact(cell.vram_limit_bytes)}"] if cell.vram_limit_bytes else []),
+        *([f"passes={cell.passes}"] if cell.passes != 1 else []),
         *(f"{key}={value}" for key, value in sorted(cell.options.items())),
     ]
     return " ".join(one_line(word).replace(" ", "_") for word in words)  # a space divides words

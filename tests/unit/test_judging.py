@@ -12,7 +12,7 @@ from harness.gate import baseline, budgets
 from harness.gate.baseline import Baseline, Rules, default_rules
 from harness.gate.judging import Judgement, Line, Verdict, judge
 from harness.gate.metrics import METRICS, Tolerance
-from harness.gate.series import Figure, Run, Series, summarise
+from harness.gate.series import Figure, Run, Series, name_of, summarise
 from harness.gate.settings import settings_of
 from harness.record import Outcome, Result
 from harness.units import GIB, MIB
@@ -259,6 +259,14 @@ def search(floor_mib: int, step_mib: int = 8) -> Run:
     works = [replace(STREAMING, ram_limit_bytes=floor_mib * MIB, repeat=n) for n in range(3)]
     results = [make_result(free), make_result(fails, outcome=Outcome.OOM_KILLED)]
     return Run([*results, *(make_result(one, outcome=Outcome.OK) for one in works)], True)
+
+
+def test_what_a_series_is_called() -> None:
+    assert name_of(STREAMING) == "gpt2-xl streaming safetensors float32 cpu cold docker ram=8GiB"
+    other = replace(
+        STREAMING, vram_limit_bytes=GIB, operation="save", passes=2, options={"a b": "c d"}
+    )
+    assert name_of(other) == f"{name_of(STREAMING)} operation=save vram=1GiB passes=2 a_b=c_d"
 
 
 def test_a_search_is_one_series_with_its_floor_whatever_limits_it_tried() -> None:
