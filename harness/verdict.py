@@ -2,14 +2,13 @@
 
 * **killed**: it did not end ok, and the kernel's counters say that it killed a process of the cell
   for lack of memory; or the CUDA allocator refused.
-* **thrashes**: it lacked memory, and lost time by it.
+* **thrashes**: it lost time for lack of memory. Either of two signs is enough:
 
-  - It *lacked memory* where at least ``REFAULTS_PER_MODEL`` of the model's size was read again
-    after the kernel had taken it back (refaults), or where tasks waited for memory during
-    ``STALLED_SHARE`` of the load (PSI some).
-  - It *lost time* where it took ``SLOWDOWN`` times as long as without a limit, or did not end in
+  - Its tasks waited for memory during ``STALLED_SHARE`` of the load or more (PSI some).
+  - At least ``REFAULTS_PER_MODEL`` of the model's size was read again after the kernel had taken it
+    back (refaults), and it took ``SLOWDOWN`` times as long as without a limit, or did not end in
     the time allowed. Where there is no ok cell without a limit, the one of the same series under
-    the highest limit above stands for it; where there is none, lack of memory alone decides.
+    the highest limit above stands for it; where there is none, the refaults alone decide.
 
 * **survives**: it ended ok, and did not thrash. Page cache that fills the limit is no reason.
 
@@ -59,10 +58,11 @@ def judge(result: Result, reference_ns: int | None = None) -> Judgement | None:
         return None
     if killed := _killed(result):
         return Judgement(Verdict.KILLED, killed)
-    lacked, signs = _lack(result)
-    lost, times = _loss(result, reference_ns)
-    reason = "; ".join([*times, *signs])
-    if result.outcome in (Outcome.OK, Outcome.TIMEOUT) and lacked and lost:
+    reread, pages = _reread(result)
+    slow, times = _slow(result, reference_ns)
+    stalled, waits = _stalled(result)
+    reason = "; ".join([*times, *pages, *waits])
+    if result.outcome in (Outcome.OK, Outcome.TIMEOUT) and (stalled or (reread and slow)):
         return Judgement(Verdict.THRASHES, reason)
     return Judgement(Verdict.SURVIVES, reason) if result.outcome is Outcome.OK else None
 
@@ -111,27 +111,33 @@ def _killed(result: Result) -> str:
     return ""
 
 
-def _lack(result: Result) -> tuple[bool, list[str]]:
-    """Tell whether the cell lacked memory, and by which figures."""
-    lacked, signs = False, []
+def _reread(result: Result) -> tuple[bool, list[str]]:
+    """Tell whether much of the model was read again, and by which figures."""
+    is_much, signs = False, []
     if (pages := refaults(result)) is not None and result.model_bytes:
         share = pages * _PAGE_BYTES / result.model_bytes
-        lacked |= share >= REFAULTS_PER_MODEL
+        is_much = share >= REFAULTS_PER_MODEL
         again = format_bytes(pages * _PAGE_BYTES, digits=2)
         signs.append(f"{again} read again ({share:.2f}x the model)")
     if result.faults:
         signs.append(f"{result.faults.major} major faults")
+    return is_much, signs
+
+
+def _stalled(result: Result) -> tuple[bool, list[str]]:
+    """Tell whether the cell waited long for memory, and by which figures."""
     spent_ns = result.ready_ns or (result.cost and result.cost.wall_ns)
-    if result.pressure and result.pressure.some_ns is not None and spent_ns:
-        some = result.pressure.some_ns / spent_ns
-        full = (result.pressure.full_ns or 0) / spent_ns
-        lacked |= some >= STALLED_SHARE
-        signs.append(f"waited for memory {some:.0%} of the load (all tasks {full:.0%})")
-    return lacked, signs
+    if result.pressure is None or result.pressure.some_ns is None or not spent_ns:
+        return False, []
+    some = result.pressure.some_ns / spent_ns
+    full = (result.pressure.full_ns or 0) / spent_ns
+    return some >= STALLED_SHARE, [
+        f"waited for memory {some:.0%} of the load (all tasks {full:.0%})"
+    ]
 
 
-def _loss(result: Result, reference_ns: int | None) -> tuple[bool, list[str]]:
-    """Tell whether the cell lost time, and by which figures."""
+def _slow(result: Result, reference_ns: int | None) -> tuple[bool, list[str]]:
+    """Tell whether the cell took much longer than in peace, and by which figures."""
     spent_ns = used_ns(result)
     if result.outcome is Outcome.TIMEOUT:
         return True, [result.message]

@@ -67,7 +67,7 @@ def test_refaults_and_lost_time_are_thrashing() -> None:
         (REFAULTS_PER_MODEL * 1000, 0, 10 * SECOND / SLOWDOWN, Verdict.THRASHES),
         (REFAULTS_PER_MODEL * 1000 - 1, 0, 10 * SECOND / SLOWDOWN, Verdict.SURVIVES),
         (REFAULTS_PER_MODEL * 1000, 0, 10 * SECOND / SLOWDOWN + 1, Verdict.SURVIVES),
-        (0, STALLED_SHARE * 10 * SECOND, SECOND, Verdict.THRASHES),
+        (0, STALLED_SHARE * 10 * SECOND, 10 * SECOND, Verdict.THRASHES),
         (0, STALLED_SHARE * 10 * SECOND - 1, SECOND, Verdict.SURVIVES),
         (None, None, SECOND, Verdict.SURVIVES),
         (REFAULTS_PER_MODEL * 1000, None, None, Verdict.THRASHES),
