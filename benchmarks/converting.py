@@ -1,0 +1,87 @@
+"""What conversions hold: each layout written from one file, beside what a conversion may hold.
+
+Each conversion is a fresh process, verified at its end. Its peak is the largest sample of anonymous
+memory, a thousand looks a second from a thread of its own, above what it held when everything was
+imported. The limit is the largest tensor and 300 MiB. Exits with 1 where one is above its limit.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from harness import registry
+from harness.checkpoint import cache, layouts
+from harness.config import DTYPES
+from harness.units import GIB, MIB
+
+SPARE_BYTES = 300 * MIB
+CHILD = """
+import json, sys, threading, time
+from pathlib import Path
+import torch
+from harness.checkpoint import converting
+from harness.process_memory import memory_of, read_status
+
+def anonymous():
+    return memory_of(read_status()).anon_bytes
+
+before = peak = anonymous()
+ended = threading.Event()
+
+def watch():
+    global peak
+    while not ended.wait(0.001):
+        peak = max(peak, anonymous())
+
+watcher = threading.Thread(target=watch)
+watcher.start()
+source, target, fmt, dtype = sys.argv[1:]
+order = converting.Order(fmt, getattr(torch, dtype), 2**60, 2**30, verify=True)
+seconds = converting.convert(Path(source), Path(target), order)
+ended.set()
+watcher.join()
+print(json.dumps({"peak_bytes": peak - before, "write_s": seconds["write"]}))
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--model", default="gpt2-xl")
+    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="to convert to")
+    parser.add_argument("--formats", nargs="+", choices=layouts.NAMES, default=list(layouts.NAMES))
+    options = parser.parse_args()
+    source = cache.ensure(registry.model(options.model), "pt")
+    manifest = source.manifest()
+    limit = manifest.largest_bytes + SPARE_BYTES
+    print(f"{options.model}: {manifest.checkpoint_bytes / GIB:.2f} GiB to {DTYPES[options.dtype]}")
+    print(f"{'layout':<14}{'above import MiB':>18}{'limit MiB':>12}{'write s':>10}")
+    failed = False
+    for fmt in options.formats:
+        found = convert(source.path, fmt, DTYPES[options.dtype])
+        failed |= found["peak_bytes"] > limit
+        peak, seconds = found["peak_bytes"] / MIB, found["write_s"]
+        print(f"{fmt:<14}{peak:>18.1f}{limit / MIB:>12.1f}{seconds:>10.2f}", flush=True)
+    sys.exit(failed)
+
+
+def convert(source: Path, fmt: str, dtype: str) -> dict[str, float]:
+    """Return the peak above the import, in bytes, and the seconds of one conversion."""
+    folder = Path(tempfile.mkdtemp(prefix="converting-", dir=cache.folder()))
+    try:
+        target = folder / f"model{layouts.named(fmt).SUFFIX}"
+        command = [sys.executable, "-c", CHILD, str(source), str(target), fmt, dtype]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        found: dict[str, float] = json.loads(done.stdout)
+        return found
+    finally:
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()
