@@ -125,14 +125,9 @@ def fill(stretches: Iterable[Stretch], threads: int) -> None:
             future.result()
 
 
-def buffer_bytes(stretches: Sequence[Stretch], threads: int) -> int:
-    """Return the most memory that ``fill`` holds beside the stretches, in bytes.
-
-    A bounce buffer for each thread and file, and one to convert in for each thread.
-    """
-    files = len({one.file for stretch in stretches for one in stretch.slices})
-    converts = any(s.memory.dtype != s.slices[0].dtype for s in stretches)
-    return threads * PIECE_BYTES * (files + converts)
+def buffer_bytes(threads: int, *, gpu: bool) -> int:
+    """Return the most memory that ``fill`` holds beside the stretches, in bytes: of all threads."""
+    return threads * (PIECE_BYTES + (2 * PIECE_BYTES if gpu else 0))
 
 
 class _Reader:

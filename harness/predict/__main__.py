@@ -10,13 +10,14 @@ import os
 import signal
 import sys
 import traceback
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch  # noqa: F401 (as a worker does, before any fork)
 
 from harness.cell import Cell, ModelSpec
+from harness.checkpoint.manifest import read_manifest
 from harness.models.building import resolve_builder
 from harness.process_memory import memory_of, read_status
 from harness.record import Memory
@@ -70,19 +71,26 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _make(cell: Cell, make: dict[str, Any]) -> dict[str, Any]:
-    from harness.predict.sparse import make_sparse
+    from harness.predict.sparse import make_sparse, write_manifest
 
     source = Path(make["source"]) if make["source"] else None
-    path = make_sparse(cell.model, cell.format, make["dtype"], Path(make["folder"]), source)
-    return {"checkpoint": str(path)}
+    folder = Path(make["folder"])
+    own = make["own"]  # where the user's own checkpoint has the right layout already
+    path = source if own else make_sparse(cell.model, cell.format, make["dtype"], folder, source)
+    manifest = write_manifest(cell.model, folder)
+    return {"checkpoint": str(path), "manifest": str(manifest)}
 
 
 def _predict(cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
     builder = resolve_builder(cell.model.builder)
     from harness.predict.running import run
 
+    manifest = read_manifest(Path(request["manifest"]))  # as a worker does: it leaves its heap so
+    now = replace(Memory(**request["baseline"]), anon_bytes=memory_of(read_status()).anon_bytes)
     checkpoint, strategy = Path(request["checkpoint"]), Path(request["strategy_path"])
-    return asdict(run(cell, builder, checkpoint, strategy, Memory(**request["baseline"])))
+    found = asdict(run(cell, builder, checkpoint, strategy, now))
+    del manifest
+    return found
 
 
 if __name__ == "__main__":

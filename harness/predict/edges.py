@@ -82,8 +82,7 @@ def _streaming(ledger: Ledger) -> Any:
     from harness.checkpoint import filling, streaming
 
     def fill(stretches: Iterable[filling.Stretch], threads: int) -> None:
-        stretches = list(stretches)
-        with ledger.holding(filling.buffer_bytes(stretches, threads)):
+        with ledger.holding(filling.buffer_bytes(threads, gpu=ledger.cuda is not None)):
             for one in stretches:
                 memory = one.memory
                 ledger.write(memory)

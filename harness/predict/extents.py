@@ -2,7 +2,6 @@
 
 import mmap
 from bisect import bisect_left, bisect_right
-from pathlib import Path
 from typing import Final
 
 PAGE_BYTES: Final = 4096
@@ -39,37 +38,37 @@ class Extents:
 
 
 class HeapPages:
-    """A set of pages of this process's heap; keeps no object in that heap, which would pin its top."""
+    """A set of pages of a heap that begins at address 0, a byte a page."""
 
-    def __init__(self, start: int | None = None) -> None:
-        self._start = _heap_start() if start is None else start
-        self._pages = mmap.mmap(-1, _MOST_HEAP_BYTES // PAGE_BYTES)  # a byte a page, when touched
+    def __init__(self) -> None:
+        self._pages = mmap.mmap(-1, _MOST_HEAP_BYTES // PAGE_BYTES)  # real only where touched
         self._end = 0
         self.nbytes = 0
+
+    @property
+    def end(self) -> int:
+        """The address behind the last page that was added and not removed."""
+        return self._end * PAGE_BYTES
 
     def add(self, address: int, length: int) -> None:
         """Add every page that the stretch touches."""
         if length <= 0:
             return
-        first = (address - self._start) // PAGE_BYTES
-        last = (address + length - 1 - self._start) // PAGE_BYTES + 1
+        first, last = address // PAGE_BYTES, (address + length - 1) // PAGE_BYTES + 1
         held = self._pages[first:last].count(1)
         self._pages[first:last] = b"\1" * (last - first)
         self._end = max(self._end, last)
         self.nbytes += (last - first - held) * PAGE_BYTES
 
+    def remove(self, address: int, length: int) -> None:
+        """Remove every page that lies in the stretch as a whole."""
+        first, last = -(-address // PAGE_BYTES), (address + length) // PAGE_BYTES
+        if first < last:
+            self.nbytes -= self._pages[first:last].count(1) * PAGE_BYTES
+            self._pages[first:last] = bytes(last - first)
+
     def remove_from(self, address: int) -> None:
         """Remove every page at ``address`` and behind it."""
-        first = max(0, -(-(address - self._start) // PAGE_BYTES))
-        if first < self._end:
-            self.nbytes -= self._pages[first : self._end].count(1) * PAGE_BYTES
-            self._pages[first : self._end] = bytes(self._end - first)
-            self._end = first
-
-
-def _heap_start() -> int:
-    """Return the address at which the C library's heap of this process begins."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if line.endswith("[heap]"):
-            return int(line.partition("-")[0], 16)
-    raise RuntimeError("this process has no heap")
+        if address < self.end:
+            self.remove(address, self.end - address)
+            self._end = -(-address // PAGE_BYTES)

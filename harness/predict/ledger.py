@@ -1,9 +1,7 @@
 """The ledger of a symbolic run: every storage, where it lies, and which of its pages were written.
 
 Storages are real ones, so that everything that asks for addresses, views or sharing works; but
-large ones are never written, and so take no memory. What the ledger adds up is what they would
-have taken: the C library itself is asked for the same blocks in the same order, and so decides
-which of them lie in its heap, where freed pages stay, and which in maps of their own.
+large ones are never written, and so take no memory. The ledger adds up what they would have taken.
 """
 
 import ctypes
@@ -19,28 +17,22 @@ from typing import Final, Literal
 import torch
 
 from harness.predict.allocator import CachingAllocator, _Block
-from harness.predict.extents import Extents, HeapPages
+from harness.predict.extents import Extents
+from harness.predict.heap import Chunk, Heap
 from harness.predict.prediction import PredictedPhase
 from harness.process_memory import memory_of, read_status
 from harness.record import Memory
-from harness.units import KIB, MIB
+from harness.units import KIB
 
 Place = Literal["host", "pinned", "file", "cuda", "meta"]
 
 SMALL_BYTES: Final = 64 * KIB
 """Storages up to this size are written for real: they may hold what the code looks at."""
 
-ALWAYS_MAPPED_BYTES: Final = 32 * MIB
-"""glibc maps every block from here on (DEFAULT_MMAP_THRESHOLD_MAX); its heap never sees one."""
-
-_IS_MMAPPED: Final = 2  # glibc's malloc.c: a flag in the size that stands before each block
 _MAP_NORESERVE: Final = 0x4000  # linux/mman.h: not counted by the kernel's overcommit heuristic
 
 _ATTRIBUTE: Final = "_weighin_block"
 """Where a storage has its block: the Python object of a storage lives as long as its memory."""
-
-libc: Final = ctypes.CDLL(None)
-libc.sbrk.restype = ctypes.c_void_p
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +47,7 @@ class Block:
     place: Place
     address: int
     nbytes: int
-    in_heap: bool = False
+    chunk: Chunk | None = None
     real: bool = False
     known: bool = True
     pages: Extents = field(default_factory=Extents)
@@ -104,9 +96,8 @@ class Ledger:
         # A chain, and no dict: the tables of dicts that come and go would pin the heap's top.
         self._last: Block | None = None
         self._files: list[MappedFile] = []
-        self._heap = HeapPages()
+        self._heap = Heap()
         self._free_pinned: Counter[int] = Counter()
-        self._heap_top = 0
         self._mapped_anon_bytes = 0
         self._phase_peaks = (0, 0)
         self.baseline = baseline
@@ -146,8 +137,8 @@ class Ledger:
             block.cuda = self.cuda.malloc(nbytes)
         elif place == "pinned":
             self._pin(nbytes)
-        elif place == "host" and allocated and nbytes:
-            block.in_heap = not _is_mmapped(address) and nbytes <= ALWAYS_MAPPED_BYTES
+        elif place == "host" and allocated and not block.real:
+            block.chunk = self._heap.malloc(nbytes)
         block.storage = _StorageRef(storage, self._freed)
         block.storage.block = block
         block.before, self._last = self._last, block
@@ -177,10 +168,13 @@ class Ledger:
         if block.cuda is not None:
             assert self.cuda
             self.cuda.free(block.cuda)
-        elif block.place == "pinned":
+            return
+        if block.place == "pinned":
             self._free_pinned[_pinned_size(block.nbytes)] += 1
-        elif not block.in_heap:  # what is in the heap stays there, until its top is given back
-            self._mapped_anon_bytes -= block.pages.nbytes
+            return
+        if block.chunk:
+            self._heap.free(block.chunk)
+        self._mapped_anon_bytes -= block.pages.nbytes  # what is in the heap may stay there
 
     # -- memory that is touched
 
@@ -191,10 +185,11 @@ class Ledger:
         if block.real:
             ctypes.memset(tensor.data_ptr(), 0, _extent(tensor)[1])
         elif block.place == "host":
-            if block.in_heap:
-                self._heap.add(*_extent(tensor))
+            start, length = _extent(tensor)
+            if block.chunk and block.chunk.in_heap:
+                self._heap.pages.add(start - block.address + block.chunk.address, length)
             else:
-                self._mapped_anon_bytes += block.pages.add(*_extent(tensor))
+                self._mapped_anon_bytes += block.pages.add(start, length)
         elif block.place == "file":  # a private map: what is written becomes anonymous
             self._mapped_anon_bytes += block.pages.add(*_extent(tensor))
         self.update()
@@ -222,21 +217,9 @@ class Ledger:
         finally:
             self._mapped_anon_bytes -= nbytes
 
-    def settle(self) -> None:
-        """See whether the heap has given its top back; before each allocation, which may take it."""
-        top = libc.sbrk(0)
-        if top < self._heap_top:
-            self._heap.remove_from(top)
-        self._heap_top = top
-
     def trimmed(self) -> None:
         """Tell that ``malloc_trim`` gave back all free pages of the heap."""
-        self._heap.remove_from(0)
-        block = self._last
-        while block:
-            if block.in_heap and not block.real:
-                self._heap.add(block.address, block.nbytes)
-            block = block.before
+        self._heap.trim()
 
     def reserve(self, nbytes: int) -> torch.UntypedStorage:
         """Return a storage with addresses and no memory, which the machine need not have."""
@@ -270,8 +253,7 @@ class Ledger:
     def anon_bytes(self) -> int:
         """The anonymous memory of the pretended process, now."""
         own = self.own_anon_bytes - self.other_anon_bytes
-        self.settle()
-        return own + self._heap.nbytes + self._mapped_anon_bytes + self.pinned_bytes
+        return own + self._heap.pages.nbytes + self._mapped_anon_bytes + self.pinned_bytes
 
     @property
     def file_bytes(self) -> int:
@@ -311,8 +293,3 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 def _pinned_size(nbytes: int) -> int:
     """Return the power of two that page-locked memory is rounded up to."""
     return 1 << max(nbytes - 1, 0).bit_length()
-
-
-def _is_mmapped(address: int) -> bool:
-    """Tell whether glibc gave a block of ``malloc`` a map of its own."""
-    return bool(ctypes.c_size_t.from_address(address - 8).value & _IS_MMAPPED)

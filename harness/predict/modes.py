@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from harness.predict.ledger import ALWAYS_MAPPED_BYTES, SMALL_BYTES, Ledger, Place
+from harness.predict.ledger import SMALL_BYTES, Ledger, Place
 
 _EMPTY: Final = frozenset({
     "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted",
@@ -230,7 +230,6 @@ class Operations(TorchDispatchMode):
 
     def _really(self, call: Call) -> Any:
         """Run an operation on small values; what is large of its results is kept without values."""
-        self._ledger.settle()
 
         def keep(one: Any) -> Any:
             if not isinstance(one, torch.Tensor):
@@ -260,14 +259,11 @@ class Operations(TorchDispatchMode):
         """Return memory that is not written yet, for a tensor on the meta device."""
         ledger = self._ledger
         nbytes = like.untyped_storage().nbytes()
-        apart = ledger.forced_place == "cuda" and nbytes > SMALL_BYTES
-        if apart or nbytes > ALWAYS_MAPPED_BYTES:
+        if nbytes > SMALL_BYTES:
             blank = torch.empty(0, dtype=like.dtype, device="cpu")
             result = blank.set_(ledger.reserve(nbytes), 0, like.shape, like.stride())
-            ledger.block_of(result)
         else:
-            ledger.settle()
             result = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
-            ledger.block_of(result, allocated=True)
+        ledger.block_of(result, allocated=True)
         ledger.update()
         return result

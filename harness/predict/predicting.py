@@ -84,15 +84,16 @@ def _one(
 ) -> Prediction:
     cell = planned.cell
     fields = {"cell": asdict(cell)}
-    if own == cell.format:
-        place = {"checkpoint": str(checkpoint)}
-    else:
-        key = f"{cell.model}{cell.format}"
-        if key not in made:
-            source = str(checkpoint) if checkpoint else None
-            make = {"folder": f"{folder}/{len(made)}", "dtype": dtype, "source": source}
-            made[key] = ask(fields | {"make": make})
-        place = made[key]
+    key = f"{cell.model}{cell.format}"
+    if key not in made:
+        make = {
+            "folder": f"{folder}/{len(made)}",
+            "dtype": dtype,
+            "source": str(checkpoint) if checkpoint else None,
+            "own": own == cell.format,
+        }
+        made[key] = ask(fields | {"make": make})
+    place = made[key]
     if place.get("cannot"):
         return Prediction(cell, cannot=place["cannot"])
     strategy = {"strategy_path": str(planned.strategy.path)}

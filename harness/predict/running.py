@@ -15,6 +15,7 @@ from harness.predict.edges import declared
 from harness.predict.ledger import Ledger
 from harness.predict.modes import Operations
 from harness.predict.prediction import PredictedPhase
+from harness.predict.reasons import reasons
 from harness.record import Memory
 from harness.units import MIB
 from harness.worker.loading import WorkerLoad, import_strategy
@@ -99,6 +100,13 @@ def _figures(ledger: Ledger, model_bytes: int) -> Run:
         floor_bytes=ledger.peak_anon_bytes + _FLOOR_ABOVE_PEAK_BYTES,
         disk_read_bytes=ledger.disk_read_bytes,
         phases=tuple(ledger.phases),
-        reasons=(),
+        reasons=tuple(
+            reasons(
+                model_bytes,
+                ledger.peak_anon_bytes - ledger.baseline.anon_bytes,
+                ledger.peak_file_bytes - ledger.baseline.file_bytes,
+                highest["cuda_requested_bytes"],
+            )
+        ),
         **highest,
     )

@@ -9,6 +9,8 @@ import torch
 from harness.cell import ModelSpec
 from harness.checkpoint import layouts, making, reading
 from harness.checkpoint.describing import describe, in_checkpoint
+from harness.checkpoint.manifest import Manifest
+from harness.checkpoint.piecewise import tensor_checksums
 from harness.checkpoint.writing import leaving_holes
 
 
@@ -39,6 +41,17 @@ def make_sparse(
     with leaving_holes():
         layouts.named(fmt).write(target, tensors, _nothing)
     return target
+
+
+def write_manifest(model: ModelSpec, folder: Path) -> Path:
+    """Write the manifest that a worker would read, with checksums of nothing; return its path."""
+    described = describe(model.builder, model.kwargs, real_buffers="non_persistent")
+    blank = tensor_checksums(torch.zeros(1))
+    entries = tuple(one.entry(blank) for one in described)
+    path = folder / "manifest.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    Manifest(model.name, model.builder, "predicted", entries).write(path)
+    return path
 
 
 def _nothing(_name: str) -> Iterator[torch.Tensor]:
