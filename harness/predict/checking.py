@@ -39,10 +39,10 @@ def check(run: Path) -> list[Checked]:
     """
     series: dict[str, list[Result]] = {}
     for result in journal.read(run).results:
-        if result.outcome is Outcome.OK:
+        if result.outcome is Outcome.OK and result.cell.operation == "load":
             series.setdefault(result.cell.series, []).append(result)
     if not series:
-        raise RecordError(f"{run} has no cell that is ok", "predict the model itself")
+        raise RecordError(f"{run} has no load that is ok", "predict the model itself")
     paths, checkpoint = _settings(run)
     planned = [
         Planned.of(results[0].cell, _strategy(results[0].cell.strategy, paths))

@@ -53,7 +53,9 @@ def run(
     ``baseline`` is of the process that this one was forked from: a fork has no file pages yet.
     """
     device = torch.device(cell.device)
-    ledger = Ledger(CachingAllocator() if device.type == "cuda" else None, baseline)
+    ledger = Ledger(
+        CachingAllocator(cell.vram_limit_bytes) if device.type == "cuda" else None, baseline
+    )
     job = WorkerLoad(
         checkpoint=checkpoint,
         device=device,
