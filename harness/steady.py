@@ -25,6 +25,8 @@ def touch_and_free(wanted_bytes: int) -> int:
     with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE) as area:
         area.madvise(mmap.MADV_HUGEPAGE)
         start = ctypes.c_char.from_buffer(area)
-        ctypes.memset(ctypes.addressof(start), 1, size)
-        del start  # the mapping cannot be closed while a pointer into it lives
+        try:
+            ctypes.memset(ctypes.addressof(start), 1, size)
+        finally:  # the mapping cannot be closed while a pointer into it lives: not on Ctrl-C either
+            del start
     return size

@@ -1,4 +1,4 @@
-from pytest import MonkeyPatch
+import pytest
 
 from harness import environment, steady
 from harness.process_memory import read_status
@@ -12,10 +12,19 @@ def test_memory_is_touched_and_given_back() -> None:
     assert read_status()["VmRSS"] < before + 8 * MIB
 
 
-def test_no_more_is_touched_than_the_machine_can_spare(monkeypatch: MonkeyPatch) -> None:
+def test_no_more_is_touched_than_the_machine_can_spare(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "free_ram_bytes", lambda: 10 * MIB)
     assert steady.touch_and_free(64 * MIB) == 8 * MIB
 
 
 def test_nothing_to_touch() -> None:
     assert steady.touch_and_free(0) == 0
+
+
+def test_ctrl_c_while_memory_is_touched_is_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(steady.ctypes, "memset", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        steady.touch_and_free(MIB)
