@@ -1,7 +1,6 @@
 """What can be judged: each metric's unit, how exact it is, and how much it may change.
 
-The default tolerances come from ten runs of every strategy under each isolation; docs/ci.md has
-their spread. Where the record has no figure for a metric, it is None and nothing is judged.
+The default tolerances come from repeated runs of every strategy; docs/ci.md has their spread. Where the record has no figure for a metric, it is None and nothing is judged.
 """
 
 from collections.abc import Callable
@@ -104,19 +103,20 @@ def _ready_anon(result: Result) -> int | None:
     return ready.end.anon_bytes if ready else None
 
 
-_EXACT: Final = Tolerance(relative=0.01, absolute=8 * MIB)
+_HEAP: Final = Tolerance(relative=0.01, absolute=16 * MIB)
+_CACHE: Final = Tolerance(relative=0.04, absolute=96 * MIB)
 _ALLOCATOR: Final = Tolerance(relative=0.0, absolute=0)
 _FLOOR: Final = Tolerance(relative=0.03, absolute=24 * MIB)
-_TIME: Final = Tolerance(relative=0.5, absolute=500_000_000)
+_TIME: Final = Tolerance(relative=3.0, absolute=5_000_000_000)  # what a busy machine does
 
 METRICS: Final = {
     metric.name: metric
     for metric in (
-        Metric("peak_rss", "bytes", "peak_rss", True, _EXACT, lambda r: r.peaks.rss_bytes),
-        Metric("above_import", "bytes", "peak_rss", True, _EXACT, _above_import),
-        Metric("anon", "bytes", "peak_rss", False, _EXACT, lambda r: r.peaks.anon_sampled_bytes),
-        Metric("ready_anon", "bytes", "end_anon", True, _EXACT, _ready_anon),
-        Metric("peak_cgroup", "bytes", "peak_cgroup", True, _EXACT, lambda r: r.peaks.cgroup_bytes),
+        Metric("peak_rss", "bytes", "peak_rss", True, _HEAP, lambda r: r.peaks.rss_bytes),
+        Metric("above_import", "bytes", "peak_rss", True, _HEAP, _above_import),
+        Metric("anon", "bytes", "peak_rss", False, _HEAP, lambda r: r.peaks.anon_sampled_bytes),
+        Metric("ready_anon", "bytes", "end_anon", True, _HEAP, _ready_anon),
+        Metric("peak_cgroup", "bytes", "peak_cgroup", True, _CACHE, lambda r: r.peaks.cgroup_bytes),
         Metric("cuda_requested", "bytes", "cuda_requested", True, _ALLOCATOR, lambda r: r.peaks.cuda_requested_bytes),
         Metric("cuda_allocated", "bytes", "cuda_allocated", True, _ALLOCATOR, lambda r: r.peaks.cuda_allocated_bytes),
         Metric("cuda_reserved", "bytes", "cuda_reserved", True, _ALLOCATOR, lambda r: r.peaks.cuda_reserved_bytes),

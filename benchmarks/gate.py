@@ -1,0 +1,147 @@
+"""Does the gate catch what it should, and nothing else? Both counts, and the spread of each metric.
+
+Measures a baseline, then in turn an unchanged run and one of planted strategies: each keeps one
+extra tensor of 5 % of the model, from the start of its load in one round, from its end in the next
+(which no peak shows where the peak came before). Every run is a command of its own, as in a CI.
+What is already in --out is not measured again: call it again with more --rounds.
+"""
+
+import argparse
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from harness import registry
+from harness.checkpoint import cache
+from harness.config import DEFAULT_STRATEGIES
+from harness.gate import check
+from harness.gate.judging import Judgement
+from harness.gate.metrics import METRICS
+from harness.gate.series import STRATEGY
+
+SHARE: Final = 0.05
+PLACES: Final = ("start", "end")
+_PLANTED: Final = """
+
+_planted_load = load
+
+
+def load(job):
+    kept = torch.ones({size_bytes} if {at_start} else 0, dtype=torch.uint8)
+    model = _planted_load(job)
+    # In the model's own dict, where neither parameters nor buffers are looked for.
+    model.__dict__["kept"] = kept if {at_start} else torch.ones({size_bytes}, dtype=torch.uint8)
+    return model
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--model", default="gpt2-small")
+    parser.add_argument("--isolation", default="cgroup")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--baselines", type=int, default=3)
+    parser.add_argument("--strategies", default=",".join(DEFAULT_STRATEGIES))
+    parser.add_argument("--planted", default=",".join(DEFAULT_STRATEGIES))
+    parser.add_argument("--out", type=Path, default=Path("results/gate"))
+    options = parser.parse_args()
+    out, strategies = options.out, options.strategies.split(",")
+    command = ("bench", options.model, "--isolation", options.isolation)
+    for number in range(options.baselines):
+        _measure(out / f"baseline-{number}", command, strategies)
+    for number in range(options.rounds):
+        _measure(out / f"unchanged-{number}", command, strategies)
+        planted = _plant(out, options.model, options.planted.split(","), PLACES[number % 2])
+        _measure(out / f"planted-{number}", command, planted)
+    _judge(out, options.rounds, options.baselines, strategies)
+
+
+def _measure(folder: Path, command: Sequence[str], strategies: Iterable[object]) -> None:
+    if (folder / "report.md").exists():
+        return
+    names = ",".join(map(str, strategies))
+    again = ("bench", "--resume", str(folder))
+    new = (*command, "--strategies", names, "--out", str(folder))
+    arguments = again if (folder / "plan.json").exists() else new
+    subprocess.run((sys.executable, "-m", "harness", *arguments), check=True, capture_output=True)
+    print(f"measured {folder}", flush=True)
+
+
+def _plant(out: Path, model: str, strategies: Iterable[str], place: str) -> list[Path]:
+    """Write each strategy again, under its own name, with a tensor that it keeps."""
+    size_bytes = round(SHARE * cache.ensure(registry.model(model), "pt").manifest().model_bytes())
+    folder = out / "planted" / place
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name in strategies:
+        text = registry.strategy(name).path.read_text()
+        text += _PLANTED.format(at_start=place == "start", size_bytes=size_bytes)
+        (path := folder / f"{name}.py").write_text(text)
+        paths.append(path)
+    return paths
+
+
+def _judge(out: Path, rounds: int, baselines: int, strategies: Sequence[str]) -> None:
+    path = out / "baseline.yaml"
+    path.unlink(missing_ok=True)
+    measured = check.read_runs([out / f"baseline-{n}" for n in range(baselines)])
+    wanted = {
+        name: one for name, one in measured.series.items() if name.split()[STRATEGY] in strategies
+    }
+    check.update(replace(measured, series=wanted), path)
+    alarms, caught, runs_caught, cells = Counter[str](), Counter[str](), 0, 0
+    for number in range(rounds):
+        judgement = check.check(check.read_runs([out / f"unchanged-{number}"]), path)
+        alarms[_verdict(judgement)] += 1
+        for line in judgement.failed:
+            print(
+                f"  alarm in unchanged-{number}: {line.series}: {line.what} {line.now} > {line.allowed}"
+            )
+        planted = check.read_runs([out / f"planted-{number}"])
+        judgement = check.check(planted, path)
+        found = {line.series for line in judgement.failed} & planted.series.keys()
+        caught.update(line.what for line in judgement.failed if line.series in found)
+        cells += len(planted.series)
+        caught["any metric"] += len(found)
+        runs_caught += len(found) == len(planted.series)
+        for name in planted.series.keys() - found:
+            print(f"  not caught in planted-{number} ({PLACES[number % 2]}): {name}")
+    print(f"unchanged: {alarms['passed']} of {rounds} runs pass the gate, {alarms['failed']} alarm")
+    print(
+        f"planted ({SHARE:.0%} of the model): every strategy of the run is caught in {runs_caught} of {rounds}"
+    )
+    print(f"planted cells caught, of {cells}: {dict(caught.most_common())}")
+    _print_spread([out / f"unchanged-{number}" for number in range(rounds)])
+
+
+def _verdict(judgement: Judgement) -> str:
+    return "failed" if judgement.failed else "passed"
+
+
+def _print_spread(folders: Sequence[Path]) -> None:
+    """Print the strategy with the widest spread of each metric over the unchanged runs."""
+    series = check.read_runs(folders).series
+    print(
+        f"\n| metric | widest spread over {len(folders)} runs | of | strategy |\n| --- | ---: | ---: | --- |"
+    )
+    for metric in METRICS.values():
+        known = {
+            name: one.figures[metric.name]
+            for name, one in series.items()
+            if metric.name in one.figures
+        }
+        if known:
+            name = max(known, key=lambda name: known[name].high - known[name].low)
+            figure, strategy = known[name], name.split()[STRATEGY]
+            spread = metric.text(figure.high - figure.low)
+            print(f"| {metric.title} | {spread} | {metric.text(figure.median)} | {strategy} |")
+
+
+if __name__ == "__main__":
+    main()
