@@ -1,0 +1,45 @@
+"""Predictions against what was measured: every strategy and layout, in a fresh process each."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import registry
+from harness.cell import Cell
+from harness.plan import Planned
+from harness.predict.predicting import predict
+from harness.units import MIB
+
+MEASURED = json.loads((Path(__file__).parent / "fixtures" / "anonymous_peaks.json").read_text())
+SERIES = sorted({(cell["model"], cell["dtype"]) for cell in MEASURED["cells"]})
+
+
+def planned(cell: dict[str, Any]) -> Planned:
+    names = {"strategy": cell["strategy"], "format": cell["format"], "dtype": cell["dtype"]}
+    model = registry.model(cell["model"])
+    return Planned.of(
+        Cell(model, isolation="process", **names), registry.strategy(cell["strategy"])
+    )
+
+
+def test_every_strategy_was_measured() -> None:
+    assert {cell["strategy"] for cell in MEASURED["cells"]} == set(registry.strategies())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "dtype"), SERIES)
+def test_the_anonymous_peak_is_predicted_within_1_percent_and_16_mib(
+    model: str, dtype: str
+) -> None:
+    cells = [one for one in MEASURED["cells"] if (one["model"], one["dtype"]) == (model, dtype)]
+    wrong = {}
+    for cell, found in zip(cells, predict([planned(cell) for cell in cells]), strict=True):
+        assert found.cannot == ""
+        assert found.host_anon_peak_bytes and found.baseline_anon_bytes
+        predicted = found.host_anon_peak_bytes - found.baseline_anon_bytes
+        measured = cell["above_import_bytes"]
+        if abs(predicted - measured) > measured * 0.01 + 16 * MIB:
+            wrong[f"{cell['strategy']} {cell['format']}"] = (predicted, measured)
+    assert wrong == {}
