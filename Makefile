@@ -35,6 +35,9 @@ check: .venv/ready  ## Compare RUN with a committed BASELINE: make check BASELIN
 pages: .venv/ready  ## Fill the tables of README.md from results/published
 	$(BIN)/python -m harness.report.pages README.md
 
+recommend: .venv/ready  ## Say which way of loading MODEL to use under RAM, with the code
+	$(BIN)/weighin recommend $(MODEL) --ram $(RAM) $(ARGS)
+
 doctor: .venv/ready  ## Say what this machine can limit and measure
 	$(BIN)/weighin doctor
 
@@ -63,4 +66,4 @@ clean:  ## Remove .venv and what tools have cached in this folder
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-.PHONY: help setup bench floor report check pages doctor test lint fuzz clean
+.PHONY: help setup bench recommend floor report check pages doctor test lint fuzz clean

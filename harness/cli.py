@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from harness import __version__, arguments, checkpoint_verbs, floor_verb, options, predict_verb
+from harness import (
+    __version__,
+    arguments,
+    checkpoint_verbs,
+    floor_verb,
+    options,
+    predict_verb,
+    recommend_verb,
+)
 from harness.errors import HarnessError
 from harness.gate import verbs as gate_verbs
 from harness.record import Outcome
@@ -36,6 +44,7 @@ app.command(epilog=verbs.REPORT_EXAMPLES)(verbs.report)
 app.command(epilog=verbs.HISTORY_EXAMPLES)(verbs.history)
 app.command(epilog=predict_verb.PREDICT_EXAMPLES)(predict_verb.predict)
 app.command(epilog=gate_verbs.COMPARE_EXAMPLES)(gate_verbs.compare)
+app.command(epilog=recommend_verb.RECOMMEND_EXAMPLES)(recommend_verb.recommend)
 out, err = Console(emoji=False), Console(stderr=True, emoji=False)
 
 
@@ -168,12 +177,20 @@ def list_(
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Measure how fast this machine reads and copies.")
+    ] = False,
+) -> None:
     """Say what this machine can limit and measure; limits and kills a probe to prove it."""
     from harness import doctor as doctors
 
     table, healthy = doctors.examine(_say)
     out.print(table)
+    if calibrate:
+        from harness import calibrating
+
+        out.print(calibrating.table(calibrating.calibrate(_say)))
     if not healthy:
         raise typer.Exit(3)
 

@@ -82,6 +82,14 @@ VERBS = {
             "weighin predict --check results/20261120T093000-gpt2-xl-8GiB",
         ],
     ),
+    ("recommend",): (
+        "Say which way of loading fits and is fastest: measured where it was, else predicted.",
+        [
+            "weighin recommend gpt2-xl --ram 8g",
+            "weighin recommend model.safetensors --ram 32g --vram 24g --device cuda",
+            "weighin recommend gpt2-large --ram 4g --allow none --json",
+        ],
+    ),
     ("report",): (
         "Draw a run again: the table here; report.html, report.md, summary.csv and plots in its folder.",
         [

@@ -1,0 +1,175 @@
+"""What ``weighin recommend`` was asked for, and its answer: as tables, as JSON, as code to paste."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from rich.box import SIMPLE_HEAD
+from rich.console import RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from harness import calibrating, registry
+from harness.cell import Cell, ModelSpec
+from harness.checkpoint import layouts
+from harness.errors import UnknownName
+from harness.plan import Planned
+from harness.predict.predicting import predict
+from harness.recommend.evidence import find
+from harness.recommend.judging import Candidate, Limits, Verdict, judge, ranked
+from harness.recommend.snippet import CannotWriteOut, snippet
+from harness.units import format_bytes, format_exact
+
+SCHEMA: Final = 1
+ALLOWED: Final = ("resave", "packages", "weighin")
+"""What a way of loading may ask for, by the words of --allow."""
+
+_STYLES: Final = {Verdict.FITS: "green", Verdict.TOO_LARGE: "red", Verdict.UNKNOWN: "dim"}
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is to be loaded, where to, under which limits, and what may be asked for."""
+
+    model: ModelSpec
+    limits: Limits
+    checkpoint: Path | None = None
+    device: str = "cpu"
+    dtype: str = "float32"
+    allow: tuple[str, ...] = ALLOWED
+    results: Path = Path("results")
+    python_path: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """The answer: all candidates in the order in which to try them, and the best one's code."""
+
+    question: Question
+    candidates: tuple[Candidate, ...]
+    code: str = ""
+
+    @property
+    def best(self) -> Candidate | None:
+        """What to use; None where nothing fits for sure."""
+        first = self.candidates[0] if self.candidates else None
+        return first if first and first.verdict is Verdict.FITS else None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all of it for ``--json``."""
+        asked = self.question
+        return {
+            "schema": SCHEMA,
+            "model": asked.model.name,
+            "device": asked.device,
+            "dtype": asked.dtype,
+            "ram_limit_bytes": asked.limits.ram_bytes,
+            "vram_limit_bytes": asked.limits.vram_bytes,
+            "recommended": self.best.strategy if self.best else None,
+            "candidates": [asdict(one) for one in self.candidates],
+            "code": self.code,
+        }
+
+
+def of_checkpoint(path: Path) -> ModelSpec:
+    """Return a model of a checkpoint's own keys; raises CheckpointError where it is none."""
+    layouts.detect(path)
+    where = str(path.resolve())
+    return ModelSpec(path.name, "harness.models.mirror:mirror", {"checkpoint": where})
+
+
+def check_allowed(words: Sequence[str]) -> tuple[str, ...]:
+    """Return what --allow names; raises UnknownName."""
+    if list(words) == ["none"]:
+        return ()
+    for word in words:
+        if word not in ALLOWED:
+            raise UnknownName("thing to allow", word, [*ALLOWED, "none"])
+    return tuple(words)
+
+
+def advise(question: Question, say: Callable[[str], None]) -> Advice:
+    """Return what to use. Calibrates the machine where that was never done.
+
+    Raises:
+        HarnessError: the checkpoint, the model or a run's records cannot be used.
+    """
+    layout = layouts.detect(question.checkpoint).NAME if question.checkpoint else "pt"
+    planned = [*_planned(question, layout)]
+    say(f"predicting {len(planned)} ways of loading {question.model.name}")
+    predictions = predict(planned, checkpoint=question.checkpoint, python_path=question.python_path)
+    found = find([question.results], planned[0].cell)
+    calibration = calibrating.stored() or calibrating.calibrate(say)
+    judged = [
+        judge(
+            one.strategy, prediction, found.get((one.cell.strategy, one.cell.format)),
+            calibration, question.limits, layout,
+        )
+        for one, prediction in zip(planned, predictions, strict=True)
+    ]  # fmt: skip
+    allowed = [one for one in judged if _is_allowed(one, question.allow)]
+    advice = Advice(question, tuple(ranked(allowed)))
+    if not advice.best:
+        return advice
+    info = registry.strategy(advice.best.strategy)
+    checkpoint = str(question.checkpoint) if question.checkpoint else "model.pt"
+    try:
+        code = snippet(info, device=question.device, dtype=question.dtype, checkpoint=checkpoint)
+    except CannotWriteOut as why:
+        code = f"# {info.name} cannot be written out: {why}. Its code is in {info.path}\n"
+    return Advice(question, advice.candidates, code)
+
+
+def parts(advice: Advice) -> Iterator[RenderableType]:
+    """Yield what ``weighin recommend`` prints."""
+    asked = advice.question
+    limits = [f"{format_exact(asked.limits.ram_bytes)} of RAM"] if asked.limits.ram_bytes else []
+    if asked.limits.vram_bytes:
+        limits.append(f"{format_exact(asked.limits.vram_bytes)} of the GPU")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.title = f"{asked.model.name} as {asked.dtype} on {asked.device}, " + (
+        " and ".join(limits) or "without a limit"
+    )
+    for heading in ("strategy", "verdict", "why"):
+        table.add_column(heading, overflow="fold")
+    table.add_column("leaves", justify="right", no_wrap=True)
+    table.add_column("ready", justify="right", no_wrap=True)
+    table.add_column("memory, time")
+    table.add_column("asks for", overflow="fold")
+    for one in advice.candidates:
+        table.add_row(
+            escape(one.strategy),
+            f"[{_STYLES.get(one.verdict, 'yellow')}]{one.verdict}[/]",
+            escape(one.why),
+            "-" if one.margin_bytes is None else format_bytes(one.margin_bytes, digits=1),
+            "-" if one.ready_s is None else f"{one.ready_s:.1f} s",
+            ", ".join(dict.fromkeys(filter(None, (one.memory_from, one.time_from)))) or "-",
+            escape(", ".join(one.asks)) or "-",
+        )
+    yield table
+    if advice.best is None:
+        yield "Nothing fits for sure. A smaller dtype (--dtype bf16) or a higher limit may help."
+        return
+    yield f"Use {advice.best.strategy}:\n"
+    yield escape(advice.code)
+
+
+def _planned(question: Question, layout: str) -> Iterator[Planned]:
+    for info in registry.strategies().values():
+        if question.device.partition(":")[0] not in info.devices:
+            continue
+        fmt = layout if layout in info.formats else info.formats[0]
+        cell = Cell(
+            question.model, info.name, "process", device=question.device, dtype=question.dtype,
+            format=fmt,
+        )  # fmt: skip
+        yield Planned.of(cell, info)
+
+
+def _is_allowed(one: Candidate, allow: Sequence[str]) -> bool:
+    for asked in one.asks:
+        kind = "resave" if asked.startswith("saved as ") else "packages"
+        if (asked if asked == "weighin" else kind) not in allow:
+            return False
+    return True

@@ -1,0 +1,83 @@
+"""What this machine has measured already: the records of runs, for one model and one device."""
+
+import statistics
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from harness import environment, journal
+from harness.cell import Cell
+from harness.record import Outcome, Result
+
+_SAME_MACHINE: Final = ("machine", "cpu", "cpus", "ram_bytes")
+
+
+@dataclass(slots=True)
+class Evidence:
+    """What was measured of one strategy with one layout.
+
+    Attributes:
+        ok_limits: under which RAM limits it ended ok, in bytes; None is no limit.
+        killed_limits: under which it was killed for memory.
+        anon_bytes: its largest anonymous peak where it ended ok (sampled).
+        ready_s: of each time that it ended ok.
+    """
+
+    ok_limits: list[int | None] = field(default_factory=list)
+    killed_limits: list[int] = field(default_factory=list)
+    anon_bytes: int | None = None
+    cuda_reserved_bytes: int | None = None
+    ready_s: list[float] = field(default_factory=list)
+
+    def take(self, result: Result) -> None:
+        """Add one record."""
+        cell, peaks = result.cell, result.peaks
+        if result.outcome is Outcome.OOM_KILLED and cell.ram_limit_bytes is not None:
+            self.killed_limits.append(cell.ram_limit_bytes)
+        if result.outcome is not Outcome.OK:
+            return
+        self.ok_limits.append(cell.ram_limit_bytes)
+        self.anon_bytes = max(self.anon_bytes or 0, peaks.anon_sampled_bytes or 0) or None
+        self.cuda_reserved_bytes = peaks.cuda_reserved_bytes
+        if result.ready_ns is not None:
+            self.ready_s.append(result.ready_ns / 1e9)
+
+    def fits(self, limit_bytes: int) -> bool | None:
+        """Tell whether it lives under a RAM limit, as far as was tried; None where it was not."""
+        if any(limit is not None and limit <= limit_bytes for limit in self.ok_limits):
+            return True
+        if any(limit >= limit_bytes for limit in self.killed_limits):
+            return False
+        return None
+
+    @property
+    def median_ready_s(self) -> float | None:
+        """How long it took to be ready, the median of all times."""
+        return statistics.median(self.ready_s) if self.ready_s else None
+
+
+def find(folders: Iterable[Path], wanted: Cell) -> dict[tuple[str, str], Evidence]:
+    """Return what runs in these folders measured on this machine, by strategy and layout.
+
+    ``wanted`` says of which model, device and dtype; cells with options do not count.
+    """
+    here = environment.machine()
+    found: dict[tuple[str, str], Evidence] = {}
+    for result in _results(folders):
+        cell = result.cell
+        same_machine = all(result.environment.get(key) == here[key] for key in _SAME_MACHINE)
+        same_load = (cell.model, cell.device, cell.dtype, cell.cache, cell.options) == (
+            wanted.model, wanted.device, wanted.dtype, wanted.cache, {},
+        )  # fmt: skip
+        if same_machine and same_load and cell.operation == "load" and not cell.vram_limit_bytes:
+            found.setdefault((cell.strategy, cell.format), Evidence()).take(result)
+    return found
+
+
+def _results(folders: Iterable[Path]) -> Iterator[Result]:
+    for folder in folders:
+        runs = [folder] if (folder / journal.RECORDS).exists() else sorted(folder.glob("*/"))
+        for run in runs:
+            if (run / journal.RECORDS).exists():
+                yield from journal.read(run).results

@@ -1,0 +1,197 @@
+"""What fits under the limits, what does not and why, and in which order to try it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from harness.calibrating import Calibration
+from harness.predict.prediction import Prediction
+from harness.recommend.evidence import Evidence
+from harness.registry import StrategyInfo
+from harness.units import MIB, format_bytes
+
+# Times of one machine repeat within about this factor, and an import of torch's own takes a second:
+# nobody should save a checkpoint again for less.
+_AS_FAST: Final = 1.5
+_AS_FAST_S: Final = 1.0
+_ABOVE_PEAK_BYTES: Final = 16 * MIB  # measured: 8 to 24 MB from the anonymous peak to the floor
+_DOUBT_SHARE, _DOUBT_BYTES = 0.02, 32 * MIB  # how exactly floors are predicted
+_READS_DIRECT: Final = frozenset({"streaming"})
+_OURS: Final = frozenset({"streaming"})
+_PACKAGES: Final = {"safetensors_mmap": "safetensors", "safetensors_copy": "safetensors", "sharded": "safetensors"}  # fmt: skip
+
+
+class Verdict(StrEnum):
+    """Whether a way of loading works under the limits."""
+
+    FITS = "fits"
+    CLOSE = "too close to tell"
+    THRASHES = "reads again and again"
+    TOO_LARGE = "does not fit"
+    UNKNOWN = "not known"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What there is, in bytes; None is no limit."""
+
+    ram_bytes: int | None = None
+    vram_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way of loading, judged.
+
+    Attributes:
+        need_bytes: of RAM: the smallest limit under which it works.
+        margin_bytes: what the limit leaves; None without a limit.
+        ready_s: until every byte was read through once.
+        memory_from, time_from: "measured" or "predicted"; empty where nothing is known.
+        asks: what it wants beside the checkpoint as it is, in a few words each.
+    """
+
+    strategy: str
+    format: str
+    verdict: Verdict
+    why: str
+    need_bytes: int | None = None
+    margin_bytes: int | None = None
+    cuda_bytes: int | None = None
+    ready_s: float | None = None
+    memory_from: str = ""
+    time_from: str = ""
+    asks: tuple[str, ...] = ()
+
+
+def judge(
+    info: StrategyInfo,
+    prediction: Prediction,
+    evidence: Evidence | None,
+    calibration: Calibration | None,
+    limits: Limits,
+    layout: str,
+) -> Candidate:
+    """Return what is to be said of one strategy; ``layout`` is that of the checkpoint at hand."""
+    cell, ready_s, time_from = prediction.cell, None, ""
+    if evidence and evidence.median_ready_s is not None:
+        ready_s, time_from = evidence.median_ready_s, "measured"
+    elif calibration and not prediction.cannot:
+        ready_s, time_from = predicted_ready_s(prediction, calibration), "predicted"
+    need, memory_from = prediction.floor_bytes, "predicted"
+    if evidence and evidence.anon_bytes is not None:
+        need, memory_from = evidence.anon_bytes + _ABOVE_PEAK_BYTES, "measured"
+    cuda = prediction.cuda_reserved_bytes
+    if evidence and evidence.cuda_reserved_bytes is not None:
+        cuda = evidence.cuda_reserved_bytes
+    tried = evidence.fits(limits.ram_bytes) if evidence and limits.ram_bytes else None
+    if tried is not None:
+        memory_from = "measured"
+    verdict, why = _verdict(prediction, need, cuda, tried, limits)
+    return Candidate(
+        strategy=info.name,
+        format=cell.format,
+        verdict=verdict,
+        why=why,
+        need_bytes=need,
+        margin_bytes=None if need is None or not limits.ram_bytes else limits.ram_bytes - need,
+        cuda_bytes=cuda,
+        ready_s=ready_s,
+        memory_from=memory_from if need is not None else "",
+        time_from=time_from,
+        asks=tuple(_asks(info, cell.format, layout)),
+    )
+
+
+def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return them in the order in which to try them: by ready time, then by how little they ask."""
+    order = list(Verdict)
+    fitting = [one for one in candidates if one.verdict is Verdict.FITS]
+    known = [one.ready_s for one in fitting if one.ready_s is not None]
+    fastest = min(known, default=0.0)
+
+    def key(one: Candidate) -> tuple[object, ...]:
+        time_s = one.ready_s if one.ready_s is not None else float("inf")
+        is_as_fast = time_s <= max(_AS_FAST * fastest, fastest + _AS_FAST_S)
+        little = (len(one.asks), one.need_bytes or 0) if is_as_fast else (0, 0)
+        return order.index(one.verdict), not is_as_fast, *little, time_s, one.strategy
+
+    return sorted(candidates, key=key)
+
+
+def predicted_ready_s(prediction: Prediction, calibration: Calibration) -> float:
+    """Return how long a load should take until it is ready, from what it reads, touches and copies."""
+    model = prediction.model_bytes or 0
+    fresh = max(0, (prediction.host_anon_peak_bytes or 0) - (prediction.baseline_anon_bytes or 0))
+    disk = prediction.disk_read_bytes or 0
+    first = prediction.phases[0].host_anon_peak_bytes if prediction.phases else 0
+    made = min(model, max(0, first - (prediction.baseline_anon_bytes or 0)))
+    is_initialised = made > model // 2 and len(prediction.phases) > 2  # before anything was read
+    direct = prediction.strategy in _READS_DIRECT
+    read = calibration.read_direct_bytes_per_s if direct else calibration.read_bytes_per_s
+    seconds = disk / read + fresh / calibration.fault_bytes_per_s
+    seconds += max(0, fresh - model // 2) / calibration.copy_bytes_per_s  # into place
+    seconds += model / calibration.copy_bytes_per_s  # reading every byte once
+    seconds += model / calibration.init_bytes_per_s if is_initialised else 0.0
+    return seconds + (0.0 if direct or is_initialised else calibration.meta_s)
+
+
+def _verdict(
+    prediction: Prediction,
+    need: int | None,
+    cuda: int | None,
+    tried: bool | None,
+    limits: Limits,
+) -> tuple[Verdict, str]:
+    if need is None:
+        return Verdict.UNKNOWN, prediction.cannot or "nothing is known of its memory"
+    if limits.vram_bytes and cuda is not None and cuda > limits.vram_bytes:
+        return Verdict.TOO_LARGE, f"takes {format_bytes(cuda, digits=1)} of the GPU"
+    verdict, held = Verdict.FITS, _held(prediction, need)
+    if limits.ram_bytes is None:
+        return verdict, held
+    doubt = 0 if tried else _DOUBT_BYTES + int(_DOUBT_SHARE * need)
+    if tried is False or (tried is None and need > limits.ram_bytes + doubt):
+        verdict = Verdict.TOO_LARGE
+    elif tried is None and need > limits.ram_bytes - doubt:
+        verdict = Verdict.CLOSE
+    elif _stays_mapped(prediction) and need + (prediction.model_bytes or 0) > limits.ram_bytes:
+        pages = format_bytes(prediction.model_bytes or 0, digits=1)
+        held = f"its {pages} of file pages do not fit: each pass reads them again"
+        verdict = Verdict.THRASHES
+    return verdict, held
+
+
+def _held(prediction: Prediction, need: int) -> str:
+    """Return in one phrase what it keeps: "keeps two copies: 12.9 GiB"."""
+    size, model = format_bytes(need, digits=1), prediction.model_bytes
+    if _stays_mapped(prediction):
+        return f"keeps pages of the file, and {size}"
+    above = need - (prediction.baseline_anon_bytes or 0)
+    if not model or above < model // 2:
+        return f"keeps {size}"
+    copies = above / model
+    if 0.85 <= copies < 1.25:
+        return f"keeps one copy: {size}"
+    if 1.75 <= copies < 2.25:
+        return f"keeps two copies: {size}"
+    return f"keeps {copies:.1f} times the model: {size}"
+
+
+def _stays_mapped(prediction: Prediction) -> bool:
+    """Tell whether the model that it leaves is pages of a file."""
+    if prediction.cell.device != "cpu" or not prediction.model_bytes:
+        return False
+    fresh = (prediction.host_anon_peak_bytes or 0) - (prediction.baseline_anon_bytes or 0)
+    mapped = prediction.host_file_peak_bytes or 0
+    return fresh < prediction.model_bytes // 2 and mapped > prediction.model_bytes // 2
+
+
+def _asks(info: StrategyInfo, fmt: str, layout: str) -> list[str]:
+    asked = [] if fmt == layout else [f"saved as {fmt}"]
+    if info.name in _PACKAGES:
+        asked.append(_PACKAGES[info.name])
+    if info.name in _OURS:
+        asked.append("weighin")
+    return asked
