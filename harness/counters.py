@@ -183,8 +183,8 @@ class MemoryCgroup:
         """Return how often this group ran into its limits: all that memory.events.local counts.
 
         ``max`` counts charges that met the limit, ``high`` those above the soft limit, ``oom``
-        those that found nothing to reclaim. None on v1: its failcnt stays 0 on newer kernels
-        (seen on 6.18, with a file read twice that was twice the limit).
+        those that found nothing to reclaim. None on v1: its failcnt stays 0 where RAM and
+        swap have the same limit (seen on 6.18, with a file read twice that was twice the limit).
         """
         text = _read(self.oom_path) if self.version == 2 else None
         return parse_numbers(text) if text else None

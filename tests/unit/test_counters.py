@@ -1,4 +1,4 @@
-"""The kernel's texts, recorded or as its documentation shows them (fixtures/kernel/README.md)."""
+"""The kernel's texts, as they were recorded (fixtures/kernel/README.md)."""
 
 import os
 import resource
@@ -12,7 +12,10 @@ from harness import counters, process_memory
 from harness.record import Memory
 
 KERNEL = Path(__file__).parent / "fixtures" / "kernel"
-HYBRID, V2 = "v1-hybrid", ("v2-5.10", "v2-6.12")
+HYBRID = "hybrid-6.18"
+HYBRIDS = (HYBRID, "hybrid-5.10-without-psi")
+V1 = (*HYBRIDS, "v1-6.1")
+V2 = ("v2-5.10", "v2-6.1", "v2-6.1-without-psi", "v2-6.12", "v2-6.18")
 
 
 def text(kernel: str, name: str) -> str:
@@ -32,6 +35,18 @@ def test_a_status_in_bytes() -> None:
 
 def test_a_zombies_status_has_no_memory() -> None:
     assert process_memory.parse_status(text(HYBRID, "status-zombie")) == {}
+
+
+@pytest.mark.parametrize("kernel", [*V1, *V2])
+def test_every_kernels_status_has_the_parts_of_rss(kernel: str) -> None:
+    status = process_memory.parse_status(text(kernel, "status"))
+    parts = status["RssAnon"] + status["RssFile"] + status["RssShmem"]
+    assert 0 < status["VmRSS"] == parts <= status["VmHWM"]
+    assert status["VmSwap"] == 0
+    assert process_memory.parse_status(text(kernel, "status-zombie")) == {}
+    assert "(odd ) ( name)" in text(kernel, "stat")
+    minor, _ = process_memory.parse_faults(text(kernel, "stat"))
+    assert minor > 400
 
 
 def test_memory_of_a_status() -> None:
@@ -57,9 +72,15 @@ def test_faults_of_this_process_are_the_kernels_count() -> None:
     assert before.ru_majflt <= major <= after.ru_majflt
 
 
-def test_mounts_of_a_hybrid_machine() -> None:
+@pytest.mark.parametrize("kernel", HYBRIDS)
+def test_mounts_of_a_hybrid_machine(kernel: str) -> None:
     root = Path("/sys/fs/cgroup")
-    assert counters.parse_mounts(text(HYBRID, "mountinfo")) == (root / "memory", root / "unified")
+    assert counters.parse_mounts(text(kernel, "mountinfo")) == (root / "memory", root / "unified")
+
+
+def test_mounts_of_version_1() -> None:
+    memory = Path("/sys/fs/cgroup/memory")
+    assert counters.parse_mounts(text("v1-6.1", "mountinfo")) == (memory, None)
 
 
 @pytest.mark.parametrize("kernel", V2)
@@ -76,8 +97,9 @@ def test_a_v1_controller_whose_name_only_contains_memory_is_another() -> None:
     assert counters.parse_mounts(line) == (None, None)
 
 
-def test_groups_of_a_process_on_a_hybrid_machine() -> None:
-    lines = text(HYBRID, "cgroup")
+@pytest.mark.parametrize("kernel", HYBRIDS)
+def test_groups_of_a_process_on_a_hybrid_machine(kernel: str) -> None:
+    lines = text(kernel, "cgroup")
     assert counters.parse_group(lines, 1) == "/weighin.1234-5678.0"
     assert counters.parse_group(lines, 2) == "/weighin.1234-5678.0"
 
@@ -88,7 +110,7 @@ def test_the_v1_group_may_share_its_line_with_other_controllers() -> None:
 
 @pytest.mark.parametrize("kernel", V2)
 def test_the_group_of_a_process_on_version_2(kernel: str) -> None:
-    assert counters.parse_group(text(kernel, "cgroup"), 2) == "/system.slice/weighin.1234-5678.0"
+    assert counters.parse_group(text(kernel, "cgroup"), 2) == "/weighin.1234-5678.0"
     assert counters.parse_group(text(kernel, "cgroup"), 1) is None
 
 
