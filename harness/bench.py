@@ -62,6 +62,8 @@ def start(request: Request) -> tuple[Run, str]:
     _check_gpu(suite)
     limited = request.within is not None or any(limit is not None for limit in suite.ram)
     isolation, note = choice.choose(suite.isolation, limited=limited, base_image=request.base_image)
+    if suite.ram_high is not None:
+        choice.check_soft_limit(isolation)
     planned = plan(
         Matrix(
             models=models,
@@ -74,6 +76,7 @@ def start(request: Request) -> tuple[Run, str]:
             cache=suite.cache,
             repeats=suite.repeats,
             passes=suite.forward_passes,
+            ram_high_bytes=suite.ram_high,
             formats=formats,
             operation=suite.operation,
         )

@@ -21,6 +21,7 @@ class ModelSpec:
 class Cell:
     """One measurement to take. The limits, in bytes, are None where nothing is limited.
 
+    ``ram_high_bytes`` is the soft limit, above which the kernel slows the cell down; None is none.
     ``passes`` is how many forward passes use the model once it is ready; 0 is none. Of a save,
     ``format`` is what is written, and ``device`` is where the model is.
     """
@@ -35,6 +36,7 @@ class Cell:
     cache: CacheState = "cold"
     options: dict[str, Any] = field(default_factory=dict)
     passes: int = 1
+    ram_high_bytes: int | None = None
     repeat: int = 0
     operation: Operation = "load"
     vram_limit_bytes: int | None = None
@@ -46,8 +48,9 @@ class Cell:
 
         fields = asdict(self)
         del fields["repeat"]
-        if self.vram_limit_bytes is None:
-            del fields["vram_limit_bytes"]  # records of before there was one keep their names
+        for name in ("vram_limit_bytes", "ram_high_bytes"):
+            if fields[name] is None:
+                del fields[name]  # records of before there was one keep their names
         text = json.dumps(fields, sort_keys=True, default=str)
         return f"{self.strategy}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
 

@@ -66,6 +66,9 @@ def bench(
     ram: Annotated[
         str, typer.Option(help="RAM limits, divided by commas: 8g, 6500m, none.")
     ] = "none",
+    ram_high: Annotated[
+        str, typer.Option(help="Soft limit, above which cells are slowed down: cgroup v2 only.")
+    ] = "none",
     strategies: options.Strategies = None,
     operation: Annotated[
         str, typer.Option(help="load, or save: write the model with every strategy of saving.")
@@ -128,6 +131,7 @@ def bench(
             "operation": operation,
             "ram": [limit.strip() for limit in ram.split(",")],
             "vram": [limit.strip() for limit in vram.split(",")],
+            "ram_high": ram_high,
             "isolation": isolation,
             "device": device,
             "dtype": dtype,

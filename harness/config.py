@@ -135,6 +135,7 @@ class Suite(Strict):
     )
     ram: Annotated[list[_Limit], BeforeValidator(_as_list), Field(min_length=1)] = [None]
     vram: Annotated[list[_Limit], BeforeValidator(_as_list), Field(min_length=1)] = [None]
+    ram_high: _Limit = None
     device: Annotated[str, AfterValidator(_as_device)] = "cpu"
     isolation: Literal["auto", "docker", "cgroup", "process"] = "auto"
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], BeforeValidator(_as_dtype)] = (

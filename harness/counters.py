@@ -203,6 +203,8 @@ class MemoryCgroup:
         paths = [self.limit_path]
         if self.version == 1:  # v1 refuses a limit above that of memory and swap together
             paths.insert(0, self.path / "memory.memsw.limit_in_bytes")
+        elif self.soft_limit_path:
+            paths.insert(0, self.soft_limit_path)
         for path in paths:
             try:
                 if path.exists():

@@ -86,7 +86,7 @@ def of_group(cgroup: MemoryCgroup) -> Iterator[Finding]:
     yield Finding("pages read again", "poor" if refaults is None else "good", detail)
     soft = cgroup.soft_limit_path is not None
     detail = "memory.high, with --isolation cgroup" if soft else "cgroup v1 has none that throttles"
-    yield Finding("soft limit", "good" if soft else "poor", detail)
+    yield Finding("soft limit (--ram-high)", "good" if soft else "poor", detail)
 
 
 def pressure() -> Finding:

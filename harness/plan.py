@@ -44,6 +44,7 @@ class Matrix:
     cache: CacheState = "cold"
     repeats: int = 1
     passes: int = 1
+    ram_high_bytes: int | None = None
     formats: tuple[str, ...] = ()
     operation: Operation = "load"
     vram_limits: tuple[int | None, ...] = (None,)
@@ -92,6 +93,7 @@ def _planned(
         cache=matrix.cache,
         options=options,
         passes=matrix.passes if matrix.operation == "load" else 0,
+        ram_high_bytes=matrix.ram_high_bytes,
         repeat=repeat,
         operation=matrix.operation,
     )

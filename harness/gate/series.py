@@ -68,6 +68,7 @@ def name_of(cell: Cell) -> str:
         f"ram={format_exact(limit)}" if limit else "ram=none",
         *(["operation=save"] if cell.operation == "save" else []),
         *([f"vram={format_exact(cell.vram_limit_bytes)}"] if cell.vram_limit_bytes else []),
+        *([f"ram_high={format_exact(cell.ram_high_bytes)}"] if cell.ram_high_bytes else []),
         *([f"passes={cell.passes}"] if cell.passes != 1 else []),
         *(f"{key}={value}" for key, value in sorted(cell.options.items())),
     ]

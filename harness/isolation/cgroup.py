@@ -59,6 +59,8 @@ class CgroupIsolation:
         try:
             if job.cell.ram_limit_bytes is not None:
                 limit(groups[0], job.cell.ram_limit_bytes)
+            if job.cell.ram_high_bytes is not None:
+                (groups[0] / "memory.high").write_text(str(job.cell.ram_high_bytes))
             running = CgroupRunning(WORKER, groups)
         except BaseException:
             _remove(groups)

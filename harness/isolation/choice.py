@@ -1,5 +1,6 @@
 """Isolations by name, and the best one that works on this machine."""
 
+from harness.counters import memory_hierarchy
 from harness.errors import IsolationUnavailable, UnknownName
 from harness.isolation import Isolation
 
@@ -58,6 +59,19 @@ def choose(name: str, *, limited: bool, base_image: str | None = None) -> tuple[
     raise IsolationUnavailable(
         f"{what}: {'; '.join(error.message for error in refused)}",
         " or ".join(error.repair for error in refused if error.repair),
+    )
+
+
+def check_soft_limit(isolation: Isolation) -> None:
+    """Raise IsolationUnavailable where this isolation can set no soft limit here."""
+    hierarchy = memory_hierarchy()
+    if isolation.name == "cgroup" and hierarchy and hierarchy[0] == 2:
+        return
+    here = f"cgroup v{hierarchy[0]}" if hierarchy else "no memory controller"
+    raise IsolationUnavailable(
+        "a soft limit (--ram-high) is memory.high of cgroup v2, set with --isolation cgroup:"
+        f" this is --isolation {isolation.name}, {here}",
+        "leave --ram-high out, or use a machine with cgroup v2 and --isolation cgroup",
     )
 
 

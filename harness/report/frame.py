@@ -5,14 +5,16 @@ that was not measured is NA.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from io import StringIO
 from pathlib import Path, PurePath
 from typing import Any, Final
 
 import pandas as pd
 
+from harness.cell import Cell
 from harness.record import Outcome, Result
+from harness.units import format_exact
 
 # What tells one series from another, but for the strategy; in the order of columns.
 DIMENSIONS: Final = (
@@ -127,7 +129,7 @@ def _row(result: Result) -> dict[str, Any]:
         "dtype": cell.dtype,
         "cache": cell.cache,
         "isolation": cell.isolation,
-        "options": ", ".join(f"{k}={_short(v)}" for k, v in sorted(cell.options.items())),
+        "options": ", ".join(_options(cell)),
         "outcome": result.outcome.value,
         "last_phase": result.last_phase,
         "message": result.message,
@@ -172,6 +174,13 @@ def _outcome(outcomes: Sequence[str]) -> str:
     if len(counts) == 1:
         return outcomes[0]
     return ", ".join(f"{outcome} {count}" for outcome, count in counts.items())
+
+
+def _options(cell: Cell) -> Iterator[str]:
+    """Yield what was set for a cell beside its dimensions: a soft limit, the strategy's options."""
+    if cell.ram_high_bytes is not None:
+        yield f"ram_high={format_exact(cell.ram_high_bytes)}"
+    yield from (f"{key}={_short(value)}" for key, value in sorted(cell.options.items()))
 
 
 def _short(value: Any) -> str:

@@ -1,6 +1,7 @@
 """Which isolation is taken, and what is said about it, whatever this machine has."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -165,3 +166,28 @@ def test_a_system_without_clear_refs_cannot_be_measured(monkeypatch: pytest.Monk
         "this system has no /proc/PID/clear_refs: peaks cannot be measured\n"
         "run on Linux, or use --isolation docker"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "hierarchy", "here"),
+    [
+        ("docker", (2, Path("/c")), "this is --isolation docker, cgroup v2"),
+        ("cgroup", (1, Path("/c")), "this is --isolation cgroup, cgroup v1"),
+        ("process", None, "this is --isolation process, no memory controller"),
+    ],
+)
+def test_a_soft_limit_that_cannot_be_set_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, hierarchy: tuple[int, Path] | None, here: str
+) -> None:
+    monkeypatch.setattr(choice, "memory_hierarchy", lambda: hierarchy)
+    with pytest.raises(IsolationUnavailable) as caught:
+        choice.check_soft_limit(KINDS[name]())
+    assert str(caught.value) == (
+        f"a soft limit (--ram-high) is memory.high of cgroup v2, set with --isolation cgroup: {here}\n"
+        "leave --ram-high out, or use a machine with cgroup v2 and --isolation cgroup"
+    )
+
+
+def test_a_soft_limit_of_a_version_2_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "memory_hierarchy", lambda: (2, Path("/c")))
+    choice.check_soft_limit(CgroupIsolation())

@@ -12,7 +12,7 @@ from harness.doctor_figures import Finding, of_group, pressure
 
 KILLS = Finding("kills for lack of memory", "good", "exact: oom_kill in memory.events.local")
 REFAULTS = Finding("pages read again", "good", "exact: workingset_refault_file in memory.stat")
-SOFT = Finding("soft limit", "good", "memory.high, with --isolation cgroup")
+SOFT = Finding("soft limit (--ram-high)", "good", "memory.high, with --isolation cgroup")
 
 
 def findings(folder: Path, kernel: str) -> list[Finding]:
@@ -25,7 +25,7 @@ def test_version_1(tmp_path: Path) -> None:
         Finding("cgroup peak", "good", exact),
         Finding("kills for lack of memory", "good", "exact: oom_kill in memory.oom_control"),
         REFAULTS,
-        Finding("soft limit", "poor", "cgroup v1 has none that throttles"),
+        Finding("soft limit (--ram-high)", "poor", "cgroup v1 has none that throttles"),
     ]
 
 

@@ -20,6 +20,7 @@ from factories import (
 from harness.record import Outcome, Peaks
 from harness.report.frame import FIGURES, cells, samples, series, varying
 from harness.report.look import row_labels
+from harness.units import GIB
 
 
 def test_a_cell_is_a_row_in_the_records_order() -> None:
@@ -108,11 +109,13 @@ def test_row_labels_tell_formats_apart_only_where_a_strategy_has_several() -> No
     results = [
         make_result(make_cell("streaming", format="safetensors")),
         make_result(make_cell("streaming", format="pt", options={"threads": 2})),
+        make_result(make_cell("streaming", format="pt", ram_high_bytes=2 * GIB)),
         make_result(make_cell("baseline")),
     ]
     assert row_labels(series(results)) == [
         "streaming safetensors",
         "streaming pt threads=2",
+        "streaming pt ram_high=2GiB",
         "baseline",
     ]
 

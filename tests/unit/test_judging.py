@@ -264,9 +264,15 @@ def search(floor_mib: int, step_mib: int = 8) -> Run:
 def test_what_a_series_is_called() -> None:
     assert name_of(STREAMING) == "gpt2-xl streaming safetensors float32 cpu cold docker ram=8GiB"
     other = replace(
-        STREAMING, vram_limit_bytes=GIB, operation="save", passes=2, options={"a b": "c d"}
+        STREAMING,
+        vram_limit_bytes=GIB,
+        ram_high_bytes=GIB,
+        operation="save",
+        passes=2,
+        options={"a b": "c d"},
     )
-    assert name_of(other) == f"{name_of(STREAMING)} operation=save vram=1GiB passes=2 a_b=c_d"
+    more = "operation=save vram=1GiB ram_high=1GiB passes=2 a_b=c_d"
+    assert name_of(other) == f"{name_of(STREAMING)} {more}"
 
 
 def test_a_search_is_one_series_with_its_floor_whatever_limits_it_tried() -> None:

@@ -70,6 +70,14 @@ def test_the_limit_is_lifted(tmp_path: Path, kernel: str, lifted: str) -> None:
     assert group.limit_path.read_text() == lifted
 
 
+def test_the_soft_limit_is_lifted_too(tmp_path: Path) -> None:
+    group = make_group(tmp_path, "v2-6.18")
+    assert group.soft_limit_path
+    group.soft_limit_path.write_text("1048576")
+    group.raise_limit()
+    assert group.soft_limit_path.read_text() == "max"
+
+
 def test_a_group_that_is_gone_gives_none_never_zero(tmp_path: Path) -> None:
     group = MemoryCgroup(tmp_path / "gone", tmp_path / "gone" / "psi")
     assert group.read_usage() is None
