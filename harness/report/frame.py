@@ -83,9 +83,17 @@ def samples(run: Path, result: Result) -> pd.DataFrame | None:
     needed = ["t_ns", "rss_bytes", "anon_bytes", "file_bytes", "shmem_bytes"]
     if not set(needed) <= set(frame.columns):
         return None
-    frame = frame.apply(pd.to_numeric, errors="coerce").dropna(subset=needed)
-    frame = frame[frame[needed].ge(0).all(axis=1) & frame[needed].lt(_LARGEST).all(axis=1)]
+    frame = possible(frame).dropna(subset=needed)
     return None if frame.empty else frame.sort_values("t_ns", ignore_index=True)
+
+
+def possible(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of counters that a kernel can have written; what is missing may be."""
+    numbers = frame.apply(pd.to_numeric, errors="coerce")
+    kept: pd.DataFrame = numbers[
+        (numbers.isna() | (numbers.ge(0) & numbers.lt(_LARGEST))).all(axis=1)
+    ]
+    return kept
 
 
 def varying(frame: pd.DataFrame) -> list[str]:

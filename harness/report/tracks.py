@@ -10,7 +10,7 @@ import pandas as pd
 
 from harness.record import Outcome, Result
 from harness.report import captions, look
-from harness.report.frame import cells, samples
+from harness.report.frame import cells, possible, samples
 from harness.units import GIB
 
 # Outcomes that cut a cell off: a timeline marks where.
@@ -109,8 +109,9 @@ def _gpu(run: Path, result: Result, table: pd.DataFrame | None) -> pd.DataFrame 
     """Return the GPU's memory over time: the trace's, or the samples'; None where there is none."""
     if result.trace_path is not None:
         with contextlib.suppress(OSError, ValueError):  # ValueError: no table, or other columns
-            traced = pd.read_csv(run / result.trace_path, usecols=_TRACED)
-            return traced.rename(columns={"requested_bytes": "bytes"})
+            traced = possible(pd.read_csv(run / result.trace_path, usecols=_TRACED)).dropna()
+            if not traced.empty:
+                return traced.rename(columns={"requested_bytes": "bytes"})
     if table is None or "cuda_allocated_bytes" not in table:
         return None
     seen = table[["t_ns", "cuda_allocated_bytes"]].dropna()
