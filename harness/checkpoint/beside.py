@@ -32,7 +32,8 @@ def growing_beside(target: Path) -> Iterator[Path]:
     try:
         yield temporary
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # before the lock goes: nobody else is in it
+        if _is_at(temporary, descriptor):  # else it was renamed, and this may be another's
+            shutil.rmtree(temporary, ignore_errors=True)  # before the lock goes
         os.close(descriptor)
 
 
@@ -57,16 +58,16 @@ def _prefix(target: Path) -> str:
 def _locked(folder: Path, target: Path) -> int:
     """Make a folder, or take one that is nobody's, and lock it; return its open descriptor."""
     while True:
-        folder.mkdir(mode=0o700, exist_ok=True)
+        with suppress(FileExistsError):  # exist_ok would raise it where the folder has just gone
+            folder.mkdir(mode=0o700)
         try:
             descriptor = _lock(folder, target)
         except FileNotFoundError:  # removed by its owner since
             continue
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(descriptor), folder.stat()):
-                for left in folder.iterdir():
-                    shutil.rmtree(left) if left.is_dir() else left.unlink()
-                return descriptor
+        if _is_at(folder, descriptor):
+            for left in folder.iterdir():
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+            return descriptor
         os.close(descriptor)  # locked, but removed before: another has, or will make, a new one
 
 
@@ -85,6 +86,15 @@ def _lock(folder: Path, target: Path) -> int:
 def _remove_if_dead(leftover: Path, target: Path) -> None:
     descriptor = _lock(leftover, target)
     try:
-        shutil.rmtree(leftover, ignore_errors=True)
+        if _is_at(leftover, descriptor):  # else its owner removed it, and this is another's
+            shutil.rmtree(leftover, ignore_errors=True)
     finally:
         os.close(descriptor)
+
+
+def _is_at(folder: Path, descriptor: int) -> bool:
+    """Tell whether an open folder is the one of that name: a lock may be of one that is gone."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), folder.stat())
+    except FileNotFoundError:
+        return False
