@@ -45,11 +45,15 @@ class Opened:
     def hover(self, mark: Locator) -> str:
         """Point at a mark, as a user does who has scrolled there before; returns what is shown."""
         mark.scroll_into_view_if_needed()
-        self.page.evaluate(
-            "() => new Promise((done) => setTimeout(done, 60))"
-        )  # the scroll's event
+        self.settle()
         mark.hover()
         return self.tip()
+
+    def settle(self) -> None:
+        """Wait for the event of a scroll, which hides tips: it precedes the second frame."""
+        self.page.evaluate(
+            "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+        )
 
     def tip(self) -> str:
         return self.page.locator("#tip:visible").inner_text()
@@ -177,7 +181,8 @@ def test_even_the_shortest_phase_can_be_pointed_at(open_page) -> None:
 def test_the_arrow_keys_go_from_phase_to_phase(open_page) -> None:
     opened = open_page(notebook_run())
     drawing = opened.page.locator("#timelines svg").nth(3)
-    drawing.focus()
+    drawing.focus()  # scrolls there
+    opened.settle()
     names = []
     for _ in range(8):
         opened.page.keyboard.press("ArrowRight")
@@ -224,6 +229,7 @@ def test_a_verdict_says_why(open_page) -> None:
     said = opened.hover(opened.page.locator("td.thrashes"))
     assert said.startswith("mmap_assign, 1 GiB: thrashes\n41.0 s, 8.2x the 5.00 s in peace")
     opened.page.get_by_label("What works under which limit; arrow keys").focus()
+    opened.settle()
     opened.page.keyboard.press("ArrowLeft")
     assert opened.tip().startswith("streaming, 1 GiB: killed")
 
