@@ -15,7 +15,7 @@ from pathlib import Path
 
 from harness.counters import memory_cgroup_of, memory_hierarchy
 
-PARENT_LEAF = "weighin.parent"
+PARENT_LEAF = "weighin-parent"
 """Where this process moves to: a group that hands controllers down may hold no process itself."""
 
 _ENTERED = "WEIGHIN_DELEGATED"
