@@ -1,16 +1,19 @@
 """How near the loaders come to what the machine can do: ratios to raw reads of the same file.
 
-Each way runs in a fresh process, A B C A B C, warm and cold; memory is touched and freed before
-each, because a virtual machine's pages are slower the longer they were free. The clock starts
-behind ``import torch``: what a way imports itself is its own cost (but for ``--imports before``).
-Loaded = the way returned; ready = every byte was then read once and, outside the clock, verified.
-What is read raw from the cache is read once more, too: both columns have a limit of their own.
+Each way runs once a round in a fresh process, in an order drawn anew, warm and cold. Just before the
+clock it touches and frees memory, because a virtual machine's pages are slow once they were free for
+some seconds. The clock starts behind ``import torch``: what a way imports itself is its own cost (but
+for ``--imports before``). Loaded = the way returned; ready = every byte was then read once and,
+outside the clock, verified. What is read raw goes to fresh memory and is read once more, too: both
+columns have a limit of their own. "x limit" is the median, over the rounds, of the ratios in a round.
 """
 
 import argparse
 import json
 import mmap
+import operator
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -29,6 +32,7 @@ RAW = {"warm": "pread, 2 threads", "cold": "O_DIRECT, 4 threads"}
 WAYS = ("streaming", "load_assign", "mmap_assign", "safetensors_copy", "safetensors_mmap")
 PEERS = Path(__file__).parent / "peers"
 _PIECE_BYTES = 4 * 1024**2
+_MEMORY = {"warm": 5, "cold": 9}  # quarters of the checkpoint: what a load takes, cache included
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +121,15 @@ def _compare(
 ) -> dict[str, list[tuple[float, float]]]:
     pt = cache.ensure(registry.model(options.model), "pt")
     raw = Way(RAW[state], None, pt.path, pt.manifest_path)
-    found: dict[str, list[tuple[float, float]]] = {}
-    for _ in range(options.rounds):
-        for way in (raw, *ways):
+    found: dict[str, list[tuple[float, float]]] = {way.name: [] for way in (raw, *ways)}
+    shuffle = random.Random(0)  # noqa: S311 (what ran before, and left the disk idle, changes)
+    for number in range(options.rounds):
+        for way in shuffle.sample((raw, *ways), 1 + len(ways)):
+            print(f"{state}, round {number + 1}: {way.name}", file=sys.stderr)
+            read = files(way.checkpoint) if way.checkpoint.is_dir() else [way.checkpoint]
             job = {
                 "raw": state if way.strategy is None else "",
+                "memory_bytes": _MEMORY[state] * sum(file.stat().st_size for file in read) // 4,
                 "strategy": str(way.strategy),
                 "path": str(way.checkpoint),
                 "manifest": str(way.manifest),
@@ -129,20 +137,18 @@ def _compare(
                 "model": options.model,
                 "dtype": options.dtype,
             }
-            read = files(way.checkpoint) if way.checkpoint.is_dir() else [way.checkpoint]
             if state == "cold":
                 assert page_cache.drop(read) == 0
             else:
                 _read_through(read)
-            steady.touch_and_free(2 * sum(file.stat().st_size for file in read))
             command = [sys.executable, __file__, "--one", json.dumps(job)]
             output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-            found.setdefault(way.name, []).append(tuple(json.loads(output.splitlines()[-1])))
+            found[way.name].append(tuple(json.loads(output.splitlines()[-1])))
     return found
 
 
 def _print(state: str, found: dict[str, list[tuple[float, float]]]) -> None:
-    limits = [statistics.median(column) for column in zip(*found[RAW[state]], strict=True)]
+    limits = list(zip(*found[RAW[state]], strict=True))
     print(
         f"\n{state:<22}"
         + "".join(f"{what + ' s':>9}{'range':>14}{'x limit':>9}" for what in ("loaded", "ready"))
@@ -152,8 +158,9 @@ def _print(state: str, found: dict[str, list[tuple[float, float]]]) -> None:
         for column, limit in zip(zip(*seconds, strict=True), limits, strict=True):
             median = statistics.median(column)
             spread = f"{min(column):.2f}..{max(column):.2f}"
-            line += f"{median:>9.2f}{spread:>14}{median / limit:>9.2f}"
-        print(line)
+            ratio = statistics.median(map(operator.truediv, column, limit))
+            line += f"{median:>9.2f}{spread:>14}{ratio:>9.2f}"
+        print(line, flush=True)
 
 
 def _run_one(job: dict[str, Any]) -> tuple[float, float]:
@@ -168,11 +175,12 @@ def _run_one(job: dict[str, Any]) -> tuple[float, float]:
 
     path = Path(job["path"])
     if job["raw"]:
+        steady.touch_and_free(job["memory_bytes"])
         start = time.monotonic()
         area = _read_raw(path, direct=job["raw"] == "cold")
         loaded = time.monotonic() - start
-        if area is not None:
-            touch(dict(enumerate(torch.frombuffer(area, dtype=torch.uint8).chunk(64))))
+        words = torch.frombuffer(area, dtype=torch.float32, count=len(area) // 4)
+        touch(dict(enumerate(words.chunk(512))))  # about as many as a model has tensors
         return loaded, time.monotonic() - start
     spec = registry.model(job["model"])
     load = WorkerLoad(
@@ -188,6 +196,7 @@ def _run_one(job: dict[str, Any]) -> tuple[float, float]:
         import_strategy(Path(job["strategy"]))
         with torch.device("meta"):
             torch.triu(torch.nn.Embedding(1, 1).weight)
+    steady.touch_and_free(job["memory_bytes"])
     start = time.monotonic()
     model = import_strategy(Path(job["strategy"]))(load)
     loaded = time.monotonic() - start
@@ -204,25 +213,21 @@ class _NoMarks:
         return nullcontext()
 
 
-def _read_raw(path: Path, *, direct: bool) -> mmap.mmap | None:
-    """Read the file into fresh huge pages (cached), or through small buffers (from the disk)."""
+def _read_raw(path: Path, *, direct: bool) -> mmap.mmap:
+    """Read the file into fresh huge pages: from the cache, or past it from the disk."""
     file = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
     size = os.fstat(file).st_size
     starts, lock = iter(range(0, size, _PIECE_BYTES)), threading.Lock()
-    area = None
-    if not direct:
-        area = mmap.mmap(-1, size + _PIECE_BYTES, flags=mmap.MAP_PRIVATE)
-        area.madvise(mmap.MADV_HUGEPAGE)
+    area = mmap.mmap(-1, size + _PIECE_BYTES, flags=mmap.MAP_PRIVATE)
+    area.madvise(mmap.MADV_HUGEPAGE)
 
     def work() -> None:
-        own = mmap.mmap(-1, _PIECE_BYTES, flags=mmap.MAP_PRIVATE)
         while True:
             with lock:
                 start = next(starts, None)
             if start is None:
                 return
-            target = memoryview(area)[start : start + _PIECE_BYTES] if area else own
-            os.preadv(file, [target], start)
+            os.preadv(file, [memoryview(area)[start : start + _PIECE_BYTES]], start)
 
     threads = [threading.Thread(target=work) for _ in range(4 if direct else 2)]
     for thread in threads:
