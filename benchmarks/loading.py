@@ -180,7 +180,9 @@ def _run_one(job: dict[str, Any]) -> tuple[float, float]:
         area = _read_raw(path, direct=job["raw"] == "cold")
         loaded = time.monotonic() - start
         words = torch.frombuffer(area, dtype=torch.float32, count=len(area) // 4)
-        touch(dict(enumerate(words.chunk(512))))  # about as many as a model has tensors
+        touch(
+            {str(at): chunk for at, chunk in enumerate(words.chunk(512))}
+        )  # about as many as a model has tensors
         return loaded, time.monotonic() - start
     spec = registry.model(job["model"])
     load = WorkerLoad(
