@@ -101,7 +101,7 @@ def inspect(path: Path) -> Inspected:
     Raises:
         CheckpointError: nothing that a layout knows, or damaged; names the file and the place.
     """
-    layout, slices = layouts.read(path, parts=True)
+    layout, slices = layouts.read(path)
     root = path if path.is_dir() else path.parent
     tensors = tuple(_tensors(root, slices))
     files = tuple((_relative(file, root), file.stat().st_size) for file in layouts.files(path))

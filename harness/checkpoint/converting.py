@@ -69,7 +69,7 @@ def convert(
     torch.set_num_threads(1)  # the writers are the threads
     started = time.monotonic()
     check_target(source, target)
-    _, slices = layouts.read(source, parts=True)
+    _, slices = layouts.read(source)
     tensors = plans(slices, order.dtype)
     size = tensor_bytes(tensors)
     layout = layouts.named(choose(order.fmt, size, order.split_above_bytes))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 
@@ -17,6 +17,28 @@ from harness.checkpoint.layouts.base import TensorSlice
 DEFAULT_THREADS: Final = 4  # more than the cores of a small machine: while some wait, others copy
 
 _HUGE_PAGE_BYTES: Final = 2 * 1024**2
+
+
+class Fillable(Protocol):
+    """Memory and the reads that fill it: what ``fill`` takes."""
+
+    @property
+    def slices(self) -> tuple[TensorSlice, ...]:
+        """What lies in it, under all its names."""
+        ...
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """Flat, of the final dtype, on the final device."""
+        ...
+
+    def views(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each name with its tensor over the memory."""
+        ...
+
+    def pieces(self) -> Iterator["Piece"]:
+        """Yield the reads to make."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,12 +61,13 @@ class Stretch:
     def pieces(self) -> Iterator["Piece"]:
         """Yield the reads to make, cut where the file's own pieces are cut."""
         size = self.slices[0].dtype.itemsize
+        most = piece_bytes(self.slices[0].dtype, self.memory.dtype)
         end = self.start + self.memory.numel() * size
         at = self.start
         while at < end:
-            stop = min((at // PIECE_BYTES + 1) * PIECE_BYTES, end)
+            stop = min((at // most + 1) * most, end)
             stop -= (stop - self.start) % size  # whole elements
-            stop = stop if stop > at else min(at + PIECE_BYTES, end)
+            stop = stop if stop > at else min(at + most, end)
             first, last = (at - self.start) // size, (stop - self.start) // size
             yield Piece(self.slices[0], at, self.memory[first:last])
             at = stop
@@ -52,7 +75,7 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """One read: ``target`` is filled with what lies at ``offset``."""
+    """One read: ``target`` is filled, in row-major order, with what lies at ``offset``."""
 
     source: TensorSlice
     offset: int
@@ -61,6 +84,11 @@ class Piece:
     @property
     def source_bytes(self) -> int:
         return self.target.numel() * self.source.dtype.itemsize
+
+
+def piece_bytes(source: torch.dtype, target: torch.dtype) -> int:
+    """Return how much of a file is read at once: neither it nor what it becomes outgrows a buffer."""
+    return PIECE_BYTES * source.itemsize // max(source.itemsize, target.itemsize)
 
 
 def prepare(
@@ -102,7 +130,7 @@ def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
     return torch.frombuffer(area, dtype=dtype, count=numel, offset=skip)
 
 
-def fill(stretches: Iterable[Stretch], threads: int) -> None:
+def fill(stretches: Iterable[Fillable], threads: int) -> None:
     """Read all stretches into their memory, on so many threads; the first error ends them all."""
     pieces = (piece for stretch in stretches for piece in stretch.pieces())
     lock, failed = threading.Lock(), threading.Event()
@@ -156,11 +184,11 @@ class _Reader:
 
     def _read_converted(self, piece: Piece, target: torch.Tensor) -> None:
         source = piece.source
-        if target.dtype == source.dtype:
+        if target.dtype == source.dtype and target.is_contiguous():
             self._pieces.read(source.file, memory_of(target), piece.offset)
         else:
             found = self._pieces.piece(source.file, piece.offset, piece.source_bytes)
-            target.copy_(torch.frombuffer(found, dtype=source.dtype))
+            target.copy_(torch.frombuffer(found, dtype=source.dtype).view(target.shape))
 
 
 class _GpuCopier:
@@ -178,7 +206,7 @@ class _GpuCopier:
         """Give a pinned tensor to fill; copies it to ``target`` afterwards, without waiting."""
         turn, self._turn = self._turn, 1 - self._turn
         self._copied[turn].synchronize()
-        pinned = self._buffers[turn][: target.nbytes].view(target.dtype)
+        pinned = self._buffers[turn][: target.nbytes].view(target.dtype).view(target.shape)
         yield pinned
         with torch.cuda.stream(self._stream):
             target.copy_(pinned, non_blocking=True)

@@ -12,6 +12,7 @@ import torch
 from harness.checkpoint import layouts
 from harness.checkpoint.describing import Described, describe, in_checkpoint
 from harness.checkpoint.layouts.base import Progress, TensorSlice
+from harness.checkpoint.layouts.head import plain
 from harness.checkpoint.making import RECORD_BYTES, Made, plans, write
 from harness.checkpoint.manifest import Manifest
 from harness.checkpoint.piecewise import Checksums, checksummed, tensor_checksums
@@ -46,7 +47,7 @@ def index(
     map_large_tensors()
     torch.set_num_threads(1)  # the readers are the threads
     started = time.monotonic()
-    own, slices = layouts.read(checkpoint, parts=True)
+    own, slices = layouts.read(checkpoint)
     places = {one.name: one for one in slices}
     described = describe(builder, kwargs, real_buffers="non_persistent")
     check_fits(checkpoint, model, places, described)
@@ -112,7 +113,7 @@ def check_fits(
     missing = [name for name in wanted if name not in places]
     unexpected = [name for name in places if name not in wanted]
     shapes = [
-        f"{name} is {places[name].shape}, not {shape}"
+        f"{plain(name)} is {places[name].shape}, not {shape}"
         for name, shape in wanted.items()
         if name in places and places[name].shape != shape
     ]
@@ -150,4 +151,4 @@ def _needed_bytes(slices: Iterable[TensorSlice]) -> int:
 
 def _some(names: list[str]) -> str:
     rest = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+    return ", ".join(map(plain, names[:_SHOWN])) + (f" and {rest} more" if rest > 0 else "")

@@ -12,9 +12,10 @@ from typing import Final, Literal
 
 import torch
 
-from harness.checkpoint import layouts
-from harness.checkpoint.filling import DEFAULT_THREADS, fill, prepare
+from harness.checkpoint import blocks, filling, layouts
+from harness.checkpoint.filling import DEFAULT_THREADS, Fillable, fill
 from harness.checkpoint.layouts.base import TensorSlice
+from harness.checkpoint.layouts.head import plain
 from harness.errors import CheckpointError
 
 Granularity = Literal["all", "module", "tensor"]
@@ -36,8 +37,9 @@ def load_streaming(
     Build it with ``without_weights()`` or on the meta device. A tensor that has memory of the right
     device and dtype already is filled where it is, any other is replaced. Parameters keep
     ``requires_grad`` and stay tied; storages that tensors of the checkpoint share are read once
-    and stay shared. Non-persistent buffers are in no checkpoint: they keep their values, and only
-    go to the device and dtype; on the meta device they have none to keep.
+    and stay shared, and blocks that several ranks saved are put together. Non-persistent buffers
+    are in no checkpoint: they keep their values, and only go to the device and dtype; on the meta
+    device they have none to keep.
 
     Args:
         dtype: of all floating-point tensors; None keeps the checkpoint's own.
@@ -52,7 +54,7 @@ def load_streaming(
     device = torch.device(device)
     replaced: dict[int, torch.nn.Parameter] = {}
     for batch in _batches(_by_storage(slices), granularity):
-        stretches = [prepare(group, targets, device, dtype) for group in batch]
+        stretches = [_prepare(group, targets, device, dtype) for group in batch]
         fill(stretches, threads)
         for name, tensor in itertools.chain.from_iterable(one.views() for one in stretches):
             _assign(model, name, targets[name], tensor, replaced)
@@ -60,11 +62,24 @@ def load_streaming(
     return model
 
 
+def _prepare(
+    group: Sequence[TensorSlice],
+    targets: Mapping[str, torch.Tensor],
+    device: torch.device,
+    dtype: torch.dtype | None,
+) -> Fillable:
+    if group[0].parts:
+        return blocks.prepare(group, targets, device, dtype)
+    return filling.prepare(group, targets, device, dtype)
+
+
 def _by_storage(slices: Sequence[TensorSlice]) -> list[list[TensorSlice]]:
     """Group the slices that share a stretch of a file, in the order of the files' bytes."""
-    groups: dict[tuple[Path, int, torch.dtype], list[TensorSlice]] = {}
+    groups: dict[tuple[object, ...], list[TensorSlice]] = {}
     for one in slices:
-        groups.setdefault((one.file, one.storage_offset, one.dtype), []).append(one)
+        parts = tuple((part.start, part.where.file, part.where.offset) for part in one.parts)
+        place = one.file, one.storage_offset, one.dtype, parts, one.shape if parts else ()
+        groups.setdefault(place, []).append(one)
     return sorted(groups.values(), key=lambda group: (str(group[0].file), group[0].offset))
 
 
@@ -93,7 +108,8 @@ def _check_fits(
         },
     }
     said = [
-        f"{len(names)} {what} ({', '.join(sorted(names)[:_SHOWN])}{', ...' * (len(names) > _SHOWN)})"
+        f"{len(names)} {what} ({', '.join(map(plain, sorted(names)[:_SHOWN]))}"
+        f"{', ...' * (len(names) > _SHOWN)})"
         for what, names in problems.items()
         if names
     ]

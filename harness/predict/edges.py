@@ -81,7 +81,7 @@ def _streaming(ledger: Ledger) -> Any:
     """``load_streaming``: threads that read into memory which was allocated before."""
     from harness.checkpoint import filling, streaming
 
-    def fill(stretches: Iterable[filling.Stretch], threads: int) -> None:
+    def fill(stretches: Iterable[filling.Fillable], threads: int) -> None:
         with ledger.holding(filling.buffer_bytes(threads, gpu=ledger.cuda is not None)):
             for one in stretches:
                 memory = one.memory

@@ -231,7 +231,7 @@ def test_a_tensor_in_several_blocks_is_read_as_torch_reads_it(split_in_three: Pa
         warnings.simplefilter("ignore")
         load(theirs, storage_reader=FileSystemReader(split_in_three), no_dist=True)
     assert torch.equal(theirs["b"], GRID)
-    _, slices = layouts.read(split_in_three, parts=True)
+    _, slices = layouts.read(split_in_three)
     ours = {one.name: torch.cat(list(read_pieces(one))).reshape(one.shape) for one in slices}
     check_equal(ours, theirs)
 
@@ -247,15 +247,7 @@ def test_blocks_larger_than_a_piece_are_cut_as_any_tensor_is(
     assert torch.equal(torch.cat(pieces), GRID.reshape(-1))
 
 
-def test_a_checkpoint_in_blocks_is_converted_and_else_told_how(
-    split_in_three: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(CheckpointError) as caught:
-        layouts.read(split_in_three)
-    assert str(caught.value) == (
-        f"{split_in_three}: 'b' is stored in several parts\n"
-        f"write its tensors whole: weighin convert {split_in_three} WHOLE --format dcp"
-    )
+def test_a_checkpoint_in_blocks_is_converted(split_in_three: Path, tmp_path: Path) -> None:
     order = converting.Order("safetensors", None, 2**40, 2**40, verify=True)
     threads = torch.get_num_threads()
     converting.convert(split_in_three, tmp_path / "whole.safetensors", order)

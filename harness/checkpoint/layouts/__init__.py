@@ -71,22 +71,14 @@ def checkpoint_in(folder: Path, name: str) -> Path:
     return folder / name / f"model{suffix}" if suffix else folder / name
 
 
-def read(path: Path, *, parts: bool = False) -> tuple[str, list[TensorSlice]]:
+def read(path: Path) -> tuple[str, list[TensorSlice]]:
     """Return the name of the checkpoint's layout, and where each of its tensors lies.
 
     Raises:
-        CheckpointError: as ``detect``, or damaged: names the file, what is wrong, and where; or a
-            tensor that lies in several parts, where the caller does not ask for such.
+        CheckpointError: as ``detect``, or damaged: names the file, what is wrong, and where.
     """
     layout = detect(path)
-    slices = layout.read(path)
-    split = [one.name for one in slices if one.parts]
-    if split and not parts:
-        raise CheckpointError(
-            f"{path}: {split[0]!r} is stored in several parts",
-            f"write its tensors whole: weighin convert {path} WHOLE --format {layout.NAME}",
-        )
-    return layout.NAME, slices
+    return layout.NAME, layout.read(path)
 
 
 def files(path: Path) -> list[Path]:

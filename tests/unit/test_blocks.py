@@ -1,0 +1,234 @@
+"""Streaming of what several ranks saved in blocks: the right tensor, in place, in little memory."""
+
+import pickle
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from harness.checkpoint import blocks, filling
+from harness.checkpoint.direct import PIECE_BYTES
+from harness.checkpoint.layouts import dcp
+from harness.checkpoint.layouts.base import Part, TensorSlice
+from harness.checkpoint.streaming import Granularity, load_streaming
+from harness.errors import CheckpointError
+from harness.models.building import without_weights
+from harness.units import MIB
+
+Cut = Callable[[torch.Tensor], list[tuple[tuple[int, ...], torch.Tensor]]]
+PEAK_SOURCE = """
+import sys, threading, time, torch
+from pathlib import Path
+from harness.checkpoint.streaming import load_streaming
+from harness.models.building import without_weights
+
+def anonymous():
+    for line in open("/proc/self/status"):
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) * 1024
+
+with without_weights():
+    model = torch.nn.Linear(4096, 8192, bias=False)
+start, peak, ended = anonymous(), 0, False
+def watch():
+    global peak
+    while not ended:
+        peak = max(peak, anonymous())
+        time.sleep(0.001)
+
+thread = threading.Thread(target=watch); thread.start()
+load_streaming(model, sys.argv[1])
+ended = True
+thread.join()
+print(peak - start)
+"""
+
+
+def tiles(*counts: int) -> Cut:
+    """Return what cuts a tensor into so many blocks along each dimension, uneven ones at its end."""
+
+    def cut(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+        found = []
+        steps = [-(-size // count) for size, count in zip(tensor.shape, counts, strict=False)]
+        ranges = [range(0, size, step) for size, step in zip(tensor.shape, steps, strict=False)]
+        for start in product(*ranges):
+            place = tuple(slice(at, at + step) for at, step in zip(start, steps, strict=True))
+            whole = start + (0,) * (tensor.ndim - len(start))
+            found.append((whole, tensor[place].contiguous()))
+        return found
+
+    return cut
+
+
+def turned(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+    """Cut as ``tiles(2, 2)``, each block with its last dimension outermost in the file."""
+    return [
+        (start, block.transpose(0, -1).contiguous().transpose(0, -1))
+        for start, block in tiles(2, 2)(tensor)
+    ]
+
+
+def write(folder: Path, state: dict[str, torch.Tensor], cut: Cut) -> Path:
+    """Write a checkpoint as several ranks would: each block of each tensor at a place of its own."""
+    cuts = {name: cut(tensor) if tensor.ndim > 1 else [] for name, tensor in state.items()}
+    stored = {name: tensor for name, tensor in state.items() if not cuts[name]}
+    for name, found in cuts.items():
+        stored |= {f"{name}#{number}": block for number, (_, block) in enumerate(found)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        save(stored, storage_writer=FileSystemWriter(folder), no_dist=True)
+    metadata: Metadata = pickle.loads((folder / ".metadata").read_bytes())
+    tensors, places = metadata.state_dict_metadata, metadata.storage_data
+    at = {index.fqn: index for index in places}
+    for name, found in cuts.items():
+        chunks = []
+        for number, (start, block) in enumerate(found):
+            key = f"{name}#{number}"
+            described = tensors.pop(key)
+            places[MetadataIndex(name, torch.Size(start), number)] = places.pop(at[key])
+            chunks.append(ChunkStorageMetadata(torch.Size(start), block.shape))
+        if chunks:
+            described.size, described.chunks = state[name].shape, chunks
+            tensors[name] = described
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    return folder
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = torch.nn.Linear(13, 10)
+        self.stacked = torch.nn.Parameter(torch.randn(4, 6, 10))
+        self.register_buffer("steps", torch.arange(35).reshape(5, 7))
+
+
+def blank() -> Model:
+    with without_weights():
+        return Model()
+
+
+CUTS = {
+    "rows": tiles(3),
+    "columns": tiles(1, 4),
+    "tiles": tiles(2, 3),
+    "turned": turned,
+    "cubes": lambda one: tiles(*(2,) * one.ndim)(one),
+}
+
+
+@pytest.mark.parametrize("most", [PIECE_BYTES, 96, 8])
+@pytest.mark.parametrize("name", CUTS)
+def test_blocks_become_the_tensor_that_they_tile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, most: int
+) -> None:
+    right = Model().state_dict()
+    path = write(tmp_path / "split", right, CUTS[name])
+    assert all(len(one.parts) > 1 for one in dcp.read(path) if len(one.shape) > 1)
+    monkeypatch.setattr(filling, "PIECE_BYTES", most)
+    found = load_streaming(blank(), path).state_dict()
+    for key, tensor in right.items():
+        assert torch.equal(found[key], tensor), key
+        assert found[key].is_contiguous()
+
+
+@pytest.mark.parametrize("granularity", ["all", "module", "tensor"])
+def test_blocks_are_converted_on_the_way(tmp_path: Path, granularity: Granularity) -> None:
+    right = Model().state_dict()
+    path = write(tmp_path / "split", right, tiles(2, 3))
+    model = load_streaming(blank(), path, dtype=torch.bfloat16, granularity=granularity, threads=1)
+    for key, tensor in right.items():
+        kind = torch.bfloat16 if tensor.is_floating_point() else tensor.dtype
+        assert torch.equal(model.state_dict()[key], tensor.to(kind)), key
+
+
+def test_memory_that_is_there_is_filled_where_it_is(tmp_path: Path) -> None:
+    path = write(tmp_path / "split", Model().state_dict(), tiles(1, 4))
+    model = Model()
+    with torch.no_grad():
+        model.linear.weight.zero_()
+    before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+    load_streaming(model, path)
+    assert before == {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+    assert torch.equal(model.linear.weight, Model().linear.weight)
+
+
+def test_names_of_the_same_blocks_stay_tied(tmp_path: Path) -> None:
+    path = write(tmp_path / "split", {"0.weight": torch.arange(35.0).reshape(5, 7)}, tiles(1, 2))
+    metadata: Metadata = pickle.loads((path / ".metadata").read_bytes())
+    metadata.state_dict_metadata["1.weight"] = metadata.state_dict_metadata["0.weight"]
+    for index, place in list(metadata.storage_data.items()):
+        metadata.storage_data[MetadataIndex("1.weight", index.offset, index.index)] = place
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with without_weights():
+        model = torch.nn.Sequential(*(torch.nn.Linear(7, 5, bias=False) for _ in "ab"))
+        model[1].weight = model[0].weight
+    load_streaming(model, path)
+    assert model[1].weight is model[0].weight
+    assert torch.equal(model[0].weight, torch.arange(35.0).reshape(5, 7))
+
+
+def a_slice(file: Path, shape: tuple[int, ...], stride: tuple[int, ...]) -> TensorSlice:
+    return TensorSlice("w", shape, stride, "float32", file, 64, 64, 4096)
+
+
+def test_a_block_with_gaps_is_refused_with_its_place(tmp_path: Path) -> None:
+    where = a_slice(tmp_path / "__0_0.distcp", (4, 2), (4, 2))
+    parts = (Part((0, 0), where), Part((0, 2), where))
+    with pytest.raises(CheckpointError) as caught:
+        blocks.prepare(
+            [replace(where, shape=(4, 4), stride=(4, 1), parts=parts)],
+            {"w": torch.empty(4, 4)},
+            torch.device("cpu"),
+            None,
+        )
+    assert str(caught.value) == (
+        f"{tmp_path}/__0_0.distcp: the part of 'w' at byte 64 has gaps between its elements\n"
+        f"write its tensors whole: weighin convert {tmp_path} WHOLE --format dcp"
+    )
+
+
+def test_a_file_of_blocks_that_ends_too_early_is_named_before_anything_is_read(
+    tmp_path: Path,
+) -> None:
+    path = write(tmp_path / "split", Model().state_dict(), tiles(2, 2))
+    file = path / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1])
+    model = Model()
+    before = model.linear.weight.clone()
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp: truncated: "):
+        load_streaming(model, path)
+    assert torch.equal(model.linear.weight, before)
+
+
+@pytest.mark.parametrize("cut", [tiles(3), tiles(1, 3)], ids=["rows", "columns"])
+def test_blocks_take_no_more_memory_than_the_model(tmp_path: Path, cut: Cut) -> None:
+    state = {"weight": torch.zeros(8192, 4096)}  # 128 MiB
+    path = write(tmp_path / "split", state, cut)
+    command = [sys.executable, "-c", PEAK_SOURCE, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert 127 * MIB < int(done.stdout) < 128 * 1.005 * MIB + 16 * MIB
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_no_piece_and_nothing_that_it_becomes_outgrows_a_buffer(dtype: torch.dtype) -> None:
+    """On a GPU both pass through pinned buffers of that size."""
+    numel = PIECE_BYTES + 5
+    where = TensorSlice("w", (numel,), (1,), "bfloat16", Path("f"), 66, 66, 2 * numel)
+    stretch = filling.Stretch((where,), 66, torch.empty(numel, dtype=dtype))
+    tall = torch.empty(2 * numel, dtype=dtype)
+    parts = tuple(Part((0, at), replace(where, shape=(numel, 1), stride=(1, 1))) for at in (0, 1))
+    split = replace(where, shape=(numel, 2), stride=(2, 1), parts=parts)
+    for one in (stretch, blocks.Blocks((split,), tall)):
+        pieces = list(one.pieces())
+        assert all(max(p.source_bytes, p.target.nbytes) <= PIECE_BYTES for p in pieces)
+        assert sum(p.target.numel() for p in pieces) == one.memory.numel()
