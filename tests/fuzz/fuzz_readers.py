@@ -5,6 +5,7 @@
 FOLDER holds the corpus; an empty one is filled with seeds that our own writers make.
 """
 
+import pickle
 import resource
 import sys
 import tempfile
@@ -61,7 +62,9 @@ TARGETS = (
     (sharded.SHARDED_PT, "pytorch_model-00001-of-00001.bin"),
     (per_module, "a.pt"),
     (per_param, "a.weight.pt"),
+    (dcp, ".metadata"),
 )
+IN_BLOCKS = len(TARGETS) - 1  # its a.weight lies in two
 
 
 class Fuzzer:
@@ -71,6 +74,7 @@ class Fuzzer:
         self.paths = [
             make(folder / str(number), target[0]) for number, target in enumerate(TARGETS)
         ]
+        split(self.paths[IN_BLOCKS])
         self.runs = self.refused = 0
         self.limit_kib = (peak_bytes() + MEMORY_BYTES) // 1024
 
@@ -103,8 +107,10 @@ def check(place: layouts.TensorSlice, root: Path) -> None:
     assert root in {place.file, place.file.parent}, place
     assert 0 <= place.storage_offset <= place.offset, place
     assert place.storage_offset + place.storage_bytes <= size, place
+    for part in place.parts:
+        check(part.where, root)
     reach = sum((n - 1) * step for n, step in zip(place.shape, place.stride, strict=True))
-    if place.nbytes:
+    if place.nbytes and not place.parts:
         end = place.offset + (reach + 1) * place.dtype.itemsize
         assert end <= place.storage_offset + place.storage_bytes, place
 
@@ -125,6 +131,22 @@ def make(path: Path, layout: layouts.Layout) -> Path:
     values = {plan.name: torch.ones(plan.shape, dtype=plan.dtype) for plan in plans}
     layout.write(path, plans, lambda name: [values[name]])
     return path
+
+
+def split(path: Path) -> None:
+    """Say of a dcp checkpoint that a.weight and c.weight are the halves of one tensor."""
+    from torch import Size
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    del metadata.state_dict_metadata["c.weight"]
+    one = metadata.state_dict_metadata["a.weight"]
+    one.size = Size([6, 2])
+    one.chunks = [ChunkStorageMetadata(Size([at, 0]), Size([3, 2])) for at in (0, 3)]
+    for index in [index for index in metadata.storage_data if index.fqn == "c.weight"]:
+        place = metadata.storage_data.pop(index)
+        metadata.storage_data[MetadataIndex("a.weight", Size([3, 0]), 1)] = place
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 def peak_bytes() -> int:

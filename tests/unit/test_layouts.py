@@ -35,6 +35,7 @@ def odd_state() -> dict[str, torch.Tensor]:
         "bytes": torch.arange(7, dtype=torch.uint8),
         "../../escape": torch.ones(2),
         "/etc/passwd": torch.zeros(3),
+        "": torch.ones(4),
         LONG: torch.full((2,), 5.0),
         f"{LONG}.0.weight": torch.full((3,), 6.0),
     }

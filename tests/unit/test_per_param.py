@@ -74,7 +74,7 @@ def tensors(**files: object) -> dict[str, object]:
     [
         (tensors(), "names no tensors"),
         (tensors(c="c.pt"), "file 'c.pt' of 'c' is missing"),
-        (tensors(c="x" * 300), f"file {'x' * 300!r} of 'c' is missing"),
+        (tensors(c="x" * 300), f"file {'x' * 100!r}... (300 characters) of 'c' is missing"),
         (tensors(c="a\0.pt"), "the file of 'c' lies outside the folder: 'a\\x00.pt'"),
         (tensors(a="../a.pt"), "the file of 'a' lies outside the folder: '../a.pt'"),
         (tensors(a="/etc/passwd"), "the file of 'a' lies outside the folder: '/etc/passwd'"),

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 from harness.checkpoint import durable
 from harness.checkpoint.layouts import pt
 from harness.checkpoint.layouts.base import Part, Pieces, Progress, TensorPlan, TensorSlice
+from harness.checkpoint.layouts.head import plain, shown
 from harness.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def _slice(path: Path, stored: "Stored", known: dict[tuple[str, int], TensorSlic
         where = replace(known[place], name=stored.key)
         if (where.shape, where.dtype_name) != (block.shape, stored.dtype):
             raise CheckpointError(
-                f"{where.file}: {stored.key!r} is {where.shape} of torch.{where.dtype_name} there, "
+                f"{where.file}: {shown(stored.key)} is {where.shape} of torch.{where.dtype_name} there, "
                 f"but {block.shape} of torch.{stored.dtype} in {_METADATA_NAME}",
                 dcp_metadata.AGAIN,
             )
@@ -81,8 +82,8 @@ def _read_archive(folder: Path, key: str, stored: "Block") -> TensorSlice:
     path = folder / stored.file
     if Path(stored.file).name != stored.file or "\0" in stored.file:
         raise CheckpointError(
-            f"{folder / _METADATA_NAME}: the file of {key!r} lies outside the folder: "
-            f"{stored.file!r}",
+            f"{folder / _METADATA_NAME}: the file of {shown(key)} lies outside the folder: "
+            f"{shown(stored.file)}",
             AGAIN,
         )
     try:
@@ -90,14 +91,16 @@ def _read_archive(folder: Path, key: str, stored: "Block") -> TensorSlice:
             size = os.fstat(file.fileno()).st_size
             if stored.offset + stored.length > size:
                 raise CheckpointError(
-                    f"{path}: truncated: {key!r} ends at byte "
+                    f"{path}: truncated: {shown(key)} ends at byte "
                     f"{stored.offset + stored.length:,}, the file at {size:,}",
                     AGAIN,
                 )
             view = FileView(file.fileno(), stored.offset, stored.length)
             where = pt.read_one(path, key, view)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}", AGAIN) from error
+        raise CheckpointError(
+            f"{folder / plain(stored.file)}: cannot be read: {error.strerror}", AGAIN
+        ) from error
     return replace(
         where,
         offset=where.offset + stored.offset,

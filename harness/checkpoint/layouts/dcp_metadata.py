@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from harness.checkpoint.layouts.dtypes import ITEM_BYTES, MOST_DIMENSIONS
+from harness.checkpoint.layouts.head import shown
 from harness.errors import CheckpointError
 
 FILE_NAME: Final = ".metadata"
@@ -129,31 +130,38 @@ _REFUSED: Final = frozenset(
 
 
 def _guarded(code: int, handler: Callable[["_Unpickler"], None]) -> Callable[["_Unpickler"], None]:
-    """Return a handler that is counted, and whose dicts have keys that are quick to hash."""
+    """Return a handler that is counted, and whose dicts have keys that are quick to hash, each once."""
 
     def handle(unpickler: "_Unpickler") -> None:
         unpickler.left -= 1  # each instruction can make an object of 100 bytes out of one byte
         if unpickler.left < 0:
             raise ValueError(f"more than {_MOST_INSTRUCTIONS:,} instructions")
         if code == pickle.SETITEM[0]:
-            _check_keys(unpickler.stack[-2:-1])
+            _check_keys(unpickler.stack[-3], unpickler.stack[-2:-1])
         elif code == pickle.SETITEMS[0]:
-            _check_keys(unpickler.stack[::2])
+            _check_keys(unpickler.metastack[-1][-1], unpickler.stack[::2])
         handler(unpickler)
 
     return handle
 
 
-def _check_keys(keys: list[Any]) -> None:
+def _check_keys(target: Any, keys: list[Any]) -> None:
+    if not isinstance(target, dict):
+        raise TypeError("something is set in what is no dict")
+    new = set()
     for key in keys:
         if not isinstance(key, str | int | _Index):
             raise TypeError(f"a key of a dict is a {type(key).__name__}")
+        if key in target or key in new:
+            raise ValueError(f"{shown(key)} occurs twice")
+        new.add(key)
 
 
 # The one in Python: the one in C allocates as much memo as a crafted pickle asks for.
 class _Unpickler(pickle._Unpickler):
     left = _MOST_INSTRUCTIONS
     stack: list[Any]  # what was pushed since the last mark
+    metastack: list[list[Any]]  # what was pushed before each mark
     dispatch: ClassVar = {
         code: _guarded(code, handler)  # type: ignore[arg-type, misc]
         for code, handler in pickle._Unpickler.dispatch.items()
@@ -211,10 +219,10 @@ def _load(path: Path) -> _Metadata:
 
 def _stored(path: Path, key: Any, tensor: Any, places: list[tuple[Any, Any]]) -> Stored:
     if not isinstance(key, str):
-        raise CheckpointError(f"{path}: damaged: a key that is no text: {key!r}", AGAIN)
+        raise CheckpointError(f"{path}: damaged: a key that is no text: {shown(key)}", AGAIN)
     if not isinstance(tensor, _Tensor):
         raise CheckpointError(
-            f"{path}: not a flat state dict of tensors: {key!r} is something else",
+            f"{path}: not a flat state dict of tensors: {shown(key)} is something else",
             "save the weights alone: torch.distributed.checkpoint.save(model.state_dict(), ...)",
         )
     chunks, properties = tensor.field("chunks"), tensor.field("properties")
@@ -222,9 +230,9 @@ def _stored(path: Path, key: Any, tensor: Any, places: list[tuple[Any, Any]]) ->
     dtype = state[0] if isinstance(state, tuple) and state else None
     shape = tensor.field("size")
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES or not places:
-        raise CheckpointError(f"{path}: damaged: {key!r} has no dtype or no place", AGAIN)
+        raise CheckpointError(f"{path}: damaged: {shown(key)} has no dtype or no place", AGAIN)
     if not _are_sizes(shape):
-        raise CheckpointError(f"{path}: damaged: the shape or place of {key!r}", AGAIN)
+        raise CheckpointError(f"{path}: damaged: the shape or place of {shown(key)}", AGAIN)
     shape = tuple(shape)
     if not (isinstance(chunks, list) and len(chunks) > 1) and len(places) == 1:
         begin = (0,) * len(shape)
@@ -238,12 +246,14 @@ def _block(
     path: Path, key: str, start: tuple[int, ...], shape: tuple[int, ...], place: Any
 ) -> Block:
     if not isinstance(place, _StandIn):
-        raise CheckpointError(f"{path}: damaged: {key!r} has no dtype or no place", AGAIN)
+        raise CheckpointError(f"{path}: damaged: {shown(key)} has no dtype or no place", AGAIN)
     file, offset, length = (place.field(name) for name in ("relative_path", "offset", "length"))
     if place.field("transform_descriptors"):
-        raise CheckpointError(f"{path}: {key!r} was transformed (compressed) when saved", _MERGE)
+        raise CheckpointError(
+            f"{path}: {shown(key)} was transformed (compressed) when saved", _MERGE
+        )
     if not (_are_sizes((offset, length)) and isinstance(file, str)):
-        raise CheckpointError(f"{path}: damaged: the shape or place of {key!r}", AGAIN)
+        raise CheckpointError(f"{path}: damaged: the shape or place of {shown(key)}", AGAIN)
     return Block(start, shape, file, offset, length)
 
 
@@ -258,15 +268,15 @@ def _blocks(path: Path, key: str, chunks: Any, places: list[tuple[Any, Any]]) ->
             else (None, None)
         )
         if start is None or shape is None or not (_are_sizes(start) and _are_sizes(shape)):
-            raise CheckpointError(f"{path}: damaged: the shape or place of {key!r}", AGAIN)
+            raise CheckpointError(f"{path}: damaged: the shape or place of {shown(key)}", AGAIN)
         if tuple(start) not in by_start:
             raise CheckpointError(
-                f"{path}: the part of {key!r} at {tuple(start)} is missing", AGAIN
+                f"{path}: the part of {shown(key)} at {tuple(start)} is missing", AGAIN
             )
         found.append(_block(path, key, tuple(start), tuple(shape), by_start[tuple(start)]))
     if len(found) != len(places):
         raise CheckpointError(
-            f"{path}: {key!r} has {len(places)} places for {len(found)} parts", AGAIN
+            f"{path}: {shown(key)} has {len(places)} places for {len(found)} parts", AGAIN
         )
     return found
 
@@ -278,10 +288,10 @@ def _check_tiles(path: Path, key: str, shape: tuple[int, ...], blocks: list[Bloc
         inside = len(one.start) == len(one.shape) == len(shape) and all(map(le, ends, shape))
         if not inside:
             raise CheckpointError(
-                f"{path}: the part of {key!r} at {one.start} lies outside of {shape}", AGAIN
+                f"{path}: the part of {shown(key)} at {one.start} lies outside of {shape}", AGAIN
             )
     if len(blocks) > _MOST_BLOCKS:
-        raise CheckpointError(f"{path}: {key!r} is stored in {len(blocks):,} parts", _MERGE)
+        raise CheckpointError(f"{path}: {shown(key)} is stored in {len(blocks):,} parts", _MERGE)
     solid = [one for one in blocks if prod(one.shape)]
     for one, other in combinations(solid, 2):
         if all(
@@ -289,10 +299,10 @@ def _check_tiles(path: Path, key: str, shape: tuple[int, ...], blocks: list[Bloc
             for a, m, b, n in zip(one.start, one.shape, other.start, other.shape, strict=True)
         ):
             raise CheckpointError(
-                f"{path}: the parts of {key!r} at {one.start} and {other.start} overlap", AGAIN
+                f"{path}: the parts of {shown(key)} at {one.start} and {other.start} overlap", AGAIN
             )
     if sum(prod(one.shape) for one in solid) != prod(shape):  # inside, and none twice: a gap
-        raise CheckpointError(f"{path}: the parts of {key!r} leave a gap in {shape}", AGAIN)
+        raise CheckpointError(f"{path}: the parts of {shown(key)} leave a gap in {shape}", AGAIN)
 
 
 def _are_sizes(values: object) -> bool:

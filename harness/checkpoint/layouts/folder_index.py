@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from harness.checkpoint.durable import write_text
 from harness.checkpoint.layouts.frugal_json import read_object
+from harness.checkpoint.layouts.head import shown
 from harness.errors import CheckpointError
 
 INDEX_NAME: Final = "index.json"
@@ -78,9 +79,9 @@ def read(folder: Path, layout: str, what: str, fields: Mapping[str, type]) -> di
 def check_name(folder: Path, layout: str, name: object, owner: str) -> str:
     """Return a file's name from an index; raises CheckpointError where it leads elsewhere."""
     if not isinstance(name, str) or Path(name).name != name or "\0" in name:
-        raise damaged(folder, layout, f"the file of {owner} lies outside the folder: {name!r}")
+        raise damaged(folder, layout, f"the file of {owner} lies outside the folder: {shown(name)}")
     if not _is_file(folder / name):
-        raise damaged(folder, layout, f"file {name!r} of {owner} is missing")
+        raise damaged(folder, layout, f"file {shown(name)} of {owner} is missing")
     return name
 
 

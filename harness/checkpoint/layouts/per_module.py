@@ -20,6 +20,7 @@ from typing import Any, Final
 from harness.checkpoint.layouts import folder_index, pt
 from harness.checkpoint.layouts.base import Pieces, Progress, TensorPlan, TensorSlice
 from harness.checkpoint.layouts.folder_index import INDEX_NAME, file_name
+from harness.checkpoint.layouts.head import shown
 from harness.errors import CheckpointError
 
 NAME = "per_module"
@@ -50,7 +51,7 @@ def read(path: Path) -> list[TensorSlice]:
         if list(state) != keys:
             odd = next(iter(set(state) ^ set(keys)), keys[0])
             raise CheckpointError(
-                f"{file}: has other keys than {INDEX_NAME} says, such as {odd!r}",
+                f"{file}: has other keys than {INDEX_NAME} says, such as {shown(odd)}",
                 "convert the checkpoint again: weighin convert CHECKPOINT OUT --format per_module",
             )
         found |= state
@@ -58,7 +59,7 @@ def read(path: Path) -> list[TensorSlice]:
     for key, first in index["shared"].items():
         one, other = found[key], found[first]
         if (one.file, one.offset, one.shape) != (other.file, other.offset, other.shape):
-            raise _damaged(path, f"{key!r} is tied to {first!r} but lies elsewhere")
+            raise _damaged(path, f"{shown(key)} is tied to {shown(first)} but lies elsewhere")
     return [found[key] for key in index["order"]]
 
 
@@ -111,10 +112,10 @@ def read_index(folder: Path) -> dict[Path, list[str]]:
     for name, keys in index["files"].items():
         folder_index.check_name(folder, NAME, name, "a module")
         if not _are_keys(keys):
-            raise _damaged(folder, f"the keys of file {name!r} are no list of texts")
+            raise _damaged(folder, f"the keys of file {shown(name)} are no list of texts")
         for key in keys:
             if owners.setdefault(key, name) != name or keys.count(key) > 1:
-                raise _damaged(folder, f"{key!r} occurs twice")
+                raise _damaged(folder, f"{shown(key)} occurs twice")
     _check_order(folder, index, owners)
     return {folder / name: keys for name, keys in index["files"].items()}
 
@@ -125,7 +126,7 @@ def _check_order(folder: Path, index: Mapping[str, Any], owners: Mapping[str, st
         raise _damaged(folder, "'order' does not name the keys of 'files', each once")
     for key, first in index["shared"].items():
         if key not in owners or not isinstance(first, str) or owners.get(first) != owners[key]:
-            raise _damaged(folder, f"{key!r} is tied to {first!r} but has another file")
+            raise _damaged(folder, f"{shown(key)} is tied to {shown(first)} but has another file")
 
 
 def _are_keys(value: object) -> bool:

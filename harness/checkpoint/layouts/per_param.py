@@ -19,6 +19,7 @@ from typing import Any
 from harness.checkpoint.layouts import folder_index, pt
 from harness.checkpoint.layouts.base import Pieces, Progress, TensorPlan, TensorSlice
 from harness.checkpoint.layouts.folder_index import INDEX_NAME, file_name
+from harness.checkpoint.layouts.head import shown
 
 NAME = "per_param"
 SUFFIX = ""
@@ -87,16 +88,18 @@ def read_index(folder: Path) -> dict[str, Path]:
         raise folder_index.damaged(folder, NAME, "names no tensors")
     owners: dict[str, str] = {}
     for key, name in tensors.items():
-        folder_index.check_name(folder, NAME, name, repr(key))
+        folder_index.check_name(folder, NAME, name, shown(key))
         owner = owners.setdefault(name, key)
         if owner != key and shared.get(key) != owner:
             raise folder_index.damaged(
-                folder, NAME, f"{owner!r} and {key!r} are not tied but share {name!r}"
+                folder,
+                NAME,
+                f"{shown(owner)} and {shown(key)} are not tied but share {shown(name)}",
             )
     for key, first in shared.items():
         if key not in tensors or owners.get(tensors[key]) != first:
             raise folder_index.damaged(
-                folder, NAME, f"{key!r} is tied to {first!r} but has another file"
+                folder, NAME, f"{shown(key)} is tied to {shown(first)} but has another file"
             )
     return {key: folder / name for key, name in tensors.items()}
 

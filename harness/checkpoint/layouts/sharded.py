@@ -70,7 +70,7 @@ class Sharded:
                 found[place.name] = place
         for key, name in weight_map.items():
             if key not in found:
-                raise self._damaged(path, f"{shown(key)} is not in its shard {name!r}")
+                raise self._damaged(path, f"{shown(key)} is not in its shard {shown(name)}")
         names = order or [*weight_map, *(key for key in found if key not in weight_map)]
         if sorted(names) != sorted(found):
             raise self._damaged(path, f"{_ORDER} is not a list of the checkpoint's names")
