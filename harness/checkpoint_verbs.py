@@ -49,7 +49,12 @@ def convert(
         str, typer.Option(help="With shards: how large each becomes, unless one tensor is larger.")
     ] = "5GiB",
     verify: Annotated[
-        bool, typer.Option("--verify", help="Read the result back and compare every checksum.")
+        bool,
+        typer.Option(
+            "--verify",
+            help="Read the result back and compare every checksum. Leaves them with the result:"
+            " whoever converts it compares what is read with them.",
+        ),
     ] = False,
 ) -> None:
     """Write a checkpoint again in another layout or dtype; holds a few pieces of 16 MiB, no more."""

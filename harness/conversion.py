@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from harness.checkpoint import beside, layouts
+from harness.checkpoint import beside, layouts, sidecar
 from harness.checkpoint.maker import run_maker
 from harness.config import DTYPES
 from harness.errors import ConfigError, UnknownName
@@ -37,8 +37,9 @@ def convert(wish: Wish, console: Console) -> str:
     Raises:
         HarnessError: nothing was made, and nothing is left of it.
     """
-    arguments = _arguments(wish)
     source = layouts.detect(wish.source).NAME
+    checksums = sidecar.find(wish.source)
+    arguments = _arguments(wish, checksums)
 
     def permit(needed_bytes: int) -> None:
         free = shutil.disk_usage(wish.target.parent).free
@@ -57,7 +58,8 @@ def convert(wish: Wish, console: Console) -> str:
             raise
     size = sum(file.stat().st_size for file in layouts.files(wish.target))
     made = layouts.detect(wish.target).NAME
-    checked = ", every tensor's checksum verified" if wish.verify else ""
+    checked = f", read as {checksums} says" if checksums else ""
+    checked += ", every tensor's checksum verified" if wish.verify else ""
     return (
         f"{wish.target}: {made} from {source}, {format_bytes(size)} in "
         f"{format_seconds(round(stages['write'] * 1e9))} "
@@ -73,7 +75,7 @@ def _clean(target: Path, error: BaseException) -> None:
         error.add_note(str(left))
 
 
-def _arguments(wish: Wish) -> list[str]:
+def _arguments(wish: Wish, checksums: Path | None) -> list[str]:
     if wish.fmt != "auto":
         layouts.named(wish.fmt)
     if wish.dtype is not None and wish.dtype not in DTYPES:
@@ -83,6 +85,7 @@ def _arguments(wish: Wish) -> list[str]:
     arguments += [f"--max-shard-bytes={parse_bytes(wish.max_shard_size)}"]
     arguments += [f"--dtype={DTYPES[wish.dtype]}"] if wish.dtype else []
     arguments += ["--verify"] if wish.verify else []
+    arguments += [f"--checksums={checksums}"] if checksums else []
     return [*arguments, "--", str(wish.source), str(wish.target)]
 
 

@@ -94,6 +94,7 @@ def _order(options: argparse.Namespace) -> "Order":
         split_above_bytes=options.split_above_bytes,
         max_shard_bytes=options.max_shard_bytes,
         verify=options.verify,
+        checksums=options.checksums,
     )
 
 
@@ -163,6 +164,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--split-above-bytes", type=int, required=True)
     sub.add_argument("--max-shard-bytes", type=int, required=True)
     sub.add_argument("--verify", action="store_true")
+    sub.add_argument("--checksums", type=Path, help="a file with those of the source")
     return parser
 
 

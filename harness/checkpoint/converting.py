@@ -3,6 +3,9 @@
 Tensors pass through as pieces of 16 MiB, read from their places in the source. What is written
 grows in a hidden folder beside the target and is renamed into place once it is whole, so that a
 kill leaves the source as it was, no target, and a folder that the next conversion removes.
+
+Where the source has checksums, what is read is compared with them, and the target gets its own: so
+that a byte which changes anywhere between two conversions is found by the next one.
 """
 
 import os
@@ -16,11 +19,11 @@ from typing import Any, Final, cast
 
 import torch
 
-from harness.checkpoint import durable, layouts
+from harness.checkpoint import durable, layouts, sidecar
 from harness.checkpoint.beside import growing_beside
 from harness.checkpoint.layouts.base import Layout, Pieces, Progress, TensorPlan, TensorSlice
 from harness.checkpoint.making import RECORD_BYTES
-from harness.checkpoint.piecewise import RunningChecksum
+from harness.checkpoint.piecewise import RunningChecksum, dtype_name
 from harness.checkpoint.reading import plans, read_pieces
 from harness.checkpoint.writing import run_parallel
 from harness.errors import CheckpointError, ConfigError
@@ -40,6 +43,8 @@ class Order:
         fmt: a layout's name, or "auto": one file up to ``split_above_bytes`` of tensors, else
             shards.
         max_shard_bytes: of one file of the layout ``sharded``.
+        verify: whether what was written is read back, from the disk, and compared.
+        checksums: the file with the source's, as ``sidecar.find`` names it.
     """
 
     fmt: str
@@ -47,6 +52,7 @@ class Order:
     split_above_bytes: int
     max_shard_bytes: int
     verify: bool = False
+    checksums: Path | None = None
 
 
 def convert(
@@ -59,11 +65,13 @@ def convert(
 ) -> dict[str, float]:
     """Write the checkpoint ``source`` to ``target``, which must not exist; seconds by stage.
 
-    ``permit`` is called with the bytes that will be written before any is.
+    The target gets checksums where the source has them, and where it is verified. ``permit`` is
+    called with the bytes that will be written before any is.
 
     Raises:
         ConfigError: the target exists, lies inside the source, or is being written by another.
-        CheckpointError: the source cannot be read, or what was written is not what was read.
+        CheckpointError: the source cannot be read, has other values than its checksums say, or what
+            was written is not what was read.
     """
     map_large_tensors()
     torch.set_num_threads(1)  # the writers are the threads
@@ -75,7 +83,8 @@ def convert(
     layout = layouts.named(choose(order.fmt, size, order.split_above_bytes))
     if permit is not None:
         permit(size + RECORD_BYTES * len(tensors))
-    copier = _Copier(slices, tensors, order.verify)
+    known = sidecar.Known(source, order.checksums, slices) if order.checksums else None
+    copier = _Copier(slices, tensors, known, summing=order.verify or known is not None)
     read = time.monotonic()
     with growing_beside(target) as temporary:
         new = temporary / target.name
@@ -83,8 +92,13 @@ def convert(
         written = time.monotonic()
         if order.verify:
             copier.verify(new, progress)
+        sums = new / sidecar.NAME if new.is_dir() else sidecar.beside(new)
+        if copier.summing:
+            sidecar.write(sums, copier.sums())
         check_target(source, target)
         durable.rename(new, target)
+        if sums.exists():  # beside a file; a folder has taken its own along
+            durable.rename(sums, sidecar.beside(target))
     return {
         "read": read - started,
         "write": written - read,
@@ -125,8 +139,9 @@ def tensor_bytes(tensors: Iterable[TensorPlan]) -> int:
 
 def check_target(source: Path, target: Path) -> None:
     """Raise ConfigError where the target cannot be made without touching what is there."""
-    if os.path.lexists(target):
-        raise ConfigError(f"{target} exists already", "name another target, or remove it first")
+    for path in (target, sidecar.beside(target)):  # of one that is gone: not the new one's
+        if os.path.lexists(path):
+            raise ConfigError(f"{path} exists already", "name another target, or remove it first")
     if not target.parent.is_dir():
         raise ConfigError(f"{target.parent}: no such folder", f"make it: mkdir -p {target.parent}")
     if source.resolve() in target.resolve().parents:
@@ -137,23 +152,43 @@ class _Copier:
     """Hands a source's tensors to a writer, and remembers their checksums to compare them with."""
 
     def __init__(
-        self, slices: Sequence[TensorSlice], tensors: Sequence[TensorPlan], summing: bool
+        self,
+        slices: Sequence[TensorSlice],
+        tensors: Sequence[TensorPlan],
+        known: sidecar.Known | None,
+        *,
+        summing: bool,
     ) -> None:
+        self.summing = summing
         self._slices = {one.name: one for one in slices}
         self._plans = {one.name: one for one in tensors}
-        self._summing = summing
+        self._known = known
         self._sums: dict[str, str] = {}  # several threads set one item each
+        self._tied: dict[str, list[str]] = {}
+        for one in tensors:
+            self._tied.setdefault(one.shared_with or one.name, []).append(one.name)
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
-        plan = self._plans[name]
-        running = _running(plan) if self._summing else None
-        for piece in read_pieces(self._slices[name]):
+        plan, where = self._plans[name], self._slices[name]
+        written = _running(plan)
+        read = written if plan.dtype == where.dtype else RunningChecksum(where.nbytes)
+        for piece in read_pieces(where):
             converted = piece.to(plan.dtype)
-            if running is not None:
-                running.update(converted)
+            if self.summing:
+                written.update(converted)
+                if read is not written:
+                    read.update(piece)
             yield converted
-        if running is not None:
-            self._sums[name] = running.hexdigest()
+        if self._known is not None:
+            self._known.check(self._tied[name], read.hexdigest())
+        self._sums[name] = written.hexdigest()
+
+    def sums(self) -> dict[str, tuple[str, str]]:
+        """Return the dtype and the checksum of each tensor as it was written."""
+        return {
+            name: (dtype_name(plan.dtype), self._sums[plan.shared_with or name])
+            for name, plan in self._plans.items()
+        }
 
     def verify(self, new: Path, progress: Progress | None) -> None:
         """Read what was written, from the disk, and compare every tensor with the source's."""

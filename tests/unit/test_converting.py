@@ -216,6 +216,7 @@ def test_the_command_says_what_it_made(source) -> None:
     console = Console(stderr=True)
     said = conversion.convert(wish(source, target, dtype="bf16", verify=True), console)
     assert said.startswith(f"{target}: pt from pt, {target.stat().st_size / 1024:.3f} KiB in ")
+    assert "read as" not in said
     assert said.endswith("every tensor's checksum verified")
     assert torch.load(target)["head"].dtype is torch.bfloat16
 

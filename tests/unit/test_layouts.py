@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.checkpoint import converting, layouts
+from harness.checkpoint import converting, layouts, sidecar
 from harness.checkpoint.checksum import checksum
 from harness.checkpoint.layouts.base import TensorPlan
 from harness.checkpoint.piecewise import pieces_of
@@ -105,7 +105,12 @@ def test_every_layout_becomes_every_other_with_equal_checksums(tmp_path, one, ot
     converting.convert(source, tmp_path / "converted", order(other))
     assert other == layouts.detect(tmp_path / "converted").NAME
     assert content(tmp_path / "converted") == expected(values)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["converted", "made"]
+    made = {"converted", "made"}
+    sums = sidecar.find(tmp_path / "converted")
+    assert sums is not None
+    assert {path.name for path in tmp_path.iterdir()} == made | {
+        sums.relative_to(tmp_path).parts[0]
+    }
 
 
 @pytest.mark.parametrize("fmt", layouts.NAMES)
