@@ -1,8 +1,8 @@
 """How near the loaders come to what the machine can do: ratios to raw reads of the same file.
 
 Each way runs once a round in a fresh process, in an order drawn anew, warm and cold. Just before the
-clock it touches and frees memory, because a virtual machine's pages are slow once they were free for
-some seconds. The clock starts behind ``import torch``: what a way imports itself is its own cost (but
+clock starts, memory is freed for it, because a virtual machine's pages are slow once they were free
+for some seconds. The clock starts behind ``import torch``: what a way imports itself is its own cost (but
 for ``--imports before``). Loaded = the way returned; ready = every byte was then read once and,
 outside the clock, verified. What is read raw goes to fresh memory and is read once more, too: both
 columns have a limit of their own. "x limit" is the median, over the rounds, of the ratios in a round.
@@ -129,7 +129,6 @@ def _compare(
             read = files(way.checkpoint) if way.checkpoint.is_dir() else [way.checkpoint]
             job = {
                 "raw": state if way.strategy is None else "",
-                "memory_bytes": _MEMORY[state] * sum(file.stat().st_size for file in read) // 4,
                 "strategy": str(way.strategy),
                 "path": str(way.checkpoint),
                 "manifest": str(way.manifest),
@@ -141,10 +140,24 @@ def _compare(
                 assert page_cache.drop(read) == 0
             else:
                 _read_through(read)
-            command = [sys.executable, __file__, "--one", json.dumps(job)]
-            output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-            found[way.name].append(tuple(json.loads(output.splitlines()[-1])))
+            memory_bytes = _MEMORY[state] * sum(file.stat().st_size for file in read) // 4
+            found[way.name].append(_in_fresh_process(job, memory_bytes))
     return found
+
+
+def _in_fresh_process(job: dict[str, Any], memory_bytes: int) -> tuple[float, float]:
+    """Time one way, with memory that was freed just before its clock started."""
+    command = [sys.executable, __file__, "--one", json.dumps(job)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout
+        with steady.held(memory_bytes):
+            process.stdout.readline()
+        output, _ = process.communicate("go\n")
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    loaded, ready = json.loads(output.splitlines()[-1])
+    return loaded, ready
 
 
 def _print(state: str, found: dict[str, list[tuple[float, float]]]) -> None:
@@ -175,8 +188,7 @@ def _run_one(job: dict[str, Any]) -> tuple[float, float]:
 
     path = Path(job["path"])
     if job["raw"]:
-        steady.touch_and_free(job["memory_bytes"])
-        start = time.monotonic()
+        start = _start_clock()
         area = _read_raw(path, direct=job["raw"] == "cold")
         loaded = time.monotonic() - start
         words = torch.frombuffer(area, dtype=torch.float32, count=len(area) // 4)
@@ -198,14 +210,20 @@ def _run_one(job: dict[str, Any]) -> tuple[float, float]:
         import_strategy(Path(job["strategy"]))
         with torch.device("meta"):
             torch.triu(torch.nn.Embedding(1, 1).weight)
-    steady.touch_and_free(job["memory_bytes"])
-    start = time.monotonic()
+    start = _start_clock()
     model = import_strategy(Path(job["strategy"]))(load)
     loaded = time.monotonic() - start
     checksums = touch(named_tensors(model))
     ready = time.monotonic() - start
     check_values(checksums, read_manifest(Path(job["manifest"])), load.dtype)
     return loaded, ready
+
+
+def _start_clock() -> float:
+    """Say that this process has come to its load, wait for its memory, and return the time."""
+    print("at the load", flush=True)
+    sys.stdin.readline()
+    return time.monotonic()
 
 
 class _NoMarks:

@@ -12,6 +12,14 @@ def test_memory_is_touched_and_given_back() -> None:
     assert read_status()["VmRSS"] < before + 8 * MIB
 
 
+def test_memory_is_held_until_the_end_of_the_block() -> None:
+    before = read_status()["VmRSS"]
+    with steady.held(64 * MIB) as held_bytes:
+        assert held_bytes == 64 * MIB
+        assert read_status()["VmRSS"] > before + 63 * MIB
+    assert read_status()["VmRSS"] < before + 8 * MIB
+
+
 def test_no_more_is_touched_than_the_machine_can_spare(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "free_ram_bytes", lambda: 10 * MIB)
     assert steady.touch_and_free(64 * MIB) == 8 * MIB
