@@ -32,8 +32,8 @@ report: .venv/ready  ## Draw RUN again (default: the newest run)
 check: .venv/ready  ## Compare RUN with a committed BASELINE: make check BASELINE=baseline.yaml
 	$(BIN)/weighin check $(RUN) --baseline $(BASELINE) $(ARGS)
 
-pages: .venv/ready  ## Fill the tables of README.md from results/published
-	$(BIN)/python -m harness.report.pages README.md
+pages: .venv/ready  ## Fill the tables of README.md and docs from results/published
+	$(BIN)/python -m harness.report.pages README.md docs/*.md
 
 recommend: .venv/ready  ## Say which way of loading MODEL to use under RAM, with the code
 	$(BIN)/weighin recommend $(MODEL) --ram $(RAM) $(ARGS)

@@ -1,8 +1,9 @@
-"""Puts published results into our own pages: ``python -m harness.report.pages README.md``.
+"""Puts published results into our own pages: ``python -m harness.report.pages PAGE...``.
 
 A page holds blocks; what stands between their two lines is written here, from the records alone.
-A block names a run and what of it is told: nothing for the table of all series, ``survival``,
-``floors`` or ``passes``; or several searches for floors, to be compared (``agreement``)::
+A block names a run and what of it is told: nothing for the table of all series, ``relative`` for
+that with times as multiples, ``survival``, ``floors`` or ``passes``; or several searches for
+floors, to be compared (``agreement``)::
 
     <!-- results/published/gpt2-xl-8GiB -->
     ...
@@ -22,6 +23,7 @@ from harness import journal
 from harness.record import Result
 from harness.report.floors import markdown_agreement, markdown_floors
 from harness.report.passes import markdown_passes
+from harness.report.relative import markdown_relative
 from harness.report.survival import markdown_survival
 from harness.report.tables import markdown_table
 
@@ -32,6 +34,7 @@ _BLOCK: Final = re.compile(
 )
 _PARTS: Final = {
     None: markdown_table,
+    "relative": markdown_relative,
     "survival": markdown_survival,
     "floors": markdown_floors,
     "passes": markdown_passes,

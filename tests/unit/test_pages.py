@@ -9,7 +9,7 @@ from harness.errors import RecordError
 from harness.report.pages import fill
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md",)
+PAGES = ("README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))))
 
 
 @pytest.mark.parametrize("page", PAGES)
