@@ -191,7 +191,7 @@ def _run_one(job: dict[str, Any]) -> tuple[float, float]:
         start = _start_clock()
         area = _read_raw(path, direct=job["raw"] == "cold")
         loaded = time.monotonic() - start
-        words = torch.frombuffer(area, dtype=torch.float32, count=len(area) // 4)
+        words = torch.frombuffer(area, dtype=torch.int64, count=len(area) // 8)
         touch(
             {str(at): chunk for at, chunk in enumerate(words.chunk(512))}
         )  # about as many as a model has tensors
