@@ -357,6 +357,19 @@ def test_a_checkpoint_that_cannot_be_used_is_refused(
     assert not (checkpoints / "EXECUTED").exists()
 
 
+@pytest.mark.parametrize("verb", ["inspect", "convert"])
+@pytest.mark.parametrize("name", ["truncated", "damaged", "code"])
+def test_the_other_verbs_refuse_it_in_the_same_words(
+    command: CommandLine, checkpoints: Path, name: str, verb: str
+) -> None:
+    file = checkpoints / f"{name}.pt"
+    ended = command.run(verb, str(file), *(["new.pt"] if verb == "convert" else []))
+    assert re.sub(r"byte \d+", "byte N", ended.err) == f"error: {file}: {REFUSED_CHECKPOINTS[name]}"
+    assert (ended.code, ended.out, ended.left) == (2, "", [])
+    assert not list(command.folder.glob("*new*"))
+    assert not (checkpoints / "EXECUTED").exists()
+
+
 def test_a_checkpoint_of_ones_own_is_loaded_and_converted(
     command: CommandLine, checkpoints: Path
 ) -> None:

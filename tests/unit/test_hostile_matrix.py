@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from harness.checkpoint import converting, layouts
 from harness.checkpoint.layouts.base import TensorPlan
@@ -152,6 +152,13 @@ def no_data(given: Given) -> Said:
     return given.data, "No such file" if given.layout == "dcp" else "no such file"
 
 
+@case(*layouts.NAMES)
+def a_pipe_in_place_of_the_data(given: Given) -> Said:
+    given.data.unlink()
+    os.mkfifo(given.data)  # opening it would wait for ever
+    return (given.index, "is missing") if given.layout in JSON else (given.data, "not a file")
+
+
 @case(*INDEXED)
 def no_index(given: Given) -> Said:
     given.index.unlink()
@@ -234,6 +241,26 @@ def an_enormous_shape(given: Given) -> Said:
 def an_enormous_header(given: Given) -> Said:
     given.data.write_bytes(struct.pack("<Q", 2**63) + given.data.read_bytes()[8:])
     return given.data, "announce a header of 9,223,372,036,854,775,808 bytes"
+
+
+@case("pt_legacy")
+def overlapping_storages(given: Given) -> Said:
+    keys = pickle.dumps([str(n) for n in range(len(PLANS))], 2)
+    change(given.data, keys, keys.replace(b"X\1\0\0\0001", b"X\1\0\0\0000"))
+    return given.data, "the list of its storages is not that of its tensors"
+
+
+@case("dcp")
+def overlapping_blocks(given: Given) -> Said:
+    metadata: Metadata = pickle.loads(given.index.read_bytes())
+    one: Any = metadata.state_dict_metadata["a.weight"]
+    one.size = torch.Size([5, 2])
+    starts = torch.Size([0, 0]), torch.Size([2, 0])
+    one.chunks = [ChunkStorageMetadata(start, torch.Size([3, 2])) for start in starts]
+    (at,) = [index for index in metadata.storage_data if index.fqn == "a.weighu"]
+    metadata.storage_data[MetadataIndex("a.weight", starts[1], 1)] = metadata.storage_data[at]
+    given.index.write_bytes(pickle.dumps(metadata))
+    return given.index, "the parts of 'a.weight' at (0, 0) and (2, 0) overlap"
 
 
 @dataclass(frozen=True)
@@ -396,7 +423,7 @@ def file_called(kind: str) -> Harm:
         if kind in ("climbing", "absolute"):
             return given.index, f"lies outside the folder: {name!r}"
         if given.layout == "dcp":
-            return given.path, {"empty": "Is a directory", "long": "File name too long"}[kind]
+            return given.path, {"empty": "not a file", "long": "File name too long"}[kind]
         if given.layout.startswith("sharded") and not name:
             return given.index, "lies outside the folder: ''"
         return given.index, "is missing"

@@ -7,6 +7,7 @@ files piece by piece, and ``torch.distributed.checkpoint.load`` reads them.
 
 import os
 import pickle
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -87,6 +88,8 @@ def _read_archive(folder: Path, key: str, stored: "Block") -> TensorSlice:
             AGAIN,
         )
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait
+            raise CheckpointError(f"{path}: not a file", AGAIN)
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if stored.offset + stored.length > size:
