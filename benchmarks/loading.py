@@ -153,6 +153,7 @@ def _in_fresh_process(job: dict[str, Any], memory_bytes: int) -> tuple[float, fl
         assert process.stdout
         with steady.held(memory_bytes):
             process.stdout.readline()
+            time.sleep(steady.SETTLED_S)
         output, _ = process.communicate("go\n")
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)

@@ -98,7 +98,7 @@ def bench(
         bool,
         typer.Option(
             "--steady",
-            help="Touch and free memory before each cell: steadier times in virtual machines.",
+            help="Give memory back as each load begins: steadier times in virtual machines.",
         ),
     ] = False,
     seed: options.Seed = 0,

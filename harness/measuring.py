@@ -2,9 +2,10 @@
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +39,20 @@ def measure(setting: Setting, job: Job, files: Sequence[Path], model_bytes: int 
     """
     started_at, start_ns = datetime.now(UTC).isoformat(timespec="milliseconds"), time.monotonic_ns()
     cached_bytes = page_cache.drop(files)
-    # Two copies of the model, and its file in the page cache: no strategy here takes more.
-    touched = steady.touch_and_free(3 * (model_bytes or 0)) if setting.steady else None
-    with stopping.put_off(), closing(setting.isolation.start(job)) as running:
-        watch = Watch(running, setting.interval_s, setting.on_phase)
-        try:
-            watch.follow(job.timeout_s)
-            ended = watch.end()
-        finally:
-            watch.close()
+    size = (model_bytes or 0) if setting.steady else 0
+    # What the worker itself takes before its baseline: the model of a save, the cache of a warm load.
+    spare = size if job.cell.operation == "save" or job.cell.cache == "warm" else 0
+    with ExitStack() as memory:
+        # Two copies of the model, and its file in the page cache: no strategy here takes more.
+        touched = memory.enter_context(steady.held(3 * size, spare)) if size else None
+        before_load = partial(steady.give_back, memory) if size else None
+        with stopping.put_off(), closing(setting.isolation.start(job)) as running:
+            watch = Watch(running, setting.interval_s, setting.on_phase, before_load)
+            try:
+                watch.follow(job.timeout_s)
+                ended = watch.end()
+            finally:
+                watch.close()
     result = watch.result(job, ended)
     warnings = result.warnings
     if cached_bytes:

@@ -41,12 +41,17 @@ class Watch:
     """One running worker, from its start until nothing of it is left to read."""
 
     def __init__(
-        self, running: Running, interval_s: float, on_phase: Callable[[str], None]
+        self,
+        running: Running,
+        interval_s: float,
+        on_phase: Callable[[str], None],
+        before_load: Callable[[], None] | None = None,
     ) -> None:
         self.story = Story()
         self.samples: list[Sample] = []
         self._running = running
         self._on_phase = on_phase
+        self._before_load = before_load
         self._timed_out = False
         self._peak_bytes: int | None = None
         self._driver: DriverMemory | None = None
@@ -136,6 +141,8 @@ class Watch:
 
     def _take(self, kind: str, fields: dict[str, Any]) -> None:
         if kind == "baseline":
+            if self._before_load:
+                self._before_load()
             self._at_baseline = self._look()
             self.story.take_baseline(fields, self._at_baseline.usage_bytes)
             self._watch_driver()

@@ -1,13 +1,17 @@
 """One cell, from an isolation's start to a Result: what is written beside the record."""
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import fakes
+import pytest
 from fakes import FakeRunning, done, event, ready
 from scripts import JOB
 
+from harness import steady
 from harness.cell import Job
 from harness.measuring import Setting, measure
 
@@ -71,3 +75,47 @@ def test_a_cell_without_a_trace_has_no_file(tmp_path: Path) -> None:
     result = measure(Setting(_Isolation(script), tmp_path, {}), JOB, [], None)
     assert result.trace_path is None
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_steady_load_gets_its_memory_when_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    @contextmanager
+    def held(wanted_bytes: int, spare_bytes: int) -> Iterator[int]:
+        seen.append(f"holds {wanted_bytes} and leaves {spare_bytes}")
+        yield wanted_bytes
+        seen.append("gives back")
+
+    monkeypatch.setattr(steady, "held", held)
+    monkeypatch.setattr(steady, "SETTLED_S", 0.0)
+    script = [
+        lambda: seen.append("imports torch"),
+        fakes.baseline(),
+        lambda: seen.append("loads"),
+        fakes.loaded(),
+        ready(),
+        done(),
+    ]
+    result = measure(Setting(_Isolation(script), tmp_path, {}, steady=True), JOB, [], 100)
+    assert seen == ["holds 300 and leaves 0", "imports torch", "gives back", "loads"]
+    assert result.touched_bytes_before == 300
+
+
+def test_a_steady_warm_load_finds_room_for_its_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def held(wanted_bytes: int, spare_bytes: int) -> AbstractContextManager[int]:
+        asked.append((wanted_bytes, spare_bytes))
+        return nullcontext(0)
+
+    monkeypatch.setattr(steady, "held", held)
+    monkeypatch.setattr(steady, "SETTLED_S", 0.0)
+    for cell in (replace(JOB.cell, cache="warm"), replace(JOB.cell, operation="save")):
+        script = [fakes.baseline(), fakes.loaded(), ready(), done()]
+        setting = Setting(_Isolation(script), tmp_path, {}, steady=True)
+        measure(setting, replace(JOB, cell=cell), [], 100)
+    assert asked == [(300, 100), (300, 100)]

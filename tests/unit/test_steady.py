@@ -25,6 +25,14 @@ def test_no_more_is_touched_than_the_machine_can_spare(monkeypatch: pytest.Monke
     assert steady.touch_and_free(64 * MIB) == 8 * MIB
 
 
+def test_what_others_will_need_is_left_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "free_ram_bytes", lambda: 20 * MIB)
+    with steady.held(64 * MIB, spare_bytes=10 * MIB) as held_bytes:
+        assert held_bytes == 8 * MIB
+    with steady.held(64 * MIB, spare_bytes=30 * MIB) as held_bytes:
+        assert held_bytes == 0
+
+
 def test_nothing_to_touch() -> None:
     assert steady.touch_and_free(0) == 0
 
