@@ -104,7 +104,7 @@ def _ready_anon(result: Result) -> int | None:
 
 
 _HEAP: Final = Tolerance(relative=0.01, absolute=16 * MIB)
-_CACHE: Final = Tolerance(relative=0.04, absolute=96 * MIB)
+_CACHE: Final = Tolerance(relative=0.04, absolute=128 * MIB)
 _ALLOCATOR: Final = Tolerance(relative=0.0, absolute=0)
 _FLOOR: Final = Tolerance(relative=0.03, absolute=24 * MIB)
 _TIME: Final = Tolerance(relative=3.0, absolute=5_000_000_000)  # what a busy machine does
