@@ -18,6 +18,9 @@ PIECE_BYTES: Final = 2 * 1024**2
 """How much is read at once: large enough for a disk, small enough for a processor's cache."""
 
 _ALIGNMENT: Final = 4096  # of O_DIRECT: 512 would do on most disks, 4096 on all
+BUFFER_BYTES: Final = PIECE_BYTES + 2 * _ALIGNMENT
+"""What a reader's own buffer takes: a piece, and what aligned reads take before and behind it."""
+
 _ELEMENT: Final = 8  # bytes, of the largest element that is converted
 _REFUSED: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
 
@@ -25,13 +28,13 @@ _REFUSED: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
 class PieceReader:
     """Reads pieces of files, on one thread: one file is open at a time, one buffer serves them all.
 
-    The buffer takes ``PIECE_BYTES`` and a little, once something is read that needs it.
+    The buffer takes ``BUFFER_BYTES``, once something is read that needs it.
     """
 
     def __init__(self) -> None:
         self._file: Path | None = None
         self._buffered = self._direct = -1
-        self._bounce = mmap.mmap(-1, PIECE_BYTES + 2 * _ALIGNMENT, flags=mmap.MAP_PRIVATE)
+        self._bounce = mmap.mmap(-1, BUFFER_BYTES, flags=mmap.MAP_PRIVATE)
 
     def read(self, file: Path, target: memoryview, offset: int) -> None:
         """Fill ``target``, at most ``PIECE_BYTES`` long, with the file's bytes at ``offset``.

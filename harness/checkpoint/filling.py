@@ -11,7 +11,7 @@ from typing import Final, Protocol
 
 import torch
 
-from harness.checkpoint.direct import PIECE_BYTES, PieceReader
+from harness.checkpoint.direct import BUFFER_BYTES, PIECE_BYTES, PieceReader
 from harness.checkpoint.layouts.base import TensorSlice
 
 DEFAULT_THREADS: Final = 4  # more than the cores of a small machine: while some wait, others copy
@@ -155,7 +155,7 @@ def fill(stretches: Iterable[Fillable], threads: int) -> None:
 
 def buffer_bytes(threads: int, *, gpu: bool) -> int:
     """Return the most memory that ``fill`` holds beside the stretches, in bytes: of all threads."""
-    return threads * (PIECE_BYTES + (2 * PIECE_BYTES if gpu else 0))
+    return threads * (BUFFER_BYTES + (2 * PIECE_BYTES if gpu else 0))
 
 
 class _Reader:
