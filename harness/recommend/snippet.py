@@ -15,6 +15,9 @@ _PACKAGE: Final = Path(__file__).resolve().parents[1]
 _KEPT: Final = ("harness.checkpoint.streaming", "harness.models.building")
 """What is too much to write out: the strategies that need it are ours."""
 
+_INSTALLED: Final = {"safetensors": "safetensors", "harness": "weighin"}
+"""What an import with this word in it needs beside torch, as pip calls it."""
+
 _RESET: Final = '''
 def reset_buffers(model, build_model, device, dtype):
     """Give buffers that are in no checkpoint the values that the constructor gives them."""
@@ -91,6 +94,9 @@ def snippet(
         imports += ["import json", "from pathlib import Path"]
     body = "\n\n\n".join(part.strip("\n") for part in [*parts, *functions])
     lines = sorted(dict.fromkeys(imports), key=lambda line: (line.startswith("from"), line))
+    needed = [name for word, name in _INSTALLED.items() if any(word in line for line in lines)]
+    if needed:
+        lines.insert(0, f"# pip install torch {' '.join(needed)}")
     use = f"# model = load_model(build_model, {checkpoint!r})   # build_model() returns your model"
     return "\n".join(lines) + f"\n\n\n{body}\n\n\n{use}\n"
 

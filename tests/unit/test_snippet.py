@@ -1,20 +1,24 @@
-"""The code to paste runs as it stands, in a fresh interpreter that has torch and not us."""
+"""The code to paste runs as it stands, in a fresh interpreter that has torch and what it names."""
 
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from harness import registry
+from harness.checkpoint import layouts
+from harness.checkpoint.layouts.base import TensorPlan
+from harness.checkpoint.piecewise import pieces_of
 from harness.recommend.snippet import CannotWriteOut, snippet
 
-PLAIN = {"baseline", "sequential", "meta_copy", "load_assign", "mmap_assign", "per_param", "per_param_mmap", "per_module"}  # fmt: skip
+READABLE = [(name, fmt) for name, info in registry.strategies().items() for fmt in info.formats]
+PLAIN = [one for one in READABLE if one[0] != "streaming"]
+NEEDS = {"safetensors_copy": "safetensors", "safetensors_mmap": "safetensors", "sharded": "safetensors", "streaming": "weighin"}  # fmt: skip
 
 # Tied weights, persistent and non-persistent buffers, an integer buffer.
 USE = """
-import sys
-from pathlib import Path
 
 
 class Net(torch.nn.Module):
@@ -30,9 +34,9 @@ class Net(torch.nn.Module):
         return self.last(self.norm(self.first(x))) + self.table
 
 
-saved, dtype = Path(sys.argv[1]), getattr(torch, sys.argv[2])
-expected = torch.load(saved / "whole.pt", weights_only=True)
-model = load_model(Net, saved / sys.argv[3], dtype=dtype)
+dtype = torch.{dtype}
+expected = torch.load("whole.pt", weights_only=True)
+model = load_model(Net, {checkpoint!r}, dtype=dtype)
 assert model.first.weight is model.last.weight
 state = model.state_dict()
 assert list(state) == list(expected)
@@ -41,51 +45,48 @@ for name, tensor in expected.items():
     assert state[name].dtype == kind, name
     assert torch.equal(state[name], tensor.to(kind)), name
 assert torch.equal(model.table, torch.arange(3.0).to(dtype))
-assert not any(name.split(".")[0] == "harness" for name in sys.modules if sys.modules[name])
 print("right")
 """
-BEFORE = "import sys; sys.modules['harness'] = None; sys.modules['safetensors'] = None\n"
 
 
-def saved(folder: Path) -> None:
-    import json
-
-    import torch
-
+def saved(folder: Path, fmt: str) -> Path:
+    """Write the whole state dict, and a checkpoint of this layout, whose path is returned."""
     weight, names = torch.randn(3, 3), ["first.weight", "norm.weight", "norm.bias", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked", "last.weight"]  # fmt: skip
     values = [weight, *(torch.randn(3) for _ in range(4)), torch.tensor(7), weight]
     state = dict(zip(names, values, strict=True))
     torch.save(state, folder / "whole.pt")
-    for layout in ("per_param", "per_module"):
-        (folder / layout).mkdir()
-    tensors = {name: f"{name}.pt" for name in names[:-1]} | {"last.weight": "first.weight.pt"}
-    for name, file in tensors.items():
-        torch.save(state[name], folder / "per_param" / file)
-    (folder / "per_param" / "index.json").write_text(json.dumps({"tensors": tensors}))
-    for part in ("first", "norm"):
-        inside = {name: one for name, one in state.items() if name.startswith(part)}
-        torch.save(
-            inside | ({"last.weight": weight} if part == "first" else {}),
-            folder / "per_module" / f"{part}.pt",
-        )
-    (folder / "per_module" / "index.json").write_text(
-        json.dumps({"files": {"first.pt": [], "norm.pt": []}})
-    )
+    plans = [TensorPlan(name, tuple(one.shape), one.dtype) for name, one in state.items()]
+    plans[-1] = TensorPlan("last.weight", (3, 3), torch.float32, "first.weight")
+    path = layouts.checkpoint_in(folder, fmt)
+    path.parent.mkdir(exist_ok=True)
+    layouts.named(fmt).write(path, plans, lambda name: pieces_of(state[name]))
+    return path
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", sorted(PLAIN))
-def test_a_snippet_runs_with_torch_alone(tmp_path: Path, name: str, dtype: str) -> None:
-    saved(tmp_path)
-    info = registry.strategy(name)
-    code = tmp_path / "pasted.py"
-    code.write_text(BEFORE + snippet(info, dtype=dtype) + USE)
-    layout = info.formats[0] if info.formats[0].startswith("per_") else "whole.pt"
+def run(folder: Path, name: str, fmt: str, missing: set[str]) -> None:
+    """Paste a strategy's code, for two dtypes, and load with it where these packages are missing."""
+    checkpoint = saved(folder, fmt)
+    code = "import sys\n" + "".join(f"sys.modules[{one!r}] = None\n" for one in sorted(missing))
+    for dtype in ("float32", "bfloat16"):
+        text = snippet(registry.strategy(name), dtype=dtype)
+        first = text.partition("\n")[0]
+        assert first.startswith("#") == (name in NEEDS)
+        assert name not in NEEDS or first == f"# pip install torch {NEEDS[name]}"
+        code += text + USE.format(dtype=dtype, checkpoint=str(checkpoint))
+    (folder / "pasted.py").write_text(code)
     done = subprocess.run(
-        [sys.executable, str(code), str(tmp_path), dtype, layout],
-        capture_output=True, text=True, check=False, cwd=tmp_path,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr
+        [sys.executable, "pasted.py"], capture_output=True, text=True, check=False, cwd=folder
+    )
+    assert (done.returncode, done.stdout) == (0, "right\nright\n"), done.stderr
+
+
+@pytest.mark.parametrize(("name", "fmt"), PLAIN)
+def test_a_snippet_runs_with_torch_and_what_it_names(tmp_path: Path, name: str, fmt: str) -> None:
+    run(tmp_path, name, fmt, {"harness", "numpy", "safetensors"} - {NEEDS.get(name)})
+
+
+def test_the_snippet_of_a_strategy_of_ours_runs_with_us(tmp_path: Path) -> None:
+    run(tmp_path, "streaming", "pt", set())
 
 
 def test_a_snippet_is_the_strategys_own_code() -> None:
