@@ -3,12 +3,16 @@
 A page holds blocks; what stands between their two lines is written here, from the records alone.
 A block names a run and what of it is told: nothing for the table of all series, ``relative`` for
 that with times as multiples, ``survival``, ``floors`` or ``passes``; or several searches for
-floors, to be compared (``agreement``)::
+floors, to be compared (``agreement``); or it is the notebook's GPU table, predicted, because
+nothing was measured on one::
 
     <!-- results/published/gpt2-xl-8GiB -->
     ...
     <!-- end -->
     <!-- results/published/gpt2-xl-survival survival -->
+    ...
+    <!-- end -->
+    <!-- predicted configs/suites/notebook.yaml -->
     ...
     <!-- end -->
 """
@@ -23,6 +27,7 @@ from harness import journal
 from harness.record import Result
 from harness.report.floors import markdown_agreement, markdown_floors
 from harness.report.passes import markdown_passes
+from harness.report.predicted import markdown_predicted
 from harness.report.relative import markdown_relative
 from harness.report.survival import markdown_survival
 from harness.report.tables import markdown_table
@@ -31,6 +36,9 @@ _BLOCK: Final = re.compile(
     r"<!-- (?P<runs>results/published/\S+(?: results/published/\S+)*)(?: (?P<part>[a-z]+))? -->\n"
     r".*?<!-- end -->",
     re.DOTALL,
+)
+_PREDICTED: Final = re.compile(
+    r"(?P<first><!-- predicted configs/suites/notebook.yaml -->\n).*?<!-- end -->", re.DOTALL
 )
 _PARTS: Final = {
     None: markdown_table,
@@ -55,7 +63,10 @@ def fill(page: str, root: Path) -> str:
         first = match[0].partition("\n")[0]
         return f"{first}\n{_told(match['part'], runs)}\n<!-- end -->"
 
-    return _BLOCK.sub(block, page)
+    def predicted(match: re.Match[str]) -> str:
+        return f"{match['first']}{markdown_predicted()}\n<!-- end -->"
+
+    return _PREDICTED.sub(predicted, _BLOCK.sub(block, page))
 
 
 def _told(part: str | None, runs: dict[str, Sequence[Result]]) -> str:

@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -6,10 +7,15 @@ from sweeps import a_sweep
 
 from harness import journal
 from harness.errors import RecordError
+from harness.plan import Planned
+from harness.predict.prediction import PredictedPhase, Prediction
+from harness.report import notebook, predicted
 from harness.report.pages import fill
+from harness.units import GIB
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))))
+PREDICTED = "<!-- predicted configs/suites/notebook.yaml -->"
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -46,3 +52,39 @@ def test_a_block_can_tell_of_survival_or_compare_searches(tmp_path: Path) -> Non
 def test_a_block_of_a_run_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(RecordError):
         fill("<!-- results/published/x -->\n<!-- end -->", tmp_path)
+
+
+def test_a_block_of_predictions_is_filled_from_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = notebook.published()
+    sizes = {"requested": 6 * GIB, "allocated": round(6.5 * GIB), "reserved": 7 * GIB}
+    figures = {f"cuda_{kind}_bytes": size for kind, size in sizes.items()}
+    build = PredictedPhase("build", 0, 0, GIB, 2 * GIB, 3 * GIB)
+
+    def predict(planned: Sequence[Planned]) -> list[Prediction]:
+        assert {(one.cell.model.name, one.cell.device) for one in planned} == {
+            (table.model, "cuda")
+        }
+        cannot = {"per_param": "ValueError: odd"}
+        return [
+            Prediction(one.cell, phases=(build,), **figures)
+            if one.cell.strategy not in cannot
+            else Prediction(one.cell, cannot=cannot[one.cell.strategy])
+            for one in planned
+        ]
+
+    monkeypatch.setattr(predicted, "predict", predict)
+    lines = fill(f"{PREDICTED}\nstale\n<!-- end -->\nb", ROOT).splitlines()
+    assert lines[:2] == [
+        PREDICTED,
+        "| method | strategy | published, GB | predicted: allocated GiB | requested GiB | reserved GiB |",
+    ]
+    assert lines[3:5] == [
+        "| the model alone on the GPU | baseline, phase build | 6.4 | 2.000 | 1.000 | 3.000 |",
+        "| model on the GPU, state dict on the GPU, load_state_dict | baseline | 12.8 | 6.500 | 6.000"
+        " | 7.000 |",
+    ]
+    assert lines[-3:] == [
+        "| meta device, to_empty on the GPU, one file for each parameter | per_param | 6.4 | - | - | - |",
+        "<!-- end -->",
+        "b",
+    ]
