@@ -30,7 +30,7 @@ from harness.errors import ConfigError, HarnessError
 from harness.text import one_line
 from harness.units import GIB, MIB
 
-SCHEMA: Final = 1
+SCHEMA: Final = 2
 FILE: Final = "calibration.json"
 
 _FILE_BYTES: Final = 512 * MIB
@@ -39,17 +39,27 @@ _ROUNDS: Final = 3
 _THREADS: Final = 4  # as many as a streaming load takes
 _TORCH_TIMEOUT_S: Final = 300
 _TORCH: Final = """
-import json, time, torch
+import json, sys, tempfile, time, torch
 from torch import nn
+known = len(sys.modules)
 start = time.perf_counter()
-nn.Embedding(1, 1, device="meta")
-meta_s = time.perf_counter() - start
+nn.Embedding(1, 1, device="meta")  # imports a part of torch
+module_s = (time.perf_counter() - start) / max(1, len(sys.modules) - known)
+with tempfile.NamedTemporaryFile() as file:
+    torch.save(torch.zeros(1), file.name)
+    torch.load(file.name)
+    start = time.perf_counter()
+    for _ in range(100):
+        torch.load(file.name)
+    archive_s = (time.perf_counter() - start) / 100
 weights = torch.empty(32 * 1024**2)
 weights.fill_(0)
 start = time.perf_counter()
 nn.init.normal_(weights)
 init_s = time.perf_counter() - start
-print(json.dumps({"meta_s": meta_s, "init_bytes_per_s": weights.nbytes / init_s}))
+init_bytes_per_s = weights.nbytes / init_s
+found = {"archive_s": archive_s, "module_s": module_s, "init_bytes_per_s": init_bytes_per_s}
+print(json.dumps(found))
 """
 
 
@@ -60,18 +70,22 @@ class Calibration:
     Attributes:
         read_bytes_per_s: one thread through the page cache, from a file that is not in it.
         read_direct_bytes_per_s: four threads around the page cache, as ``streaming`` reads.
+        map_bytes_per_s: pages of a map, from a file that is not in the page cache.
         fault_bytes_per_s: writing to fresh memory, in pages of the usual size.
         copy_bytes_per_s: from memory to memory that were both used before.
         init_bytes_per_s: random numbers, as a module's constructor draws them.
-        meta_s: the first use of the meta device in a process, which imports a part of torch.
+        archive_s: opening a file with ``torch.load``, in seconds.
+        module_s: importing one of Python's modules, in seconds.
     """
 
     read_bytes_per_s: float
     read_direct_bytes_per_s: float
+    map_bytes_per_s: float
     fault_bytes_per_s: float
     copy_bytes_per_s: float
     init_bytes_per_s: float
-    meta_s: float
+    archive_s: float
+    module_s: float
 
 
 def stored() -> Calibration | None:
@@ -101,6 +115,7 @@ def calibrate(say: Callable[[str], None]) -> Calibration:
             once = {
                 "read_bytes_per_s": _cold(path, _read_buffered),
                 "read_direct_bytes_per_s": _cold(path, _read_direct),
+                "map_bytes_per_s": _cold(path, _read_mapped),
                 "fault_bytes_per_s": _fault(),
                 "copy_bytes_per_s": _copy(),
             }
@@ -109,7 +124,10 @@ def calibrate(say: Callable[[str], None]) -> Calibration:
     for _ in range(_ROUNDS):
         for name, value in _ask_torch().items():
             rounds.setdefault(name, []).append(value)
-    best = {name: min(all_) if name == "meta_s" else max(all_) for name, all_ in rounds.items()}
+    best = {
+        name: max(values) if name.endswith("_per_s") else min(values)
+        for name, values in rounds.items()
+    }
     found = Calibration(**best)
     content = {"schema": SCHEMA, "machine": _machine(), "figures": asdict(found), "rounds": rounds}
     write_text(folder / FILE, json.dumps(content, indent=1))
@@ -122,7 +140,7 @@ def table(found: Calibration) -> Table:
     shown.title = f"calibration, kept in {cache.folder() / FILE}"
     for name, what in _WORDS.items():
         value = getattr(found, name)
-        size = f"{value:.2f} s" if name == "meta_s" else f"{value / GIB:.2f} GiB/s"
+        size = f"{value / GIB:.2f} GiB/s" if name.endswith("_per_s") else f"{value * 1e3:.2f} ms"
         shown.add_row(name, size, what)
     return shown
 
@@ -130,10 +148,12 @@ def table(found: Calibration) -> Table:
 _WORDS: Final = {
     "read_bytes_per_s": "a cold file, by one thread through the page cache",
     "read_direct_bytes_per_s": "a cold file, by four threads around the page cache",
+    "map_bytes_per_s": "a cold file, as pages of a map",
     "fault_bytes_per_s": "writing to fresh memory",
     "copy_bytes_per_s": "from memory to memory",
     "init_bytes_per_s": "random numbers, as constructors draw them",
-    "meta_s": "the first use of the meta device",
+    "archive_s": "opening a file with torch.load",
+    "module_s": "importing one of Python's modules",
 }
 
 
@@ -190,6 +210,28 @@ def _read_direct(path: Path) -> None:
 
     with ThreadPoolExecutor(_THREADS) as pool:
         list(pool.map(read, range(_THREADS)))
+
+
+def _read_mapped(path: Path) -> None:
+    """Copy out of a map, on a thread a processor, as every byte of a mapped model is read."""
+    threads = os.cpu_count() or 1
+    with (
+        path.open("rb") as file,
+        mmap.mmap(
+            file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+        ) as area,
+    ):
+        view = ctypes.c_char.from_buffer(area)
+        base, share = ctypes.addressof(view), _FILE_BYTES // threads
+
+        def read(thread: int) -> None:
+            piece = ctypes.create_string_buffer(MIB)
+            for offset in range(thread * share, (thread + 1) * share - MIB + 1, MIB):
+                ctypes.memmove(piece, base + offset, MIB)
+
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(read, range(threads)))
+        del view  # the mapping cannot be closed while a pointer into it lives
 
 
 def _fault() -> float:

@@ -66,7 +66,7 @@ def recommend(
         python_path=(str(Path.cwd()),),
     )
     with err.status("predicting") as status:
-        advice = advising.advise(question, status.update)
+        advice = advising.advise(question, advising.gather(question, status.update))
     if as_json:
         print(json.dumps(advice.as_json()))
     else:

@@ -34,6 +34,10 @@ def _archives(ledger: Ledger) -> Any:
     original = torch._C.PyTorchFileReader
 
     class Reader(original):  # type: ignore[misc, valid-type]
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            ledger.work["archives"] += 1
+
         def get_storage_from_record(self, _name: str, nbytes: int, _kind: Any) -> torch.Tensor:
             return _read_storage(ledger, nbytes)
 
@@ -49,7 +53,7 @@ def _read_storage(ledger: Ledger, nbytes: int) -> torch.Tensor:
 def _filled(ledger: Ledger, tensor: torch.Tensor) -> None:
     """Tell that a tensor was filled from a file."""
     ledger.write(tensor)
-    ledger.read_from_disk(tensor.nbytes)
+    ledger.work["read_bytes"] += tensor.nbytes
 
 
 def _maps(ledger: Ledger) -> Any:
@@ -84,9 +88,11 @@ def _streaming(ledger: Ledger) -> Any:
     def fill(stretches: Iterable[filling.Fillable], threads: int) -> None:
         with ledger.holding(filling.buffer_bytes(threads, gpu=ledger.cuda is not None)):
             for one in stretches:
-                memory = one.memory
+                memory, fresh = one.memory, ledger.work["fresh_bytes"]
                 ledger.write(memory)
-                ledger.read_from_disk(memory.numel() * one.slices[0].dtype.itemsize)
+                ledger.work["fresh_bytes"] = fresh  # in huge pages: few faults, and the zeroing
+                ledger.work["written_bytes"] += memory.nbytes
+                ledger.work["read_direct_bytes"] += memory.numel() * one.slices[0].dtype.itemsize
 
     return patch.object(streaming, "fill", fill)
 

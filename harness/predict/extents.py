@@ -50,15 +50,17 @@ class HeapPages:
         """The address behind the last page that was added and not removed."""
         return self._end * PAGE_BYTES
 
-    def add(self, address: int, length: int) -> None:
-        """Add every page that the stretch touches."""
+    def add(self, address: int, length: int) -> int:
+        """Add every page that the stretch touches; return the bytes of the new ones."""
         if length <= 0:
-            return
+            return 0
         first, last = address // PAGE_BYTES, (address + length - 1) // PAGE_BYTES + 1
         held = self._pages[first:last].count(1)
         self._pages[first:last] = b"\1" * (last - first)
         self._end = max(self._end, last)
-        self.nbytes += (last - first - held) * PAGE_BYTES
+        new = (last - first - held) * PAGE_BYTES
+        self.nbytes += new
+        return new
 
     def remove(self, address: int, length: int) -> None:
         """Remove every page that lies in the stretch as a whole."""

@@ -78,17 +78,17 @@ class Ledger:
     """Current sums and peaks of one symbolic run, in bytes.
 
     Attributes:
-        disk_read_bytes: of files, each stretch as often as it would come from the disk.
-        largest_reads: the largest single read into memory, for the reasons.
+        work: what costs time, by the names of ``Work``.
         other_anon_bytes: of this process's own growth, what only the symbolic run needs.
     """
 
     def __init__(self, cuda: CachingAllocator | None, baseline: Memory) -> None:
         self.cuda = cuda
-        self.disk_read_bytes = 0
+        self.work: Counter[str] = Counter()
         self.other_anon_bytes = 0
         self.pinned_bytes = 0
         self.peak_anon_bytes = 0
+        self.peak_tensor_bytes = 0
         self.peak_file_bytes = 0
         self.copies: dict[str, int] = {}
         self.phases: list[PredictedPhase] = []
@@ -187,12 +187,18 @@ class Ledger:
         elif block.place == "host":
             start, length = _extent(tensor)
             if block.chunk and block.chunk.in_heap:
-                self._heap.pages.add(start - block.address + block.chunk.address, length)
+                at = start - block.address + block.chunk.address
+                self.work["fresh_bytes"] += self._heap.pages.add(at, length)
             else:
-                self._mapped_anon_bytes += block.pages.add(start, length)
+                self._touch(block, start, length)
         elif block.place == "file":  # a private map: what is written becomes anonymous
-            self._mapped_anon_bytes += block.pages.add(*_extent(tensor))
+            self._touch(block, *_extent(tensor))
         self.update()
+
+    def _touch(self, block: Block, start: int, length: int) -> None:
+        new = block.pages.add(start, length)
+        self._mapped_anon_bytes += new
+        self.work["fresh_bytes"] += new
 
     def read(self, tensor: torch.Tensor) -> None:
         """Tell that a tensor's elements were read: pages of mapped files come into memory."""
@@ -200,12 +206,8 @@ class Ledger:
         if block.place == "file":
             start, length = _extent(tensor)
             file = next(f for f in self._files if f.address <= start < f.address + f.nbytes)
-            self.disk_read_bytes += file.pages.add(start, length)
+            self.work["mapped_bytes"] += file.pages.add(start, length)
             self.update()
-
-    def read_from_disk(self, nbytes: int) -> None:
-        """Tell that so many bytes of a checkpoint were read."""
-        self.disk_read_bytes += nbytes
 
     @contextmanager
     def holding(self, nbytes: int) -> Iterator[None]:
@@ -252,8 +254,12 @@ class Ledger:
     @property
     def anon_bytes(self) -> int:
         """The anonymous memory of the pretended process, now."""
-        own = self.own_anon_bytes - self.other_anon_bytes
-        return own + self._heap.pages.nbytes + self._mapped_anon_bytes + self.pinned_bytes
+        return self.own_anon_bytes - self.other_anon_bytes + self.tensor_bytes
+
+    @property
+    def tensor_bytes(self) -> int:
+        """What of it tensors hold, now; small ones, which this process really has, are left out."""
+        return self._heap.pages.nbytes + self._mapped_anon_bytes + self.pinned_bytes
 
     @property
     def file_bytes(self) -> int:
@@ -264,6 +270,7 @@ class Ledger:
         """Take the sums of now into the peaks."""
         anon, file = self.anon_bytes, self.file_bytes
         self.peak_anon_bytes = max(self.peak_anon_bytes, anon)
+        self.peak_tensor_bytes = max(self.peak_tensor_bytes, self.tensor_bytes)
         self.peak_file_bytes = max(self.peak_file_bytes, file)
         self._phase_peaks = max(self._phase_peaks[0], anon), max(self._phase_peaks[1], file)
 

@@ -1,5 +1,6 @@
 """What every operation of a symbolic run does to the ledger, instead of to memory."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -20,6 +21,10 @@ _FILLED: Final = frozenset({"zeros", "ones", "full", "rand", "randn", "randint",
 _LIKE: Final = frozenset({
     "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like",
     "new_zeros", "new_ones", "new_full",
+})  # fmt: skip
+_RANDOM: Final = frozenset({
+    "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "cauchy_", "log_normal_",
+    "geometric_", "rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal",
 })  # fmt: skip
 _SAME: Final = frozenset({"clone", "_to_copy", "triu", "tril"})  # of the shape of the input
 
@@ -156,14 +161,14 @@ class Operations(TorchDispatchMode):
         if prod(size) * dtype.itemsize <= SMALL_BYTES:
             return self._really(call)
         result = self._allocate(torch.empty(size, dtype=dtype, device="meta"))
-        self._ledger.write(result)
+        self._write(result, call.name)
         return result
 
     def _like(self, call: Call) -> Any:
         size = call.args[1] if call.name.startswith("new_") else call.args[0].shape
         dtype = call.kwargs.get("dtype") or call.args[0].dtype
         result = self._allocate(torch.empty(size, dtype=dtype, device="meta"))
-        self._write(result)
+        self._write(result, call.name)
         return result
 
     def _writes(self, call: Call) -> Any:
@@ -176,7 +181,7 @@ class Operations(TorchDispatchMode):
         if call.name == "copy_":
             self._convert_on_cpu(written[0], call.args[1])
         for one in written:
-            self._write(one)
+            self._write(one, call.name)
         returns = call.func._schema.returns
         if len(returns) > 1:
             return tuple(written)
@@ -209,12 +214,12 @@ class Operations(TorchDispatchMode):
         )
         for one in tree_leaves(results):
             if isinstance(one, torch.Tensor):
-                self._write(one)
+                self._write(one, call.name)
         return results
 
     def _shapes(self, call: Call) -> Any:
         """Return the results on the meta device; what that imports is not the strategy's."""
-        before = self._ledger.own_anon_bytes
+        before, modules = self._ledger.own_anon_bytes, len(sys.modules)
         try:
             args, kwargs = tree_map(
                 lambda one: one.to("meta") if isinstance(one, torch.Tensor) else one,
@@ -227,6 +232,7 @@ class Operations(TorchDispatchMode):
             raise CannotFollow(f"{call.func}: {error}") from error
         finally:
             self._ledger.other_anon_bytes += self._ledger.own_anon_bytes - before
+            self._ledger.work["modules"] -= len(sys.modules) - modules
 
     def _really(self, call: Call) -> Any:
         """Run an operation on small values; what is large of its results is kept without values."""
@@ -238,7 +244,7 @@ class Operations(TorchDispatchMode):
                 self._ledger.place_of(one)
                 return one
             large = self._allocate(torch.empty_like(one, device="meta"))
-            self._ledger.write(large)
+            self._write(large, call.name)
             return large
 
         return tree_map(keep, call.run())
@@ -252,8 +258,12 @@ class Operations(TorchDispatchMode):
         if not tensor.is_meta:
             self._ledger.read(tensor)
 
-    def _write(self, tensor: torch.Tensor) -> None:
-        self._ledger.write(tensor)
+    def _write(self, tensor: torch.Tensor, operation: str) -> None:
+        ledger = self._ledger
+        ledger.write(tensor)
+        if ledger.place_of(tensor) != "cuda":
+            kind = "random_bytes" if operation in _RANDOM else "written_bytes"
+            ledger.work[kind] += tensor.nbytes
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
         """Return memory that is not written yet, for a tensor on the meta device."""

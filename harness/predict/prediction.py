@@ -19,6 +19,36 @@ class PredictedPhase:
 
 
 @dataclass(frozen=True, slots=True)
+class Work:
+    """What a load does on the host until it is ready, as far as it costs time.
+
+    Attributes:
+        read_bytes: of files, through the page cache into memory.
+        read_direct_bytes: of files, around the page cache, by several threads.
+        mapped_bytes: of files, as pages of a map.
+        fresh_bytes: pages that are touched for the first time, again where they were given back.
+        written_bytes: by copies, fills and whatever else computes values.
+        random_bytes: drawn, as constructors do.
+        archives: how often a file was opened by ``torch.load``.
+        modules: how many of Python's modules were imported.
+    """
+
+    read_bytes: int = 0
+    read_direct_bytes: int = 0
+    mapped_bytes: int = 0
+    fresh_bytes: int = 0
+    written_bytes: int = 0
+    random_bytes: int = 0
+    archives: int = 0
+    modules: int = 0
+
+    @property
+    def disk_read_bytes(self) -> int:
+        """Of files, each stretch as often as it would come from the disk."""
+        return self.read_bytes + self.read_direct_bytes + self.mapped_bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Prediction:
     """The peaks of one load, from its start until every byte was read (``touch``).
 
@@ -26,6 +56,7 @@ class Prediction:
         model_bytes: of all parameters and buffers, tied ones once.
         baseline_anon_bytes: what the process holds before the load: the import of torch.
         host_anon_peak_bytes: anonymous memory of the process, with that import.
+        tensor_peak_bytes: what of the anonymous memory tensors hold, at most.
         host_file_peak_bytes: mapped pages of files, with those of torch's libraries.
         floor_bytes: the smallest RAM limit under which the load should work.
         cuda_requested_bytes, cuda_allocated_bytes, cuda_reserved_bytes: None where the device is
@@ -40,12 +71,14 @@ class Prediction:
     model_bytes: int | None = None
     baseline_anon_bytes: int | None = None
     host_anon_peak_bytes: int | None = None
+    tensor_peak_bytes: int | None = None
     host_file_peak_bytes: int | None = None
     floor_bytes: int | None = None
     cuda_requested_bytes: int | None = None
     cuda_allocated_bytes: int | None = None
     cuda_reserved_bytes: int | None = None
     disk_read_bytes: int | None = None
+    work: Work = Work()
     phases: tuple[PredictedPhase, ...] = ()
     reasons: tuple[str, ...] = field(default_factory=tuple)
 
@@ -59,4 +92,5 @@ def from_json(cell: Cell, fields: dict[str, Any]) -> Prediction:
     """Return the prediction that a child process sent as JSON."""
     phases = tuple(PredictedPhase(**phase) for phase in fields.pop("phases", ()))
     reasons = tuple(fields.pop("reasons", ()))
-    return Prediction(cell=cell, phases=phases, reasons=reasons, **fields)
+    work = Work(**fields.pop("work", {}))
+    return Prediction(cell=cell, phases=phases, reasons=reasons, work=work, **fields)

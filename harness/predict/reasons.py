@@ -10,13 +10,13 @@ _WORTH_SAYING: Final = 0.03  # of the model: less beside the copies is nobody's 
 
 
 def reasons(
-    model_bytes: int, anon_bytes: int, mapped_bytes: int, cuda_bytes: int | None
+    model_bytes: int, tensor_bytes: int, mapped_bytes: int, cuda_bytes: int | None
 ) -> Iterator[str]:
-    """Yield phrases for peaks above the import of torch, in bytes; ``cuda_bytes`` as requested."""
+    """Yield phrases for peaks in bytes: of tensors in RAM, of file pages, requested of the GPU."""
     if cuda_bytes is not None:
         yield f"keeps {_copies(cuda_bytes, model_bytes)} on the GPU"
-    if anon_bytes >= model_bytes * 0.5:
-        yield f"keeps {_copies(anon_bytes, model_bytes)} in memory"
+    if tensor_bytes >= model_bytes * 0.5:
+        yield f"keeps {_copies(tensor_bytes, model_bytes)} in memory"
     if mapped_bytes >= model_bytes * 0.5:
         yield f"maps {_copies(mapped_bytes, model_bytes)}, which the kernel may drop and read again"
 

@@ -1,5 +1,6 @@
 """One symbolic run: the strategy's own code, from its import to the touch of every byte."""
 
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from harness.predict.devices import pretended
 from harness.predict.edges import declared
 from harness.predict.ledger import Ledger
 from harness.predict.modes import Operations
-from harness.predict.prediction import PredictedPhase
+from harness.predict.prediction import PredictedPhase, Work
 from harness.predict.reasons import reasons
 from harness.record import Memory
 from harness.units import MIB
@@ -31,12 +32,14 @@ class Run:
     model_bytes: int
     baseline_anon_bytes: int
     host_anon_peak_bytes: int
+    tensor_peak_bytes: int
     host_file_peak_bytes: int
     floor_bytes: int
     cuda_requested_bytes: int | None
     cuda_allocated_bytes: int | None
     cuda_reserved_bytes: int | None
     disk_read_bytes: int
+    work: Work
     phases: tuple[PredictedPhase, ...]
     reasons: tuple[str, ...]
 
@@ -67,7 +70,9 @@ def run(
     )
     gpu = pretended(ledger) if ledger.cuda else nullcontext()
     with declared(ledger), gpu, Operations(ledger):
+        modules = len(sys.modules)
         model = import_strategy(strategy)(job)
+        ledger.work["modules"] += len(sys.modules) - modules
     tensors = {identity(one): one for one in named_tensors(model).values()}
     with ledger.phase("touch"):
         for one in tensors.values():
@@ -94,18 +99,21 @@ def _figures(ledger: Ledger, model_bytes: int) -> Run:
         else None
         for kind in ("requested", "allocated", "reserved")
     }
+    work = Work(**ledger.work)
     return Run(
         model_bytes=model_bytes,
         baseline_anon_bytes=ledger.baseline.anon_bytes,
         host_anon_peak_bytes=ledger.peak_anon_bytes,
+        tensor_peak_bytes=ledger.peak_tensor_bytes,
         host_file_peak_bytes=ledger.peak_file_bytes,
         floor_bytes=ledger.peak_anon_bytes + _FLOOR_ABOVE_PEAK_BYTES,
-        disk_read_bytes=ledger.disk_read_bytes,
+        disk_read_bytes=work.disk_read_bytes,
+        work=work,
         phases=tuple(ledger.phases),
         reasons=tuple(
             reasons(
                 model_bytes,
-                ledger.peak_anon_bytes - ledger.baseline.anon_bytes,
+                ledger.peak_tensor_bytes,
                 ledger.peak_file_bytes - ledger.baseline.file_bytes,
                 highest["cuda_requested_bytes"],
             )

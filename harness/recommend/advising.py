@@ -11,12 +11,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from harness import calibrating, registry
+from harness.calibrating import Calibration
 from harness.cell import Cell, ModelSpec
 from harness.checkpoint import layouts
 from harness.errors import UnknownName
 from harness.plan import Planned
 from harness.predict.predicting import predict
-from harness.recommend.evidence import find
+from harness.predict.prediction import Prediction
+from harness.recommend.evidence import Evidence, find
 from harness.recommend.judging import Candidate, Limits, Verdict, judge, ranked
 from harness.recommend.snippet import CannotWriteOut, snippet
 from harness.units import format_bytes, format_exact
@@ -26,6 +28,8 @@ ALLOWED: Final = ("resave", "packages", "weighin")
 """What a way of loading may ask for, by the words of --allow."""
 
 _STYLES: Final = {Verdict.FITS: "green", Verdict.TOO_LARGE: "red", Verdict.UNKNOWN: "dim"}
+_HELP: Final = "A smaller dtype (--dtype bf16) or a higher limit may help."
+_USABLE: Final = (Verdict.FITS, Verdict.THRASHES, Verdict.BARELY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +56,9 @@ class Advice:
 
     @property
     def best(self) -> Candidate | None:
-        """What to use; None where nothing fits for sure."""
+        """What to use; None where nothing works for sure."""
         first = self.candidates[0] if self.candidates else None
-        return first if first and first.verdict is Verdict.FITS else None
+        return first if first and first.verdict in _USABLE else None
 
     def as_json(self) -> dict[str, Any]:
         """Return all of it for ``--json``."""
@@ -89,8 +93,19 @@ def check_allowed(words: Sequence[str]) -> tuple[str, ...]:
     return tuple(words)
 
 
-def advise(question: Question, say: Callable[[str], None]) -> Advice:
-    """Return what to use. Calibrates the machine where that was never done.
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known of every way of loading, whatever the limits: predictions, and records."""
+
+    planned: tuple[Planned, ...]
+    predictions: tuple[Prediction, ...]
+    evidence: dict[tuple[str, str], Evidence]
+    calibration: Calibration
+    layout: str
+
+
+def gather(question: Question, say: Callable[[str], None]) -> Known:
+    """Predict every way of loading and look for records. Calibrates the machine where none did.
 
     Raises:
         HarnessError: the checkpoint, the model or a run's records cannot be used.
@@ -101,12 +116,17 @@ def advise(question: Question, say: Callable[[str], None]) -> Advice:
     predictions = predict(planned, checkpoint=question.checkpoint, python_path=question.python_path)
     found = find([question.results], planned[0].cell)
     calibration = calibrating.stored() or calibrating.calibrate(say)
+    return Known(tuple(planned), tuple(predictions), found, calibration, layout)
+
+
+def advise(question: Question, known: Known) -> Advice:
+    """Return what to use under the question's limits, given what is known."""
     judged = [
         judge(
-            one.strategy, prediction, found.get((one.cell.strategy, one.cell.format)),
-            calibration, question.limits, layout,
+            one.strategy, prediction, known.evidence.get((one.cell.strategy, one.cell.format)),
+            known.calibration, question.limits, known.layout,
         )
-        for one, prediction in zip(planned, predictions, strict=True)
+        for one, prediction in zip(known.planned, known.predictions, strict=True)
     ]  # fmt: skip
     allowed = [one for one in judged if _is_allowed(one, question.allow)]
     advice = Advice(question, tuple(ranked(allowed)))
@@ -149,8 +169,10 @@ def parts(advice: Advice) -> Iterator[RenderableType]:
         )
     yield table
     if advice.best is None:
-        yield "Nothing fits for sure. A smaller dtype (--dtype bf16) or a higher limit may help."
+        yield f"Nothing fits for sure. {_HELP}"
         return
+    if advice.best.verdict is Verdict.THRASHES:
+        yield f"Nothing fits as a whole. What follows works, but slowly. {_HELP}\n"
     yield f"Use {advice.best.strategy}:\n"
     yield escape(advice.code)
 

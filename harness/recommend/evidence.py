@@ -21,14 +21,14 @@ class Evidence:
         ok_limits: under which RAM limits it ended ok, in bytes; None is no limit.
         killed_limits: under which it was killed for memory.
         anon_bytes: its largest anonymous peak where it ended ok (sampled).
-        ready_s: of each time that it ended ok.
+        ready_s: how long it took each time that it ended ok, by the RAM limit.
     """
 
     ok_limits: list[int | None] = field(default_factory=list)
     killed_limits: list[int] = field(default_factory=list)
     anon_bytes: int | None = None
     cuda_reserved_bytes: int | None = None
-    ready_s: list[float] = field(default_factory=list)
+    ready_s: dict[int | None, list[float]] = field(default_factory=dict)
 
     def take(self, result: Result) -> None:
         """Add one record."""
@@ -41,7 +41,7 @@ class Evidence:
         self.anon_bytes = max(self.anon_bytes or 0, peaks.anon_sampled_bytes or 0) or None
         self.cuda_reserved_bytes = peaks.cuda_reserved_bytes
         if result.ready_ns is not None:
-            self.ready_s.append(result.ready_ns / 1e9)
+            self.ready_s.setdefault(cell.ram_limit_bytes, []).append(result.ready_ns / 1e9)
 
     def fits(self, limit_bytes: int) -> bool | None:
         """Tell whether it lives under a RAM limit, as far as was tried; None where it was not."""
@@ -51,10 +51,21 @@ class Evidence:
             return False
         return None
 
-    @property
-    def median_ready_s(self) -> float | None:
-        """How long it took to be ready, the median of all times."""
-        return statistics.median(self.ready_s) if self.ready_s else None
+    def median_ready_s(self, limit_bytes: int | None) -> float | None:
+        """Return how long it took to be ready: under this RAM limit, or under the one next to it.
+
+        That is the smallest above it, and only where there is none the largest below: a load
+        that reads its file again and again takes many times as long as it would take here.
+        """
+        if not self.ready_s:
+            return None
+        tried = sorted(self.ready_s, key=_size)
+        at = next((one for one in tried if _size(one) >= _size(limit_bytes)), tried[-1])
+        return statistics.median(self.ready_s[at])
+
+
+def _size(limit_bytes: int | None) -> float:
+    return float("inf") if limit_bytes is None else limit_bytes
 
 
 def find(folders: Iterable[Path], wanted: Cell) -> dict[tuple[str, str], Evidence]:

@@ -17,17 +17,17 @@ _AS_FAST: Final = 1.5
 _AS_FAST_S: Final = 1.0
 _ABOVE_PEAK_BYTES: Final = 16 * MIB  # measured: 8 to 24 MB from the anonymous peak to the floor
 _DOUBT_SHARE, _DOUBT_BYTES = 0.02, 32 * MIB  # how exactly floors are predicted
-_READS_DIRECT: Final = frozenset({"streaming"})
 _OURS: Final = frozenset({"streaming"})
 _PACKAGES: Final = {"safetensors_mmap": "safetensors", "safetensors_copy": "safetensors", "sharded": "safetensors"}  # fmt: skip
 
 
 class Verdict(StrEnum):
-    """Whether a way of loading works under the limits."""
+    """Whether a way of loading works under the limits, in the order in which to try them."""
 
     FITS = "fits"
-    CLOSE = "too close to tell"
     THRASHES = "reads again and again"
+    BARELY = "fits barely"
+    CLOSE = "too close to tell"
     TOO_LARGE = "does not fit"
     UNKNOWN = "not known"
 
@@ -75,8 +75,9 @@ def judge(
 ) -> Candidate:
     """Return what is to be said of one strategy; ``layout`` is that of the checkpoint at hand."""
     cell, ready_s, time_from = prediction.cell, None, ""
-    if evidence and evidence.median_ready_s is not None:
-        ready_s, time_from = evidence.median_ready_s, "measured"
+    measured_s = evidence.median_ready_s(limits.ram_bytes) if evidence else None
+    if measured_s is not None:
+        ready_s, time_from = measured_s, "measured"
     elif calibration and not prediction.cannot:
         ready_s, time_from = predicted_ready_s(prediction, calibration), "predicted"
     need, memory_from = prediction.floor_bytes, "predicted"
@@ -107,13 +108,15 @@ def judge(
 def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return them in the order in which to try them: by ready time, then by how little they ask."""
     order = list(Verdict)
-    fitting = [one for one in candidates if one.verdict is Verdict.FITS]
-    known = [one.ready_s for one in fitting if one.ready_s is not None]
-    fastest = min(known, default=0.0)
+    fastest: dict[Verdict, float] = {}
+    for one in candidates:
+        if one.ready_s is not None:
+            fastest[one.verdict] = min(one.ready_s, fastest.get(one.verdict, one.ready_s))
 
     def key(one: Candidate) -> tuple[object, ...]:
         time_s = one.ready_s if one.ready_s is not None else float("inf")
-        is_as_fast = time_s <= max(_AS_FAST * fastest, fastest + _AS_FAST_S)
+        best_s = fastest.get(one.verdict, 0.0)
+        is_as_fast = time_s <= max(_AS_FAST * best_s, best_s + _AS_FAST_S)
         little = (len(one.asks), one.need_bytes or 0) if is_as_fast else (0, 0)
         return order.index(one.verdict), not is_as_fast, *little, time_s, one.strategy
 
@@ -121,20 +124,20 @@ def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def predicted_ready_s(prediction: Prediction, calibration: Calibration) -> float:
-    """Return how long a load should take until it is ready, from what it reads, touches and copies."""
-    model = prediction.model_bytes or 0
-    fresh = max(0, (prediction.host_anon_peak_bytes or 0) - (prediction.baseline_anon_bytes or 0))
-    disk = prediction.disk_read_bytes or 0
-    first = prediction.phases[0].host_anon_peak_bytes if prediction.phases else 0
-    made = min(model, max(0, first - (prediction.baseline_anon_bytes or 0)))
-    is_initialised = made > model // 2 and len(prediction.phases) > 2  # before anything was read
-    direct = prediction.strategy in _READS_DIRECT
-    read = calibration.read_direct_bytes_per_s if direct else calibration.read_bytes_per_s
-    seconds = disk / read + fresh / calibration.fault_bytes_per_s
-    seconds += max(0, fresh - model // 2) / calibration.copy_bytes_per_s  # into place
-    seconds += model / calibration.copy_bytes_per_s  # reading every byte once
-    seconds += model / calibration.init_bytes_per_s if is_initialised else 0.0
-    return seconds + (0.0 if direct or is_initialised else calibration.meta_s)
+    """Return how long a load should take until it is ready, from all that it does."""
+    work, machine = prediction.work, calibration
+    stays_in_memory = max(0, (prediction.model_bytes or 0) - work.mapped_bytes)
+    return (
+        work.read_bytes / machine.read_bytes_per_s
+        + work.read_direct_bytes / machine.read_direct_bytes_per_s
+        + work.mapped_bytes / machine.map_bytes_per_s
+        + work.fresh_bytes / machine.fault_bytes_per_s
+        + work.written_bytes / machine.copy_bytes_per_s
+        + work.random_bytes / machine.init_bytes_per_s
+        + work.archives * machine.archive_s
+        + work.modules * machine.module_s
+        + stays_in_memory / machine.copy_bytes_per_s  # reading every byte once
+    )
 
 
 def _verdict(
@@ -148,19 +151,40 @@ def _verdict(
         return Verdict.UNKNOWN, prediction.cannot or "nothing is known of its memory"
     if limits.vram_bytes and cuda is not None and cuda > limits.vram_bytes:
         return Verdict.TOO_LARGE, f"takes {format_bytes(cuda, digits=1)} of the GPU"
-    verdict, held = Verdict.FITS, _held(prediction, need)
-    if limits.ram_bytes is None:
-        return verdict, held
-    doubt = 0 if tried else _DOUBT_BYTES + int(_DOUBT_SHARE * need)
-    if tried is False or (tried is None and need > limits.ram_bytes + doubt):
-        verdict = Verdict.TOO_LARGE
-    elif tried is None and need > limits.ram_bytes - doubt:
-        verdict = Verdict.CLOSE
-    elif _stays_mapped(prediction) and need + (prediction.model_bytes or 0) > limits.ram_bytes:
+    verdict = Verdict.FITS
+    if limits.ram_bytes is not None:
+        verdict = _under(limits.ram_bytes, prediction, need, tried)
+    if verdict is Verdict.THRASHES:
         pages = format_bytes(prediction.model_bytes or 0, digits=1)
-        held = f"its {pages} of file pages do not fit: each pass reads them again"
-        verdict = Verdict.THRASHES
-    return verdict, held
+        return verdict, f"its {pages} of file pages do not fit: each pass reads them again"
+    return verdict, _held(prediction, need)
+
+
+def _under(ram_bytes: int, prediction: Prediction, need: int, tried: bool | None) -> Verdict:
+    """Return how it lives under a RAM limit; ``tried`` is what records say of that, if anything."""
+    edge = _edge(prediction, need)
+    if tried is False or (tried is None and edge > ram_bytes + doubt_bytes(edge)):
+        return Verdict.TOO_LARGE
+    if edge > ram_bytes - doubt_bytes(edge):
+        return Verdict.BARELY if tried else Verdict.CLOSE
+    if _stays_mapped(prediction) and edge + (prediction.model_bytes or 0) > ram_bytes:
+        return Verdict.THRASHES
+    return Verdict.FITS
+
+
+def _edge(prediction: Prediction, need: int) -> int:
+    """Return the need that limits are compared with: the predicted one, unless ``need`` refutes it.
+
+    Two measurements differ by some MiB. A limit near the edge would name one strategy before a
+    run and another one after it.
+    """
+    predicted = prediction.floor_bytes
+    return predicted if predicted and abs(need - predicted) <= doubt_bytes(predicted) else need
+
+
+def doubt_bytes(need: int) -> int:
+    """Return how far a floor may be from where it was predicted."""
+    return _DOUBT_BYTES + int(_DOUBT_SHARE * need)
 
 
 def _held(prediction: Prediction, need: int) -> str:
@@ -168,10 +192,11 @@ def _held(prediction: Prediction, need: int) -> str:
     size, model = format_bytes(need, digits=1), prediction.model_bytes
     if _stays_mapped(prediction):
         return f"keeps pages of the file, and {size}"
-    above = need - (prediction.baseline_anon_bytes or 0)
-    if not model or above < model // 2:
+    # An import's memory, and that of objects, are no copies: a tiny model has more of them.
+    beside = (prediction.floor_bytes or 0) - (prediction.tensor_peak_bytes or 0)
+    if not model or need - beside < model // 2:
         return f"keeps {size}"
-    copies = above / model
+    copies = (need - beside) / model
     if 0.85 <= copies < 1.25:
         return f"keeps one copy: {size}"
     if 1.75 <= copies < 2.25:
@@ -183,9 +208,8 @@ def _stays_mapped(prediction: Prediction) -> bool:
     """Tell whether the model that it leaves is pages of a file."""
     if prediction.cell.device != "cpu" or not prediction.model_bytes:
         return False
-    fresh = (prediction.host_anon_peak_bytes or 0) - (prediction.baseline_anon_bytes or 0)
-    mapped = prediction.host_file_peak_bytes or 0
-    return fresh < prediction.model_bytes // 2 and mapped > prediction.model_bytes // 2
+    held, mapped = prediction.tensor_peak_bytes or 0, prediction.work.mapped_bytes
+    return held < prediction.model_bytes // 2 < mapped
 
 
 def _asks(info: StrategyInfo, fmt: str, layout: str) -> list[str]:

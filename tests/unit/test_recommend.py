@@ -7,14 +7,23 @@ import pytest
 
 from harness.calibrating import Calibration
 from harness.cell import Cell, ModelSpec
-from harness.predict.prediction import PredictedPhase, Prediction
+from harness.predict.prediction import Prediction, Work
 from harness.recommend.evidence import Evidence
 from harness.recommend.judging import Candidate, Limits, Verdict, judge, predicted_ready_s, ranked
 from harness.registry import StrategyInfo
 from harness.units import GIB, MIB
 
 MODEL = 4 * GIB
-CALIBRATION = Calibration(1 * GIB, 2 * GIB, 4 * GIB, 8 * GIB, 0.5 * GIB, 0.75)
+CALIBRATION = Calibration(
+    read_bytes_per_s=GIB,
+    read_direct_bytes_per_s=2 * GIB,
+    map_bytes_per_s=GIB // 2,
+    fault_bytes_per_s=4 * GIB,
+    copy_bytes_per_s=8 * GIB,
+    init_bytes_per_s=GIB // 2,
+    archive_s=0.001,
+    module_s=0.002,
+)
 
 
 def info(name: str) -> StrategyInfo:
@@ -23,16 +32,17 @@ def info(name: str) -> StrategyInfo:
 
 def prediction(name: str, copies: float, *, mapped: bool = False) -> Prediction:
     anon = 150 * MIB + round(copies * MODEL)
-    phases = (PredictedPhase("build", 150 * MIB, 0), PredictedPhase("read", anon, 0))
+    work = Work(mapped_bytes=MODEL) if mapped else Work(read_bytes=MODEL, fresh_bytes=MODEL)
     return Prediction(
         Cell(ModelSpec("m", "a:b"), name, "process"),
         model_bytes=MODEL,
         baseline_anon_bytes=150 * MIB,
         host_anon_peak_bytes=anon,
+        tensor_peak_bytes=anon - 150 * MIB,
         host_file_peak_bytes=MODEL + 80 * MIB if mapped else 80 * MIB,
         floor_bytes=anon + 16 * MIB,
         disk_read_bytes=MODEL,
-        phases=phases,
+        work=work,
     )
 
 
@@ -72,7 +82,8 @@ def test_a_prediction_is_judged(
 
 
 def test_what_was_tried_is_believed_before_any_prediction() -> None:
-    lived = Evidence(ok_limits=[7 * GIB], anon_bytes=3 * GIB, ready_s=[2.0, 9.0, 3.0])
+    times = {7 * GIB: [2.0, 9.0, 3.0]}
+    lived = Evidence(ok_limits=[7 * GIB], anon_bytes=3 * GIB, ready_s=times)
     found = judged(copies=2.0, ram=7 * GIB, evidence=lived)
     assert (found.verdict, found.why) == (Verdict.FITS, "keeps 0.7 times the model: 3.0 GiB")
     assert (found.memory_from, found.time_from, found.ready_s) == ("measured", "measured", 3.0)
@@ -93,10 +104,26 @@ def test_a_gpu_that_is_too_small_refuses() -> None:
     assert (found.verdict, found.why) == (Verdict.TOO_LARGE, "takes 2.0 GiB of the GPU")
 
 
-def test_the_time_is_that_of_reading_touching_and_copying() -> None:
-    # 4 s from the disk, 1 s of faults, 0.25 + 0.5 s of copies, 0.75 s of the meta device.
-    assert predicted_ready_s(prediction("load_assign", 1.0), CALIBRATION) == pytest.approx(6.5)
-    assert predicted_ready_s(prediction("streaming", 1.0), CALIBRATION) == pytest.approx(3.75)
+@pytest.mark.parametrize(
+    ("work", "seconds"),
+    [
+        (Work(read_bytes=MODEL), 4.0),
+        (Work(read_direct_bytes=MODEL), 2.0),
+        (Work(fresh_bytes=MODEL), 1.0),
+        (Work(written_bytes=MODEL), 0.5),
+        (Work(random_bytes=MODEL), 8.0),
+        (Work(archives=800), 0.8),
+        (Work(modules=400), 0.8),
+    ],
+)
+def test_the_time_is_that_of_all_that_a_load_does(work: Work, seconds: float) -> None:
+    one = replace(prediction("x", 1.0), work=work)
+    assert predicted_ready_s(one, CALIBRATION) == pytest.approx(seconds + 0.5)  # read once at last
+
+
+def test_pages_of_a_file_are_read_once() -> None:
+    mapped = prediction("x", 0.0, mapped=True)
+    assert predicted_ready_s(mapped, CALIBRATION) == pytest.approx(8.0)
 
 
 def test_among_the_fast_who_asks_for_less_comes_first() -> None:
@@ -118,3 +145,52 @@ def test_a_checkpoint_of_another_layout_must_be_saved_again() -> None:
     )
     assert found.asks == ("saved as pt", "weighin")
     assert found.ready_s is None
+
+
+def test_what_an_import_takes_is_no_copy_of_a_tiny_model() -> None:
+    tiny = replace(
+        prediction("x", 0.0),
+        model_bytes=20 * MIB,
+        host_anon_peak_bytes=240 * MIB,
+        tensor_peak_bytes=20 * MIB,
+        floor_bytes=256 * MIB,
+    )
+    found = judge(info("x"), tiny, None, CALIBRATION, Limits(GIB), "pt")
+    assert found.why == "keeps one copy: 256.0 MiB"
+
+
+@pytest.mark.parametrize("apart", [-40 * MIB, 40 * MIB])
+def test_a_measurement_that_agrees_moves_no_verdict(apart: int) -> None:
+    predicted = prediction("x", 1.0)
+    floor = predicted.floor_bytes or 0
+    lived = Evidence([None], [], floor - 16 * MIB + apart, None, {None: [5.0]})
+    for limit in range(floor - 256 * MIB, floor + 256 * MIB, 8 * MIB):
+        before, after = judged(ram=limit), judged(ram=limit, evidence=lived)
+        assert before.verdict is after.verdict
+    assert (before.need_bytes, after.need_bytes) == (floor, floor + apart)
+    assert (before.memory_from, after.memory_from) == ("predicted", "measured")
+
+
+def test_a_measurement_that_refutes_the_prediction_counts() -> None:
+    lived = Evidence([None], [], 6 * GIB, None, {None: [5.0]})
+    assert judged(ram=5 * GIB).verdict is Verdict.FITS
+    assert judged(ram=5 * GIB, evidence=lived).verdict is Verdict.TOO_LARGE
+
+
+def test_what_has_worked_with_little_to_spare_is_said_so() -> None:
+    ram = prediction("x", 1.0).floor_bytes or 0
+    lived = Evidence([ram], [], ram - 16 * MIB, None, {ram: [5.0]})
+    assert judged(ram=ram).verdict is Verdict.CLOSE
+    assert judged(ram=ram, evidence=lived).verdict is Verdict.BARELY
+
+
+def test_what_reads_again_and_again_comes_before_what_may_die() -> None:
+    one = judged("a")
+    order = ranked([
+        replace(one, strategy="dead", verdict=Verdict.TOO_LARGE),
+        replace(one, strategy="close", verdict=Verdict.CLOSE, ready_s=1.0),
+        replace(one, strategy="barely", verdict=Verdict.BARELY, ready_s=1.0),
+        replace(one, strategy="slow", verdict=Verdict.THRASHES, ready_s=60.0, need_bytes=1),
+        replace(one, strategy="as slow", verdict=Verdict.THRASHES, ready_s=50.0, need_bytes=2),
+    ])  # fmt: skip
+    assert [one.strategy for one in order] == ["slow", "as slow", "barely", "close", "dead"]

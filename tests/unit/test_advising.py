@@ -1,0 +1,227 @@
+"""What a question becomes: candidates in their order, tables, JSON, and the code to paste."""
+
+import io
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pytest import MonkeyPatch
+from rich.console import Console
+
+from harness import calibrating, registry
+from harness.calibrating import Calibration
+from harness.cell import ModelSpec
+from harness.errors import CheckpointError, UnknownName
+from harness.plan import Planned
+from harness.predict.prediction import Prediction, Work
+from harness.recommend import advising
+from harness.recommend.advising import Advice, Question, check_allowed, gather, of_checkpoint, parts
+from harness.recommend.evidence import Evidence
+from harness.recommend.judging import Limits, Verdict
+from harness.units import GIB, MIB
+
+MODEL = ModelSpec("m", "torch.nn:Linear", {"in_features": 2, "out_features": 2})
+SIZE = 2 * GIB
+COPIES = {
+    "baseline": 2, "sequential": 2, "meta_copy": 2, "mmap_assign": 0, "per_param_mmap": 0,
+    "safetensors_mmap": 0,
+}  # fmt: skip
+"""Of the weights, in memory; one for every other strategy."""
+
+Asked = list[Sequence[Planned]]
+
+
+@pytest.fixture(autouse=True)
+def asked(monkeypatch: MonkeyPatch) -> Asked:
+    """What was to be predicted; every strategy takes its copies, and a second for each GiB."""
+    found: Asked = []
+
+    def predict(planned: Sequence[Planned], **_: Any) -> list[Prediction]:
+        found.append(planned)
+        return [_predicted(one) for one in planned]
+
+    speed = Calibration(GIB, GIB, GIB, GIB, GIB, GIB, 0, 0)
+    monkeypatch.setattr(advising, "predict", predict)
+    monkeypatch.setattr(calibrating, "stored", lambda: speed)
+    return found
+
+
+def _predicted(one: Planned) -> Prediction:
+    held = COPIES.get(one.cell.strategy, 1) * SIZE
+    return Prediction(
+        one.cell,
+        model_bytes=SIZE,
+        baseline_anon_bytes=100 * MIB,
+        host_anon_peak_bytes=100 * MIB + held,
+        tensor_peak_bytes=held,
+        floor_bytes=116 * MIB + held,
+        cuda_reserved_bytes=SIZE if one.cell.device != "cpu" else None,
+        work=Work(fresh_bytes=held) if held else Work(mapped_bytes=SIZE),
+    )
+
+
+def advised(ram: int | None = None, **changes: Any) -> Advice:
+    question = Question(MODEL, Limits(ram), **{"results": Path("nowhere")} | changes)
+    return advising.advise(question, gather(question, lambda _: None))
+
+
+def printed(advice: Advice) -> str:
+    console = Console(width=160, record=True, file=io.StringIO())
+    for part in parts(advice):
+        console.print(part, highlight=False, soft_wrap=isinstance(part, str))
+    return console.export_text()
+
+
+def test_what_fits_and_asks_for_nothing_is_named_with_its_code() -> None:
+    advice = advised(3 * GIB)
+    assert advice.best
+    assert (advice.best.strategy, advice.best.verdict) == ("mmap_assign", Verdict.FITS)
+    assert (
+        'def load_model(build_model, checkpoint, device="cpu", dtype=torch.float32):' in advice.code
+    )
+    text = printed(advice)
+    assert "m as float32 on cpu, 3GiB of RAM" in text
+    assert "Use mmap_assign:" in text
+    (line,) = [line for line in text.splitlines() if line.strip().startswith("baseline")]
+    assert "does not fit" in line
+    assert "keeps two copies: 4.1 GiB" in line
+    assert "predicted" in line
+
+
+def test_below_the_models_size_the_one_that_reads_again_and_again_is_named() -> None:
+    advice = advised(GIB)
+    assert advice.best
+    assert (advice.best.strategy, advice.best.verdict) == ("mmap_assign", Verdict.THRASHES)
+    text = printed(advice)
+    assert (
+        "Nothing fits as a whole. What follows works, but slowly. A smaller dtype (--dtype bf16) or a"
+        " higher limit may help.\n" in text
+    )
+    assert "Use mmap_assign:" in text
+
+
+def test_where_nothing_fits_no_code_is_given() -> None:
+    advice = advised(64 * MIB)
+    assert (advice.best, advice.code) == (None, "")
+    text = printed(advice)
+    assert text.endswith(
+        "Nothing fits for sure. A smaller dtype (--dtype bf16) or a higher limit may help.\n"
+    )
+
+
+def test_the_json_has_every_candidate_and_the_limits() -> None:
+    advice = advised(3 * GIB)
+    found = json.loads(json.dumps(advice.as_json()))
+    assert found["recommended"] == "mmap_assign"
+    assert (found["ram_limit_bytes"], found["vram_limit_bytes"]) == (3 * GIB, None)
+    assert {one["strategy"] for one in found["candidates"]} == set(registry.strategies())
+    first = found["candidates"][0]
+    assert (first["verdict"], first["memory_from"], first["time_from"]) == (
+        "fits", "predicted", "predicted",
+    )  # fmt: skip
+    assert found["code"] == advice.code
+    assert advised(64 * MIB).as_json()["recommended"] is None
+
+
+@pytest.mark.parametrize(
+    ("allow", "refused"),
+    [
+        ((), {"streaming", "per_param", "per_module", "safetensors_copy", "sharded", "dcp"}),
+        (("weighin",), {"per_param", "per_module", "safetensors_copy", "sharded", "dcp"}),
+        (("resave",), {"streaming", "safetensors_copy", "safetensors_mmap", "sharded"}),
+        (("resave", "packages"), {"streaming"}),
+    ],
+)
+def test_what_is_not_allowed_is_not_named(allow: tuple[str, ...], refused: set[str]) -> None:
+    names = {one.strategy for one in advised(8 * GIB, allow=allow).candidates}
+    assert not names & refused
+    assert "baseline" in names
+
+
+def test_a_checkpoint_of_ones_own_layout_needs_no_saving_again(
+    asked: Asked, tmp_path: Path
+) -> None:
+    file = tmp_path / "x.safetensors"
+    from safetensors.torch import save_file
+
+    save_file({"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}, file)
+    advice = advised(8 * GIB, checkpoint=file)
+    formats = {one.cell.strategy: one.cell.format for one in asked[0]}
+    assert (formats["streaming"], formats["safetensors_copy"]) == ("safetensors", "safetensors")
+    asks = {one.strategy: one.asks for one in advice.candidates}
+    assert asks["streaming"] == ("weighin",)
+    assert asks["safetensors_copy"] == ("safetensors",)
+    assert asks["baseline"] == ("saved as pt",)
+
+
+def test_a_gpu_limit_is_said_and_held(asked: Asked) -> None:
+    question = Question(MODEL, Limits(None, GIB), device="cuda", results=Path("nowhere"))
+    advice = advising.advise(question, gather(question, lambda _: None))
+    assert {one.cell.device for one in asked[0]} == {"cuda"}
+    assert {one.verdict for one in advice.candidates} == {Verdict.TOO_LARGE}
+    assert "m as float32 on cuda, 1GiB of the GPU" in printed(advice)
+
+
+def test_records_come_first_and_say_so(monkeypatch: MonkeyPatch) -> None:
+    lived = Evidence([None], [], 3 * GIB, None, {None: [7.0]})
+    monkeypatch.setattr(advising, "find", lambda *_: {("baseline", "pt"): lived})
+    (found,) = [one for one in advised(8 * GIB).candidates if one.strategy == "baseline"]
+    assert (found.need_bytes, found.memory_from) == (3 * GIB + 16 * MIB, "measured")
+    assert (found.ready_s, found.time_from) == (7.0, "measured")
+
+
+def test_a_machine_that_was_never_calibrated_is(monkeypatch: MonkeyPatch) -> None:
+    speed = calibrating.stored()
+    monkeypatch.setattr(calibrating, "stored", lambda: None)
+    done: list[Callable[[str], None]] = []
+
+    def calibrate(say: Callable[[str], None]) -> Calibration | None:
+        done.append(say)
+        return speed
+
+    monkeypatch.setattr(calibrating, "calibrate", calibrate)
+    advised()
+    assert len(done) == 1
+
+
+def test_a_strategy_that_cannot_be_written_out_is_named_by_its_file(
+    monkeypatch: MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("def load(job):\n    return helper(job)\n")
+    mine = registry.read_strategy(path)
+    monkeypatch.setattr(registry, "strategies", lambda: {"mine": mine})
+    monkeypatch.setattr(registry, "strategy", lambda _: mine)
+    assert advised().code == (
+        "# mine cannot be written out: line 2 of load() needs the job itself."
+        f" Its code is in {mine.path}\n"
+    )
+
+
+def test_a_checkpoint_alone_is_a_model_of_its_keys(tmp_path: Path) -> None:
+    file = tmp_path / "weights.pt"
+    torch.save({"a": torch.zeros(2)}, file)
+    spec = of_checkpoint(file)
+    assert spec == ModelSpec(
+        "weights.pt", "harness.models.mirror:mirror", {"checkpoint": str(file)}
+    )
+    (tmp_path / "no.pt").write_text("no")
+    with pytest.raises(CheckpointError):
+        of_checkpoint(tmp_path / "no.pt")
+
+
+def test_what_may_be_asked_for_is_named_rightly() -> None:
+    assert check_allowed(["none"]) == ()
+    assert check_allowed(["resave", "weighin"]) == ("resave", "weighin")
+    with pytest.raises(UnknownName):
+        check_allowed(["resaving"])
+
+
+def test_a_phrase_with_brackets_is_no_markup() -> None:
+    advice = advised(8 * GIB)
+    odd = replace(advice.candidates[0], why="[red]odd[/red]")
+    assert "[red]odd[/red]" in printed(replace(advice, candidates=(odd,)))
