@@ -220,18 +220,21 @@ class Watch:
 
     def _faults(self, totals: Look) -> Faults | None:
         refaults = _grown(self._at_baseline.refaults, totals.refaults)
-        if known := self.story.faults(refaults):
+        known = self.story.faults(refaults)
+        if self.story.baseline is None or self.story.is_ready:
             return known
-        # Cut off in its first phase, whose own count died with it: this is how it was last seen.
-        seen = [one for one in self.samples if one.t_ns >= self.story.baseline_ns]
-        if self.story.baseline is None or not seen:
-            return None
-        first, last = seen[0], seen[-1]
-        minor, major = (
-            last.minor_faults - first.minor_faults,
-            last.major_faults - first.major_faults,
+        # Cut off in a phase, whose own count died with it: this is how it was last seen.
+        phases = self.story.load_phases()
+        since_ns = phases[-1].end_ns if phases else self.story.baseline_ns
+        seen = [one for one in self.samples if one.t_ns >= since_ns]
+        if not seen:
+            return known
+        before, first, last = known or Faults(0, 0), seen[0], seen[-1]
+        return Faults(
+            before.minor + last.minor_faults - first.minor_faults,
+            before.major + last.major_faults - first.major_faults,
+            refaults,
         )
-        return Faults(minor, major, refaults)
 
     def _pressure(self, totals: Look) -> Pressure | None:
         before, after = self._at_baseline, totals

@@ -117,6 +117,20 @@ def test_the_mark_of_an_interrupted_phase_is_the_last_that_was_seen(
     assert watched(FakeRunning(script, ended, pid=1)).peaks.rss_bytes == 700 * MIB
 
 
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_the_faults_of_an_interrupted_phase_count_beside_those_of_the_phases_before_it(
+    sampler: type[FakeSampler], before: int
+) -> None:
+    sampler.seen = tuple(
+        replace(sample(t_ns), minor_faults=minor, major_faults=major)
+        for t_ns, minor, major in ((150, 7, 2), (250, 40, 3), (300, 90, 63))
+    )
+    script = [*BASELINE, *[phase("build", end_ns=200) for _ in range(before)], begin("read")]
+    faults = watched(FakeRunning([*script, TimeoutError], KILLED, pid=1)).faults
+    seen = (83, 61) if before == 0 else (50, 60)  # of the samples from the last mark on
+    assert faults and (faults.minor, faults.major) == (10 * before + seen[0], before + seen[1])
+
+
 @pytest.mark.parametrize("last", [TimeoutError, done()])
 def test_what_comes_after_ready_is_no_part_of_the_peak(
     sampler: type[FakeSampler], last: Any
