@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from cells import Bench, Watched, phases_of
+from cells import Bench, Watched, names_of, phases_of
 
 from harness.counters import memory_hierarchy
 from harness.record import Outcome
@@ -16,6 +16,9 @@ from harness.units import MIB
 
 # `import torch` charges about 150 MiB of anonymous memory to its cgroup.
 LIMIT = 256 * MIB
+# The kernel ends the largest process: a child of the worker's has its own share beside the worker's
+# anonymous memory, and must outgrow what is mapped of torch's libraries, which the worker alone has.
+LIMIT_OF_A_CHILD = 448 * MIB
 KILLED_CHILD = "the kernel killed a process of the worker's for lack of memory"
 
 
@@ -27,7 +30,7 @@ def test_a_limit_below_the_import_kills_before_the_load(
     assert result.outcome is Outcome.OOM_KILLED
     where = "before its first phase" if result.last_phase is None else "in phase 'import'"
     assert result.message == f"killed by the kernel for lack of memory {where}"
-    assert (result.baseline, result.phases, result.load_ns) == (None, (), None)
+    assert (result.baseline, names_of(result), result.load_ns) == (None, [], None)
     assert result.exit_code == 128 + 9
     if result.peaks.cgroup_bytes is not None:
         assert result.peaks.cgroup_bytes <= limit_mib * MIB
@@ -38,9 +41,15 @@ def test_children_are_charged_to_the_cell(bench: Bench, limiting: Watched) -> No
     assert (result.outcome, result.message, result.warnings) == (Outcome.OK, "", ())
     phase = phases_of(result)["children"]
     assert result.baseline and result.baseline.cgroup_bytes
-    if phase.peak_cgroup_bytes is not None:  # the kernel's mark resets
-        rise = phase.peak_cgroup_bytes - result.baseline.cgroup_bytes
-        assert rise == pytest.approx(300 * MIB, abs=24 * MIB)  # page tables, stacks
+    highest = phase.peak_cgroup_bytes
+    if highest is None:  # the kernel's mark does not reset: each child holds its share for 0.3 s
+        highest = max(
+            sample["cgroup_bytes"] or 0
+            for sample in bench.samples(result)
+            if phase.start_ns <= (sample["t_ns"] or 0) <= phase.end_ns
+        )
+    rise = highest - result.baseline.cgroup_bytes
+    assert rise == pytest.approx(300 * MIB, abs=24 * MIB)  # page tables, stacks
     assert phase.peak_rss_bytes < result.baseline.rss_bytes + 50 * MIB  # the worker's alone
 
 
@@ -59,7 +68,7 @@ def test_a_worker_that_goes_on_without_its_child_is_ok_and_says_so(
     bench: Bench, limiting: Watched
 ) -> None:
     how = "goes_on_without_the_one_that_is_killed"
-    result = bench("children", limiting, how=how, mib=400, limit_bytes=LIMIT)
+    result = bench("children", limiting, how=how, mib=400, limit_bytes=LIMIT_OF_A_CHILD)
     assert (result.outcome, result.message, result.oom_kills) == (Outcome.OK, "", 1)
     assert result.warnings == ("the kernel killed 1 process of this cell for lack of memory",)
 
@@ -80,7 +89,7 @@ def test_a_worker_that_goes_on_without_its_child_is_ok_and_says_so(
 def test_a_worker_that_fails_without_its_child_ran_out_of_memory(
     bench: Bench, limiting: Watched, how: str, end: str
 ) -> None:
-    result = bench("children", limiting, how=how, mib=400, limit_bytes=LIMIT)
+    result = bench("children", limiting, how=how, mib=400, limit_bytes=LIMIT_OF_A_CHILD)
     assert (result.outcome, result.oom_kills) == (Outcome.OOM_KILLED, 1)
     assert (result.last_phase, result.warnings) == ("children", ())
     then = end if end.startswith("it") else f": {end}"
@@ -92,18 +101,27 @@ def test_a_worker_that_waits_for_its_killed_child_times_out_and_says_why(
 ) -> None:
     how = "waits_for_ever_for_the_one_that_is_killed"
     timeout_s = round(2 * seconds_to_load(limiting) + 1)
-    result = bench("children", limiting, how=how, mib=400, limit_bytes=LIMIT, timeout_s=timeout_s)
+    result = bench(
+        "children", limiting, how=how, mib=400, limit_bytes=LIMIT_OF_A_CHILD, timeout_s=timeout_s
+    )
     assert (result.outcome, result.oom_kills) == (Outcome.TIMEOUT, 1)
     assert result.message == f"still running after {timeout_s} s, in phase 'children'"
     assert result.warnings == ("the kernel killed 1 process of this cell for lack of memory",)
 
 
-@pytest.mark.parametrize("folder", ["/dev/shm", "/tmp"])
+@pytest.mark.parametrize(
+    ("limiting", "folder"),
+    [
+        pytest.param("cgroup", "/dev/shm", marks=pytest.mark.cgroup),
+        pytest.param("docker", "/dev/shm", marks=pytest.mark.docker),
+        # Only a container has a /tmp of its own: a cgroup's cell writes to the machine's.
+        pytest.param("docker", "/tmp", marks=pytest.mark.docker),
+    ],
+    indirect=["limiting"],
+)
 def test_what_a_cell_writes_to_a_tmpfs_is_its_own_and_goes_with_it(
     bench: Bench, limiting: Watched, folder: str
 ) -> None:
-    if folder == "/tmp" and limiting.inner.name == "cgroup":
-        pytest.skip("/tmp of a cgroup's cell is the machine's own, on a disk or not")
     result = bench("shared_memory", limiting, folder=folder, mib=48, limit_bytes=LIMIT + 64 * MIB)
     assert (result.outcome, result.message) == (Outcome.OK, "")
     written, before = phases_of(result)["hold it"].end, phases_of(result)["prepare"].end
