@@ -1,0 +1,166 @@
+"""Does ``weighin recommend`` keep its word? Tried just below and just above every predicted floor.
+
+Asks what to use on a machine without records, under limits on both sides of each way's floor and
+in between. Then runs every way without a limit; each one just below the floor that refuses it,
+where it must be oom_killed; each one that was named, under the smallest limit that names it, where
+it must be ok. Asks again with these records: every limit must name what it named before.
+Exits with 1 where it does not. What is already in --out is not run again.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from harness import journal, registry
+from harness.cell import Cell
+from harness.config import DTYPES
+from harness.isolation import choice
+from harness.plan import Planned
+from harness.recommend.advising import Advice, Known, Question, advise, gather
+from harness.recommend.evidence import find
+from harness.recommend.judging import Limits, Verdict, doubt_bytes
+from harness.record import Outcome, Result
+from harness.runner import Progress, Run, run
+from harness.units import MIB, format_exact
+
+_EXPECTED: Final = {True: Outcome.OK, False: Outcome.OOM_KILLED}
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """One cell that was promised to live, or to die for lack of RAM."""
+
+    planned: Planned
+    lives: bool
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("model", nargs="?", default="gpt2-small")
+    parser.add_argument("--dtype", default="float32", choices=DTYPES)
+    parser.add_argument("--isolation", default="cgroup", choices=("cgroup", "docker"))
+    parser.add_argument(
+        "--every", type=int, default=1, help="run every so manieth of the refused ways only"
+    )
+    parser.add_argument("--out", type=Path, default=Path("results/recommending"))
+    options = parser.parse_args()
+    question = Question(
+        registry.model(options.model), Limits(), dtype=DTYPES[options.dtype], results=options.out
+    )
+    known = gather(question, _say)
+    planned = [_changed(one, isolation=options.isolation) for one in known.planned]
+    known = replace(known, planned=tuple(planned), evidence={})
+    limits = list(_limits(known))
+    before = [_advice(question, known, limit) for limit in limits]
+    promises = [
+        *(Promise(one, lives=True) for one in known.planned),
+        *[*_refused(known, limits, before)][:: options.every],
+        *_named(known, limits, before),
+    ]
+    results = _measure(options.out, promises, options.isolation)
+    kept = _print_cells(promises, results)
+    after_known = replace(known, evidence=find([options.out], known.planned[0].cell))
+    after = [_advice(question, after_known, limit) for limit in limits]
+    if not (_print_names(limits, before, after) and kept):
+        sys.exit(1)
+
+
+def _limits(known: Known) -> Iterator[int]:
+    """Yield limits on both sides of each floor, where verdicts change, and 5 % above it."""
+    found = set()
+    for one in known.predictions:
+        if one.floor_bytes and one.model_bytes:
+            doubt = doubt_bytes(one.floor_bytes)
+            found |= {one.floor_bytes - doubt - MIB, one.floor_bytes + doubt}
+            found |= {one.floor_bytes * 21 // 20, one.floor_bytes + one.model_bytes}
+    yield from sorted({-(-limit // MIB) * MIB for limit in found})
+
+
+def _advice(question: Question, known: Known, limit: int) -> Advice:
+    return advise(replace(question, limits=Limits(limit)), known)
+
+
+def _refused(known: Known, limits: Sequence[int], asked: Sequence[Advice]) -> Iterator[Promise]:
+    """Yield each way under the largest limit that refuses it."""
+    for planned in known.planned:
+        too_small = [
+            limit
+            for limit, advice in zip(limits, asked, strict=True)
+            for one in advice.candidates
+            if (one.strategy, one.verdict) == (planned.cell.strategy, Verdict.TOO_LARGE)
+        ]
+        if too_small:
+            yield Promise(_changed(planned, ram_limit_bytes=max(too_small)), lives=False)
+
+
+def _named(known: Known, limits: Sequence[int], asked: Sequence[Advice]) -> Iterator[Promise]:
+    """Yield each way under the smallest limit that names it with each verdict."""
+    smallest: dict[tuple[str, Verdict], int] = {}
+    for limit, advice in zip(limits, asked, strict=True):
+        if advice.best:
+            smallest.setdefault((advice.best.strategy, advice.best.verdict), limit)
+    for (name, _), limit in smallest.items():
+        (planned,) = [one for one in known.planned if one.cell.strategy == name]
+        yield Promise(_changed(planned, ram_limit_bytes=limit), lives=True)
+
+
+def _changed(planned: Planned, **changes: Any) -> Planned:
+    return replace(planned, cell=replace(planned.cell, **changes))
+
+
+def _measure(folder: Path, promises: Sequence[Promise], isolation: str) -> list[Result]:
+    planned = [one.planned for one in promises]
+    if not (folder / journal.PLAN).exists():
+        journal.write_plan(folder, [one.cell for one in planned], {})
+    task = Run(folder, planned, choice.choose(isolation, limited=True)[0])
+    return run(task, Progress(starting=_say_cell))
+
+
+def _print_cells(promises: Sequence[Promise], results: Sequence[Result]) -> bool:
+    found = {result.cell.id: result for result in results}
+    print(
+        "| strategy | RAM limit | promised | outcome | ready s |\n| --- | ---: | --- | --- | ---: |"
+    )
+    kept = True
+    for one in promises:
+        cell, result = one.planned.cell, found[one.planned.cell.id]
+        kept &= result.outcome is _EXPECTED[one.lives]
+        print(
+            f"| {cell.strategy} | {_size(cell.ram_limit_bytes)} | {_EXPECTED[one.lives]} |"
+            f" {result.outcome} | {'-' if result.ready_ns is None else f'{result.ready_ns / 1e9:.1f}'} |"
+        )
+    return kept
+
+
+def _print_names(limits: Sequence[int], before: Sequence[Advice], after: Sequence[Advice]) -> bool:
+    print("\n| RAM limit | named without records | with them |\n| ---: | --- | --- |")
+    same = True
+    for limit, *asked in zip(limits, before, after, strict=True):
+        first, last = (
+            f"{one.best.strategy}, {one.best.verdict}" if one.best else "nothing" for one in asked
+        )
+        names = [one.best.strategy if one.best else "" for one in asked]
+        same &= names[0] == names[1]
+        print(f"| {format_exact(limit)} | {first} | {last} |")
+    return same
+
+
+def _size(limit: int | None) -> str:
+    return "none" if limit is None else format_exact(limit)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _say_cell(cell: Cell) -> None:
+    _say(f"{cell.strategy} under {_size(cell.ram_limit_bytes)}")
+
+
+if __name__ == "__main__":
+    main()
