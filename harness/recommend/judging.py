@@ -11,10 +11,11 @@ from harness.recommend.evidence import Evidence
 from harness.registry import StrategyInfo
 from harness.units import MIB, format_bytes
 
-# Times of one machine repeat within about this factor, and an import of torch's own takes a second:
-# nobody should save a checkpoint again for less.
-_AS_FAST: Final = 1.5
-_AS_FAST_S: Final = 1.0
+# Times of one machine repeat within about 1.5, and a prediction is as rough: nobody should save a
+# checkpoint again or install a package for less than this. An import of torch's own takes seconds
+# on a busy machine.
+_AS_FAST: Final = 2.0
+_AS_FAST_S: Final = 2.0
 _ABOVE_PEAK_BYTES: Final = 16 * MIB  # measured: 8 to 24 MB from the anonymous peak to the floor
 _DOUBT_SHARE, _DOUBT_BYTES = 0.02, 32 * MIB  # how exactly floors are predicted
 _OURS: Final = frozenset({"streaming"})

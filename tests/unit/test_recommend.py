@@ -129,7 +129,7 @@ def test_pages_of_a_file_are_read_once() -> None:
 def test_among_the_fast_who_asks_for_less_comes_first() -> None:
     fast = judged("a")
     order = ranked([
-        replace(fast, strategy="far", ready_s=16.0),
+        replace(fast, strategy="far", ready_s=19.0),
         replace(fast, strategy="asks", ready_s=9.0, asks=("weighin",)),
         replace(fast, strategy="hungry", ready_s=10.0, need_bytes=5 * GIB),
         replace(fast, strategy="best", ready_s=12.0, need_bytes=4 * GIB),
