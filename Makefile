@@ -44,6 +44,9 @@ doctor: .venv/ready  ## Say what this machine can limit and measure
 test: .venv/ready  ## Run the tests; REQUIRE=docker,cgroup,browser turns what cannot run into failures
 	$(BIN)/pytest $(if $(REQUIRE),--require $(REQUIRE)) $(ARGS)
 
+test-vm: .venv/ready  ## Try limits and figures on Debian's kernel with cgroup v2, in a virtual machine
+	$(BIN)/pytest -m vm --require vm,cgroup -rP tests/vm $(ARGS)
+
 lint: .venv/ready  ## Check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -66,4 +69,4 @@ clean:  ## Remove .venv and what tools have cached in this folder
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-.PHONY: help setup bench recommend floor report check pages doctor test lint fuzz clean
+.PHONY: help setup bench recommend floor report check pages doctor test test-vm lint fuzz clean

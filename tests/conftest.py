@@ -4,7 +4,9 @@
 engine, its absence must not look like success.
 """
 
+import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -56,11 +58,31 @@ def _browser_missing() -> str:
     return ""
 
 
+@cache
+def _vm_missing() -> str:
+    programs = {
+        "qemu-system-x86_64": "qemu-system-x86",
+        "debootstrap": "debootstrap",
+        "mkfs.ext4": "e2fsprogs",
+    }
+    packages = [package for program, package in programs.items() if not shutil.which(program)]
+    if packages:
+        install = f"apt-get install --no-install-recommends {' '.join(packages)}"
+        return f"nothing here to make and run a virtual machine with: {install}"
+    if os.geteuid() != 0:
+        return "debootstrap makes the virtual machine's disk as root only: sudo make test-vm"
+    if sys.version_info[:2] != (3, 11):
+        again = "make clean; make test-vm PYTHON=python3.11"
+        return f"the virtual machine has Python 3.11 and takes this one's packages: {again}"
+    return ""
+
+
 _MISSING: dict[str, Callable[[], str]] = {
     "docker": _docker_missing,
     "cgroup": _cgroup_missing,
     "cuda": _cuda_missing,
     "browser": _browser_missing,
+    "vm": _vm_missing,
 }
 
 

@@ -1,0 +1,60 @@
+"""One boot of the virtual machine, around a floor that was found on this one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from math import ceil, floor
+from pathlib import Path
+
+import machine as machines
+import pytest
+
+from harness.checkpoint import cache
+from harness.registry import model
+from harness.units import MIB
+
+
+@pytest.fixture(scope="session")
+def checkpoints(disk: Path) -> Path:
+    """A cache with the checkpoints that the machine needs: made there, they would take minutes."""
+    folder = disk / "checkpoints"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WEIGHIN_CACHE", str(folder))
+        cache.ensure(model("gpt2-tiny"), "pt")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def floor_bytes(disk: Path, checkpoints: Path) -> int:
+    """The floor on this machine; its model's checkpoint is in ``checkpoints`` then."""
+    command = [sys.executable, "-m", "harness", "floor", "--isolation", "cgroup", "--json"]
+    for name, value in machines.SEARCHED.items():
+        command += [f"--{name}", value]
+    command += ["--out", str(disk / "floor-here")]
+    settings = {"WEIGHIN_CACHE": str(checkpoints), "PYTHONPATH": str(machines.ROOT)}
+    ended = subprocess.run(
+        command, env=os.environ | settings, capture_output=True, text=True, check=False
+    )
+    if ended.returncode:
+        pytest.fail(f"no floor was found on this machine:\n{ended.stderr}", pytrace=False)
+    (search,) = json.loads(ended.stdout)["floors"]
+    assert search["message"] == ""
+    found: int = search["floor_bytes"]
+    print(f"the floor of {machines.SEARCHED['strategies']} here is {found / MIB:g} MiB")
+    return found
+
+
+@pytest.fixture(scope="session")
+def machine(disk: Path, checkpoints: Path, floor_bytes: int) -> machines.Ended:
+    """What the virtual machine left, after a bench 2 % and 16 MiB below the floor, and as far above it."""
+    distance = 0.02 * floor_bytes + 16 * MIB
+    below, above = ceil((floor_bytes - distance) / MIB), floor((floor_bytes + distance) / MIB)
+    folder = disk / "machine"
+    folder.mkdir()
+    try:
+        return machines.run(folder, checkpoints, f"{below}m,{above}m")
+    except machines.MachineError as error:
+        pytest.fail(str(error), pytrace=False)

@@ -1,0 +1,185 @@
+"""A virtual machine with Debian's own kernel and cgroup v2 alone: its disks, and what ran in it.
+
+qemu emulates it in software, so that it runs wherever qemu does: no /dev/kvm, no network. It boots
+from a disk that is made once and kept, and is never written to; a second disk brings the working
+tree and checkpoints in, and what was found out.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from importlib import metadata
+from pathlib import Path
+
+from filelock import FileLock
+
+from harness import environment
+from harness.checkpoint import cache
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+STEPS = ("kernel", "ordinary-user", "doctor")
+"""What the script ``inside`` does, in its order."""
+
+SEARCHED = {
+    "model": "harness.models.gpt2:gpt2",
+    "kwargs": '{"vocab_size": 16384, "emb_dim": 768, "n_layers": 2, "n_heads": 12}',
+    "strategies": "streaming",
+}
+"""Whose floor is looked at, as options of ``weighin floor`` and ``bench``."""
+
+_TREE = ("harness", "strategies", "configs", "tests", "pyproject.toml")
+_RAM_MIB = 4096
+_PATIENCE_S = 20 * 60
+_UNUSED_S = 7 * 24 * 3600  # after which a disk in the cache is taken to be of an older version
+
+
+class MachineError(Exception):
+    """The machine could not be made, or did not come to its end; the text says all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What a machine left: for each step ``NAME.out``, ``.err`` and ``.status``, and runs."""
+
+    folder: Path
+    console: str
+
+    def status(self, step: str) -> int | None:
+        """Return the exit status of a step; None where it did not come to its end."""
+        path = self.folder / f"{step}.status"
+        return int(path.read_text()) if path.exists() else None
+
+    def out(self, step: str) -> str:
+        """Return what a step wrote to its standard output."""
+        return (self.folder / f"{step}.out").read_text()
+
+
+def run(folder: Path, checkpoints: Path, ram: str) -> Ended:
+    """Boot the machine, have it do its steps, and return what it left.
+
+    ``folder`` is empty, and on a disk; ``checkpoints`` is a cache that the machine begins with;
+    ``ram`` are the limits of its bench.
+
+    Raises:
+        MachineError: it could not be made, or did not power off by itself in time.
+    """
+    boot_from = _disk()
+    work = folder / "work.ext4"
+    _make_work_disk(work, folder / "work", checkpoints, ram)
+    console = folder / "console.txt"
+    start = time.monotonic()
+    try:
+        _boot(boot_from, work, console)
+    except subprocess.TimeoutExpired:
+        text = _text(console)
+        raise MachineError(f"{text}\nthe machine still ran after {_PATIENCE_S} s") from None
+    print(f"the virtual machine ran for {time.monotonic() - start:.0f} s")
+    _run("debugfs", "-R", f"rdump /out {folder}", str(work))
+    ended = Ended(folder / "out", _text(console))
+    if ended.status(STEPS[-1]) is None:
+        raise MachineError(f"{ended.console}\nthe machine ended before its last step did")
+    return ended
+
+
+def _disk() -> Path:
+    """Return the folder with the disk, kernel and initrd to boot from; make them where they are not."""
+    shelf = cache.folder() / "vm"
+    shelf.mkdir(parents=True, exist_ok=True)
+    folder = shelf / _digest()
+    with FileLock(shelf / "lock"):
+        if not folder.exists():
+            for old in _unused(shelf):
+                shutil.rmtree(old)
+            start = time.monotonic()
+            with tempfile.TemporaryDirectory(dir=shelf) as making:
+                new = Path(making) / "disk"
+                new.mkdir()
+                _run(str(HERE / "make-disk"), str(new), sysconfig.get_path("purelib"))
+                new.rename(folder)
+            print(f"its disk took {time.monotonic() - start:.0f} s to make")
+        os.utime(folder)
+    return folder
+
+
+def _unused(shelf: Path) -> Iterator[Path]:
+    """Yield the disks that nothing has booted from of late, and what a killed build has left."""
+    for folder in shelf.iterdir():
+        if folder.is_dir() and time.time() - folder.stat().st_mtime > _UNUSED_S:
+            yield folder
+
+
+def _digest() -> str:
+    """Return a name for all that goes into the disk."""
+    parts = [(HERE / name).read_text() for name in ("make-disk", "weighin.service")]
+    parts += sorted(f"{one.name}=={one.version}" for one in metadata.distributions())
+    return sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _make_work_disk(image: Path, content: Path, checkpoints: Path, ram: str) -> None:
+    (content / "out").mkdir(parents=True)
+    for name, value in {**SEARCHED, "ram": ram}.items():
+        (content / "out" / name).write_text(value)
+    for name in _TREE:
+        source, target = ROOT / name, content / "tree" / name
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy2(source, target)
+    shutil.copytree(checkpoints, content / "cache", copy_function=os.link)
+    room = "assume_storage_prezeroed=1"
+    _run("mkfs.ext4", "-q", "-L", "work", "-E", room, "-d", str(content), str(image), "4G")
+    shutil.rmtree(content)
+
+
+def _boot(boot_from: Path, work: Path, console: Path) -> None:
+    """Run the machine until it powers off; whatever happens here, nothing of it is left running."""
+    line = "root=LABEL=root ro console=ttyS0 psi=1 panic=-1 loglevel=4 systemd.unit=weighin.service"
+    line += " systemd.show_status=error mitigations=off"  # there is nobody to be kept from anything
+    if huge_pages := environment.machine()["thp"]:  # floors differ by it
+        line += f" transparent_hugepage={huge_pages}"
+    command = ["setpriv", "--pdeathsig", "KILL"]  # where this process itself is killed
+    command += ["qemu-system-x86_64", "-accel", "tcg,thread=multi", "-cpu", "max"]
+    command += ["-smp", "2", "-m", str(_RAM_MIB), "-nodefaults", "-no-reboot", "-display", "none"]
+    command += ["-kernel", str(boot_from / "vmlinuz"), "-initrd", str(boot_from / "initrd.img")]
+    command += ["-append", line, "-serial", f"file:{_escaped(console)}"]
+    for image, how in ((boot_from / "root.ext4", "snapshot=on"), (work, "cache=unsafe")):
+        command += ["-drive", f"file={_escaped(image)},format=raw,if=virtio,{how}"]
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        env=os.environ | {"TMPDIR": str(console.parent)},  # what is written to the first disk
+        start_new_session=True,  # in the background of a terminal it would be stopped
+    ) as process:
+        try:
+            process.wait(_PATIENCE_S)
+        finally:
+            process.kill()
+
+
+def _escaped(path: Path) -> str:
+    return str(path).replace(",", ",,")
+
+
+def _run(*command: str) -> None:
+    """Run a program; raises MachineError with the end of what it said where it fails."""
+    ended = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    if ended.returncode:
+        said = "\n".join(ended.stdout.splitlines()[-30:])
+        raise MachineError(f"{said}\n{command[0]} ended with status {ended.returncode}")
+
+
+def _text(console: Path) -> str:
+    return console.read_text(errors="replace") if console.exists() else ""
