@@ -34,7 +34,7 @@ def test_over_a_grid_of_limits_recommendations_are_kept(
 
 @pytest.mark.slow
 def test_a_command_says_what_fits_with_its_code(command: CommandLine) -> None:
-    asked = command.run("recommend", "gpt2-tiny", "--ram", "1g", "--json")
+    asked = command.run("recommend", "gpt2-tiny", "--ram", "1g", "--json", patience_s=400)
     assert asked.code == 0, asked.err
     found = json.loads(asked.out)
     assert found["ram_limit_bytes"] == 1024**3
@@ -42,6 +42,6 @@ def test_a_command_says_what_fits_with_its_code(command: CommandLine) -> None:
     assert (first["strategy"], first["verdict"]) == (found["recommended"], "fits")
     assert first["memory_from"] == first["time_from"] == "predicted"
     compile(found["code"], "pasted", "exec")
-    nothing = command.run("recommend", "gpt2-tiny", "--ram", "64m")
+    nothing = command.run("recommend", "gpt2-tiny", "--ram", "64m", patience_s=400)
     assert nothing.code == 1, nothing.err
     assert "Nothing fits for sure." in nothing.out
