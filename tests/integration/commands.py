@@ -74,6 +74,11 @@ class Started:
         out, err = self.process.communicate(timeout=patience_s)
         return Ended(self.process.returncode, out, err, self.left())
 
+    def at_work(self) -> bool:
+        """Tell whether a worker of it runs: then its cgroup is there, too."""
+        workers = [one for one in leftovers.processes(self.mark) if "harness.worker" in one]
+        return bool(workers or leftovers.containers(self.process.pid))
+
     def left(self) -> list[str]:
         """Return what there is of it beside the process itself."""
         return leftovers.all_of(self.process.pid, self.mark)

@@ -56,7 +56,8 @@ def start(command: CommandLine, isolation: str) -> Started:
     )
     leftovers.wait_until(
         lambda: (
-            started.process.poll() is not None or (len(measured(command)) == 1 and started.left())
+            started.process.poll() is not None
+            or (len(measured(command)) == 1 and started.at_work())
         ),
         "the second cell did not begin",
         patience_s=120,
