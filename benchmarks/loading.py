@@ -136,24 +136,22 @@ def _compare(
                 "model": options.model,
                 "dtype": options.dtype,
             }
-            if state == "cold":
-                assert page_cache.drop(read) == 0
-            else:
-                _read_through(read)
-            memory_bytes = _MEMORY[state] * sum(file.stat().st_size for file in read) // 4
-            found[way.name].append(_in_fresh_process(job, memory_bytes))
+            found[way.name].append(_in_fresh_process(job, read, state))
     return found
 
 
-def _in_fresh_process(job: dict[str, Any], memory_bytes: int) -> tuple[float, float]:
+def _in_fresh_process(job: dict[str, Any], read: list[Path], state: str) -> tuple[float, float]:
     """Time one way, with memory that was freed just before its clock started."""
+    memory_bytes = _MEMORY[state] * sum(file.stat().st_size for file in read) // 4
     command = [sys.executable, __file__, "--one", json.dumps(job)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdout
         with steady.held(memory_bytes):
             process.stdout.readline()
+            _prepare_cache(read, state)
             time.sleep(steady.SETTLED_S)
+            _prepare_cache(read, state)  # some machines drop what nobody asked for lately
         output, _ = process.communicate("go\n")
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)
@@ -258,12 +256,17 @@ def _read_raw(path: Path, *, direct: bool) -> mmap.mmap:
     return area
 
 
-def _read_through(read: list[Path]) -> None:
+def _prepare_cache(read: list[Path], state: str) -> None:
+    """Have the page cache hold every byte of the files, or none."""
+    if state == "cold":
+        assert page_cache.drop(read) == 0
+        return
     piece = bytearray(1024**2)
-    for file in read:
-        with file.open("rb", buffering=0) as source:
-            while source.readinto(piece):
-                pass
+    while page_cache.cached(read) < sum(file.stat().st_size for file in read):
+        for file in read:
+            with file.open("rb", buffering=0) as source:
+                while source.readinto(piece):
+                    pass
 
 
 if __name__ == "__main__":

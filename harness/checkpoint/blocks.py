@@ -11,7 +11,8 @@ from math import prod
 
 import torch
 
-from harness.checkpoint.filling import Piece, allocate, piece_bytes
+from harness.checkpoint.direct import PIECE_BYTES
+from harness.checkpoint.filling import Piece, allocate, cut
 from harness.checkpoint.layouts.base import TensorSlice
 from harness.errors import CheckpointError
 
@@ -79,15 +80,11 @@ def _file_order(where: TensorSlice) -> list[int]:
 
 def _cut(source: TensorSlice, offset: int, target: torch.Tensor) -> Iterator[Piece]:
     """Yield the reads that fill ``target`` from one stretch of the file, which begins at ``offset``."""
-    size, most = source.dtype.itemsize, piece_bytes(source.dtype, target.dtype)
     if target.is_contiguous():
-        flat = target.view(-1)
-        step = most // size
-        for at in range(0, len(flat), step):
-            yield Piece(source, offset + at * size, flat[at : at + step])
+        yield from cut(source, offset, target)
         return
-    row_bytes = target[0].numel() * size
-    rows = most // row_bytes
+    row_bytes = target[0].numel() * source.dtype.itemsize
+    rows = PIECE_BYTES // max(row_bytes, target[0].nbytes)
     for first in range(0, len(target), rows or 1):
         at = offset + first * row_bytes
         if rows:

@@ -15,7 +15,7 @@ from typing import Final
 from harness.page_cache import is_cached
 
 PIECE_BYTES: Final = 2 * 1024**2
-"""How much is read at once: large enough for a disk, small enough for a processor's cache."""
+"""How much is read at once: a huge page, large enough for a disk, small enough for a processor's cache."""
 
 _ALIGNMENT: Final = 4096  # of O_DIRECT: 512 would do on most disks, 4096 on all
 BUFFER_BYTES: Final = PIECE_BYTES + 2 * _ALIGNMENT

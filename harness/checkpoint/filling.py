@@ -59,18 +59,8 @@ class Stretch:
             yield one.name, self.memory.as_strided(one.shape, one.stride, at)
 
     def pieces(self) -> Iterator["Piece"]:
-        """Yield the reads to make, cut where the file's own pieces are cut."""
-        size = self.slices[0].dtype.itemsize
-        most = piece_bytes(self.slices[0].dtype, self.memory.dtype)
-        end = self.start + self.memory.numel() * size
-        at = self.start
-        while at < end:
-            stop = min((at // most + 1) * most, end)
-            stop -= (stop - self.start) % size  # whole elements
-            stop = stop if stop > at else min(at + most, end)
-            first, last = (at - self.start) // size, (stop - self.start) // size
-            yield Piece(self.slices[0], at, self.memory[first:last])
-            at = stop
+        """Yield the reads to make."""
+        yield from cut(self.slices[0], self.start, self.memory)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,10 +75,27 @@ class Piece:
     def source_bytes(self) -> int:
         return self.target.numel() * self.source.dtype.itemsize
 
+    def buffered(self, target: torch.Tensor) -> Iterator["Piece"]:
+        """Yield this read, into ``target``, in parts of which none outgrows a reader's buffer."""
+        if self.source_bytes <= PIECE_BYTES:
+            yield Piece(self.source, self.offset, target)
+            return
+        size = self.source.dtype.itemsize
+        for number, part in enumerate(target.view(-1).split(PIECE_BYTES // size)):
+            yield Piece(self.source, self.offset + number * (PIECE_BYTES // size) * size, part)
 
-def piece_bytes(source: torch.dtype, target: torch.dtype) -> int:
-    """Return how much of a file is read at once: neither it nor what it becomes outgrows a buffer."""
-    return PIECE_BYTES * source.itemsize // max(source.itemsize, target.itemsize)
+
+def cut(source: TensorSlice, offset: int, target: torch.Tensor) -> Iterator[Piece]:
+    """Yield the reads that fill a contiguous ``target`` with what lies at ``offset``.
+
+    They are cut where its huge pages are: two threads that touch one at once would both clear it.
+    """
+    flat, size = target.view(-1), target.dtype.itemsize
+    first, stop = 0, -target.data_ptr() % PIECE_BYTES // size
+    while first < len(flat):
+        if stop > first:
+            yield Piece(source, offset + first * source.dtype.itemsize, flat[first:stop])
+        first, stop = stop, stop + PIECE_BYTES // size
 
 
 def prepare(
@@ -186,9 +193,10 @@ class _Reader:
         source = piece.source
         if target.dtype == source.dtype and target.is_contiguous():
             self._pieces.read(source.file, memory_of(target), piece.offset)
-        else:
-            found = self._pieces.piece(source.file, piece.offset, piece.source_bytes)
-            target.copy_(torch.frombuffer(found, dtype=source.dtype).view(target.shape))
+            return
+        for part in piece.buffered(target):
+            found = self._pieces.piece(source.file, part.offset, part.source_bytes)
+            part.target.copy_(torch.frombuffer(found, dtype=source.dtype).view(part.target.shape))
 
 
 class _GpuCopier:

@@ -135,6 +135,7 @@ def test_blocks_become_the_tensor_that_they_tile(
     path = write(tmp_path / "split", right, CUTS[name])
     assert all(len(one.parts) > 1 for one in dcp.read(path) if len(one.shape) > 1)
     monkeypatch.setattr(filling, "PIECE_BYTES", most)
+    monkeypatch.setattr(blocks, "PIECE_BYTES", most)
     found = load_streaming(blank(), path).state_dict()
     for key, tensor in right.items():
         assert torch.equal(found[key], tensor), key
@@ -219,16 +220,37 @@ def test_blocks_take_no_more_memory_than_the_model(tmp_path: Path, cut: Cut) -> 
     assert 127 * MIB < int(done.stdout) < 128 * 1.005 * MIB + 16 * MIB
 
 
+@pytest.mark.parametrize("source", ["float32", "bfloat16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_no_piece_and_nothing_that_it_becomes_outgrows_a_buffer(dtype: torch.dtype) -> None:
+def test_no_piece_and_nothing_that_it_becomes_outgrows_a_buffer(
+    dtype: torch.dtype, source: str
+) -> None:
     """On a GPU both pass through pinned buffers of that size."""
     numel = PIECE_BYTES + 5
-    where = TensorSlice("w", (numel,), (1,), "bfloat16", Path("f"), 66, 66, 2 * numel)
+    where = TensorSlice("w", (numel,), (1,), source, Path("f"), 66, 66, 4 * numel)
     stretch = filling.Stretch((where,), 66, torch.empty(numel, dtype=dtype))
     tall = torch.empty(2 * numel, dtype=dtype)
     parts = tuple(Part((0, at), replace(where, shape=(numel, 1), stride=(1, 1))) for at in (0, 1))
     split = replace(where, shape=(numel, 2), stride=(2, 1), parts=parts)
     for one in (stretch, blocks.Blocks((split,), tall)):
         pieces = list(one.pieces())
-        assert all(max(p.source_bytes, p.target.nbytes) <= PIECE_BYTES for p in pieces)
         assert sum(p.target.numel() for p in pieces) == one.memory.numel()
+        assert all(p.target.nbytes <= PIECE_BYTES for p in pieces)
+        for piece in pieces:
+            buffered = list(piece.buffered(piece.target))
+            assert all(part.source_bytes <= PIECE_BYTES for part in buffered)
+            assert sum(part.source_bytes for part in buffered) == piece.source_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_huge_page_is_filled_by_two_pieces(dtype: torch.dtype) -> None:
+    """Each of two threads would clear it."""
+    numel = 5 * PIECE_BYTES // 4
+    where = TensorSlice("w", (numel,), (1,), "float32", Path("f"), 66, 66, 4 * numel)
+    memory = filling.allocate(numel, dtype, torch.device("cpu"))
+    pieces = list(filling.Stretch((where,), 66, memory).pieces())
+    assert [p.target.data_ptr() % PIECE_BYTES for p in pieces] == [0] * len(pieces)
+    assert len(pieces) == -(-memory.nbytes // PIECE_BYTES)
+    assert [p.offset - 66 for p in pieces] == [
+        (p.target.data_ptr() - memory.data_ptr()) // dtype.itemsize * 4 for p in pieces
+    ]
