@@ -81,7 +81,7 @@ class Piece:
             yield Piece(self.source, self.offset, target)
             return
         size = self.source.dtype.itemsize
-        for number, part in enumerate(target.view(-1).split(PIECE_BYTES // size)):
+        for number, part in enumerate(torch.split(target.view(-1), PIECE_BYTES // size)):
             yield Piece(self.source, self.offset + number * (PIECE_BYTES // size) * size, part)
 
 

@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from harness.errors import ConfigError
+from harness.models.recycling import FUNCTIONS, RecycledConstants
 
 Builder = Callable[..., nn.Module]
 RealBuffers = Literal["all", "non_persistent"]
@@ -198,6 +199,10 @@ def non_persistent_buffers(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Mod
 class _skipped_initialisation(TorchFunctionMode):  # noqa: N801 (used as a context manager)
     """Let initialisation return at once: torch.nn.init, and writing values to parameters."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._constants = RecycledConstants()
+
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -213,6 +218,8 @@ class _skipped_initialisation(TorchFunctionMode):  # noqa: N801 (used as a conte
             valueless = isinstance(target, nn.Parameter) or target.is_meta
             if valueless and getattr(func, "__name__", "") in _VALUE_METHODS:
                 return target
+        if func in FUNCTIONS:
+            return self._constants.compute(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
