@@ -15,7 +15,7 @@ from typing import Final
 from harness.page_cache import is_cached
 
 PIECE_BYTES: Final = 2 * 1024**2
-"""How much is read at once: a huge page, large enough for a disk, small enough for a processor's cache."""
+"""How much a disk is asked for at once: enough for it, small enough for a processor's cache."""
 
 _ALIGNMENT: Final = 4096  # of O_DIRECT: 512 would do on most disks, 4096 on all
 BUFFER_BYTES: Final = PIECE_BYTES + 2 * _ALIGNMENT
@@ -37,16 +37,21 @@ class PieceReader:
         self._bounce = mmap.mmap(-1, BUFFER_BYTES, flags=mmap.MAP_PRIVATE)
 
     def read(self, file: Path, target: memoryview, offset: int) -> None:
-        """Fill ``target``, at most ``PIECE_BYTES`` long, with the file's bytes at ``offset``.
+        """Fill ``target`` with the file's bytes at ``offset``: at once what is cached, else in pieces.
 
         Raises:
             EOFError: the file ends before.
         """
         self._open(file)
-        if (piece := self._read_around_cache(offset, len(target))) is not None:
-            copy(target, piece)
-        else:
+        if self._direct >= 0 and is_cached(self._buffered, offset, len(target)):
             self._read_through_cache(target, offset)
+            return
+        for at in range(0, len(target), PIECE_BYTES):
+            part = target[at : at + PIECE_BYTES]
+            if (piece := self._read_around_cache(offset + at, len(part))) is not None:
+                copy(part, piece)
+            else:
+                self._read_through_cache(part, offset + at)
 
     def piece(self, file: Path, offset: int, size: int) -> memoryview:
         """Return ``size`` bytes of the file, at most ``PIECE_BYTES``, in the reader's own buffer.

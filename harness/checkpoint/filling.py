@@ -17,6 +17,7 @@ from harness.checkpoint.layouts.base import TensorSlice
 DEFAULT_THREADS: Final = 4  # more than the cores of a small machine: while some wait, others copy
 
 _HUGE_PAGE_BYTES: Final = 2 * 1024**2
+_READ_BYTES: Final = 8 * _HUGE_PAGE_BYTES  # by a thread at once: it takes the lock seldom
 
 
 class Fillable(Protocol):
@@ -89,13 +90,15 @@ def cut(source: TensorSlice, offset: int, target: torch.Tensor) -> Iterator[Piec
     """Yield the reads that fill a contiguous ``target`` with what lies at ``offset``.
 
     They are cut where its huge pages are: two threads that touch one at once would both clear it.
+    On a GPU none outgrows a pinned buffer.
     """
     flat, size = target.view(-1), target.dtype.itemsize
-    first, stop = 0, -target.data_ptr() % PIECE_BYTES // size
+    most = PIECE_BYTES if target.is_cuda else _READ_BYTES
+    first, stop = 0, -target.data_ptr() % most // size
     while first < len(flat):
         if stop > first:
             yield Piece(source, offset + first * source.dtype.itemsize, flat[first:stop])
-        first, stop = stop, stop + PIECE_BYTES // size
+        first, stop = stop, stop + most // size
 
 
 def prepare(

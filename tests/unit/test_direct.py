@@ -53,6 +53,20 @@ def test_any_stretch_cold_or_cached(
     assert read(reader, file, offset, size) == CONTENT[offset : offset + size]
 
 
+@pytest.mark.parametrize("cached_bytes", [0, PIECE_BYTES, SIZE])
+def test_a_stretch_longer_than_a_piece_whatever_of_it_is_cached(
+    reader: PieceReader, file: Path, cached_bytes: int
+) -> None:
+    page_cache.drop([file])
+    with file.open("rb", buffering=0) as source:
+        os.posix_fadvise(source.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no reading ahead
+        source.read(cached_bytes)
+    target = bytearray(SIZE - 5)
+    reader.read(file, memoryview(target), 5)
+    assert bytes(target) == CONTENT[5:]
+    assert page_cache.cached([file]) >= cached_bytes
+
+
 def test_a_cold_read_leaves_no_page_in_the_cache(reader: PieceReader, file: Path) -> None:
     page_cache.drop([file])
     for offset in range(0, 3 * PIECE_BYTES, PIECE_BYTES):
