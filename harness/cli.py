@@ -67,7 +67,11 @@ def bench(
         str, typer.Option(help="RAM limits, divided by commas: 8g, 6500m, none.")
     ] = "none",
     ram_high: Annotated[
-        str, typer.Option(help="Soft limit, above which cells are slowed down: cgroup v2 only.")
+        str,
+        typer.Option(
+            help="Soft limit, above which cells are slowed down, and crawl to their time-out where "
+            "they cannot give memory up: cgroup v2 only."
+        ),
     ] = "none",
     strategies: options.Strategies = None,
     operation: Annotated[

@@ -27,7 +27,7 @@ from harness.checkpoint import cache
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
-STEPS = ("kernel", "ordinary-user", "doctor")
+STEPS = ("kernel", "ordinary-user", "instrument", "doctor")
 """What the script ``inside`` does, in its order."""
 
 SEARCHED = {
@@ -39,7 +39,7 @@ SEARCHED = {
 
 _TREE = ("harness", "strategies", "configs", "tests", "pyproject.toml")
 _RAM_MIB = 4096
-_PATIENCE_S = 20 * 60
+_PATIENCE_S = 30 * 60
 _UNUSED_S = 7 * 24 * 3600  # after which a disk in the cache is taken to be of an older version
 
 

@@ -50,6 +50,12 @@ def test_the_doctor_proves_a_limit_and_says_which_figures_there_are(machine: End
         assert any(said in line for line in lines), machine.out("doctor")
 
 
+def test_the_tests_of_the_instrument_pass_there(machine: Ended) -> None:
+    said = machine.out("instrument").splitlines()
+    assert re.fullmatch(r"(\d+ passed)(, \d+ skipped)?(, \d+ deselected)? in .*", said[-1]), said
+    print(*[line for line in said if line.startswith("SKIPPED")], said[-1], sep="\n")
+
+
 def test_records_have_every_figure_of_cgroup_v2(machine: Ended) -> None:
     for record in records(machine):
         environment = record["environment"]
