@@ -7,8 +7,10 @@ system refuses that, pages are dropped behind the read position.
 
 import ctypes
 import errno
+import itertools
 import mmap
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -17,8 +19,8 @@ from harness.page_cache import is_cached
 PIECE_BYTES: Final = 2 * 1024**2
 """How much a disk is asked for at once: enough for it, small enough for a processor's cache."""
 
-_ALIGNMENT: Final = 4096  # of O_DIRECT: 512 would do on most disks, 4096 on all
-BUFFER_BYTES: Final = PIECE_BYTES + 2 * _ALIGNMENT
+ALIGNMENT: Final = 4096  # of O_DIRECT: 512 would do on most disks, 4096 on all
+BUFFER_BYTES: Final = PIECE_BYTES + 2 * ALIGNMENT
 """What a reader's own buffer takes: a piece, and what aligned reads take before and behind it."""
 
 _ELEMENT: Final = 8  # bytes, of the largest element that is converted
@@ -46,12 +48,14 @@ class PieceReader:
         if self._direct >= 0 and is_cached(self._buffered, offset, len(target)):
             self._read_through_cache(target, offset)
             return
-        for at in range(0, len(target), PIECE_BYTES):
-            part = target[at : at + PIECE_BYTES]
-            if (piece := self._read_around_cache(offset + at, len(part))) is not None:
-                copy(part, piece)
+        for start, stop in _cut(target, offset):
+            part, at = target[start:stop], offset + start
+            if not (_address(part) | at | len(part)) % ALIGNMENT:
+                done = self._read_straight(part, at)
             else:
-                self._read_through_cache(part, offset + at)
+                done = self._read_and_copy(part, at)
+            if not done:
+                self._read_through_cache(part, at)
 
     def piece(self, file: Path, offset: int, size: int) -> memoryview:
         """Return ``size`` bytes of the file, at most ``PIECE_BYTES``, in the reader's own buffer.
@@ -98,27 +102,53 @@ class PieceReader:
         if not was_cached:
             os.posix_fadvise(self._buffered, offset, len(target), os.POSIX_FADV_DONTNEED)
 
-    def _read_around_cache(self, offset: int, size: int) -> memoryview | None:
-        """Return the bytes in the buffer; None where they are cached, or the disk refuses."""
-        if self._direct < 0 or is_cached(self._buffered, offset, size):
-            return None
-        start = offset - offset % _ALIGNMENT
-        skip, end = offset - start, offset + size
-        wanted = -(-(end - start) // _ALIGNMENT) * _ALIGNMENT
-        bounce = memoryview(self._bounce)
+    def _read_straight(self, target: memoryview, offset: int) -> bool:
+        """Read into the aligned target itself; False where it is cached, or the disk refuses."""
+        if self._direct < 0 or is_cached(self._buffered, offset, len(target)):
+            return False
         done = 0
+        while done < len(target):
+            read = self._read_direct(target[done:], offset + done)
+            if read is None:
+                return False
+            if read == 0 or (read % ALIGNMENT and done + read < len(target)):
+                raise self._ended(offset + len(target))
+            done += read
+        return True
+
+    def _read_and_copy(self, target: memoryview, offset: int) -> bool:
+        """Read by way of the buffer; False where it is cached, or the disk refuses."""
+        if (piece := self._read_around_cache(offset, len(target))) is None:
+            return False
+        copy(target, piece)
+        return True
+
+    def _read_direct(self, target: memoryview, offset: int) -> int | None:
+        """Return how many bytes came from the disk; None, from now on, where it refuses."""
         try:
-            while done < end - start:
-                read = os.preadv(self._direct, [bounce[done:wanted]], start + done)
-                done += read
-                if read % _ALIGNMENT or read == 0:
-                    break  # only the end of the file is not aligned
+            return os.preadv(self._direct, [target], offset)
         except OSError as error:
             if error.errno not in _REFUSED:
                 raise
             os.close(self._direct)
             self._direct = -1
             return None
+
+    def _read_around_cache(self, offset: int, size: int) -> memoryview | None:
+        """Return the bytes in the buffer; None where they are cached, or the disk refuses."""
+        if self._direct < 0 or is_cached(self._buffered, offset, size):
+            return None
+        start = offset - offset % ALIGNMENT
+        skip, end = offset - start, offset + size
+        wanted = -(-(end - start) // ALIGNMENT) * ALIGNMENT
+        bounce = memoryview(self._bounce)
+        done = 0
+        while done < end - start:
+            if (read := self._read_direct(bounce[done:wanted], start + done)) is None:
+                return None
+            done += read
+            if read % ALIGNMENT or read == 0:
+                break  # only the end of the file is not aligned
         if done < end - start:
             raise self._ended(end)
         return bounce[skip : skip + size]
@@ -129,8 +159,25 @@ class PieceReader:
 
 def copy(target: memoryview, source: memoryview) -> None:
     """Copy bytes without holding the GIL, as an assignment of slices would."""
-    to, from_ = (ctypes.addressof(ctypes.c_char.from_buffer(view)) for view in (target, source))
-    ctypes.memmove(to, from_, len(source))
+    ctypes.memmove(_address(target), _address(source), len(source))
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+def _cut(target: memoryview, offset: int) -> Iterator[tuple[int, int]]:
+    """Yield where the reads of a stretch begin and end that is not cached as a whole.
+
+    Where file and memory lie alike, all but a head and a tail is one read, aligned in both: the
+    kernel cuts it for the disk, and asks for the parts at once.
+    """
+    if (_address(target) - offset) % ALIGNMENT or len(target) < ALIGNMENT:
+        edges = [*range(0, len(target), PIECE_BYTES), len(target)]
+    else:
+        tail = len(target) - (offset + len(target)) % ALIGNMENT
+        edges = sorted({0, -offset % ALIGNMENT, tail, len(target)})
+    yield from itertools.pairwise(edges)
 
 
 def _open_direct(file: Path) -> int:

@@ -11,12 +11,13 @@ from typing import Final, Protocol
 
 import torch
 
-from harness.checkpoint.direct import BUFFER_BYTES, PIECE_BYTES, PieceReader
+from harness.checkpoint.direct import ALIGNMENT, BUFFER_BYTES, PIECE_BYTES, PieceReader
 from harness.checkpoint.layouts.base import TensorSlice
 
 DEFAULT_THREADS: Final = 4  # more than the cores of a small machine: while some wait, others copy
 
 _HUGE_PAGE_BYTES: Final = 2 * 1024**2
+_CACHE_LINE_BYTES: Final = 64
 _READ_BYTES: Final = 8 * _HUGE_PAGE_BYTES  # by a thread at once: it takes the lock seldom
 
 
@@ -119,25 +120,30 @@ def prepare(
     if (own.device, own.dtype) == (device, kind) and _is_plain(slices) and own.is_contiguous():
         memory = own.detach().view(-1)
     else:
-        memory = allocate((end - start) // first.dtype.itemsize, kind, device)
+        numel = (end - start) // first.dtype.itemsize
+        memory = allocate(numel, kind, device, start if kind == first.dtype else 0)
     return Stretch(tuple(slices), start, memory)
 
 
-def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def allocate(numel: int, dtype: torch.dtype, device: torch.device, offset: int = 0) -> torch.Tensor:
     """Return flat uninitialised memory; on the CPU it asks for huge pages where it is large.
 
     Faults on fresh 4 KiB pages are most of what a load from the cache costs. The memory is the
     tensor's own: it is given back with it, and saving or freeing it concerns no other tensor.
+
+    Args:
+        offset: where in its file the tensor begins. The memory begins as far behind a page's start,
+            if that is a cache line's: then a disk writes into it without a buffer between.
     """
     size = numel * dtype.itemsize
     if device.type != "cpu" or size < _HUGE_PAGE_BYTES:
         return torch.empty(numel, dtype=dtype, device=device)
-    area = mmap.mmap(-1, size + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE)
-    base = ctypes.addressof(ctypes.c_char.from_buffer(area))
-    skip = -base % _HUGE_PAGE_BYTES
+    lead = 0 if offset % _CACHE_LINE_BYTES else offset % ALIGNMENT
+    area = mmap.mmap(-1, size + _HUGE_PAGE_BYTES + lead, flags=mmap.MAP_PRIVATE)
+    skip = -ctypes.addressof(ctypes.c_char.from_buffer(area)) % _HUGE_PAGE_BYTES
     # Whole huge pages only: one that sticks out of the tensor would be paid for and not used.
-    area.madvise(mmap.MADV_HUGEPAGE, skip, size - size % _HUGE_PAGE_BYTES)
-    return torch.frombuffer(area, dtype=dtype, count=numel, offset=skip)
+    area.madvise(mmap.MADV_HUGEPAGE, skip, (size + lead) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES)
+    return torch.frombuffer(area, dtype=dtype, count=numel, offset=skip + lead)
 
 
 def fill(stretches: Iterable[Fillable], threads: int) -> None:

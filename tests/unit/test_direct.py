@@ -1,6 +1,7 @@
 """Reading past the page cache gives the file's bytes, wherever they begin and whatever is cached."""
 
 import ctypes
+import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from pytest import MonkeyPatch
 
 from harness import page_cache
 from harness.checkpoint import direct
-from harness.checkpoint.direct import PIECE_BYTES, PieceReader
+from harness.checkpoint.direct import ALIGNMENT, PIECE_BYTES, PieceReader
 
 SIZE = 3 * PIECE_BYTES + 12_345
 CONTENT = os.urandom(SIZE)
@@ -65,6 +66,35 @@ def test_a_stretch_longer_than_a_piece_whatever_of_it_is_cached(
     reader.read(file, memoryview(target), 5)
     assert bytes(target) == CONTENT[5:]
     assert page_cache.cached([file]) >= cached_bytes
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(offset=st.integers(0, SIZE - 1), size=st.integers(1, SIZE), cold=st.booleans())
+def test_any_stretch_into_memory_that_lies_as_it_does_in_the_file(
+    reader: PieceReader, file: Path, offset: int, size: int, cold: bool
+) -> None:
+    """All but its head and its tail comes from the disk without a buffer between."""
+    size = min(size, SIZE - offset)
+    with mmap.mmap(-1, size + 2 * ALIGNMENT) as area:
+        start = offset % ALIGNMENT
+        if cold:
+            page_cache.drop([file])
+        with memoryview(area) as whole, whole[start : start + size] as target:
+            reader.read(file, target, offset)
+        around = area[:start], area[start + size :]
+        assert area[start : start + size] == CONTENT[offset : offset + size]
+        assert not any(map(any, around))
+
+
+def test_a_file_that_ends_within_an_aligned_read_is_an_error(
+    reader: PieceReader, tmp_path: Path
+) -> None:
+    short = tmp_path / "short"
+    short.write_bytes(CONTENT[: 3 * ALIGNMENT + 5])
+    page_cache.drop([short])
+    said = pytest.raises(EOFError, match=f"short ends before byte {8 * ALIGNMENT:,}")
+    with mmap.mmap(-1, 8 * ALIGNMENT) as area, memoryview(area) as target, said:
+        reader.read(short, target, 0)
 
 
 def test_a_cold_read_leaves_no_page_in_the_cache(reader: PieceReader, file: Path) -> None:
