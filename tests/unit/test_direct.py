@@ -92,9 +92,9 @@ def test_a_file_that_ends_within_an_aligned_read_is_an_error(
     short = tmp_path / "short"
     short.write_bytes(CONTENT[: 3 * ALIGNMENT + 5])
     page_cache.drop([short])
-    said = pytest.raises(EOFError, match=f"short ends before byte {8 * ALIGNMENT:,}")
-    with mmap.mmap(-1, 8 * ALIGNMENT) as area, memoryview(area) as target, said:
-        reader.read(short, target, 0)
+    area = mmap.mmap(-1, 8 * ALIGNMENT)
+    with pytest.raises(EOFError, match=f"short ends before byte {8 * ALIGNMENT:,}"):
+        reader.read(short, memoryview(area), 0)
 
 
 def test_a_cold_read_leaves_no_page_in_the_cache(reader: PieceReader, file: Path) -> None:
