@@ -6,6 +6,7 @@ words in 65,521 lanes (a prime, so that a shifted row meets other lanes), weighs
 constants and chains the chunks: every single changed word changes the result, at 13 GB/s.
 """
 
+import threading
 from collections.abc import Iterator
 from typing import Final
 
@@ -17,6 +18,7 @@ _MULTIPLIER: Final = 6364136223846793005  # odd (Knuth's MMIX): no chunk's share
 _MASK: Final = 2**64 - 1
 
 _weights: dict[torch.device, torch.Tensor] = {}
+_computing = threading.Lock()
 
 
 def checksum(tensor: torch.Tensor) -> str:
@@ -79,12 +81,13 @@ def _chunk_value(words: torch.Tensor) -> int:
 
 def _lane_weights(device: torch.device) -> torch.Tensor:
     """Return one odd 64-bit constant a lane: the splitmix64 sequence with its lowest bit set."""
-    if device not in _weights:
-        word = torch.arange(1, _LANES + 1, dtype=torch.int64) * _signed(0x9E3779B97F4A7C15)
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-            word = (word ^ ((word >> shift) & ((1 << (64 - shift)) - 1))) * _signed(factor)
-        _weights[device] = ((word ^ ((word >> 31) & ((1 << 33) - 1))) | 1).to(device)
-    return _weights[device]
+    with _computing:  # every thread would compute them at once, in memory of its own
+        if device not in _weights:
+            word = torch.arange(1, _LANES + 1, dtype=torch.int64) * _signed(0x9E3779B97F4A7C15)
+            for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+                word = (word ^ ((word >> shift) & ((1 << (64 - shift)) - 1))) * _signed(factor)
+            _weights[device] = ((word ^ ((word >> 31) & ((1 << 33) - 1))) | 1).to(device)
+        return _weights[device]
 
 
 def _signed(word: int) -> int:
