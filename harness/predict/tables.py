@@ -8,11 +8,20 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
+from harness.cell import Cell
 from harness.predict.checking import Checked
 from harness.predict.prediction import Prediction
 from harness.units import GIB, MIB, format_bytes
 
 SCHEMA: Final = 1
+
+_PEAKS: Final = {
+    "host_anon_peak_bytes": "anonymous",
+    "host_file_peak_bytes": "mapped files",
+    "cuda_requested_bytes": "CUDA requested",
+    "cuda_allocated_bytes": "CUDA allocated",
+    "cuda_reserved_bytes": "CUDA reserved",
+}
 
 
 def as_json(found: Sequence[Prediction]) -> dict[str, Any]:
@@ -87,19 +96,26 @@ def _table(model: str, found: Sequence[Prediction], phases: bool) -> Table:
 
 
 def check_table(checked: Sequence[Checked]) -> Table:
-    """Return each figure that was measured beside the prediction of it."""
-    table = Table("cell", "figure", box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("predicted MiB", "measured MiB", "difference MiB", "difference"):
-        table.add_column(name, justify="right")
-    for one in checked:
-        cell = one.prediction.cell
-        name = f"{cell.model.name} {cell.strategy} {cell.format} {cell.dtype} {cell.device}"
+    """Return each figure that was measured beside the prediction of it.
+
+    What all cells have in common stands in the title.
+    """
+    names = [_parts(one.prediction.cell) for one in checked]
+    common = [parts.count(parts[0]) == len(parts) for parts in zip(*names, strict=True)]
+    title = " · ".join(part for part, same in zip(names[0], common, strict=True) if same and part)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, title=escape(title), title_justify="left")
+    table.add_column("cell")
+    table.add_column("peak", no_wrap=True)
+    for heading in ("predicted\nMiB", "measured\nMiB", "difference\nMiB", "\n%"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for one, parts in zip(checked, names, strict=True):
+        name = " ".join(part for part, same in zip(parts, common, strict=True) if part and not same)
         if one.prediction.cannot:
-            table.add_row(escape(name), escape(one.prediction.cannot), "", "", "", "")
+            table.add_row(escape(f"{name}: {one.prediction.cannot}"))
         for figure, predicted, measured in one.figures:
             table.add_row(
                 escape(name),
-                figure,
+                _PEAKS[figure],
                 f"{predicted / MIB:,.1f}",
                 f"{measured / MIB:,.1f}",
                 f"{(predicted - measured) / MIB:+,.1f}",
@@ -107,6 +123,12 @@ def check_table(checked: Sequence[Checked]) -> Table:
             )
             name = ""
     return table
+
+
+def _parts(cell: Cell) -> tuple[str, ...]:
+    options = " ".join(f"{key}={value}" for key, value in sorted(cell.options.items()))
+    fmt = cell.format if cell.format != cell.strategy else ""
+    return cell.model.name, cell.strategy, options, fmt, cell.dtype, f"device {cell.device}"
 
 
 def _gib(size: int | None) -> str:
