@@ -1,5 +1,6 @@
 """What ``weighin predict`` prints: tables for people, and the same as JSON."""
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any, Final
@@ -49,8 +50,12 @@ def tables(found: Sequence[Prediction], *, phases: bool) -> Iterable[Table | str
     """Yield a table for each model, and a line for each strategy that could not be followed."""
     for model in dict.fromkeys(one.cell.model.name for one in found):
         of_model = [one for one in found if one.cell.model.name == model]
-        if any(not one.cannot for one in of_model):
-            yield _table(model, [one for one in of_model if not one.cannot], phases)
+        followed = [one for one in of_model if not one.cannot]
+        if followed:
+            yield _table(model, followed, phases)
+        for why, ones in itertools.groupby(followed, key=lambda one: "; ".join(one.reasons)):
+            if why:
+                yield f"{escape(', '.join(map(_name, ones)))}: {escape(why)}"
         for one in of_model:
             if one.cannot:
                 yield f"{escape(one.strategy)} ({one.cell.format}) is not predicted: {escape(one.cannot)}"
@@ -60,28 +65,23 @@ def tables(found: Sequence[Prediction], *, phases: bool) -> Iterable[Table | str
 def _table(model: str, found: Sequence[Prediction], phases: bool) -> Table:
     first = found[0]
     on_gpu = first.cuda_allocated_bytes is not None
-    table = Table("strategy", "reads", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("strategy", overflow="fold")
+    table.add_column("reads", overflow="fold")
     table.title = (
         f"{escape(model)} ({format_bytes(first.model_bytes or 0)}) · device {first.cell.device}"
         f" · {first.cell.dtype} · predicted peaks, GiB"
     )
-    columns = ["anonymous", "file pages", "RAM floor"]
-    columns += ["CUDA requested", "allocated", "reserved"] if on_gpu else []
-    for name in [*columns, "read from disk"]:
-        table.add_column(name, justify="right")
-    table.add_column("why")
+    columns = ["anony-\nmous", "file\npages", "RAM\nfloor"]
+    columns += ["CUDA re-\nquested", "allo-\ncated", "re-\nserved"] if on_gpu else []
+    for name in [*columns, "disk\nread"]:
+        table.add_column(name, justify="right", no_wrap=True)
     for one in found:
         sizes = [one.host_anon_peak_bytes, one.host_file_peak_bytes, one.floor_bytes]
         if on_gpu:
             sizes += [one.cuda_requested_bytes, one.cuda_allocated_bytes, one.cuda_reserved_bytes]
         sizes.append(one.disk_read_bytes)
-        options = "".join(f" {key}={value}" for key, value in one.cell.options.items())
-        table.add_row(
-            escape(one.strategy + options),
-            one.cell.format,
-            *map(_gib, sizes),
-            escape("; ".join(one.reasons)),
-        )
+        table.add_row(escape(_name(one)), one.cell.format, *map(_gib, sizes))
         if phases:
             for phase in one.phases:
                 inside = [phase.host_anon_peak_bytes, phase.host_file_peak_bytes, None]
@@ -91,7 +91,7 @@ def _table(model: str, found: Sequence[Prediction], phases: bool) -> Table:
                         phase.cuda_allocated_bytes,
                         phase.cuda_reserved_bytes,
                     ]
-                table.add_row(f"[dim]  {escape(phase.name)}[/]", "", *map(_gib, inside), "", "")
+                table.add_row(f"[dim]  {escape(phase.name)}[/]", "", *map(_gib, inside), "")
     return table
 
 
@@ -131,5 +131,12 @@ def _parts(cell: Cell) -> tuple[str, ...]:
     return cell.model.name, cell.strategy, options, fmt, cell.dtype, f"device {cell.device}"
 
 
+def _name(one: Prediction) -> str:
+    return one.strategy + "".join(f" {key}={value}" for key, value in one.cell.options.items())
+
+
 def _gib(size: int | None) -> str:
-    return "" if size is None else f"{size / GIB:.3f}"
+    """Return GiB with three decimals, of 100 and more with one: four digits are enough to compare."""
+    if size is None:
+        return ""
+    return f"{size / GIB:.1f}" if size >= 100 * GIB else f"{size / GIB:.3f}"

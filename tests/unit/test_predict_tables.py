@@ -1,16 +1,18 @@
-"""What ``weighin predict --check`` prints, whole, in the 80 columns of a terminal."""
+"""What ``weighin predict`` and its ``--check`` print, whole, in the 80 columns of a terminal."""
 
 from __future__ import annotations
 
 import io
+from collections.abc import Iterable
 
 from factories import make_cell
 from rich.console import Console
+from rich.table import Table
 
 from harness.predict.checking import Checked
 from harness.predict.prediction import Prediction
-from harness.predict.tables import check_table
-from harness.units import MIB
+from harness.predict.tables import check_table, tables
+from harness.units import GIB, MIB
 
 
 def test_predicted_and_measured_peaks_stand_side_by_side() -> None:
@@ -27,12 +29,57 @@ def test_predicted_and_measured_peaks_stand_side_by_side() -> None:
         Checked(Prediction(by_tensor), (("host_anon_peak_bytes", 1024 * MIB, 1000 * MIB),)),
         Checked(Prediction(make_cell("odd", format="pt"), cannot="it looks at values"), ()),
     ]
+    assert text([check_table(checked)]) == CHECKED
+
+
+def test_each_strategy_has_a_line_and_what_explains_its_peak_stands_below() -> None:
+    sizes = {
+        "model_bytes": 131 * GIB,
+        "host_anon_peak_bytes": GIB,
+        "host_file_peak_bytes": 80 * MIB,
+        "floor_bytes": 2 * GIB,
+        "cuda_requested_bytes": 131 * GIB,
+        "cuda_allocated_bytes": 132 * GIB,
+        "cuda_reserved_bytes": 133 * GIB,
+        "disk_read_bytes": 65 * GIB,
+    }
+    found = [
+        Prediction(
+            make_cell(name, format="safetensors", device="cuda", **options),
+            reasons=("keeps one copy of the weights on the GPU",),
+            **sizes,
+        )
+        for name, options in (("safetensors_mmap", {}), ("streaming", {"options": {"threads": 2}}))
+    ]
+    found.append(Prediction(make_cell("odd", format="pt", device="cuda"), cannot="looks at values"))
+    assert text(tables(found, phases=False)) == PREDICTED
+
+
+def text(parts: Iterable[Table | str]) -> str:
     out = io.StringIO()
-    Console(file=out, width=80).print(check_table(checked))
-    assert "\n".join(line.rstrip() for line in out.getvalue().splitlines()) == WANTED
+    for part in parts:
+        Console(file=out, width=80).print(part)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
-WANTED = """\
+PREDICTED = """\
+      gpt2-xl (131.000 GiB) · device cuda · float32 · predicted peaks, GiB
+
+                          anony-   file    RAM  CUDA re-  allo-     re-    disk
+ strategy     reads         mous  pages  floor   quested  cated  served    read
+ ──────────────────────────────────────────────────────────────────────────────
+ safetensors  safetensor   1.000  0.078  2.000     131.0  132.0   133.0  65.000
+ _mmap        s
+ streaming    safetensor   1.000  0.078  2.000     131.0  132.0   133.0  65.000
+ threads=2    s
+
+safetensors_mmap, streaming threads=2: keeps one copy of the weights on the GPU
+odd (pt) is not predicted: looks at values
+Predicted from a run without values; weighin bench measures, predict --check
+compares.
+"""
+
+CHECKED = """\
 gpt2-xl · float32 · device cpu
 
                                      predicted   measured   difference
@@ -44,4 +91,5 @@ gpt2-xl · float32 · device cpu
  threads=2
  odd pt: it looks
  at values
+
 """
