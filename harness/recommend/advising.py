@@ -19,7 +19,7 @@ from harness.plan import Planned
 from harness.predict.predicting import predict
 from harness.predict.prediction import Prediction
 from harness.recommend.evidence import Evidence, find
-from harness.recommend.judging import Candidate, Limits, Verdict, judge, ranked
+from harness.recommend.judging import SAVED_AS, Candidate, Limits, Verdict, judge, ranked
 from harness.recommend.snippet import CannotWriteOut, snippet
 from harness.units import format_bytes, format_exact
 
@@ -147,25 +147,31 @@ def parts(advice: Advice) -> Iterator[RenderableType]:
     limits = [f"{format_exact(asked.limits.ram_bytes)} of RAM"] if asked.limits.ram_bytes else []
     if asked.limits.vram_bytes:
         limits.append(f"{format_exact(asked.limits.vram_bytes)} of the GPU")
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    sources = [_sources(one) for one in advice.candidates]
+    same = len(set(sources)) == 1
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.title = f"{asked.model.name} as {asked.dtype} on {asked.device}, " + (
         " and ".join(limits) or "without a limit"
     )
+    table.caption = f"Memory and time are {sources[0]}." if same else None
     for heading in ("strategy", "verdict", "why"):
         table.add_column(heading, overflow="fold")
     table.add_column("leaves", justify="right", no_wrap=True)
     table.add_column("ready", justify="right", no_wrap=True)
-    table.add_column("memory, time")
-    table.add_column("asks for", overflow="fold")
-    for one in advice.candidates:
+    for heading in [*([] if same else ["memory, time"]), "saved as", "needs"]:
+        table.add_column(heading, overflow="fold")
+    for one, source in zip(advice.candidates, sources, strict=True):
+        saved = [asks.removeprefix(SAVED_AS) for asks in one.asks if asks.startswith(SAVED_AS)]
+        needs = [asks for asks in one.asks if not asks.startswith(SAVED_AS)]
         table.add_row(
             escape(one.strategy),
             f"[{_STYLES.get(one.verdict, 'yellow')}]{one.verdict}[/]",
             escape(one.why),
             "-" if one.margin_bytes is None else format_bytes(one.margin_bytes, digits=1),
             "-" if one.ready_s is None else f"{one.ready_s:.1f} s",
-            ", ".join(dict.fromkeys(filter(None, (one.memory_from, one.time_from)))) or "-",
-            escape(", ".join(one.asks)) or "-",
+            *([] if same else [source]),
+            escape(", ".join(saved)),
+            escape(", ".join(needs)),
         )
     yield table
     if advice.best is None:
@@ -175,6 +181,10 @@ def parts(advice: Advice) -> Iterator[RenderableType]:
         yield f"Nothing fits as a whole. What follows works, but slowly. {_HELP}\n"
     yield f"Use {advice.best.strategy}:\n"
     yield escape(advice.code)
+
+
+def _sources(one: Candidate) -> str:
+    return ", ".join(dict.fromkeys(filter(None, (one.memory_from, one.time_from)))) or "-"
 
 
 def _planned(question: Question, layout: str) -> Iterator[Planned]:
@@ -191,7 +201,7 @@ def _planned(question: Question, layout: str) -> Iterator[Planned]:
 
 def _is_allowed(one: Candidate, allow: Sequence[str]) -> bool:
     for asked in one.asks:
-        kind = "resave" if asked.startswith("saved as ") else "packages"
+        kind = "resave" if asked.startswith(SAVED_AS) else "packages"
         if (asked if asked == "weighin" else kind) not in allow:
             return False
     return True

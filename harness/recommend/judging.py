@@ -14,6 +14,9 @@ from harness.units import MIB, format_bytes
 # Times of one machine repeat within about 1.5, and a prediction is as rough: nobody should save a
 # checkpoint again or install a package for less than this. An import of torch's own takes seconds
 # on a busy machine.
+SAVED_AS: Final = "saved as "
+"""How a wish for another layout begins; any other wish is a package."""
+
 _AS_FAST: Final = 2.0
 _AS_FAST_S: Final = 2.0
 _ABOVE_PEAK_BYTES: Final = 16 * MIB  # measured: 8 to 24 MB from the anonymous peak to the floor
@@ -214,7 +217,7 @@ def _stays_mapped(prediction: Prediction) -> bool:
 
 
 def _asks(info: StrategyInfo, fmt: str, layout: str) -> list[str]:
-    asked = [] if fmt == layout else [f"saved as {fmt}"]
+    asked = [] if fmt == layout else [f"{SAVED_AS}{fmt}"]
     if info.name in _PACKAGES:
         asked.append(_PACKAGES[info.name])
     if info.name in _OURS:

@@ -89,7 +89,9 @@ def test_what_fits_and_asks_for_nothing_is_named_with_its_code() -> None:
     (line,) = [line for line in text.splitlines() if line.strip().startswith("baseline")]
     assert "does not fit" in line
     assert "keeps two copies: 4.1 GiB" in line
-    assert "predicted" in line
+    assert "Memory and time are predicted." in text
+    (line,) = [line for line in text.splitlines() if line.strip().startswith("safetensors_mmap")]
+    assert line.split()[-2:] == ["safetensors", "safetensors"]  # the layout, and the package
 
 
 def test_below_the_models_size_the_one_that_reads_again_and_again_is_named() -> None:
