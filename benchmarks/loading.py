@@ -32,6 +32,7 @@ RAW = {"warm": "pread, 2 threads", "cold": "O_DIRECT, 4 threads"}
 WAYS = ("streaming", "load_assign", "mmap_assign", "safetensors_copy", "safetensors_mmap")
 PEERS = Path(__file__).parent / "peers"
 _PIECE_BYTES = 4 * 1024**2
+_WARM_ATTEMPTS = 5
 _MEMORY = {"warm": 5, "cold": 9}  # quarters of the checkpoint: what a load takes, cache included
 
 
@@ -262,11 +263,14 @@ def _prepare_cache(read: list[Path], state: str) -> None:
         assert page_cache.drop(read) == 0
         return
     piece = bytearray(1024**2)
-    while page_cache.cached(read) < sum(file.stat().st_size for file in read):
+    for _ in range(_WARM_ATTEMPTS):
+        if page_cache.cached(read) >= sum(file.stat().st_size for file in read):
+            return
         for file in read:
             with file.open("rb", buffering=0) as source:
                 while source.readinto(piece):
                     pass
+    raise SystemExit(f"the page cache does not keep {read[0]}: free some memory, or --states cold")
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ _KNOWN: Final = frozenset({"dtype", "device", "diagonal"})  # keyword arguments
 class RecycledConstants:
     """Memory for large constants: taken again once no tensor, view or array has it any more.
 
-    Each page of fresh memory costs a fault: of GPT-2's masks, one for each layer, that was half of
-    the time of building.
+    Each page of fresh memory costs a fault: of GPT-2's masks, one for each layer, those took 0.08 of
+    the 0.19 s of building gpt2-large. What is computed here cannot be resized beyond its size.
     """
 
     def __init__(self) -> None:
