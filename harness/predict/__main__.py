@@ -22,7 +22,7 @@ from harness.models.building import resolve_builder
 from harness.process_memory import memory_of, read_status
 from harness.record import Memory
 from harness.text import one_line
-from harness.worker.__main__ import settle_math
+from harness.worker.settling import settle_math
 
 _PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
 

@@ -10,31 +10,24 @@ import contextlib
 import os
 import sys
 import time
-import traceback
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from harness.cell import Job
 from harness.record import Outcome
-from harness.text import one_line
+from harness.worker.failing import StrategyFailed, describe, fail, judge
 from harness.worker.lifeline import Lifeline
 from harness.worker.marks import Marks
 from harness.worker.protocol import decode_job
+from harness.worker.settling import environment, read_through, settle_math
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
 
     from harness.worker.cuda import CudaMemory
     from harness.worker.loading import WorkerLoad
 
-_WARM_PIECE_BYTES = 1024**2
 _TRACE_PIECE = 10_000  # events in one line: what fits a pipe's other end well
-
-
-class StrategyFailed(Exception):
-    """The strategy raised (then that is the ``__cause__``), or returned no model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,39 +212,6 @@ def check(model: "torch.nn.Module", prepared: Prepared, lifeline: Lifeline, mark
     lifeline.send("done", first_use_ns=first_use_ns, marks_ns=marks.spent_ns)
 
 
-def judge(error: BaseException, strategy: str) -> tuple[Outcome, str]:
-    """Return what an error during the load, the touch or the verification means."""
-
-    from harness.worker.verify import WrongWeights
-
-    if isinstance(error, WrongWeights):
-        return Outcome.WRONG_WEIGHTS, str(error)
-    if isinstance(error, StrategyFailed) and error.__cause__ is None:
-        return Outcome.STRATEGY_FAILED, str(error)
-    cause = error.__cause__ if isinstance(error, StrategyFailed) else error
-    assert cause is not None
-    from harness.worker.cuda import is_out_of_memory
-
-    if is_out_of_memory(cause):
-        return Outcome.CUDA_OOM, one_line(str(cause))
-    return Outcome.STRATEGY_FAILED, describe(cause, strategy)
-
-
-def describe(error: BaseException, strategy: str = "") -> str:
-    """Return an error in one line, with the place that raised it.
-
-    That is the innermost line of the strategy's own file, where it came through there: a line of
-    torch tells its author nothing.
-    """
-    from pathlib import Path
-
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if frame.filename == strategy]
-    place = "".join(f" ({Path(f.filename).name}:{f.lineno})" for f in (own or frames)[-1:])
-    text = one_line(str(error))
-    return f"{type(error).__name__}{': ' if text else ''}{text}{place}"
-
-
 def tell_trace(lifeline: Lifeline, cuda: "CudaMemory") -> None:
     """Send the allocator's events, where they were asked for, some at a time."""
     if (trace := cuda.take_trace()) is None:
@@ -259,52 +219,6 @@ def tell_trace(lifeline: Lifeline, cuda: "CudaMemory") -> None:
     events = trace.pop("events")
     for start in range(0, max(1, len(events)), _TRACE_PIECE):
         lifeline.send("trace", **trace, events=events[start : start + _TRACE_PIECE])
-
-
-def fail(lifeline: Lifeline, outcome: Outcome, message: str, summary: str = "") -> None:
-    """Report how this cell failed, leave the traceback among the chatter, and end."""
-    traceback.print_exc()
-    lifeline.send("failed", outcome=outcome, message=message, summary=summary)
-    sys.stderr.flush()
-    os._exit(1)  # at once: a strategy's threads and exit handlers have nothing to add
-
-
-def settle_math() -> None:
-    """Call MKL's vector functions once, in one thread, so that they choose their kernels.
-
-    Where the first calls come from two threads at once, some chunk is now and then computed by
-    another kernel: a table of rotary cosines was wrong by 1.5e-4 in 1 of 100 fresh processes on a
-    busy machine (torch 2.13, MKL 2024.2). No strategy is to blame for that.
-    """
-    import torch
-
-    for function in (torch.cos, torch.sin, torch.exp, torch.log, torch.tanh):
-        function(torch.ones(8))
-
-
-def read_through(checkpoint: "Path") -> None:
-    """Read every file of the checkpoint, so that its pages are cached and charged to this cell."""
-    files = [checkpoint] if checkpoint.is_file() else sorted(checkpoint.iterdir())
-    piece = bytearray(_WARM_PIECE_BYTES)
-    for file in files:
-        with file.open("rb", buffering=0) as source:
-            while source.readinto(piece):
-                pass
-
-
-def environment(marks: Marks) -> dict[str, Any]:
-    """Return what only the worker knows of where it runs."""
-    import torch
-
-    numpy = sys.modules.get("numpy")
-    found = {
-        "python": sys.version.split()[0],
-        "torch": str(torch.__version__),
-        "numpy": getattr(numpy, "__version__", None),
-        "threads": torch.get_num_threads(),
-        "libc": os.confstr("CS_GNU_LIBC_VERSION"),
-    }
-    return found | (marks.cuda.describe() if marks.cuda else {})
 
 
 if __name__ == "__main__":

@@ -18,8 +18,10 @@ from typing import Any, NoReturn
 
 from harness.cell import Body, Job
 from harness.record import Outcome
+from harness.worker.failing import describe, fail
 from harness.worker.lifeline import Lifeline
 from harness.worker.marks import Marks
+from harness.worker.settling import environment
 
 BODY = "body"
 """The name of what a body does outside the phases that it marks itself."""
@@ -37,8 +39,6 @@ class Measured:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Take the baseline, and close the body at its end, also where it raises."""
-        from harness.worker.__main__ import environment
-
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         if (device := self._job.cell.device).startswith("cuda"):
@@ -69,8 +69,6 @@ class Measured:
 
 def run_body(job: Job, body: Body, lifeline: Lifeline, marks: Marks) -> NoReturn:
     """Run the body and end this process; its outcome and its marks went to the parent."""
-    from harness.worker.__main__ import describe, fail
-
     start_ns = time.monotonic_ns()
     with marks.phase("import"):
         import torch  # noqa: F401 (every body's baseline holds it)
