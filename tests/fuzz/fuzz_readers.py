@@ -20,6 +20,7 @@ with atheris.instrument_imports(include=["harness.checkpoint.layouts"]):
         archive,
         dcp,
         dcp_metadata,
+        dcp_pickle,
         folder_index,
         frugal_json,
         per_module,
@@ -38,6 +39,7 @@ from harness.errors import CheckpointError
 MODULES = (
     archive,
     dcp_metadata,
+    dcp_pickle,
     folder_index,
     frugal_json,
     safetensors_header,

@@ -55,7 +55,7 @@ def read(path: Path) -> list[TensorSlice]:
 
 
 def _slice(path: Path, stored: "Stored", known: dict[tuple[str, int], TensorSlice]) -> TensorSlice:
-    from harness.checkpoint.layouts import dcp_metadata
+    from harness.checkpoint.layouts.dcp_pickle import AGAIN
 
     parts = []
     for block in stored.blocks:
@@ -67,7 +67,7 @@ def _slice(path: Path, stored: "Stored", known: dict[tuple[str, int], TensorSlic
             raise CheckpointError(
                 f"{where.file}: {shown(stored.key)} is {where.shape} of torch.{where.dtype_name} there, "
                 f"but {block.shape} of torch.{stored.dtype} in {_METADATA_NAME}",
-                dcp_metadata.AGAIN,
+                AGAIN,
             )
         parts.append(Part(block.start, where))
     if len(parts) == 1:
@@ -77,7 +77,7 @@ def _slice(path: Path, stored: "Stored", known: dict[tuple[str, int], TensorSlic
 
 
 def _read_archive(folder: Path, key: str, stored: "Block") -> TensorSlice:
-    from harness.checkpoint.layouts.dcp_metadata import AGAIN
+    from harness.checkpoint.layouts.dcp_pickle import AGAIN
     from harness.checkpoint.layouts.file_view import FileView
 
     path = folder / stored.file
