@@ -12,8 +12,9 @@ from math import prod
 import torch
 
 from harness.checkpoint.direct import PIECE_BYTES
-from harness.checkpoint.filling import Piece, allocate, cut
+from harness.checkpoint.filling import Piece, cut, is_ready
 from harness.checkpoint.layouts.base import TensorSlice
+from harness.checkpoint.memory import allocate
 from harness.errors import CheckpointError
 
 
@@ -60,7 +61,7 @@ def prepare(
         _file_order(part.where)
     kind = dtype if dtype and first.dtype.is_floating_point else first.dtype
     own = targets[first.name]
-    if (own.device, own.dtype) == (device, kind) and own.is_contiguous():
+    if is_ready(own, device, kind):
         return Blocks(tuple(slices), own.detach().view(-1))
     return Blocks(tuple(slices), allocate(prod(first.shape), kind, device))
 

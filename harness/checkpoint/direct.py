@@ -11,9 +11,11 @@ import itertools
 import mmap
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from harness.checkpoint.window import Window
 from harness.page_cache import is_cached
 
 PIECE_BYTES: Final = 2 * 1024**2
@@ -36,6 +38,7 @@ class PieceReader:
     def __init__(self) -> None:
         self._file: Path | None = None
         self._buffered = self._direct = -1
+        self._window: Window | None = None
         self._bounce = mmap.mmap(-1, BUFFER_BYTES, flags=mmap.MAP_PRIVATE)
 
     def read(self, file: Path, target: memoryview, offset: int) -> None:
@@ -75,11 +78,34 @@ class PieceReader:
             piece = aligned
         return piece
 
+    def is_cached(self, file: Path, offset: int, size: int) -> bool:
+        """Tell whether the page cache holds all of a stretch."""
+        self._open(file)
+        return is_cached(self._buffered, offset, size)
+
+    @contextmanager
+    def looking(self, file: Path, offset: int, size: int) -> Iterator[memoryview]:
+        """Give what is cached of a file where it lies, to be read only: at most ``WINDOW_BYTES``.
+
+        Raises:
+            EOFError: the file ends before.
+        """
+        self._open(file)
+        self._window = self._window or Window(self._buffered)
+        try:
+            with self._window.looking(offset, size) as found:
+                yield found
+        except EOFError as error:
+            raise self._ended(offset + size) from error
+
     def close(self) -> None:
         """Close the file that is open. The buffer goes when nobody looks at it any more."""
         for descriptor in (self._buffered, self._direct):
             if descriptor >= 0:
                 os.close(descriptor)
+        if self._window:
+            self._window.close()
+        self._window = None
         self._buffered = self._direct = -1
         self._file = None
 

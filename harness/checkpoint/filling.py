@@ -1,7 +1,5 @@
 """Filling memory from stretches of files: pieces, the threads that read them, and where they go."""
 
-import ctypes
-import mmap
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,14 +9,15 @@ from typing import Final, Protocol
 
 import torch
 
-from harness.checkpoint.direct import ALIGNMENT, BUFFER_BYTES, PIECE_BYTES, PieceReader
+from harness.checkpoint.direct import BUFFER_BYTES, PIECE_BYTES, PieceReader
 from harness.checkpoint.layouts.base import TensorSlice
+from harness.checkpoint.memory import HUGE_PAGE_BYTES, allocate, memory_of
+from harness.checkpoint.shrinking import read_shrinking, shrinks
+from harness.checkpoint.window import WINDOW_BYTES
 
 DEFAULT_THREADS: Final = 4  # more than the cores of a small machine: while some wait, others copy
 
-_HUGE_PAGE_BYTES: Final = 2 * 1024**2
-_CACHE_LINE_BYTES: Final = 64
-_READ_BYTES: Final = 8 * _HUGE_PAGE_BYTES  # by a thread at once: it takes the lock seldom
+_READ_BYTES: Final = 8 * HUGE_PAGE_BYTES  # by a thread at once: it takes the lock seldom
 
 
 class Fillable(Protocol):
@@ -77,14 +76,15 @@ class Piece:
     def source_bytes(self) -> int:
         return self.target.numel() * self.source.dtype.itemsize
 
-    def buffered(self, target: torch.Tensor) -> Iterator["Piece"]:
-        """Yield this read, into ``target``, in parts of which none outgrows a reader's buffer."""
-        if self.source_bytes <= PIECE_BYTES:
-            yield Piece(self.source, self.offset, target)
+    def parts(self, most_bytes: int) -> Iterator["Piece"]:
+        """Yield this read in parts of which none takes more than ``most_bytes`` of the file."""
+        if self.source_bytes <= most_bytes:
+            yield self
             return
         size = self.source.dtype.itemsize
-        for number, part in enumerate(torch.split(target.view(-1), PIECE_BYTES // size)):
-            yield Piece(self.source, self.offset + number * (PIECE_BYTES // size) * size, part)
+        count = most_bytes // size
+        for number, part in enumerate(torch.split(self.target.view(-1), count)):
+            yield Piece(self.source, self.offset + number * count * size, part)
 
 
 def cut(source: TensorSlice, offset: int, target: torch.Tensor) -> Iterator[Piece]:
@@ -93,13 +93,15 @@ def cut(source: TensorSlice, offset: int, target: torch.Tensor) -> Iterator[Piec
     They are cut where its huge pages are: two threads that touch one at once would both clear it.
     On a GPU none outgrows a pinned buffer.
     """
-    flat, size = target.view(-1), target.dtype.itemsize
+    flat, size, start = target.view(-1), target.dtype.itemsize, target.data_ptr()
     most = PIECE_BYTES if target.is_cuda else _READ_BYTES
-    first, stop = 0, -target.data_ptr() % most // size
+    page = min(HUGE_PAGE_BYTES, most)
+    first = 0
     while first < len(flat):
-        if stop > first:
-            yield Piece(source, offset + first * source.dtype.itemsize, flat[first:stop])
-        first, stop = stop, stop + most // size
+        end = (start + first * size + most) // page * page
+        last = min((end - start) // size, len(flat))
+        yield Piece(source, offset + first * source.dtype.itemsize, flat[first:last])
+        first = last
 
 
 def prepare(
@@ -117,7 +119,7 @@ def prepare(
     end = max(one.offset + _extent_bytes(one) for one in slices)
     kind = dtype if dtype and first.dtype.is_floating_point else first.dtype
     own = targets[first.name]
-    if (own.device, own.dtype) == (device, kind) and _is_plain(slices) and own.is_contiguous():
+    if is_ready(own, device, kind) and _is_plain(slices):
         memory = own.detach().view(-1)
     else:
         numel = (end - start) // first.dtype.itemsize
@@ -125,25 +127,9 @@ def prepare(
     return Stretch(tuple(slices), start, memory)
 
 
-def allocate(numel: int, dtype: torch.dtype, device: torch.device, offset: int = 0) -> torch.Tensor:
-    """Return flat uninitialised memory; on the CPU it asks for huge pages where it is large.
-
-    Faults on fresh 4 KiB pages are most of what a load from the cache costs. The memory is the
-    tensor's own: it is given back with it, and saving or freeing it concerns no other tensor.
-
-    Args:
-        offset: where in its file the tensor begins. The memory begins as far behind a page's start,
-            if that is a cache line's: then a disk writes into it without a buffer between.
-    """
-    size = numel * dtype.itemsize
-    if device.type != "cpu" or size < _HUGE_PAGE_BYTES:
-        return torch.empty(numel, dtype=dtype, device=device)
-    lead = 0 if offset % _CACHE_LINE_BYTES else offset % ALIGNMENT
-    area = mmap.mmap(-1, size + _HUGE_PAGE_BYTES + lead, flags=mmap.MAP_PRIVATE)
-    skip = -ctypes.addressof(ctypes.c_char.from_buffer(area)) % _HUGE_PAGE_BYTES
-    # Whole huge pages only: one that sticks out of the tensor would be paid for and not used.
-    area.madvise(mmap.MADV_HUGEPAGE, skip, (size + lead) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES)
-    return torch.frombuffer(area, dtype=dtype, count=numel, offset=skip + lead)
+def is_ready(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> bool:
+    """Tell whether a tensor's own memory can be filled as it is."""
+    return (tensor.device, tensor.dtype) == (device, dtype) and tensor.is_contiguous()
 
 
 def fill(stretches: Iterable[Fillable], threads: int) -> None:
@@ -194,18 +180,37 @@ class _Reader:
         if piece.target.is_cuda:
             self._gpu = self._gpu or _GpuCopier(piece.target.device)
             with self._gpu.copying_to(piece.target) as pinned:
-                self._read_converted(piece, pinned)
+                self._read(Piece(piece.source, piece.offset, pinned))
         else:
-            self._read_converted(piece, piece.target)
+            self._read(piece)
 
-    def _read_converted(self, piece: Piece, target: torch.Tensor) -> None:
-        source = piece.source
+    def _read(self, piece: Piece) -> None:
+        source, offset, target = piece.source, piece.offset, piece.target
         if target.dtype == source.dtype and target.is_contiguous():
-            self._pieces.read(source.file, memory_of(target), piece.offset)
-            return
-        for part in piece.buffered(target):
-            found = self._pieces.piece(source.file, part.offset, part.source_bytes)
-            part.target.copy_(torch.frombuffer(found, dtype=source.dtype).view(part.target.shape))
+            self._pieces.read(source.file, memory_of(target), offset)
+        elif offset % source.dtype.itemsize:
+            self._convert_copies(piece)  # what lies odd is copied before it is read as numbers
+        elif self._pieces.is_cached(source.file, offset, piece.source_bytes):
+            for part in piece.parts(WINDOW_BYTES):
+                with self._pieces.looking(source.file, part.offset, part.source_bytes) as found:
+                    _convert(part, found)
+        elif shrinks(source, target):
+            done = read_shrinking(self._pieces, source, offset, target)
+            offset += done * source.dtype.itemsize
+            self._convert_copies(Piece(source, offset, target.view(-1)[done:]))
+        else:
+            self._convert_copies(piece)
+
+    def _convert_copies(self, piece: Piece) -> None:
+        for part in piece.parts(PIECE_BYTES):
+            _convert(part, self._pieces.piece(part.source.file, part.offset, part.source_bytes))
+
+
+def _convert(piece: Piece, found: memoryview) -> None:
+    """Give the target the values that were found."""
+    if piece.target.numel():
+        values = torch.frombuffer(found, dtype=piece.source.dtype)
+        piece.target.copy_(values.view(piece.target.shape))
 
 
 class _GpuCopier:
@@ -232,11 +237,6 @@ class _GpuCopier:
     def finish(self) -> None:
         """Wait for the copies under way."""
         self._stream.synchronize()
-
-
-def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor, to be written to."""
-    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()))
 
 
 def _extent_bytes(one: TensorSlice) -> int:

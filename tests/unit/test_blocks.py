@@ -19,6 +19,7 @@ from harness.checkpoint import blocks, filling
 from harness.checkpoint.direct import PIECE_BYTES
 from harness.checkpoint.layouts import dcp
 from harness.checkpoint.layouts.base import Part, TensorSlice
+from harness.checkpoint.memory import allocate
 from harness.checkpoint.streaming import Granularity, load_streaming
 from harness.errors import CheckpointError
 from harness.models.building import without_weights
@@ -238,7 +239,7 @@ def test_no_piece_and_nothing_that_it_becomes_outgrows_a_buffer(
         assert sum(p.target.numel() for p in pieces) == one.memory.numel()
         assert all(p.target.nbytes <= filling._READ_BYTES for p in pieces)
         for piece in pieces:
-            buffered = list(piece.buffered(piece.target))
+            buffered = list(piece.parts(PIECE_BYTES))
             assert all(part.source_bytes <= PIECE_BYTES for part in buffered)
             assert sum(part.source_bytes for part in buffered) == piece.source_bytes
 
@@ -248,7 +249,7 @@ def test_memory_begins_where_its_stretch_begins_in_a_page_of_the_file(
     offset: int, lead: int
 ) -> None:
     """A disk writes into it without a buffer then; not where it would be off a cache line."""
-    memory = filling.allocate(MIB, torch.float32, torch.device("cpu"), offset)
+    memory = allocate(MIB, torch.float32, torch.device("cpu"), offset)
     assert memory.data_ptr() % (2 * MIB) == lead
     assert memory.fill_(1).sum() == MIB
 
@@ -258,7 +259,7 @@ def test_no_huge_page_is_filled_by_two_pieces(dtype: torch.dtype) -> None:
     """Each of two threads would clear it."""
     numel = 5 * filling._READ_BYTES // 4
     where = TensorSlice("w", (numel,), (1,), "float32", Path("f"), 66, 66, 4 * numel)
-    memory = filling.allocate(numel, dtype, torch.device("cpu"))
+    memory = allocate(numel, dtype, torch.device("cpu"))
     pieces = list(filling.Stretch((where,), 66, memory).pieces())
     assert [p.target.data_ptr() % (2 * MIB) for p in pieces] == [0] * len(pieces)
     assert 1 < len(pieces) <= 1 + -(-memory.nbytes // filling._READ_BYTES)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from harness import page_cache
 from harness.checkpoint import layouts
 from harness.checkpoint.layouts.base import TensorPlan
 from harness.checkpoint.piecewise import pieces_of
@@ -61,6 +62,24 @@ def test_every_layout_gives_the_right_model(fmt: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_it_converts_on_the_way(dtype: torch.dtype, tmp_path: Path) -> None:
     assert_right(load_streaming(blank(), saved(tmp_path), dtype=dtype), dtype)
+
+
+@pytest.mark.parametrize("cold", [True, False], ids=["cold", "cached"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_tensors_larger_than_any_buffer(
+    kind: torch.dtype, dtype: torch.dtype, cold: bool, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    right = torch.nn.Linear(2500, 4001, dtype=kind)
+    torch.save(right.state_dict(), tmp_path / "large.pt")
+    if cold:
+        assert page_cache.drop([tmp_path / "large.pt"]) == 0
+    with without_weights():
+        found = torch.nn.Linear(2500, 4001)
+    load_streaming(found, tmp_path / "large.pt", dtype=dtype)
+    assert torch.equal(found.weight, right.weight.to(dtype))
+    assert torch.equal(found.bias, right.bias.to(dtype))
 
 
 @pytest.mark.parametrize("granularity", ["all", "module", "tensor"])

@@ -1,0 +1,63 @@
+"""Looking at what the page cache holds of a file where it lies there, without a copy of it."""
+
+import ctypes
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+WINDOW_BYTES: Final = 16 * 1024**2
+"""How much is looked at at once: giving pages back costs every processor an interruption."""
+
+_MADV_POPULATE_READ: Final = 22  # linux/mman.h; Linux 5.14
+_MAP_FAILED: Final = ctypes.c_size_t(-1).value
+
+# By ctypes, which lets other threads run meanwhile; Python's own mmap does not.
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_size_t
+_libc.mmap.argtypes = (
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
+)  # fmt: skip
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class Window:
+    """A map of a whole file of which only what is looked at takes memory, file-backed."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._size = os.fstat(descriptor).st_size
+        self._address: int = _MAP_FAILED
+        if self._size:
+            self._address = _libc.mmap(
+                None, self._size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0
+            )
+            if self._address == _MAP_FAILED:
+                error = ctypes.get_errno()
+                raise OSError(error, os.strerror(error))
+
+    @contextmanager
+    def looking(self, offset: int, size: int) -> Iterator[memoryview]:
+        """Give the bytes at ``offset``, to be read only, for as long as the context lasts.
+
+        Raises:
+            EOFError: the file ends before.
+        """
+        if offset + size > self._size:
+            raise EOFError
+        start = self._address + offset - offset % mmap.PAGESIZE
+        length = self._address + offset + size - start
+        # All pages at once; an older kernel, which refuses, brings them as they are touched.
+        _libc.madvise(start, length, _MADV_POPULATE_READ)
+        try:
+            yield memoryview((ctypes.c_ubyte * size).from_address(self._address + offset))
+        finally:
+            # The whole map: the kernel may have brought neighbours, which lie in the same huge page.
+            _libc.madvise(self._address, self._size, mmap.MADV_DONTNEED)
+
+    def close(self) -> None:
+        """Take the map down: nothing may look at it any more."""
+        if self._address != _MAP_FAILED:
+            _libc.munmap(self._address, self._size)
+            self._address = _MAP_FAILED
