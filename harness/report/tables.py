@@ -7,7 +7,7 @@ caption. Reporters take data and an open file.
 import csv
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, TextIO
+from typing import Any, Final, Literal, TextIO, TypeVar
 
 import pandas as pd
 from rich import box
@@ -20,6 +20,8 @@ from harness.report import captions
 from harness.report.frame import known, series, varying
 from harness.report.markdown import escaped, plain, table_lines
 from harness.units import GIB
+
+T = TypeVar("T")
 
 # What spreadsheets take for a formula; some take the wide letters of East Asian fonts, too.
 _FORMULA_STARTS: Final = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20")
@@ -62,6 +64,9 @@ _OF_SAVES: Final = {
 # Figures under different values of these are not comparable: each gets a table of its own.
 _SECTIONS: Final = ("operation", "model", "device")
 _STYLES: Final = {outcome.value: "red" for outcome in Outcome} | {"ok": "green", "skipped": "dim"}
+# What tells cells of one strategy apart and explains itself: in a terminal it stands below the name.
+_BELOW_NAME: Final = frozenset(("format", "options"))
+_MOST_COLUMNS_APART: Final = 9  # more come close together, to leave the names room in 80 columns
 HEADINGS: Final = {"ram_limit_bytes": "RAM limit", "vram_limit_bytes": "GPU limit"}
 
 
@@ -80,8 +85,11 @@ def terminal_table(results: Sequence[Result]) -> RenderableType:
     """Return the summary for a terminal, with what happened to the cells that are not ok."""
     frame = series(results)
     parts: list[RenderableType] = []
-    for section in _sections(frame):
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
+    for section in map(_stacked, _sections(frame)):
+        apart = int(len(section.columns) <= _MOST_COLUMNS_APART)
+        table = Table(
+            box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, apart), collapse_padding=True
+        )
         if section.heading:
             parts.append(Text(section.heading, style="bold"))
         for index, (heading, unit) in enumerate(section.columns):
@@ -89,7 +97,7 @@ def terminal_table(results: Sequence[Result]) -> RenderableType:
             # Narrow headings, so that eight columns of numbers fit a terminal.
             label = Text("\n".join([*heading.split(), unit]) if unit else heading)
             side: Literal["left", "right"] = "left" if is_name else "right"
-            table.add_column(label, justify=side, overflow="fold")
+            table.add_column(label, justify=side, overflow="fold", no_wrap=not is_name)
         for row, ranges in zip(section.rows, section.ranges, strict=True):
             table.add_row(*(_styled(*pair) for pair in zip(row, ranges, strict=True)))
         parts.append(table)
@@ -203,6 +211,27 @@ def _section(heading: str, group: pd.DataFrame, names: list[str]) -> _Section:
         ranges.append([""] * len(titles) + [range_text(row, f) for f in figures])
     columns = [*titles, *((f.heading, f.unit) for f in figures)]
     return _Section(heading, columns, len(titles), rows, ranges)
+
+
+def _stacked(section: _Section) -> _Section:
+    """Return the section with what explains itself below the strategies' names, which leaves room."""
+    below = [at for at, (heading, _) in enumerate(section.columns) if heading in _BELOW_NAME]
+    rows = []
+    for row in section.rows:
+        said = [row[at] for at in below if row[at] not in ("-", row[0])]
+        rows.append(["\n".join([row[0], *said]), *_without(row[1:], below, 1)])
+    return replace(
+        section,
+        columns=_without(section.columns, below),
+        names=section.names - len(below),
+        rows=rows,
+        ranges=[_without(ranges, below) for ranges in section.ranges],
+    )
+
+
+def _without(row: Sequence[T], places: Sequence[int], first: int = 0) -> list[T]:
+    """Return a row whose places are counted from ``first``, less some of them."""
+    return [one for at, one in enumerate(row, first) if at not in places]
 
 
 def _markdown_lines(section: _Section) -> Iterator[str]:

@@ -4,15 +4,18 @@ import csv
 import io
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from factories import LIMIT, make_cell, make_result, make_skipped, mixed_run, notebook_run
 from rich.console import Console
 
+from harness import journal
 from harness.record import Outcome, Peaks, Result
 from harness.report.captions import size
 from harness.report.tables import terminal_table, write_markdown, write_summary
 
 GIB = 1024**3
+PUBLISHED = Path(__file__).parents[2] / "results" / "published"
 
 
 def terminal(results: Sequence[Result], width: int = 100) -> list[str]:
@@ -58,6 +61,47 @@ def test_the_terminal_table_of_a_run() -> None:
         "Sampled, so it may miss short spikes: anonymous.",
         "load: until the strategy returned; ready: until every byte was read through once.",
         "Not ok: the figures are what the cell had reached when last seen, not what it needs.",
+    ]
+
+
+def test_the_terminal_table_of_a_run_of_saves_in_80_columns() -> None:
+    """Ten columns of numbers: what tells ways of one strategy apart stands below its name."""
+    assert terminal(journal.read(PUBLISHED / "gpt2-large-saving").results, 80) == [
+        "",
+        "                                on         above",
+        "                               the  peak     the anonymous cgroup",
+        "                        save  disk   RSS   model (sampled)   peak written",
+        " strategy      outcome     s     s   GiB x model       GiB    GiB     GiB files",
+        " ──────────────────────────────────────────────────────────────────────────────",
+        " torch_save    ok      16.63 17.77 3.492    0.00     3.411  6.777   3.264     1",
+        " pt",
+        " torch_save    ok      13.39 14.51 3.492    0.00     3.411  6.780   3.264     1",
+        " pt",
+        " crc32=false",
+        " per_param     ok      14.03 15.33 3.492    0.00     3.411  6.788   3.265   618",
+        " per_module    ok      12.91 13.86 3.492    0.00     3.411  6.777   3.264    41",
+        " sharded       ok      10.73 11.77 3.492    0.00     3.411  6.779   3.264     5",
+        " max_shard_byt",
+        " es=1073741824",
+        " sharded       ok      11.77 12.84 3.493    0.00     3.411  6.784   3.264     5",
+        " sharded_pt",
+        " max_shard_byt",
+        " es=1073741824",
+        " safetensors   ok       8.70  9.67 3.492    0.00     3.411  6.777   3.264     1",
+        " dcp           ok      14.72 14.72 3.538    0.01     3.457  6.833   3.265     2",
+        "",
+        "saving · gpt2-large (3.264 GiB) · device cpu · no RAM limit · float32 · cold",
+        "page cache · isolation docker · x86_64 · Intel(R) Xeon(R) Processor · Linux",
+        "6.18.44-fc-v657 · cgroup v1 · torch 2.13.0+cpu",
+        "Exact, the kernel's own high-water marks: peak RSS, cgroup peak (includes page",
+        "cache).",
+        "Exact, computed: above the model = (peak RSS - RSS with the model loaded) / the",
+        "model's size.",
+        "Sampled, so it may miss short spikes: anonymous.",
+        "save: until the strategy returned; on the disk: until every file was synced",
+        "(fsync).",
+        "Not ok: the figures are what the cell had reached when last seen, not what it",
+        "needs.",
     ]
 
 
