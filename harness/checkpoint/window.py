@@ -1,6 +1,7 @@
 """Looking at what the page cache holds of a file where it lies there, without a copy of it."""
 
 import ctypes
+import errno
 import mmap
 import os
 from collections.abc import Iterator
@@ -41,6 +42,8 @@ class Window:
     def looking(self, offset: int, size: int) -> Iterator[memoryview]:
         """Give the bytes at ``offset``, to be read only, for as long as the context lasts.
 
+        Who cuts the file short meanwhile ends this process with SIGBUS, as with any map.
+
         Raises:
             EOFError: the file ends before.
         """
@@ -49,7 +52,8 @@ class Window:
         start = self._address + offset - offset % mmap.PAGESIZE
         length = self._address + offset + size - start
         # All pages at once; an older kernel, which refuses, brings them as they are touched.
-        _libc.madvise(start, length, _MADV_POPULATE_READ)
+        if _libc.madvise(start, length, _MADV_POPULATE_READ) and ctypes.get_errno() == errno.EFAULT:
+            raise EOFError  # it became shorter
         try:
             yield memoryview((ctypes.c_ubyte * size).from_address(self._address + offset))
         finally:

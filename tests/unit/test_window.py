@@ -69,3 +69,16 @@ def test_an_empty_file_has_nothing_to_look_at(tmp_path: Path) -> None:
         pass
     window.close()
     os.close(descriptor)
+
+
+def test_a_file_that_became_shorter_is_an_error_and_no_signal(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(CONTENT)
+    descriptor = os.open(tmp_path / "file", os.O_RDONLY)
+    window = Window(descriptor)
+    os.truncate(tmp_path / "file", 8192)
+    with pytest.raises(EOFError), window.looking(4096, 8192):
+        pass
+    with window.looking(0, 8192) as found:
+        assert bytes(found) == CONTENT[:8192]
+    window.close()
+    os.close(descriptor)
