@@ -2,7 +2,7 @@
 
 A float32 stretch is read to where its bfloat16 tensor will be: half of it fits, and once converted
 takes a quarter; half of the rest fits behind that, and so on. The disk writes into memory that is
-needed anyway, in reads as large as without a conversion, and no buffer is held.
+needed anyway, in reads as large as without a conversion; only the last MiB passes a buffer.
 """
 
 from typing import Final

@@ -70,7 +70,7 @@ def test_what_is_read_in_place_becomes_the_narrow_values(
 
 
 def test_all_reads_but_the_first_one_s_head_are_whole_pages_where_they_lie(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """Then the disk writes there by itself; with no more than the model's memory."""
     values = torch.randn(12 * 1024**2)
@@ -86,7 +86,9 @@ def test_all_reads_but_the_first_one_s_head_are_whole_pages_where_they_lie(
         def piece(self, file: Path, offset: int, size: int) -> memoryview:
             raise AssertionError("a buffer was used")
 
-    done = read_shrinking(Watched(), source, source.offset, target)
+    reader = Watched()
+    done = read_shrinking(reader, source, source.offset, target)
+    reader.close()
     assert torch.equal(target[:done], values[:done].bfloat16())
     assert reads[0][0] == 1000
     assert all(offset % ALIGNMENT == 0 for offset, _ in reads[1:])
