@@ -24,7 +24,7 @@ from rich.table import Table
 
 from harness import environment, page_cache, steady
 from harness.checkpoint import cache
-from harness.checkpoint.direct import PIECE_BYTES, PieceReader
+from harness.checkpoint.direct import DISK_THREADS, PIECE_BYTES, PieceReader
 from harness.checkpoint.durable import write_text
 from harness.errors import ConfigError, HarnessError
 from harness.text import one_line
@@ -36,7 +36,6 @@ FILE: Final = "calibration.json"
 _FILE_BYTES: Final = 512 * MIB
 _MEMORY_BYTES: Final = 512 * MIB
 _ROUNDS: Final = 3
-_THREADS: Final = 4  # as many as a streaming load takes
 _TORCH_TIMEOUT_S: Final = 300
 _TORCH: Final = """
 import json, sys, tempfile, time, torch
@@ -69,7 +68,7 @@ class Calibration:
 
     Attributes:
         read_bytes_per_s: one thread through the page cache, from a file that is not in it.
-        read_direct_bytes_per_s: four threads around the page cache, as ``streaming`` reads.
+        read_direct_bytes_per_s: eight threads around the page cache, as ``streaming`` reads.
         map_bytes_per_s: pages of a map, from a file that is not in the page cache.
         fault_bytes_per_s: writing to fresh memory, in pages of the usual size.
         copy_bytes_per_s: from memory to memory that were both used before.
@@ -147,7 +146,7 @@ def table(found: Calibration) -> Table:
 
 _WORDS: Final = {
     "read_bytes_per_s": "a cold file, by one thread through the page cache",
-    "read_direct_bytes_per_s": "a cold file, by four threads around the page cache",
+    "read_direct_bytes_per_s": "a cold file, by eight threads around the page cache",
     "map_bytes_per_s": "a cold file, as pages of a map",
     "fault_bytes_per_s": "writing to fresh memory",
     "copy_bytes_per_s": "from memory to memory",
@@ -203,13 +202,13 @@ def _read_direct(path: Path) -> None:
     def read(first: int) -> None:
         reader, target = PieceReader(), memoryview(bytearray(PIECE_BYTES))
         try:
-            for offset in range(first * PIECE_BYTES, _FILE_BYTES, _THREADS * PIECE_BYTES):
+            for offset in range(first * PIECE_BYTES, _FILE_BYTES, DISK_THREADS * PIECE_BYTES):
                 reader.read(path, target, offset)
         finally:
             reader.close()
 
-    with ThreadPoolExecutor(_THREADS) as pool:
-        list(pool.map(read, range(_THREADS)))
+    with ThreadPoolExecutor(DISK_THREADS) as pool:
+        list(pool.map(read, range(DISK_THREADS)))
 
 
 def _read_mapped(path: Path) -> None:

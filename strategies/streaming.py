@@ -3,13 +3,12 @@
 Expected peak: one copy of the weights, and a few MiB for each thread. No state dict ever exists, and
 what is read past the page cache leaves no pages there. Converts the dtype on the way.
 
-Options: threads (4), granularity ("all", "module" or "tensor").
+Options: threads (4 at what is cached, else 8), granularity ("all", "module" or "tensor").
 """
 
 import torch
 
 from harness.checkpoint.streaming import load_streaming
-from harness.models.building import without_weights
 from harness.strategy import Load
 
 FORMATS = (
@@ -19,8 +18,7 @@ DEVICES = ("cpu", "cuda")
 
 
 def load(job: Load) -> torch.nn.Module:
-    with job.phase("build"), without_weights():
-        model = job.build_model()  # non-persistent buffers have their values already
-    with job.phase("read"):
-        load_streaming(model, job.checkpoint, device=job.device, dtype=job.dtype, **job.options)
-    return model
+    with job.phase("read"):  # builds, too: the largest tensor is read meanwhile
+        return load_streaming(
+            job.build_model, job.checkpoint, device=job.device, dtype=job.dtype, **job.options
+        )

@@ -33,15 +33,16 @@ class Blocks:
         for one in self.slices:
             yield one.name, self.memory.view(one.shape)
 
-    def pieces(self) -> Iterator[Piece]:
-        """Yield the reads to make, block after block."""
+    def pieces(self, most_bytes: int) -> Iterator[Piece]:
+        """Yield the reads to make, block after block, none into more memory than that."""
         whole = self.memory.view(self.slices[0].shape)
         for part in self.slices[0].parts:
             place = tuple(
                 slice(at, at + size) for at, size in zip(part.start, part.where.shape, strict=True)
             )
             order = _file_order(part.where)
-            yield from _cut(part.where, part.where.offset, whole[place].permute(order))
+            target = whole[place].permute(order)
+            yield from _cut(part.where, part.where.offset, target, most_bytes)
 
 
 def prepare(
@@ -79,10 +80,12 @@ def _file_order(where: TensorSlice) -> list[int]:
     return order
 
 
-def _cut(source: TensorSlice, offset: int, target: torch.Tensor) -> Iterator[Piece]:
+def _cut(
+    source: TensorSlice, offset: int, target: torch.Tensor, most_bytes: int
+) -> Iterator[Piece]:
     """Yield the reads that fill ``target`` from one stretch of the file, which begins at ``offset``."""
     if target.is_contiguous():
-        yield from cut(source, offset, target)
+        yield from cut(source, offset, target, most_bytes)
         return
     row_bytes = target[0].numel() * source.dtype.itemsize
     rows = PIECE_BYTES // max(row_bytes, target[0].nbytes)
@@ -91,4 +94,4 @@ def _cut(source: TensorSlice, offset: int, target: torch.Tensor) -> Iterator[Pie
         if rows:
             yield Piece(source, at, target[first : first + rows])
         else:
-            yield from _cut(source, at, target[first])
+            yield from _cut(source, at, target[first], most_bytes)

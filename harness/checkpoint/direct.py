@@ -18,8 +18,12 @@ from typing import Final
 from harness.checkpoint.window import Window
 from harness.page_cache import is_cached
 
-PIECE_BYTES: Final = 2 * 1024**2
-"""How much a disk is asked for at once: enough for it, small enough for a processor's cache."""
+PIECE_BYTES: Final = 1024**2
+"""How much passes a buffer at once: enough for a disk, small enough for a processor's cache."""
+
+DISK_THREADS: Final = 8
+"""How many threads read what is not cached: while some convert, or wait for a few bytes, others keep
+the disk busy."""
 
 ALIGNMENT: Final = 4096  # of O_DIRECT: 512 would do on most disks, 4096 on all
 BUFFER_BYTES: Final = PIECE_BYTES + 2 * ALIGNMENT
@@ -117,16 +121,17 @@ class PieceReader:
             self._file = file
 
     def _read_through_cache(self, target: memoryview, offset: int) -> None:
-        """Read what is cached, or what cannot be read otherwise; the latter is dropped again."""
+        """Read what is cached, or what cannot be read otherwise; the latter is dropped piece by piece."""
         was_cached = self._direct >= 0 or is_cached(self._buffered, offset, len(target))
+        most = len(target) if was_cached else PIECE_BYTES
         done = 0
         while done < len(target):
-            read = os.preadv(self._buffered, [target[done:]], offset + done)
+            read = os.preadv(self._buffered, [target[done : done + most]], offset + done)
             if read == 0:
                 raise self._ended(offset + len(target))
+            if not was_cached:
+                os.posix_fadvise(self._buffered, offset + done, read, os.POSIX_FADV_DONTNEED)
             done += read
-        if not was_cached:
-            os.posix_fadvise(self._buffered, offset, len(target), os.POSIX_FADV_DONTNEED)
 
     def _read_straight(self, target: memoryview, offset: int) -> bool:
         """Read into the aligned target itself; False where it is cached, or the disk refuses."""

@@ -3,21 +3,24 @@
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 import torch
 
-from harness.checkpoint.direct import BUFFER_BYTES, PIECE_BYTES, PieceReader
+from harness.checkpoint.direct import BUFFER_BYTES, DISK_THREADS, PIECE_BYTES, PieceReader
 from harness.checkpoint.layouts.base import TensorSlice
 from harness.checkpoint.memory import HUGE_PAGE_BYTES, allocate, memory_of
 from harness.checkpoint.shrinking import read_shrinking, shrinks
 from harness.checkpoint.window import WINDOW_BYTES
 
-DEFAULT_THREADS: Final = 4  # more than the cores of a small machine: while some wait, others copy
+READ_BYTES: Final = 16 * HUGE_PAGE_BYTES
+"""How much a thread reads at once where nothing is converted: it takes the lock seldom."""
 
-_READ_BYTES: Final = 8 * HUGE_PAGE_BYTES  # by a thread at once: it takes the lock seldom
+_CACHE_THREADS: Final = (
+    4  # more than the cores of a small machine, for what is not cached after all
+)
 
 
 class Fillable(Protocol):
@@ -37,8 +40,8 @@ class Fillable(Protocol):
         """Yield each name with its tensor over the memory."""
         ...
 
-    def pieces(self) -> Iterator["Piece"]:
-        """Yield the reads to make."""
+    def pieces(self, most_bytes: int) -> Iterator["Piece"]:
+        """Yield the reads to make, none into more memory than that."""
         ...
 
 
@@ -59,9 +62,9 @@ class Stretch:
             at = (one.offset - self.start) // one.dtype.itemsize
             yield one.name, self.memory.as_strided(one.shape, one.stride, at)
 
-    def pieces(self) -> Iterator["Piece"]:
-        """Yield the reads to make."""
-        yield from cut(self.slices[0], self.start, self.memory)
+    def pieces(self, most_bytes: int) -> Iterator["Piece"]:
+        """Yield the reads to make, none into more memory than that."""
+        yield from cut(self.slices[0], self.start, self.memory, most_bytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,14 +90,14 @@ class Piece:
             yield Piece(self.source, self.offset + number * count * size, part)
 
 
-def cut(source: TensorSlice, offset: int, target: torch.Tensor) -> Iterator[Piece]:
+def cut(source: TensorSlice, offset: int, target: torch.Tensor, most_bytes: int) -> Iterator[Piece]:
     """Yield the reads that fill a contiguous ``target`` with what lies at ``offset``.
 
     They are cut where its huge pages are: two threads that touch one at once would both clear it.
     On a GPU none outgrows a pinned buffer.
     """
     flat, size, start = target.view(-1), target.dtype.itemsize, target.data_ptr()
-    most = PIECE_BYTES if target.is_cuda else _READ_BYTES
+    most = min(PIECE_BYTES, most_bytes) if target.is_cuda else most_bytes
     page = min(HUGE_PAGE_BYTES, most)
     first = 0
     while first < len(flat):
@@ -112,14 +115,14 @@ def prepare(
 ) -> Stretch:
     """Return the stretch that holds ``slices``, which share a storage, with memory to fill.
 
-    That is the target's own memory where it is a plain tensor of the right kind, else fresh.
+    That is the target's own memory where there is one, a plain tensor of the right kind; else fresh.
     """
     first = slices[0]
     start = min(one.offset for one in slices)
     end = max(one.offset + _extent_bytes(one) for one in slices)
     kind = dtype if dtype and first.dtype.is_floating_point else first.dtype
-    own = targets[first.name]
-    if is_ready(own, device, kind) and _is_plain(slices):
+    own = targets.get(first.name)
+    if own is not None and is_ready(own, device, kind) and _is_plain(slices):
         memory = own.detach().view(-1)
     else:
         numel = (end - start) // first.dtype.itemsize
@@ -132,9 +135,24 @@ def is_ready(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> 
     return (tensor.device, tensor.dtype) == (device, dtype) and tensor.is_contiguous()
 
 
-def fill(stretches: Iterable[Fillable], threads: int) -> None:
-    """Read all stretches into their memory, on so many threads; the first error ends them all."""
-    pieces = (piece for stretch in stretches for piece in stretch.pieces())
+def fill(stretches: Sequence[Fillable], threads: int | None) -> None:
+    """Read all stretches into their memory; the first error ends it.
+
+    Args:
+        threads: how many read; None: as many as suit what is cached.
+    """
+    with being_filled(stretches, threads or _threads_for(stretches), READ_BYTES):
+        pass
+
+
+@contextmanager
+def being_filled(stretches: Iterable[Fillable], threads: int, most_bytes: int) -> Iterator[None]:
+    """Read all stretches into their memory while the block runs, on so many threads.
+
+    The first error, here or in the block, ends it. Whoever runs Python meanwhile is held up by each
+    read for a moment, and each read by him: for a block that does, let the reads be few and large.
+    """
+    pieces = (piece for stretch in stretches for piece in stretch.pieces(most_bytes))
     lock, failed = threading.Lock(), threading.Event()
 
     def work() -> None:
@@ -151,13 +169,30 @@ def fill(stretches: Iterable[Fillable], threads: int) -> None:
                     raise
 
     with ThreadPoolExecutor(threads) as pool:
-        for future in [pool.submit(work) for _ in range(threads)]:
+        futures = [pool.submit(work) for _ in range(threads)]
+        try:
+            yield
+        except BaseException:
+            failed.set()
+            raise
+        for future in futures:
             future.result()
 
 
-def buffer_bytes(threads: int, *, gpu: bool) -> int:
+def _threads_for(stretches: Sequence[Fillable]) -> int:
+    """Return how many threads suit: what is cached is copied best by few, a disk kept busy by more."""
+    largest = max(stretches, key=lambda one: one.memory.nbytes, default=None)
+    first = next(largest.pieces(READ_BYTES), None) if largest else None
+    if first is None:
+        return 1
+    with closing(PieceReader()) as reader:
+        cached = reader.is_cached(first.source.file, first.offset, first.source_bytes)
+    return _CACHE_THREADS if cached else DISK_THREADS
+
+
+def buffer_bytes(threads: int | None, *, gpu: bool) -> int:
     """Return the most memory that ``fill`` holds beside the stretches, in bytes: of all threads."""
-    return threads * (BUFFER_BYTES + (2 * PIECE_BYTES if gpu else 0))
+    return (threads or DISK_THREADS) * (BUFFER_BYTES + (2 * PIECE_BYTES if gpu else 0))
 
 
 class _Reader:

@@ -7,36 +7,40 @@ two pinned ones. Peak: the model, and a few MiB for each thread.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
 import torch
 
 from harness.checkpoint import blocks, filling, layouts
-from harness.checkpoint.filling import DEFAULT_THREADS, Fillable, fill
+from harness.checkpoint.filling import READ_BYTES, Fillable, being_filled, fill
 from harness.checkpoint.layouts.base import TensorSlice
 from harness.checkpoint.layouts.head import plain
+from harness.checkpoint.memory import HUGE_PAGE_BYTES
 from harness.errors import CheckpointError
+from harness.models.building import without_weights
 
 Granularity = Literal["all", "module", "tensor"]
 
+_AHEAD_THREADS: Final = 2  # that read while a model is built: no more, for it is built by others
 _SHOWN: Final = 3
 
 
 def load_streaming(
-    model: torch.nn.Module,
+    model: torch.nn.Module | Callable[[], torch.nn.Module],
     checkpoint: Path | str,
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
-    threads: int = DEFAULT_THREADS,
+    threads: int | None = None,
     granularity: Granularity = "all",
 ) -> torch.nn.Module:
     """Fill ``model`` from a checkpoint of any layout that ``weighin inspect`` reads; return it.
 
-    Build it with ``without_weights()`` or on the meta device. A tensor that has memory of the right
-    device and dtype already is filled where it is, any other is replaced. Parameters keep
+    Give a function that builds it: it is called without weights, and meanwhile the largest tensor
+    is read. Or a model: then a tensor that has memory of the right device and dtype already is filled
+    where it is, any other is replaced. Parameters keep
     ``requires_grad`` and stay tied; storages that tensors of the checkpoint share are read once
     and stay shared, and blocks that several ranks saved are put together. Non-persistent buffers
     are in no checkpoint: they keep their values, and only go to the device and dtype; on the meta
@@ -44,23 +48,55 @@ def load_streaming(
 
     Args:
         dtype: of all floating-point tensors; None keeps the checkpoint's own.
+        threads: how many read; None: 4 what is cached, 8 what is not.
         granularity: whether reading one tensor, or one module, ends before the next begins.
 
     Raises:
         CheckpointError: unreadable, or not this model's: missing or unexpected keys, other shapes.
     """
     _, slices = layouts.read(Path(checkpoint))
+    groups, device = _by_storage(slices), torch.device(device)
+    ahead: list[Fillable] = []
+    if not isinstance(model, torch.nn.Module):
+        ahead = _to_read_ahead(groups, device, dtype) if granularity == "all" else []
+        model = _build(model, ahead)
     targets = model.state_dict(keep_vars=True)
     _check_fits(Path(checkpoint), slices, targets)
-    device = torch.device(device)
     replaced: dict[int, torch.nn.Parameter] = {}
-    for batch in _batches(_by_storage(slices), granularity):
-        stretches = [_prepare(group, targets, device, dtype) for group in batch]
+    read = {id(one.slices[0]) for one in ahead}
+    for batch in _batches(groups, granularity):
+        rest = [group for group in batch if id(group[0]) not in read]
+        stretches = [_prepare(group, targets, device, dtype) for group in rest]
         fill(stretches, threads)
-        for name, tensor in itertools.chain.from_iterable(one.views() for one in stretches):
-            _assign(model, name, targets[name], tensor, replaced)
+        for one in (*ahead, *stretches):
+            for name, tensor in one.views():
+                _assign(model, name, targets[name], tensor, replaced)
     _move_other_buffers(model, targets, device, dtype)
     return model
+
+
+def _to_read_ahead(
+    groups: Sequence[Sequence[TensorSlice]], device: torch.device, dtype: torch.dtype | None
+) -> list[Fillable]:
+    """Return the largest stretch, with fresh memory, if reading it takes no Python on the way."""
+    whole = [group for group in groups if not group[0].parts]
+    group = max(whole, key=lambda group: group[0].nbytes, default=None)
+    if group is None or group[0].nbytes < READ_BYTES or device.type != "cpu":
+        return []
+    converted = dtype is not None and dtype != group[0].dtype and group[0].dtype.is_floating_point
+    return [] if converted else [filling.prepare(group, {}, device, dtype)]
+
+
+def _build(build: Callable[[], torch.nn.Module], ahead: Sequence[Fillable]) -> torch.nn.Module:
+    """Build the model without weights, and have ``ahead`` filled by then.
+
+    A disk would have nothing to do meanwhile. Each thread makes one read: while many are made, they
+    and the constructor wait for each other.
+    """
+    largest = max((one.memory.nbytes for one in ahead), default=0)
+    most_bytes = largest // _AHEAD_THREADS + HUGE_PAGE_BYTES
+    with being_filled(ahead, _AHEAD_THREADS, most_bytes), without_weights():
+        return build()
 
 
 def _prepare(

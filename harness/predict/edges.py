@@ -85,7 +85,7 @@ def _streaming(ledger: Ledger) -> Any:
     """``load_streaming``: threads that read into memory which was allocated before."""
     from harness.checkpoint import filling, streaming
 
-    def fill(stretches: Iterable[filling.Fillable], threads: int) -> None:
+    def fill(stretches: Iterable[filling.Fillable], threads: int | None) -> None:
         with ledger.holding(filling.buffer_bytes(threads, gpu=ledger.cuda is not None)):
             for one in stretches:
                 memory, fresh = one.memory, ledger.work["fresh_bytes"]
@@ -94,7 +94,14 @@ def _streaming(ledger: Ledger) -> Any:
                 ledger.work["written_bytes"] += memory.nbytes
                 ledger.work["read_direct_bytes"] += memory.numel() * one.slices[0].dtype.itemsize
 
-    return patch.object(streaming, "fill", fill)
+    @contextmanager
+    def being_filled(
+        stretches: Iterable[filling.Fillable], threads: int, _most_bytes: int
+    ) -> Iterator[None]:
+        fill(stretches, threads)
+        yield
+
+    return patch.multiple(streaming, fill=fill, being_filled=being_filled)
 
 
 def _trim(ledger: Ledger) -> Any:

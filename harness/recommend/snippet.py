@@ -184,7 +184,7 @@ class _Plain(ast.NodeTransformer):
         return node
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        for name in ("checkpoint", "device", "dtype"):
+        for name in ("checkpoint", "device", "dtype", "build_model"):
             if self._is_attribute(node, name):
                 return ast.Name(name, node.ctx)
         return self.generic_visit(node)

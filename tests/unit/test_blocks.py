@@ -136,7 +136,7 @@ def test_blocks_become_the_tensor_that_they_tile(
     path = write(tmp_path / "split", right, CUTS[name])
     assert all(len(one.parts) > 1 for one in dcp.read(path) if len(one.shape) > 1)
     monkeypatch.setattr(filling, "PIECE_BYTES", most)
-    monkeypatch.setattr(filling, "_READ_BYTES", most)
+    monkeypatch.setattr(filling, "READ_BYTES", most)
     monkeypatch.setattr(blocks, "PIECE_BYTES", most)
     found = load_streaming(blank(), path).state_dict()
     for key, tensor in right.items():
@@ -235,9 +235,9 @@ def test_no_piece_and_nothing_that_it_becomes_outgrows_a_buffer(
     parts = tuple(Part((0, at), replace(where, shape=(numel, 1), stride=(1, 1))) for at in (0, 1))
     split = replace(where, shape=(numel, 2), stride=(2, 1), parts=parts)
     for one in (stretch, blocks.Blocks((split,), tall)):
-        pieces = list(one.pieces())
+        pieces = list(one.pieces(filling.READ_BYTES))
         assert sum(p.target.numel() for p in pieces) == one.memory.numel()
-        assert all(p.target.nbytes <= filling._READ_BYTES for p in pieces)
+        assert all(p.target.nbytes <= filling.READ_BYTES for p in pieces)
         for piece in pieces:
             buffered = list(piece.parts(PIECE_BYTES))
             assert all(part.source_bytes <= PIECE_BYTES for part in buffered)
@@ -257,12 +257,12 @@ def test_memory_begins_where_its_stretch_begins_in_a_page_of_the_file(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_huge_page_is_filled_by_two_pieces(dtype: torch.dtype) -> None:
     """Each of two threads would clear it."""
-    numel = 5 * filling._READ_BYTES // 4
+    numel = 5 * filling.READ_BYTES // 4
     where = TensorSlice("w", (numel,), (1,), "float32", Path("f"), 66, 66, 4 * numel)
     memory = allocate(numel, dtype, torch.device("cpu"))
-    pieces = list(filling.Stretch((where,), 66, memory).pieces())
+    pieces = list(filling.Stretch((where,), 66, memory).pieces(filling.READ_BYTES))
     assert [p.target.data_ptr() % (2 * MIB) for p in pieces] == [0] * len(pieces)
-    assert 1 < len(pieces) <= 1 + -(-memory.nbytes // filling._READ_BYTES)
+    assert 1 < len(pieces) <= 1 + -(-memory.nbytes // filling.READ_BYTES)
     assert [p.offset - 66 for p in pieces] == [
         (p.target.data_ptr() - memory.data_ptr()) // dtype.itemsize * 4 for p in pieces
     ]

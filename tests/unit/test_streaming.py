@@ -1,12 +1,14 @@
 """Streaming: the right model from every layout, in every dtype, with what shares memory still shared."""
 
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from harness import page_cache
-from harness.checkpoint import layouts
+from harness.checkpoint import filling, layouts
 from harness.checkpoint.layouts.base import TensorPlan
 from harness.checkpoint.piecewise import pieces_of
 from harness.checkpoint.streaming import Granularity, load_streaming
@@ -62,6 +64,92 @@ def test_every_layout_gives_the_right_model(fmt: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_it_converts_on_the_way(dtype: torch.dtype, tmp_path: Path) -> None:
     assert_right(load_streaming(blank(), saved(tmp_path), dtype=dtype), dtype)
+
+
+@pytest.mark.parametrize("fmt", layouts.NAMES)
+def test_a_function_that_builds_the_model_is_called_without_weights(
+    fmt: str, tmp_path: Path
+) -> None:
+    assert_right(load_streaming(lambda: tied(**KWARGS), saved(tmp_path, fmt)))
+
+
+class Two(torch.nn.Module):
+    """The larger weight is large enough to be read while the model is built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small = torch.nn.Linear(2500, 3)
+        self.large = torch.nn.Linear(2500, 4001, bias=False)
+        self.again = self.large
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Two, Path]:
+    torch.manual_seed(0)
+    right, path = Two(), tmp_path_factory.mktemp("two") / "two.pt"
+    torch.save(right.state_dict(), path)
+    return right, path
+
+
+@pytest.mark.parametrize("cold", [True, False], ids=["cold", "cached"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("granularity", ["all", "module", "tensor"])
+def test_a_large_tensor_is_right_whether_it_is_read_while_the_model_is_built_or_not(
+    two: tuple[Two, Path], granularity: Granularity, dtype: torch.dtype | None, cold: bool
+) -> None:
+    right, path = two
+    if cold:
+        assert page_cache.drop([path]) == 0
+    found = load_streaming(Two, path, dtype=dtype, granularity=granularity)
+    for name, tensor in right.state_dict().items():
+        assert torch.equal(found.state_dict()[name], tensor.to(dtype or tensor.dtype)), name
+    assert found.get_submodule("again").weight is found.get_submodule("large").weight
+
+
+def test_what_a_builder_raises_comes_through(two: tuple[Two, Path]) -> None:
+    def build() -> torch.nn.Module:
+        raise KeyError("n_heads")
+
+    with pytest.raises(KeyError, match="n_heads"):
+        load_streaming(build, two[1])
+    assert threading.active_count() == 1
+
+
+def test_a_file_that_ends_early_is_an_error_while_the_model_is_built(
+    two: tuple[Two, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, path = two
+    _, slices = layouts.read(path)
+    short = tmp_path / "short.pt"
+    short.write_bytes(path.read_bytes()[: 20 * 1024**2])
+    elsewhere = [replace(one, file=short) for one in slices]
+    monkeypatch.setattr(layouts, "read", lambda _: (None, elsewhere))
+    with pytest.raises(EOFError, match=r"short\.pt ends before byte"):
+        load_streaming(Two, short)
+
+
+def test_the_model_of_another_checkpoint_is_refused_after_it_was_built(
+    two: tuple[Two, Path],
+) -> None:
+    with pytest.raises(CheckpointError, match=r"2 missing \(bias, weight\)"):
+        load_streaming(lambda: torch.nn.Linear(2500, 4001), two[1])
+
+
+@pytest.mark.parametrize(("cold", "threads"), [(True, 8), (False, 4)])
+def test_a_disk_is_read_by_more_threads_than_the_cache(
+    two: tuple[Two, Path], cold: bool, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+    being_filled = filling.being_filled
+    monkeypatch.setattr(
+        filling, "being_filled", lambda *given: started.append(given[1]) or being_filled(*given)
+    )
+    two[1].read_bytes()
+    if cold:
+        assert page_cache.drop([two[1]]) == 0
+    with without_weights():
+        load_streaming(Two(), two[1])
+    assert started == [threads]
 
 
 @pytest.mark.parametrize("cold", [True, False], ids=["cold", "cached"])
