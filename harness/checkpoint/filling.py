@@ -182,12 +182,16 @@ def being_filled(stretches: Iterable[Fillable], threads: int, most_bytes: int) -
 def _threads_for(stretches: Sequence[Fillable]) -> int:
     """Return how many threads suit: what is cached is copied best by few, a disk kept busy by more."""
     largest = max(stretches, key=lambda one: one.memory.nbytes, default=None)
-    first = next(largest.pieces(READ_BYTES), None) if largest else None
+    return DISK_THREADS if largest and not begins_cached(largest) else _CACHE_THREADS
+
+
+def begins_cached(stretch: Fillable) -> bool:
+    """Tell whether the page cache holds what would be read first."""
+    first = next(stretch.pieces(READ_BYTES), None)
     if first is None:
-        return 1
+        return True
     with closing(PieceReader()) as reader:
-        cached = reader.is_cached(first.source.file, first.offset, first.source_bytes)
-    return _CACHE_THREADS if cached else DISK_THREADS
+        return reader.is_cached(first.source.file, first.offset, first.source_bytes)
 
 
 def buffer_bytes(threads: int | None, *, gpu: bool) -> int:

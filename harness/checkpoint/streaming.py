@@ -14,7 +14,7 @@ from typing import Final, Literal
 import torch
 
 from harness.checkpoint import blocks, filling, layouts
-from harness.checkpoint.filling import READ_BYTES, Fillable, being_filled, fill
+from harness.checkpoint.filling import READ_BYTES, Fillable, begins_cached, being_filled, fill
 from harness.checkpoint.layouts.base import TensorSlice
 from harness.checkpoint.layouts.head import plain
 from harness.checkpoint.memory import HUGE_PAGE_BYTES
@@ -40,11 +40,10 @@ def load_streaming(
 
     Give a function that builds it: it is called without weights, and meanwhile the largest tensor
     is read. Or a model: then a tensor that has memory of the right device and dtype already is filled
-    where it is, any other is replaced. Parameters keep
-    ``requires_grad`` and stay tied; storages that tensors of the checkpoint share are read once
-    and stay shared, and blocks that several ranks saved are put together. Non-persistent buffers
-    are in no checkpoint: they keep their values, and only go to the device and dtype; on the meta
-    device they have none to keep.
+    where it is, any other is replaced. Parameters keep ``requires_grad`` and stay tied; storages that
+    tensors of the checkpoint share are read once and stay shared, and blocks that several ranks
+    saved are put together. Non-persistent buffers are in no checkpoint: they keep their values, and
+    only go to the device and dtype; on the meta device they have none to keep.
 
     Args:
         dtype: of all floating-point tensors; None keeps the checkpoint's own.
@@ -59,7 +58,7 @@ def load_streaming(
     ahead: list[Fillable] = []
     if not isinstance(model, torch.nn.Module):
         ahead = _to_read_ahead(groups, device, dtype) if granularity == "all" else []
-        model = _build(model, ahead)
+        model = _build(model, ahead, min(threads or _AHEAD_THREADS, _AHEAD_THREADS))
     targets = model.state_dict(keep_vars=True)
     _check_fits(Path(checkpoint), slices, targets)
     replaced: dict[int, torch.nn.Parameter] = {}
@@ -78,24 +77,29 @@ def load_streaming(
 def _to_read_ahead(
     groups: Sequence[Sequence[TensorSlice]], device: torch.device, dtype: torch.dtype | None
 ) -> list[Fillable]:
-    """Return the largest stretch, with fresh memory, if reading it takes no Python on the way."""
+    """Return the largest stretch, with fresh memory, if reading it takes little Python.
+
+    What is cached is converted in many small steps, for which the constructor would have to wait.
+    """
     whole = [group for group in groups if not group[0].parts]
     group = max(whole, key=lambda group: group[0].nbytes, default=None)
     if group is None or group[0].nbytes < READ_BYTES or device.type != "cpu":
         return []
-    converted = dtype is not None and dtype != group[0].dtype and group[0].dtype.is_floating_point
-    return [] if converted else [filling.prepare(group, {}, device, dtype)]
+    largest = filling.prepare(group, {}, device, dtype)
+    converted = largest.memory.dtype != group[0].dtype
+    return [] if converted and begins_cached(largest) else [largest]
 
 
-def _build(build: Callable[[], torch.nn.Module], ahead: Sequence[Fillable]) -> torch.nn.Module:
+def _build(
+    build: Callable[[], torch.nn.Module], ahead: Sequence[Fillable], threads: int
+) -> torch.nn.Module:
     """Build the model without weights, and have ``ahead`` filled by then.
 
-    A disk would have nothing to do meanwhile. Each thread makes one read: while many are made, they
-    and the constructor wait for each other.
+    A disk would have nothing to do meanwhile. Each thread makes one read, which no thread has to
+    wait for: many small ones and the constructor would wait for each other.
     """
     largest = max((one.memory.nbytes for one in ahead), default=0)
-    most_bytes = largest // _AHEAD_THREADS + HUGE_PAGE_BYTES
-    with being_filled(ahead, _AHEAD_THREADS, most_bytes), without_weights():
+    with being_filled(ahead, threads, largest // threads + HUGE_PAGE_BYTES), without_weights():
         return build()
 
 
