@@ -1,9 +1,8 @@
 """A model of glibc's malloc for large blocks: which lie in the heap, and which pages stay there.
 
-After malloc/malloc.c of glibc 2.36 with its default settings. Small blocks are left out: they are
-taken to sit in the rests beside large ones, so that a hole between two blocks in use takes no
-block of its own size again. Asking the C library itself was tried: where one small block
-happens to lie then changes a prediction by as much as all temporaries of a load.
+After malloc/malloc.c of glibc 2.36 with its default settings. Small blocks are left out. Mostly they
+sit in the rests beside large ones, so that a hole between two blocks in use takes no block of its
+own size again; in some processes they lie elsewhere, and it does. Both are modelled, each throughout.
 """
 
 from bisect import bisect_left, insort
@@ -39,10 +38,15 @@ class Chunk:
 
 
 class Heap:
-    """Chunks of one process; ``pages`` are those of the heap that were written, in model addresses."""
+    """Chunks of one process; ``pages`` are those of the heap that were written, in model addresses.
 
-    def __init__(self) -> None:
+    Args:
+        reuses: whether a hole takes a block of its own size again.
+    """
+
+    def __init__(self, *, reuses: bool = False) -> None:
         self.pages = HeapPages()
+        self._added_bytes = _ALIGNING_BYTES if reuses else _HEAD_BYTES
         self._threshold = _FIRST_THRESHOLD_BYTES
         self._trim_threshold = _FIRST_THRESHOLD_BYTES
         self._top = 0
@@ -56,8 +60,8 @@ class Heap:
             return Chunk(0, nbytes, in_heap=False)
         at = bisect_left(self._holes, (wanted, -1), key=lambda item: item[0])
         if at < len(self._holes):
-            return self._from_hole(self._holes.pop(at)[1], nbytes + _HEAD_BYTES)
-        chunk = Chunk(self._top, nbytes + _HEAD_BYTES, in_heap=True, before=self._last)
+            return self._from_hole(self._holes.pop(at)[1], nbytes + self._added_bytes)
+        chunk = Chunk(self._top, nbytes + self._added_bytes, in_heap=True, before=self._last)
         if self._last:
             self._last.after = chunk
         self._last = chunk

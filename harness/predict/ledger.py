@@ -40,6 +40,7 @@ class Block:
     """One storage.
 
     Attributes:
+        chunks: where it lies in each of the ledger's heaps.
         real: whether the process itself holds it, because what is written is written for real.
         known: whether its values are those that a real run would have.
     """
@@ -47,7 +48,7 @@ class Block:
     place: Place
     address: int
     nbytes: int
-    chunk: Chunk | None = None
+    chunks: tuple[Chunk, ...] = ()
     real: bool = False
     known: bool = True
     pages: Extents = field(default_factory=Extents)
@@ -79,6 +80,7 @@ class Ledger:
 
     Attributes:
         work: what costs time, by the names of ``Work``.
+        least_anon_bytes: the peak in a process whose heap takes every hole again: the lowest there is.
         other_anon_bytes: of this process's own growth, what only the symbolic run needs.
     """
 
@@ -88,6 +90,7 @@ class Ledger:
         self.other_anon_bytes = 0
         self.pinned_bytes = 0
         self.peak_anon_bytes = 0
+        self.least_anon_bytes = 0
         self.peak_tensor_bytes = 0
         self.peak_file_bytes = 0
         self.copies: dict[str, int] = {}
@@ -96,7 +99,7 @@ class Ledger:
         # A chain, and no dict: the tables of dicts that come and go would pin the heap's top.
         self._last: Block | None = None
         self._files: list[MappedFile] = []
-        self._heap = Heap()
+        self._heap, self._tight_heap = self._heaps = Heap(), Heap(reuses=True)
         self._free_pinned: Counter[int] = Counter()
         self._mapped_anon_bytes = 0
         self._phase_peaks = (0, 0)
@@ -138,7 +141,7 @@ class Ledger:
         elif place == "pinned":
             self._pin(nbytes)
         elif place == "host" and allocated and not block.real:
-            block.chunk = self._heap.malloc(nbytes)
+            block.chunks = tuple(heap.malloc(nbytes) for heap in self._heaps)
         block.storage = _StorageRef(storage, self._freed)
         block.storage.block = block
         block.before, self._last = self._last, block
@@ -172,8 +175,8 @@ class Ledger:
         if block.place == "pinned":
             self._free_pinned[_pinned_size(block.nbytes)] += 1
             return
-        if block.chunk:
-            self._heap.free(block.chunk)
+        for heap, chunk in zip(self._heaps, block.chunks, strict=False):
+            heap.free(chunk)
         self._mapped_anon_bytes -= block.pages.nbytes  # what is in the heap may stay there
 
     # -- memory that is touched
@@ -186,9 +189,12 @@ class Ledger:
             ctypes.memset(tensor.data_ptr(), 0, _extent(tensor)[1])
         elif block.place == "host":
             start, length = _extent(tensor)
-            if block.chunk and block.chunk.in_heap:
-                at = start - block.address + block.chunk.address
-                self.work["fresh_bytes"] += self._heap.pages.add(at, length)
+            if block.chunks and block.chunks[0].in_heap:
+                fresh, _ = (
+                    heap.pages.add(start - block.address + chunk.address, length)
+                    for heap, chunk in zip(self._heaps, block.chunks, strict=True)
+                )
+                self.work["fresh_bytes"] += fresh
             else:
                 self._touch(block, start, length)
         elif block.place == "file":  # a private map: what is written becomes anonymous
@@ -221,7 +227,8 @@ class Ledger:
 
     def trimmed(self) -> None:
         """Tell that ``malloc_trim`` gave back all free pages of the heap."""
-        self._heap.trim()
+        for heap in self._heaps:
+            heap.trim()
 
     def reserve(self, nbytes: int) -> torch.UntypedStorage:
         """Return a storage with addresses and no memory, which the machine need not have."""
@@ -269,6 +276,8 @@ class Ledger:
     def update(self) -> None:
         """Take the sums of now into the peaks."""
         anon, file = self.anon_bytes, self.file_bytes
+        least = anon - self._heap.pages.nbytes + self._tight_heap.pages.nbytes
+        self.least_anon_bytes = max(self.least_anon_bytes, least)
         self.peak_anon_bytes = max(self.peak_anon_bytes, anon)
         self.peak_tensor_bytes = max(self.peak_tensor_bytes, self.tensor_bytes)
         self.peak_file_bytes = max(self.peak_file_bytes, file)

@@ -32,6 +32,7 @@ class Run:
     model_bytes: int
     baseline_anon_bytes: int
     host_anon_peak_bytes: int
+    host_anon_least_bytes: int
     tensor_peak_bytes: int
     host_file_peak_bytes: int
     floor_bytes: int
@@ -104,6 +105,7 @@ def _figures(ledger: Ledger, model_bytes: int) -> Run:
         model_bytes=model_bytes,
         baseline_anon_bytes=ledger.baseline.anon_bytes,
         host_anon_peak_bytes=ledger.peak_anon_bytes,
+        host_anon_least_bytes=min(ledger.least_anon_bytes, ledger.peak_anon_bytes),
         tensor_peak_bytes=ledger.peak_tensor_bytes,
         host_file_peak_bytes=ledger.peak_file_bytes,
         floor_bytes=ledger.peak_anon_bytes + _FLOOR_ABOVE_PEAK_BYTES,

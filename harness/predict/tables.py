@@ -16,8 +16,11 @@ from harness.units import GIB, MIB, format_bytes
 
 SCHEMA: Final = 1
 
+_ERROR_SHARE: Final = 0.01  # of a predicted anonymous peak, and
+_ERROR_BYTES: Final = 16 * MIB
 _PEAKS: Final = {
     "host_anon_peak_bytes": "anonymous",
+    "host_anon_least_bytes": "anonymous, low",
     "host_file_peak_bytes": "mapped files",
     "cuda_requested_bytes": "CUDA requested",
     "cuda_allocated_bytes": "CUDA allocated",
@@ -56,10 +59,22 @@ def tables(found: Sequence[Prediction], *, phases: bool) -> Iterable[Table | str
         for why, ones in itertools.groupby(followed, key=lambda one: "; ".join(one.reasons)):
             if why:
                 yield f"{escape(', '.join(map(_name, ones)))}: {escape(why)}"
+        for size, ones in itertools.groupby(followed, key=_low_peak):
+            if size:
+                yield (
+                    f"{escape(', '.join(map(_name, ones)))}: in a few processes {_gib(size)} GiB "
+                    "anonymous, where the heap uses again what large blocks left"
+                )
         for one in of_model:
             if one.cannot:
                 yield f"{escape(one.strategy)} ({one.cell.format}) is not predicted: {escape(one.cannot)}"
     yield "Predicted from a run without values; weighin bench measures, predict --check compares."
+
+
+def _low_peak(one: Prediction) -> int | None:
+    """Return the lower anonymous peak where it is another figure, not the same within its error."""
+    least, most = one.host_anon_least_bytes, one.host_anon_peak_bytes
+    return least if least and most and most - least > most * _ERROR_SHARE + _ERROR_BYTES else None
 
 
 def _table(model: str, found: Sequence[Prediction], phases: bool) -> Table:

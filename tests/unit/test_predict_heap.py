@@ -76,3 +76,13 @@ def test_trimming_gives_back_holes_too() -> None:
     heap.free(hole)
     heap.trim()
     assert 2 * MIB <= heap.pages.nbytes <= 2 * MIB + 8 * KIB
+
+
+def test_where_small_blocks_lie_elsewhere_a_hole_takes_a_block_of_its_own_size_again() -> None:
+    heap = Heap(reuses=True)
+    heap.free(heap.malloc(8 * MIB))
+    for _ in range(10):
+        temporary = written(heap, 4 * MIB)
+        written(heap, 4 * MIB)
+        heap.free(temporary)
+    assert 44 * MIB <= heap.pages.nbytes <= 45 * MIB
