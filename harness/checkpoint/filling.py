@@ -18,9 +18,7 @@ from harness.checkpoint.window import WINDOW_BYTES
 READ_BYTES: Final = 16 * HUGE_PAGE_BYTES
 """How much a thread reads at once where nothing is converted: it takes the lock seldom."""
 
-_CACHE_THREADS: Final = (
-    4  # more than the cores of a small machine, for what is not cached after all
-)
+_CACHE_THREADS: Final = 4  # more than a small machine's cores: some of it may not be cached
 
 
 class Fillable(Protocol):

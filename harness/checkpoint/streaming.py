@@ -95,8 +95,8 @@ def _build(
 ) -> torch.nn.Module:
     """Build the model without weights, and have ``ahead`` filled by then.
 
-    A disk would have nothing to do meanwhile. Each thread makes one read, which no thread has to
-    wait for: many small ones and the constructor would wait for each other.
+    A disk would have nothing to do meanwhile. Each thread fills one half, where it can by one read:
+    many small ones and the constructor would wait for each other.
     """
     largest = max((one.memory.nbytes for one in ahead), default=0)
     with being_filled(ahead, threads, largest // threads + HUGE_PAGE_BYTES), without_weights():

@@ -56,8 +56,8 @@ class Prediction:
         model_bytes: of all parameters and buffers, tied ones once.
         baseline_anon_bytes: what the process holds before the load: the import of torch.
         host_anon_peak_bytes: anonymous memory of the process, with that import.
-        host_anon_least_bytes: the same in the processes, a few among many, whose heap happens to use
-            again what large blocks left; equal where there is nothing of that kind.
+        host_anon_least_bytes: the same in those processes whose heap happens to use again what large
+            blocks left; equal where there is nothing of that kind.
         tensor_peak_bytes: what of the anonymous memory tensors hold, at most.
         host_file_peak_bytes: mapped pages of files, with those of torch's libraries.
         floor_bytes: the smallest RAM limit under which the load should work.

@@ -59,10 +59,10 @@ def tables(found: Sequence[Prediction], *, phases: bool) -> Iterable[Table | str
         for why, ones in itertools.groupby(followed, key=lambda one: "; ".join(one.reasons)):
             if why:
                 yield f"{escape(', '.join(map(_name, ones)))}: {escape(why)}"
-        for size, ones in itertools.groupby(followed, key=_low_peak):
-            if size:
+        for low, ones in itertools.groupby(followed, key=lambda one: _gib(_low_peak(one))):
+            if low:
                 yield (
-                    f"{escape(', '.join(map(_name, ones)))}: in a few processes {_gib(size)} GiB "
+                    f"{escape(', '.join(map(_name, ones)))}: in some processes {low} GiB "
                     "anonymous, where the heap uses again what large blocks left"
                 )
         for one in of_model:
