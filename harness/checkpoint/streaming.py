@@ -39,7 +39,7 @@ def load_streaming(
     """Fill ``model`` from a checkpoint of any layout that ``weighin inspect`` reads; return it.
 
     Give a function that builds it: it is called without weights, and meanwhile the largest tensor
-    is read. Or a model: then a tensor that has memory of the right device and dtype already is filled
+    is read from the disk. Or a model: then a tensor that has memory of the right device and dtype already is filled
     where it is, any other is replaced. Parameters keep ``requires_grad`` and stay tied; storages that
     tensors of the checkpoint share are read once and stay shared, and blocks that several ranks
     saved are put together. Non-persistent buffers are in no checkpoint: they keep their values, and
@@ -77,17 +77,16 @@ def load_streaming(
 def _to_read_ahead(
     groups: Sequence[Sequence[TensorSlice]], device: torch.device, dtype: torch.dtype | None
 ) -> list[Fillable]:
-    """Return the largest stretch, with fresh memory, if reading it takes little Python.
+    """Return the largest stretch, with fresh memory, if it comes from a disk.
 
-    What is cached is converted in many small steps, for which the constructor would have to wait.
+    Copying what is cached keeps two processors busy, and the constructor would wait for one of them.
     """
     whole = [group for group in groups if not group[0].parts]
     group = max(whole, key=lambda group: group[0].nbytes, default=None)
     if group is None or group[0].nbytes < READ_BYTES or device.type != "cpu":
         return []
     largest = filling.prepare(group, {}, device, dtype)
-    converted = largest.memory.dtype != group[0].dtype
-    return [] if converted and begins_cached(largest) else [largest]
+    return [] if begins_cached(largest) else [largest]
 
 
 def _build(

@@ -1,6 +1,8 @@
 """Streaming: the right model from every layout, in every dtype, with what shares memory still shared."""
 
 import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +10,8 @@ import pytest
 import torch
 
 from harness import page_cache
-from harness.checkpoint import filling, layouts
+from harness.checkpoint import filling, layouts, streaming
+from harness.checkpoint.filling import Fillable
 from harness.checkpoint.layouts.base import TensorPlan
 from harness.checkpoint.piecewise import pieces_of
 from harness.checkpoint.streaming import Granularity, load_streaming
@@ -106,6 +109,30 @@ def test_a_large_tensor_is_right_whether_it_is_read_while_the_model_is_built_or_
     assert found.get_submodule("again").weight is found.get_submodule("large").weight
 
 
+@pytest.mark.parametrize(("cold", "ahead"), [(True, ["large.weight"]), (False, [])])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_only_what_a_disk_holds_is_read_while_the_model_is_built(
+    two: tuple[Two, Path],
+    dtype: torch.dtype | None,
+    cold: bool,
+    ahead: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: list[str] = []
+    being_filled = streaming.being_filled
+
+    def noting(stretches: Sequence[Fillable], *rest: int) -> AbstractContextManager[None]:
+        found.extend(one.slices[0].name for one in stretches)
+        return being_filled(stretches, *rest)
+
+    monkeypatch.setattr(streaming, "being_filled", noting)
+    two[1].read_bytes()
+    if cold:
+        assert page_cache.drop([two[1]]) == 0
+    load_streaming(Two, two[1], dtype=dtype)
+    assert found == ahead
+
+
 def test_what_a_builder_raises_comes_through(two: tuple[Two, Path]) -> None:
     def build() -> torch.nn.Module:
         raise KeyError("n_heads")
@@ -122,6 +149,7 @@ def test_a_file_that_ends_early_is_an_error_while_the_model_is_built(
     _, slices = layouts.read(path)
     short = tmp_path / "short.pt"
     short.write_bytes(path.read_bytes()[: 20 * 1024**2])
+    assert page_cache.drop([short]) == 0
     elsewhere = [replace(one, file=short) for one in slices]
     monkeypatch.setattr(layouts, "read", lambda _: (None, elsewhere))
     with pytest.raises(EOFError, match=r"short\.pt ends before byte"):
