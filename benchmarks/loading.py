@@ -5,7 +5,8 @@ clock starts, memory is freed for it, because a virtual machine's pages are slow
 for some seconds. The clock starts behind ``import torch``: what a way imports itself is its own cost (but
 for ``--imports before``). Loaded = the way returned; ready = every byte was then read once and,
 outside the clock, verified. What is read raw goes to fresh memory and is read once more, too: both
-columns have a limit of their own. "x limit" is the median, over the rounds, of the ratios in a round.
+columns have a limit of their own. "x limit" is the median, over the rounds, of the ratios in a round
+to the raw read of the same file: two files of the same bytes may lie differently on a disk.
 """
 
 import argparse
@@ -26,10 +27,16 @@ from typing import Any, cast
 
 from harness import page_cache, registry, steady
 from harness.checkpoint import cache
-from harness.checkpoint.layouts import files
 
 RAW = {"warm": "pread, 2 threads", "cold": "O_DIRECT, 4 threads"}
-WAYS = ("streaming", "load_assign", "mmap_assign", "safetensors_copy", "safetensors_mmap")
+WAYS = {
+    "streaming": ("streaming", "pt"),
+    "streaming safetensors": ("streaming", "safetensors"),
+    "load_assign": ("load_assign", "pt"),
+    "mmap_assign": ("mmap_assign", "pt"),
+    "safetensors_copy": ("safetensors_copy", "safetensors"),
+    "safetensors_mmap": ("safetensors_mmap", "safetensors"),
+}
 PEERS = Path(__file__).parent / "peers"
 _PIECE_BYTES = 4 * 1024**2
 _WARM_ATTEMPTS = 5
@@ -79,10 +86,9 @@ def _ways(model: str, *, peers: bool) -> list[Way]:
     """Return the ways to compare; makes the checkpoints that are missing."""
     spec = registry.model(model)
     ways = []
-    for name in WAYS:
-        strategy = registry.strategy(name)
-        made = cache.ensure(spec, strategy.formats[0])
-        ways.append(Way(name, strategy.path, made.path, made.manifest_path))
+    for name, (strategy, fmt) in WAYS.items():
+        made = cache.ensure(spec, fmt)
+        ways.append(Way(name, registry.strategy(strategy).path, made.path, made.manifest_path))
     if peers:
         made = cache.ensure(spec, "safetensors")
         own = _tensorizer_file(model, made.path)
@@ -119,15 +125,21 @@ def _tensorizer_file(model: str, safetensors: Path) -> Path:
 
 def _compare(
     options: argparse.Namespace, ways: list[Way], state: str
-) -> dict[str, list[tuple[float, float]]]:
-    pt = cache.ensure(registry.model(options.model), "pt")
-    raw = Way(RAW[state], None, pt.path, pt.manifest_path)
-    found: dict[str, list[tuple[float, float]]] = {way.name: [] for way in (raw, *ways)}
+) -> list[tuple[Way, list[tuple[float, float]]]]:
+    """Return the seconds of each way, and of a raw read of each file, round by round."""
+    read_raw = {
+        way.checkpoint: Way(
+            f"{RAW[state]}, {way.checkpoint.suffix}", None, way.checkpoint, way.manifest
+        )
+        for way in ways
+    }
+    found: list[tuple[Way, list[tuple[float, float]]]] = [
+        (way, []) for way in (*read_raw.values(), *ways)
+    ]
     shuffle = random.Random(0)  # noqa: S311 (what ran before, and left the disk idle, changes)
     for number in range(options.rounds):
-        for way in shuffle.sample((raw, *ways), 1 + len(ways)):
+        for way, seconds in shuffle.sample(found, len(found)):
             print(f"{state}, round {number + 1}: {way.name}", file=sys.stderr)
-            read = files(way.checkpoint) if way.checkpoint.is_dir() else [way.checkpoint]
             job = {
                 "raw": state if way.strategy is None else "",
                 "strategy": str(way.strategy),
@@ -137,13 +149,13 @@ def _compare(
                 "model": options.model,
                 "dtype": options.dtype,
             }
-            found[way.name].append(_in_fresh_process(job, read, state))
+            seconds.append(_in_fresh_process(job, way.checkpoint, state))
     return found
 
 
-def _in_fresh_process(job: dict[str, Any], read: list[Path], state: str) -> tuple[float, float]:
+def _in_fresh_process(job: dict[str, Any], read: Path, state: str) -> tuple[float, float]:
     """Time one way, with memory that was freed just before its clock started."""
-    memory_bytes = _MEMORY[state] * sum(file.stat().st_size for file in read) // 4
+    memory_bytes = _MEMORY[state] * read.stat().st_size // 4
     command = [sys.executable, __file__, "--one", json.dumps(job)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
@@ -160,15 +172,20 @@ def _in_fresh_process(job: dict[str, Any], read: list[Path], state: str) -> tupl
     return loaded, ready
 
 
-def _print(state: str, found: dict[str, list[tuple[float, float]]]) -> None:
-    limits = list(zip(*found[RAW[state]], strict=True))
+def _print(state: str, found: list[tuple[Way, list[tuple[float, float]]]]) -> None:
+    limits = {
+        way.checkpoint: list(zip(*seconds, strict=True))
+        for way, seconds in found
+        if way.strategy is None
+    }
     print(
-        f"\n{state:<22}"
+        f"\n{state:<28}"
         + "".join(f"{what + ' s':>9}{'range':>14}{'x limit':>9}" for what in ("loaded", "ready"))
     )
-    for way, seconds in found.items():
-        line = f"{way:<22}"
-        for column, limit in zip(zip(*seconds, strict=True), limits, strict=True):
+    for way, seconds in found:
+        line = f"{way.name:<28}"
+        columns = zip(*seconds, strict=True)
+        for column, limit in zip(columns, limits[way.checkpoint], strict=True):
             median = statistics.median(column)
             spread = f"{min(column):.2f}..{max(column):.2f}"
             ratio = statistics.median(map(operator.truediv, column, limit))
@@ -257,20 +274,19 @@ def _read_raw(path: Path, *, direct: bool) -> mmap.mmap:
     return area
 
 
-def _prepare_cache(read: list[Path], state: str) -> None:
-    """Have the page cache hold every byte of the files, or none."""
+def _prepare_cache(file: Path, state: str) -> None:
+    """Have the page cache hold every byte of the file, or none."""
     if state == "cold":
-        assert page_cache.drop(read) == 0
+        assert page_cache.drop([file]) == 0
         return
     piece = bytearray(1024**2)
     for _ in range(_WARM_ATTEMPTS):
-        if page_cache.cached(read) >= sum(file.stat().st_size for file in read):
+        if page_cache.cached([file]) >= file.stat().st_size:
             return
-        for file in read:
-            with file.open("rb", buffering=0) as source:
-                while source.readinto(piece):
-                    pass
-    raise SystemExit(f"the page cache does not keep {read[0]}: free some memory, or --states cold")
+        with file.open("rb", buffering=0) as source:
+            while source.readinto(piece):
+                pass
+    raise SystemExit(f"the page cache does not keep {file}: free some memory, or --states cold")
 
 
 if __name__ == "__main__":

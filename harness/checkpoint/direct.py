@@ -36,14 +36,16 @@ _REFUSED: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
 class PieceReader:
     """Reads pieces of files, on one thread: one file is open at a time, one buffer serves them all.
 
-    The buffer takes ``BUFFER_BYTES``, once something is read that needs it.
+    Args:
+        buffer: page-aligned memory to use; else the reader has its own, which takes ``BUFFER_BYTES``
+            once something is read that needs it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, buffer: memoryview | None = None) -> None:
         self._file: Path | None = None
         self._buffered = self._direct = -1
         self._window: Window | None = None
-        self._bounce = mmap.mmap(-1, BUFFER_BYTES, flags=mmap.MAP_PRIVATE)
+        self._bounce = buffer or memoryview(mmap.mmap(-1, BUFFER_BYTES, flags=mmap.MAP_PRIVATE))
 
     def read(self, file: Path, target: memoryview, offset: int) -> None:
         """Fill ``target`` with the file's bytes at ``offset``: at once what is cached, else in pieces.
@@ -64,8 +66,13 @@ class PieceReader:
             if not done:
                 self._read_through_cache(part, at)
 
+    @property
+    def piece_bytes(self) -> int:
+        """The most bytes that a piece has."""
+        return len(self._bounce) - 2 * ALIGNMENT
+
     def piece(self, file: Path, offset: int, size: int) -> memoryview:
-        """Return ``size`` bytes of the file, at most ``PIECE_BYTES``, in the reader's own buffer.
+        """Return ``size`` bytes of the file, at most ``piece_bytes``, in the reader's buffer.
 
         They are good until the next read, and begin at a multiple of 8 wherever they lie in the file.
 
@@ -74,10 +81,10 @@ class PieceReader:
         """
         self._open(file)
         if (piece := self._read_around_cache(offset, size)) is None:
-            piece = memoryview(self._bounce)[:size]
+            piece = self._bounce[:size]
             self._read_through_cache(piece, offset)
         elif offset % _ELEMENT:
-            aligned = memoryview(self._bounce)[:size]
+            aligned = self._bounce[:size]
             copy(aligned, piece)  # towards the front: memmove bears the overlap
             piece = aligned
         return piece
@@ -172,7 +179,7 @@ class PieceReader:
         start = offset - offset % ALIGNMENT
         skip, end = offset - start, offset + size
         wanted = -(-(end - start) // ALIGNMENT) * ALIGNMENT
-        bounce = memoryview(self._bounce)
+        bounce = self._bounce
         done = 0
         while done < end - start:
             if (read := self._read_direct(bounce[done:wanted], start + done)) is None:

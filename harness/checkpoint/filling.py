@@ -11,6 +11,7 @@ import torch
 
 from harness.checkpoint.direct import BUFFER_BYTES, DISK_THREADS, PIECE_BYTES, PieceReader
 from harness.checkpoint.layouts.base import TensorSlice
+from harness.checkpoint.lending import LENT_BYTES, lend
 from harness.checkpoint.memory import HUGE_PAGE_BYTES, allocate, memory_of
 from harness.checkpoint.shrinking import read_shrinking, shrinks
 from harness.checkpoint.window import WINDOW_BYTES
@@ -139,22 +140,48 @@ def fill(stretches: Sequence[Fillable], threads: int | None) -> None:
     Args:
         threads: how many read; None: as many as suit what is cached.
     """
-    with being_filled(stretches, threads or _threads_for(stretches), READ_BYTES):
+    largest = max(stretches, key=lambda one: one.memory.nbytes, default=None)
+    if largest is None or begins_cached(largest):
+        _fill(stretches, threads or _CACHE_THREADS, READ_BYTES)
+        return
+    lent = lend(stretches, threads or DISK_THREADS)
+    _fill(lent.borrowers, threads or DISK_THREADS, READ_BYTES, lent.buffers)
+    if lent.lenders:
+        _fill(lent.lenders, threads or DISK_THREADS, LENT_BYTES)
+
+
+def _fill(
+    stretches: Iterable[Fillable],
+    threads: int,
+    most_bytes: int,
+    buffers: Sequence[memoryview] = (),
+) -> None:
+    with being_filled(stretches, threads, most_bytes, buffers):
         pass
 
 
 @contextmanager
-def being_filled(stretches: Iterable[Fillable], threads: int, most_bytes: int) -> Iterator[None]:
+def being_filled(
+    stretches: Iterable[Fillable],
+    threads: int,
+    most_bytes: int,
+    buffers: Sequence[memoryview] = (),
+) -> Iterator[None]:
     """Read all stretches into their memory while the block runs, on so many threads.
 
     The first error, here or in the block, ends it. Whoever runs Python meanwhile is held up by each
     read for a moment, and each read by him: for a block that does, let the reads be few and large.
+    Meanwhile torch computes on one thread at a time, here and in the block.
+
+    Args:
+        most_bytes: that one read fills.
+        buffers: for what is converted, one for each thread; who gets none has a small one of his own.
     """
     pieces = (piece for stretch in stretches for piece in stretch.pieces(most_bytes))
     lock, failed = threading.Lock(), threading.Event()
 
-    def work() -> None:
-        with _Reader() as reader:
+    def work(buffer: memoryview | None) -> None:
+        with _Reader(buffer) as reader:
             while not failed.is_set():
                 with lock:
                     piece = next(pieces, None)
@@ -166,8 +193,9 @@ def being_filled(stretches: Iterable[Fillable], threads: int, most_bytes: int) -
                     failed.set()
                     raise
 
-    with ThreadPoolExecutor(threads) as pool:
-        futures = [pool.submit(work) for _ in range(threads)]
+    own = [*buffers, *[None] * threads][:threads]
+    with _one_thread_each(), ThreadPoolExecutor(threads) as pool:
+        futures = [pool.submit(work, buffer) for buffer in own]
         try:
             yield
         except BaseException:
@@ -177,10 +205,15 @@ def being_filled(stretches: Iterable[Fillable], threads: int, most_bytes: int) -
             future.result()
 
 
-def _threads_for(stretches: Sequence[Fillable]) -> int:
-    """Return how many threads suit: what is cached is copied best by few, a disk kept busy by more."""
-    largest = max(stretches, key=lambda one: one.memory.nbytes, default=None)
-    return DISK_THREADS if largest and not begins_cached(largest) else _CACHE_THREADS
+@contextmanager
+def _one_thread_each() -> Iterator[None]:
+    """Keep torch from starting threads for each of ours, which would wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def begins_cached(stretch: Fillable) -> bool:
@@ -200,8 +233,9 @@ def buffer_bytes(threads: int | None, *, gpu: bool) -> int:
 class _Reader:
     """What one thread needs to read pieces: a reader of files, and a way to the GPU."""
 
-    def __init__(self) -> None:
-        self._pieces = PieceReader()
+    def __init__(self, buffer: memoryview | None) -> None:
+        self._pieces = PieceReader(buffer)
+        self._borrows = buffer is not None
         self._gpu: _GpuCopier | None = None
 
     def __enter__(self) -> "_Reader":
@@ -231,7 +265,7 @@ class _Reader:
             for part in piece.parts(WINDOW_BYTES):
                 with self._pieces.looking(source.file, part.offset, part.source_bytes) as found:
                     _convert(part, found)
-        elif shrinks(source, target):
+        elif not self._borrows and shrinks(source, target):
             done = read_shrinking(self._pieces, source, offset, target)
             offset += done * source.dtype.itemsize
             self._convert_copies(Piece(source, offset, target.view(-1)[done:]))
@@ -239,7 +273,7 @@ class _Reader:
             self._convert_copies(piece)
 
     def _convert_copies(self, piece: Piece) -> None:
-        for part in piece.parts(PIECE_BYTES):
+        for part in piece.parts(self._pieces.piece_bytes):
             _convert(part, self._pieces.piece(part.source.file, part.offset, part.source_bytes))
 
 

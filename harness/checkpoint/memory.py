@@ -35,4 +35,4 @@ def allocate(numel: int, dtype: torch.dtype, device: torch.device, offset: int =
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor, to be written to."""
-    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()))
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

@@ -1,9 +1,9 @@
 """Load a checkpoint straight into a model: no state dict, no second copy, converted on the way.
 
 Tensors are read from their places in the file into fresh memory that asks for huge pages, by
-several threads, a piece at a time. What becomes narrower is converted in that memory, or out of the
-page cache where it lies there; other conversions pass a buffer of one piece, and what goes to a GPU
-two pinned ones. Peak: the model, and a few MiB for each thread.
+several threads, a piece at a time. What is converted is read out of the page cache where it lies
+there, else by way of memory that is filled last; what goes to a GPU passes two pinned buffers. Peak:
+the model, and a few MiB for each thread.
 """
 
 import itertools
