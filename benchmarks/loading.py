@@ -179,11 +179,11 @@ def _print(state: str, found: list[tuple[Way, list[tuple[float, float]]]]) -> No
         if way.strategy is None
     }
     print(
-        f"\n{state:<28}"
+        f"\n{state:<34}"
         + "".join(f"{what + ' s':>9}{'range':>14}{'x limit':>9}" for what in ("loaded", "ready"))
     )
     for way, seconds in found:
-        line = f"{way.name:<28}"
+        line = f"{way.name:<34}"
         columns = zip(*seconds, strict=True)
         for column, limit in zip(columns, limits[way.checkpoint], strict=True):
             median = statistics.median(column)
