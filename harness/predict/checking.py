@@ -21,14 +21,20 @@ _FIGURES = {
     "cuda_allocated_bytes": "cuda_allocated_bytes",
     "cuda_reserved_bytes": "cuda_reserved_bytes",
 }
-_ALTERNATIVES = {"host_anon_peak_bytes": ("host_anon_peak_bytes", "host_anon_least_bytes")}
+_ALTERNATIVES = {
+    "host_anon_peak_bytes": (
+        "host_anon_peak_bytes",
+        "host_anon_least_bytes",
+        "host_anon_most_bytes",
+    )
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
     """One series of a run: ``figures`` as (name, predicted bytes, measured bytes).
 
-    Of the two anonymous peaks that are predicted, it is the one that came true.
+    Of the three anonymous peaks that are predicted, it is the one that came true.
     """
 
     prediction: Prediction

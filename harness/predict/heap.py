@@ -2,7 +2,8 @@
 
 After malloc/malloc.c of glibc 2.36 with its default settings. Small blocks are left out. Mostly they
 sit in the rests beside large ones, so that a hole between two blocks in use takes no block of its
-own size again; in some processes they lie elsewhere, and it does. Both are modelled, each throughout.
+own size again; in some processes they lie elsewhere, and it does; in some one lies above all large
+blocks, and nothing below goes back to the kernel. Each is modelled throughout.
 """
 
 from bisect import bisect_left, insort
@@ -42,10 +43,12 @@ class Heap:
 
     Args:
         reuses: whether a hole takes a block of its own size again.
+        pinned: whether a small block lies at the top, so that what is free below stays a hole.
     """
 
-    def __init__(self, *, reuses: bool = False) -> None:
+    def __init__(self, *, reuses: bool = False, pinned: bool = False) -> None:
         self.pages = HeapPages()
+        self._pinned = pinned
         self._added_bytes = _ALIGNING_BYTES if reuses else _HEAD_BYTES
         self._threshold = _FIRST_THRESHOLD_BYTES
         self._trim_threshold = _FIRST_THRESHOLD_BYTES
@@ -84,9 +87,12 @@ class Heap:
         first.after = last.after
         if first.after:
             first.after.before = first
-            insort(self._holes, (first.key, first), key=lambda item: item[0])
+        elif self._pinned:
+            self._last = first
         else:
             self._lower_top(first)
+            return
+        insort(self._holes, (first.key, first), key=lambda item: item[0])
 
     def trim(self) -> None:
         """Give back every page that no chunk in use covers, as ``malloc_trim`` does."""
@@ -99,6 +105,8 @@ class Heap:
         rest = Chunk(hole.address + size, hole.size - size, True, True, hole, hole.after)
         if hole.after:
             hole.after.before = rest
+        else:
+            self._last = rest
         hole.after, hole.size, hole.free = rest, size, False
         insort(self._holes, (rest.key, rest), key=lambda item: item[0])
         return hole

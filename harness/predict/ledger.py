@@ -81,6 +81,7 @@ class Ledger:
     Attributes:
         work: what costs time, by the names of ``Work``.
         least_anon_bytes: the peak in a process whose heap takes every hole again: the lowest there is.
+        most_anon_bytes: the peak in a process whose heap gives nothing back: the highest.
         other_anon_bytes: of this process's own growth, what only the symbolic run needs.
     """
 
@@ -91,6 +92,7 @@ class Ledger:
         self.pinned_bytes = 0
         self.peak_anon_bytes = 0
         self.least_anon_bytes = 0
+        self.most_anon_bytes = 0
         self.peak_tensor_bytes = 0
         self.peak_file_bytes = 0
         self.copies: dict[str, int] = {}
@@ -99,7 +101,11 @@ class Ledger:
         # A chain, and no dict: the tables of dicts that come and go would pin the heap's top.
         self._last: Block | None = None
         self._files: list[MappedFile] = []
-        self._heap, self._tight_heap = self._heaps = Heap(), Heap(reuses=True)
+        self._heap, self._tight_heap, self._pinned_heap = self._heaps = (
+            Heap(),
+            Heap(reuses=True),
+            Heap(pinned=True),
+        )
         self._free_pinned: Counter[int] = Counter()
         self._mapped_anon_bytes = 0
         self._phase_peaks = (0, 0)
@@ -190,7 +196,7 @@ class Ledger:
         elif block.place == "host":
             start, length = _extent(tensor)
             if block.chunks and block.chunks[0].in_heap:
-                fresh, _ = (
+                fresh, *_ = (
                     heap.pages.add(start - block.address + chunk.address, length)
                     for heap, chunk in zip(self._heaps, block.chunks, strict=True)
                 )
@@ -276,8 +282,9 @@ class Ledger:
     def update(self) -> None:
         """Take the sums of now into the peaks."""
         anon, file = self.anon_bytes, self.file_bytes
-        least = anon - self._heap.pages.nbytes + self._tight_heap.pages.nbytes
-        self.least_anon_bytes = max(self.least_anon_bytes, least)
+        outside = anon - self._heap.pages.nbytes
+        self.least_anon_bytes = max(self.least_anon_bytes, outside + self._tight_heap.pages.nbytes)
+        self.most_anon_bytes = max(self.most_anon_bytes, outside + self._pinned_heap.pages.nbytes)
         self.peak_anon_bytes = max(self.peak_anon_bytes, anon)
         self.peak_tensor_bytes = max(self.peak_tensor_bytes, self.tensor_bytes)
         self.peak_file_bytes = max(self.peak_file_bytes, file)

@@ -58,9 +58,11 @@ class Prediction:
         host_anon_peak_bytes: anonymous memory of the process, with that import.
         host_anon_least_bytes: the same in those processes whose heap happens to use again what large
             blocks left; equal where there is nothing of that kind.
+        host_anon_most_bytes: the same in those processes where a small block happens to lie above
+            large ones, and keeps what they leave from the kernel; equal where they leave nothing.
         tensor_peak_bytes: what of the anonymous memory tensors hold, at most.
         host_file_peak_bytes: mapped pages of files, with those of torch's libraries.
-        floor_bytes: the smallest RAM limit under which the load should work.
+        floor_bytes: the smallest RAM limit under which the load should work in every process.
         cuda_requested_bytes, cuda_allocated_bytes, cuda_reserved_bytes: None where the device is
             the CPU.
         disk_read_bytes: of the checkpoint, where nothing of it is cached.
@@ -74,6 +76,7 @@ class Prediction:
     baseline_anon_bytes: int | None = None
     host_anon_peak_bytes: int | None = None
     host_anon_least_bytes: int | None = None
+    host_anon_most_bytes: int | None = None
     tensor_peak_bytes: int | None = None
     host_file_peak_bytes: int | None = None
     floor_bytes: int | None = None

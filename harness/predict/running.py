@@ -33,6 +33,7 @@ class Run:
     baseline_anon_bytes: int
     host_anon_peak_bytes: int
     host_anon_least_bytes: int
+    host_anon_most_bytes: int
     tensor_peak_bytes: int
     host_file_peak_bytes: int
     floor_bytes: int
@@ -101,14 +102,16 @@ def _figures(ledger: Ledger, model_bytes: int) -> Run:
         for kind in ("requested", "allocated", "reserved")
     }
     work = Work(**ledger.work)
+    most_bytes = max(ledger.most_anon_bytes, ledger.peak_anon_bytes)
     return Run(
         model_bytes=model_bytes,
         baseline_anon_bytes=ledger.baseline.anon_bytes,
         host_anon_peak_bytes=ledger.peak_anon_bytes,
         host_anon_least_bytes=min(ledger.least_anon_bytes, ledger.peak_anon_bytes),
+        host_anon_most_bytes=most_bytes,
         tensor_peak_bytes=ledger.peak_tensor_bytes,
         host_file_peak_bytes=ledger.peak_file_bytes,
-        floor_bytes=ledger.peak_anon_bytes + _FLOOR_ABOVE_PEAK_BYTES,
+        floor_bytes=most_bytes + _FLOOR_ABOVE_PEAK_BYTES,
         disk_read_bytes=work.disk_read_bytes,
         work=work,
         phases=tuple(ledger.phases),

@@ -18,9 +18,14 @@ SCHEMA: Final = 1
 
 _ERROR_SHARE: Final = 0.01  # of a predicted anonymous peak, and
 _ERROR_BYTES: Final = 16 * MIB
+_OTHER_PEAKS: Final = {
+    "host_anon_least_bytes": "the heap uses again what large blocks left",
+    "host_anon_most_bytes": "a small block keeps what large ones left in the heap",
+}
 _PEAKS: Final = {
     "host_anon_peak_bytes": "anonymous",
     "host_anon_least_bytes": "anonymous, low",
+    "host_anon_most_bytes": "anonymous, high",
     "host_file_peak_bytes": "mapped files",
     "cuda_requested_bytes": "CUDA requested",
     "cuda_allocated_bytes": "CUDA allocated",
@@ -59,22 +64,27 @@ def tables(found: Sequence[Prediction], *, phases: bool) -> Iterable[Table | str
         for why, ones in itertools.groupby(followed, key=lambda one: "; ".join(one.reasons)):
             if why:
                 yield f"{escape(', '.join(map(_name, ones)))}: {escape(why)}"
-        for low, ones in itertools.groupby(followed, key=lambda one: _gib(_low_peak(one))):
-            if low:
-                yield (
-                    f"{escape(', '.join(map(_name, ones)))}: in some processes {low} GiB "
-                    "anonymous, where the heap uses again what large blocks left"
-                )
+        for peak, why in _OTHER_PEAKS.items():
+            for size, ones in itertools.groupby(
+                followed, key=lambda one: _gib(_other_peak(one, peak))
+            ):
+                if size:
+                    yield (
+                        f"{escape(', '.join(map(_name, ones)))}: in some processes {size} GiB "
+                        f"anonymous, where {why}"
+                    )
         for one in of_model:
             if one.cannot:
                 yield f"{escape(one.strategy)} ({one.cell.format}) is not predicted: {escape(one.cannot)}"
     yield "Predicted from a run without values; weighin bench measures, predict --check compares."
 
 
-def _low_peak(one: Prediction) -> int | None:
-    """Return the lower anonymous peak where it is another figure, not the same within its error."""
-    least, most = one.host_anon_least_bytes, one.host_anon_peak_bytes
-    return least if least and most and most - least > most * _ERROR_SHARE + _ERROR_BYTES else None
+def _other_peak(one: Prediction, peak: str) -> int | None:
+    """Return another anonymous peak where it differs from the usual one by more than its error."""
+    usual, other = one.host_anon_peak_bytes, getattr(one, peak)
+    if not usual or not other or abs(other - usual) <= usual * _ERROR_SHARE + _ERROR_BYTES:
+        return None
+    return int(other)
 
 
 def _table(model: str, found: Sequence[Prediction], phases: bool) -> Table:

@@ -86,3 +86,23 @@ def test_where_small_blocks_lie_elsewhere_a_hole_takes_a_block_of_its_own_size_a
         written(heap, 4 * MIB)
         heap.free(temporary)
     assert 44 * MIB <= heap.pages.nbytes <= 45 * MIB
+
+
+def test_below_a_small_block_nothing_goes_back_and_all_but_the_last_fit_in_again() -> None:
+    heap = Heap(pinned=True)
+    heap.free(heap.malloc(8 * MIB))
+    for _ in range(10):
+        for chunk in [written(heap, 4 * MIB) for _ in range(5)]:
+            heap.free(chunk)
+    assert 24 * MIB <= heap.pages.nbytes <= 25 * MIB
+
+
+def test_a_block_joins_the_hole_below_it_whoever_lies_above() -> None:
+    heap = Heap(pinned=True)
+    heap.free(heap.malloc(8 * MIB))
+    first, second = (written(heap, 4 * MIB) for _ in range(2))
+    heap.free(first)
+    heap.free(second)
+    whole = heap.malloc(7 * MIB)
+    assert whole.address == first.address
+    assert heap.malloc(2 * MIB).address == second.address + second.size

@@ -55,18 +55,24 @@ def test_each_strategy_has_a_line_and_what_explains_its_peak_stands_below() -> N
     assert text(tables(found, phases=False)) == PREDICTED
 
 
-def test_a_heap_that_may_use_its_holes_again_is_said_with_what_is_then_needed() -> None:
+def test_what_a_heap_may_use_again_or_keep_is_said_with_what_is_then_needed() -> None:
     peaks = {"model_bytes": 6 * GIB, "host_anon_peak_bytes": 13 * GIB, "floor_bytes": 13 * GIB}
-    lows = {
-        "baseline": 13 * GIB - 180 * MIB,
-        "sequential": 13 * GIB - 180 * MIB + 4096,
-        "meta_copy": 13 * GIB - 100 * MIB,
+    others = {
+        "baseline": (13 * GIB - 180 * MIB, 13 * GIB),
+        "sequential": (13 * GIB - 180 * MIB + 4096, 13 * GIB),
+        "meta_copy": (13 * GIB - 100 * MIB, 13 * GIB + 100 * MIB),
+        "per_module": (13 * GIB, 13 * GIB + 300 * MIB),
     }
     found = [
-        Prediction(make_cell(name, format="pt"), host_anon_least_bytes=low, **peaks)
-        for name, low in lows.items()
+        Prediction(
+            make_cell(name, format="pt"),
+            host_anon_least_bytes=least,
+            host_anon_most_bytes=most,
+            **peaks,
+        )
+        for name, (least, most) in others.items()
     ]
-    assert text(tables(found, phases=False)) == LOW
+    assert text(tables(found, phases=False)) == OTHERS
 
 
 def text(parts: Iterable[Table | str]) -> str:
@@ -93,7 +99,7 @@ Predicted from a run without values; weighin bench measures, predict --check
 compares.
 """
 
-LOW = """\
+OTHERS = """\
   gpt2-xl (6.000 GiB) · device cpu · float32 ·
               predicted peaks, GiB
 
@@ -103,9 +109,12 @@ LOW = """\
  baseline    pt     13.000         13.000
  sequential  pt     13.000         13.000
  meta_copy   pt     13.000         13.000
+ per_module  pt     13.000         13.000
 
 baseline, sequential: in some processes 12.824 GiB anonymous, where the heap
 uses again what large blocks left
+per_module: in some processes 13.293 GiB anonymous, where a small block keeps
+what large ones left in the heap
 Predicted from a run without values; weighin bench measures, predict --check
 compares.
 """
