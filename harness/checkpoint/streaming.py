@@ -39,10 +39,10 @@ def load_streaming(
     """Fill ``model`` from a checkpoint of any layout that ``weighin inspect`` reads; return it.
 
     Give a function that builds it: it is called without weights, and meanwhile the largest tensor
-    is read from the disk. Or a model: then a tensor that has memory of the right device and dtype already is filled
-    where it is, any other is replaced. Parameters keep ``requires_grad`` and stay tied; storages that
-    tensors of the checkpoint share are read once and stay shared, and blocks that several ranks
-    saved are put together. Non-persistent buffers are in no checkpoint: they keep their values, and
+    is read from the disk. Or a model: then a tensor that has memory of the right device and dtype
+    already is filled where it is, any other is replaced. Parameters keep ``requires_grad`` and stay
+    tied; storages that tensors of the checkpoint share are read once and stay shared, and blocks that
+    several ranks saved are put together. Non-persistent buffers are in no checkpoint: they keep their values, and
     only go to the device and dtype; on the meta device they have none to keep.
 
     Args:
