@@ -12,9 +12,10 @@ from math import prod
 import torch
 
 from harness.checkpoint.direct import PIECE_BYTES
-from harness.checkpoint.filling import Piece, cut, is_ready
+from harness.checkpoint.filling import is_ready
 from harness.checkpoint.layouts.base import TensorSlice
 from harness.checkpoint.memory import allocate
+from harness.checkpoint.pieces import Piece, cut
 from harness.errors import CheckpointError
 
 

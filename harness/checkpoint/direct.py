@@ -1,8 +1,9 @@
 """Reading stretches of a file into memory as fast as the machine allows, whatever is cached.
 
 A piece that the page cache holds is copied from it; any other is read around it with ``O_DIRECT``,
-which is faster than filling the cache and leaves no page behind to be charged. Where the file
-system refuses that, pages are dropped behind the read position.
+which is faster than filling the cache and leaves no page behind to be charged. Where memory lies
+otherwise than the file, it is read beside its place and moved. Where the file system refuses that,
+pages are dropped behind the read position.
 """
 
 import ctypes
@@ -29,6 +30,7 @@ ALIGNMENT: Final = 4096  # of O_DIRECT: 512 would do on most disks, 4096 on all
 BUFFER_BYTES: Final = PIECE_BYTES + 2 * ALIGNMENT
 """What a reader's own buffer takes: a piece, and what aligned reads take before and behind it."""
 
+_LEAST_MOVED_BYTES: Final = 2 * PIECE_BYTES  # what is less passes the buffer as fast
 _ELEMENT: Final = 8  # bytes, of the largest element that is converted
 _REFUSED: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
 
@@ -54,17 +56,7 @@ class PieceReader:
             EOFError: the file ends before.
         """
         self._open(file)
-        if self._direct >= 0 and is_cached(self._buffered, offset, len(target)):
-            self._read_through_cache(target, offset)
-            return
-        for start, stop in _cut(target, offset):
-            part, at = target[start:stop], offset + start
-            if not (_address(part) | at | len(part)) % ALIGNMENT:
-                done = self._read_straight(part, at)
-            else:
-                done = self._read_and_copy(part, at)
-            if not done:
-                self._read_through_cache(part, at)
+        self._read(target, offset)
 
     @property
     def piece_bytes(self) -> int:
@@ -127,6 +119,21 @@ class PieceReader:
             self._direct = _open_direct(file)
             self._file = file
 
+    def _read(self, target: memoryview, offset: int) -> None:
+        if self._direct >= 0 and is_cached(self._buffered, offset, len(target)):
+            self._read_through_cache(target, offset)
+            return
+        moved = self._read_and_move(target, offset)
+        target, offset = target[moved:], offset + moved
+        for start, stop in _cut(target, offset):
+            part, at = target[start:stop], offset + start
+            if not (_address(part) | at | len(part)) % ALIGNMENT:
+                done = self._read_straight(part, at)
+            else:
+                done = self._read_and_copy(part, at)
+            if not done:
+                self._read_through_cache(part, at)
+
     def _read_through_cache(self, target: memoryview, offset: int) -> None:
         """Read what is cached, or what cannot be read otherwise; the latter is dropped piece by piece."""
         was_cached = self._direct >= 0 or is_cached(self._buffered, offset, len(target))
@@ -153,6 +160,22 @@ class PieceReader:
                 raise self._ended(offset + len(target))
             done += read
         return True
+
+    def _read_and_move(self, target: memoryview, offset: int) -> int:
+        """Fill the front of a target that lies otherwise than the file; return how much of it.
+
+        It is read to where in the target it lies as in the file, and moved: so the disk is asked for
+        as much at once as anywhere, and no buffer is needed.
+        """
+        shift = (offset - _address(target)) % ALIGNMENT
+        if not shift or len(target) < _LEAST_MOVED_BYTES or self._direct < 0:
+            return 0
+        count = len(target) - shift
+        count -= (offset + count) % ALIGNMENT
+        alike = target[shift : shift + count]
+        self._read(alike, offset)
+        copy(target[:count], alike)
+        return count
 
     def _read_and_copy(self, target: memoryview, offset: int) -> bool:
         """Read by way of the buffer; False where it is cached, or the disk refuses."""

@@ -4,7 +4,7 @@ Files are read by C++ (``torch.load``) or by threads of our own (streaming); nei
 through an operation. Everything else of a strategy runs as it is written.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -85,8 +85,8 @@ def _streaming(ledger: Ledger) -> Any:
     """``load_streaming``: threads that read into memory which was allocated before."""
     from harness.checkpoint import filling, streaming
 
-    def fill(stretches: Iterable[filling.Fillable], threads: int | None) -> None:
-        with ledger.holding(filling.buffer_bytes(threads, gpu=ledger.cuda is not None)):
+    def fill(stretches: Sequence[filling.Fillable], threads: int | None) -> None:
+        with ledger.holding(filling.buffer_bytes(stretches, threads, gpu=ledger.cuda is not None)):
             for one in stretches:
                 memory, fresh = one.memory, ledger.work["fresh_bytes"]
                 ledger.write(memory)
@@ -96,7 +96,7 @@ def _streaming(ledger: Ledger) -> Any:
 
     @contextmanager
     def being_filled(
-        stretches: Iterable[filling.Fillable], threads: int, _most_bytes: int
+        stretches: Sequence[filling.Fillable], threads: int, _most_bytes: int
     ) -> Iterator[None]:
         fill(stretches, threads)
         yield

@@ -86,6 +86,39 @@ def test_any_stretch_into_memory_that_lies_as_it_does_in_the_file(
         assert not any(map(any, around))
 
 
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    offset=st.integers(0, 2 * ALIGNMENT),
+    start=st.integers(0, ALIGNMENT),
+    size=st.integers(2 * PIECE_BYTES, 3 * PIECE_BYTES),
+)
+def test_a_stretch_that_lies_otherwise_than_its_memory_is_read_at_once(
+    reader: PieceReader, file: Path, offset: int, start: int, size: int
+) -> None:
+    """A disk wants large reads; what is beside the target is left alone."""
+    read_bytes: list[int] = []
+
+    def preadv(descriptor: int, buffers: list[memoryview], at: int) -> int:
+        read_bytes.append(os_preadv(descriptor, buffers, at))
+        return read_bytes[-1]
+
+    page_cache.drop([file])
+    os_preadv = os.preadv
+    with mmap.mmap(-1, size + 2 * ALIGNMENT) as area:
+        with (
+            MonkeyPatch.context() as patch,
+            memoryview(area) as whole,
+            whole[start : start + size] as target,
+        ):
+            patch.setattr(os, "preadv", preadv)
+            reader.read(file, target, offset)
+        assert area[start : start + size] == CONTENT[offset : offset + size]
+        assert not any(area[:start])
+        assert not any(area[start + size :])
+    assert max(read_bytes) > size - 4 * ALIGNMENT
+    assert page_cache.cached([file]) == 0
+
+
 def test_a_file_that_ends_within_an_aligned_read_is_an_error(
     reader: PieceReader, tmp_path: Path
 ) -> None:

@@ -46,6 +46,17 @@ def test_copies_on_the_cpu_are_counted() -> None:
     assert copies == [2, 2, 1, 1]
 
 
+def test_buffers_are_no_larger_than_what_is_read() -> None:
+    """Each of the threads has a buffer: together four times this model, if all were used."""
+    small = ModelSpec("small", "torch.nn:Linear", {"in_features": 768, "out_features": 768})
+    cells = plan(
+        Matrix((small,), ((registry.strategy("streaming"), {}),), (None,), "process", "cpu")
+    )
+    (one,) = predict(cells)
+    weight, bias = 768 * 768 * 4, 768 * 4
+    assert one.tensor_peak_bytes == pytest.approx(weight + 2 * bias + MIB + 8 * KIB, abs=4 * KIB)
+
+
 def test_mapped_weights_are_pages_of_the_file() -> None:
     mapped, read = predicted("mmap_assign", "load_assign")
     assert above(mapped) < 0.4

@@ -11,6 +11,7 @@ from harness import page_cache
 from harness.checkpoint import shrinking
 from harness.checkpoint.direct import ALIGNMENT, PieceReader
 from harness.checkpoint.layouts.base import TensorSlice
+from harness.checkpoint.memory import allocate
 from harness.checkpoint.shrinking import read_shrinking, shrinks
 
 PAIRS = [
@@ -75,7 +76,7 @@ def test_all_reads_but_the_first_one_s_head_are_whole_pages_where_they_lie(
     """Then the disk writes there by itself; with no more than the model's memory."""
     values = torch.randn(12 * 1024**2)
     source = where(tmp_path / "file", values, 1000)
-    target = torch.empty(len(values), dtype=torch.bfloat16)
+    target = allocate(len(values), torch.bfloat16, torch.device("cpu"))  # where a page begins
     reads = []
 
     class Watched(PieceReader):

@@ -1,0 +1,138 @@
+"""One read: a piece of a file into a piece of memory, converted and copied to the GPU on the way."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from harness.checkpoint.direct import PIECE_BYTES, PieceReader
+from harness.checkpoint.layouts.base import TensorSlice
+from harness.checkpoint.memory import HUGE_PAGE_BYTES, memory_of
+from harness.checkpoint.shrinking import read_shrinking, shrinks
+from harness.checkpoint.window import WINDOW_BYTES
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """One read: ``target`` is filled, in row-major order, with what lies at ``offset``."""
+
+    source: TensorSlice
+    offset: int
+    target: torch.Tensor
+
+    @property
+    def source_bytes(self) -> int:
+        return self.target.numel() * self.source.dtype.itemsize
+
+    def parts(self, most_bytes: int) -> Iterator["Piece"]:
+        """Yield this read in parts of which none takes more than ``most_bytes`` of the file."""
+        if self.source_bytes <= most_bytes:
+            yield self
+            return
+        size = self.source.dtype.itemsize
+        count = most_bytes // size
+        for number, part in enumerate(torch.split(self.target.view(-1), count)):
+            yield Piece(self.source, self.offset + number * count * size, part)
+
+
+def cut(source: TensorSlice, offset: int, target: torch.Tensor, most_bytes: int) -> Iterator[Piece]:
+    """Yield the reads that fill a contiguous ``target`` with what lies at ``offset``.
+
+    They are cut where its huge pages are: two threads that touch one at once would both clear it.
+    On a GPU none outgrows a pinned buffer.
+    """
+    flat, size, start = target.view(-1), target.dtype.itemsize, target.data_ptr()
+    most = min(PIECE_BYTES, most_bytes) if target.is_cuda else most_bytes
+    page = min(HUGE_PAGE_BYTES, most)
+    first = 0
+    while first < len(flat):
+        end = (start + first * size + most) // page * page
+        last = min((end - start) // size, len(flat))
+        yield Piece(source, offset + first * source.dtype.itemsize, flat[first:last])
+        first = last
+
+
+class PieceFiller:
+    """Fills pieces of memory, on one thread: with a reader of files, and a way to the GPU.
+
+    Args:
+        buffer: page-aligned memory by way of which to read what is converted; else a small one of
+            its own.
+    """
+
+    def __init__(self, buffer: memoryview | None) -> None:
+        self._pieces = PieceReader(buffer)
+        self._borrows = buffer is not None
+        self._gpu: _GpuCopier | None = None
+
+    def __enter__(self) -> "PieceFiller":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pieces.close()
+        if self._gpu:
+            self._gpu.finish()
+
+    def fill(self, piece: Piece) -> None:
+        """Read one piece into its place, converted and copied to the GPU where it must be."""
+        if piece.target.is_cuda:
+            self._gpu = self._gpu or _GpuCopier(piece.target.device)
+            with self._gpu.copying_to(piece.target) as pinned:
+                self._read(Piece(piece.source, piece.offset, pinned))
+        else:
+            self._read(piece)
+
+    def _read(self, piece: Piece) -> None:
+        source, offset, target = piece.source, piece.offset, piece.target
+        if target.dtype == source.dtype and target.is_contiguous():
+            self._pieces.read(source.file, memory_of(target), offset)
+        elif offset % source.dtype.itemsize:
+            self._convert_copies(piece)  # what lies odd is copied before it is read as numbers
+        elif self._pieces.is_cached(source.file, offset, piece.source_bytes):
+            for part in piece.parts(WINDOW_BYTES):
+                with self._pieces.looking(source.file, part.offset, part.source_bytes) as found:
+                    _convert(part, found)
+        elif not self._borrows and shrinks(source, target):
+            done = read_shrinking(self._pieces, source, offset, target)
+            offset += done * source.dtype.itemsize
+            self._convert_copies(Piece(source, offset, target.view(-1)[done:]))
+        else:
+            self._convert_copies(piece)
+
+    def _convert_copies(self, piece: Piece) -> None:
+        for part in piece.parts(self._pieces.piece_bytes):
+            _convert(part, self._pieces.piece(part.source.file, part.offset, part.source_bytes))
+
+
+def _convert(piece: Piece, found: memoryview) -> None:
+    """Give the target the values that were found."""
+    if piece.target.numel():
+        values = torch.frombuffer(found, dtype=piece.source.dtype)
+        piece.target.copy_(values.view(piece.target.shape))
+
+
+class _GpuCopier:
+    """Two pinned buffers and a stream: one buffer is filled while the other is copied."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(device))  # the memory is from there
+        self._buffers = [torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in "ab"]
+        self._copied = [torch.cuda.Event() for _ in "ab"]  # type: ignore[no-untyped-call]
+        self._turn = 0
+
+    @contextmanager
+    def copying_to(self, target: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Give a pinned tensor to fill; copies it to ``target`` afterwards, without waiting."""
+        turn, self._turn = self._turn, 1 - self._turn
+        self._copied[turn].synchronize()
+        pinned = self._buffers[turn][: target.nbytes].view(target.dtype).view(target.shape)
+        yield pinned
+        with torch.cuda.stream(self._stream):
+            target.copy_(pinned, non_blocking=True)
+            self._copied[turn].record(self._stream)
+
+    def finish(self) -> None:
+        """Wait for the copies under way."""
+        self._stream.synchronize()
