@@ -25,7 +25,7 @@ class CudaOutOfMemory(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class _Block:
+class CudaBlock:
     """A stretch of a segment. Neighbours are linked, so that free ones can be merged."""
 
     address: int
@@ -33,8 +33,8 @@ class _Block:
     small: bool
     free: bool = True
     requested: int = 0
-    before: "_Block | None" = None
-    after: "_Block | None" = None
+    before: "CudaBlock | None" = None
+    after: "CudaBlock | None" = None
 
     @property
     def key(self) -> tuple[int, int]:
@@ -51,10 +51,10 @@ class CachingAllocator:
         self.limit_bytes = limit_bytes
         self.current = dict.fromkeys(_KINDS, 0)
         self.peak = dict.fromkeys(_KINDS, 0)
-        self._free: dict[bool, list[tuple[tuple[int, int], _Block]]] = {True: [], False: []}
+        self._free: dict[bool, list[tuple[tuple[int, int], CudaBlock]]] = {True: [], False: []}
         self._next_address = 0
 
-    def malloc(self, requested: int) -> _Block:
+    def malloc(self, requested: int) -> CudaBlock:
         """Return a block for so many bytes, which are more than none.
 
         Raises:
@@ -71,7 +71,7 @@ class CachingAllocator:
         self._count("allocated", block.size)  # with what was too little to be split off
         return block
 
-    def free(self, block: _Block) -> None:
+    def free(self, block: CudaBlock) -> None:
         """Take a block back and merge it with free neighbours; its segment stays reserved."""
         self._count("requested", -block.requested)
         self._count("allocated", -block.size)
@@ -93,12 +93,12 @@ class CachingAllocator:
         """Begin new peaks at what is held now."""
         self.peak = dict(self.current)
 
-    def _best_fit(self, size: int, small: bool) -> _Block | None:
+    def _best_fit(self, size: int, small: bool) -> CudaBlock | None:
         pool = self._free[small]
         at = bisect_left(pool, (size, -1), key=lambda item: item[0])
         return pool.pop(at)[1] if at < len(pool) else None
 
-    def _new_segment(self, size: int, small: bool) -> _Block:
+    def _new_segment(self, size: int, small: bool) -> CudaBlock:
         if small:
             length = _SMALL_SEGMENT_BYTES
         elif size < _MIN_LARGE_BYTES:
@@ -113,25 +113,25 @@ class CachingAllocator:
                     f"{size:,} bytes beside {self.current['reserved']:,} reserved"
                 )
         self._count("reserved", length)
-        block = _Block(self._next_address, length, small)
+        block = CudaBlock(self._next_address, length, small)
         self._next_address += length
         return block
 
-    def _split(self, block: _Block, size: int) -> None:
-        rest = _Block(block.address + size, block.size - size, block.small)
+    def _split(self, block: CudaBlock, size: int) -> None:
+        rest = CudaBlock(block.address + size, block.size - size, block.small)
         rest.before, rest.after = block, block.after
         if block.after is not None:
             block.after.before = rest
         block.after, block.size = rest, size
         insort(self._free[rest.small], (rest.key, rest), key=lambda item: item[0])
 
-    def _take(self, block: _Block) -> None:
+    def _take(self, block: CudaBlock) -> None:
         """Remove a free block from its pool."""
         pool = self._free[block.small]
         pool.pop(bisect_left(pool, block.key, key=lambda item: item[0]))
 
     @staticmethod
-    def _merge(block: _Block) -> _Block:
+    def _merge(block: CudaBlock) -> CudaBlock:
         """Return the block joined with its free neighbours."""
         if block.before is not None and block.before.free:
             first = block.before

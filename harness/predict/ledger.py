@@ -10,69 +10,22 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 import torch
 
-from harness.predict.allocator import CachingAllocator, _Block
-from harness.predict.extents import Extents
-from harness.predict.heap import Chunk, Heap
+from harness.predict.allocator import CachingAllocator
+from harness.predict.heap import Heap
 from harness.predict.prediction import PredictedPhase
+from harness.predict.storage import SMALL_BYTES, Block, MappedFile, Place, StorageRef, extent
 from harness.process_memory import memory_of, read_status
 from harness.record import Memory
-from harness.units import KIB
-
-Place = Literal["host", "pinned", "file", "cuda", "meta"]
-
-SMALL_BYTES: Final = 64 * KIB
-"""Storages up to this size are written for real: they may hold what the code looks at."""
 
 _MAP_NORESERVE: Final = 0x4000  # linux/mman.h: not counted by the kernel's overcommit heuristic
 
 _ATTRIBUTE: Final = "_weighin_block"
 """Where a storage has its block: the Python object of a storage lives as long as its memory."""
-
-
-@dataclass(slots=True, eq=False)
-class Block:
-    """One storage.
-
-    Attributes:
-        chunks: where it lies in each of the ledger's heaps.
-        real: whether the process itself holds it, because what is written is written for real.
-        known: whether its values are those that a real run would have.
-    """
-
-    place: Place
-    address: int
-    nbytes: int
-    chunks: tuple[Chunk, ...] = ()
-    real: bool = False
-    known: bool = True
-    pages: Extents = field(default_factory=Extents)
-    cuda: _Block | None = None
-    storage: "_StorageRef | None" = None
-    before: "Block | None" = None
-    after: "Block | None" = None
-
-
-class _StorageRef(weakref.ref[torch.UntypedStorage]):
-    """Knows the block of a storage, and calls back when the storage is freed."""
-
-    __slots__ = ("block",)
-    block: Block
-
-
-@dataclass(slots=True, eq=False)
-class MappedFile:
-    """A file that is mapped, from its first to its last slice."""
-
-    path: str
-    address: int
-    nbytes: int
-    pages: Extents = field(default_factory=Extents)
 
 
 class Ledger:
@@ -148,7 +101,7 @@ class Ledger:
             self._pin(nbytes)
         elif place == "host" and allocated and not block.real:
             block.chunks = tuple(heap.malloc(nbytes) for heap in self._heaps)
-        block.storage = _StorageRef(storage, self._freed)
+        block.storage = StorageRef(storage, self._freed)
         block.storage.block = block
         block.before, self._last = self._last, block
         if block.before:
@@ -165,7 +118,7 @@ class Ledger:
             self.pinned_bytes += size
 
     def _freed(self, storage: weakref.ref[torch.UntypedStorage]) -> None:
-        assert isinstance(storage, _StorageRef)
+        assert isinstance(storage, StorageRef)
         block = storage.block
         if block.after:
             block.after.before = block.before
@@ -192,9 +145,9 @@ class Ledger:
         block = self.block_of(tensor)
         block.known = False
         if block.real:
-            ctypes.memset(tensor.data_ptr(), 0, _extent(tensor)[1])
+            ctypes.memset(tensor.data_ptr(), 0, extent(tensor)[1])
         elif block.place == "host":
-            start, length = _extent(tensor)
+            start, length = extent(tensor)
             if block.chunks and block.chunks[0].in_heap:
                 fresh, *_ = (
                     heap.pages.add(start - block.address + chunk.address, length)
@@ -204,7 +157,7 @@ class Ledger:
             else:
                 self._touch(block, start, length)
         elif block.place == "file":  # a private map: what is written becomes anonymous
-            self._touch(block, *_extent(tensor))
+            self._touch(block, *extent(tensor))
         self.update()
 
     def _touch(self, block: Block, start: int, length: int) -> None:
@@ -216,7 +169,7 @@ class Ledger:
         """Tell that a tensor's elements were read: pages of mapped files come into memory."""
         block = self.block_of(tensor)
         if block.place == "file":
-            start, length = _extent(tensor)
+            start, length = extent(tensor)
             file = next(f for f in self._files if f.address <= start < f.address + f.nbytes)
             self.work["mapped_bytes"] += file.pages.add(start, length)
             self.update()
@@ -303,14 +256,6 @@ class Ledger:
             f"cuda_{kind}_bytes": n for kind, n in (self.cuda.peak if self.cuda else {}).items()
         }
         self.phases.append(PredictedPhase(name, *self._phase_peaks, **figures))
-
-
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the address of a tensor's first byte, and how many bytes its elements span."""
-    if tensor.numel() == 0:
-        return tensor.data_ptr(), 0
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), (last + 1) * tensor.element_size()
 
 
 def _pinned_size(nbytes: int) -> int:

@@ -11,7 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from harness.predict.ledger import SMALL_BYTES, Ledger, Place
+from harness.predict.ledger import Ledger
+from harness.predict.storage import SMALL_BYTES, Place
 
 _EMPTY: Final = frozenset({
     "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted",

@@ -12,9 +12,16 @@ import pandas as pd
 
 from harness.record import Result
 from harness.report import captions
+from harness.report.columns import (
+    HEADINGS,
+    Figure,
+    figures_of,
+    name_text,
+    number_text,
+    range_text,
+)
 from harness.report.frame import series, varying
 from harness.report.markdown import escaped, plain, table_lines
-from harness.report.tables import HEADINGS, Figure, figures_of, name_text, number_text, range_text
 
 _TIMES: Final = ("load_s", "ready_s")
 _SAME: Final = ("operation", "model", "device")  # times under different ones are not compared

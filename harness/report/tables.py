@@ -7,7 +7,7 @@ caption. Reporters take data and an open file.
 import csv
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, TextIO, TypeVar
+from typing import Final, Literal, TextIO, TypeVar
 
 import pandas as pd
 from rich import box
@@ -17,57 +17,21 @@ from rich.text import Text
 
 from harness.record import Outcome, Result
 from harness.report import captions
+from harness.report.columns import HEADINGS, figures_of, name_text, number_text, range_text
 from harness.report.frame import known, series, varying
 from harness.report.markdown import escaped, plain, table_lines
-from harness.units import GIB
 
 T = TypeVar("T")
 
 # What spreadsheets take for a formula; some take the wide letters of East Asian fonts, too.
 _FORMULA_STARTS: Final = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 _MESSAGE_LENGTH: Final = 300  # the record has the whole message
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """A column of numbers: the frame's column, its heading, and how it is printed."""
-
-    key: str
-    heading: str
-    unit: str
-    scale: int = 1
-    digits: int = 2
-
-
-FIGURES: Final = (
-    Figure("load_s", "load", "s"),
-    Figure("ready_s", "ready", "s"),
-    Figure("peak_rss_bytes", "peak RSS", "GiB", GIB, 3),
-    Figure("above_import_per_model", "above import", "x model"),
-    Figure("anon_sampled_bytes", "anonymous (sampled)", "GiB", GIB, 3),
-    Figure("peak_cgroup_bytes", "cgroup peak", "GiB", GIB, 3),
-    Figure("peak_cuda_requested_bytes", "CUDA requested", "GiB", GIB, 3),
-    Figure("peak_cuda_allocated_bytes", "CUDA allocated", "GiB", GIB, 3),
-    Figure("peak_cuda_reserved_bytes", "CUDA reserved", "GiB", GIB, 3),
-    Figure("cuda_driver_sampled_bytes", "CUDA driver (sampled)", "GiB", GIB, 3),
-    Figure("peak_pinned_bytes", "pinned", "GiB", GIB, 3),
-    Figure("written_bytes", "written", "GiB", GIB, 3),
-    Figure("written_files", "files", "", 1, 0),
-)
-_WHERE_MEASURED: Final = frozenset(figure.key for figure in FIGURES[-7:])
-# What the same figures are called where the cells saved.
-_OF_SAVES: Final = {
-    "load_s": "save",
-    "ready_s": "on the disk",
-    "above_import_per_model": "above the model",
-}
 # Figures under different values of these are not comparable: each gets a table of its own.
 _SECTIONS: Final = ("operation", "model", "device")
 _STYLES: Final = {outcome.value: "red" for outcome in Outcome} | {"ok": "green", "skipped": "dim"}
 # What tells cells of one strategy apart and explains itself: in a terminal it stands below the name.
 _BELOW_NAME: Final = frozenset(("format", "options"))
 _MOST_COLUMNS_APART: Final = 9  # more come close together, to leave the names room in 80 columns
-HEADINGS: Final = {"ram_limit_bytes": "RAM limit", "vram_limit_bytes": "GPU limit"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,16 +155,6 @@ def _sections(frame: pd.DataFrame) -> Iterator[_Section]:
         yield _section(heading, group, names)
 
 
-def figures_of(frame: pd.DataFrame) -> list[Figure]:
-    """Return the columns of numbers for these series, called as their operation calls them."""
-    called = _OF_SAVES if captions.doing(frame) == "saving" else {}
-    return [
-        replace(figure, heading=called.get(figure.key, figure.heading))
-        for figure in FIGURES
-        if figure.key not in _WHERE_MEASURED or frame[figure.key].notna().any()
-    ]
-
-
 def _section(heading: str, group: pd.DataFrame, names: list[str]) -> _Section:
     figures = figures_of(group)
     titles = [(HEADINGS.get(name, name), "") for name in (*names, "outcome")]
@@ -239,21 +193,6 @@ def _markdown_lines(section: _Section) -> Iterator[str]:
     pairs = (zip(*both, strict=True) for both in zip(section.rows, section.ranges, strict=True))
     rows = ([f"{text} ({spread})" if spread else text for text, spread in row] for row in pairs)
     return table_lines(heads, rows, names=section.names)
-
-
-def name_text(name: str, row: "pd.Series[Any]") -> str:
-    value = known(row[name])
-    return captions.size(value) if name in HEADINGS else plain(str(value or "-"))
-
-
-def number_text(value: Any, figure: Figure) -> str:
-    value = known(value)
-    return "-" if value is None else f"{value / figure.scale:.{figure.digits}f}"
-
-
-def range_text(row: "pd.Series[Any]", figure: Figure) -> str:
-    low, high = (number_text(row[f"{figure.key}{end}"], figure) for end in ("_min", "_max"))
-    return "" if low == high else f"{low}..{high}"
 
 
 def what_went_wrong(frame: pd.DataFrame) -> list[tuple[str, str]]:

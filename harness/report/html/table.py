@@ -7,7 +7,8 @@ from typing import Any, Final
 import pandas as pd
 
 from harness.record import Outcome
-from harness.report import captions, look, tables
+from harness.report import captions, look
+from harness.report.columns import HEADINGS, Figure, figures_of, name_text, number_text, range_text
 from harness.report.frame import known, varying
 from harness.report.markdown import plain
 
@@ -61,8 +62,8 @@ def build(frame: pd.DataFrame, ids: Mapping[str, str]) -> Table:
     if frame.empty:
         return Table([], [], [])
     names = ["strategy", *varying(frame)]
-    figures = tables.figures_of(frame)
-    columns = [Column(tables.HEADINGS.get(name, name), "", is_number=False) for name in names]
+    figures = figures_of(frame)
+    columns = [Column(HEADINGS.get(name, name), "", is_number=False) for name in names]
     columns.append(Column("outcome", "", is_number=False))
     columns += [Column(f.heading, f.unit, is_number=True) for f in figures]
     rows = [_row(row, names, figures, ids) for _, row in frame.iterrows()]
@@ -76,10 +77,10 @@ def build(frame: pd.DataFrame, ids: Mapping[str, str]) -> Table:
     return Table(columns, rows, choices)
 
 
-def _row(row: Any, names: list[str], figures: list[tables.Figure], ids: Mapping[str, str]) -> Row:
+def _row(row: Any, names: list[str], figures: list[Figure], ids: Mapping[str, str]) -> Row:
     data = []
     for name in names:
-        text = tables.name_text(name, row)
+        text = name_text(name, row)
         # Without a limit there is more room than with any: it comes last.
         limit = known(row[name]) if name == "ram_limit_bytes" else None
         key = str(limit or 2**63) if name == "ram_limit_bytes" else text
@@ -90,5 +91,5 @@ def _row(row: Any, names: list[str], figures: list[tables.Figure], ids: Mapping[
     for figure in figures:
         value = known(row[figure.key])
         key = "" if value is None else repr(float(value))
-        data.append(Datum(tables.number_text(value, figure), key, tables.range_text(row, figure)))
+        data.append(Datum(number_text(value, figure), key, range_text(row, figure)))
     return Row(ids[row["group"]], look.colour(row["strategy"]), outcome, data)
