@@ -1,21 +1,21 @@
 """Reading stretches of a file into memory as fast as the machine allows, whatever is cached.
 
 A piece that the page cache holds is copied from it; any other is read around it with ``O_DIRECT``,
-which is faster than filling the cache and leaves no page behind to be charged. Where memory lies
-otherwise than the file, it is read beside its place and moved. Where the file system refuses that,
-pages are dropped behind the read position.
+which is faster than filling the cache and leaves no page behind to be charged. What lies one behind
+the other is one read. Where memory lies otherwise than the file, it is read beside its place and
+moved. Where the file system refuses that, pages are dropped behind the read position.
 """
 
 import ctypes
 import errno
-import itertools
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from harness.checkpoint.gathering import ALIGNMENT, address_of, gather
 from harness.checkpoint.window import Window
 from harness.page_cache import is_cached
 
@@ -26,7 +26,6 @@ DISK_THREADS: Final = 8
 """How many threads read what is not cached: while some convert, or wait for a few bytes, others keep
 the disk busy."""
 
-ALIGNMENT: Final = 4096  # of O_DIRECT: 512 would do on most disks, 4096 on all
 BUFFER_BYTES: Final = PIECE_BYTES + 2 * ALIGNMENT
 """What a reader's own buffer takes: a piece, and what aligned reads take before and behind it."""
 
@@ -50,13 +49,27 @@ class PieceReader:
         self._bounce = buffer or memoryview(mmap.mmap(-1, BUFFER_BYTES, flags=mmap.MAP_PRIVATE))
 
     def read(self, file: Path, target: memoryview, offset: int) -> None:
-        """Fill ``target`` with the file's bytes at ``offset``: at once what is cached, else in pieces.
+        """Fill ``target`` with the file's bytes at ``offset``, at once wherever that can be.
+
+        Raises:
+            EOFError: the file ends before.
+        """
+        self.read_together(file, [(target, offset)])
+
+    def read_together(self, file: Path, places: Sequence[tuple[memoryview, int]]) -> None:
+        """Fill targets, given with their offsets, that lie one behind the other in the file.
 
         Raises:
             EOFError: the file ends before.
         """
         self._open(file)
-        self._read(target, offset)
+        (_, start), (last, at) = places[0], places[-1]
+        if is_cached(self._buffered, start, at + len(last) - start):
+            for target, offset in places:
+                self._read_through_cache(target, offset)
+        elif not self._read_at_once(places):
+            for target, offset in places:
+                self._read_alone(target, offset)
 
     @property
     def piece_bytes(self) -> int:
@@ -119,19 +132,12 @@ class PieceReader:
             self._direct = _open_direct(file)
             self._file = file
 
-    def _read(self, target: memoryview, offset: int) -> None:
-        if self._direct >= 0 and is_cached(self._buffered, offset, len(target)):
-            self._read_through_cache(target, offset)
-            return
+    def _read_alone(self, target: memoryview, offset: int) -> None:
+        """Fill a target in pieces, as far as its bulk cannot be moved into place."""
         moved = self._read_and_move(target, offset)
-        target, offset = target[moved:], offset + moved
-        for start, stop in _cut(target, offset):
-            part, at = target[start:stop], offset + start
-            if not (_address(part) | at | len(part)) % ALIGNMENT:
-                done = self._read_straight(part, at)
-            else:
-                done = self._read_and_copy(part, at)
-            if not done:
+        for start in range(moved, len(target), PIECE_BYTES):
+            part, at = target[start : start + PIECE_BYTES], offset + start
+            if is_cached(self._buffered, at, len(part)) or not self._read_at_once([(part, at)]):
                 self._read_through_cache(part, at)
 
     def _read_through_cache(self, target: memoryview, offset: int) -> None:
@@ -147,18 +153,15 @@ class PieceReader:
                 os.posix_fadvise(self._buffered, offset + done, read, os.POSIX_FADV_DONTNEED)
             done += read
 
-    def _read_straight(self, target: memoryview, offset: int) -> bool:
-        """Read into the aligned target itself; False where it is cached, or the disk refuses."""
-        if self._direct < 0 or is_cached(self._buffered, offset, len(target)):
+    def _read_at_once(self, places: Sequence[tuple[memoryview, int]]) -> bool:
+        """Read past the cache; False where the buffer is too small for that, or the disk refuses."""
+        gathered = gather(places, self._bounce) if self._direct >= 0 else None
+        if gathered is None:
             return False
-        done = 0
-        while done < len(target):
-            read = self._read_direct(target[done:], offset + done)
-            if read is None:
-                return False
-            if read == 0 or (read % ALIGNMENT and done + read < len(target)):
-                raise self._ended(offset + len(target))
-            done += read
+        if not self._read_direct(gathered.buffers, gathered.offset, gathered.wanted_bytes):
+            return False
+        for target, source in gathered.copies:
+            copy(target, source)
         return True
 
     def _read_and_move(self, target: memoryview, offset: int) -> int:
@@ -167,52 +170,44 @@ class PieceReader:
         It is read to where in the target it lies as in the file, and moved: so the disk is asked for
         as much at once as anywhere, and no buffer is needed.
         """
-        shift = (offset - _address(target)) % ALIGNMENT
+        shift = (offset - address_of(target)) % ALIGNMENT
         if not shift or len(target) < _LEAST_MOVED_BYTES or self._direct < 0:
             return 0
         count = len(target) - shift
         count -= (offset + count) % ALIGNMENT
         alike = target[shift : shift + count]
-        self._read(alike, offset)
+        if not self._read_at_once([(alike, offset)]):
+            return 0
         copy(target[:count], alike)
         return count
-
-    def _read_and_copy(self, target: memoryview, offset: int) -> bool:
-        """Read by way of the buffer; False where it is cached, or the disk refuses."""
-        if (piece := self._read_around_cache(offset, len(target))) is None:
-            return False
-        copy(target, piece)
-        return True
-
-    def _read_direct(self, target: memoryview, offset: int) -> int | None:
-        """Return how many bytes came from the disk; None, from now on, where it refuses."""
-        try:
-            return os.preadv(self._direct, [target], offset)
-        except OSError as error:
-            if error.errno not in _REFUSED:
-                raise
-            os.close(self._direct)
-            self._direct = -1
-            return None
 
     def _read_around_cache(self, offset: int, size: int) -> memoryview | None:
         """Return the bytes in the buffer; None where they are cached, or the disk refuses."""
         if self._direct < 0 or is_cached(self._buffered, offset, size):
             return None
-        start = offset - offset % ALIGNMENT
-        skip, end = offset - start, offset + size
-        wanted = -(-(end - start) // ALIGNMENT) * ALIGNMENT
-        bounce = self._bounce
+        skip = offset % ALIGNMENT
+        buffer = self._bounce[: -(-(skip + size) // ALIGNMENT) * ALIGNMENT]
+        if not self._read_direct([buffer], offset - skip, skip + size):
+            return None
+        return self._bounce[skip : skip + size]
+
+    def _read_direct(self, buffers: list[memoryview], offset: int, wanted: int) -> bool:
+        """Read what is wanted into the buffers in turn; False, from now on, where the disk refuses."""
         done = 0
-        while done < end - start:
-            if (read := self._read_direct(bounce[done:wanted], start + done)) is None:
-                return None
+        while done < wanted:
+            try:
+                read = os.preadv(self._direct, buffers, offset + done)
+            except OSError as error:
+                if error.errno not in _REFUSED:
+                    raise
+                os.close(self._direct)
+                self._direct = -1
+                return False
             done += read
-            if read % ALIGNMENT or read == 0:
-                break  # only the end of the file is not aligned
-        if done < end - start:
-            raise self._ended(end)
-        return bounce[skip : skip + size]
+            if done < wanted and (read % ALIGNMENT or read == 0):
+                raise self._ended(offset + wanted)  # only the end of the file is not aligned
+            buffers = _behind(buffers, read)
+        return True
 
     def _ended(self, wanted_end: int) -> EOFError:
         return EOFError(f"{self._file} ends before byte {wanted_end:,}")
@@ -220,25 +215,15 @@ class PieceReader:
 
 def copy(target: memoryview, source: memoryview) -> None:
     """Copy bytes without holding the GIL, as an assignment of slices would."""
-    ctypes.memmove(_address(target), _address(source), len(source))
+    ctypes.memmove(address_of(target), address_of(source), len(source))
 
 
-def _address(view: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))
-
-
-def _cut(target: memoryview, offset: int) -> Iterator[tuple[int, int]]:
-    """Yield where the reads of a stretch begin and end that is not cached as a whole.
-
-    Where file and memory lie alike, all but a head and a tail is one read, aligned in both: the
-    kernel cuts it for the disk, and asks for the parts at once.
-    """
-    if (_address(target) - offset) % ALIGNMENT or len(target) < ALIGNMENT:
-        edges = [*range(0, len(target), PIECE_BYTES), len(target)]
-    else:
-        tail = len(target) - (offset + len(target)) % ALIGNMENT
-        edges = sorted({0, -offset % ALIGNMENT, tail, len(target)})
-    yield from itertools.pairwise(edges)
+def _behind(buffers: list[memoryview], filled: int) -> list[memoryview]:
+    """Return what of the buffers lies behind so many bytes."""
+    while buffers and filled >= len(buffers[0]):
+        filled -= len(buffers[0])
+        buffers = buffers[1:]
+    return [buffers[0][filled:], *buffers[1:]] if buffers else []
 
 
 def _open_direct(file: Path) -> int:

@@ -14,7 +14,7 @@ from harness.checkpoint.direct import BUFFER_BYTES, DISK_THREADS, PIECE_BYTES, P
 from harness.checkpoint.layouts.base import TensorSlice
 from harness.checkpoint.lending import LENT_BYTES, lend
 from harness.checkpoint.memory import HUGE_PAGE_BYTES, allocate
-from harness.checkpoint.pieces import Piece, PieceFiller, cut
+from harness.checkpoint.pieces import Piece, PieceFiller, cut, in_runs
 
 READ_BYTES: Final = 16 * HUGE_PAGE_BYTES
 """How much a thread reads at once where nothing is converted: it takes the lock seldom."""
@@ -138,17 +138,18 @@ def being_filled(
         buffers: for what is converted, one for each thread; who gets none has a small one of his own.
     """
     pieces = (piece for stretch in stretches for piece in stretch.pieces(most_bytes))
+    runs = in_runs(pieces, most_bytes)
     lock, failed = threading.Lock(), threading.Event()
 
     def work(buffer: memoryview | None) -> None:
         with PieceFiller(buffer) as filler:
             while not failed.is_set():
                 with lock:
-                    piece = next(pieces, None)
-                if piece is None:
+                    run = next(runs, None)
+                if run is None:
                     return
                 try:
-                    filler.fill(piece)
+                    filler.fill(run)
                 except BaseException:
                     failed.set()
                     raise

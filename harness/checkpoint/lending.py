@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from harness.checkpoint.direct import ALIGNMENT, PIECE_BYTES
+from harness.checkpoint.direct import PIECE_BYTES
+from harness.checkpoint.gathering import ALIGNMENT
 from harness.checkpoint.memory import HUGE_PAGE_BYTES, memory_of
 
 if TYPE_CHECKING:

@@ -6,10 +6,9 @@ from typing import Final
 
 import torch
 
-from harness.checkpoint.direct import ALIGNMENT
+from harness.checkpoint.gathering import ALIGNMENT
 
 HUGE_PAGE_BYTES: Final = 2 * 1024**2
-_CACHE_LINE_BYTES: Final = 64
 
 
 def allocate(numel: int, dtype: torch.dtype, device: torch.device, offset: int = 0) -> torch.Tensor:
@@ -19,13 +18,13 @@ def allocate(numel: int, dtype: torch.dtype, device: torch.device, offset: int =
     tensor's own: it is given back with it, and saving or freeing it concerns no other tensor.
 
     Args:
-        offset: where in its file the tensor begins. The memory begins as far behind a page's start,
-            if that is a cache line's: then a disk writes into it without a buffer between.
+        offset: where in its file the tensor begins. The memory begins as far behind a page's start:
+            then a disk writes into it without a buffer between.
     """
     size = numel * dtype.itemsize
     if device.type != "cpu" or size < HUGE_PAGE_BYTES:
         return torch.empty(numel, dtype=dtype, device=device)
-    lead = 0 if offset % _CACHE_LINE_BYTES else offset % ALIGNMENT
+    lead = 0 if offset % dtype.itemsize else offset % ALIGNMENT
     area = mmap.mmap(-1, size + HUGE_PAGE_BYTES + lead, flags=mmap.MAP_PRIVATE)
     skip = -ctypes.addressof(ctypes.c_char.from_buffer(area)) % HUGE_PAGE_BYTES
     # Whole huge pages only: one that sticks out of the tensor would be paid for and not used.

@@ -1,8 +1,9 @@
 """One read: a piece of a file into a piece of memory, converted and copied to the GPU on the way."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
@@ -11,6 +12,9 @@ from harness.checkpoint.layouts.base import TensorSlice
 from harness.checkpoint.memory import HUGE_PAGE_BYTES, memory_of
 from harness.checkpoint.shrinking import read_shrinking, shrinks
 from harness.checkpoint.window import WINDOW_BYTES
+
+_MOST_BETWEEN_BYTES: Final = 64 * 1024  # of a file that nobody asked for, in one read
+_MOST_PIECES: Final = 256  # each takes up to two of the buffers of one call, which takes 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,6 +28,22 @@ class Piece:
     @property
     def source_bytes(self) -> int:
         return self.target.numel() * self.source.dtype.itemsize
+
+    @property
+    def end(self) -> int:
+        """Where in the file it ends."""
+        return self.offset + self.source_bytes
+
+    @property
+    def plain(self) -> bool:
+        """Whether the file's bytes are the target's own."""
+        target = self.target
+        return (
+            target.dtype == self.source.dtype
+            and target.is_contiguous()
+            and not target.is_cuda
+            and target.numel() > 0
+        )
 
     def parts(self, most_bytes: int) -> Iterator["Piece"]:
         """Yield this read in parts of which none takes more than ``most_bytes`` of the file."""
@@ -53,6 +73,29 @@ def cut(source: TensorSlice, offset: int, target: torch.Tensor, most_bytes: int)
         first = last
 
 
+def in_runs(pieces: Iterable[Piece], most_bytes: int) -> Iterator[tuple[Piece, ...]]:
+    """Yield the pieces as what can be one read: neighbours in a file, up to ``most_bytes`` together."""
+    run: list[Piece] = []
+    for piece in pieces:
+        if run and not _follows(run, piece, most_bytes):
+            yield tuple(run)
+            run = []
+        run.append(piece)
+    if run:
+        yield tuple(run)
+
+
+def _follows(run: list[Piece], piece: Piece, most_bytes: int) -> bool:
+    return (
+        run[-1].plain
+        and piece.plain
+        and piece.source.file == run[0].source.file
+        and 0 <= piece.offset - run[-1].end <= _MOST_BETWEEN_BYTES
+        and piece.end - run[0].offset <= most_bytes
+        and len(run) < _MOST_PIECES
+    )
+
+
 class PieceFiller:
     """Fills pieces of memory, on one thread: with a reader of files, and a way to the GPU.
 
@@ -74,8 +117,13 @@ class PieceFiller:
         if self._gpu:
             self._gpu.finish()
 
-    def fill(self, piece: Piece) -> None:
-        """Read one piece into its place, converted and copied to the GPU where it must be."""
+    def fill(self, run: Sequence[Piece]) -> None:
+        """Read pieces, one or a run, into place, converted and copied to the GPU where they must be."""
+        if run[0].plain:
+            places = [(memory_of(piece.target), piece.offset) for piece in run]
+            self._pieces.read_together(run[0].source.file, places)
+            return
+        (piece,) = run
         if piece.target.is_cuda:
             self._gpu = self._gpu or _GpuCopier(piece.target.device)
             with self._gpu.copying_to(piece.target) as pinned:

@@ -9,7 +9,8 @@ from typing import Final
 
 import torch
 
-from harness.checkpoint.direct import ALIGNMENT, PieceReader
+from harness.checkpoint.direct import PieceReader
+from harness.checkpoint.gathering import ALIGNMENT
 from harness.checkpoint.layouts.base import TensorSlice
 from harness.checkpoint.memory import memory_of
 

@@ -244,11 +244,11 @@ def test_no_piece_and_nothing_that_it_becomes_outgrows_a_buffer(
             assert sum(part.source_bytes for part in buffered) == piece.source_bytes
 
 
-@pytest.mark.parametrize(("offset", "lead"), [(0, 0), (4096 + 128, 128), (8192, 0), (72, 0)])
+@pytest.mark.parametrize(("offset", "lead"), [(0, 0), (4096 + 72, 72), (8192, 0), (74, 0)])
 def test_memory_begins_where_its_stretch_begins_in_a_page_of_the_file(
     offset: int, lead: int
 ) -> None:
-    """A disk writes into it without a buffer then; not where it would be off a cache line."""
+    """A disk writes into it without a buffer then; not where elements would be cut."""
     memory = allocate(MIB, torch.float32, torch.device("cpu"), offset)
     assert memory.data_ptr() % (2 * MIB) == lead
     assert memory.fill_(1).sum() == MIB

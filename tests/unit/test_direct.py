@@ -13,7 +13,8 @@ from pytest import MonkeyPatch
 
 from harness import page_cache
 from harness.checkpoint import direct
-from harness.checkpoint.direct import ALIGNMENT, PIECE_BYTES, PieceReader
+from harness.checkpoint.direct import PIECE_BYTES, PieceReader
+from harness.checkpoint.gathering import ALIGNMENT
 
 SIZE = 3 * PIECE_BYTES + 12_345
 CONTENT = os.urandom(SIZE)

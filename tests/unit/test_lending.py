@@ -7,8 +7,8 @@ import torch
 
 from harness import page_cache
 from harness.checkpoint import filling, layouts
-from harness.checkpoint.direct import ALIGNMENT
 from harness.checkpoint.filling import Stretch, prepare
+from harness.checkpoint.gathering import ALIGNMENT
 from harness.checkpoint.lending import LENT_BYTES, lend
 from harness.checkpoint.memory import memory_of
 from harness.checkpoint.streaming import load_streaming

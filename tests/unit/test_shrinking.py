@@ -9,7 +9,8 @@ from hypothesis import given
 
 from harness import page_cache
 from harness.checkpoint import shrinking
-from harness.checkpoint.direct import ALIGNMENT, PieceReader
+from harness.checkpoint.direct import PieceReader
+from harness.checkpoint.gathering import ALIGNMENT
 from harness.checkpoint.layouts.base import TensorSlice
 from harness.checkpoint.memory import allocate
 from harness.checkpoint.shrinking import read_shrinking, shrinks
