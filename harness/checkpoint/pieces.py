@@ -133,7 +133,7 @@ class PieceFiller:
 
     def _read(self, piece: Piece) -> None:
         source, offset, target = piece.source, piece.offset, piece.target
-        if target.dtype == source.dtype and target.is_contiguous():
+        if piece.plain:
             self._pieces.read(source.file, memory_of(target), offset)
         elif offset % source.dtype.itemsize:
             self._convert_copies(piece)  # what lies odd is copied before it is read as numbers
