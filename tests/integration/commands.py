@@ -13,6 +13,9 @@ from typing import Any
 import leftovers
 
 ROOT = Path(__file__).parents[2]
+NOT_LIMITED = (
+    "note: nothing is limited: peaks are measured, but no strategy is shown to fit (--ram does)\n"
+)
 
 
 @dataclass(frozen=True, slots=True)
