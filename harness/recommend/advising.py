@@ -154,15 +154,14 @@ def parts(advice: Advice) -> Iterator[RenderableType]:
         " and ".join(limits) or "without a limit"
     )
     table.caption = f"Memory and time are {sources[0]}." if same else None
-    for heading in ("strategy", "verdict", "why"):
+    table.add_column("strategy", no_wrap=True)
+    for heading in ("verdict", "why"):
         table.add_column(heading, overflow="fold")
     table.add_column("leaves", justify="right", no_wrap=True)
     table.add_column("ready", justify="right", no_wrap=True)
-    for heading in [*([] if same else ["memory, time"]), "saved as", "needs"]:
+    for heading in [*([] if same else ["memory, time"]), "asks for"]:
         table.add_column(heading, overflow="fold")
     for one, source in zip(advice.candidates, sources, strict=True):
-        saved = [asks.removeprefix(SAVED_AS) for asks in one.asks if asks.startswith(SAVED_AS)]
-        needs = [asks for asks in one.asks if not asks.startswith(SAVED_AS)]
         table.add_row(
             escape(one.strategy),
             f"[{_STYLES.get(one.verdict, 'yellow')}]{one.verdict}[/]",
@@ -170,8 +169,7 @@ def parts(advice: Advice) -> Iterator[RenderableType]:
             "-" if one.margin_bytes is None else format_bytes(one.margin_bytes, digits=1),
             "-" if one.ready_s is None else f"{one.ready_s:.1f} s",
             *([] if same else [source]),
-            escape(", ".join(saved)),
-            escape(", ".join(needs)),
+            escape(", ".join(map(_asked, one.asks))),
         )
     yield table
     if advice.best is None:
@@ -185,6 +183,10 @@ def parts(advice: Advice) -> Iterator[RenderableType]:
 
 def _sources(one: Candidate) -> str:
     return ", ".join(dict.fromkeys(filter(None, (one.memory_from, one.time_from)))) or "-"
+
+
+def _asked(what: str) -> str:
+    return what if what.startswith(SAVED_AS) else f"package {what}"
 
 
 def _planned(question: Question, layout: str) -> Iterator[Planned]:

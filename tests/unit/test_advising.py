@@ -69,8 +69,8 @@ def advised(ram: int | None = None, **changes: Any) -> Advice:
     return advising.advise(question, gather(question, lambda _: None))
 
 
-def printed(advice: Advice) -> str:
-    console = Console(width=160, record=True, file=io.StringIO())
+def printed(advice: Advice, width: int = 160) -> str:
+    console = Console(width=width, record=True, file=io.StringIO())
     for part in parts(advice):
         console.print(part, highlight=False, soft_wrap=isinstance(part, str))
     return console.export_text()
@@ -91,7 +91,17 @@ def test_what_fits_and_asks_for_nothing_is_named_with_its_code() -> None:
     assert "keeps two copies: 4.1 GiB" in line
     assert "Memory and time are predicted." in text
     (line,) = [line for line in text.splitlines() if line.strip().startswith("safetensors_mmap")]
-    assert line.split()[-2:] == ["safetensors", "safetensors"]  # the layout, and the package
+    assert line.endswith("saved as safetensors, package safetensors ")
+
+
+def test_no_word_of_the_table_is_broken_in_80_columns() -> None:
+    advice = advised(3 * GIB)
+    table, _, _ = printed(advice, 80).partition("Use mmap_assign:")
+    assert max(map(len, table.splitlines())) <= 80
+    words = [word.strip(",") for word in table.split()]
+    assert set(words) >= set(registry.strategies())
+    broken = [word for word in words if word not in printed(advice)]
+    assert broken == []
 
 
 def test_below_the_models_size_the_one_that_reads_again_and_again_is_named() -> None:
