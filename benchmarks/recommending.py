@@ -1,5 +1,6 @@
 """Does ``weighin recommend`` keep its word? Tried just below and just above every predicted floor.
 
+Where processes that do the same hold different amounts, that is below the least and above the most.
 Asks what to use on a machine without records, under limits on both sides of each way's floor and
 in between. Then runs every way without a limit; each one just below the floor that refuses it,
 where it must be oom_killed; each one that was named, under the smallest limit that names it, where
@@ -77,9 +78,9 @@ def _limits(known: Known) -> Iterator[int]:
     """Yield limits on both sides of each floor, where verdicts change, and 5 % above it."""
     found = set()
     for one in known.predictions:
-        if one.floor_bytes and one.model_bytes:
-            doubt = doubt_bytes(one.floor_bytes)
-            found |= {one.floor_bytes - doubt - MIB, one.floor_bytes + doubt}
+        if one.floor_bytes and one.floor_least_bytes and one.model_bytes:
+            least, doubt = one.floor_least_bytes, doubt_bytes(one.floor_bytes)
+            found |= {least - doubt_bytes(least) - MIB, one.floor_bytes + doubt}
             found |= {one.floor_bytes * 21 // 20, one.floor_bytes + one.model_bytes}
     yield from sorted({-(-limit // MIB) * MIB for limit in found})
 

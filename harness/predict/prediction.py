@@ -89,6 +89,15 @@ class Prediction:
     reasons: tuple[str, ...] = field(default_factory=tuple)
 
     @property
+    def floor_least_bytes(self) -> int | None:
+        """The smallest RAM limit under which it should work in some processes, if not in every one."""
+        if self.floor_bytes is None:
+            return None
+        return (
+            self.floor_bytes - (self.host_anon_most_bytes or 0) + (self.host_anon_least_bytes or 0)
+        )
+
+    @property
     def strategy(self) -> str:
         """The strategy's name."""
         return self.cell.strategy

@@ -120,7 +120,10 @@ def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
     def key(one: Candidate) -> tuple[object, ...]:
         time_s = one.ready_s if one.ready_s is not None else float("inf")
         best_s = fastest.get(one.verdict, 0.0)
-        is_as_fast = time_s <= max(_AS_FAST * best_s, best_s + _AS_FAST_S)
+        # How often a file is read again depends on the limit: no time is that of another limit.
+        is_as_fast = one.verdict is Verdict.THRASHES or time_s <= max(
+            _AS_FAST * best_s, best_s + _AS_FAST_S
+        )
         little = (len(one.asks), one.need_bytes or 0) if is_as_fast else (0, 0)
         return order.index(one.verdict), not is_as_fast, *little, time_s, one.strategy
 
@@ -166,8 +169,8 @@ def _verdict(
 
 def _under(ram_bytes: int, prediction: Prediction, need: int, tried: bool | None) -> Verdict:
     """Return how it lives under a RAM limit; ``tried`` is what records say of that, if anything."""
-    edge = _edge(prediction, need)
-    if tried is False or (tried is None and edge > ram_bytes + doubt_bytes(edge)):
+    least, edge = _edges(prediction, need)
+    if tried is False or (tried is None and least > ram_bytes + doubt_bytes(least)):
         return Verdict.TOO_LARGE
     if edge > ram_bytes - doubt_bytes(edge):
         return Verdict.BARELY if tried else Verdict.CLOSE
@@ -176,14 +179,17 @@ def _under(ram_bytes: int, prediction: Prediction, need: int, tried: bool | None
     return Verdict.FITS
 
 
-def _edge(prediction: Prediction, need: int) -> int:
-    """Return the need that limits are compared with: the predicted one, unless ``need`` refutes it.
+def _edges(prediction: Prediction, need: int) -> tuple[int, int]:
+    """Return below which limit it dies in every process, and above which it lives in every one.
 
-    Two measurements differ by some MiB. A limit near the edge would name one strategy before a
-    run and another one after it.
+    As predicted, unless ``need`` refutes it: two measurements differ by some MiB, and by more where
+    the heap decides. A limit near the edge would name one strategy before a run and another one
+    after it.
     """
-    predicted = prediction.floor_bytes
-    return predicted if predicted and abs(need - predicted) <= doubt_bytes(predicted) else need
+    least, most = prediction.floor_least_bytes, prediction.floor_bytes
+    if least and most and least - doubt_bytes(least) <= need <= most + doubt_bytes(most):
+        return least, most
+    return need, need
 
 
 def doubt_bytes(need: int) -> int:

@@ -92,6 +92,30 @@ def test_what_was_tried_is_believed_before_any_prediction() -> None:
     assert judged(copies=1.0, ram=8 * GIB, evidence=died).verdict is Verdict.FITS
 
 
+@pytest.mark.parametrize(
+    ("ram", "verdict"),
+    [
+        (4 * GIB, Verdict.TOO_LARGE),
+        (5 * GIB, Verdict.CLOSE),  # some processes would live: nobody can say which
+        (6 * GIB, Verdict.CLOSE),
+        (7 * GIB, Verdict.FITS),
+    ],
+)
+@pytest.mark.parametrize("measured", [None, 4.3, 5.5, 6.2])
+def test_what_dies_in_some_processes_only_is_neither_refused_nor_named(
+    ram: int, verdict: Verdict, measured: float | None
+) -> None:
+    unsteady = replace(
+        prediction("x", 1.5),
+        host_anon_peak_bytes=5 * GIB,
+        host_anon_least_bytes=4 * GIB + 300 * MIB,
+        host_anon_most_bytes=6 * GIB + 200 * MIB,
+        floor_bytes=6 * GIB + 216 * MIB,
+    )
+    found = Evidence(anon_bytes=round(measured * GIB)) if measured else None
+    assert judge(info("x"), unsteady, found, None, Limits(ram), "pt").verdict is verdict
+
+
 def test_what_was_not_followed_is_not_known() -> None:
     unknown = Prediction(Cell(ModelSpec("m", "a:b"), "x", "process"), cannot="ValueError: odd")
     found = judge(info("x"), unknown, None, CALIBRATION, Limits(GIB), "pt")
@@ -194,3 +218,12 @@ def test_what_reads_again_and_again_comes_before_what_may_die() -> None:
         replace(one, strategy="as slow", verdict=Verdict.THRASHES, ready_s=50.0, need_bytes=2),
     ])  # fmt: skip
     assert [one.strategy for one in order] == ["slow", "as slow", "barely", "close", "dead"]
+
+
+def test_among_what_reads_again_and_again_no_time_decides() -> None:
+    again = replace(judged("x", copies=0.0, ram=2 * GIB, mapped=True), need_bytes=GIB)
+    order = ranked([
+        replace(again, strategy="elsewhere", ready_s=3.0, asks=("saved as per_param",)),
+        replace(again, strategy="measured here", ready_s=60.0),
+    ])  # fmt: skip
+    assert [one.strategy for one in order] == ["measured here", "elsewhere"]
