@@ -49,6 +49,9 @@ def main() -> None:
         "--every", type=int, default=1, help="run every so manieth of the refused ways only"
     )
     parser.add_argument("--out", type=Path, default=Path("results/recommending"))
+    parser.add_argument(
+        "--run", type=Path, help="judge by what this run measured under its limits; run nothing"
+    )
     options = parser.parse_args()
     question = Question(
         registry.model(options.model), Limits(), dtype=DTYPES[options.dtype], results=options.out
@@ -56,22 +59,33 @@ def main() -> None:
     known = gather(question, _say)
     planned = [_changed(one, isolation=options.isolation) for one in known.planned]
     known = replace(known, planned=tuple(planned), evidence={})
-    limits = list(_limits(known))
+    folder = options.run or options.out
+    limits = list(_limits_of(options.run) if options.run else _limits(known))
     before = [_advice(question, known, limit) for limit in limits]
-    promises = [
-        *(Promise(one, lives=True) for one in known.planned),
-        *[*_refused(known, limits, before)][:: options.every],
-        *_named(known, limits, before),
-    ]
-    results = _measure(options.out, promises, options.isolation)
+    promises, results = _tried(options, known, limits, before)
     kept = _print_cells(promises, results)
-    after_known = replace(known, evidence=find([options.out], known.planned[0].cell))
+    after_known = replace(known, evidence=find([folder], known.planned[0].cell))
     after = [_advice(question, after_known, limit) for limit in limits]
     same = _print_names(limits, before, after)
     print(f"\n{kept} of {len(promises)} cells ended as promised")
     print(f"{same} of {len(limits)} limits name the same without records and with them")
     if (kept, same) != (len(promises), len(limits)):
         sys.exit(1)
+
+
+def _tried(
+    options: argparse.Namespace, known: Known, limits: Sequence[int], asked: Sequence[Advice]
+) -> tuple[list[Promise], Sequence[Result]]:
+    """Return what was promised, and what became of it: measured here, or in the run that is given."""
+    if options.run:
+        results = journal.read(options.run).results
+        return [*_promised(known, limits, asked, results)], results
+    promises = [
+        *(Promise(one, lives=True) for one in known.planned),
+        *[*_refused(known, limits, asked)][:: options.every],
+        *_named(known, limits, asked),
+    ]
+    return promises, _measure(options.out, promises, options.isolation)
 
 
 def _limits(known: Known) -> Iterator[int]:
@@ -83,6 +97,29 @@ def _limits(known: Known) -> Iterator[int]:
             found |= {least - doubt_bytes(least) - MIB, one.floor_bytes + doubt}
             found |= {one.floor_bytes * 21 // 20, one.floor_bytes + one.model_bytes}
     yield from sorted({-(-limit // MIB) * MIB for limit in found})
+
+
+def _limits_of(run: Path) -> list[int]:
+    """Return the limits under which a run measured."""
+    limits = {one.cell.ram_limit_bytes for one in journal.read(run).results}
+    return sorted(limit for limit in limits if limit is not None)
+
+
+def _promised(
+    known: Known, limits: Sequence[int], asked: Sequence[Advice], results: Sequence[Result]
+) -> Iterator[Promise]:
+    """Yield each way that is named or refused under a limit under which it was measured."""
+    planned = {one.cell.strategy: one for one in known.planned}
+    for limit, advice in zip(limits, asked, strict=True):
+        for one in advice.candidates:
+            if one != advice.best and one.verdict is not Verdict.TOO_LARGE:
+                continue
+            for result in results:
+                cell = result.cell
+                if (cell.strategy, cell.format, cell.ram_limit_bytes) == (
+                    one.strategy, one.format, limit,
+                ):  # fmt: skip
+                    yield Promise(replace(planned[one.strategy], cell=cell), one == advice.best)
 
 
 def _advice(question: Question, known: Known, limit: int) -> Advice:

@@ -86,6 +86,14 @@ class Calibration:
     archive_s: float
     module_s: float
 
+    def slowed(self, times: float) -> "Calibration":
+        """Return the calibration of a machine on which everything takes ``times`` as long."""
+        figures = asdict(self).items()
+        return Calibration(**{
+            name: value / times if name.endswith("_per_s") else value * times
+            for name, value in figures
+        })  # fmt: skip
+
 
 def stored() -> Calibration | None:
     """Return this machine's calibration; None where there is none, or it is of another machine."""

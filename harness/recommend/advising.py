@@ -19,7 +19,7 @@ from harness.plan import Planned
 from harness.predict.predicting import predict
 from harness.predict.prediction import Prediction
 from harness.recommend.evidence import Evidence, find
-from harness.recommend.judging import SAVED_AS, Candidate, Limits, Verdict, judge, ranked
+from harness.recommend.judging import SAVED_AS, Candidate, Limits, Verdict, judge, ranked, slowness
 from harness.recommend.snippet import CannotWriteOut, snippet
 from harness.units import format_bytes, format_exact
 
@@ -121,13 +121,13 @@ def gather(question: Question, say: Callable[[str], None]) -> Known:
 
 def advise(question: Question, known: Known) -> Advice:
     """Return what to use under the question's limits, given what is known."""
+    found = [known.evidence.get((one.cell.strategy, one.cell.format)) for one in known.planned]
+    measured = [(one, seen) for one, seen in zip(known.predictions, found, strict=True) if seen]
+    calibration = known.calibration.slowed(slowness(measured, known.calibration))
     judged = [
-        judge(
-            one.strategy, prediction, known.evidence.get((one.cell.strategy, one.cell.format)),
-            known.calibration, question.limits, known.layout,
-        )
-        for one, prediction in zip(known.planned, known.predictions, strict=True)
-    ]  # fmt: skip
+        judge(one.strategy, prediction, seen, calibration, question.limits, known.layout)
+        for one, prediction, seen in zip(known.planned, known.predictions, found, strict=True)
+    ]
     allowed = [one for one in judged if _is_allowed(one, question.allow)]
     advice = Advice(question, tuple(ranked(allowed)))
     if not advice.best:

@@ -1,6 +1,7 @@
 """What fits under the limits, what does not and why, and in which order to try it."""
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
@@ -145,6 +146,20 @@ def predicted_ready_s(prediction: Prediction, calibration: Calibration) -> float
         + work.modules * machine.module_s
         + stays_in_memory / machine.copy_bytes_per_s  # reading every byte once
     )
+
+
+def slowness(measured: Iterable[tuple[Prediction, Evidence]], calibration: Calibration) -> float:
+    """Return how many times as long as predicted the loads took that were measured: the median.
+
+    A busy machine's times stand beside times that were predicted for a quiet one, unless these are
+    made as slow. 1 where nothing was measured. Takes the times under the largest limit of each.
+    """
+    ratios = [
+        seconds / predicted_ready_s(prediction, calibration)
+        for prediction, evidence in measured
+        if not prediction.cannot and (seconds := evidence.median_ready_s(None)) is not None
+    ]
+    return statistics.median(ratios) if ratios else 1.0
 
 
 def _verdict(

@@ -186,6 +186,19 @@ def test_records_come_first_and_say_so(monkeypatch: MonkeyPatch) -> None:
     assert (found.ready_s, found.time_from) == (7.0, "measured")
 
 
+def test_a_machine_that_was_slow_when_it_measured_is_named_the_same(
+    monkeypatch: MonkeyPatch,
+) -> None:
+    quiet = {one.strategy: one.ready_s for one in advised(8 * GIB).candidates}
+    slow = Evidence([None], [], 100 * MIB, None, {None: [4.5 * (quiet["mmap_assign"] or 0)]})
+    monkeypatch.setattr(advising, "find", lambda *_: {("mmap_assign", "pt"): slow})
+    advice = advised(8 * GIB)
+    assert advice.best
+    assert advice.best.strategy == "mmap_assign"
+    times = {one.strategy: one.ready_s for one in advice.candidates}
+    assert times == pytest.approx({name: 4.5 * (seconds or 0) for name, seconds in quiet.items()})
+
+
 def test_a_machine_that_was_never_calibrated_is(monkeypatch: MonkeyPatch) -> None:
     speed = calibrating.stored()
     monkeypatch.setattr(calibrating, "stored", lambda: None)
