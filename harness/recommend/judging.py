@@ -155,9 +155,10 @@ def slowness(measured: Iterable[tuple[Prediction, Evidence]], calibration: Calib
     made as slow. 1 where nothing was measured. Takes the times under the largest limit of each.
     """
     ratios = [
-        seconds / predicted_ready_s(prediction, calibration)
+        seconds / predicted_s
         for prediction, evidence in measured
-        if not prediction.cannot and (seconds := evidence.median_ready_s(None)) is not None
+        if (predicted_s := predicted_ready_s(prediction, calibration))
+        and (seconds := evidence.median_ready_s(None)) is not None
     ]
     return statistics.median(ratios) if ratios else 1.0
 

@@ -9,7 +9,15 @@ from harness.calibrating import Calibration
 from harness.cell import Cell, ModelSpec
 from harness.predict.prediction import Prediction, Work
 from harness.recommend.evidence import Evidence
-from harness.recommend.judging import Candidate, Limits, Verdict, judge, predicted_ready_s, ranked
+from harness.recommend.judging import (
+    Candidate,
+    Limits,
+    Verdict,
+    judge,
+    predicted_ready_s,
+    ranked,
+    slowness,
+)
 from harness.registry import StrategyInfo
 from harness.units import GIB, MIB
 
@@ -227,3 +235,15 @@ def test_among_what_reads_again_and_again_no_time_decides() -> None:
         replace(again, strategy="measured here", ready_s=60.0),
     ])  # fmt: skip
     assert [one.strategy for one in order] == ["measured here", "elsewhere"]
+
+
+def test_measured_loads_say_how_slow_the_machine_is() -> None:
+    nothing = replace(
+        prediction("x", 0.0), model_bytes=0, work=Work()
+    )  # takes no time, as predicted
+    loads = [(prediction("x", copies), Evidence(ready_s={None: [9.0]})) for copies in (1.0, 2.0)]
+    quiet_s = predicted_ready_s(loads[0][0], CALIBRATION)
+    assert slowness([*loads, (nothing, loads[0][1])], CALIBRATION) == pytest.approx(9.0 / quiet_s)
+    assert slowness([], CALIBRATION) == slowness([(nothing, loads[0][1])], CALIBRATION) == 1.0
+    slow = CALIBRATION.slowed(2.0)
+    assert predicted_ready_s(loads[0][0], slow) == pytest.approx(2 * quiet_s)
