@@ -13,8 +13,12 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from harness.errors import IsolationUnavailable
+
+settings.register_profile("untimed", deadline=None)  # a busy machine is no finding
+settings.load_profile("untimed")
 
 
 @cache

@@ -20,7 +20,7 @@ from harness.report.tables import write_markdown, write_summary
 
 
 @given(st.lists(any_result, max_size=4))
-@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, suppress_health_check=list(HealthCheck))
 def test_any_results_can_be_told(tmp_path: Path, results: list[Result]) -> None:
     Page(render(tmp_path, results))
     assert paragraphs(series(results), results)

@@ -21,7 +21,7 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(1, 300_000), st.data())
 def test_one_changed_element_changes_it(numel: int, data: st.DataObject) -> None:
     tensor = numbers(numel)

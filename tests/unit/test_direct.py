@@ -44,7 +44,7 @@ def read(reader: PieceReader, file: Path, offset: int, size: int) -> bytes:
     return bytes(target)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(offset=st.integers(0, SIZE - 1), size=st.integers(1, PIECE_BYTES), cold=st.booleans())
 def test_any_stretch_cold_or_cached(
     reader: PieceReader, file: Path, offset: int, size: int, cold: bool
@@ -69,7 +69,7 @@ def test_a_stretch_longer_than_a_piece_whatever_of_it_is_cached(
     assert page_cache.cached([file]) >= cached_bytes
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(offset=st.integers(0, SIZE - 1), size=st.integers(1, SIZE), cold=st.booleans())
 def test_any_stretch_into_memory_that_lies_as_it_does_in_the_file(
     reader: PieceReader, file: Path, offset: int, size: int, cold: bool
@@ -87,7 +87,7 @@ def test_any_stretch_into_memory_that_lies_as_it_does_in_the_file(
         assert not any(map(any, around))
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     offset=st.integers(0, 2 * ALIGNMENT),
     start=st.integers(0, ALIGNMENT),

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from factories import make_cell
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.bisection import next_cell
@@ -76,7 +76,6 @@ def test_a_floor_far_above_and_far_below_is_found_by_longer_steps() -> None:
     assert limits(search(above(900 * MIB)))[:8] == [0, 1016, 1008, 992, 960, 896, 928, 912]
 
 
-@settings(deadline=None)
 @given(
     need=st.integers(1, 30_000 * MIB),
     expected=st.integers(MIB, 30_000 * MIB),
@@ -96,7 +95,6 @@ def test_every_floor_is_found_to_within_what_was_asked(
     assert (floor.passed, floor.failed) == (3, 1)
 
 
-@settings(deadline=None)
 @given(st.integers(100, 1500), st.integers(900, 1000), st.integers(900, 1000))
 def test_two_searches_find_the_same_whatever_was_expected(need: int, first: int, then: int) -> None:
     one, other = (floors(search(above(need * MIB), mib * MIB))[0] for mib in (first, then))

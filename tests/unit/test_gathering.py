@@ -74,7 +74,7 @@ class Targets:
             assert area[end:] == NOTHING * (len(area) - end)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(where=places(), cold=st.booleans())
 def test_every_target_gets_its_bytes_and_no_more(
     file: Path, where: list[Place], cold: bool

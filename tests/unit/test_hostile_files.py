@@ -81,7 +81,7 @@ def check(place: TensorSlice, root: Path) -> None:
 
 
 @pytest.mark.parametrize("name", layouts.NAMES)
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_damaged_file_is_read_right_or_refused(
     checkpoints, name: str, data: st.DataObject

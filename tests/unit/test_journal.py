@@ -217,7 +217,7 @@ results = st.builds(
 
 
 @given(results)
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 def test_every_result_survives_its_json(result: Result) -> None:
     line = journal._encode(journal.asdict(result), "cell")
     assert b"\n" not in line

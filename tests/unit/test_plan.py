@@ -3,7 +3,7 @@
 from itertools import product
 from pathlib import Path
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.cell import ModelSpec
@@ -90,7 +90,6 @@ def test_one_strategy_with_two_options_is_two_cells() -> None:
 NAMES = st.lists(st.sampled_from("abcdef"), min_size=1, max_size=4, unique=True)
 
 
-@settings(deadline=None)  # a busy machine is no finding
 @given(
     models=NAMES,
     strategies=NAMES,
