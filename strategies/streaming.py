@@ -3,7 +3,7 @@
 Expected peak: one copy of the weights, and a few MiB for each thread. No state dict ever exists, and
 what is read past the page cache leaves no pages there. Converts the dtype on the way.
 
-Options: threads (4 at what is cached, else 8), granularity ("all", "module" or "tensor").
+Options: threads (4 at what is cached, else 16), granularity ("all", "module" or "tensor").
 """
 
 import torch
@@ -18,7 +18,7 @@ DEVICES = ("cpu", "cuda")
 
 
 def load(job: Load) -> torch.nn.Module:
-    with job.phase("read"):  # builds, too: the largest tensor is read meanwhile
+    with job.phase("read"):  # builds, too: a disk is read meanwhile
         return load_streaming(
             job.build_model, job.checkpoint, device=job.device, dtype=job.dtype, **job.options
         )

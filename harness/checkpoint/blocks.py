@@ -62,8 +62,8 @@ def prepare(
     for part in first.parts:
         _file_order(part.where)
     kind = dtype if dtype and first.dtype.is_floating_point else first.dtype
-    own = targets[first.name]
-    if is_ready(own, device, kind):
+    own = targets.get(first.name)
+    if own is not None and is_ready(own, device, kind):
         return Blocks(tuple(slices), own.detach().view(-1))
     return Blocks(tuple(slices), allocate(prod(first.shape), kind, device))
 

@@ -22,7 +22,7 @@ from harness.page_cache import is_cached
 PIECE_BYTES: Final = 1024**2
 """How much passes a buffer at once: enough for a disk, small enough for a processor's cache."""
 
-DISK_THREADS: Final = 8
+DISK_THREADS: Final = 16
 """How many threads read what is not cached: while some convert, or wait for a few bytes, others keep
 the disk busy."""
 

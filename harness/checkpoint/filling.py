@@ -12,7 +12,7 @@ import torch
 
 from harness.checkpoint.direct import BUFFER_BYTES, DISK_THREADS, PIECE_BYTES, PieceReader
 from harness.checkpoint.layouts.base import TensorSlice
-from harness.checkpoint.lending import LENT_BYTES, lend
+from harness.checkpoint.lending import buffer_in, lend
 from harness.checkpoint.memory import HUGE_PAGE_BYTES, allocate
 from harness.checkpoint.pieces import Piece, PieceFiller, cut, in_runs
 
@@ -23,7 +23,7 @@ _CACHE_THREADS: Final = 4  # more than a small machine's cores: some of it may n
 
 
 class Fillable(Protocol):
-    """Memory and the reads that fill it: what ``fill`` takes."""
+    """Memory and the reads that fill it."""
 
     @property
     def slices(self) -> tuple[TensorSlice, ...]:
@@ -94,69 +94,48 @@ def is_ready(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> 
     return (tensor.device, tensor.dtype) == (device, dtype) and tensor.is_contiguous()
 
 
-def fill(stretches: Sequence[Fillable], threads: int | None) -> None:
-    """Read all stretches into their memory; the first error ends it.
+@contextmanager
+def being_filled(stretches: Sequence[Fillable], threads: int | None) -> Iterator[None]:
+    """Read all stretches into their memory while the block runs; its end waits for the last.
+
+    The first error, here or in the block, ends it. Whoever runs Python meanwhile is held up by each
+    read for a moment, and each read by him. Torch computes on one thread at a time, here and in the
+    block.
 
     Args:
         threads: how many read; None: as many as suit what is cached.
     """
-    largest = max(stretches, key=lambda one: one.memory.nbytes, default=None)
-    if largest is None or begins_cached(largest):
-        _fill(stretches, threads or _CACHE_THREADS, READ_BYTES)
+    if not stretches:
+        yield
         return
-    lent = lend(stretches, threads or DISK_THREADS)
-    _fill(lent.borrowers, threads or DISK_THREADS, READ_BYTES, lent.buffers)
-    if lent.lenders:
-        _fill(lent.lenders, threads or DISK_THREADS, LENT_BYTES)
-
-
-def _fill(
-    stretches: Iterable[Fillable],
-    threads: int,
-    most_bytes: int,
-    buffers: Sequence[memoryview] = (),
-) -> None:
-    with being_filled(stretches, threads, most_bytes, buffers):
-        pass
-
-
-@contextmanager
-def being_filled(
-    stretches: Iterable[Fillable],
-    threads: int,
-    most_bytes: int,
-    buffers: Sequence[memoryview] = (),
-) -> Iterator[None]:
-    """Read all stretches into their memory while the block runs, on so many threads.
-
-    The first error, here or in the block, ends it. Whoever runs Python meanwhile is held up by each
-    read for a moment, and each read by him: for a block that does, let the reads be few and large.
-    Meanwhile torch computes on one thread at a time, here and in the block.
-
-    Args:
-        most_bytes: that one read fills.
-        buffers: for what is converted, one for each thread; who gets none has a small one of his own.
-    """
-    pieces = (piece for stretch in stretches for piece in stretch.pieces(most_bytes))
-    runs = in_runs(pieces, most_bytes)
+    cached = begin_cached(stretches)
+    threads = threads or (_CACHE_THREADS if cached else DISK_THREADS)
+    lent = lend(stretches, READ_BYTES, 0 if cached else threads)
+    runs = in_runs(lent.borrowers, READ_BYTES)
     lock, failed = threading.Lock(), threading.Event()
 
-    def work(buffer: memoryview | None) -> None:
-        with PieceFiller(buffer) as filler:
+    def work(lender: Piece | None) -> None:
+        with PieceFiller(buffer_in(lender) if lender else None) as filler:
             while not failed.is_set():
                 with lock:
                     run = next(runs, None)
                 if run is None:
-                    return
-                try:
-                    filler.fill(run)
-                except BaseException:
-                    failed.set()
-                    raise
+                    break
+                filler.fill(run)
+        if lender and not failed.is_set():
+            with PieceFiller(None) as filler:
+                filler.fill([lender])
 
-    own = [*buffers, *[None] * threads][:threads]
+    def work_or_fail(lender: Piece | None) -> None:
+        try:
+            work(lender)
+        except BaseException:
+            failed.set()
+            raise
+
     with _one_thread_each(), ThreadPoolExecutor(threads) as pool:
-        futures = [pool.submit(work, buffer) for buffer in own]
+        lenders = [*lent.lenders, *[None] * threads][:threads]
+        futures = [pool.submit(work_or_fail, lender) for lender in lenders]
         try:
             yield
         except BaseException:
@@ -177,9 +156,10 @@ def _one_thread_each() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def begins_cached(stretch: Fillable) -> bool:
-    """Tell whether the page cache holds what would be read first."""
-    first = next(stretch.pieces(READ_BYTES), None)
+def begin_cached(stretches: Sequence[Fillable]) -> bool:
+    """Tell whether the page cache holds the front of the largest stretch, of at least one."""
+    largest = max(stretches, key=lambda one: one.memory.nbytes)
+    first = next(largest.pieces(READ_BYTES), None)
     if first is None:
         return True
     with closing(PieceReader()) as reader:
@@ -187,7 +167,7 @@ def begins_cached(stretch: Fillable) -> bool:
 
 
 def buffer_bytes(stretches: Iterable[Fillable], threads: int | None, *, gpu: bool) -> int:
-    """Return the most memory that ``fill`` holds beside the stretches, in bytes: of all threads."""
+    """Return the most memory that filling holds beside the stretches, in bytes: of all threads."""
     threads = threads or DISK_THREADS
     read = (one.memory.numel() * one.slices[0].dtype.itemsize for one in stretches)
     used = sum(min(size, ceil(size / READ_BYTES) * BUFFER_BYTES) for size in read)

@@ -4,57 +4,68 @@ A disk wants large reads, and a load that converts has no memory for them to spa
 tensors have, until it is their turn. They are filled last.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from harness.checkpoint.direct import PIECE_BYTES
 from harness.checkpoint.gathering import ALIGNMENT
 from harness.checkpoint.memory import HUGE_PAGE_BYTES, memory_of
+from harness.checkpoint.pieces import Piece
 
 if TYPE_CHECKING:
     from harness.checkpoint.filling import Fillable
 
-LENT_BYTES: Final = 8 * HUGE_PAGE_BYTES
-"""The most that one buffer takes: what a thread reads at once."""
+LENT_BYTES: Final = 12 * HUGE_PAGE_BYTES
+"""The most that one piece lends: what a thread reads at once."""
 
 _LEAST_BYTES: Final = 2 * PIECE_BYTES  # less is no better than a reader's own buffer
 
 
 @dataclass(frozen=True, slots=True)
 class Lent:
-    """``buffers`` lie in the memory of ``lenders``, for ``borrowers`` to be read by way of them."""
+    """All reads to make: ``borrowers`` by way of the memory of ``lenders``, and then these."""
 
-    buffers: tuple[memoryview, ...]
-    borrowers: tuple["Fillable", ...]
-    lenders: tuple["Fillable", ...]
+    lenders: tuple[Piece, ...]
+    borrowers: Iterator[Piece]
 
 
-def lend(stretches: Sequence["Fillable"], threads: int) -> Lent:
-    """Return a buffer for each thread, as far as the largest stretches have memory.
+def lend(stretches: Sequence["Fillable"], most_bytes: int, threads: int) -> Lent:
+    """Return the reads to make, of which up to one for each thread lends its memory first.
 
-    Where nothing is converted, or all would have to lend, there are no buffers and no lenders.
+    The largest stretches lend that are converted, together at most half of what is.
+
+    Args:
+        most_bytes: that the read of a borrower fills.
     """
-    able = [one for one in stretches if _converts(one) and one.memory.nbytes >= _LEAST_BYTES]
-    buffers: list[memoryview] = []
-    lenders: list[Fillable] = []
+    able = [one for one in stretches if _converts(one)]
+    left = sum(one.memory.nbytes for one in able) // 2
+    each = left // max(threads, 1) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    each = max(_LEAST_BYTES, min(LENT_BYTES, each))
+    lenders: list[Piece] = []
+    others: dict[int, list[Piece]] = {}
     for one in sorted(able, key=lambda one: one.memory.nbytes, reverse=True):
-        if len(buffers) < threads:
-            buffers += _cut(one)
-            lenders.append(one)
-    borrowers = tuple(one for one in stretches if one not in lenders)
-    if not any(map(_converts, borrowers)):
-        return Lent((), tuple(stretches), ())
-    return Lent(tuple(buffers[:threads]), borrowers, tuple(lenders))
+        if len(lenders) == threads or left < _LEAST_BYTES:
+            break
+        own = others[id(one)] = []
+        for piece in one.pieces(each):
+            size = piece.target.nbytes
+            lends = _LEAST_BYTES <= size <= left and piece.target.is_contiguous()
+            if lends and len(lenders) < threads:
+                lenders.append(piece)
+                left -= size
+            else:
+                own.append(piece)
+    borrowers = (
+        piece for one in stretches for piece in others.get(id(one), one.pieces(most_bytes))
+    )
+    return Lent(tuple(lenders), borrowers)
+
+
+def buffer_in(lender: Piece) -> memoryview:
+    """Return a piece's memory, from where a page begins."""
+    return memory_of(lender.target)[-lender.target.data_ptr() % ALIGNMENT :]
 
 
 def _converts(one: "Fillable") -> bool:
     return one.memory.device.type == "cpu" and one.memory.dtype != one.slices[0].dtype
-
-
-def _cut(one: "Fillable") -> list[memoryview]:
-    """Return the stretch's memory in buffers that begin where pages do."""
-    skip = -one.memory.data_ptr() % ALIGNMENT
-    memory = memory_of(one.memory)[skip:]
-    cuts = (memory[at : at + LENT_BYTES] for at in range(0, len(memory), LENT_BYTES))
-    return [buffer for buffer in cuts if len(buffer) >= _LEAST_BYTES]

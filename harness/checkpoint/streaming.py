@@ -14,16 +14,14 @@ from typing import Final, Literal
 import torch
 
 from harness.checkpoint import blocks, filling, layouts
-from harness.checkpoint.filling import READ_BYTES, Fillable, begins_cached, being_filled, fill
+from harness.checkpoint.filling import Fillable, begin_cached, being_filled
 from harness.checkpoint.layouts.base import TensorSlice
 from harness.checkpoint.layouts.head import plain
-from harness.checkpoint.memory import HUGE_PAGE_BYTES
 from harness.errors import CheckpointError
 from harness.models.building import without_weights
 
 Granularity = Literal["all", "module", "tensor"]
 
-_AHEAD_THREADS: Final = 2  # that read while a model is built: no more, for it is built by others
 _SHOWN: Final = 3
 
 
@@ -38,16 +36,16 @@ def load_streaming(
 ) -> torch.nn.Module:
     """Fill ``model`` from a checkpoint of any layout that ``weighin inspect`` reads; return it.
 
-    Give a function that builds it: it is called without weights, and meanwhile the largest tensor
-    is read from the disk. Or a model: then a tensor that has memory of the right device and dtype
-    already is filled where it is, any other is replaced. Parameters keep ``requires_grad`` and stay
-    tied; storages that tensors of the checkpoint share are read once and stay shared, and blocks that
-    several ranks saved are put together. Non-persistent buffers are in no checkpoint: they keep their values, and
-    only go to the device and dtype; on the meta device they have none to keep.
+    Give a function that builds it: it is called without weights, while the disk is read already. Or a
+    model: then a tensor that has memory of the right device and dtype already is filled where it is,
+    any other is replaced. Parameters keep ``requires_grad`` and stay tied; storages that tensors of
+    the checkpoint share are read once and stay shared, and blocks that several ranks saved are put
+    together. Non-persistent buffers are in no checkpoint: they keep their values, and only go to the
+    device and dtype; on the meta device they have none to keep.
 
     Args:
         dtype: of all floating-point tensors; None keeps the checkpoint's own.
-        threads: how many read; None: 4 what is cached, 8 what is not.
+        threads: how many read; None: 4 what is cached, 16 what is not.
         granularity: whether reading one tensor, or one module, ends before the next begins.
 
     Raises:
@@ -55,51 +53,38 @@ def load_streaming(
     """
     _, slices = layouts.read(Path(checkpoint))
     groups, device = _by_storage(slices), torch.device(device)
-    ahead: list[Fillable] = []
-    if not isinstance(model, torch.nn.Module):
-        ahead = _to_read_ahead(groups, device, dtype) if granularity == "all" else []
-        model = _build(model, ahead, min(threads or _AHEAD_THREADS, _AHEAD_THREADS))
-    targets = model.state_dict(keep_vars=True)
-    _check_fits(Path(checkpoint), slices, targets)
+    early: list[Fillable] = []
+    if isinstance(model, torch.nn.Module):
+        targets = _targets(model, Path(checkpoint), slices)
+    else:
+        if granularity == "all" and _reads_early(groups, device, dtype):
+            early = [_prepare(group, {}, device, dtype) for group in groups]
+        with being_filled(early, threads):
+            with without_weights():
+                model = model()
+            targets = _targets(model, Path(checkpoint), slices)
     replaced: dict[int, torch.nn.Parameter] = {}
-    read = {id(one.slices[0]) for one in ahead}
-    for batch in _batches(groups, granularity):
-        rest = [group for group in batch if id(group[0]) not in read]
-        stretches = [_prepare(group, targets, device, dtype) for group in rest]
-        fill(stretches, threads)
-        for one in (*ahead, *stretches):
-            for name, tensor in one.views():
-                _assign(model, name, targets[name], tensor, replaced)
+    for batch in _batches([] if early else groups, granularity):
+        stretches = [_prepare(group, targets, device, dtype) for group in batch]
+        with being_filled(stretches, threads):
+            pass
+        _give(model, targets, stretches, replaced)
+    _give(model, targets, early, replaced)
     _move_other_buffers(model, targets, device, dtype)
     return model
 
 
-def _to_read_ahead(
+def _reads_early(
     groups: Sequence[Sequence[TensorSlice]], device: torch.device, dtype: torch.dtype | None
-) -> list[Fillable]:
-    """Return the largest stretch, with fresh memory, if it comes from a disk.
+) -> bool:
+    """Tell whether to read while the model is built: what comes from a disk to a CPU.
 
     Copying what is cached keeps two processors busy, and the constructor would wait for one of them.
     """
-    whole = [group for group in groups if not group[0].parts]
-    group = max(whole, key=lambda group: group[0].nbytes, default=None)
-    if group is None or group[0].nbytes < READ_BYTES or device.type != "cpu":
-        return []
-    largest = filling.prepare(group, {}, device, dtype)
-    return [] if begins_cached(largest) else [largest]
-
-
-def _build(
-    build: Callable[[], torch.nn.Module], ahead: Sequence[Fillable], threads: int
-) -> torch.nn.Module:
-    """Build the model without weights, and have ``ahead`` filled by then.
-
-    A disk would have nothing to do meanwhile. Each thread fills one half, where it can by one read:
-    many small ones and the constructor would wait for each other.
-    """
-    largest = max((one.memory.nbytes for one in ahead), default=0)
-    with being_filled(ahead, threads, largest // threads + HUGE_PAGE_BYTES), without_weights():
-        return build()
+    largest = max(groups, key=lambda group: group[0].nbytes, default=None)
+    if largest is None or device.type != "cpu":
+        return False
+    return not begin_cached([_prepare(largest, {}, device, dtype)])
 
 
 def _prepare(
@@ -136,9 +121,15 @@ def _batches(
         yield from (list(members) for _, members in modules)
 
 
-def _check_fits(
-    checkpoint: Path, slices: Sequence[TensorSlice], targets: Mapping[str, torch.Tensor]
-) -> None:
+def _targets(
+    model: torch.nn.Module, checkpoint: Path, slices: Sequence[TensorSlice]
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of a model by their names, which are those of the checkpoint.
+
+    Raises:
+        CheckpointError: missing or unexpected keys, other shapes.
+    """
+    targets: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
     found = {one.name: one.shape for one in slices}
     problems = {
         "missing": targets.keys() - found.keys(),
@@ -158,6 +149,19 @@ def _check_fits(
             f"{checkpoint}: does not fit this model, keys: {'; '.join(said)}",
             "choose the model that this checkpoint was saved from",
         )
+    return targets
+
+
+def _give(
+    model: torch.nn.Module,
+    targets: Mapping[str, torch.Tensor],
+    stretches: Sequence[Fillable],
+    replaced: dict[int, torch.nn.Parameter],
+) -> None:
+    """Put what was read in its places in the model."""
+    for one in stretches:
+        for name, tensor in one.views():
+            _assign(model, name, targets[name], tensor, replaced)
 
 
 def _assign(

@@ -1,5 +1,6 @@
 """Memory that lends itself as buffers: whose it is, how much, and that the load stays right."""
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -7,10 +8,12 @@ import torch
 
 from harness import page_cache
 from harness.checkpoint import filling, layouts
-from harness.checkpoint.filling import Stretch, prepare
+from harness.checkpoint.filling import READ_BYTES, Fillable, Stretch, prepare
 from harness.checkpoint.gathering import ALIGNMENT
-from harness.checkpoint.lending import LENT_BYTES, lend
+from harness.checkpoint.layouts.base import TensorSlice
+from harness.checkpoint.lending import LENT_BYTES, Lent, buffer_in, lend
 from harness.checkpoint.memory import memory_of
+from harness.checkpoint.pieces import Piece
 from harness.checkpoint.streaming import load_streaming
 
 MIB = 1024**2
@@ -31,30 +34,56 @@ def stretches(path: Path, dtype: torch.dtype | None) -> dict[str, Stretch]:
     return {one.name: prepare([one], {}, CPU, dtype) for one in layouts.read(path)[1]}
 
 
-def test_the_largest_lend_until_each_thread_has_a_buffer(
+def names(pieces: Iterable[Piece]) -> list[str]:
+    return [one.source.name for one in pieces]
+
+
+def test_the_largest_lend_half_of_what_is_converted_as_evenly_as_there_are_threads(
     saved: tuple[Path, dict[str, torch.Tensor]],
 ) -> None:
-    all_ = stretches(saved[0], torch.bfloat16)
-    lent = lend(list(all_.values()), threads=3)
-    assert [len(buffer) for buffer in lent.buffers] == [LENT_BYTES, 4 * MIB, 3.5 * MIB]
-    assert [one.slices[0].name for one in lent.lenders] == ["b", "e"]
-    assert [one.slices[0].name for one in lent.borrowers] == ["a", "c", "d"]
-    for buffer, of in zip(lent.buffers, ("b", "b", "e"), strict=True):
-        lender = all_[of].memory
-        buffer[0] = buffer[-1] = 77
+    all_ = stretches(saved[0], torch.bfloat16)  # 27.5 MiB
+    lent = lend(list(all_.values()), READ_BYTES, threads=3)
+    assert [one.target.nbytes for one in lent.lenders] == [4 * MIB, 4 * MIB, 4 * MIB]
+    assert names(lent.lenders) == ["b", "b", "b"]
+    borrowers = list(lent.borrowers)
+    assert names(borrowers) == ["a", "b", "b", "c", "d", "e"]
+    whole = sum(one.memory.nbytes for one in all_.values())
+    assert sum(one.target.nbytes for one in (*lent.lenders, *borrowers)) == whole
+    for lender in lent.lenders:
+        buffer = buffer_in(lender)
         at = torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
         assert at % ALIGNMENT == 0
-        assert lender.data_ptr() <= at
-        assert at + len(buffer) <= lender.data_ptr() + lender.nbytes
+        assert lender.target.data_ptr() <= at
+        assert at + len(buffer) == lender.target.data_ptr() + lender.target.nbytes
 
 
-@pytest.mark.parametrize(("dtype", "threads"), [(None, 3), (torch.bfloat16, 8)])
-def test_nobody_lends_where_nothing_is_converted_or_nobody_would_borrow(
-    saved: tuple[Path, dict[str, torch.Tensor]], dtype: torch.dtype | None, threads: int
+def test_none_lends_more_than_a_disk_wants_at_once() -> None:
+    count = 64 * MIB
+    place = TensorSlice("a", (count,), (1,), "float32", Path("model.pt"), 0, 0, 4 * count)
+    one = Stretch((place,), 0, torch.empty(count, dtype=torch.bfloat16))
+    lent = lend([one], READ_BYTES, threads=2)
+    lengths = {piece.target.nbytes for piece in lent.lenders}
+    assert len(lent.lenders) == 2
+    assert max(lengths) == LENT_BYTES
+
+
+@pytest.mark.parametrize(
+    ("dtype", "names_", "threads"),
+    [(None, "abcde", 3), (torch.bfloat16, "abcde", 0), (torch.bfloat16, "a", 3)],
+    ids=["nothing is converted", "it is cached", "too small"],
+)
+def test_nobody_lends_where(
+    saved: tuple[Path, dict[str, torch.Tensor]],
+    dtype: torch.dtype | None,
+    names_: str,
+    threads: int,
 ) -> None:
-    large = [one for one in stretches(saved[0], dtype).values() if one.memory.nbytes > 2 * MIB]
-    lent = lend(large, threads)
-    assert (lent.buffers, lent.borrowers, lent.lenders) == ((), tuple(large), ())
+    given = [one for name, one in stretches(saved[0], dtype).items() if name in names_]
+    lent = lend(given, READ_BYTES, threads)
+    assert lent.lenders == ()
+    assert [piece.target.nbytes for piece in lent.borrowers] == [
+        piece.target.nbytes for one in given for piece in one.pieces(READ_BYTES)
+    ]
 
 
 class Five(torch.nn.Module):
@@ -68,10 +97,10 @@ class Five(torch.nn.Module):
     ("dtype", "threads", "lending"),
     [
         (torch.bfloat16, 1, 1),
-        (torch.bfloat16, 3, 2),
-        (torch.bfloat16, None, 3),
-        (torch.float64, 3, 1),
-        (torch.float64, None, 4),
+        (torch.bfloat16, 3, 3),
+        (torch.bfloat16, None, 6),
+        (torch.float64, 3, 3),
+        (torch.float64, None, 16),
     ],
 )
 def test_what_was_read_by_way_of_lent_memory_is_right_and_so_is_the_lender(
@@ -83,11 +112,11 @@ def test_what_was_read_by_way_of_lent_memory_is_right_and_so_is_the_lender(
 ) -> None:
     lenders: list[int] = []
 
-    def noting(given: list[Stretch], count: int) -> object:
-        lent = lend(given, count)
+    def noting(given: Sequence[Fillable], most_bytes: int, count: int) -> Lent:
+        lent = lend(given, most_bytes, count)
         lenders.append(len(lent.lenders))
         for one in lent.lenders:
-            memory_of(one.memory)[:] = b"\xff" * one.memory.nbytes
+            memory_of(one.target)[:] = b"\xff" * one.target.nbytes
         return lent
 
     monkeypatch.setattr(filling, "lend", noting)

@@ -77,7 +77,7 @@ def test_a_function_that_builds_the_model_is_called_without_weights(
 
 
 class Two(torch.nn.Module):
-    """The larger weight is large enough to be read while the model is built."""
+    """A weight that takes several reads, another that takes one, and a tie."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Two, Path]:
 @pytest.mark.parametrize("cold", [True, False], ids=["cold", "cached"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("granularity", ["all", "module", "tensor"])
-def test_a_large_tensor_is_right_whether_it_is_read_while_the_model_is_built_or_not(
+def test_a_model_is_right_whether_it_is_read_while_it_is_built_or_after(
     two: tuple[Two, Path], granularity: Granularity, dtype: torch.dtype | None, cold: bool
 ) -> None:
     right, path = two
@@ -109,28 +109,34 @@ def test_a_large_tensor_is_right_whether_it_is_read_while_the_model_is_built_or_
     assert found.get_submodule("again").weight is found.get_submodule("large").weight
 
 
-@pytest.mark.parametrize(("cold", "ahead"), [(True, ["large.weight"]), (False, [])])
+@pytest.mark.parametrize(
+    ("cold", "granularity", "early"),
+    [(True, "all", True), (True, "module", False), (True, "tensor", False), (False, "all", False)],
+)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_only_what_a_disk_holds_is_read_while_the_model_is_built(
+def test_what_a_disk_holds_is_read_while_the_model_is_built(
     two: tuple[Two, Path],
     dtype: torch.dtype | None,
     cold: bool,
-    ahead: list[str],
+    granularity: Granularity,
+    early: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found: list[str] = []
+    found: list[set[str]] = []
     being_filled = streaming.being_filled
 
-    def noting(stretches: Sequence[Fillable], *rest: int) -> AbstractContextManager[None]:
-        found.extend(one.slices[0].name for one in stretches)
-        return being_filled(stretches, *rest)
+    def noting(stretches: Sequence[Fillable], threads: int | None) -> AbstractContextManager[None]:
+        found.append({one.slices[0].name for one in stretches})
+        return being_filled(stretches, threads)
 
     monkeypatch.setattr(streaming, "being_filled", noting)
     two[1].read_bytes()
     if cold:
         assert page_cache.drop([two[1]]) == 0
-    load_streaming(Two, two[1], dtype=dtype)
-    assert found == ahead
+    load_streaming(Two, two[1], dtype=dtype, granularity=granularity)
+    all_ = {"small.weight", "small.bias", "large.weight"}
+    assert found[0] == (all_ if early else set())
+    assert set.union(*found) == all_
 
 
 def test_what_a_builder_raises_comes_through(two: tuple[Two, Path]) -> None:
@@ -163,14 +169,14 @@ def test_the_model_of_another_checkpoint_is_refused_after_it_was_built(
         load_streaming(lambda: torch.nn.Linear(2500, 4001), two[1])
 
 
-@pytest.mark.parametrize(("cold", "threads"), [(True, 8), (False, 4)])
+@pytest.mark.parametrize(("cold", "threads"), [(True, 16), (False, 4)])
 def test_a_disk_is_read_by_more_threads_than_the_cache(
     two: tuple[Two, Path], cold: bool, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[int] = []
-    being_filled = filling.being_filled
+    pool = filling.ThreadPoolExecutor
     monkeypatch.setattr(
-        filling, "being_filled", lambda *given: started.append(given[1]) or being_filled(*given)
+        filling, "ThreadPoolExecutor", lambda count: started.append(count) or pool(count)
     )
     two[1].read_bytes()
     if cold:
