@@ -4,14 +4,16 @@ import os
 import platform
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import psutil
 
 from harness import __version__
 from harness.counters import memory_hierarchy
+from harness.units import KIB
 
 _GIT_TIMEOUT_S = 5.0  # a work tree on a network disk must not hold a run up
+_READ_AHEAD_BYTES: Final = 128 * KIB  # Linux' own, where a disk says nothing else
 
 SETTINGS = ("MALLOC_", "PYTORCH_", "OMP_", "MKL_", "CUDA_", "NVIDIA_", "LD_PRELOAD", "TORCH_")
 """Environment variables that change allocators, threads or devices begin with one of these."""
@@ -62,6 +64,23 @@ def free_ram_bytes() -> int:
 
 def total_ram_bytes() -> int:
     return psutil.virtual_memory().total
+
+
+def read_ahead_bytes(path: Path, sysfs: Path = Path("/sys")) -> int:
+    """Return how much the kernel reads at once when a page of a mapped file is not in memory.
+
+    That is a setting of the disk, or the network file system, that holds ``path`` or its nearest
+    folder that exists.
+    """
+    nearest = next(one for one in (path, *path.absolute().parents) if one.exists())
+    device = nearest.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    folders = "class/bdi", "dev/block", "dev/block"
+    names = "read_ahead_kb", "queue/read_ahead_kb", "../queue/read_ahead_kb"  # .. of a partition
+    for folder, name in zip(folders, names, strict=True):
+        if told := _text(sysfs / folder / number / name):
+            return int(told) * KIB
+    return _READ_AHEAD_BYTES
 
 
 def _git(*arguments: str) -> str | None:

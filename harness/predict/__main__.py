@@ -88,7 +88,7 @@ def _predict(cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
     manifest = read_manifest(Path(request["manifest"]))  # as a worker does: it leaves its heap so
     now = replace(Memory(**request["baseline"]), anon_bytes=memory_of(read_status()).anon_bytes)
     checkpoint, strategy = Path(request["checkpoint"]), Path(request["strategy_path"])
-    found = asdict(run(cell, builder, checkpoint, strategy, now))
+    found = asdict(run(cell, builder, checkpoint, strategy, now, request["read_ahead_bytes"]))
     del manifest
     return found
 

@@ -9,9 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-from harness.checkpoint import layouts
+from harness.checkpoint import entries, layouts
 from harness.checkpoint.maker import environment
 from harness.config import DTYPES
+from harness.environment import read_ahead_bytes
 from harness.errors import HarnessError, UnknownName
 from harness.plan import Planned
 from harness.predict.prediction import Prediction, from_json
@@ -83,7 +84,10 @@ def _one(
     dtype: str | None,
 ) -> Prediction:
     cell = planned.cell
-    fields = {"cell": asdict(cell)}
+    fields = {
+        "cell": asdict(cell),
+        "read_ahead_bytes": read_ahead_bytes(checkpoint or entries.folder()),
+    }
     key = f"{cell.model}{cell.format}"
     if key not in made:
         make = {

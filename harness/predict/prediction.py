@@ -62,6 +62,8 @@ class Prediction:
             large ones, and keeps what they leave from the kernel; equal where they leave nothing.
         tensor_peak_bytes: what of the anonymous memory tensors hold, at most.
         host_file_peak_bytes: mapped pages of files, with those of torch's libraries.
+        in_flight_bytes: pages of a mapped file that are being read while the model is touched, which
+            a limit cannot take back; 0 where nothing stays mapped. How many, is the disk's setting.
         floor_bytes: the smallest RAM limit under which the load should work in every process.
         cuda_requested_bytes, cuda_allocated_bytes, cuda_reserved_bytes: None where the device is
             the CPU.
@@ -79,6 +81,7 @@ class Prediction:
     host_anon_most_bytes: int | None = None
     tensor_peak_bytes: int | None = None
     host_file_peak_bytes: int | None = None
+    in_flight_bytes: int = 0
     floor_bytes: int | None = None
     cuda_requested_bytes: int | None = None
     cuda_allocated_bytes: int | None = None
@@ -90,12 +93,14 @@ class Prediction:
 
     @property
     def floor_least_bytes(self) -> int | None:
-        """The smallest RAM limit under which it should work in some processes, if not in every one."""
+        """The smallest RAM limit under which it should work in some processes, if not in every one.
+
+        A kernel that is short of memory may read less ahead.
+        """
         if self.floor_bytes is None:
             return None
-        return (
-            self.floor_bytes - (self.host_anon_most_bytes or 0) + (self.host_anon_least_bytes or 0)
-        )
+        differs = (self.host_anon_most_bytes or 0) - (self.host_anon_least_bytes or 0)
+        return self.floor_bytes - differs - self.in_flight_bytes
 
     @property
     def strategy(self) -> str:

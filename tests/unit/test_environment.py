@@ -1,11 +1,13 @@
-"""Which code was measured: the commit of the folder that a run was started in."""
+"""Which code was measured, the commit of the folder that a run was started in; and how far a disk reads ahead."""
 
+import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from harness import __version__, environment
+from harness.units import KIB
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -51,3 +53,28 @@ def test_a_folder_without_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_machine_without_git(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tree))
     assert environment.code()["git_commit"] is None
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("class/bdi/{}/read_ahead_kb", 8192 * KIB),
+        ("dev/block/{}/queue/read_ahead_kb", 8192 * KIB),
+        ("devices/disk/queue/read_ahead_kb", 8192 * KIB),
+        ("nowhere", 128 * KIB),
+    ],
+    ids=["device or network", "disk", "partition of a disk", "not told"],
+)
+def test_how_far_the_disk_of_a_folder_reads_ahead(
+    tmp_path: Path, setting: str, expected: int
+) -> None:
+    device = tmp_path.stat().st_dev
+    number, sysfs = f"{os.major(device)}:{os.minor(device)}", tmp_path / "sys"
+    if setting.startswith("devices"):
+        (sysfs / "devices/disk/part1").mkdir(parents=True)
+        (sysfs / "dev/block").mkdir(parents=True)
+        (sysfs / "dev/block" / number).symlink_to(sysfs / "devices/disk/part1")
+    file = sysfs / setting.format(number)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("8192\n")
+    assert environment.read_ahead_bytes(tmp_path / "not/made yet", sysfs) == expected

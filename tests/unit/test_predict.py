@@ -10,6 +10,7 @@ import torch
 from harness import registry
 from harness.cell import ModelSpec
 from harness.plan import Matrix, plan
+from harness.predict import predicting
 from harness.predict.predicting import predict
 from harness.predict.prediction import Prediction
 from harness.units import KIB, MIB
@@ -64,6 +65,19 @@ def test_mapped_weights_are_pages_of_the_file() -> None:
     assert mapped.host_file_peak_bytes - read.host_file_peak_bytes == pytest.approx(
         WEIGHT_BYTES + BIAS_BYTES, abs=64 * KIB
     )
+
+
+def test_a_floor_has_room_for_page_tables_and_for_what_is_read_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(predicting, "read_ahead_bytes", lambda _folder: 3 * MIB)
+    windows = {"mmap_assign": 4, "load_assign": 0}
+    for one in predicted(*windows):
+        most = one.host_anon_most_bytes
+        assert most and one.floor_bytes and one.floor_least_bytes
+        in_flight = windows[one.strategy] * 3 * MIB
+        assert one.floor_bytes == most + most // 512 + 16 * MIB + in_flight
+        assert one.floor_least_bytes == one.floor_bytes - in_flight
 
 
 def test_cuda_sums_are_the_allocators() -> None:
