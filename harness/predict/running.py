@@ -15,14 +15,13 @@ from harness.predict.devices import pretended
 from harness.predict.edges import declared
 from harness.predict.ledger import Ledger
 from harness.predict.modes import Operations
-from harness.predict.prediction import PredictedPhase, Work
+from harness.predict.prediction import ABOVE_PEAK_BYTES, PredictedPhase, Work
 from harness.predict.reasons import reasons
 from harness.record import Memory
 from harness.units import MIB
 from harness.worker.loading import WorkerLoad, import_strategy
 from harness.worker.touch import identity, named_tensors, touch
 
-_FLOOR_ABOVE_PEAK_BYTES: Final = 16 * MIB  # measured: 8 to 24 MB for all that copies
 _PAGE_TABLE_SHARE: Final = 512  # of memory in huge pages, too
 _WINDOWS_IN_FLIGHT: Final = 4  # measured: 3 to 5 of 8 MiB, whether 1, 2 or 4 threads touch a file
 
@@ -122,7 +121,7 @@ def _figures(ledger: Ledger, model_bytes: int, in_flight_bytes: int) -> Run:
         in_flight_bytes=in_flight_bytes,
         floor_bytes=most_bytes
         + most_bytes // _PAGE_TABLE_SHARE
-        + _FLOOR_ABOVE_PEAK_BYTES
+        + ABOVE_PEAK_BYTES
         + in_flight_bytes,
         disk_read_bytes=work.disk_read_bytes,
         work=work,

@@ -20,7 +20,6 @@ SAVED_AS: Final = "saved as "
 
 _AS_FAST: Final = 2.0
 _AS_FAST_S: Final = 2.0
-_ABOVE_PEAK_BYTES: Final = 16 * MIB  # measured: 8 to 24 MB from the anonymous peak to the floor
 _DOUBT_SHARE, _DOUBT_BYTES = 0.02, 32 * MIB  # how exactly floors are predicted
 _OURS: Final = frozenset({"streaming"})
 _PACKAGES: Final = {"safetensors_mmap": "safetensors", "safetensors_copy": "safetensors", "sharded": "safetensors"}  # fmt: skip
@@ -87,7 +86,7 @@ def judge(
         ready_s, time_from = predicted_ready_s(prediction, calibration), "predicted"
     need, memory_from = prediction.floor_bytes, "predicted"
     if evidence and evidence.anon_bytes is not None:
-        need, memory_from = evidence.anon_bytes + _ABOVE_PEAK_BYTES, "measured"
+        need, memory_from = evidence.anon_bytes + prediction.above_peak_bytes, "measured"
     cuda = prediction.cuda_reserved_bytes
     if evidence and evidence.cuda_reserved_bytes is not None:
         cuda = evidence.cuda_reserved_bytes

@@ -124,6 +124,17 @@ def test_what_dies_in_some_processes_only_is_neither_refused_nor_named(
     assert judge(info("x"), unsteady, found, None, Limits(ram), "pt").verdict is verdict
 
 
+def test_a_measured_need_has_the_room_that_a_predicted_one_has() -> None:
+    held = prediction("x", 0.1, mapped=True)
+    read_ahead = replace(held, floor_bytes=(held.floor_bytes or 0) + 32 * MIB)
+    lived = Evidence([None], [], held.host_anon_peak_bytes, None, {None: [5.0]})
+    found = judge(info("x"), read_ahead, lived, None, Limits(8 * GIB), "pt")
+    assert (found.need_bytes, found.memory_from) == (read_ahead.floor_bytes, "measured")
+    unknown = replace(read_ahead, cannot="odd", host_anon_peak_bytes=None, floor_bytes=None)
+    found = judge(info("x"), unknown, lived, None, Limits(8 * GIB), "pt")
+    assert found.need_bytes == held.floor_bytes
+
+
 def test_what_was_not_followed_is_not_known() -> None:
     unknown = Prediction(Cell(ModelSpec("m", "a:b"), "x", "process"), cannot="ValueError: odd")
     found = judge(info("x"), unknown, None, CALIBRATION, Limits(GIB), "pt")
