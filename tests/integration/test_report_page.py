@@ -153,7 +153,7 @@ def test_the_filter_holds_for_table_bars_and_timelines(open_page) -> None:
     page.get_by_label("Search").fill("PARAM")
     assert opened.rows() == ["per_param"]
     page.get_by_role("button", name="Show all").click()
-    page.wait_for_function("document.querySelector('#shown').textContent === '6 of 6 rows'")
+    page.locator("#shown", has_text="6 of 6 rows").wait_for()
     assert opened.rows() == NAMES
 
 
