@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -30,6 +31,7 @@ state = {
     for name, one in model.state_dict().items()
 }
 save(state, checkpoint_id=folder)
+del mesh, state  # they hold the group too, and its threads would outlive it
 dist.destroy_process_group()
 """
 
@@ -37,18 +39,23 @@ dist.destroy_process_group()
 def test_what_two_ranks_save_is_streamed(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     command = [sys.executable, "-W", "ignore", "-c", RANK]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "store"), str(folder)],
-            env=os.environ | {"GLOO_SOCKET_IFNAME": "lo"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        _, said = rank.communicate(timeout=120)
-        assert rank.returncode == 0, said
+    with ExitStack() as both:
+        ranks = [
+            both.enter_context(
+                subprocess.Popen(
+                    [*command, str(rank), str(tmp_path / "store"), str(folder)],
+                    env=os.environ | {"GLOO_SOCKET_IFNAME": "lo"},
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            for rank in range(2)
+        ]
+        for rank in ranks:
+            both.callback(rank.kill)  # the other waits for one that failed
+        for rank in ranks:
+            _, said = rank.communicate(timeout=120)
+            assert rank.returncode == 0, said
     parts = {one.name: len(one.parts) for one in layouts.read(folder)[1]}
     assert {name for name, count in parts.items() if count == 2} == {
         "0.weight", "0.bias", "1.weight",
