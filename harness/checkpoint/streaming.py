@@ -63,13 +63,14 @@ def load_streaming(
             with without_weights():
                 model = model()
             targets = _targets(model, Path(checkpoint), slices)
+    owners = dict(model.named_modules(remove_duplicate=False))
     replaced: dict[int, torch.nn.Parameter] = {}
     for batch in _batches([] if early else groups, granularity):
         stretches = [_prepare(group, targets, device, dtype) for group in batch]
         with being_filled(stretches, threads):
             pass
-        _give(model, targets, stretches, replaced)
-    _give(model, targets, early, replaced)
+        _give(owners, targets, stretches, replaced)
+    _give(owners, targets, early, replaced)
     _move_other_buffers(model, targets, device, dtype)
     return model
 
@@ -153,33 +154,26 @@ def _targets(
 
 
 def _give(
-    model: torch.nn.Module,
+    owners: Mapping[str, torch.nn.Module],
     targets: Mapping[str, torch.Tensor],
     stretches: Sequence[Fillable],
     replaced: dict[int, torch.nn.Parameter],
 ) -> None:
-    """Put what was read in its places in the model."""
+    """Put what was read in its places; a parameter that has several names stays one.
+
+    Args:
+        owners: the modules of the model by their names.
+    """
     for one in stretches:
-        for name, tensor in one.views():
-            _assign(model, name, targets[name], tensor, replaced)
-
-
-def _assign(
-    model: torch.nn.Module,
-    name: str,
-    old: torch.Tensor,
-    new: torch.Tensor,
-    replaced: dict[int, torch.nn.Parameter],
-) -> None:
-    """Put ``new`` in the place of ``old``; a parameter that has several names stays one."""
-    path, _, leaf = name.rpartition(".")
-    owner = model.get_submodule(path)
-    if not isinstance(old, torch.nn.Parameter):
-        owner._buffers[leaf] = new
-    elif old.is_meta or old.data_ptr() != new.data_ptr():
-        if id(old) not in replaced:
-            replaced[id(old)] = torch.nn.Parameter(new, requires_grad=old.requires_grad)
-        owner._parameters[leaf] = replaced[id(old)]
+        for name, new in one.views():
+            path, _, leaf = name.rpartition(".")
+            owner, old = owners[path], targets[name]
+            if not isinstance(old, torch.nn.Parameter):
+                owner._buffers[leaf] = new
+            elif old.is_meta or old.data_ptr() != new.data_ptr():
+                if id(old) not in replaced:
+                    replaced[id(old)] = torch.nn.Parameter(new, requires_grad=old.requires_grad)
+                owner._parameters[leaf] = replaced[id(old)]
 
 
 def _move_other_buffers(
