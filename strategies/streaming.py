@@ -3,7 +3,7 @@
 Expected peak: one copy of the weights, and a few MiB for each thread. No state dict ever exists, and
 what is read past the page cache leaves no pages there. Converts the dtype on the way.
 
-Options: threads (4 at what is cached, else 16), granularity ("all", "module" or "tensor").
+Options: threads (up to 4 at what is cached, else 16), granularity ("all", "module" or "tensor").
 """
 
 import torch

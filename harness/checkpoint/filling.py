@@ -1,5 +1,6 @@
 """Filling memory from stretches of files: what lies in it, and the threads that read it."""
 
+import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from harness.checkpoint.pieces import Piece, PieceFiller, cut, in_runs
 READ_BYTES: Final = 16 * HUGE_PAGE_BYTES
 """How much a thread reads at once where nothing is converted: it takes the lock seldom."""
 
-_CACHE_THREADS: Final = 4  # more than a small machine's cores: some of it may not be cached
+_MOST_CACHE_THREADS: Final = 4
 
 
 class Fillable(Protocol):
@@ -109,7 +110,7 @@ def being_filled(stretches: Sequence[Fillable], threads: int | None) -> Iterator
         yield
         return
     cached = begin_cached(stretches)
-    threads = threads or (_CACHE_THREADS if cached else DISK_THREADS)
+    threads = threads or (_cache_threads() if cached else DISK_THREADS)
     lent = lend(stretches, READ_BYTES, 0 if cached else threads)
     runs = in_runs(lent.borrowers, READ_BYTES)
     lock, failed = threading.Lock(), threading.Event()
@@ -143,6 +144,13 @@ def being_filled(stretches: Sequence[Fillable], threads: int | None) -> Iterator
             raise
         for future in futures:
             future.result()
+
+
+def _cache_threads() -> int:
+    """Return how many threads copy what is cached: two that share a processor hold each other up."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux
+    processors = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return min(_MOST_CACHE_THREADS, processors)
 
 
 @contextmanager

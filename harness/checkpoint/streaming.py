@@ -45,7 +45,7 @@ def load_streaming(
 
     Args:
         dtype: of all floating-point tensors; None keeps the checkpoint's own.
-        threads: how many read; None: 4 what is cached, 16 what is not.
+        threads: how many read; None: one for each processor, up to 4, what is cached; 16 what is not.
         granularity: whether reading one tensor, or one module, ends before the next begins.
 
     Raises:

@@ -1,5 +1,6 @@
 """Streaming: the right model from every layout, in every dtype, with what shares memory still shared."""
 
+import os
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -169,10 +170,18 @@ def test_the_model_of_another_checkpoint_is_refused_after_it_was_built(
         load_streaming(lambda: torch.nn.Linear(2500, 4001), two[1])
 
 
-@pytest.mark.parametrize(("cold", "threads"), [(True, 16), (False, 4)])
+@pytest.mark.parametrize(
+    ("cold", "processors", "threads"),
+    [(True, 2, 16), (False, 1, 1), (False, 2, 2), (False, 64, 4)],
+)
 def test_a_disk_is_read_by_more_threads_than_the_cache(
-    two: tuple[Two, Path], cold: bool, threads: int, monkeypatch: pytest.MonkeyPatch
+    two: tuple[Two, Path],
+    cold: bool,
+    processors: int,
+    threads: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _process: set(range(processors)))
     started: list[int] = []
     pool = filling.ThreadPoolExecutor
     monkeypatch.setattr(
