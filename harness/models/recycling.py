@@ -1,4 +1,4 @@
-"""Constants that a constructor computes layer after layer, such as masks: computed twice, not each time."""
+"""Constants that a constructor computes layer after layer, such as masks: computed a few times only."""
 
 import ctypes
 import mmap
