@@ -12,7 +12,7 @@ from math import prod
 import torch
 
 from harness.checkpoint.direct import PIECE_BYTES
-from harness.checkpoint.filling import is_ready
+from harness.checkpoint.filling import final_dtype, is_ready
 from harness.checkpoint.layouts.base import TensorSlice
 from harness.checkpoint.memory import allocate
 from harness.checkpoint.pieces import Piece, cut
@@ -28,6 +28,14 @@ class Blocks:
 
     slices: tuple[TensorSlice, ...]
     memory: torch.Tensor
+
+    @property
+    def converts(self) -> bool:
+        return self.memory.dtype != self.slices[0].dtype
+
+    @property
+    def source_bytes(self) -> int:
+        return self.memory.numel() * self.slices[0].dtype.itemsize
 
     def views(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each name with its tensor over the memory."""
@@ -61,7 +69,7 @@ def prepare(
     first = slices[0]
     for part in first.parts:
         _file_order(part.where)
-    kind = dtype if dtype and first.dtype.is_floating_point else first.dtype
+    kind = final_dtype(first, dtype)
     own = targets.get(first.name)
     if own is not None and is_ready(own, device, kind):
         return Blocks(tuple(slices), own.detach().view(-1))

@@ -11,9 +11,15 @@ from typing import Final, Protocol
 
 import torch
 
-from harness.checkpoint.direct import BUFFER_BYTES, DISK_THREADS, PIECE_BYTES, PieceReader
+from harness.checkpoint.direct import (
+    BUFFER_BYTES,
+    COPIED_BYTES,
+    DISK_THREADS,
+    PIECE_BYTES,
+    PieceReader,
+)
 from harness.checkpoint.layouts.base import TensorSlice
-from harness.checkpoint.lending import buffer_in, lend
+from harness.checkpoint.lending import Lent, buffer_in, lend
 from harness.checkpoint.memory import HUGE_PAGE_BYTES, allocate
 from harness.checkpoint.pieces import Piece, PieceFiller, cut, in_runs
 
@@ -27,13 +33,18 @@ class Fillable(Protocol):
     """Memory and the reads that fill it."""
 
     @property
-    def slices(self) -> tuple[TensorSlice, ...]:
-        """What lies in it, under all its names."""
+    def memory(self) -> torch.Tensor:
+        """Flat, on the final device: of the final dtype, or bytes where several tensors lie in it."""
         ...
 
     @property
-    def memory(self) -> torch.Tensor:
-        """Flat, of the final dtype, on the final device."""
+    def converts(self) -> bool:
+        """Whether a file holds another dtype."""
+        ...
+
+    @property
+    def source_bytes(self) -> int:
+        """How much is read of files."""
         ...
 
     def views(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -56,6 +67,14 @@ class Stretch:
     start: int
     memory: torch.Tensor
 
+    @property
+    def converts(self) -> bool:
+        return self.memory.dtype != self.slices[0].dtype
+
+    @property
+    def source_bytes(self) -> int:
+        return self.memory.numel() * self.slices[0].dtype.itemsize
+
     def views(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each name with its tensor over the memory."""
         for one in self.slices:
@@ -77,17 +96,37 @@ def prepare(
 
     That is the target's own memory where there is one, a plain tensor of the right kind; else fresh.
     """
-    first = slices[0]
-    start = min(one.offset for one in slices)
-    end = max(one.offset + _extent_bytes(one) for one in slices)
-    kind = dtype if dtype and first.dtype.is_floating_point else first.dtype
-    own = targets.get(first.name)
-    if own is not None and is_ready(own, device, kind) and _is_plain(slices):
-        memory = own.detach().view(-1)
-    else:
+    first, (start, end) = slices[0], span(slices)
+    kind = final_dtype(first, dtype)
+    memory = own_memory(slices, targets, device, kind)
+    if memory is None:
         numel = (end - start) // first.dtype.itemsize
         memory = allocate(numel, kind, device, start if kind == first.dtype else 0)
     return Stretch(tuple(slices), start, memory)
+
+
+def final_dtype(one: TensorSlice, dtype: torch.dtype | None) -> torch.dtype:
+    """Return what a tensor is to be where all floating-point tensors are to be ``dtype``."""
+    return dtype if dtype and one.dtype.is_floating_point else one.dtype
+
+
+def span(slices: Sequence[TensorSlice]) -> tuple[int, int]:
+    """Return from where to where in the file the elements lie of slices that share a storage."""
+    start = min(one.offset for one in slices)
+    return start, max(one.offset + _extent_bytes(one) for one in slices)
+
+
+def own_memory(
+    slices: Sequence[TensorSlice],
+    targets: Mapping[str, torch.Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> torch.Tensor | None:
+    """Return the memory, flat, of the target that is called as the slices, if it can be filled as it is."""
+    own = targets.get(slices[0].name)
+    if own is None or not is_ready(own, device, dtype) or not _is_plain(slices):
+        return None
+    return own.detach().view(-1)
 
 
 def is_ready(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> bool:
@@ -111,7 +150,7 @@ def being_filled(stretches: Sequence[Fillable], threads: int | None) -> Iterator
         return
     cached = begin_cached(stretches)
     threads = threads or (_cache_threads() if cached else DISK_THREADS)
-    lent = lend(stretches, READ_BYTES, 0 if cached else threads)
+    lent = Lent((), copies(stretches, threads)) if cached else lend(stretches, READ_BYTES, threads)
     runs = in_runs(lent.borrowers, READ_BYTES)
     lock, failed = threading.Lock(), threading.Event()
 
@@ -146,6 +185,17 @@ def being_filled(stretches: Sequence[Fillable], threads: int | None) -> Iterator
             future.result()
 
 
+def copies(stretches: Iterable[Fillable], threads: int) -> Iterator[Piece]:
+    """Yield the reads of what is cached: equal shares where each thread has enough to copy at once."""
+    for one in stretches:
+        shares = one.memory.nbytes // (threads * COPIED_BYTES) * threads
+        if one.converts or not shares:
+            yield from one.pieces(READ_BYTES)
+        else:
+            pages = ceil(one.memory.nbytes / shares / HUGE_PAGE_BYTES)
+            yield from one.pieces(pages * HUGE_PAGE_BYTES)
+
+
 def _cache_threads() -> int:
     """Return how many threads copy what is cached: two that share a processor hold each other up."""
     affinity = getattr(os, "sched_getaffinity", None)  # Linux
@@ -177,7 +227,7 @@ def begin_cached(stretches: Sequence[Fillable]) -> bool:
 def buffer_bytes(stretches: Iterable[Fillable], threads: int | None, *, gpu: bool) -> int:
     """Return the most memory that filling holds beside the stretches, in bytes: of all threads."""
     threads = threads or DISK_THREADS
-    read = (one.memory.numel() * one.slices[0].dtype.itemsize for one in stretches)
+    read = (one.source_bytes for one in stretches)
     used = sum(min(size, ceil(size / READ_BYTES) * BUFFER_BYTES) for size in read)
     pinned = threads * 2 * PIECE_BYTES if gpu else 0
     return min(threads * BUFFER_BYTES, used) + pinned

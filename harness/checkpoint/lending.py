@@ -40,7 +40,7 @@ def lend(stretches: Sequence["Fillable"], most_bytes: int, threads: int) -> Lent
     """
     able = [one for one in stretches if _converts(one)]
     left = sum(one.memory.nbytes for one in able) // 2
-    each = left // max(threads, 1) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    each = left // threads // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     each = max(_LEAST_BYTES, min(LENT_BYTES, each))
     lenders: list[Piece] = []
     others: dict[int, list[Piece]] = {}
@@ -68,4 +68,4 @@ def buffer_in(lender: Piece) -> memoryview:
 
 
 def _converts(one: "Fillable") -> bool:
-    return one.memory.device.type == "cpu" and one.memory.dtype != one.slices[0].dtype
+    return one.converts and one.memory.device.type == "cpu"

@@ -13,7 +13,9 @@ from harness.checkpoint.memory import HUGE_PAGE_BYTES, memory_of
 from harness.checkpoint.shrinking import read_shrinking, shrinks
 from harness.checkpoint.window import WINDOW_BYTES
 
-_MOST_BETWEEN_BYTES: Final = 64 * 1024  # of a file that nobody asked for, in one read
+MOST_BETWEEN_BYTES: Final = 64 * 1024
+"""How much of a file that nobody asked for one read may take between two others."""
+
 _MOST_PIECES: Final = 256  # each takes up to two of the buffers of one call, which takes 1024
 
 
@@ -90,7 +92,7 @@ def _follows(run: list[Piece], piece: Piece, most_bytes: int) -> bool:
         run[-1].plain
         and piece.plain
         and piece.source.file == run[0].source.file
-        and 0 <= piece.offset - run[-1].end <= _MOST_BETWEEN_BYTES
+        and 0 <= piece.offset - run[-1].end <= MOST_BETWEEN_BYTES
         and piece.end - run[0].offset <= most_bytes
         and len(run) < _MOST_PIECES
     )

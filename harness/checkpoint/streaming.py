@@ -1,9 +1,10 @@
 """Load a checkpoint straight into a model: no state dict, no second copy, converted on the way.
 
-Tensors are read from their places in the file into fresh memory that asks for huge pages, by
-several threads, a piece at a time. What is converted is read out of the page cache where it lies
-there, else by way of memory that is filled last; what goes to a GPU passes two pinned buffers. Peak:
-the model, and a few MiB for each thread.
+Tensors are read from their places in the file into fresh memory that asks for huge pages and lies as
+the file does, by several threads, a piece at a time. What is converted is read out of the page cache
+where it lies there, else by way of memory that is filled last; what goes to a GPU passes two pinned
+buffers. Peak: the model, and a few MiB for each thread; while what is cached is copied, its pages in
+the cache are mapped, and so in the RSS: up to 400 MiB for each thread.
 """
 
 import itertools
@@ -13,10 +14,11 @@ from typing import Final, Literal
 
 import torch
 
-from harness.checkpoint import blocks, filling, layouts
+from harness.checkpoint import layouts
 from harness.checkpoint.filling import Fillable, begin_cached, being_filled
 from harness.checkpoint.layouts.base import TensorSlice
 from harness.checkpoint.layouts.head import plain
+from harness.checkpoint.neighbours import prepare
 from harness.errors import CheckpointError
 from harness.models.building import without_weights
 
@@ -58,7 +60,7 @@ def load_streaming(
         targets = _targets(model, Path(checkpoint), slices)
     else:
         if granularity == "all" and _reads_early(groups, device, dtype):
-            early = [_prepare(group, {}, device, dtype) for group in groups]
+            early = list(prepare(groups, {}, device, dtype))
         with being_filled(early, threads):
             with without_weights():
                 model = model()
@@ -66,7 +68,7 @@ def load_streaming(
     owners = dict(model.named_modules(remove_duplicate=False))
     replaced: dict[int, torch.nn.Parameter] = {}
     for batch in _batches([] if early else groups, granularity):
-        stretches = [_prepare(group, targets, device, dtype) for group in batch]
+        stretches = list(prepare(batch, targets, device, dtype))
         with being_filled(stretches, threads):
             pass
         _give(owners, targets, stretches, replaced)
@@ -85,18 +87,7 @@ def _reads_early(
     largest = max(groups, key=lambda group: group[0].nbytes, default=None)
     if largest is None or device.type != "cpu":
         return False
-    return not begin_cached([_prepare(largest, {}, device, dtype)])
-
-
-def _prepare(
-    group: Sequence[TensorSlice],
-    targets: Mapping[str, torch.Tensor],
-    device: torch.device,
-    dtype: torch.dtype | None,
-) -> Fillable:
-    if group[0].parts:
-        return blocks.prepare(group, targets, device, dtype)
-    return filling.prepare(group, targets, device, dtype)
+    return not begin_cached(list(prepare([largest], {}, device, dtype)))
 
 
 def _by_storage(slices: Sequence[TensorSlice]) -> list[list[TensorSlice]]:

@@ -12,6 +12,8 @@ WINDOW_BYTES: Final = 16 * 1024**2
 """How much is looked at at once: giving pages back costs every processor an interruption."""
 
 _MADV_POPULATE_READ: Final = 22  # linux/mman.h; Linux 5.14
+_MADV_POPULATE_WRITE: Final = 23
+_POPULATED_BYTES: Final = 16 * 1024**2  # at once: nobody else can map anything meanwhile
 _MAP_FAILED: Final = ctypes.c_size_t(-1).value
 
 # By ctypes, which lets other threads run meanwhile; Python's own mmap does not.
@@ -65,3 +67,16 @@ class Window:
         if self._address != _MAP_FAILED:
             _libc.munmap(self._address, self._size)
             self._address = _MAP_FAILED
+
+
+def make_present(memory: memoryview) -> None:
+    """Have all pages of anonymous memory there, cleared, before they are written to.
+
+    Whoever clears them in the middle of a copy slows it down. An older kernel refuses, and does.
+    """
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    first, end = address - address % mmap.PAGESIZE, address + len(memory)
+    for start in range(first, end, _POPULATED_BYTES):
+        length = min(_POPULATED_BYTES, end - start)
+        if _libc.madvise(start, length, _MADV_POPULATE_WRITE):
+            return

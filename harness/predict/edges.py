@@ -90,11 +90,12 @@ def _streaming(ledger: Ledger) -> Any:
         yield  # a model takes little while it is built, and most of what is read comes after that
         with ledger.holding(filling.buffer_bytes(stretches, threads, gpu=ledger.cuda is not None)):
             for one in stretches:
-                memory, fresh = one.memory, ledger.work["fresh_bytes"]
-                ledger.write(memory)
+                fresh = ledger.work["fresh_bytes"]
+                for _, tensor in one.views():
+                    ledger.write(tensor)
                 ledger.work["fresh_bytes"] = fresh  # in huge pages: few faults, and the zeroing
-                ledger.work["written_bytes"] += memory.nbytes
-                ledger.work["read_direct_bytes"] += memory.numel() * one.slices[0].dtype.itemsize
+                ledger.work["written_bytes"] += one.memory.nbytes
+                ledger.work["read_direct_bytes"] += one.source_bytes
 
     return patch.object(streaming, "being_filled", being_filled)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pytest import MonkeyPatch
 
 from harness import page_cache
-from harness.checkpoint import direct
+from harness.checkpoint import direct, window
 from harness.checkpoint.direct import PIECE_BYTES, PieceReader
 from harness.checkpoint.gathering import ALIGNMENT
 
@@ -53,6 +53,37 @@ def test_any_stretch_cold_or_cached(
     if cold:
         page_cache.drop([file])
     assert read(reader, file, offset, size) == CONTENT[offset : offset + size]
+
+
+@pytest.mark.parametrize("linux", ["of now", "before 5.14"])
+@pytest.mark.parametrize(("offset", "size"), [(0, SIZE), (4097, 2 * PIECE_BYTES), (SIZE - 5, 5)])
+def test_what_is_large_and_cached_is_copied_from_where_it_lies(
+    reader: PieceReader,
+    file: Path,
+    offset: int,
+    size: int,
+    linux: str,
+    monkeypatch: MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(direct, "COPIED_BYTES", size)
+    monkeypatch.setattr(os, "preadv", lambda *_: pytest.fail("it was read"))
+    if linux != "of now":
+        for advice in ("_MADV_POPULATE_READ", "_MADV_POPULATE_WRITE"):
+            monkeypatch.setattr(window, advice, 9999)
+    file.read_bytes()
+    target = memoryview(mmap.mmap(-1, SIZE + 99))[99:][:size]
+    reader.read(file, target, offset)
+    assert target == CONTENT[offset : offset + size]
+
+
+def test_a_file_that_ends_within_a_copy_is_an_error(
+    reader: PieceReader, file: Path, monkeypatch: MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct, "COPIED_BYTES", 4096)
+    file.read_bytes()
+    with pytest.raises(EOFError) as caught:
+        reader.read(file, memoryview(bytearray(5000)), SIZE - 4999)
+    assert str(caught.value) == f"{file} ends before byte {SIZE + 1:,}"
 
 
 @pytest.mark.parametrize("cached_bytes", [0, PIECE_BYTES, SIZE])

@@ -1,0 +1,144 @@
+"""Memory that lies as its file does: who shares it, and that each tensor still is its own."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness import page_cache
+from harness.checkpoint import direct, filling, layouts
+from harness.checkpoint.filling import READ_BYTES, Fillable, Stretch, being_filled
+from harness.checkpoint.layouts.base import TensorSlice
+from harness.checkpoint.memory import HUGE_PAGE_BYTES, Area
+from harness.checkpoint.neighbours import Neighbours, prepare
+from harness.checkpoint.pieces import MOST_BETWEEN_BYTES, Piece
+from harness.process_memory import memory_of, read_status
+from harness.units import MIB
+
+CPU = torch.device("cpu")
+
+
+def place(
+    name: str, mib: float, offset: int, dtype: str = "float32", file: str = "f"
+) -> TensorSlice:
+    numel = int(mib * MIB) // getattr(torch, dtype).itemsize
+    size = numel * getattr(torch, dtype).itemsize
+    return TensorSlice(name, (numel,), (1,), dtype, Path(file), offset, offset, size)
+
+
+def together(found: Sequence[Fillable]) -> list[str]:
+    return ["".join(name for name, _ in one.views()) for one in found]
+
+
+def test_neighbours_lie_in_memory_as_in_their_file() -> None:
+    slices = [
+        place("a", 3, 4096 + 72),
+        place("b", 1, 4096 + 72 + 3 * MIB + 128, "int64"),
+        place("c", 4, 4096 + 72 + 4 * MIB + 136, "bfloat16"),
+    ]
+    (found,) = prepare([[one] for one in slices], {}, CPU, None)
+    tensors = dict(found.views())
+    base = tensors["a"].data_ptr()
+    assert base % HUGE_PAGE_BYTES == 72
+    for one in slices:
+        tensor = tensors[one.name]
+        assert tensor.data_ptr() - base == one.offset - slices[0].offset
+        assert tensor.dtype == one.dtype
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes == one.nbytes
+
+
+def test_what_lies_apart_is_converted_or_has_memory_shares_none() -> None:
+    gap = MOST_BETWEEN_BYTES + 4
+    end = [0]
+
+    def after(name: str, mib: float, between: int = 0, **kind: str) -> TensorSlice:
+        one = place(name, mib, end[0] + between, **kind)
+        end[0] = one.offset + one.nbytes
+        return one
+
+    slices = [
+        after("a", 2), after("b", 2, gap - 4), after("c", 2, gap), after("d", 2),
+        after("e", 2, 2), after("f", 2, 2),  # e begins between two elements
+        place("g", 2, end[0], file="g"), place("h", 2, end[0] + 2 * MIB, file="g"),
+    ]  # fmt: skip
+    groups = [[one] for one in slices]
+    assert together(list(prepare(groups, {}, CPU, None))) == ["ab", "cd", "e", "f", "gh"]
+    assert together(list(prepare(groups, {}, CPU, torch.float32)))[0] == "ab"
+    assert together(list(prepare(groups, {}, CPU, torch.bfloat16))) == list("abcdefgh")
+    own = torch.empty(2 * MIB // 4)
+    found = list(prepare(groups[:4], {"b": own}, CPU, None))
+    assert together(found) == ["a", "b", "cd"]
+    assert dict(found[1].views())["b"].data_ptr() == own.data_ptr()
+
+
+def test_small_tensors_have_memory_of_their_own() -> None:
+    groups = [[place("a", 1, 0)], [place("b", 0.5, MIB)]]
+    found = list(prepare(groups, {}, CPU, None))
+    assert [type(one) for one in found] == [Stretch, Stretch]
+
+
+def test_nothing_lies_nowhere() -> None:
+    groups = [[place("a", 2, 0)], [place("n", 0, 2 * MIB)], [place("b", 2, 2 * MIB)]]
+    assert together(list(prepare(groups, {}, CPU, None))) == ["a", "n", "b"]
+
+
+def test_a_tensor_gives_its_memory_back_and_leaves_the_others_theirs() -> None:
+    area = Area(96 * MIB + 8, 8)
+    area.whole.fill_(1)
+    tensors = [area.tensor(at * MIB, 32 * MIB, torch.uint8) for at in (0, 32, 64)]
+    del area
+    before = memory_of(read_status()).anon_bytes
+    del tensors[1]
+    now = memory_of(read_status()).anon_bytes
+    assert before - now == pytest.approx(32 * MIB, abs=MIB)
+    assert all(int(one.sum()) == 32 * MIB for one in tensors)
+    tensors.clear()
+    assert before - memory_of(read_status()).anon_bytes == pytest.approx(96 * MIB, abs=MIB)
+
+
+@pytest.mark.parametrize("cold", [True, False], ids=["cold", "cached"])
+def test_neighbours_are_right_however_their_reads_are_cut(
+    cold: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shares of 8 MiB are copied at once, and what is small of the rest is read."""
+    monkeypatch.setattr(filling, "COPIED_BYTES", 8 * MIB)
+    monkeypatch.setattr(direct, "COPIED_BYTES", 8 * MIB)
+    torch.manual_seed(0)
+    sizes = [5 * MIB, 3, 9 * MIB + 1, 1000, 4 * MIB]  # bytes / 4
+    state = {f"t{number}": torch.randn(size // 4 + 1) for number, size in enumerate(sizes)}
+    state["last"] = torch.arange(30 * MIB, dtype=torch.int64)[:: MIB // 8].contiguous()
+    torch.save(state, tmp_path / "some.pt")
+    if cold:
+        assert page_cache.drop([tmp_path / "some.pt"]) == 0
+    slices = layouts.read(tmp_path / "some.pt")[1]
+    found = list(prepare([[one] for one in slices], {}, CPU, None))
+    assert any(isinstance(one, Neighbours) for one in found)
+    with being_filled(found, 2):
+        pass
+    tensors = {name: tensor for one in found for name, tensor in one.views()}
+    for name, right in state.items():
+        assert torch.equal(tensors[name], right), name
+
+
+@pytest.mark.parametrize(
+    ("mib", "threads", "shares"), [(191, 1, 0), (400, 1, 2), (400, 2, 2), (800, 2, 4), (800, 3, 3)]
+)
+def test_what_is_cached_is_copied_in_equal_shares_of_all_threads(
+    mib: int, threads: int, shares: int
+) -> None:
+    where = place("a", mib, 0)
+    one = Stretch((where,), 0, torch.empty(mib * MIB // 4))
+    sizes = [piece.target.nbytes for piece in filling.copies([one], threads)]
+    assert sum(sizes) == mib * MIB
+    if shares:
+        assert len(sizes) in (shares, shares + 1)  # memory that begins within a huge page
+        assert min(sizes[:shares]) >= mib * MIB // shares - shares * HUGE_PAGE_BYTES
+    else:
+        assert max(sizes) <= READ_BYTES
+
+
+def test_what_is_converted_is_not_copied_at_once() -> None:
+    one = Stretch((place("a", 800, 0),), 0, torch.empty(200 * MIB, dtype=torch.bfloat16))
+    pieces: list[Piece] = list(filling.copies([one], 2))
+    assert max(piece.target.nbytes for piece in pieces) <= READ_BYTES
