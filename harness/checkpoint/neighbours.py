@@ -7,7 +7,7 @@ ones. Each still is a storage of its own, whose memory is given back with it.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -61,14 +61,14 @@ def prepare(
     Args:
         groups: in the order of the files' bytes.
     """
-    run: list[Group] = []
+    run: list[_Stay] = []
     for group in groups:
-        stays = device.type == "cpu" and _stays(group, targets, dtype)
-        if run and not (stays and _follows(run[-1], group)):
+        stay = _stay(group, targets, dtype) if device.type == "cpu" else None
+        if run and not (stay and stay.follows(run[-1])):
             yield from _together(run)
             run = []
-        if stays:
-            run.append(group)
+        if stay:
+            run.append(stay)
         elif group[0].parts:
             yield blocks.prepare(group, targets, device, dtype)
         else:
@@ -76,36 +76,50 @@ def prepare(
     yield from _together(run)
 
 
-def _stays(group: Group, targets: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> bool:
-    """Tell whether a group's bytes can be read into fresh memory as they are."""
+class _Stay(NamedTuple):
+    """A group whose bytes are read into fresh memory as they are, and where in its file they lie."""
+
+    group: Group
+    start: int
+    end: int
+    dtype: torch.dtype
+
+    def follows(self, before: "_Stay") -> bool:
+        return (
+            self.group[0].file == before.group[0].file
+            and 0 <= self.start - before.end <= MOST_BETWEEN_BYTES
+        )
+
+
+def _stay(
+    group: Group, targets: Mapping[str, torch.Tensor], dtype: torch.dtype | None
+) -> _Stay | None:
+    """Return what is known of a group if its bytes stay what they are, and it has no memory yet."""
     first = group[0]
-    if first.parts or final_dtype(first, dtype) != first.dtype:
-        return False
+    kind = first.dtype
+    if first.parts or final_dtype(first, dtype) != kind:
+        return None
     start, end = span(group)
-    aligned = start % first.dtype.itemsize == 0
-    return aligned and start < end and own_memory(group, targets, _CPU, first.dtype) is None
+    if start % kind.itemsize or start == end:
+        return None
+    if own_memory(group, targets, _CPU, kind) is not None:
+        return None
+    return _Stay(group, start, end, kind)
 
 
-def _follows(before: Group, group: Group) -> bool:
-    (_, end), (start, _) = span(before), span(group)
-    return group[0].file == before[0].file and 0 <= start - end <= MOST_BETWEEN_BYTES
-
-
-def _together(run: Sequence[Group]) -> Iterator[Fillable]:
+def _together(run: Sequence[_Stay]) -> Iterator[Fillable]:
     """Yield memory for groups of one file that follow each other and stay as they are."""
     if not run:
         return
-    start, end = span(run[0])[0], span(run[-1])[1]
-    if len(run) == 1 or end - start < HUGE_PAGE_BYTES:
-        yield from (filling.prepare(group, {}, _CPU, None) for group in run)
+    start = run[0].start
+    size = run[-1].end - start
+    if len(run) == 1 or size < HUGE_PAGE_BYTES:
+        yield from (filling.prepare(stay.group, {}, _CPU, None) for stay in run)
         return
-    area = Area(end - start, start)
+    area = Area(size, start)
     members = []
-    for group in run:
-        first, (begin, stop) = group[0], span(group)
-        numel = (stop - begin) // first.dtype.itemsize
-        memory = area.tensor(begin - start, numel, first.dtype)
+    for group, begin, end, dtype in run:
+        memory = area.tensor(begin - start, (end - begin) // dtype.itemsize, dtype)
         members.append(Stretch(tuple(group), begin, memory))
-    size = end - start
-    source = TensorSlice("", (size,), (1,), "uint8", run[0][0].file, start, start, size)
+    source = TensorSlice("", (size,), (1,), "uint8", run[0].group[0].file, start, start, size)
     yield Neighbours(tuple(members), source, area.whole)
