@@ -25,6 +25,7 @@ from harness.text import one_line
 from harness.worker.settling import settle_math
 
 _PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
+_PR_SET_THP_DISABLE: Final = 41
 
 
 def main() -> None:
@@ -42,7 +43,10 @@ def _apart(request: dict[str, Any]) -> dict[str, Any]:
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # never outlives the parent
+        prctl = ctypes.CDLL(None).prctl
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # never outlives the parent
+        # What is small is written for real, and must not bring a huge page of what is not.
+        prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0)
         os.close(reading)
         answer = _answer(request)
         with os.fdopen(writing, "w") as pipe:
