@@ -11,7 +11,8 @@ from harness.checkpoint.gathering import ALIGNMENT
 
 HUGE_PAGE_BYTES: Final = 2 * 1024**2
 
-_MAP_NORESERVE: Final = 0x4000  # linux/mman.h: a model larger than the memory fails when it is read
+MAP_NORESERVE: Final = 0x4000
+"""Of linux/mman.h: not counted by the kernel's overcommit heuristic, as many small mappings are not."""
 
 
 class Area:
@@ -75,7 +76,7 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 
 def _huge(size: int, lead: int) -> tuple[mmap.mmap, int]:
     """Return a mapping, and where in it so many bytes begin: ``lead`` behind the start of a huge page."""
-    flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
+    flags = mmap.MAP_PRIVATE | MAP_NORESERVE
     area = mmap.mmap(-1, size + HUGE_PAGE_BYTES + lead, flags=flags)
     skip = -ctypes.addressof(ctypes.c_char.from_buffer(area)) % HUGE_PAGE_BYTES
     # Whole huge pages only: one that sticks out of the tensors would be paid for and not used.

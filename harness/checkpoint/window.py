@@ -1,4 +1,4 @@
-"""Looking at what the page cache holds of a file where it lies there, without a copy of it."""
+"""Looking at what the page cache holds of a file where it lies there; and pages to copy it to."""
 
 import ctypes
 import errno

@@ -15,14 +15,13 @@ from typing import Final
 
 import torch
 
+from harness.checkpoint.memory import MAP_NORESERVE
 from harness.predict.allocator import CachingAllocator
 from harness.predict.heap import Heap
 from harness.predict.prediction import PredictedPhase
 from harness.predict.storage import SMALL_BYTES, Block, MappedFile, Place, StorageRef, extent
 from harness.process_memory import memory_of, read_status
 from harness.record import Memory
-
-_MAP_NORESERVE: Final = 0x4000  # linux/mman.h: not counted by the kernel's overcommit heuristic
 
 _ATTRIBUTE: Final = "_weighin_block"
 """Where a storage has its block: the Python object of a storage lives as long as its memory."""
@@ -191,7 +190,7 @@ class Ledger:
 
     def reserve(self, nbytes: int) -> torch.UntypedStorage:
         """Return a storage with addresses and no memory, which the machine need not have."""
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         area = mmap.mmap(-1, nbytes, flags=flags)
         return torch.frombuffer(area, dtype=torch.uint8).untyped_storage()
 
@@ -201,7 +200,7 @@ class Ledger:
             mapped = mmap.mmap(
                 file.fileno(),
                 nbytes,
-                flags=mmap.MAP_PRIVATE | _MAP_NORESERVE,
+                flags=mmap.MAP_PRIVATE | MAP_NORESERVE,
                 prot=mmap.PROT_READ | mmap.PROT_WRITE,
             )
         storage = torch.frombuffer(mapped, dtype=torch.uint8).untyped_storage()
