@@ -2,14 +2,17 @@
 
 Each way runs once a round in a fresh process, in an order drawn anew, warm and cold. Just before the
 clock starts, memory is freed for it, because a virtual machine's pages are slow once they were free
-for some seconds. The clock starts behind ``import torch``: what a way imports itself is its own cost (but
-for ``--imports before``). Loaded = the way returned; ready = every byte was then read once and,
-outside the clock, verified. What is read raw goes to fresh memory and is read once more, too: both
-columns have a limit of their own. "x limit" is the median, over the rounds, of the ratios in a round
-to the raw read of the same file: two files of the same bytes may lie differently on a disk.
+for some seconds. Warm = read after its pages were dropped, as in the harness: what was just written
+takes longer to map. The clock starts behind ``import torch``: what a way imports itself is its own
+cost (but for ``--imports before``), from bytecode, as what pip installed. Loaded = the way returned;
+ready = every byte was then read once and, outside the clock, verified. What is read raw goes to fresh
+memory and is read once more, too: both columns have a limit of their own. "x limit" is the median,
+over the rounds, of the ratios in a round to the raw read of the same file: two files of the same
+bytes may lie differently on a disk.
 """
 
 import argparse
+import compileall
 import json
 import mmap
 import operator
@@ -37,7 +40,8 @@ WAYS = {
     "safetensors_copy": ("safetensors_copy", "safetensors"),
     "safetensors_mmap": ("safetensors_mmap", "safetensors"),
 }
-PEERS = Path(__file__).parent / "peers"
+ROOT = Path(__file__).parents[1]
+PEERS = ROOT / "benchmarks" / "peers"
 _PIECE_BYTES = 4 * 1024**2
 _WARM_ATTEMPTS = 5
 _MEMORY = {"warm": 5, "cold": 9}  # quarters of the checkpoint: what a load takes, cache included
@@ -76,6 +80,8 @@ def main() -> None:
     if options.one:
         print(json.dumps(_run_one(json.loads(options.one))))
         return
+    for folder in ("harness", "strategies", "benchmarks"):
+        compileall.compile_dir(ROOT / folder, quiet=1)  # as pip does with what it installs
     ways = _ways(options.model, peers=options.peers)
     ways = [way for way in ways if not options.ways or way.name in options.ways]
     for state in options.states:
@@ -136,6 +142,8 @@ def _compare(
     found: list[tuple[Way, list[tuple[float, float]]]] = [
         (way, []) for way in (*read_raw.values(), *ways)
     ]
+    for file in read_raw:
+        assert page_cache.drop([file]) == 0  # what is warm was read, and not written
     shuffle = random.Random(0)  # noqa: S311 (what ran before, and left the disk idle, changes)
     for number in range(options.rounds):
         for way, seconds in shuffle.sample(found, len(found)):
