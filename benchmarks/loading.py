@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from harness import page_cache, registry, steady
+from harness.bytecode import compile_code
 from harness.checkpoint import cache
 
 RAW = {"warm": "pread, 2 threads", "cold": "O_DIRECT, 4 threads"}
@@ -40,8 +41,7 @@ WAYS = {
     "safetensors_copy": ("safetensors_copy", "safetensors"),
     "safetensors_mmap": ("safetensors_mmap", "safetensors"),
 }
-ROOT = Path(__file__).parents[1]
-PEERS = ROOT / "benchmarks" / "peers"
+PEERS = Path(__file__).parent / "peers"
 _PIECE_BYTES = 4 * 1024**2
 _WARM_ATTEMPTS = 5
 _MEMORY = {"warm": 5, "cold": 9}  # quarters of the checkpoint: what a load takes, cache included
@@ -80,8 +80,8 @@ def main() -> None:
     if options.one:
         print(json.dumps(_run_one(json.loads(options.one))))
         return
-    for folder in ("harness", "strategies", "benchmarks"):
-        compileall.compile_dir(ROOT / folder, quiet=1)  # as pip does with what it installs
+    compile_code()
+    compileall.compile_dir(PEERS, quiet=2)
     ways = _ways(options.model, peers=options.peers)
     ways = [way for way in ways if not options.ways or way.name in options.ways]
     for state in options.states:

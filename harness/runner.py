@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import environment, journal, saving, stopping
+from harness.bytecode import compile_code
 from harness.cell import Cell, Job
 from harness.checkpoint import cache, layouts
 from harness.errors import ConfigError, HarnessError, Interrupted
@@ -135,6 +136,7 @@ class _Bench:
 
 
 def _set_up(task: Run, needed: Sequence[Planned], progress: Progress) -> _Bench:
+    compile_code()
     prepared = _prepare_checkpoints(task, needed, progress)
     progress.preparing(f"preparing {task.isolation.name}", None)
     task.isolation.prepare()

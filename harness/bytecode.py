@@ -1,0 +1,17 @@
+"""Bytecode of what workers import, left beside the code as pip leaves it.
+
+A strategy's imports are part of what it costs. Where no bytecode may be written, as in a container,
+every cell would compile them again: 25 ms of a load that streams.
+"""
+
+import compileall
+from pathlib import Path
+
+import harness
+from harness.registry import data_folder
+
+
+def compile_code() -> None:
+    """Compile the package and its strategies, as far as that has not been done and can be written."""
+    for folder in (Path(harness.__file__).parent, data_folder("strategies")):
+        compileall.compile_dir(folder, quiet=2)
