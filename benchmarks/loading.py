@@ -12,7 +12,6 @@ bytes may lie differently on a disk.
 """
 
 import argparse
-import compileall
 import json
 import mmap
 import operator
@@ -80,8 +79,7 @@ def main() -> None:
     if options.one:
         print(json.dumps(_run_one(json.loads(options.one))))
         return
-    compile_code()
-    compileall.compile_dir(PEERS, quiet=2)
+    compile_code(PEERS)
     ways = _ways(options.model, peers=options.peers)
     ways = [way for way in ways if not options.ways or way.name in options.ways]
     for state in options.states:

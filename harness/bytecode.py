@@ -11,7 +11,7 @@ import harness
 from harness.registry import data_folder
 
 
-def compile_code() -> None:
-    """Compile the package and its strategies, as far as that has not been done and can be written."""
-    for folder in (Path(harness.__file__).parent, data_folder("strategies")):
+def compile_code(*more: Path) -> None:
+    """Compile the package, its strategies and ``more`` folders, where that is to do and can be written."""
+    for folder in (Path(harness.__file__).parent, data_folder("strategies"), *more):
         compileall.compile_dir(folder, quiet=2)
