@@ -18,11 +18,11 @@ def terminal_table(results: Sequence[Result]) -> "RenderableType":
     """Return the summary of a run for a terminal: all series, and what else it has found."""
     from rich.console import Group
 
-    from harness.report import tables  # pandas takes half a second to import
+    from harness.report import terminal  # pandas takes half a second to import
     from harness.report.findings import findings
 
     found = [finding.terminal(results) for finding in findings(results)]
-    return Group(tables.terminal_table(results), *found)
+    return Group(terminal.terminal_table(results), *found)
 
 
 def terminal_floors(results: Sequence[Result]) -> "RenderableType":

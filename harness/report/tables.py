@@ -1,4 +1,4 @@
-"""The summary of a run as a table: for the terminal, as markdown, and as CSV.
+"""The summary of a run as sections of text, and these as markdown and as CSV.
 
 One row a series. What varies between the cells is a column or a heading, what does not is in the
 caption. Reporters take data and an open file.
@@ -6,14 +6,10 @@ caption. Reporters take data and an open file.
 
 import csv
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Final, Literal, TextIO, TypeVar
+from dataclasses import dataclass
+from typing import Final, TextIO
 
 import pandas as pd
-from rich import box
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from harness.record import Outcome, Result
 from harness.report import captions
@@ -21,21 +17,15 @@ from harness.report.columns import HEADINGS, figures_of, name_text, number_text,
 from harness.report.frame import known, series, varying
 from harness.report.markdown import escaped, plain, table_lines
 
-T = TypeVar("T")
-
 # What spreadsheets take for a formula; some take the wide letters of East Asian fonts, too.
 _FORMULA_STARTS: Final = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 _MESSAGE_LENGTH: Final = 300  # the record has the whole message
 # Figures under different values of these are not comparable: each gets a table of its own.
 _SECTIONS: Final = ("operation", "model", "device")
-_STYLES: Final = {outcome.value: "red" for outcome in Outcome} | {"ok": "green", "skipped": "dim"}
-# What tells cells of one strategy apart and explains itself: in a terminal it stands below the name.
-_BELOW_NAME: Final = frozenset(("format", "options"))
-_MOST_COLUMNS_APART: Final = 9  # more come close together, to leave the names room in 80 columns
 
 
 @dataclass(frozen=True, slots=True)
-class _Section:
+class Section:
     """One table as text: names left of ``names`` columns, numbers right of them."""
 
     heading: str
@@ -43,34 +33,6 @@ class _Section:
     names: int
     rows: list[list[str]]
     ranges: list[list[str]]  # the range behind each median, or ""
-
-
-def terminal_table(results: Sequence[Result]) -> RenderableType:
-    """Return the summary for a terminal, with what happened to the cells that are not ok."""
-    frame = series(results)
-    parts: list[RenderableType] = []
-    for section in map(_stacked, _sections(frame)):
-        apart = int(len(section.columns) <= _MOST_COLUMNS_APART)
-        table = Table(
-            box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, apart), collapse_padding=True
-        )
-        if section.heading:
-            parts.append(Text(section.heading, style="bold"))
-        for index, (heading, unit) in enumerate(section.columns):
-            is_name = index < section.names
-            # Narrow headings, so that eight columns of numbers fit a terminal.
-            label = Text("\n".join([*heading.split(), unit]) if unit else heading)
-            side: Literal["left", "right"] = "left" if is_name else "right"
-            table.add_column(label, justify=side, overflow="fold", no_wrap=not is_name)
-        for row, ranges in zip(section.rows, section.ranges, strict=True):
-            table.add_row(*(_styled(*pair) for pair in zip(row, ranges, strict=True)))
-        parts.append(table)
-    parts += [Text(f"{who}: {what}") for who, what in what_went_wrong(frame)]
-    mixed = captions.mixed_machines([result.environment for result in results])
-    parts += [Text(text, style="yellow") for text in mixed]
-    parts.append(Text(captions.shared(frame, results), style="dim"))
-    parts += [Text(line, style="dim") for line in note_lines(frame)]
-    return Group(*parts)
 
 
 def write_markdown(
@@ -92,7 +54,7 @@ def write_markdown(
         print(f"\n## {escaped(heading)}\n\n{part}", file=file)
     if parts:
         print("\n## All cells", file=file)
-    for section in _sections(frame):
+    for section in sections(frame):
         if section.heading:
             print(f"\n## {escaped(section.heading)}", file=file)
         print("", *_markdown_lines(section), sep="\n", file=file)
@@ -123,7 +85,7 @@ def markdown_table(results: Sequence[Result]) -> str:
     """Return only the table, or tables, of ``write_markdown``, with the caption below."""
     frame = series(results)
     lines: list[str] = []
-    for section in _sections(frame):
+    for section in sections(frame):
         lines += [f"**{escaped(section.heading)}**", ""] if section.heading else []
         lines += [*_markdown_lines(section), ""]
     return "\n".join([*lines, escaped(captions.shared(frame, results))])
@@ -141,7 +103,7 @@ def write_summary(results: Sequence[Result], file: TextIO) -> None:
         writer.writerow(_csv_cell(known(value)) for value in row.values())
 
 
-def _sections(frame: pd.DataFrame) -> Iterator[_Section]:
+def sections(frame: pd.DataFrame) -> Iterator[Section]:
     if frame.empty:
         return
     changing = varying(frame)
@@ -155,7 +117,7 @@ def _sections(frame: pd.DataFrame) -> Iterator[_Section]:
         yield _section(heading, group, names)
 
 
-def _section(heading: str, group: pd.DataFrame, names: list[str]) -> _Section:
+def _section(heading: str, group: pd.DataFrame, names: list[str]) -> Section:
     figures = figures_of(group)
     titles = [(HEADINGS.get(name, name), "") for name in (*names, "outcome")]
     rows, ranges = [], []
@@ -164,31 +126,10 @@ def _section(heading: str, group: pd.DataFrame, names: list[str]) -> _Section:
         rows.append([*texts, *(number_text(row[f.key], f) for f in figures)])
         ranges.append([""] * len(titles) + [range_text(row, f) for f in figures])
     columns = [*titles, *((f.heading, f.unit) for f in figures)]
-    return _Section(heading, columns, len(titles), rows, ranges)
+    return Section(heading, columns, len(titles), rows, ranges)
 
 
-def _stacked(section: _Section) -> _Section:
-    """Return the section with what explains itself below the strategies' names, which leaves room."""
-    below = [at for at, (heading, _) in enumerate(section.columns) if heading in _BELOW_NAME]
-    rows = []
-    for row in section.rows:
-        said = [row[at] for at in below if row[at] not in ("-", row[0])]
-        rows.append(["\n".join([row[0], *said]), *_without(row[1:], below, 1)])
-    return replace(
-        section,
-        columns=_without(section.columns, below),
-        names=section.names - len(below),
-        rows=rows,
-        ranges=[_without(ranges, below) for ranges in section.ranges],
-    )
-
-
-def _without(row: Sequence[T], places: Sequence[int], first: int = 0) -> list[T]:
-    """Return a row whose places are counted from ``first``, less some of them."""
-    return [one for at, one in enumerate(row, first) if at not in places]
-
-
-def _markdown_lines(section: _Section) -> Iterator[str]:
+def _markdown_lines(section: Section) -> Iterator[str]:
     heads = [" ".join(filter(None, column)) for column in section.columns]
     pairs = (zip(*both, strict=True) for both in zip(section.rows, section.ranges, strict=True))
     rows = ([f"{text} ({spread})" if spread else text for text, spread in row] for row in pairs)
@@ -225,11 +166,6 @@ def _title(frame: pd.DataFrame) -> str:
     models = ", ".join(dict.fromkeys(frame["model"])) or "nothing"
     doing = captions.doing(frame).capitalize() or "Loading"
     return f"{doing} {escaped(plain(models))}"
-
-
-def _styled(text: str, spread: str) -> Text:
-    styled = Text(text, style=_STYLES.get(text.partition(" in ")[0], ""))
-    return styled.append(f"\n{spread}", style="dim") if spread else styled
 
 
 def _preformatted(text: str) -> str:

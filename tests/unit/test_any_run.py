@@ -7,6 +7,7 @@ import pytest
 from factories import make_result, write_samples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 from test_html import Page
 from test_journal import results as any_result
 
@@ -24,7 +25,7 @@ from harness.report.tables import write_markdown, write_summary
 def test_any_results_can_be_told(tmp_path: Path, results: list[Result]) -> None:
     Page(render(tmp_path, results))
     assert paragraphs(series(results), results)
-    terminal_table(results)
+    Console(width=80, file=io.StringIO()).print(terminal_table(results))
     write_markdown(results, io.StringIO())
     write_summary(results, io.StringIO(newline=""))
     for export in (exports.bencher, exports.github_action_benchmark, exports.openmetrics):

@@ -1,28 +1,17 @@
-"""The exact texts that a user sees, at fixed widths."""
+"""The exact texts of a run in markdown, and its figures as CSV."""
 
 import csv
 import io
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from factories import LIMIT, make_cell, make_result, make_skipped, mixed_run, notebook_run
-from rich.console import Console
+from factories import LIMIT, make_cell, make_result, make_skipped, mixed_run
 
-from harness import journal
 from harness.record import Outcome, Peaks, Result
 from harness.report.captions import size
-from harness.report.tables import terminal_table, write_markdown, write_summary
+from harness.report.tables import write_markdown, write_summary
 
 GIB = 1024**3
-PUBLISHED = Path(__file__).parents[2] / "results" / "published"
-
-
-def terminal(results: Sequence[Result], width: int = 100) -> list[str]:
-    console = Console(width=width, file=io.StringIO(), color_system=None)
-    console.print(terminal_table(results))
-    assert isinstance(console.file, io.StringIO)
-    return [line.rstrip() for line in console.file.getvalue().splitlines()]
 
 
 def markdown(results: Sequence[Result], warnings: Sequence[str] = ()) -> list[str]:
@@ -37,83 +26,10 @@ def summary(results: Sequence[Result]) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(file.getvalue(), newline="")))
 
 
-def test_the_terminal_table_of_a_run() -> None:
-    assert terminal(notebook_run()) == [
-        "",
-        "                                                 peak    above  anonymous  cgroup",
-        "                                   load  ready    RSS   import  (sampled)    peak",
-        " strategy     outcome                 s      s    GiB  x model        GiB     GiB",
-        " ────────────────────────────────────────────────────────────────────────────────",
-        " baseline     oom_killed in read      -      -  7.988     1.22      7.868   7.988",
-        " sequential   oom_killed in read      -      -  7.988     1.22      7.868   7.988",
-        " meta_copy    oom_killed in apply     -      -  7.981     1.22      7.861   7.981",
-        " mmap_assign  ok                   0.44   5.44  6.820     1.04      0.400   6.820",
-        " per_param    ok                   9.61  10.31  6.930     1.05      6.800   6.930",
-        " streaming    ok                   6.60   7.30  6.750     1.03      6.550   6.750",
-        "",
-        "baseline: oom_killed: killed by the kernel for lack of memory in phase 'read'",
-        "sequential: oom_killed: killed by the kernel for lack of memory in phase 'read'",
-        "meta_copy: oom_killed: killed by the kernel for lack of memory in phase 'apply'",
-        "gpt2-xl (6.290 GiB) · device cpu · RAM limit 8 GiB · float32 · cold page cache · isolation docker ·",
-        "testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0",
-        "Exact, the kernel's own high-water marks: peak RSS, cgroup peak (includes page cache).",
-        "Exact, computed: above import = (peak RSS - RSS after import torch) / the model's size.",
-        "Sampled, so it may miss short spikes: anonymous.",
-        "load: until the strategy returned; ready: until every byte was read through once.",
-        "Not ok: the figures are what the cell had reached when last seen, not what it needs.",
-    ]
-
-
-def test_the_terminal_table_of_a_run_of_saves_in_80_columns() -> None:
-    """Ten columns of numbers: what tells ways of one strategy apart stands below its name."""
-    assert terminal(journal.read(PUBLISHED / "gpt2-large-saving").results, 80) == [
-        "",
-        "                                on         above",
-        "                               the  peak     the anonymous cgroup",
-        "                        save  disk   RSS   model (sampled)   peak written",
-        " strategy      outcome     s     s   GiB x model       GiB    GiB     GiB files",
-        " ──────────────────────────────────────────────────────────────────────────────",
-        " torch_save    ok      16.63 17.77 3.492    0.00     3.411  6.777   3.264     1",
-        " pt",
-        " torch_save    ok      13.39 14.51 3.492    0.00     3.411  6.780   3.264     1",
-        " pt",
-        " crc32=false",
-        " per_param     ok      14.03 15.33 3.492    0.00     3.411  6.788   3.265   618",
-        " per_module    ok      12.91 13.86 3.492    0.00     3.411  6.777   3.264    41",
-        " sharded       ok      10.73 11.77 3.492    0.00     3.411  6.779   3.264     5",
-        " max_shard_byt",
-        " es=1073741824",
-        " sharded       ok      11.77 12.84 3.493    0.00     3.411  6.784   3.264     5",
-        " sharded_pt",
-        " max_shard_byt",
-        " es=1073741824",
-        " safetensors   ok       8.70  9.67 3.492    0.00     3.411  6.777   3.264     1",
-        " dcp           ok      14.72 14.72 3.538    0.01     3.457  6.833   3.265     2",
-        "",
-        "saving · gpt2-large (3.264 GiB) · device cpu · no RAM limit · float32 · cold",
-        "page cache · isolation docker · x86_64 · Intel(R) Xeon(R) Processor · Linux",
-        "6.18.44-fc-v657 · cgroup v1 · torch 2.13.0+cpu",
-        "Exact, the kernel's own high-water marks: peak RSS, cgroup peak (includes page",
-        "cache).",
-        "Exact, computed: above the model = (peak RSS - RSS with the model loaded) / the",
-        "model's size.",
-        "Sampled, so it may miss short spikes: anonymous.",
-        "save: until the strategy returned; on the disk: until every file was synced",
-        "(fsync).",
-        "Not ok: the figures are what the cell had reached when last seen, not what it",
-        "needs.",
-    ]
-
-
 def test_names_are_not_read_as_markup_and_repeats_show_their_range() -> None:
     cells = [make_cell("[b]x|y", repeat=repeat) for repeat in range(3)]
     results = [make_result(cell, load_ns=10**9 * (cell.repeat + 1)) for cell in cells]
-    assert terminal(results)[5:7] == [
-        " [b]x|y    ok             2.00   7.30  6.750     1.03      6.550   6.750",
-        "                    1.00..3.00",
-    ]
     assert r"| \[b\]x\|y | ok | 2.00 (1.00..3.00) | 7.30 |" in "\n".join(markdown(results))
-    assert terminal(results)[-1] == "Median of up to 3 repeats, with the whole range."
 
 
 def test_what_varies_is_a_column_and_models_and_devices_are_headings() -> None:
@@ -175,14 +91,8 @@ def test_messages_of_other_peoples_code_stay_on_one_line() -> None:
 
 
 def test_an_empty_run_says_so() -> None:
-    assert terminal([]) == ["No cells were measured."]
     assert markdown([]) == ["# Loading nothing", "", "No cells were measured."]
     assert summary([]) == []
-
-
-def test_a_narrow_terminal_loses_nothing() -> None:
-    text = "".join(terminal(notebook_run(), width=60)).replace(" ", "")
-    assert "…" not in text
 
 
 def test_the_summary_is_not_rounded_and_leaves_out_what_is_missing() -> None:
@@ -207,19 +117,10 @@ def test_a_limit_reads_as_the_user_wrote_it() -> None:
     ]  # fmt: skip
 
 
-def test_what_differs_between_environments_is_left_out_of_the_caption() -> None:
-    other = make_result(make_cell("baseline"), environment={"kernel": "6.1.0", "torch": "2.13.0"})
-    assert terminal([make_result(), make_skipped(), other], width=200)[-6].endswith(
-        "isolation docker · testbench · Example CPU · cgroup v2 · torch 2.13.0"
-    )
-
-
 def test_cells_of_two_machines_are_a_warning_in_the_report() -> None:
     other = make_result(make_cell("baseline"), environment={"kernel": "6.1.0", "git_commit": "b"})
     first = make_result(environment={"kernel": "6.18.0", "torch": "2.13.0", "git_commit": "a"})
     lines = markdown([first, other, make_skipped()])
-    shown = " ".join(" ".join(terminal([first, other])).split())
-    assert "not measured on one machine with one software: git_commit (a, b); kernel" in shown
     assert lines[lines.index("## Warnings") + 2] == (
         "- the cells were not measured on one machine with one software: git_commit (a, b);"
         " kernel (6.18.0, 6.1.0). Compare their figures with care, their times not at all"

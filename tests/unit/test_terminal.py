@@ -1,0 +1,135 @@
+"""The exact texts of a run in a terminal: whatever its width, no figure is cut."""
+
+import io
+from collections import Counter
+from collections.abc import Sequence
+
+from factories import make_cell, make_result, make_skipped, mixed_run, notebook_run, saving_run
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from harness.record import Result
+from harness.report.terminal import terminal_table
+
+
+def terminal(results: Sequence[Result], width: int = 100) -> list[str]:
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    console.print(terminal_table(results))
+    assert isinstance(console.file, io.StringIO)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+def digits(text: str) -> Counter[str]:
+    return Counter(character for character in text if character.isdigit())
+
+
+def test_the_terminal_table_of_a_run() -> None:
+    assert terminal(notebook_run()) == [
+        "",
+        "                                                 peak    above  anonymous  cgroup",
+        "                                   load  ready    RSS   import  (sampled)    peak",
+        " strategy     outcome                 s      s    GiB  x model        GiB     GiB",
+        " ────────────────────────────────────────────────────────────────────────────────",
+        " baseline     oom_killed in read      -      -  7.988     1.22      7.868   7.988",
+        " sequential   oom_killed in read      -      -  7.988     1.22      7.868   7.988",
+        " meta_copy    oom_killed in apply     -      -  7.981     1.22      7.861   7.981",
+        " mmap_assign  ok                   0.44   5.44  6.820     1.04      0.400   6.820",
+        " per_param    ok                   9.61  10.31  6.930     1.05      6.800   6.930",
+        " streaming    ok                   6.60   7.30  6.750     1.03      6.550   6.750",
+        "",
+        "baseline: oom_killed: killed by the kernel for lack of memory in phase 'read'",
+        "sequential: oom_killed: killed by the kernel for lack of memory in phase 'read'",
+        "meta_copy: oom_killed: killed by the kernel for lack of memory in phase 'apply'",
+        "gpt2-xl (6.290 GiB) · device cpu · RAM limit 8 GiB · float32 · cold page cache · isolation docker ·",
+        "testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0",
+        "Exact, the kernel's own high-water marks: peak RSS, cgroup peak (includes page cache).",
+        "Exact, computed: above import = (peak RSS - RSS after import torch) / the model's size.",
+        "Sampled, so it may miss short spikes: anonymous.",
+        "load: until the strategy returned; ready: until every byte was read through once.",
+        "Not ok: the figures are what the cell had reached when last seen, not what it needs.",
+    ]
+
+
+def test_ten_columns_of_numbers_of_saves_in_80_columns() -> None:
+    assert terminal(saving_run(), 80) == [
+        "",
+        "                                on         above",
+        "                               the  peak     the anonymous cgroup",
+        "                         save disk   RSS   model (sampled)   peak written",
+        " strategy        outcome    s    s   GiB x model       GiB    GiB     GiB files",
+        " ──────────────────────────────────────────────────────────────────────────────",
+        " sharded         ok      6.00 7.00 6.620    1.00     6.500  6.620   6.290     7",
+        " max_shard_bytes",
+        " =1073741824",
+        " safetensors     ok      6.00 7.00 6.620    1.00     6.500  6.620   6.290     1",
+        "",
+        "saving · gpt2-xl (6.290 GiB) · device cpu · RAM limit 8 GiB · float32 · cold",
+        "page cache · isolation docker · testbench · Example CPU · Linux 6.18.0 · cgroup",
+        "v2 · torch 2.13.0",
+        "Exact, the kernel's own high-water marks: peak RSS, cgroup peak (includes page",
+        "cache).",
+        "Exact, computed: above the model = (peak RSS - RSS with the model loaded) / the",
+        "model's size.",
+        "Sampled, so it may miss short spikes: anonymous.",
+        "save: until the strategy returned; on the disk: until every file was synced",
+        "(fsync).",
+        "Not ok: the figures are what the cell had reached when last seen, not what it",
+        "needs.",
+    ]
+
+
+def test_repeats_of_saves_in_80_columns_have_their_range_in_rows_of_its_own() -> None:
+    assert terminal(saving_run(2), 80)[1:14] == [
+        "                                on         above",
+        "                               the  peak     the anonymous cgroup",
+        "                         save disk   RSS   model (sampled)   peak written",
+        " strategy        outcome    s    s   GiB x model       GiB    GiB     GiB files",
+        " ──────────────────────────────────────────────────────────────────────────────",
+        " sharded         ok      6.50 7.50 6.621    1.00     6.501  6.621   6.290     7",
+        " max_shard_bytes",
+        " =1073741824",
+        "                 from    6.00 7.00 6.620    1.00     6.500  6.620",
+        "                 to      7.00 8.00 6.621    1.01     6.501  6.621",
+        " safetensors     ok      6.50 7.50 6.621    1.00     6.501  6.621   6.290     1",
+        "                 from    6.00 7.00 6.620    1.00     6.500  6.620",
+        "                 to      7.00 8.00 6.621    1.01     6.501  6.621",
+    ]
+
+
+@given(st.integers(min_value=30, max_value=140))
+def test_no_figure_is_cut_at_any_width(width: int) -> None:
+    for results in (notebook_run(), mixed_run(), saving_run(2)):
+        table = "".join(terminal(results, width))
+        assert digits(table) == digits("".join(terminal(results, 300)))
+
+
+def test_names_are_not_read_as_markup_and_repeats_show_their_range() -> None:
+    cells = [make_cell("[b]x|y", repeat=repeat) for repeat in range(3)]
+    results = [make_result(cell, load_ns=10**9 * (cell.repeat + 1)) for cell in cells]
+    assert terminal(results)[5:7] == [
+        " [b]x|y    ok             2.00   7.30  6.750     1.03      6.550   6.750",
+        "                    1.00..3.00",
+    ]
+    assert terminal(results)[-1] == "Median of up to 3 repeats, with the whole range."
+
+
+def test_an_empty_run_says_so() -> None:
+    assert terminal([]) == ["No cells were measured."]
+
+
+def test_what_differs_between_environments_is_left_out_of_the_caption() -> None:
+    other = make_result(make_cell("baseline"), environment={"kernel": "6.1.0", "torch": "2.13.0"})
+    assert terminal([make_result(), make_skipped(), other], width=200)[-6].endswith(
+        "isolation docker · testbench · Example CPU · cgroup v2 · torch 2.13.0"
+    )
+
+
+def test_cells_of_two_machines_are_a_warning() -> None:
+    other = make_result(make_cell("baseline"), environment={"kernel": "6.1.0"})
+    first = make_result(environment={"kernel": "6.18.0", "torch": "2.13.0"})
+    shown = " ".join(" ".join(terminal([first, other])).split())
+    assert (
+        "the cells were not measured on one machine with one software: kernel (6.18.0, 6.1.0)."
+        " Compare their figures with care, their times not at all" in shown
+    )
