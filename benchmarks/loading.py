@@ -8,7 +8,8 @@ cost (but for ``--imports before``), from bytecode, as what pip installed. Loade
 ready = every byte was then read once and, outside the clock, verified. What is read raw goes to fresh
 memory and is read once more, too: both columns have a limit of their own. "x limit" is the median,
 over the rounds, of the ratios in a round to the raw read of the same file: two files of the same
-bytes may lie differently on a disk.
+bytes may lie differently on a disk. Compare two ways by --beside: a machine's speed drifts, and what
+runs in one round sees the same of it.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +71,9 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", help="only these, as named in the table")
     parser.add_argument("--peers", action="store_true", help="compare with benchmarks/peers too")
     parser.add_argument(
+        "--beside", metavar="WAY", help="also each ready time in a round as a ratio to this way's"
+    )
+    parser.add_argument(
         "--imports",
         choices=("paid", "before"),
         default="paid",
@@ -82,8 +87,12 @@ def main() -> None:
     compile_code(PEERS)
     ways = _ways(options.model, peers=options.peers)
     ways = [way for way in ways if not options.ways or way.name in options.ways]
+    if options.beside and options.beside not in [way.name for way in ways]:
+        parser.error(
+            f"--beside {options.beside!r}: choose of {', '.join(way.name for way in ways)}"
+        )
     for state in options.states:
-        _print(state, _compare(options, ways, state))
+        _print(state, _compare(options, ways, state), options.beside)
 
 
 def _ways(model: str, *, peers: bool) -> list[Way]:
@@ -178,25 +187,34 @@ def _in_fresh_process(job: dict[str, Any], read: Path, state: str) -> tuple[floa
     return loaded, ready
 
 
-def _print(state: str, found: list[tuple[Way, list[tuple[float, float]]]]) -> None:
+def _print(
+    state: str, found: list[tuple[Way, list[tuple[float, float]]]], beside: str | None
+) -> None:
     limits = {
         way.checkpoint: list(zip(*seconds, strict=True))
         for way, seconds in found
         if way.strategy is None
     }
+    other = [ready for way, seconds in found if way.name == beside for _, ready in seconds]
     print(
         f"\n{state:<34}"
         + "".join(f"{what + ' s':>9}{'range':>14}{'x limit':>9}" for what in ("loaded", "ready"))
+        + (f"{'x ' + beside:>20}{'range':>14}" if beside else "")
     )
     for way, seconds in found:
         line = f"{way.name:<34}"
-        columns = zip(*seconds, strict=True)
+        columns = list(zip(*seconds, strict=True))
         for column, limit in zip(columns, limits[way.checkpoint], strict=True):
-            median = statistics.median(column)
-            spread = f"{min(column):.2f}..{max(column):.2f}"
             ratio = statistics.median(map(operator.truediv, column, limit))
-            line += f"{median:>9.2f}{spread:>14}{ratio:>9.2f}"
+            line += _with_range(column, 9) + f"{ratio:>9.2f}"
+        if beside:
+            line += _with_range(list(map(operator.truediv, columns[1], other)), 20)
         print(line, flush=True)
+
+
+def _with_range(values: Sequence[float], width: int) -> str:
+    spread = f"{min(values):.2f}..{max(values):.2f}"
+    return f"{statistics.median(values):>{width}.2f}{spread:>14}"
 
 
 def _run_one(job: dict[str, Any]) -> tuple[float, float]:
