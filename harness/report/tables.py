@@ -104,6 +104,7 @@ def write_summary(results: Sequence[Result], file: TextIO) -> None:
 
 
 def sections(frame: pd.DataFrame) -> Iterator[Section]:
+    """Yield a table for each operation, model and device; what else varies is a column of names."""
     if frame.empty:
         return
     changing = varying(frame)
@@ -152,6 +153,7 @@ def what_went_wrong(frame: pd.DataFrame) -> list[tuple[str, str]]:
 
 
 def note_lines(frame: pd.DataFrame) -> list[str]:
+    """Return what the figures are and how they were come by, a sentence a line."""
     if frame.empty:
         return []
     repeats = int(frame["repeats"].max())

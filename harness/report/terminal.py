@@ -56,7 +56,7 @@ def terminal_table(results: Sequence[Result]) -> RenderableType:
 class _Fitted:
     """A table that takes the layout that its console has room for.
 
-    ``rich`` alone cuts figures where the names are at no width left: "6.77" for 6.776.
+    ``rich`` alone takes from the names all that they have, and then cuts figures: 6.77 for 6.776.
     """
 
     section: Section
