@@ -33,8 +33,10 @@ read first what it overwrites where that is 3/4 of a thread's share of the large
 BUFFER_BYTES: Final = PIECE_BYTES + 2 * ALIGNMENT
 """What a reader's own buffer takes: a piece, and what aligned reads take before and behind it."""
 
+LARGEST_ELEMENT_BYTES: Final = 8
+"""Of what is converted."""
+
 _LEAST_MOVED_BYTES: Final = 2 * PIECE_BYTES  # what is less passes the buffer as fast
-_ELEMENT: Final = 8  # bytes, of the largest element that is converted
 _REFUSED: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
 
 
@@ -92,7 +94,7 @@ class PieceReader:
         if (piece := self._read_around_cache(offset, size)) is None:
             piece = self._bounce[:size]
             self._read_through_cache(piece, offset)
-        elif offset % _ELEMENT:
+        elif offset % LARGEST_ELEMENT_BYTES:
             aligned = self._bounce[:size]
             copy(aligned, piece)  # towards the front: memmove bears the overlap
             piece = aligned

@@ -21,7 +21,7 @@ from harness.checkpoint.direct import (
 from harness.checkpoint.layouts.base import TensorSlice
 from harness.checkpoint.lending import Lent, buffer_in, lend
 from harness.checkpoint.memory import HUGE_PAGE_BYTES, allocate
-from harness.checkpoint.pieces import Piece, PieceFiller, cut, in_runs
+from harness.checkpoint.pieces import Piece, PieceFiller, Runs, cut
 
 READ_BYTES: Final = 16 * HUGE_PAGE_BYTES
 """How much a thread reads at once where nothing is converted: it takes the lock seldom."""
@@ -151,16 +151,12 @@ def being_filled(stretches: Sequence[Fillable], threads: int | None) -> Iterator
     cached = begin_cached(stretches)
     threads = threads or (_cache_threads() if cached else DISK_THREADS)
     lent = Lent((), copies(stretches, threads)) if cached else lend(stretches, READ_BYTES, threads)
-    runs = in_runs(lent.borrowers, READ_BYTES)
-    lock, failed = threading.Lock(), threading.Event()
+    runs = Runs(lent.borrowers, READ_BYTES)
+    failed = threading.Event()
 
     def work(lender: Piece | None) -> None:
         with PieceFiller(buffer_in(lender) if lender else None) as filler:
-            while not failed.is_set():
-                with lock:
-                    run = next(runs, None)
-                if run is None:
-                    break
+            while not failed.is_set() and (run := runs.take(filler.most_converted_bytes)):
                 filler.fill(run)
         if lender and not failed.is_set():
             with PieceFiller(None) as filler:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from harness.checkpoint.direct import PIECE_BYTES
 from harness.checkpoint.gathering import ALIGNMENT
 from harness.checkpoint.memory import HUGE_PAGE_BYTES, memory_of
-from harness.checkpoint.pieces import Piece
+from harness.checkpoint.pieces import Piece, cut
 
 if TYPE_CHECKING:
     from harness.checkpoint.filling import Fillable
@@ -57,9 +57,20 @@ def lend(stretches: Sequence["Fillable"], most_bytes: int, threads: int) -> Lent
             else:
                 own.append(piece)
     borrowers = (
-        piece for one in stretches for piece in others.get(id(one), one.pieces(most_bytes))
+        part
+        for one in stretches
+        for piece in others.get(id(one), one.pieces(most_bytes))
+        for part in _parts(piece)
     )
     return Lent(tuple(lenders), borrowers)
+
+
+def _parts(piece: Piece) -> Iterator[Piece]:
+    """Yield a read as it is; what passes a buffer in parts, which fill whatever buffer takes them."""
+    if piece.buffered and piece.target.is_contiguous():
+        yield from cut(piece.source, piece.offset, piece.target, HUGE_PAGE_BYTES)
+    else:
+        yield piece
 
 
 def buffer_in(lender: Piece) -> memoryview:

@@ -1,5 +1,6 @@
 """One read: a piece of a file into a piece of memory, converted and copied to the GPU on the way."""
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -7,7 +8,7 @@ from typing import Final
 
 import torch
 
-from harness.checkpoint.direct import PIECE_BYTES, PieceReader
+from harness.checkpoint.direct import LARGEST_ELEMENT_BYTES, PIECE_BYTES, PieceReader
 from harness.checkpoint.layouts.base import TensorSlice
 from harness.checkpoint.memory import HUGE_PAGE_BYTES, memory_of
 from harness.checkpoint.shrinking import read_shrinking, shrinks
@@ -47,6 +48,16 @@ class Piece:
             and target.numel() > 0
         )
 
+    @property
+    def buffered(self) -> bool:
+        """Whether it passes a buffer on its way, where it can lie beside its neighbours in the file."""
+        return (
+            not self.plain
+            and not self.target.is_cuda
+            and self.target.numel() > 0
+            and self.offset % self.source.dtype.itemsize == 0
+        )
+
     def parts(self, most_bytes: int) -> Iterator["Piece"]:
         """Yield this read in parts of which none takes more than ``most_bytes`` of the file."""
         if self.source_bytes <= most_bytes:
@@ -75,27 +86,50 @@ def cut(source: TensorSlice, offset: int, target: torch.Tensor, most_bytes: int)
         first = last
 
 
-def in_runs(pieces: Iterable[Piece], most_bytes: int) -> Iterator[tuple[Piece, ...]]:
-    """Yield the pieces as what can be one read: neighbours in a file, up to ``most_bytes`` together."""
-    run: list[Piece] = []
-    for piece in pieces:
-        if run and not _follows(run, piece, most_bytes):
-            yield tuple(run)
-            run = []
-        run.append(piece)
-    if run:
-        yield tuple(run)
+class Runs:
+    """Pieces to read, taken by several threads as what can be one read: neighbours in a file.
+
+    Args:
+        most_bytes: that a run takes together, where nothing is converted.
+    """
+
+    def __init__(self, pieces: Iterable[Piece], most_bytes: int) -> None:
+        self._pieces = iter(pieces)
+        self._most_bytes = most_bytes
+        self._lock = threading.Lock()
+        self._next = next(self._pieces, None)
+
+    def take(self, most_converted_bytes: int) -> list[Piece]:
+        """Return the next run, none if nothing is left.
+
+        Args:
+            most_converted_bytes: of a run that is converted, and so passes the taker's buffer.
+        """
+        run: list[Piece] = []
+        with self._lock:
+            while (piece := self._next) is not None:
+                most = self._most_bytes if piece.plain else most_converted_bytes
+                if run and not _follows(run, piece, most):
+                    break
+                run.append(piece)
+                self._next = next(self._pieces, None)
+        return run
 
 
 def _follows(run: list[Piece], piece: Piece, most_bytes: int) -> bool:
+    alike = (run[-1].plain and piece.plain) or (run[-1].buffered and piece.buffered)
     return (
-        run[-1].plain
-        and piece.plain
+        alike
         and piece.source.file == run[0].source.file
         and 0 <= piece.offset - run[-1].end <= MOST_BETWEEN_BYTES
-        and piece.end - run[0].offset <= most_bytes
+        and piece.end - _aligned(run[0].offset) <= most_bytes
         and len(run) < _MOST_PIECES
     )
+
+
+def _aligned(offset: int) -> int:
+    """Return where to begin to read for every number of a run to be aligned in a buffer."""
+    return offset - offset % LARGEST_ELEMENT_BYTES
 
 
 class PieceFiller:
@@ -119,11 +153,19 @@ class PieceFiller:
         if self._gpu:
             self._gpu.finish()
 
+    @property
+    def most_converted_bytes(self) -> int:
+        """Of a run that is converted."""
+        return self._pieces.piece_bytes
+
     def fill(self, run: Sequence[Piece]) -> None:
         """Read pieces, one or a run, into place, converted and copied to the GPU where they must be."""
         if run[0].plain:
             places = [(memory_of(piece.target), piece.offset) for piece in run]
             self._pieces.read_together(run[0].source.file, places)
+            return
+        if len(run) > 1:
+            self._convert_run(run)
             return
         (piece,) = run
         if piece.target.is_cuda:
@@ -132,6 +174,16 @@ class PieceFiller:
                 self._read(Piece(piece.source, piece.offset, pinned))
         else:
             self._read(piece)
+
+    def _convert_run(self, run: Sequence[Piece]) -> None:
+        file, start, end = run[0].source.file, _aligned(run[0].offset), run[-1].end
+        if self._pieces.is_cached(file, start, end - start):
+            for piece in run:
+                self._read(piece)
+            return
+        found = self._pieces.piece(file, start, end - start)
+        for piece in run:
+            _convert(piece, found[piece.offset - start : piece.end - start])
 
     def _read(self, piece: Piece) -> None:
         source, offset, target = piece.source, piece.offset, piece.target

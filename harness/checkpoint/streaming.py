@@ -7,8 +7,10 @@ buffers. Peak: the model, and a few MiB for each thread; while what is cached is
 the cache are mapped, and so in the RSS: up to 400 MiB for each thread.
 """
 
+import gc
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Literal
 
@@ -27,6 +29,19 @@ Granularity = Literal["all", "module", "tensor"]
 _SHOWN: Final = 3
 
 
+@contextmanager
+def _collecting_later() -> Iterator[None]:
+    """Keep Python from looking for garbage: among all that torch imported, while every thread waits."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+@_collecting_later()
 def load_streaming(
     model: torch.nn.Module | Callable[[], torch.nn.Module],
     checkpoint: Path | str,

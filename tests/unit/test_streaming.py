@@ -1,5 +1,6 @@
 """Streaming: the right model from every layout, in every dtype, with what shares memory still shared."""
 
+import gc
 import os
 import threading
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from harness import page_cache
-from harness.checkpoint import filling, layouts, streaming
+from harness.checkpoint import direct, filling, layouts, streaming
 from harness.checkpoint.filling import Fillable
 from harness.checkpoint.layouts.base import TensorPlan
 from harness.checkpoint.piecewise import pieces_of
@@ -140,6 +141,31 @@ def test_what_a_disk_holds_is_read_while_the_model_is_built(
     assert set.union(*found) == all_
 
 
+@pytest.mark.parametrize("collecting", [True, False])
+def test_no_garbage_is_collected_during_a_load_and_then_as_before(
+    collecting: bool, tmp_path: Path
+) -> None:
+    path, seen = saved(tmp_path), []
+
+    def build() -> torch.nn.Module:
+        seen.append(gc.isenabled())
+        return tied(**KWARGS)
+
+    def fail() -> torch.nn.Module:
+        raise RuntimeError
+
+    try:
+        (gc.enable if collecting else gc.disable)()
+        load_streaming(build, path)
+        assert gc.isenabled() == collecting
+        with pytest.raises(RuntimeError):
+            load_streaming(fail, path)
+        assert gc.isenabled() == collecting
+    finally:
+        gc.enable()
+    assert seen == [False]
+
+
 def test_what_a_builder_raises_comes_through(two: tuple[Two, Path]) -> None:
     def build() -> torch.nn.Module:
         raise KeyError("n_heads")
@@ -193,6 +219,29 @@ def test_a_disk_is_read_by_more_threads_than_the_cache(
     with without_weights():
         load_streaming(Two(), two[1])
     assert started == [threads]
+
+
+def test_small_tensors_that_are_converted_do_not_wait_for_a_disk_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = torch.nn.ParameterList(torch.arange(at, at + 1000.0) for at in range(300))
+    path = tmp_path / "model.pt"
+    torch.save(model.state_dict(), path)
+    assert page_cache.drop([path]) == 0
+    reads = []
+    preadv = os.preadv
+
+    def counting(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        reads.append(offset)
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(direct.os, "preadv", counting)
+    with torch.device("meta"):
+        target = torch.nn.ParameterList(torch.empty(1000) for _ in range(300))
+    load_streaming(target, path, dtype=torch.bfloat16)
+    assert len(reads) <= 3  # 1.2 MiB by way of buffers of 1
+    for found, right in zip(target, model, strict=True):
+        assert torch.equal(found, right.bfloat16())
 
 
 @pytest.mark.parametrize("cold", [True, False], ids=["cold", "cached"])
