@@ -137,7 +137,7 @@ def _items(path: Path, text: bytes) -> Iterator[tuple[str, bytes]]:
 
 def _loads(path: Path, text: bytes, at: int | str) -> Any:
     try:
-        return json.loads(text.decode(), object_pairs_hook=_no_duplicates)
+        return _DECODER.decode(text.decode())
     except (ValueError, RecursionError) as error:
         where = f"at byte {8 + at:,}" if isinstance(at, int) else f"in {at}"
         reason = "it nests too deep" if isinstance(error, RecursionError) else error
@@ -149,6 +149,9 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         raise ValueError("a key occurs twice")
     return found
+
+
+_DECODER: Final = json.JSONDecoder(object_pairs_hook=_no_duplicates)
 
 
 def _metadata(path: Path, text: bytes) -> dict[str, str]:
