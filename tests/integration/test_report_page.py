@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
 import pytest
@@ -290,13 +291,15 @@ def test_a_name_that_is_a_script_does_not_run(open_page) -> None:
 
 def test_the_published_run(open_page) -> None:
     run = ROOT / "results" / "published" / "gpt2-xl-8GiB"
-    opened = open_page(list(journal.read(run).results), run=run)
+    results = journal.read(run).results
+    opened = open_page(list(results), run=run)
     said = opened.page.locator("#summary").inner_text()
     assert (
         "With 8 GiB of RAM, 3 of 6 strategies load gpt2-xl: mmap_assign, per_param and streaming."
         in said
     )
-    assert "The fastest is streaming, ready in 5.16 s." in said
+    ready = [one.ready_ns for one in results if one.cell.strategy == "streaming" and one.ready_ns]
+    assert f"The fastest is streaming, ready in {median(ready) / 1e9:.2f} s" in said
 
 
 def _faint(page: Page) -> list[str]:
