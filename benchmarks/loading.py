@@ -124,7 +124,7 @@ def _tensorizer_file(model: str, safetensors: Path) -> Path:
             "from harness import registry\n"
             "from harness.models.building import resolve_builder, without_weights\n"
             "spec = registry.model(sys.argv[1])\n"
-            "with without_weights(): model = resolve_builder(spec.builder)(**spec.kwargs)\n"
+            "model = without_weights(lambda: resolve_builder(spec.builder)(**spec.kwargs))\n"
             "model.load_state_dict(safetensors.torch.load_file(sys.argv[2]), assign=True)\n"
             "writer = tensorizer.TensorSerializer(sys.argv[3])\n"
             "writer.write_module(model)\n"

@@ -18,7 +18,5 @@ DEVICES = ("cpu", "cuda")
 
 
 def load(job: Load) -> torch.nn.Module:
-    with job.phase("read"):  # builds, too: a disk is read meanwhile
-        return load_streaming(
-            job.build_model, job.checkpoint, device=job.device, dtype=job.dtype, **job.options
-        )
+    with job.phase("read"):  # builds, too; what it builds has the dtype that is wanted
+        return load_streaming(job.build_model, job.checkpoint, device=job.device, **job.options)

@@ -14,8 +14,8 @@ DEVICES = ("cpu", "cuda")
 
 
 def load(job: Load) -> torch.nn.Module:
-    with job.phase("build"), without_weights():
-        model = job.build_model()
+    with job.phase("build"):
+        model = without_weights(job.build_model)
     file = str(job.checkpoint)
     with job.phase("read"), fastsafe_open(file, device=str(job.device), nogds=True) as opened:
         state = {}

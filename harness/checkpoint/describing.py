@@ -6,12 +6,14 @@ from typing import Any
 
 import torch
 
+from harness.checkpoint.checksum import checksum
 from harness.checkpoint.manifest import Kind, TensorEntry
-from harness.checkpoint.piecewise import dtype_name
+from harness.checkpoint.piecewise import CELL_DTYPES, dtype_name
 from harness.errors import ConfigError
 from harness.models.building import (
     RealBuffers,
     build_skeleton,
+    constructed_buffers,
     non_persistent_buffers,
     resolve_builder,
 )
@@ -19,7 +21,7 @@ from harness.models.building import (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Described:
-    """One tensor of a skeleton. ``tensor`` is on the meta device, or a buffer's real value."""
+    """One tensor of a skeleton, of which buffers have values."""
 
     name: str
     tensor: torch.Tensor
@@ -63,7 +65,6 @@ def describe(
         if name in parameters and value is parameters[name]:
             add(name, value, "parameter")
         elif name in buffers and value is buffers[name]:
-            _check_real(builder, name, value, real_buffers == "all")
             add(name, value, "persistent_buffer")
         else:
             raise ConfigError(
@@ -73,21 +74,27 @@ def describe(
     for name, (owner, leaf) in non_persistent_buffers(model):
         value = owner._buffers[leaf]
         assert value is not None
-        _check_real(builder, name, value, True)
         add(name, value, "non_persistent_buffer")
     if not found:
         raise ConfigError(f"builder {builder}: the model has no tensors", "give another model")
     return found
 
 
-def _check_real(builder: str, name: str, value: torch.Tensor, wanted: bool) -> None:
-    if wanted and value.is_meta:
-        raise ConfigError(
-            f"builder {builder}: the value of buffer {name!r} is computed from parameters",
-            "make it a parameter, or compute it in forward",
-        )
-
-
 def in_checkpoint(described: list[Described]) -> list[Described]:
     """Return those that a checkpoint holds under a key."""
     return [one for one in described if one.kind != "non_persistent_buffer"]
+
+
+def buffer_checksums(builder: str, kwargs: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """Return the checksums of the non-persistent buffers, by name and dtype, as a load must leave them.
+
+    Of models that are really constructed, in every dtype that a cell may want, as nothing else tells
+    what a constructor computes. Takes the memory of one model.
+
+    """
+    build = resolve_builder(builder)
+    found: dict[str, dict[str, str]] = {}
+    for wanted in CELL_DTYPES:
+        for name, value in constructed_buffers(build, kwargs, getattr(torch, wanted)).items():
+            found.setdefault(name, {})[dtype_name(value.dtype)] = checksum(value)
+    return found

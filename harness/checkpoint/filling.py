@@ -2,10 +2,10 @@
 
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Final, Protocol
 
@@ -20,7 +20,7 @@ from harness.checkpoint.direct import (
 )
 from harness.checkpoint.layouts.base import TensorSlice
 from harness.checkpoint.lending import Lent, buffer_in, lend
-from harness.checkpoint.memory import HUGE_PAGE_BYTES, allocate
+from harness.checkpoint.memory import HUGE_PAGE_BYTES
 from harness.checkpoint.pieces import Piece, PieceFiller, Runs, cut
 
 READ_BYTES: Final = 16 * HUGE_PAGE_BYTES
@@ -34,7 +34,12 @@ class Fillable(Protocol):
 
     @property
     def memory(self) -> torch.Tensor:
-        """Flat, on the final device: of the final dtype, or bytes where several tensors lie in it."""
+        """What is filled: one tensor, or the bytes of several."""
+        ...
+
+    @property
+    def members(self) -> Sequence[torch.Tensor]:
+        """The tensors that lie in it."""
         ...
 
     @property
@@ -47,91 +52,81 @@ class Fillable(Protocol):
         """How much is read of files."""
         ...
 
-    def views(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each name with its tensor over the memory."""
-        ...
-
     def pieces(self, most_bytes: int) -> Iterator[Piece]:
         """Yield the reads to make, none into more memory than that."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Stretch:
-    """One stretch of a file and the memory that it fills: a tensor, or several that share it.
+class Fill:
+    """One tensor of a checkpoint, and the tensor of the same shape that gets its values."""
 
-    ``memory`` is flat, of the final dtype, on the final device.
-    """
-
-    slices: tuple[TensorSlice, ...]
-    start: int
+    source: TensorSlice
     memory: torch.Tensor
 
     @property
+    def members(self) -> Sequence[torch.Tensor]:
+        return (self.memory,)
+
+    @property
     def converts(self) -> bool:
-        return self.memory.dtype != self.slices[0].dtype
+        return self.memory.dtype != self.source.dtype
 
     @property
     def source_bytes(self) -> int:
-        return self.memory.numel() * self.slices[0].dtype.itemsize
-
-    def views(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each name with its tensor over the memory."""
-        for one in self.slices:
-            at = (one.offset - self.start) // one.dtype.itemsize
-            yield one.name, self.memory.as_strided(one.shape, one.stride, at)
+        return self.source.nbytes
 
     def pieces(self, most_bytes: int) -> Iterator[Piece]:
-        """Yield the reads to make, none into more memory than that."""
-        yield from cut(self.slices[0], self.start, self.memory, most_bytes)
+        """Yield the reads to make, block after block, none into more memory than that."""
+        if not self.memory.numel():
+            return
+        for where, target in self._blocks():
+            order = file_order(where)
+            assert order is not None
+            yield from _cut(where, where.offset, target.permute(order), most_bytes)
+
+    def _blocks(self) -> Iterator[tuple[TensorSlice, torch.Tensor]]:
+        """Yield each stretch of a file with the part of the tensor that lies there."""
+        if not self.source.parts:
+            yield self.source, self.memory
+        for part in self.source.parts:
+            place = tuple(
+                slice(at, at + size) for at, size in zip(part.start, part.where.shape, strict=True)
+            )
+            yield part.where, self.memory[place]
 
 
-def prepare(
-    slices: Sequence[TensorSlice],
-    targets: Mapping[str, torch.Tensor],
-    device: torch.device,
-    dtype: torch.dtype | None,
-) -> Stretch:
-    """Return the stretch that holds ``slices``, which share a storage, with memory to fill.
+def is_readable(source: TensorSlice) -> bool:
+    """Tell whether the elements lie one behind the other in the file, in any order of the dimensions."""
+    places = [part.where for part in source.parts] or [source]
+    return all(file_order(one) is not None for one in places)
 
-    That is the target's own memory where there is one, a plain tensor of the right kind; else fresh.
+
+def file_order(where: TensorSlice) -> list[int] | None:
+    """Return the dimensions from the one that is outermost in the file to the innermost.
+
+    None where the elements have gaps between them, or lie on one another.
     """
-    first, (start, end) = slices[0], span(slices)
-    kind = final_dtype(first, dtype)
-    memory = own_memory(slices, targets, device, kind)
-    if memory is None:
-        numel = (end - start) // first.dtype.itemsize
-        memory = allocate(numel, kind, device, start if kind == first.dtype else 0)
-    return Stretch(tuple(slices), start, memory)
+    order = sorted(range(len(where.shape)), key=lambda n: (-where.stride[n], n))
+    shape, stride = (tuple(values[n] for n in order) for values in (where.shape, where.stride))
+    return order if replace(where, shape=shape, stride=stride).contiguous else None
 
 
-def final_dtype(one: TensorSlice, dtype: torch.dtype | None) -> torch.dtype:
-    """Return what a tensor is to be where all floating-point tensors are to be ``dtype``."""
-    return dtype if dtype and one.dtype.is_floating_point else one.dtype
-
-
-def span(slices: Sequence[TensorSlice]) -> tuple[int, int]:
-    """Return from where to where in the file the elements lie of slices that share a storage."""
-    start = min(one.offset for one in slices)
-    return start, max(one.offset + _extent_bytes(one) for one in slices)
-
-
-def own_memory(
-    slices: Sequence[TensorSlice],
-    targets: Mapping[str, torch.Tensor],
-    device: torch.device,
-    dtype: torch.dtype,
-) -> torch.Tensor | None:
-    """Return the memory, flat, of the target that is called as the slices, if it can be filled as it is."""
-    own = targets.get(slices[0].name)
-    if own is None or not is_ready(own, device, dtype) or not _is_plain(slices):
-        return None
-    return own.detach().view(-1)
-
-
-def is_ready(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> bool:
-    """Tell whether a tensor's own memory can be filled as it is."""
-    return (tensor.device, tensor.dtype) == (device, dtype) and tensor.is_contiguous()
+def _cut(
+    source: TensorSlice, offset: int, target: torch.Tensor, most_bytes: int
+) -> Iterator[Piece]:
+    """Yield the reads that fill ``target`` from one stretch of the file, which begins at ``offset``."""
+    if target.is_contiguous():
+        yield from cut(source, offset, target, most_bytes)
+        return
+    row_bytes = target[0].numel() * source.dtype.itemsize
+    rows = PIECE_BYTES // max(row_bytes, target[0].nbytes)
+    for first in range(0, len(target), rows or 1):
+        at = offset + first * row_bytes
+        if rows:
+            yield Piece(source, at, target[first : first + rows])
+        else:
+            yield from _cut(source, at, target[first], most_bytes)
 
 
 @contextmanager
@@ -169,7 +164,7 @@ def being_filled(stretches: Sequence[Fillable], threads: int | None) -> Iterator
             failed.set()
             raise
 
-    with _one_thread_each(), ThreadPoolExecutor(threads) as pool:
+    with _one_thread_each, ThreadPoolExecutor(threads) as pool:
         lenders = [*lent.lenders, *[None] * threads][:threads]
         futures = [pool.submit(work_or_fail, lender) for lender in lenders]
         try:
@@ -199,15 +194,31 @@ def _cache_threads() -> int:
     return min(_MOST_CACHE_THREADS, processors)
 
 
-@contextmanager
-def _one_thread_each() -> Iterator[None]:
-    """Keep torch from starting threads for each of ours, which would wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+class _OneThreadEach:
+    """Keeps torch from starting threads for each of ours, which would wait for each other.
+
+    The number is the process's: of loads at once, the last one puts it back.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loads = self._threads = 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._loads:
+                self._threads = torch.get_num_threads()
+                torch.set_num_threads(1)
+            self._loads += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._loads -= 1
+            if not self._loads:
+                torch.set_num_threads(self._threads)
+
+
+_one_thread_each = _OneThreadEach()
 
 
 def begin_cached(stretches: Sequence[Fillable]) -> bool:
@@ -227,18 +238,3 @@ def buffer_bytes(stretches: Iterable[Fillable], threads: int | None, *, gpu: boo
     used = sum(min(size, ceil(size / READ_BYTES) * BUFFER_BYTES) for size in read)
     pinned = threads * 2 * PIECE_BYTES if gpu else 0
     return min(threads * BUFFER_BYTES, used) + pinned
-
-
-def _extent_bytes(one: TensorSlice) -> int:
-    """Return how many bytes lie from a tensor's first element to the end of its last."""
-    if 0 in one.shape:
-        return 0
-    last = sum((size - 1) * step for size, step in zip(one.shape, one.stride, strict=True))
-    return (last + 1) * one.dtype.itemsize
-
-
-def _is_plain(slices: Sequence[TensorSlice]) -> bool:
-    """Tell whether all names are the same contiguous tensor."""
-    first = slices[0]
-    same = all((one.offset, one.shape) == (first.offset, first.shape) for one in slices)
-    return same and all(one.contiguous for one in slices)

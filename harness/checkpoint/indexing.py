@@ -10,12 +10,12 @@ from typing import Any, Final
 import torch
 
 from harness.checkpoint import layouts
-from harness.checkpoint.describing import Described, describe, in_checkpoint
+from harness.checkpoint.describing import Described, buffer_checksums, describe, in_checkpoint
 from harness.checkpoint.layouts.base import Progress, TensorSlice
 from harness.checkpoint.layouts.head import plain
 from harness.checkpoint.making import RECORD_BYTES, Made, plans, write
 from harness.checkpoint.manifest import Manifest
-from harness.checkpoint.piecewise import Checksums, checksummed, tensor_checksums
+from harness.checkpoint.piecewise import Checksums, checksummed
 from harness.checkpoint.reading import read_pieces
 from harness.checkpoint.writing import run_parallel
 from harness.errors import CheckpointError
@@ -61,10 +61,13 @@ def index(
         write(fmt, folder, tensors, sums.pieces, progress)
     sums.complete(progress if own == fmt else None)
     _check_ties(checkpoint, sums.by_name, described)
+    if len(in_checkpoint(described)) < len(described):
+        sums.by_name |= buffer_checksums(builder, kwargs)
     entries = tuple(
-        one.entry(sums.by_name[one.name], places[one.name].dtype)
-        if one.name in places
-        else one.entry(tensor_checksums(one.tensor))
+        one.entry(
+            sums.by_name[one.name],
+            places[one.name].dtype if one.kind != "non_persistent_buffer" else None,
+        )
         for one in described
     )
     manifest = Manifest(model, builder, str(checkpoint), entries)

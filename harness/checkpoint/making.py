@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 
 from harness.checkpoint import layouts
-from harness.checkpoint.describing import Described, describe, in_checkpoint
+from harness.checkpoint.describing import Described, buffer_checksums, describe, in_checkpoint
 from harness.checkpoint.layouts.base import Pieces, Progress, TensorPlan
 from harness.checkpoint.manifest import Manifest
 from harness.checkpoint.piecewise import (
@@ -25,7 +25,6 @@ from harness.checkpoint.piecewise import (
     Checksums,
     checksummed,
     pieces_of,
-    tensor_checksums,
 )
 from harness.models.building import map_large_tensors
 
@@ -80,8 +79,9 @@ def make(
     sums = _Sums(described)
     stored = in_checkpoint(described)
     write(fmt, folder, plans(stored), partial(_summed_pieces, sums, seed), progress)
-    for one in described[len(stored) :]:
-        sums.set(one.name, tensor_checksums(one.tensor))
+    if len(stored) < len(described):
+        for name, checksums in buffer_checksums(builder, kwargs).items():
+            sums.set(name, checksums)
     entries = tuple(one.entry(sums.of(one)) for one in described)
     manifest = Manifest(model, builder, f"seed {seed}", entries)
     manifest.write(folder / "manifest.json")

@@ -11,6 +11,9 @@ from harness.checkpoint.gathering import ALIGNMENT
 
 HUGE_PAGE_BYTES: Final = 2 * 1024**2
 
+TENSOR_ALIGNMENT: Final = 64
+"""Of what torch allocates, in bytes: where a tensor lies decides how some operations round."""
+
 MAP_NORESERVE: Final = 0x4000
 """Of linux/mman.h: not counted by the kernel's overcommit heuristic, as many small mappings are not."""
 
@@ -23,13 +26,13 @@ class Area:
 
     Args:
         size: of the stretch, in bytes.
-        offset: where in its file the stretch begins. The memory begins as far behind a page's start:
-            then a disk writes into it without a buffer between.
+        offset: where in its file the stretch begins. The memory begins as far behind a page's start,
+            but for what torch's alignment takes away: then a disk writes into it without a buffer between.
     """
 
     def __init__(self, size: int, offset: int) -> None:
         self._size = size
-        self._memory, self._first = _huge(size, offset % ALIGNMENT)
+        self._memory, self._first = _huge(size, _lead(offset))
 
     @property
     def whole(self) -> torch.Tensor:
@@ -65,13 +68,22 @@ def allocate(numel: int, dtype: torch.dtype, device: torch.device, offset: int =
     size = numel * dtype.itemsize
     if device.type != "cpu" or size < HUGE_PAGE_BYTES:
         return torch.empty(numel, dtype=dtype, device=device)
-    memory, first = _huge(size, 0 if offset % dtype.itemsize else offset % ALIGNMENT)
+    memory, first = _huge(size, _lead(offset))
     return torch.frombuffer(memory, dtype=dtype, count=numel, offset=first)
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor, to be written to."""
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def _lead(offset: int) -> int:
+    """Return how far behind a page's start memory begins that is read from ``offset`` of a file.
+
+    As far as the file does, or less than 64 bytes before, where a tensor would begin otherwise.
+    """
+    within = offset % ALIGNMENT
+    return within - within % TENSOR_ALIGNMENT
 
 
 def _huge(size: int, lead: int) -> tuple[mmap.mmap, int]:

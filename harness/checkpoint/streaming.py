@@ -1,32 +1,46 @@
-"""Load a checkpoint straight into a model: no state dict, no second copy, converted on the way.
+"""Load a checkpoint straight into a model: no second copy, converted on the way.
 
-Tensors are read from their places in the file into fresh memory that asks for huge pages and lies as
-the file does, by several threads, a piece at a time. What is converted is read out of the page cache
-where it lies there, else by way of memory that is filled last; what goes to a GPU passes two pinned
-buffers. Peak: the model, and a few MiB for each thread; while what is cached is copied, its pages in
-the cache are mapped, and so in the RSS: up to 400 MiB for each thread.
+What a model becomes is torch's own doing: ``load_state_dict`` runs, with every hook and override, on
+a state dict without values, whose copies are noted (``models/deferred.py``). Then they are made all
+at once: tensors are read from their places in the file into fresh memory that asks for huge pages and
+lies as the file does, by several threads, a piece at a time. What is converted is read out of the page
+cache where it lies there, else by way of memory that is filled last; what goes to a GPU passes two
+pinned buffers. Peak: the model, and a few MiB for each thread; while what is cached is copied, its
+pages in the cache are mapped, and so in the RSS: up to 400 MiB for each thread.
 """
 
 import gc
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final, Literal
 
 import torch
 
-from harness.checkpoint import layouts
-from harness.checkpoint.filling import Fillable, begin_cached, being_filled
+from harness.checkpoint import filling, layouts
+from harness.checkpoint.filling import Fill, Fillable, is_readable
 from harness.checkpoint.layouts.base import TensorSlice
-from harness.checkpoint.layouts.head import plain
-from harness.checkpoint.neighbours import prepare
+from harness.checkpoint.neighbours import Need, provide
+from harness.checkpoint.promises import lazy_state, load_state, read_at_once, source_of
 from harness.errors import CheckpointError
-from harness.models.building import without_weights
+from harness.models import building
+from harness.models.deferred import Load, WriteLog, is_dense, use_count
+from harness.models.meta import real_memory
+from harness.units import format_bytes
 
 Granularity = Literal["all", "module", "tensor"]
 
 _SHOWN: Final = 3
+_EXACT: Final = frozenset({
+    (torch.float16, torch.float32), (torch.float16, torch.float64),
+    (torch.bfloat16, torch.float32), (torch.bfloat16, torch.float64),
+    (torch.float32, torch.float64),
+})  # fmt: skip
+"""Conversions that lose nothing: one that follows may begin from the original."""
+
+_log = logging.getLogger("weighin")
 
 
 @contextmanager
@@ -51,146 +65,182 @@ def load_streaming(
     threads: int | None = None,
     granularity: Granularity = "all",
 ) -> torch.nn.Module:
-    """Fill ``model`` from a checkpoint of any layout that ``weighin inspect`` reads; return it.
+    """Load a checkpoint of any layout that ``weighin inspect`` reads into ``model``; return it.
 
-    Give a function that builds it: it is called without weights, while the disk is read already. Or a
-    model: then a tensor that has memory of the right device and dtype already is filled where it is,
-    any other is replaced. Parameters keep ``requires_grad`` and stay tied; storages that tensors of
-    the checkpoint share are read once and stay shared, and blocks that several ranks saved are put
-    together. Non-persistent buffers are in no checkpoint: they keep their values, and only go to the
-    device and dtype; on the meta device they have none to keep.
+    The model ends as ``model.load_state_dict(torch.load(checkpoint))`` and then ``model.to(device,
+    dtype)`` leave it. Give a function that builds it: then its weights are never initialised, but
+    where the constructor itself looks at their values, which is logged. Or a model: a tensor of it
+    that has the right device and dtype is filled where it is. A tensor on the meta device gets the
+    dtype that the checkpoint has.
 
     Args:
-        dtype: of all floating-point tensors; None keeps the checkpoint's own.
+        dtype: of all floating-point tensors; None keeps the model's own.
         threads: how many read; None: one for each processor, up to 4, what is cached; 16 what is not.
         granularity: whether reading one tensor, or one module, ends before the next begins.
 
     Raises:
-        CheckpointError: unreadable, or not this model's: missing or unexpected keys, other shapes.
+        CheckpointError: unreadable, or not this model's: missing or unexpected keys, other shapes; or
+            a tensor that is in no checkpoint is on the meta device.
     """
-    _, slices = layouts.read(Path(checkpoint))
-    groups, device = _by_storage(slices), torch.device(device)
-    early: list[Fillable] = []
-    if isinstance(model, torch.nn.Module):
-        targets = _targets(model, Path(checkpoint), slices)
-    else:
-        if granularity == "all" and _reads_early(groups, device, dtype):
-            early = list(prepare(groups, {}, device, dtype))
-        with being_filled(early, threads):
-            with without_weights():
-                model = model()
-            targets = _targets(model, Path(checkpoint), slices)
-    owners = dict(model.named_modules(remove_duplicate=False))
-    replaced: dict[int, torch.nn.Parameter] = {}
-    for batch in _batches([] if early else groups, granularity):
-        stretches = list(prepare(batch, targets, device, dtype))
-        with being_filled(stretches, threads):
+    path, device = Path(checkpoint), _with_index(torch.device(device))
+    slices = layouts.read(path)[1]
+    log = WriteLog(read_at_once)
+    with ExitStack() as undone:
+        with log.recording():
+            if not isinstance(model, torch.nn.Module):
+                model = _built(model, log)
+            was_meta = any(one.is_meta for one in _tensors(model))
+            undone.enter_context(real_memory(model, {one.name: one.dtype for one in slices}))
+            load_state(model, lazy_state(log, slices), path)
+        loads = log.finish()
+        _refuse_meta(model, path)
+    place = _Placer(model, log, device, dtype)
+    loads.sort(key=lambda load: _position(load.promise))
+    for batch in _batches(loads, granularity):
+        fills = list(place.all(batch))
+        building.give_back_heap()
+        with filling.being_filled(fills, threads):
             pass
-        _give(owners, targets, stretches, replaced)
-    _give(owners, targets, early, replaced)
-    _move_other_buffers(model, targets, device, dtype)
+    if dtype is not None or was_meta or any(one.device != device for one in _tensors(model)):
+        model.to(device=device, dtype=dtype)  # with what modules do on their own account then
     return model
 
 
-def _reads_early(
-    groups: Sequence[Sequence[TensorSlice]], device: torch.device, dtype: torch.dtype | None
-) -> bool:
-    """Tell whether to read while the model is built: what comes from a disk to a CPU.
-
-    Copying what is cached keeps two processors busy, and the constructor would wait for one of them.
-    """
-    largest = max(groups, key=lambda group: group[0].nbytes, default=None)
-    if largest is None or device.type != "cpu":
-        return False
-    return not begin_cached(list(prepare([largest], {}, device, dtype)))
+def _with_index(device: torch.device) -> torch.device:
+    """Return the device as its tensors name theirs."""
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
-def _by_storage(slices: Sequence[TensorSlice]) -> list[list[TensorSlice]]:
-    """Group the slices that share a stretch of a file, in the order of the files' bytes."""
-    groups: dict[tuple[object, ...], list[TensorSlice]] = {}
-    for one in slices:
-        parts = tuple((part.start, part.where.file, part.where.offset) for part in one.parts)
-        place = one.file, one.storage_offset, one.dtype, parts, one.shape if parts else ()
-        groups.setdefault(place, []).append(one)
-    return sorted(groups.values(), key=lambda group: (str(group[0].file), group[0].offset))
+def _built(builder: Callable[[], torch.nn.Module], log: WriteLog) -> torch.nn.Module:
+    with building.on_cpu():
+        model = builder()
+    if log.initialised_bytes:
+        _log.warning(
+            "the model's constructor looks at values of its tensors: %s were initialised for that",
+            format_bytes(log.initialised_bytes),
+        )
+    return model
 
 
-def _batches(
-    groups: list[list[TensorSlice]], granularity: Granularity
-) -> Iterator[list[list[TensorSlice]]]:
-    """Yield the groups to be read together."""
+class _Placer:
+    """Decides where tensors are filled: in their own memory, or in fresh memory, which they get."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        log: WriteLog,
+        device: torch.device,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self._log, self._device, self._dtype = log, device, dtype
+        self._tensors: dict[int, list[torch.Tensor]] = {}
+        for one in _tensors(model):
+            self._tensors.setdefault(_storage(one), []).append(one)
+        self._left_to_modules = {
+            id(one) for module in model.modules() if _converts(module) for one in _tensors(module)
+        }
+
+    def all(self, loads: Sequence[Load]) -> Iterator[Fillable]:
+        """Yield what is to be filled; what cannot be read piece by piece is read at once."""
+        needs: list[Need] = []
+        for load in loads:
+            source = source_of(load)
+            if source is None or not is_readable(source):
+                read_at_once(load)
+            elif (need := self._need(load, source)) is not None:
+                needs.append(need)
+            else:
+                yield Fill(source, load.target)
+        yield from provide(needs)
+
+    def _need(self, load: Load, source: TensorSlice) -> Need | None:
+        """Return what fresh memory a load wants; None where the tensor's own is filled.
+
+        Its own, where others share it, torch's conversions would tell the names of a buffer apart, or
+        a module converts in a way of its own.
+        """
+        target = load.target
+        tensors = self._tensors.get(_storage(target), [])
+        if len({id(one) for one in tensors}) != 1:
+            return None
+        (tensor, *more), kind = tensors, self._final_dtype(target)
+        stays = (tensor.device, tensor.dtype) == (self._device, kind)
+        if stays and not self._log.owns(tensor):
+            return None
+        if not stays and more and not isinstance(tensor, torch.nn.Parameter):
+            return None
+        if not stays and id(tensor) in self._left_to_modules:
+            return None
+        converted_twice = target.dtype not in {kind, source.dtype}
+        exact = not converted_twice or (source.dtype, target.dtype) in _EXACT
+        if not (exact and self._device.type in {"cpu", "cuda"} and _is_whole(tensor, target)):
+            return None
+        return Need(source, tensor, kind, self._device)
+
+    def _final_dtype(self, tensor: torch.Tensor) -> torch.dtype:
+        return self._dtype if self._dtype and tensor.is_floating_point() else tensor.dtype
+
+
+def _converts(module: torch.nn.Module) -> bool:
+    """Tell whether a module has a way of its own to go to another dtype or device."""
+    ways = type(module)._apply, type(module).to
+    return not all(way.__module__.startswith("torch.nn.modules.") for way in ways)
+
+
+def _is_whole(tensor: torch.Tensor, target: torch.Tensor) -> bool:
+    """Tell whether a model's tensor has its memory alone, without gaps, and all of it is the target."""
+    return (
+        tensor.layout is torch.strided
+        and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        and (tensor.shape, tensor.stride()) == (target.shape, target.stride())
+        and tensor.storage_offset() == target.storage_offset() == 0
+        and tensor.untyped_storage().nbytes() == tensor.nbytes
+        and is_dense(tensor)
+        and use_count(tensor) == 2  # itself, and the load's target
+    )
+
+
+def _position(source: TensorSlice) -> tuple[str, int]:
+    return str(source.file), source.offset
+
+
+def _batches(loads: list[Load], granularity: Granularity) -> Iterator[list[Load]]:
+    """Yield the loads to be made together."""
     if granularity == "all":
-        yield groups
+        yield loads
     elif granularity == "tensor":
-        yield from ([group] for group in groups)
+        yield from ([load] for load in loads)
     else:
-        modules = itertools.groupby(groups, key=lambda group: group[0].name.rpartition(".")[0])
+        modules = itertools.groupby(loads, key=lambda load: load.promise.name.rpartition(".")[0])
         yield from (list(members) for _, members in modules)
 
 
-def _targets(
-    model: torch.nn.Module, checkpoint: Path, slices: Sequence[TensorSlice]
-) -> dict[str, torch.Tensor]:
-    """Return the tensors of a model by their names, which are those of the checkpoint.
-
-    Raises:
-        CheckpointError: missing or unexpected keys, other shapes.
-    """
-    targets: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
-    found = {one.name: one.shape for one in slices}
-    problems = {
-        "missing": targets.keys() - found.keys(),
-        "unexpected": found.keys() - targets.keys(),
-        "of another shape": {
-            name for name in targets.keys() & found.keys() if found[name] != targets[name].shape
-        },
-    }
-    said = [
-        f"{len(names)} {what} ({', '.join(map(plain, sorted(names)[:_SHOWN]))}"
-        f"{', ...' * (len(names) > _SHOWN)})"
-        for what, names in problems.items()
-        if names
+def _refuse_meta(model: torch.nn.Module, checkpoint: Path) -> None:
+    left = [
+        name
+        for named in (model.named_parameters, model.named_buffers)
+        for name, tensor in named(remove_duplicate=False)
+        if tensor.is_meta
     ]
-    if said:
+    if left:
+        more = ", ..." if len(left) > _SHOWN else ""
         raise CheckpointError(
-            f"{checkpoint}: does not fit this model, keys: {'; '.join(said)}",
-            "choose the model that this checkpoint was saved from",
+            f"{checkpoint}: has no values for {', '.join(left[:_SHOWN])}{more}, which the model has on "
+            "the meta device",
+            "give load_streaming the function that builds the model, not a model without values",
         )
-    return targets
 
 
-def _give(
-    owners: Mapping[str, torch.nn.Module],
-    targets: Mapping[str, torch.Tensor],
-    stretches: Sequence[Fillable],
-    replaced: dict[int, torch.nn.Parameter],
-) -> None:
-    """Put what was read in its places; a parameter that has several names stays one.
-
-    Args:
-        owners: the modules of the model by their names.
-    """
-    for one in stretches:
-        for name, new in one.views():
-            path, _, leaf = name.rpartition(".")
-            owner, old = owners[path], targets[name]
-            if not isinstance(old, torch.nn.Parameter):
-                owner._buffers[leaf] = new
-            elif old.is_meta or old.data_ptr() != new.data_ptr():
-                if id(old) not in replaced:
-                    replaced[id(old)] = torch.nn.Parameter(new, requires_grad=old.requires_grad)
-                owner._parameters[leaf] = replaced[id(old)]
+def _tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        yield parameter
+    for _, buffer in model.named_buffers(remove_duplicate=False):
+        yield buffer
 
 
-def _move_other_buffers(
-    model: torch.nn.Module,
-    loaded: Mapping[str, torch.Tensor],
-    device: torch.device,
-    dtype: torch.dtype | None,
-) -> None:
-    for prefix, module in model.named_modules():
-        for leaf, buffer in module._buffers.items():
-            name = f"{prefix}.{leaf}" if prefix else leaf
-            if buffer is not None and name not in loaded and not buffer.is_meta:
-                kind = dtype if dtype and buffer.is_floating_point() else buffer.dtype
-                module._buffers[leaf] = buffer.to(device, kind)
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

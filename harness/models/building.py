@@ -1,36 +1,28 @@
 """Building a model without paying for its weights, and giving back the buffers no file holds.
 
-A *skeleton* is a model built on the CPU whose initialisation was skipped and whose parameters
-went to the meta device as they were registered, while buffers keep their constructor's values.
-Building on the meta device itself would lose the buffers, and its first operation that is
-written in Python imports 800 modules (0.75 s, 68 MiB); allocating there imports nothing.
+A *skeleton* is a model built on the CPU whose parameters lie in memory that nobody has written, which
+takes none; its buffers have their constructor's values. Building on the meta device would lose the
+buffers, and its first operation that is written in Python imports 800 modules (0.75 s, 68 MiB).
 """
 
 import ctypes
 import importlib
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Final, Literal, cast
+from functools import partial
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.overrides import TorchFunctionMode
 
 from harness.errors import ConfigError
-from harness.models.recycling import FUNCTIONS, RecycledConstants
+from harness.models.deferred import WriteLog
 
 Builder = Callable[..., nn.Module]
 RealBuffers = Literal["all", "non_persistent"]
-
-# Only values change here, never shapes: without effect on a tensor that has no values.
-_VALUE_METHODS: Final = frozenset((
-    "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "cauchy_", "log_normal_",
-    "geometric_", "fill_", "zero_", "copy_", "add_", "sub_", "mul_", "div_", "clamp_",
-    "clamp_min_", "clamp_max_", "erfinv_", "exp_", "log_", "masked_fill_", "triu_", "tril_",
-    "fill_diagonal_", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__",
-))  # fmt: skip
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def resolve_builder(name: str) -> Builder:
@@ -72,43 +64,84 @@ def _import_module(module_name: str, builder: str) -> Any:
 def build_skeleton(
     builder: Builder, kwargs: Mapping[str, Any], *, real_buffers: RealBuffers = "all"
 ) -> nn.Module:
-    """Return the model with its parameters on the meta device and its buffers as constructed.
-
-    With ``real_buffers="non_persistent"`` the persistent buffers go to the meta device too.
-    The caller's default dtype has no effect, and the random state is left as it was.
+    """Return the model without weights, as a float32 one; see ``without_weights``.
 
     Raises:
         ConfigError: the builder does not accept ``kwargs`` or returns no module.
     """
-    random_state = torch.get_rng_state()
-    default_dtype = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        with without_weights(real_buffers=real_buffers):
-            model = _call(builder, kwargs)
-    finally:
-        torch.set_default_dtype(default_dtype)
-        torch.set_rng_state(random_state)
+    build = partial(_call, builder, kwargs)
+    with _constructing(torch.float32):
+        return without_weights(build, real_buffers=real_buffers)
+
+
+def without_weights(
+    build: Callable[[], Model], *, real_buffers: RealBuffers = "non_persistent"
+) -> Model:
+    """Return what ``build`` builds, at almost no cost: nothing is written to memory that nobody reads.
+
+    Parameters end with whatever their memory holds, but where the constructor looked at their values,
+    and so do persistent buffers, unless ``real_buffers="all"``: a checkpoint is to follow, or
+    somebody who needs their shapes alone. All other tensors have the values of a real construction.
+    GPT-2 XL: 0.1 s, and no memory.
+    """
+    log = WriteLog()
+    with on_cpu(), log.recording():
+        model = build()
+    wanted = dict(model.named_buffers(remove_duplicate=False))
+    unwanted: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    if real_buffers == "non_persistent":
+        kept = {name for name, _ in non_persistent_buffers(model)}
+        unwanted |= {name: wanted.pop(name) for name in wanted.keys() - kept}
+    log.finish(unwanted=unwanted.values(), wanted=wanted.values())
+    give_back_heap()
     return model
 
 
-@contextmanager
-def without_weights(*, real_buffers: RealBuffers = "non_persistent") -> Iterator[None]:
-    """Build models inside at almost no cost: all that a checkpoint will bring is left out.
+def construct(build: Callable[[], Model], dtype: torch.dtype) -> Model:
+    """Return what ``build`` builds where ``dtype`` is the default: the model to load into, or its truth.
 
-    Parameters and persistent buffers are on the meta device; non-persistent buffers, which no
-    checkpoint brings, keep their constructor's values (with ``real_buffers="all"`` persistent ones
-    do too). Tied parameters stay tied. Costs the real buffers, and while it builds a few tensors as
-    large as the largest that a constructor computes; GPT-2 XL: 0.05 s, against 0.75 s and 68 MiB for
-    the first use of ``torch.device("meta")`` in a process.
+    What its constructor makes in another floating-point dtype is converted; where it computes what
+    torch cannot in ``dtype``, such as an orthogonal matrix in half precision, all of it is built as
+    float32. Random numbers are the same at every call; the caller's random state is as before.
     """
-    buffers = _meta_persistent_buffers() if real_buffers == "non_persistent" else nullcontext()
-    with _on_cpu(), _meta_parameters(), buffers, _skipped_initialisation():
+    try:
+        with _constructing(dtype):
+            model = build()
+    except NotImplementedError:
+        with _constructing(torch.float32):
+            model = build()
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    if any(one.is_floating_point() and one.dtype != dtype for one in tensors):
+        _convert(model, dtype)
+    return model
+
+
+def _convert(model: nn.Module, dtype: torch.dtype) -> None:
+    """Make all floating-point tensors ``dtype``. ``Module.to`` would untie buffers, and halve complex ones."""
+    converted: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+        for leaf, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                converted.setdefault(id(buffer), buffer.to(dtype))
+                module._buffers[leaf] = converted[id(buffer)]
+
+
+@contextmanager
+def _constructing(dtype: torch.dtype) -> Iterator[None]:
+    default_dtype, random_state = torch.get_default_dtype(), torch.get_rng_state()
+    torch.set_default_dtype(dtype)
+    torch.default_generator.manual_seed(0)
+    try:
         yield
-    give_back_heap()
+    finally:
+        torch.set_default_dtype(default_dtype)
+        torch.set_rng_state(random_state)
 
 
-def _on_cpu() -> AbstractContextManager[object]:
+def on_cpu() -> AbstractContextManager[object]:
     """Make the CPU the default device where it is not: the mode costs each of torch's calls a detour."""
     if torch.get_default_device().type == "cpu":
         return nullcontext()
@@ -175,23 +208,42 @@ def reset_buffers(
     wanted = dict(non_persistent_buffers(model))
     if not wanted:
         return
-    skeleton = build_skeleton(builder, kwargs, real_buffers="non_persistent")
+    build = partial(_call, builder, kwargs)
+    skeleton = construct(lambda: without_weights(build), dtype)
     values = {
         name: owner._buffers[leaf] for name, (owner, leaf) in non_persistent_buffers(skeleton)
     }
     moved: dict[int, torch.Tensor] = {}
     for name, (owner, leaf) in wanted.items():
         value = values.get(name)
-        if value is None or value.is_meta:
-            why = "is computed from parameters" if value is not None else "is not in its model"
+        if value is None:
             raise ConfigError(
-                f"cannot give buffer {name!r} its value back: for builder {_name(builder)} it {why}",
+                f"cannot give buffer {name!r} its value back: builder {_name(builder)} makes none",
                 "register the buffer with persistent=True, or keep the builder's names",
             )
         if id(value) not in moved:
             target = dtype if value.is_floating_point() else value.dtype
             moved[id(value)] = value.to(device=device, dtype=target)
         owner._buffers[leaf] = moved[id(value)]
+
+
+def constructed_buffers(
+    builder: Builder, kwargs: Mapping[str, Any], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Return the non-persistent buffers of a model that is really constructed, with all its weights.
+
+    Floating-point ones are ``dtype``, which is the default dtype of the construction, too.
+
+    Raises:
+        ConfigError: as ``build_skeleton``.
+    """
+    with on_cpu():
+        model = construct(partial(_call, builder, kwargs), dtype)
+    return {
+        name: value
+        for name, (owner, leaf) in non_persistent_buffers(model)
+        if (value := owner._buffers[leaf]) is not None
+    }
 
 
 def non_persistent_buffers(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
@@ -201,77 +253,3 @@ def non_persistent_buffers(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Mod
         for leaf, buffer in module._buffers.items():
             if leaf in module._non_persistent_buffers_set and buffer is not None:
                 yield (f"{prefix}.{leaf}" if prefix else leaf), (module, leaf)
-
-
-class _skipped_initialisation(TorchFunctionMode):  # noqa: N801 (used as a context manager)
-    """Let initialisation return at once: torch.nn.init, and writing values to parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._constants = RecycledConstants()
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        # torch.nn.init hands its tensor over by name, methods by position.
-        target = args[0] if args else (kwargs or {}).get("tensor")
-        if isinstance(target, torch.Tensor):
-            if getattr(func, "__module__", "") == "torch.nn.init":
-                return target
-            valueless = isinstance(target, nn.Parameter) or target.is_meta
-            if valueless and getattr(func, "__name__", "") in _VALUE_METHODS:
-                return target
-        if func in FUNCTIONS:
-            return self._constants.compute(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _meta_parameters() -> Iterator[None]:
-    """Replace each parameter by one on the meta device when a module registers it."""
-    # The originals are kept in the values: an id is unique only as long as its object lives.
-    # They hold no memory any more, because their storages are given back.
-    replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-
-    def replace(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-        if parameter is None or parameter.is_meta:
-            return None
-        if id(parameter) not in replaced:
-            with torch._C.DisableTorchFunction():
-                meta = torch.empty_strided(
-                    parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta"
-                )
-                stand_in = nn.Parameter(meta, requires_grad=parameter.requires_grad)
-                parameter.data = torch.empty(0, dtype=parameter.dtype)
-            replaced[id(parameter)] = (parameter, stand_in)
-        return replaced[id(parameter)][1]
-
-    handle = register_module_parameter_registration_hook(replace)  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-@contextmanager
-def _meta_persistent_buffers() -> Iterator[None]:
-    """Replace each persistent buffer by one on the meta device when a module registers it."""
-    register = nn.Module.register_buffer
-
-    def register_buffer(
-        module: nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool = True
-    ) -> None:
-        if persistent and tensor is not None:
-            tensor = torch.empty_like(tensor, device="meta")
-        register(module, name, tensor, persistent)
-
-    # torch's hook for buffers does not say which are persistent.
-    nn.Module.register_buffer = register_buffer  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_buffer = register  # type: ignore[method-assign]

@@ -83,21 +83,21 @@ def _legacy(ledger: Ledger) -> Any:
 
 def _streaming(ledger: Ledger) -> Any:
     """``load_streaming``: threads that read into memory which was allocated before."""
-    from harness.checkpoint import filling, streaming
+    from harness.checkpoint import filling
 
     @contextmanager
     def being_filled(stretches: Sequence[filling.Fillable], threads: int | None) -> Iterator[None]:
-        yield  # a model takes little while it is built, and most of what is read comes after that
+        yield
         with ledger.holding(filling.buffer_bytes(stretches, threads, gpu=ledger.cuda is not None)):
             for one in stretches:
                 fresh = ledger.work["fresh_bytes"]
-                for _, tensor in one.views():
+                for tensor in one.members:
                     ledger.write(tensor)
                 ledger.work["fresh_bytes"] = fresh  # in huge pages: few faults, and the zeroing
                 ledger.work["written_bytes"] += one.memory.nbytes
                 ledger.work["read_direct_bytes"] += one.source_bytes
 
-    return patch.object(streaming, "being_filled", being_filled)
+    return patch.object(filling, "being_filled", being_filled)
 
 
 def _trim(ledger: Ledger) -> Any:

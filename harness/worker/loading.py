@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from harness.cell import ModelSpec, Operation
-from harness.models.building import reset_buffers
+from harness.models.building import construct, reset_buffers
 
 
 class Phases(Protocol):
@@ -32,12 +32,7 @@ class WorkerLoad:
     marks: Phases
 
     def build_model(self) -> torch.nn.Module:
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(self.dtype)
-        try:
-            return self.builder(**self.model.kwargs)
-        finally:
-            torch.set_default_dtype(default)
+        return construct(lambda: self.builder(**self.model.kwargs), self.dtype)
 
     def reset_buffers(self, model: torch.nn.Module) -> None:
         reset_buffers(model, self.builder, self.model.kwargs, self.device, self.dtype)

@@ -23,7 +23,6 @@ from harness.checkpoint.piecewise import RunningChecksum
 from harness.checkpoint.reading import read_pieces
 from harness.checkpoint.streaming import load_streaming
 from harness.errors import CheckpointError
-from harness.models.building import without_weights
 from harness.record import Written
 from harness.strategy import Load
 from harness.worker.marks import Marks
@@ -46,9 +45,7 @@ class WorkerSave:
 
 def load_model(job: Load) -> torch.nn.Module:
     """Return the model that is to be saved; leaves none of its checkpoint's pages cached."""
-    with without_weights():
-        model = job.build_model()
-    load_streaming(model, job.checkpoint, device=job.device, dtype=job.dtype)
+    model = load_streaming(job.build_model, job.checkpoint, device=job.device)
     page_cache.drop(layouts.files(job.checkpoint))
     return model
 

@@ -10,7 +10,6 @@ import torch
 
 from harness.checkpoint import layouts
 from harness.checkpoint.streaming import load_streaming
-from harness.models.building import without_weights
 
 RANK = """
 import sys
@@ -62,10 +61,7 @@ def test_what_two_ranks_save_is_streamed(tmp_path: Path) -> None:
     }  # fmt: skip
     torch.manual_seed(0)
     right = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 9), torch.nn.Linear(9, 3))
-    with without_weights():
-        model = torch.nn.Sequential(
-            torch.nn.Linear(5, 7), torch.nn.Linear(7, 9), torch.nn.Linear(9, 3)
-        )
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 9), torch.nn.Linear(9, 3))
     found = load_streaming(model, folder).state_dict()
     for name, tensor in right.state_dict().items():
         assert torch.equal(found[name], tensor), name

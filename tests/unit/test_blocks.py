@@ -15,14 +15,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from harness.checkpoint import blocks, filling
+from harness.checkpoint import filling, layouts
 from harness.checkpoint.direct import PIECE_BYTES
 from harness.checkpoint.layouts import dcp
 from harness.checkpoint.layouts.base import Part, TensorSlice
 from harness.checkpoint.memory import allocate
 from harness.checkpoint.streaming import Granularity, load_streaming
 from harness.errors import CheckpointError
-from harness.models.building import without_weights
 from harness.units import MIB
 
 Cut = Callable[[torch.Tensor], list[tuple[tuple[int, ...], torch.Tensor]]]
@@ -30,15 +29,13 @@ PEAK_SOURCE = """
 import sys, threading, time, torch
 from pathlib import Path
 from harness.checkpoint.streaming import load_streaming
-from harness.models.building import without_weights
 
 def anonymous():
     for line in open("/proc/self/status"):
         if line.startswith("RssAnon"):
             return int(line.split()[1]) * 1024
 
-with without_weights():
-    model = torch.nn.Linear(4096, 8192, bias=False)
+model = lambda: torch.nn.Linear(4096, 8192, bias=False)
 start, peak, ended = anonymous(), 0, False
 def watch():
     global peak
@@ -113,11 +110,6 @@ class Model(torch.nn.Module):
         self.register_buffer("steps", torch.arange(35).reshape(5, 7))
 
 
-def blank() -> Model:
-    with without_weights():
-        return Model()
-
-
 CUTS = {
     "rows": tiles(3),
     "columns": tiles(1, 4),
@@ -137,8 +129,7 @@ def test_blocks_become_the_tensor_that_they_tile(
     assert all(len(one.parts) > 1 for one in dcp.read(path) if len(one.shape) > 1)
     monkeypatch.setattr(filling, "PIECE_BYTES", most)
     monkeypatch.setattr(filling, "READ_BYTES", most)
-    monkeypatch.setattr(blocks, "PIECE_BYTES", most)
-    found = load_streaming(blank(), path).state_dict()
+    found = load_streaming(Model, path).state_dict()
     for key, tensor in right.items():
         assert torch.equal(found[key], tensor), key
         assert found[key].is_contiguous()
@@ -148,7 +139,7 @@ def test_blocks_become_the_tensor_that_they_tile(
 def test_blocks_are_converted_on_the_way(tmp_path: Path, granularity: Granularity) -> None:
     right = Model().state_dict()
     path = write(tmp_path / "split", right, tiles(2, 3))
-    model = load_streaming(blank(), path, dtype=torch.bfloat16, granularity=granularity, threads=1)
+    model = load_streaming(Model, path, dtype=torch.bfloat16, granularity=granularity, threads=1)
     for key, tensor in right.items():
         kind = torch.bfloat16 if tensor.is_floating_point() else tensor.dtype
         assert torch.equal(model.state_dict()[key], tensor.to(kind)), key
@@ -172,9 +163,8 @@ def test_names_of_the_same_blocks_stay_tied(tmp_path: Path) -> None:
     for index, place in list(metadata.storage_data.items()):
         metadata.storage_data[MetadataIndex("1.weight", index.offset, index.index)] = place
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    with without_weights():
-        model = torch.nn.Sequential(*(torch.nn.Linear(7, 5, bias=False) for _ in "ab"))
-        model[1].weight = model[0].weight
+    model = torch.nn.Sequential(*(torch.nn.Linear(7, 5, bias=False) for _ in "ab"))
+    model[1].weight = model[0].weight
     load_streaming(model, path)
     assert model[1].weight is model[0].weight
     assert torch.equal(model[0].weight, torch.arange(35.0).reshape(5, 7))
@@ -184,16 +174,15 @@ def a_slice(file: Path, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tens
     return TensorSlice("w", shape, stride, "float32", file, 64, 64, 4096)
 
 
-def test_a_block_with_gaps_is_refused_with_its_place(tmp_path: Path) -> None:
+def test_a_block_with_gaps_is_refused_with_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     where = a_slice(tmp_path / "__0_0.distcp", (4, 2), (4, 2))
     parts = (Part((0, 0), where), Part((0, 2), where))
+    whole = replace(where, shape=(4, 4), stride=(4, 1), parts=parts)
+    monkeypatch.setattr(layouts, "read", lambda _: ("dcp", [whole]))
     with pytest.raises(CheckpointError) as caught:
-        blocks.prepare(
-            [replace(where, shape=(4, 4), stride=(4, 1), parts=parts)],
-            {"w": torch.empty(4, 4)},
-            torch.device("cpu"),
-            None,
-        )
+        load_streaming(torch.nn.Linear(4, 4), tmp_path)
     assert str(caught.value) == (
         f"{tmp_path}/__0_0.distcp: the part of 'w' at byte 64 has gaps between its elements\n"
         f"write its tensors whole: weighin convert {tmp_path} WHOLE --format dcp"
@@ -230,11 +219,11 @@ def test_no_piece_and_nothing_that_it_becomes_outgrows_a_buffer(
     """A reader's own buffer has that size; cpu tensors themselves are filled by larger reads."""
     numel = PIECE_BYTES + 5
     where = TensorSlice("w", (numel,), (1,), source, Path("f"), 66, 66, 4 * numel)
-    stretch = filling.Stretch((where,), 66, torch.empty(numel, dtype=dtype))
+    stretch = filling.Fill(where, torch.empty(numel, dtype=dtype))
     tall = torch.empty(2 * numel, dtype=dtype)
     parts = tuple(Part((0, at), replace(where, shape=(numel, 1), stride=(1, 1))) for at in (0, 1))
     split = replace(where, shape=(numel, 2), stride=(2, 1), parts=parts)
-    for one in (stretch, blocks.Blocks((split,), tall)):
+    for one in (stretch, filling.Fill(split, tall.view(numel, 2))):
         pieces = list(one.pieces(filling.READ_BYTES))
         assert sum(p.target.numel() for p in pieces) == one.memory.numel()
         assert all(p.target.nbytes <= filling.READ_BYTES for p in pieces)
@@ -244,11 +233,11 @@ def test_no_piece_and_nothing_that_it_becomes_outgrows_a_buffer(
             assert sum(part.source_bytes for part in buffered) == piece.source_bytes
 
 
-@pytest.mark.parametrize(("offset", "lead"), [(0, 0), (4096 + 72, 72), (8192, 0), (74, 0)])
+@pytest.mark.parametrize(("offset", "lead"), [(0, 0), (4096 + 72, 64), (8192, 0), (74, 64)])
 def test_memory_begins_where_its_stretch_begins_in_a_page_of_the_file(
     offset: int, lead: int
 ) -> None:
-    """A disk writes into it without a buffer then; not where elements would be cut."""
+    """A disk writes into it without a buffer then, but where torch would not let a tensor begin."""
     memory = allocate(MIB, torch.float32, torch.device("cpu"), offset)
     assert memory.data_ptr() % (2 * MIB) == lead
     assert memory.fill_(1).sum() == MIB
@@ -260,7 +249,7 @@ def test_no_huge_page_is_filled_by_two_pieces(dtype: torch.dtype) -> None:
     numel = 5 * filling.READ_BYTES // 4
     where = TensorSlice("w", (numel,), (1,), "float32", Path("f"), 66, 66, 4 * numel)
     memory = allocate(numel, dtype, torch.device("cpu"))
-    pieces = list(filling.Stretch((where,), 66, memory).pieces(filling.READ_BYTES))
+    pieces = list(filling.Fill(where, memory).pieces(filling.READ_BYTES))
     assert [p.target.data_ptr() % (2 * MIB) for p in pieces] == [0] * len(pieces)
     assert 1 < len(pieces) <= 1 + -(-memory.nbytes // filling.READ_BYTES)
     assert [p.offset - 66 for p in pieces] == [

@@ -177,7 +177,6 @@ def nested(path: Path) -> None:
             "holds a Tensor, not a state dict",
             "save the weights alone: torch.save(model.state_dict(), ...)",
         ),
-        (lambda p: saved(p, {}), "the state dict is empty", "save a model that has weights"),
         (
             lambda p: saved(p, {"w": torch.zeros(2), "f": Command()}),
             "holds more than tensors, and was NOT executed: it refers to posix.system",

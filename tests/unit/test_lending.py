@@ -8,11 +8,11 @@ import torch
 
 from harness import page_cache
 from harness.checkpoint import filling, layouts
-from harness.checkpoint.filling import READ_BYTES, Fillable, Stretch, prepare
+from harness.checkpoint.filling import READ_BYTES, Fill, Fillable
 from harness.checkpoint.gathering import ALIGNMENT
 from harness.checkpoint.layouts.base import TensorSlice
 from harness.checkpoint.lending import LENT_BYTES, Lent, buffer_in, lend
-from harness.checkpoint.memory import memory_of
+from harness.checkpoint.memory import allocate, memory_of
 from harness.checkpoint.pieces import Piece
 from harness.checkpoint.streaming import load_streaming
 
@@ -30,8 +30,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tor
     return path, state
 
 
-def stretches(path: Path, dtype: torch.dtype | None) -> dict[str, Stretch]:
-    return {one.name: prepare([one], {}, CPU, dtype) for one in layouts.read(path)[1]}
+def fills(path: Path, dtype: torch.dtype | None) -> dict[str, Fill]:
+    """Large ones begin where a huge page does: into how many parts they are cut depends on it."""
+    return {
+        one.name: Fill(one, allocate(one.shape[0], dtype or one.dtype, CPU))
+        for one in layouts.read(path)[1]
+    }
 
 
 def names(pieces: Iterable[Piece]) -> list[str]:
@@ -41,7 +45,7 @@ def names(pieces: Iterable[Piece]) -> list[str]:
 def test_the_largest_lend_half_of_what_is_converted_as_evenly_as_there_are_threads(
     saved: tuple[Path, dict[str, torch.Tensor]],
 ) -> None:
-    all_ = stretches(saved[0], torch.bfloat16)  # 27.5 MiB
+    all_ = fills(saved[0], torch.bfloat16)  # 27.5 MiB
     lent = lend(list(all_.values()), READ_BYTES, threads=3)
     assert [one.target.nbytes for one in lent.lenders] == [4 * MIB, 4 * MIB, 4 * MIB]
     assert names(lent.lenders) == ["b", "b", "b"]
@@ -61,7 +65,7 @@ def test_the_largest_lend_half_of_what_is_converted_as_evenly_as_there_are_threa
 def test_none_lends_more_than_a_disk_wants_at_once() -> None:
     count = 64 * MIB
     place = TensorSlice("a", (count,), (1,), "float32", Path("model.pt"), 0, 0, 4 * count)
-    one = Stretch((place,), 0, torch.empty(count, dtype=torch.bfloat16))
+    one = Fill(place, torch.empty(count, dtype=torch.bfloat16))
     lent = lend([one], READ_BYTES, threads=2)
     lengths = {piece.target.nbytes for piece in lent.lenders}
     assert len(lent.lenders) == 2
@@ -76,7 +80,7 @@ def test_none_lends_more_than_a_disk_wants_at_once() -> None:
 def test_nobody_lends_where(
     saved: tuple[Path, dict[str, torch.Tensor]], dtype: torch.dtype | None, names_: str
 ) -> None:
-    given = [one for name, one in stretches(saved[0], dtype).items() if name in names_]
+    given = [one for name, one in fills(saved[0], dtype).items() if name in names_]
     lent = lend(given, READ_BYTES, threads=3)
     assert lent.lenders == ()
     read: dict[str, tuple[int, int]] = {}  # in how many parts depends on where the memory lies
@@ -84,7 +88,9 @@ def test_nobody_lends_where(
         start, end = read.get(piece.source.name, (piece.offset, piece.offset))
         assert piece.offset == end
         read[piece.source.name] = start, piece.end
-    assert read == {one.slices[0].name: (one.start, one.start + one.source_bytes) for one in given}
+    assert read == {
+        one.source.name: (one.source.offset, one.source.offset + one.source_bytes) for one in given
+    }
 
 
 class Five(torch.nn.Module):

@@ -8,10 +8,10 @@ import torch
 
 from harness import page_cache
 from harness.checkpoint import direct, filling, layouts
-from harness.checkpoint.filling import READ_BYTES, Fillable, Stretch, being_filled
+from harness.checkpoint.filling import READ_BYTES, Fill, being_filled
 from harness.checkpoint.layouts.base import TensorSlice
-from harness.checkpoint.memory import HUGE_PAGE_BYTES, Area
-from harness.checkpoint.neighbours import Neighbours, prepare
+from harness.checkpoint.memory import HUGE_PAGE_BYTES, TENSOR_ALIGNMENT, Area
+from harness.checkpoint.neighbours import Need, Neighbours, provide
 from harness.checkpoint.pieces import MOST_BETWEEN_BYTES, Piece
 from harness.process_memory import memory_of, read_status
 from harness.units import MIB
@@ -27,29 +27,44 @@ def place(
     return TensorSlice(name, (numel,), (1,), dtype, Path(file), offset, offset, size)
 
 
-def together(found: Sequence[Fillable]) -> list[str]:
-    return ["".join(name for name, _ in one.views()) for one in found]
+def needs(slices: Sequence[TensorSlice], dtype: torch.dtype | None = None) -> list[Need]:
+    return [
+        Need(one, torch.empty(one.shape, dtype=one.dtype), dtype or one.dtype, CPU)
+        for one in slices
+    ]
+
+
+def together(given: Sequence[Need]) -> list[str]:
+    """Return the names of the tensors that are filled together."""
+    names = {}
+    found = list(provide(given))
+    for need in given:
+        names[need.tensor.data_ptr(), need.tensor.numel()] = need.source.name
+    return [
+        "".join(names[member.data_ptr(), member.numel()] for member in one.members) for one in found
+    ]
 
 
 def test_neighbours_lie_in_memory_as_in_their_file() -> None:
     slices = [
         place("a", 3, 4096 + 72),
         place("b", 1, 4096 + 72 + 3 * MIB + 128, "int64"),
-        place("c", 4, 4096 + 72 + 4 * MIB + 136, "bfloat16"),
+        place("c", 4, 4096 + 72 + 4 * MIB + 192, "bfloat16"),
     ]
-    (found,) = prepare([[one] for one in slices], {}, CPU, None)
-    tensors = dict(found.views())
-    base = tensors["a"].data_ptr()
-    assert base % HUGE_PAGE_BYTES == 72
-    for one in slices:
-        tensor = tensors[one.name]
+    given = needs(slices)
+    (_found,) = provide(given)
+    base = given[0].tensor.data_ptr()
+    assert base % HUGE_PAGE_BYTES == 64
+    for need in given:
+        tensor, one = need.tensor, need.source
         assert tensor.data_ptr() - base == one.offset - slices[0].offset
+        assert tensor.data_ptr() % TENSOR_ALIGNMENT == 0
         assert tensor.dtype == one.dtype
         assert tensor.untyped_storage().nbytes() == tensor.nbytes == one.nbytes
 
 
-def test_what_lies_apart_is_converted_or_has_memory_shares_none() -> None:
-    gap = MOST_BETWEEN_BYTES + 4
+def test_what_lies_apart_or_is_converted_shares_no_memory() -> None:
+    gap = MOST_BETWEEN_BYTES + 64
     end = [0]
 
     def after(name: str, mib: float, between: int = 0, **kind: str) -> TensorSlice:
@@ -58,29 +73,24 @@ def test_what_lies_apart_is_converted_or_has_memory_shares_none() -> None:
         return one
 
     slices = [
-        after("a", 2), after("b", 2, gap - 4), after("c", 2, gap), after("d", 2),
+        after("a", 2), after("b", 2, gap - 64), after("c", 2, gap), after("d", 2),
         after("e", 2, 2), after("f", 2, 2),  # e begins between two elements
-        place("g", 2, end[0], file="g"), place("h", 2, end[0] + 2 * MIB, file="g"),
+        after("g", 2, 8), after("h", 2, 64),  # g would not begin where torch lets tensors begin
+        place("i", 2, end[0], file="g"), place("j", 2, end[0] + 2 * MIB, file="g"),
     ]  # fmt: skip
-    groups = [[one] for one in slices]
-    assert together(list(prepare(groups, {}, CPU, None))) == ["ab", "cd", "e", "f", "gh"]
-    assert together(list(prepare(groups, {}, CPU, torch.float32)))[0] == "ab"
-    assert together(list(prepare(groups, {}, CPU, torch.bfloat16))) == list("abcdefgh")
-    own = torch.empty(2 * MIB // 4)
-    found = list(prepare(groups[:4], {"b": own}, CPU, None))
-    assert together(found) == ["a", "b", "cd"]
-    assert dict(found[1].views())["b"].data_ptr() == own.data_ptr()
+    assert together(needs(slices)) == ["ab", "cd", "e", "f", "gh", "ij"]
+    assert together(needs(slices, torch.float32))[0] == "ab"
+    assert together(needs(slices, torch.bfloat16)) == list("abcdefghij")
 
 
 def test_small_tensors_have_memory_of_their_own() -> None:
-    groups = [[place("a", 1, 0)], [place("b", 0.5, MIB)]]
-    found = list(prepare(groups, {}, CPU, None))
-    assert [type(one) for one in found] == [Stretch, Stretch]
+    found = list(provide(needs([place("a", 1, 0), place("b", 0.5, MIB)])))
+    assert [type(one) for one in found] == [Fill, Fill]
 
 
 def test_nothing_lies_nowhere() -> None:
-    groups = [[place("a", 2, 0)], [place("n", 0, 2 * MIB)], [place("b", 2, 2 * MIB)]]
-    assert together(list(prepare(groups, {}, CPU, None))) == ["a", "n", "b"]
+    given = needs([place("a", 2, 0), place("n", 0, 2 * MIB), place("b", 2, 2 * MIB)])
+    assert [len(one.members) for one in provide(given)] == [1, 1, 1]
 
 
 def test_a_tensor_gives_its_memory_back_and_leaves_the_others_theirs() -> None:
@@ -112,13 +122,13 @@ def test_neighbours_are_right_however_their_reads_are_cut(
     if cold:
         assert page_cache.drop([tmp_path / "some.pt"]) == 0
     slices = layouts.read(tmp_path / "some.pt")[1]
-    found = list(prepare([[one] for one in slices], {}, CPU, None))
+    given = needs(slices)
+    found = list(provide(given))
     assert any(isinstance(one, Neighbours) for one in found)
     with being_filled(found, 2):
         pass
-    tensors = {name: tensor for one in found for name, tensor in one.views()}
-    for name, right in state.items():
-        assert torch.equal(tensors[name], right), name
+    for need in given:
+        assert torch.equal(need.tensor, state[need.source.name]), need.source.name
 
 
 @pytest.mark.parametrize(
@@ -128,7 +138,7 @@ def test_what_is_cached_is_copied_in_equal_shares_of_all_threads(
     mib: int, threads: int, shares: int
 ) -> None:
     where = place("a", mib, 0)
-    one = Stretch((where,), 0, torch.empty(mib * MIB // 4))
+    one = Fill(where, torch.empty(mib * MIB // 4))
     sizes = [piece.target.nbytes for piece in filling.copies([one], threads)]
     assert sum(sizes) == mib * MIB
     if shares:
@@ -139,6 +149,6 @@ def test_what_is_cached_is_copied_in_equal_shares_of_all_threads(
 
 
 def test_what_is_converted_is_not_copied_at_once() -> None:
-    one = Stretch((place("a", 800, 0),), 0, torch.empty(200 * MIB, dtype=torch.bfloat16))
+    one = Fill(place("a", 800, 0), torch.empty(200 * MIB, dtype=torch.bfloat16))
     pieces: list[Piece] = list(filling.copies([one], 2))
     assert max(piece.target.nbytes for piece in pieces) <= READ_BYTES

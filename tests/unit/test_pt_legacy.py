@@ -138,7 +138,6 @@ class Allocation:
             "holds a list, not a state dict",
             "save the weights alone: torch.save(model.state_dict(), ...)",
         ),
-        ({}, "the state dict is empty", "save a model that has weights"),
     ],
 )
 def test_what_is_no_state_dict_is_called_by_its_name(tmp_path, value, message, repair) -> None:

@@ -22,8 +22,7 @@ def seeded() -> torch.nn.Module:
 
 
 def blank() -> torch.nn.Module:
-    with without_weights():
-        return tied(**KWARGS)
+    return without_weights(lambda: tied(**KWARGS))
 
 
 def saved(folder: Path, fmt: str = "pt") -> Path:
@@ -77,12 +76,31 @@ def test_tied_weights_stay_tied_at_every_granularity(
     assert_right(load_streaming(blank(), saved(tmp_path), granularity=granularity, threads=1))
 
 
-def test_a_model_on_the_meta_device_gets_all_but_its_non_persistent_buffers(tmp_path: Path) -> None:
+def test_a_model_on_the_meta_device_is_loaded_with_the_checkpoints_dtypes(tmp_path: Path) -> None:
+    right = torch.nn.LSTM(4, 4).to(torch.bfloat16)
+    torch.save(right.state_dict(), tmp_path / "lstm.pt")
+    with torch.device("meta"):
+        model = torch.nn.LSTM(4, 4)
+    load_streaming(model, tmp_path / "lstm.pt")
+    for name, tensor in right.state_dict().items():
+        assert torch.equal(model.get_parameter(name), tensor)
+    x = torch.ones(2, 3, 4, dtype=torch.bfloat16)
+    assert torch.equal(model(x)[0], right(x)[0])
+
+
+def test_a_model_is_refused_of_which_a_tensor_in_no_checkpoint_is_on_the_meta_device(
+    tmp_path: Path,
+) -> None:
+    path = saved(tmp_path)
     with torch.device("meta"):
         model = tied(**KWARGS)
-    load_streaming(model, saved(tmp_path))
-    assert not any(parameter.is_meta for parameter in model.parameters())
-    assert any(buffer.is_meta for buffer in model.buffers())
+    with pytest.raises(CheckpointError) as caught:
+        load_streaming(model, path)
+    assert str(caught.value) == (
+        f"{path}: has no values for rotary.cos, rotary.sin, which the model has on the meta device\n"
+        "give load_streaming the function that builds the model, not a model without values"
+    )
+    assert all(tensor.is_meta for tensor in model.parameters())
 
 
 def test_memory_that_is_there_is_filled_where_it_is(tmp_path: Path) -> None:
@@ -112,8 +130,7 @@ class Views(torch.nn.Module):
 
 def test_views_of_one_storage_are_read_once_and_stay_views(tmp_path: Path) -> None:
     torch.save(Views().state_dict(), tmp_path / "views.pt")
-    with without_weights():
-        model = Views()
+    model = without_weights(Views)
     load_streaming(model, tmp_path / "views.pt")
     for name, right in Views().state_dict().items():
         found = model.get_buffer(name)
@@ -125,8 +142,7 @@ def test_views_of_one_storage_are_read_once_and_stay_views(tmp_path: Path) -> No
 def test_large_tensors_own_their_memory_and_survive_saving(tmp_path: Path) -> None:
     model = torch.nn.Linear(1024, 1025)
     torch.save(model.state_dict(), tmp_path / "large.pt")
-    with without_weights():
-        loaded = torch.nn.Linear(1024, 1025)
+    loaded = without_weights(lambda: torch.nn.Linear(1024, 1025))
     load_streaming(loaded, tmp_path / "large.pt")
     assert loaded.weight.untyped_storage().nbytes() == loaded.weight.nbytes
     torch.save(loaded.state_dict(), tmp_path / "again.pt")

@@ -6,7 +6,7 @@ straight into place, whatever the layout. The parent uses all but the last: a la
 inside ``write`` only.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -79,6 +79,16 @@ class TensorSlice:
                 return 0 in self.shape
             expected *= max(size, 1)
         return True
+
+
+class Slices(list[TensorSlice]):
+    """The tensors of a checkpoint, in the state dict's order.
+
+    ``metadata``: what ``torch.save`` keeps of each module's version, by the module's name, from which
+    ``load_state_dict`` tells older checkpoints; None where the layout keeps none.
+    """
+
+    metadata: Mapping[str, Mapping[str, object]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING, Any, Final
 
 from harness.checkpoint.layouts import state_pickle
 from harness.checkpoint.layouts.archive import Archive, Record, check_file
-from harness.checkpoint.layouts.base import Pieces, Progress, TensorPlan, TensorSlice
+from harness.checkpoint.layouts.base import Pieces, Progress, Slices, TensorPlan, TensorSlice
 from harness.checkpoint.layouts.dtypes import ITEM_BYTES
 from harness.checkpoint.layouts.head import AGAIN, first_bytes, shown
 from harness.checkpoint.layouts.tensor_refs import TensorRef, check_storages, flat, type_name
@@ -49,7 +49,9 @@ def read(path: Path) -> list[TensorSlice]:
         value, records = _read_value(path, file)
     tensors = flat(path, value)
     check_storages(path, tensors)
-    return [_slice(path, name, tensor, records) for name, tensor in tensors.items()]
+    slices = Slices(_slice(path, name, tensor, records) for name, tensor in tensors.items())
+    slices.metadata = getattr(value, "metadata", None)
+    return slices
 
 
 def read_one(path: Path, name: str, archive: "FileView | None" = None) -> TensorSlice:

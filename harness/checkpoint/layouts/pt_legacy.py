@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 from harness.checkpoint.layouts import state_pickle
-from harness.checkpoint.layouts.base import Pieces, Progress, TensorPlan, TensorSlice
+from harness.checkpoint.layouts.base import Pieces, Progress, Slices, TensorPlan, TensorSlice
 from harness.checkpoint.layouts.dtypes import ITEM_BYTES
 from harness.checkpoint.layouts.head import AGAIN, check_present, first_bytes, shown
 from harness.checkpoint.layouts.tensor_refs import StorageRef, TensorRef, check_storages, flat
@@ -62,7 +62,9 @@ def read(path: Path) -> list[TensorSlice]:
             starts = _storage_starts(path, file, check_storages(path, tensors), keys)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}", AGAIN) from error
-    return [slice_of(path, name, tensor, starts) for name, tensor in tensors.items()]
+    slices = Slices(slice_of(path, name, tensor, starts) for name, tensor in tensors.items())
+    slices.metadata = getattr(tensors, "metadata", None)
+    return slices
 
 
 def slice_of(path: Path, name: str, tensor: TensorRef, starts: dict[str, int]) -> TensorSlice:

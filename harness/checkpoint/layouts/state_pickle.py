@@ -175,11 +175,12 @@ class _Machine:
         self._new(tensor_refs.call(function, arguments))
 
     def _build(self) -> None:
-        """Take away what is set on the value below: the metadata of a state dict."""
-        self._pop()
-        target = self._top()
+        """Set on the value below what is said of it: the metadata of a state dict."""
+        state, target = self._pop(), self._top()
         if not isinstance(target, dict):
             raise Malformed(f"a state is given to a {tensor_refs.type_name(target)}")
+        if isinstance(target, tensor_refs.StateDict):
+            target.build(state)
 
     def _persistent(self) -> None:
         self._new(tensor_refs.storage(self._pop()))

@@ -71,6 +71,22 @@ class TensorRef:
     stride: tuple[int, ...]
 
 
+class StateDict(dict[Any, Any]):
+    """An OrderedDict of a pickle, and the ``metadata`` that torch has set on it."""
+
+    metadata: dict[str, dict[str, object]] | None = None
+
+    def build(self, state: Any) -> None:
+        """Keep, of what is set on the value, the versions of the modules."""
+        found = state.get("_metadata") if isinstance(state, dict) else None
+        if isinstance(found, dict):
+            self.metadata = {
+                name: {key: value for key, value in local.items() if isinstance(value, int | str)}
+                for name, local in found.items()
+                if isinstance(name, str) and isinstance(local, dict)
+            }
+
+
 def storage(identity: Any) -> StorageRef:
     """Return the storage that a persistent id describes.
 
@@ -129,7 +145,7 @@ def call(function: Any, arguments: Any) -> Any:
 
 def _mapping(pairs: Any = ()) -> dict[Any, Any]:
     """Return the OrderedDict of a list of pairs, as old Pythons pickled it."""
-    found: dict[Any, Any] = {}
+    found = StateDict()
     for key, value in pairs:
         put(found, key, value)
     return found
@@ -211,8 +227,6 @@ def flat(path: Path, value: Any) -> dict[str, TensorRef]:
             if isinstance(item, dict)
             else weights_alone,
         )
-    if not value:
-        raise CheckpointError(f"{path}: the state dict is empty", "save a model that has weights")
     return value
 
 

@@ -1,0 +1,67 @@
+"""Memory for what a model has on the meta device, so that it can be loaded like any other."""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def real_memory(model: torch.nn.Module, dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
+    """Give parameters and persistent buffers on the meta device CPU memory, which nobody has written.
+
+    Whoever holds one of them, such as another name or a list, holds it still, but where there are weak
+    references to it. They are on the meta device again where the block fails.
+
+    Args:
+        dtypes: of the tensors by their names; those that are not there keep their own.
+    """
+    places: dict[int, tuple[torch.Tensor, list[tuple[torch.nn.Module, str]]]] = {}
+    names: dict[int, str] = {}
+    for prefix, module in model.named_modules():
+        for leaf, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is None or not tensor.is_meta or torch.nn.parameter.is_lazy(tensor):
+                continue
+            if leaf not in module._non_persistent_buffers_set:
+                places.setdefault(id(tensor), (tensor, []))[1].append((module, leaf))
+                names.setdefault(id(tensor), f"{prefix}.{leaf}" if prefix else leaf)
+    undo: list[Callable[[], None]] = []
+    for key, (tensor, owners) in places.items():
+        real = _real(tensor, dtypes.get(names[key], tensor.dtype))
+        undo.append(_put(tensor, real, owners))
+    try:
+        yield
+    except BaseException:
+        for back in undo:
+            back()
+        raise
+
+
+def _put(
+    old: torch.Tensor, new: torch.Tensor, owners: list[tuple[torch.nn.Module, str]]
+) -> Callable[[], None]:
+    """Put a tensor in another one's places, and return what undoes it."""
+
+    def put(tensor: torch.Tensor) -> None:
+        for module, leaf in owners:
+            setattr(module, leaf, tensor)
+
+    if weakref.getweakrefs(old):  # RNNs hold their weights so, and follow what is set
+        put(new)
+        return lambda: put(old)
+    _swap(old, new)
+    return lambda: _swap(old, new)
+
+
+def _swap(one: torch.Tensor, other: torch.Tensor) -> None:
+    torch.utils.swap_tensors(one, other)  # type: ignore[no-untyped-call]
+
+
+def _real(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    data = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
+    if not isinstance(tensor, torch.nn.Parameter):
+        return data
+    real = torch.Tensor._make_subclass(type(tensor), data, tensor.requires_grad)
+    real.__dict__.update(tensor.__dict__)
+    return real
