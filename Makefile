@@ -9,6 +9,7 @@ BIN := .venv/bin
 MODEL ?= gpt2-small
 RAM ?= none
 SECONDS ?= 60
+DRAWS ?= 20000
 RUN ?= $(shell ls -td results/*/records.jsonl 2>/dev/null | head -1 | xargs -r dirname)
 BASELINE ?= baseline.yaml
 WHAT = $(if $(SUITE),--suite $(SUITE),$(if $(RESUME),--resume $(RESUME),$(MODEL) --ram $(RAM)))
@@ -16,7 +17,7 @@ OPTIONS = $(if $(OUT),--out $(OUT)) $(if $(STRATEGIES),--strategies $(STRATEGIES
           $(if $(ISOLATION),--isolation $(ISOLATION)) $(ARGS)
 
 help:  ## Say what each target does
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: .venv/ready  ## Make .venv with everything that the other targets need
 
@@ -44,6 +45,9 @@ doctor: .venv/ready  ## Say what this machine can limit and measure
 test: .venv/ready  ## Run the tests; REQUIRE=docker,cgroup,browser turns what cannot run into failures
 	$(BIN)/pytest $(if $(REQUIRE),--require $(REQUIRE)) $(ARGS)
 
+conformance: .venv/ready  ## Compare DRAWS=20000 random loads by load_streaming with torch's own
+	WEIGHIN_DRAWS=$(DRAWS) $(BIN)/pytest tests/conformance $(ARGS)
+
 test-vm: .venv/ready  ## Try limits and figures on Debian's kernel with cgroup v2, in a virtual machine
 	$(BIN)/pytest -m vm --require vm,cgroup -rP tests/vm $(ARGS)
 
@@ -69,4 +73,4 @@ clean:  ## Remove .venv and what tools have cached in this folder
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-.PHONY: help setup bench recommend floor report check pages doctor test test-vm lint fuzz clean
+.PHONY: help setup bench recommend floor report check pages doctor test conformance test-vm lint fuzz clean

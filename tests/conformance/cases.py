@@ -1,0 +1,163 @@
+"""One case of conformance: a model, a checkpoint of it, and how it is loaded; and its check."""
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from checkpoints import Checkpoint, State, checkpoints, make
+from hypothesis import strategies as st
+from modules import Recipe, leaves, recipes
+from reference import differences, outcome, output_differences, torch_leaves
+from standard import STANDARD
+from tensors import FLOATS
+from torch import nn
+
+from harness.checkpoint.streaming import Granularity, load_streaming
+from harness.errors import CheckpointError
+
+SEED = 5
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is loaded from what, and how."""
+
+    recipe: Recipe
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    dtype: str | None = None
+    built: bool = False
+    granularity: Granularity = "all"
+    threads: int | None = None
+
+    @property
+    def converts(self) -> bool:
+        """Whether floating-point values may pass from one dtype to another."""
+        return bool(self.dtype or self.checkpoint.dtype) or self.checkpoint.damage == "type"
+
+
+class Refusal(NamedTuple):
+    """A reason for which what torch loads may be refused, and when it can be the reason."""
+
+    message: str
+    why: str
+    holds: Callable[[State], bool]
+
+
+def _holds_more_than_tensors(state: State) -> bool:
+    return not all(isinstance(value, torch.Tensor) for value in state.values())
+
+
+REFUSALS = (
+    Refusal(
+        r"the state dict is empty",
+        "a checkpoint without a tensor is a mistake far oftener than a model without one",
+        lambda state: not state,
+    ),
+    Refusal(
+        r"not a flat state dict|holds more than tensors",
+        "a file is read without executing it: extra state that is no tensor would need a pickle",
+        _holds_more_than_tensors,
+    ),
+)
+
+REFUSED: Counter[str] = Counter()
+"""How often torch's load was refused, by reason; "" counts those that were not."""
+
+
+def cases() -> st.SearchStrategy[Case]:
+    """Draw a case."""
+    return st.builds(
+        Case,
+        recipe=recipes(),
+        checkpoint=checkpoints(),
+        dtype=st.sampled_from((None, None, None, *FLOATS)),
+        built=st.booleans(),
+        granularity=st.sampled_from(("all", "all", "module", "tensor")),
+        threads=st.sampled_from((None, 1, 2)),
+    )
+
+
+def check(case: Case, folder: Path) -> None:
+    """Assert that load_streaming does with a case what torch does, or refuses it for a good reason."""
+    path, state = make(case.recipe, case.checkpoint, folder)
+    wanted, raised = _as_torch(case, state)
+    source, foreign = _source(case)
+    dtype = getattr(torch, case.dtype) if case.dtype else None
+    try:
+        model = load_streaming(
+            source, path, dtype=dtype, granularity=case.granularity, threads=case.threads
+        )
+    except CheckpointError as error:
+        assert error.message
+        assert error.repair, error.message
+        _assert_unchanged(case, source, foreign)
+        if raised is None:
+            _count_refusal(error, state)
+        return
+    assert raised is None, f"loaded what torch refuses: {raised}"
+    REFUSED[""] += 1
+    assert source is model or not case.built, "returned another model"
+    found = _together(model, foreign)
+    lines = differences(found, wanted, nan_bits=not case.converts)
+    lines += output_differences(_outputs(case, found), _outputs(case, wanted))
+    assert not lines, "\n".join(lines)
+
+
+def _as_torch(case: Case, state: State) -> tuple[nn.Module, Exception | None]:
+    """Return the model, with the foreign one, as torch leaves it, or what torch raised."""
+    torch.manual_seed(SEED)
+    build, foreign = case.recipe.prepare()
+    model = build()
+    try:
+        torch_leaves(model, state, getattr(torch, case.dtype) if case.dtype else None)
+    except Exception as error:
+        return model, error
+    return _together(model, foreign), None
+
+
+def _source(case: Case) -> tuple[nn.Module | Callable[[], nn.Module], nn.Module]:
+    torch.manual_seed(SEED)
+    build, foreign = case.recipe.prepare()
+    return (build() if case.built else build), foreign
+
+
+def _together(model: nn.Module, foreign: nn.Module) -> nn.Module:
+    return nn.ModuleDict({"model": model, "foreign": foreign})
+
+
+def _assert_unchanged(case: Case, source: Any, foreign: nn.Module) -> None:
+    torch.manual_seed(SEED)
+    build, other = case.recipe.prepare()
+    if not case.built and not differences(foreign, other):  # nothing was built
+        return
+    model = build()
+    if case.built:
+        lines = differences(_together(source, foreign), _together(model, other), tensors_only=True)
+    else:
+        lines = differences(foreign, other, tensors_only=True)
+    assert not lines, "refused, but changed:\n" + "\n".join(lines)
+
+
+def _count_refusal(error: CheckpointError, state: State) -> None:
+    for refusal in REFUSALS:
+        if re.search(refusal.message, error.message) and refusal.holds(state):
+            REFUSED[refusal.why] += 1
+            return
+    raise AssertionError(f"refused what torch loads: {error}") from error
+
+
+def _outputs(case: Case, both: nn.Module) -> dict[str, Any]:
+    """Return what the modules return that know what they are called with."""
+    outputs = {}
+    for path, leaf in leaves(case.recipe.root):
+        inputs = STANDARD.get(leaf.kind, (None, None))[1]
+        module = both["model"].get_submodule(path)  # type: ignore[operator]
+        if inputs is not None:
+            kind = next((one.dtype for one in module.parameters() if one.is_floating_point()), None)
+            given = [one.to(kind) if one.is_floating_point() else one for one in inputs(leaf.size)]
+            outputs[path] = outcome(lambda module=module, given=given: module(*given))
+    return outputs

@@ -1,0 +1,187 @@
+"""Checkpoints of a model: values of their own, any format, dtype and storage, whole or damaged."""
+
+import shutil
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from modules import Recipe, leaves
+from standard import STANDARD
+from tensors import FLOATS, fill
+from torch import nn
+
+from harness import page_cache
+from harness.checkpoint import layouts
+from harness.checkpoint.layouts.base import TensorPlan
+from harness.checkpoint.piecewise import pieces_of
+
+State = dict[str, Any]
+
+PT = ("pt", "pt_legacy")
+STORAGES = ("as they are", "apart", "gaps", "expanded", "one storage")
+DAMAGES = ("missing", "unexpected", "misshapen", "empty", "prefixed", "old batch norm", "type")
+_SAFETENSORS = {"safetensors", "sharded"}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """How a checkpoint is made. ``dtype`` is of all floating-point tensors; None keeps their own."""
+
+    fmt: str = "pt"
+    seed: int = 1
+    dtype: str | None = None
+    storage: str = "as they are"
+    specials: bool = False
+    metadata: bool = True
+    damage: str | None = None
+    cold: bool = False
+
+
+def checkpoints() -> st.SearchStrategy[Checkpoint]:
+    """Draw how a checkpoint is made: most in torch's own formats, some damaged, few cold."""
+    return st.builds(
+        Checkpoint,
+        fmt=st.sampled_from(("pt", "pt", "pt", "pt_legacy", "safetensors", *layouts.NAMES)),
+        seed=st.integers(1, 100),
+        dtype=st.sampled_from((None, None, None, *FLOATS)),
+        storage=st.sampled_from((*STORAGES, "as they are", "apart")),
+        specials=st.booleans(),
+        metadata=st.sampled_from((True, True, True, False)),
+        damage=st.sampled_from((*[None] * 20, *DAMAGES)),
+        cold=st.sampled_from((*[False] * 9, True)),
+    )
+
+
+def make(recipe: Recipe, how: Checkpoint, folder: Path) -> tuple[Path, State]:
+    """Write a checkpoint of a model into a folder; return its path and the state dict to load.
+
+    Where torch reads the file, that is what it reads; of other formats, a plain dict of the tensors.
+    """
+    state = _state(recipe, how)
+    fmt = how.fmt if _holds(how.fmt, state) else "pt"
+    path = folder / f"model{layouts.named(fmt).SUFFIX}"
+    _remove(path)
+    if fmt in PT:
+        torch.save(state, path, _use_new_zipfile_serialization=fmt == "pt")
+        state = torch.load(path, weights_only=True)
+    else:
+        layouts.named(fmt).write(
+            path, _plans(state), lambda name: pieces_of(_contiguous(state[name]))
+        )
+        state = {name: _contiguous(tensor) for name, tensor in state.items()}
+    if how.cold:
+        page_cache.drop(layouts.files(path))
+    return path, state
+
+
+def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _state(recipe: Recipe, how: Checkpoint) -> State:
+    """Return the state dict of another instance with values of its own."""
+    torch.manual_seed(how.seed)
+    build, _foreign = recipe.prepare()
+    model = build()
+    materialise(model, recipe)
+    generator = torch.Generator().manual_seed(how.seed)
+    own = model.state_dict()
+    with torch.no_grad():
+        for tensor in own.values():
+            if isinstance(tensor, torch.Tensor):
+                fill(tensor, generator, specials=how.specials)
+    state: State = OrderedDict(own)
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            state[key] = _cast(value.detach(), how.dtype)
+    state = _damaged(_stored(state, how.storage, generator, how.specials), how.damage)
+    if how.metadata and how.damage != "old batch norm":
+        state._metadata = own._metadata
+    return state
+
+
+def materialise(model: nn.Module, recipe: Recipe) -> None:
+    """Give lazy modules their parameters, by calling them."""
+    for path, leaf in leaves(recipe.root):
+        if leaf.kind.startswith("Lazy"):
+            inputs = STANDARD[leaf.kind][1]
+            assert inputs is not None
+            model.get_submodule(path)(*inputs(leaf.size))
+
+
+def _cast(tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:
+    return tensor.to(getattr(torch, dtype)) if dtype and tensor.is_floating_point() else tensor
+
+
+def _stored(state: State, storage: str, generator: torch.Generator, specials: bool) -> State:
+    """Return the tensors in storages of another kind; "apart" gives tied names values of their own."""
+    if storage == "as they are":
+        return state
+    flats: dict[torch.dtype, torch.Tensor] = {}
+    for key, tensor in state.items():
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        size = tensor.numel()
+        if storage == "gaps" and tensor.dim():
+            new = tensor.new_zeros((*tensor.shape, 2))[..., 1].copy_(tensor)
+        elif storage == "expanded" and size:
+            new = tensor.reshape(-1)[:1].clone().reshape([1] * tensor.dim()).expand(tensor.shape)
+        elif storage == "one storage" and size < 100:
+            flat = flats.setdefault(tensor.dtype, torch.zeros(400, dtype=tensor.dtype))
+            start = sum(key.encode()) * 7 % 300  # overlaps some; no hash: the same in every process
+            new = flat[start : start + size].view(tensor.shape).copy_(tensor)
+        else:
+            new = tensor.clone()
+            fill(new, generator, specials=specials)
+        state[key] = new
+    return state
+
+
+def _damaged(state: State, damage: str | None) -> State:
+    keys = list(state)
+    if damage == "empty":
+        return OrderedDict()
+    if damage == "prefixed":
+        return OrderedDict((f"module.{key}", value) for key, value in state.items())
+    if damage == "old batch norm":
+        return OrderedDict(item for item in state.items() if "num_batches" not in item[0])
+    if damage == "unexpected":
+        state["extra.weight"] = torch.ones(2)
+    elif damage == "missing" and keys:
+        del state[keys[len(keys) // 2]]
+    elif damage == "misshapen" and keys and isinstance(state[keys[-1]], torch.Tensor):
+        state[keys[-1]] = torch.ones(*state[keys[-1]].shape, 2, 3)
+    elif damage == "type" and keys and isinstance(state[keys[0]], torch.Tensor):
+        state[keys[0]] = torch.ones(state[keys[0]].shape, dtype=torch.int32)
+    return state
+
+
+def _holds(fmt: str, state: State) -> bool:
+    """Tell whether a format can hold a state dict: those that are not torch's hold tensors alone."""
+    if fmt == "pt_legacy":  # torch cannot load float8 from it
+        return not any("float8" in str(getattr(value, "dtype", "")) for value in state.values())
+    if fmt == "pt":
+        return True
+    if not state or not all(isinstance(value, torch.Tensor) for value in state.values()):
+        return False
+    return not (fmt in _SAFETENSORS and any(value.is_complex() for value in state.values()))
+
+
+def _plans(state: State) -> list[TensorPlan]:
+    firsts: dict[tuple[Any, ...], str] = {}
+    plans = []
+    for name, tensor in state.items():
+        place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+        first = firsts.setdefault(place, name) if tensor.numel() else name
+        plan = TensorPlan(name, tuple(tensor.shape), tensor.dtype)
+        plans.append(plan if first == name else replace(plan, shared_with=first))
+    return plans
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)

@@ -1,0 +1,26 @@
+"""torch's warnings that drawn modules cause, and the count of refusals after the tests."""
+
+import pytest
+from cases import REFUSED
+
+_WARNINGS = (
+    "Lazy modules are a new feature under heavy development",
+    "`torch.nn.utils.weight_norm` is deprecated",
+    "Casting complex values to real discards the imaginary part",
+    "Initializing zero-element tensors is a no-op",
+    "LSTM with projections is not supported with oneDNN",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "conformance" in item.path.parts:
+            for message in _WARNINGS:
+                item.add_marker(pytest.mark.filterwarnings(f"ignore:{message}"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if REFUSED:
+        terminalreporter.section("loads that torch does")
+        for why, count in REFUSED.most_common():
+            terminalreporter.line(f"{count:,} {f'refused: {why}' if why else 'compared'}")

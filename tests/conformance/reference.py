@@ -1,0 +1,232 @@
+"""The model that torch's own load_state_dict leaves, and how another one differs from it."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from sharing import Place, overlaps, same_objects
+from torch import nn
+
+_OF_EVERY_MODULE = vars(nn.Module()).keys()
+
+
+def torch_leaves(
+    model: nn.Module, state: Mapping[str, Any], dtype: torch.dtype | None
+) -> nn.Module:
+    """Return a model, really built, as torch fills it; raises what torch raises."""
+    model.load_state_dict(state, strict=True)
+    return model if dtype is None else model.to(dtype)
+
+
+def differences(
+    model: nn.Module, reference: nn.Module, *, nan_bits: bool = True, tensors_only: bool = False
+) -> list[str]:
+    """Return in what a model differs from the reference, one line each; empty where in nothing.
+
+    Args:
+        nan_bits: whether two NaN with different bits differ.
+        tensors_only: whether counters and other plain values may differ.
+    """
+    found, wanted = list(_values(model)), list(_values(reference))
+    if tensors_only:
+        found, wanted = _tensors(found), _tensors(wanted)
+    lines = [*_module_differences(model, reference)]
+    if [path for path, _ in found] != [path for path, _ in wanted]:
+        lost = {path for path, _ in wanted} - {path for path, _ in found}
+        more = {path for path, _ in found} - {path for path, _ in wanted}
+        return [*lines, f"places: lost {sorted(lost)}, more {sorted(more)}, or in another order"]
+    for (path, one), (_, other) in zip(found, wanted, strict=True):
+        lines += [f"{path}: {what}" for what in _value_differences(one, other, nan_bits)]
+    mine, theirs = _tensors(found), _tensors(wanted)
+    if [path for path, _ in mine] != [path for path, _ in theirs]:
+        return lines
+    lines += _set_differences("the same object", same_objects(mine), same_objects(theirs))
+    lines += _set_differences("memory", overlaps(mine), overlaps(theirs))
+    lines += [f"gradient of {line}" for line in _gradients(mine, theirs, nan_bits)]
+    return lines
+
+
+def outcome(run: Callable[[], Any]) -> Any:
+    """Return what a function returns, or the type of what it raises: for a forward pass."""
+    torch.manual_seed(7)
+    try:
+        return run()
+    except Exception as error:
+        return type(error)
+
+
+def output_differences(found: Any, wanted: Any) -> list[str]:
+    """Return in what two results of a forward pass differ; by more than a kernel's rounding.
+
+    Which kernel computes them depends on where the weights lie.
+    """
+    mine, theirs = list(_inside("output", found)), list(_inside("output", wanted))
+    if [path for path, _ in mine] != [path for path, _ in theirs]:
+        return [f"output: {found!r}, not {wanted!r}"]
+    return [
+        f"{path}: {one!r}, not {other!r}"
+        for (path, one), (_, other) in zip(mine, theirs, strict=True)
+        if not _close(one, other)
+    ]
+
+
+def _close(one: Any, other: Any) -> bool:
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return repr(one) == repr(other)
+    if (one.dtype, one.shape, one.requires_grad) != (other.dtype, other.shape, other.requires_grad):
+        return False
+    most = {2: 0.05, 1: 1.0}.get(one.itemsize, 1e-4)
+    mine, theirs = one.detach().double(), other.detach().double()
+    return torch.allclose(mine, theirs, rtol=most, atol=most, equal_nan=True)
+
+
+def _module_differences(model: nn.Module, reference: nn.Module) -> Iterator[str]:
+    mine = dict(model.named_modules(remove_duplicate=False))
+    theirs = dict(reference.named_modules(remove_duplicate=False))
+    if list(mine) != list(theirs):
+        yield f"modules: {list(mine)}, not {list(theirs)}"
+        return
+    first: dict[int, str] = {}
+    twin: dict[int, str] = {}
+    for name, wanted in theirs.items():
+        found = mine[name]
+        if first.setdefault(id(wanted), name) != twin.setdefault(id(found), name):
+            yield f"module {name!r}: shared otherwise"
+        if _name(type(found)) != _name(type(wanted)):  # parametrisations make a class each time
+            yield f"module {name!r}: a {_name(type(found))}, not a {_name(type(wanted))}"
+        if found.training != wanted.training:
+            yield f"module {name!r}: training is {found.training}"
+        if found._non_persistent_buffers_set != wanted._non_persistent_buffers_set:
+            yield f"module {name!r}: other non-persistent buffers"
+        for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
+            if len(getattr(found, kind)) != len(getattr(wanted, kind)):
+                yield f"module {name!r}: other {kind}"
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _values(root: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield all that modules hold, with its path: parameters, buffers, plain attributes."""
+    for name, module in root.named_modules(remove_duplicate=False):
+        for kind in ("_parameters", "_buffers"):
+            for leaf, value in getattr(module, kind).items():
+                yield f"{name}{kind}[{leaf}]", value
+        for leaf, value in vars(module).items():
+            if leaf not in _OF_EVERY_MODULE:
+                yield from _inside(f"{name}.{leaf}", value)
+    for key, value in _state(root):
+        yield from _inside(f"state_dict()[{key!r}]", value)
+
+
+def _state(root: nn.Module) -> Iterator[tuple[str, Any]]:
+    try:
+        state = root.state_dict(keep_vars=True)
+    except Exception as error:  # a lazy module's hooks, for one
+        yield "", type(error).__name__
+        return
+    yield from state.items()
+    yield "_metadata", getattr(state, "_metadata", None)
+
+
+def _inside(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, list | tuple):
+        for number, one in enumerate(value):
+            yield from _inside(f"{path}[{number}]", one)
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _inside(f"{path}[{key!r}]", one)
+    elif isinstance(value, torch.Tensor | int | float | complex | str | type(None) | type):
+        yield path, value
+    elif not isinstance(value, nn.Module) and not callable(value):
+        yield path, type(value).__name__
+
+
+def _tensors(values: list[tuple[str, Any]]) -> list[Place]:
+    return [
+        (path, value)
+        for path, value in values
+        if isinstance(value, torch.Tensor) and not nn.parameter.is_lazy(value)
+    ]
+
+
+def _value_differences(one: Any, other: Any, nan_bits: bool) -> Iterator[str]:
+    if type(one) is not type(other):
+        yield f"a {type(one).__name__}, not a {type(other).__name__}"
+    elif not isinstance(other, torch.Tensor):
+        if repr(one) != repr(other):  # NaN equals itself there
+            yield f"{one!r}, not {other!r}"
+    elif not nn.parameter.is_lazy(other):
+        for what in ("dtype", "device", "shape", "requires_grad", "is_leaf"):
+            if getattr(one, what) != getattr(other, what):
+                yield f"{what} is {getattr(one, what)}, not {getattr(other, what)}"
+        if one.stride() != other.stride():
+            yield f"stride is {one.stride()}, not {other.stride()}"
+        yield from _attribute_differences(one, other, nan_bits)
+        if (one.shape, one.dtype) == (other.shape, other.dtype):
+            if one.is_meta:
+                yield "is on the meta device"
+            elif not same_bytes(one, other, nan_bits=nan_bits):
+                yield "other values"
+
+
+def _attribute_differences(one: torch.Tensor, other: torch.Tensor, nan_bits: bool) -> Iterator[str]:
+    mine, theirs = list(_inside("", vars(one))), list(_inside("", vars(other)))
+    if [path for path, _ in mine] != [path for path, _ in theirs]:
+        yield f"attributes are {sorted(vars(one))}, not {sorted(vars(other))}"
+        return
+    for (path, value), (_, wanted) in zip(mine, theirs, strict=True):
+        yield from (f"{path}: {what}" for what in _value_differences(value, wanted, nan_bits))
+
+
+def same_bytes(one: torch.Tensor, other: torch.Tensor, *, nan_bits: bool = True) -> bool:
+    """Tell whether two tensors of one shape and dtype have the same bytes."""
+    mine, theirs = (_flat(each).view(torch.uint8) for each in (one, other))
+    if torch.equal(mine, theirs):
+        return True
+    kind = {torch.complex64: torch.float32, torch.complex128: torch.float64}.get(
+        other.dtype, other.dtype
+    )
+    if nan_bits or not kind.is_floating_point:
+        return False
+    size = kind.itemsize
+    equal = (mine.view(-1, size) == theirs.view(-1, size)).all(1)
+    nan = mine.view(kind).double().isnan() & theirs.view(kind).double().isnan()
+    return bool((equal | nan).all())
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return (
+        tensor.detach()
+        .resolve_conj()
+        .resolve_neg()
+        .clone(memory_format=torch.contiguous_format)
+        .reshape(-1)
+    )
+
+
+def _set_differences(what: str, found: set[Any], wanted: set[Any]) -> list[str]:
+    return [f"{what} is shared no more by {one}" for one in sorted(wanted - found)] + [
+        f"{what} is shared now by {one}" for one in sorted(found - wanted)
+    ]
+
+
+def _gradients(mine: list[Place], theirs: list[Place], nan_bits: bool) -> Iterator[str]:
+    """Yield whose gradient differs after one backward pass: hooks on parameters change it."""
+    for (path, one), (_, other) in zip(mine, theirs, strict=True):
+        if one.shape != other.shape or one.dtype != other.dtype or one.is_meta:
+            continue
+        for what in _value_differences(_gradient(one), _gradient(other), nan_bits):
+            yield f"{path}: {what}"
+
+
+def _gradient(tensor: torch.Tensor) -> Any:
+    """Return the gradient that a parameter accumulates, which its hooks may change, or an error's type."""
+    if not (tensor.requires_grad and tensor.is_leaf):
+        return None
+    kept, tensor.grad = tensor.grad, None
+    weights = torch.arange(1.0, tensor.numel() + 1).reshape(tensor.shape).to(tensor.dtype)
+    raised = outcome(lambda: tensor.backward(weights))
+    gradient, tensor.grad = tensor.grad, kept
+    return raised or gradient

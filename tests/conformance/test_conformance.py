@@ -1,0 +1,32 @@
+"""For any module and any checkpoint: load_streaming leaves what torch's load_state_dict leaves.
+
+Random cases, 300 or as many as WEIGHIN_DRAWS says (`make conformance DRAWS=20000`); test_known_hard.py
+names the hard ones.
+"""
+
+import os
+from pathlib import Path
+
+from cases import Case, cases, check
+from hypothesis import HealthCheck, example, given, settings
+from known import KNOWN
+
+DRAWS = int(
+    os.environ.get("WEIGHIN_DRAWS") or {"ci": 2000}.get(settings.get_current_profile_name(), 300)
+)
+
+
+@settings(
+    max_examples=DRAWS,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[
+        HealthCheck.too_slow,
+        HealthCheck.function_scoped_fixture,  # each draw writes its checkpoint anew
+    ],
+)
+@given(case=cases())
+@example(case=KNOWN["views at offsets of a flat tensor"])
+@example(case=KNOWN["tied names with different values: the last one wins"])
+def test_loads_leave_the_model_that_torch_leaves(case: Case, disk: Path) -> None:
+    check(case, disk)

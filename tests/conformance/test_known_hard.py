@@ -1,0 +1,46 @@
+"""What is known to be hard, each as a test of its own: for a builder, and for a built model."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from cases import Case, check
+from checkpoints import make
+from known import KNOWN
+
+from harness.checkpoint import layouts
+from harness.checkpoint.streaming import load_streaming
+
+
+@pytest.mark.parametrize("built", [False, True], ids=["builder", "built"])
+@pytest.mark.parametrize("behaviour", KNOWN)
+def test_it_loads_as_torch_does(behaviour: str, built: bool, disk: Path) -> None:
+    check(replace(KNOWN[behaviour], built=built), disk)
+
+
+@pytest.mark.parametrize("fmt", layouts.NAMES)
+@pytest.mark.parametrize("behaviour", ["position tables", "GRU", "two parameters over one memory"])
+def test_it_loads_as_torch_does_from_every_format(fmt: str, behaviour: str, disk: Path) -> None:
+    case = KNOWN[behaviour]
+    check(replace(case, checkpoint=replace(case.checkpoint, fmt=fmt)), disk)
+
+
+def test_batch_norm_needs_its_count_where_the_checkpoint_has_metadata(disk: Path) -> None:
+    case = KNOWN["batch norm of an old checkpoint"]
+    path, state = make(case.recipe, replace(case.checkpoint, damage=None), disk)
+    metadata = state._metadata
+    state = type(state)(item for item in state.items() if "num_batches" not in item[0])
+    state._metadata = metadata
+    torch.save(state, path)
+    assert_refused_as_by_torch(case, path)
+
+
+def assert_refused_as_by_torch(case: Case, path: Path) -> None:
+    from harness.errors import CheckpointError
+
+    model = case.recipe.prepare()[0]()
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.load_state_dict(torch.load(path, weights_only=True))
+    with pytest.raises(CheckpointError, match="num_batches_tracked"):
+        load_streaming(model, path)

@@ -1,0 +1,162 @@
+"""The comparison itself: it finds each planted difference, and none between two equal models."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from cases import SEED, Case, cases
+from checkpoints import make
+from hypothesis import HealthCheck, given, settings
+from known import KNOWN
+from reference import differences, output_differences, same_bytes, torch_leaves
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.last = nn.Linear(3, 3, bias=False)
+        self.last.weight = self.first.weight
+        self.register_buffer("table", torch.arange(6.0).view(2, 3), persistent=False)
+        self.register_buffer("row", self.table[1])
+        self.plain = torch.ones(2)
+        self.kept = [self.first.bias]
+        self.first.bias.axis = 1
+        self.first.bias.register_hook(lambda gradient: gradient * 2)
+        self.number = 1.5
+
+
+def _wrong_byte(model: Model) -> None:
+    model.first.weight.data.view(torch.uint8)[2, 7] ^= 1
+
+
+def _lost_tie(model: Model) -> None:
+    model.last.weight = nn.Parameter(model.first.weight.detach().clone())
+
+
+def _lost_object(model: Model) -> None:
+    model.last.weight = nn.Parameter(model.first.weight.detach())
+
+
+def _new_tie(model: Model) -> None:
+    model.plain = model.table[0, :2].fill_(1)
+
+
+def _other_stride(model: Model) -> None:
+    model.table.data = model.table.t().contiguous().t()
+
+
+def _lost_hook(model: Model) -> None:
+    new = nn.Parameter(model.first.bias.detach())
+    new.axis = 1
+    model.first.bias, model.kept = new, [new]
+
+
+def _lost_attribute(model: Model) -> None:
+    del model.first.bias.axis
+
+
+def _other_place(model: Model) -> None:
+    model.row = model.table.view(-1)[2:5]
+    model.row[0] = 3
+
+
+def _replaced_in_list(model: Model) -> None:
+    model.kept = [model.first.bias.detach().clone().requires_grad_()]
+
+
+PLANTED: dict[str, tuple[Callable[[Model], object], str]] = {
+    "wrong byte": (_wrong_byte, "other values"),
+    "lost tie": (_lost_tie, "same object is shared no more"),
+    "same memory, other object": (_lost_object, "same object is shared no more"),
+    "new tie": (_new_tie, "memory is shared now"),
+    "lost buffer": (lambda model: model._buffers.pop("table"), "lost .*table"),
+    "buffer became persistent": (
+        lambda model: model._non_persistent_buffers_set.clear(),
+        "non-persistent",
+    ),
+    "buffer became None": (lambda model: setattr(model, "table", None), "NoneType"),
+    "other stride": (_other_stride, "stride is"),
+    "requires_grad": (lambda model: model.first.bias.requires_grad_(False), "requires_grad is"),
+    "dtype": (lambda model: model.to(torch.float64), "dtype is"),
+    "meta device": (lambda model: setattr(model, "plain", torch.ones(2, device="meta")), "meta"),
+    "other class of parameter": (
+        lambda model: setattr(model, "row", nn.Parameter(model.row)),
+        "lost .*row",
+    ),
+    "lost gradient hook": (_lost_hook, "gradient of"),
+    "lost attribute": (_lost_attribute, "attributes are"),
+    "plain tensor": (lambda model: model.plain.add_(1), "plain: other values"),
+    "plain number": (lambda model: setattr(model, "number", 2.5), "2.5, not 1.5"),
+    "view of another place": (_other_place, "memory is shared no more"),
+    "list holds another object": (_replaced_in_list, "same object is shared no more"),
+    "training": (lambda model: model.first.eval(), "training is False"),
+    "negative zero": (lambda model: model.table[0].neg_().abs_().neg_(), "other values"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_difference_is_found(name: str) -> None:
+    torch.manual_seed(0)
+    model = Model()
+    torch.manual_seed(0)
+    reference = Model()
+    assert differences(model, reference) == []
+    plant, line = PLANTED[name]
+    with torch.no_grad():
+        plant(model)
+    found = differences(model, reference)
+    assert any(re.search(line, one) for one in found), found
+
+
+def test_nan_equals_itself_and_its_bits_count_where_nothing_is_converted() -> None:
+    one = torch.tensor([float("nan"), 1.0])
+    assert same_bytes(one, one.clone())
+    other = one.clone()
+    other.view(torch.int32)[0] |= 1
+    assert not same_bytes(one, other)
+    assert same_bytes(one, other, nan_bits=False)
+    assert not same_bytes(one, torch.tensor([1.0, float("nan")]), nan_bits=False)
+
+
+def test_another_output_is_found() -> None:
+    assert not output_differences({"a": torch.ones(2)}, {"a": torch.ones(2)})
+    assert output_differences({"a": torch.ones(2)}, {"a": torch.tensor([1.0, 1.1])})
+    assert output_differences({"a": torch.ones(2)}, {"a": RuntimeError})
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(case=cases())
+def test_torch_differs_from_itself_in_no_drawn_case(case: Case, disk: Path) -> None:
+    _, state = make(case.recipe, case.checkpoint, disk)
+    dtype = getattr(torch, case.dtype) if case.dtype else None
+    models = []
+    for _ in range(2):
+        torch.manual_seed(SEED)
+        model = case.recipe.prepare()[0]()
+        try:
+            models.append(torch_leaves(model, state, dtype))
+        except Exception as error:
+            models.append(error)
+    one, other = models
+    assert type(one) is type(other) or isinstance(one, nn.Module)
+    if isinstance(one, nn.Module):
+        assert differences(one, other, nan_bits=not case.converts) == []
+
+
+@pytest.mark.parametrize("behaviour", [name for name in KNOWN if "torch refuses" in name])
+def test_torch_refuses_what_the_names_of_known_cases_say(behaviour: str, disk: Path) -> None:
+    case = KNOWN[behaviour]
+    _, state = make(case.recipe, case.checkpoint, disk)
+    with pytest.raises(RuntimeError):
+        torch_leaves(case.recipe.prepare()[0](), state, None)
+
+
+@pytest.mark.parametrize("behaviour", [name for name in KNOWN if "refuse" not in name])
+def test_torch_loads_all_other_known_cases(behaviour: str, disk: Path) -> None:
+    case = KNOWN[behaviour]
+    _, state = make(case.recipe, case.checkpoint, disk)
+    torch_leaves(case.recipe.prepare()[0](), state, None)
