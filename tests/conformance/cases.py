@@ -11,7 +11,7 @@ import torch
 from checkpoints import Checkpoint, State, checkpoints, make
 from hypothesis import strategies as st
 from modules import Recipe, leaves, recipes
-from reference import differences, outcome, output_differences, torch_leaves
+from reference import differences, outcome, output_differences, seed, torch_leaves
 from standard import STANDARD
 from tensors import FLOATS
 from torch import nn
@@ -81,16 +81,14 @@ def cases() -> st.SearchStrategy[Case]:
     )
 
 
-def check(case: Case, folder: Path) -> None:
-    """Assert that load_streaming does with a case what torch does, or refuses it for a good reason."""
+def check(case: Case, folder: Path, load: Callable[..., nn.Module] = load_streaming) -> None:
+    """Assert that a loader does with a case what torch does, or refuses it for a good reason."""
     path, state = make(case.recipe, case.checkpoint, folder)
     wanted, raised = _as_torch(case, state)
     source, foreign = _source(case)
     dtype = getattr(torch, case.dtype) if case.dtype else None
     try:
-        model = load_streaming(
-            source, path, dtype=dtype, granularity=case.granularity, threads=case.threads
-        )
+        model = load(source, path, dtype=dtype, granularity=case.granularity, threads=case.threads)
     except CheckpointError as error:
         assert error.message
         assert error.repair, error.message
@@ -109,7 +107,7 @@ def check(case: Case, folder: Path) -> None:
 
 def _as_torch(case: Case, state: State) -> tuple[nn.Module, Exception | None]:
     """Return the model, with the foreign one, as torch leaves it, or what torch raised."""
-    torch.manual_seed(SEED)
+    seed(SEED)
     build, foreign = case.recipe.prepare()
     model = build()
     try:
@@ -120,7 +118,7 @@ def _as_torch(case: Case, state: State) -> tuple[nn.Module, Exception | None]:
 
 
 def _source(case: Case) -> tuple[nn.Module | Callable[[], nn.Module], nn.Module]:
-    torch.manual_seed(SEED)
+    seed(SEED)
     build, foreign = case.recipe.prepare()
     return (build() if case.built else build), foreign
 
@@ -130,7 +128,7 @@ def _together(model: nn.Module, foreign: nn.Module) -> nn.Module:
 
 
 def _assert_unchanged(case: Case, source: Any, foreign: nn.Module) -> None:
-    torch.manual_seed(SEED)
+    seed(SEED)
     build, other = case.recipe.prepare()
     if not case.built and not differences(foreign, other):  # nothing was built
         return
@@ -159,5 +157,6 @@ def _outputs(case: Case, both: nn.Module) -> dict[str, Any]:
         if inputs is not None:
             kind = next((one.dtype for one in module.parameters() if one.is_floating_point()), None)
             given = [one.to(kind) if one.is_floating_point() else one for one in inputs(leaf.size)]
+            seed(SEED)  # of dropout
             outputs[path] = outcome(lambda module=module, given=given: module(*given))
     return outputs

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from modules import Recipe, leaves
+from reference import seed
 from standard import STANDARD
 from tensors import FLOATS, fill
 from torch import nn
@@ -83,7 +84,7 @@ def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
 
 def _state(recipe: Recipe, how: Checkpoint) -> State:
     """Return the state dict of another instance with values of its own."""
-    torch.manual_seed(how.seed)
+    seed(how.seed)
     build, _foreign = recipe.prepare()
     model = build()
     materialise(model, recipe)

@@ -101,7 +101,7 @@ def tensor_recipes() -> st.SearchStrategy[TensorRecipe]:
     """Draw the recipe of one tensor."""
     return st.builds(
         TensorRecipe,
-        role=st.sampled_from(("parameter", "buffer", "temporary", "plain")),
+        role=st.sampled_from(("parameter", "buffer", "parameter", "buffer", "temporary", "plain")),
         shape=st.sampled_from(SHAPES),
         dtype=st.sampled_from(("float32", *DTYPES)),
         layout=st.one_of(st.sampled_from(LAYOUTS[:-1]), st.sampled_from(LAYOUTS)),
