@@ -12,7 +12,7 @@ pages in the cache are mapped, and so in the RSS: up to 400 MiB for each thread.
 import gc
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final, Literal
@@ -96,8 +96,10 @@ def load_streaming(
         _refuse_meta(model, path)
     place = _Placer(model, log, device, dtype)
     loads.sort(key=lambda load: _position(load.promise))
-    for batch in _batches(loads, granularity):
-        fills = list(place.all(batch))
+    batches = _batches(loads, granularity)
+    del loads
+    while batches:
+        fills = list(place.all(batches.pop(0)))
         building.give_back_heap()
         with filling.being_filled(fills, threads):
             pass
@@ -140,11 +142,16 @@ class _Placer:
         self._tensors: dict[int, list[torch.Tensor]] = {}
         for one in _tensors(model):
             self._tensors.setdefault(_storage(one), []).append(one)
+        self._buffers = {
+            id(one): (module, leaf)
+            for module in model.modules()
+            for leaf, one in module._buffers.items()
+        }
         self._left_to_modules = {
             id(one) for module in model.modules() if _converts(module) for one in _tensors(module)
         }
 
-    def all(self, loads: Sequence[Load]) -> Iterator[Fillable]:
+    def all(self, loads: list[Load]) -> Iterator[Fillable]:
         """Yield what is to be filled; what cannot be read piece by piece is read at once."""
         needs: list[Need] = []
         for load in loads:
@@ -155,6 +162,7 @@ class _Placer:
                 needs.append(need)
             else:
                 yield Fill(source, load.target)
+        loads.clear()  # with them goes the memory that tensors had
         yield from provide(needs)
 
     def _need(self, load: Load, source: TensorSlice) -> Need | None:
@@ -179,6 +187,9 @@ class _Placer:
         exact = not converted_twice or (source.dtype, target.dtype) in _EXACT
         if not (exact and self._device.type in {"cpu", "cuda"} and _is_whole(tensor, target)):
             return None
+        if not stays and id(tensor) in self._buffers:
+            module, leaf = self._buffers[id(tensor)]
+            tensor = module._buffers[leaf] = target  # torch makes a new one, too
         return Need(source, tensor, kind, self._device)
 
     def _final_dtype(self, tensor: torch.Tensor) -> torch.dtype:
@@ -208,15 +219,14 @@ def _position(source: TensorSlice) -> tuple[str, int]:
     return str(source.file), source.offset
 
 
-def _batches(loads: list[Load], granularity: Granularity) -> Iterator[list[Load]]:
-    """Yield the loads to be made together."""
+def _batches(loads: list[Load], granularity: Granularity) -> list[list[Load]]:
+    """Return the loads to be made together."""
     if granularity == "all":
-        yield loads
-    elif granularity == "tensor":
-        yield from ([load] for load in loads)
-    else:
-        modules = itertools.groupby(loads, key=lambda load: load.promise.name.rpartition(".")[0])
-        yield from (list(members) for _, members in modules)
+        return [loads]
+    if granularity == "tensor":
+        return [[load] for load in loads]
+    modules = itertools.groupby(loads, key=lambda load: load.promise.name.rpartition(".")[0])
+    return [list(members) for _, members in modules]
 
 
 def _refuse_meta(model: torch.nn.Module, checkpoint: Path) -> None:

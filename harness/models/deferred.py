@@ -81,9 +81,10 @@ class _Write:
 
 @dataclass(slots=True)
 class _Loads:
-    """Loads to be made together: which bytes of which storages they fill."""
+    """Loads to be made together: from where to where they reach in storages, and which bytes they fill."""
 
     chosen: list[Load] = field(default_factory=list)
+    reached: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     filled: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
     def covers(self, key: int, start: int, end: int) -> bool:
@@ -96,7 +97,7 @@ class _Loads:
 
     def meets(self, key: int, start: int, end: int) -> bool:
         """Tell whether one of them may fill a byte of a stretch."""
-        return any(first < end and start < last for first, last in self.filled.get(key, ()))
+        return any(first < end and start < last for first, last in self.reached.get(key, ()))
 
 
 class WriteLog:
@@ -353,6 +354,7 @@ def _choose(loads: _Loads, key: int, load: Load) -> bool:
     if loads.meets(key, start, end):
         return False
     loads.chosen.append(load)
+    loads.reached.setdefault(key, []).append((start, end))
     if is_dense(load.target):
         loads.filled.setdefault(key, []).append((start, end))
     return True

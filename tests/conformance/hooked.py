@@ -212,3 +212,8 @@ HOOKED = {
         DropsOnSave, DetachesOnSave, KeepsDtype, ExtraTensor, ExtraDict, FillsItself,
     )
 }  # fmt: skip
+
+WRITES_ON_LOAD = frozenset({
+    "ComputesOnLoad", "TransformsOnLoad", "ComputesAfterLoad", "FillsItself",
+})  # fmt: skip
+"""What writes to its own tensors while it is loaded: it has done so where torch refuses the load later."""

@@ -109,7 +109,7 @@ KNOWN: dict[str, Case] = {
     "other shape: torch refuses": _case(_TWO, Checkpoint(damage="misshapen")),
     "prefixed keys: torch refuses": _case(_TWO, Checkpoint(damage="prefixed")),
     "cold": _case("TransformerEncoder", Checkpoint(cold=True)),
-    "refused late: nothing was changed": _case(
+    "a load hook has written before torch refuses": _case(
         Tree("plain", (("a", Leaf("ComputesOnLoad", 2)), ("b", Leaf("DropsOnSave", 2))))
     ),
 }  # fmt: skip

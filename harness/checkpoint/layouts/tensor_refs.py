@@ -196,9 +196,11 @@ def _tensor(
         )
     if prod(max(size, 1) for size in shape) * ITEM_BYTES[kind] > LARGEST:
         raise Malformed(f"a tensor in storage {shown(source.key)} has no shape that can be")
-    ends = offset
-    if 0 not in shape:
-        ends += 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    if 0 in shape:
+        offset = ends = 0  # nothing lies anywhere
+    else:
+        ends = offset + 1
+        ends += sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     if ends * ITEM_BYTES[kind] > source.nbytes:
         raise Malformed(
             f"a tensor ends at byte {ends * ITEM_BYTES[kind]:,} of storage {shown(source.key)}, "
