@@ -305,7 +305,7 @@ def _prepare_cache(file: Path, state: str) -> None:
         return
     piece = bytearray(1024**2)
     for _ in range(_WARM_ATTEMPTS):
-        if page_cache.cached([file]) >= file.stat().st_size:
+        if (page_cache.cached([file]) or 0) >= file.stat().st_size:
             return
         with file.open("rb", buffering=0) as source:
             while source.readinto(piece):

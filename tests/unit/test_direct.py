@@ -97,7 +97,7 @@ def test_a_stretch_longer_than_a_piece_whatever_of_it_is_cached(
     target = bytearray(SIZE - 5)
     reader.read(file, memoryview(target), 5)
     assert bytes(target) == CONTENT[5:]
-    assert page_cache.cached([file]) >= cached_bytes
+    assert (page_cache.cached([file]) or 0) >= cached_bytes
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
