@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from harness.checkpoint.gathering import ALIGNMENT, address_of, gather
+from harness.checkpoint.alignment import LARGEST_ALIGNMENT
+from harness.checkpoint.gathering import address_of, down, gather, up
 from harness.checkpoint.opened import OpenedFile
 from harness.checkpoint.window import make_present
 
@@ -28,7 +29,7 @@ COPIED_BYTES: Final = 192 * 1024**2
 """As much of the page cache is copied at once, past the processor's caches: glibc's memcpy does not
 read first what it overwrites where that is 3/4 of a thread's share of the largest cache, and more."""
 
-BUFFER_BYTES: Final = PIECE_BYTES + 2 * ALIGNMENT
+BUFFER_BYTES: Final = PIECE_BYTES + 2 * LARGEST_ALIGNMENT
 """What a reader's own buffer takes: a piece, and what aligned reads take before and behind it."""
 
 LARGEST_ELEMENT_BYTES: Final = 8
@@ -69,7 +70,7 @@ class PieceReader:
     @property
     def piece_bytes(self) -> int:
         """The most bytes that a piece has."""
-        return len(self._bounce) - 2 * ALIGNMENT
+        return len(self._bounce) - 2 * LARGEST_ALIGNMENT
 
     def piece(self, file: Path, offset: int, size: int) -> memoryview:
         """Return ``size`` bytes of the file, at most ``piece_bytes``, in the reader's buffer.
@@ -118,11 +119,13 @@ class PieceReader:
             if opened.is_cached(at, len(part)):
                 opened.read_cached(part, at)
             elif not self._read_at_once(opened, [(part, at)]):
-                opened.read_and_drop(part, at)
+                # All: of the next part, what the kernel read ahead would seem to have been there.
+                opened.read_and_drop(target[start:], at)
+                return
 
     def _read_at_once(self, opened: OpenedFile, places: Sequence[tuple[memoryview, int]]) -> bool:
         """Read past the cache; False where the buffer is too small for that, or the disk refuses."""
-        gathered = gather(places, self._bounce) if opened.direct else None
+        gathered = gather(places, self._bounce, opened.alignment) if opened.direct else None
         if gathered is None:
             return False
         if not opened.read_direct(gathered.buffers, gathered.offset, gathered.wanted_bytes):
@@ -137,11 +140,10 @@ class PieceReader:
         It is read to where in the target it lies as in the file, and moved: so the disk is asked for
         as much at once as anywhere, and no buffer is needed.
         """
-        shift = (offset - address_of(target)) % ALIGNMENT
+        shift = (offset - address_of(target)) % opened.alignment
         if not shift or len(target) < _LEAST_MOVED_BYTES or not opened.direct:
             return 0
-        count = len(target) - shift
-        count -= (offset + count) % ALIGNMENT
+        count = down(offset + len(target) - shift, opened.alignment) - offset
         alike = target[shift : shift + count]
         if not self._read_at_once(opened, [(alike, offset)]):
             return 0
@@ -150,8 +152,8 @@ class PieceReader:
 
     def _read_around_cache(self, opened: OpenedFile, offset: int, size: int) -> memoryview | None:
         """Return the bytes in the buffer; None where the disk refuses."""
-        skip = offset % ALIGNMENT
-        buffer = self._bounce[: -(-(skip + size) // ALIGNMENT) * ALIGNMENT]
+        skip = offset % opened.alignment
+        buffer = self._bounce[: up(skip + size, opened.alignment)]
         if not opened.direct or not opened.read_direct([buffer], offset - skip, skip + size):
             return None
         return self._bounce[skip : skip + size]

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Final
 
 from harness import page_cache
-from harness.checkpoint.gathering import ALIGNMENT
+from harness.checkpoint.alignment import alignment_of
+from harness.checkpoint.gathering import ALIGNMENT, down
 from harness.checkpoint.window import Window
 from harness.errors import CheckpointError
 
@@ -20,6 +21,9 @@ _REFUSED: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
 class OpenedFile:
     """An open file. Whatever cannot be read of it is a CheckpointError that names it.
 
+    Attributes:
+        alignment: of what is read past the page cache, in bytes: in the file, and in memory.
+
     Raises:
         CheckpointError: it cannot be opened.
     """
@@ -27,11 +31,15 @@ class OpenedFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._window: Window | None = None
+        self._dropped = 0, 0
         try:
             self._buffered = os.open(path, os.O_RDONLY)
         except OSError as error:
             raise self._unreadable(error) from error
-        self._direct = _open_direct(path)
+        self._direct = -1
+        self.alignment = ALIGNMENT
+        if alignment := alignment_of(self._buffered):
+            self._direct, self.alignment = _open_direct(path), alignment
 
     @property
     def direct(self) -> bool:
@@ -59,7 +67,7 @@ class OpenedFile:
                 return False
             end = done + read
             if end < wanted_bytes:
-                end -= end % ALIGNMENT  # a read may end anywhere; the next one begins where it may
+                end = down(end, self.alignment)  # it may end anywhere; the next begins where it may
                 if end == done:
                     self._read_rest(_behind(buffers, done), offset + done, wanted_bytes - done)
                     return True
@@ -93,8 +101,7 @@ class OpenedFile:
         while done < len(target):
             at, part = offset + done, target[done : done + _PASSED_BYTES]
             read = self._read_some(part, at, offset + len(target))
-            first = at - at % mmap.PAGESIZE  # the kernel keeps a page that is named in part
-            os.posix_fadvise(self._buffered, first, at + read - first, os.POSIX_FADV_DONTNEED)
+            self._drop_behind(at, at + read)
             done += read
 
     @contextmanager
@@ -118,6 +125,16 @@ class OpenedFile:
             self._window = None
         os.close(self._buffered)
         self._close_direct()
+
+    def _drop_behind(self, start: int, end: int) -> None:
+        """Drop what was read, and again what lies before it: the kernel keeps what it is named a part of.
+
+        The page cache holds pages, and several as one; what was read last may end within them.
+        """
+        first, last = self._dropped
+        first = first if start == last else down(start, mmap.PAGESIZE)
+        os.posix_fadvise(self._buffered, first, end - first, os.POSIX_FADV_DONTNEED)
+        self._dropped = first, end
 
     def _close_direct(self) -> None:
         if self._direct >= 0:
