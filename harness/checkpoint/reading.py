@@ -54,7 +54,8 @@ def _gathered(where: TensorSlice) -> Iterator[torch.Tensor]:
     tensor = _mapped(where)
     rows = max(1, _ROWS_BYTES // max(1, tensor[0].numel()))
     yield from _cut(
-        tensor[first : first + rows].reshape(-1) for first in range(0, len(tensor), rows)
+        tensor[first : first + rows].reshape(-1).contiguous()
+        for first in range(0, len(tensor), rows)
     )
 
 
