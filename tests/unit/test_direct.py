@@ -69,6 +69,7 @@ def test_what_is_large_and_cached_is_copied_from_where_it_lies(
     monkeypatch: MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(direct, "COPIED_BYTES", size)
+    monkeypatch.setattr(direct, "copies_by_mapping", lambda: True)
     monkeypatch.setattr(os, "preadv", lambda *_: pytest.fail("it was read"))
     if linux != "of now":
         for advice in ("_MADV_POPULATE_READ", "_MADV_POPULATE_WRITE"):
@@ -79,10 +80,49 @@ def test_what_is_large_and_cached_is_copied_from_where_it_lies(
     assert target == CONTENT[offset : offset + size]
 
 
+@pytest.mark.parametrize(
+    ("cpuinfo", "by_mapping"),
+    [
+        ("vendor_id\t: GenuineIntel\nflags\t\t: fpu erms fsrm avx2\n\nvendor_id : other\n", True),
+        ("vendor_id\t: GenuineIntel\nflags\t\t: fpu\n", True),
+        ("processor\t: 0\nvendor_id\t: AuthenticAMD\nflags\t\t: fpu erms fsrm avx2\n\n", False),
+        ("processor\t: 0\nvendor_id\t: AuthenticAMD\nflags\t\t: fpu erms\n\n", True),
+        ("processor\t: 0\nFeatures\t: fp asimd\nCPU implementer\t: 0x41\n\n", False),
+        ("\n", False),
+        (None, False),
+    ],
+)
+def test_the_processor_says_which_way_of_copying_is_fast(
+    cpuinfo: str | None, by_mapping: bool, tmp_path: Path
+) -> None:
+    if cpuinfo is not None:
+        (tmp_path / "cpuinfo").write_text(cpuinfo)
+    assert direct.copies_by_mapping(tmp_path / "cpuinfo") == by_mapping
+
+
+@pytest.mark.parametrize("by_mapping", [True, False])
+def test_what_is_large_and_cached_comes_the_way_that_is_fast(
+    reader: PieceReader, file: Path, by_mapping: bool, monkeypatch: MonkeyPatch
+) -> None:
+    looked: list[int] = []
+    looking = opened.OpenedFile.looking
+    monkeypatch.setattr(direct, "COPIED_BYTES", PIECE_BYTES)
+    monkeypatch.setattr(direct, "copies_by_mapping", lambda: by_mapping)
+    monkeypatch.setattr(
+        opened.OpenedFile, "looking", lambda *how: looked.append(how[2]) or looking(*how)
+    )
+    file.read_bytes()
+    target = memoryview(bytearray(SIZE))
+    reader.read(file, target, 0)
+    assert target == CONTENT
+    assert looked == ([SIZE] if by_mapping else [])
+
+
 def test_a_file_that_ends_within_a_copy_is_an_error(
     reader: PieceReader, file: Path, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(direct, "COPIED_BYTES", 4096)
+    monkeypatch.setattr(direct, "copies_by_mapping", lambda: True)
     file.read_bytes()
     with pytest.raises(CheckpointError) as caught:
         reader.read(file, memoryview(bytearray(5000)), SIZE - 4999)
