@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from harness.checkpoint.alignment import LARGEST_ALIGNMENT
-from harness.checkpoint.gathering import address_of, down, gather, up
+from harness.checkpoint.gathering import ALIGNMENT, address_of, down, gather, up
 from harness.checkpoint.opened import OpenedFile
 from harness.checkpoint.window import make_present
 
@@ -31,12 +31,13 @@ COPIED_BYTES: Final = 192 * 1024**2
 """As much of the page cache is copied at once, past the processor's caches: glibc's memcpy does not
 read first what it overwrites where that is 3/4 of a thread's share of the largest cache, and more."""
 
-BUFFER_BYTES: Final = PIECE_BYTES + 2 * LARGEST_ALIGNMENT
+BUFFER_BYTES: Final = PIECE_BYTES + 2 * ALIGNMENT
 """What a reader's own buffer takes: a piece, and what aligned reads take before and behind it."""
 
 LARGEST_ELEMENT_BYTES: Final = 8
 """Of what is converted."""
 
+_ROOM_BYTES: Final = PIECE_BYTES + 2 * LARGEST_ALIGNMENT  # memory only where it is touched
 _LEAST_MOVED_BYTES: Final = 2 * PIECE_BYTES  # what is less passes the buffer as fast
 
 
@@ -52,7 +53,7 @@ class PieceReader:
 
     def __init__(self, buffer: memoryview | None = None) -> None:
         self._file: OpenedFile | None = None
-        self._bounce = buffer or memoryview(mmap.mmap(-1, BUFFER_BYTES, flags=mmap.MAP_PRIVATE))
+        self._bounce = buffer or memoryview(mmap.mmap(-1, _ROOM_BYTES, flags=mmap.MAP_PRIVATE))
 
     def read(self, file: Path, target: memoryview, offset: int) -> None:
         """Fill ``target`` with the file's bytes at ``offset``, at once wherever that can be."""
@@ -127,7 +128,8 @@ class PieceReader:
 
     def _read_at_once(self, opened: OpenedFile, places: Sequence[tuple[memoryview, int]]) -> bool:
         """Read past the cache; False where the buffer is too small for that, or the disk refuses."""
-        gathered = gather(places, self._bounce, opened.alignment) if opened.direct else None
+        room = self._bounce[: self.piece_bytes + 2 * opened.alignment]
+        gathered = gather(places, room, opened.alignment) if opened.direct else None
         if gathered is None:
             return False
         if not opened.read_direct(gathered.buffers, gathered.offset, gathered.wanted_bytes):
