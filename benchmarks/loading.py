@@ -32,6 +32,7 @@ from typing import Any, cast
 from harness import page_cache, registry, steady
 from harness.bytecode import compile_code
 from harness.checkpoint import cache
+from harness.checkpoint.window import ask_for_huge_pages
 
 RAW = {"warm": "pread, 2 threads", "cold": "O_DIRECT, 4 threads"}
 WAYS = {
@@ -280,7 +281,7 @@ def _read_raw(path: Path, *, direct: bool) -> mmap.mmap:
     size = os.fstat(file).st_size
     starts, lock = iter(range(0, size, _PIECE_BYTES)), threading.Lock()
     area = mmap.mmap(-1, size + _PIECE_BYTES, flags=mmap.MAP_PRIVATE)
-    area.madvise(mmap.MADV_HUGEPAGE)
+    ask_for_huge_pages(area, 0, len(area))
 
     def work() -> None:
         while True:
@@ -305,7 +306,7 @@ def _prepare_cache(file: Path, state: str) -> None:
         return
     piece = bytearray(1024**2)
     for _ in range(_WARM_ATTEMPTS):
-        if page_cache.cached([file]) >= file.stat().st_size:
+        if (page_cache.cached([file]) or 0) >= file.stat().st_size:
             return
         with file.open("rb", buffering=0) as source:
             while source.readinto(piece):

@@ -189,7 +189,13 @@ def _file(folder: Path) -> Iterator[Path]:
 
 
 def _cold(path: Path, read: Callable[[Path], None]) -> float:
-    if page_cache.drop([path]):
+    left = page_cache.drop([path])
+    if left is None:
+        raise ConfigError(
+            f"cannot calibrate in {path.parent}: this kernel does not tell what it caches",
+            "calibrate on Linux itself, outside of this sandbox",
+        )
+    if left:
         raise ConfigError(
             f"{path.parent} keeps its pages in memory: it is no disk",
             "choose a folder on one: WEIGHIN_CACHE=/path weighin ...",

@@ -113,6 +113,10 @@ def cold_cache() -> Finding:
         file.write(bytes(MIB))
         file.flush()
         left = page_cache.drop([Path(file.name)])
+    if left is None:
+        return Finding(
+            "cold page cache", "bad", f"{folder}: this kernel does not tell what it caches"
+        )
     if left:
         return Finding("cold page cache", "bad", f"{folder} keeps its pages: is it a tmpfs?")
     return Finding("cold page cache", "good", f"dropped and proven for files in {folder}")

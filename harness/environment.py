@@ -1,5 +1,6 @@
 """What of this machine changes a figure: recorded with every result, printed by ``weighin doctor``."""
 
+import mmap
 import os
 import platform
 import subprocess
@@ -10,6 +11,7 @@ import psutil
 
 from harness import __version__
 from harness.counters import memory_hierarchy
+from harness.record import USUAL_PAGE_BYTES
 from harness.units import KIB
 
 _GIT_TIMEOUT_S = 5.0  # a work tree on a network disk must not hold a run up
@@ -39,6 +41,7 @@ def machine() -> dict[str, Any]:
         "governor": _text(Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")),
         "psi": Path("/proc/pressure/memory").exists(),
         "settings": settings(),
+        **_page_size(),
     }
 
 
@@ -81,6 +84,11 @@ def read_ahead_bytes(path: Path, sysfs: Path = Path("/sys")) -> int:
         if told := _text(sysfs / folder / number / name):
             return int(told) * KIB
     return _READ_AHEAD_BYTES
+
+
+def _page_size() -> dict[str, int]:
+    """Return the size of a page where it is not that of a record which does not say it."""
+    return {} if mmap.PAGESIZE == USUAL_PAGE_BYTES else {"page_bytes": mmap.PAGESIZE}
 
 
 def _git(*arguments: str) -> str | None:

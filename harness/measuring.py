@@ -55,9 +55,7 @@ def measure(setting: Setting, job: Job, files: Sequence[Path], model_bytes: int 
                 watch.close()
     result = watch.result(job, ended)
     warnings = result.warnings
-    if cached_bytes:
-        left = format_bytes(cached_bytes)
-        warnings += (f"{left} of the checkpoint could not be dropped from the page cache",)
+    warnings += _doubts(cached_bytes)
     samples_path = f"samples/{job.cell.id}.csv" if watch.samples else None
     if samples_path:
         write_samples(setting.run / samples_path, watch.samples)
@@ -79,3 +77,16 @@ def measure(setting: Setting, job: Job, files: Sequence[Path], model_bytes: int 
         environment=setting.environment | watch.story.environment,
         warnings=warnings,
     )
+
+
+def _doubts(cached_bytes: int | None) -> tuple[str, ...]:
+    """Return the warnings of a checkpoint that is not proven to be out of the page cache."""
+    if cached_bytes is None:
+        return (
+            "not known whether the checkpoint was dropped from the page cache: Linux tells only"
+            " who owns its files or may write them",
+        )
+    if cached_bytes:
+        left = format_bytes(cached_bytes)
+        return (f"{left} of the checkpoint could not be dropped from the page cache",)
+    return ()

@@ -2,6 +2,9 @@
 
 A warm cache switches a RAM limit off: pages are charged to whoever read them first. So before a
 cold cell they are dropped, and asked for; before a warm one the worker itself reads them.
+
+Linux does not tell everybody. To who neither owns a file nor may write it, cachestat is refused
+(Linux 6.15) and mincore calls every page resident (Linux 5.2). That is "not known": None.
 """
 
 import ctypes
@@ -13,7 +16,15 @@ from pathlib import Path
 
 _SYS_CACHESTAT = 451  # the same number on every architecture; Linux 6.5
 _DROP_ATTEMPTS = 20
+_FAR_BYTES = 1024**3  # no folio of the page cache is larger
+_MAP_FAILED = ctypes.c_size_t(-1).value
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_size_t
+_libc.mmap.argtypes = (
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64,
+)  # fmt: skip
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
 
 class _CachestatRange(ctypes.Structure):
@@ -27,62 +38,70 @@ class _Cachestat(ctypes.Structure):
     )
 
 
-def drop(files: Iterable[Path]) -> int:
+def drop(files: Iterable[Path]) -> int | None:
     """Write back and drop the cached pages of ``files``; returns how many bytes are left cached.
 
-    Pages that wait in a processor's batch, or that somebody maps, survive a first try.
+    Pages that wait in a processor's batch, or that somebody maps, survive a first try. None where
+    it is not known of one of the files: all that can be dropped is, and nothing is proven.
     """
-    left = 0
-    for file in files:
-        descriptor = os.open(file, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-            for _ in range(_DROP_ATTEMPTS):
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-                remaining = cached_bytes(descriptor)
-                if not remaining:
-                    break
-                time.sleep(0.005)
-            left += remaining or 0
-        finally:
-            os.close(descriptor)
-    return left
+    return _sum(map(_drop, files))
 
 
-def cached(files: Iterable[Path]) -> int:
-    """Return how many bytes of ``files`` are in the page cache."""
-    total = 0
-    for file in files:
-        descriptor = os.open(file, os.O_RDONLY)
-        try:
-            total += cached_bytes(descriptor)
-        finally:
-            os.close(descriptor)
-    return total
+def cached(files: Iterable[Path]) -> int | None:
+    """Return how many bytes of ``files`` are in the page cache; None where that is not known."""
+    return _sum(map(_cached, files))
 
 
-def cached_bytes(descriptor: int) -> int:
-    """Return how many bytes of an open file are in the page cache.
-
-    Asks cachestat, and where that is missing or refused (Linux before 6.5, older seccomp
-    profiles), mincore. mincore calls every page of a file resident that the caller neither owns
-    nor may write (Linux 5.2): a file that cannot be proven cold then counts as cached.
-    """
+def cached_bytes(descriptor: int) -> int | None:
+    """Return how many bytes of an open file are in the page cache; None where that is not known."""
     pages = _cached_pages(descriptor, 0, os.fstat(descriptor).st_size)
-    return pages * mmap.PAGESIZE
+    return None if pages is None else pages * mmap.PAGESIZE
 
 
 def is_cached(descriptor: int, offset: int, length: int) -> bool:
-    """Tell whether every byte of a stretch of an open file is in the page cache.
+    """Tell whether every byte of a stretch of an open file is in the page cache, and that is known.
 
-    Asks as ``cached_bytes`` does. Never by a read with RWF_NOWAIT: that begins to read ahead.
+    Never asks by a read with RWF_NOWAIT: that begins to read ahead.
     """
     start = offset - offset % mmap.PAGESIZE
     length += offset - start
-    return _cached_pages(descriptor, start, length) >= -(-length // mmap.PAGESIZE)
+    pages = _cached_pages(descriptor, start, length)
+    return pages is not None and pages >= -(-length // mmap.PAGESIZE)
 
 
-def _cached_pages(descriptor: int, start: int, length: int) -> int:
+def _drop(file: Path) -> int | None:
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        for _ in range(_DROP_ATTEMPTS):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            if not (remaining := cached_bytes(descriptor)):
+                break
+            time.sleep(0.005)
+        return remaining
+    finally:
+        os.close(descriptor)
+
+
+def _cached(file: Path) -> int | None:
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        return cached_bytes(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sum(sizes: Iterable[int | None]) -> int | None:
+    """Return the sum of all sizes, each of which is asked for; None where one is not known."""
+    known = True
+    total = 0
+    for size in sizes:
+        known = known and size is not None
+        total += size or 0
+    return total if known else None
+
+
+def _cached_pages(descriptor: int, start: int, length: int) -> int | None:
     if length <= 0:
         return 0
     if (pages := _cachestat_pages(descriptor, start, length)) is None:
@@ -91,6 +110,7 @@ def _cached_pages(descriptor: int, start: int, length: int) -> int:
 
 
 def _cachestat_pages(descriptor: int, start: int, length: int) -> int | None:
+    """Return how many pages cachestat counts; None before Linux 6.5, and where it is refused."""
     stretch, found = _CachestatRange(start, length), _Cachestat()
     failed = _libc.syscall(
         ctypes.c_long(_SYS_CACHESTAT), descriptor, ctypes.byref(stretch), ctypes.byref(found), 0
@@ -98,21 +118,22 @@ def _cachestat_pages(descriptor: int, start: int, length: int) -> int | None:
     return None if failed else int(found.nr_cache)
 
 
-def _mincore_pages(descriptor: int, start: int, length: int) -> int:
+def _mincore_pages(descriptor: int, start: int, length: int) -> int | None:
+    """Return how many pages mincore counts; None where it cannot be asked, or does not tell."""
+    pages = _mincore(descriptor, start, length)
+    if not pages:
+        return pages
+    # Whoever is not told is told that all is there: a page far behind the file's end, too.
+    behind = (os.fstat(descriptor).st_size // _FAR_BYTES + 2) * _FAR_BYTES
+    return pages if _mincore(descriptor, behind, mmap.PAGESIZE) == 0 else None
+
+
+def _mincore(descriptor: int, start: int, length: int) -> int | None:
     residency = (ctypes.c_ubyte * -(-length // mmap.PAGESIZE))()
-    # PROT_WRITE on a private mapping: ctypes takes the address of writable buffers only.
-    with mmap.mmap(
-        descriptor,
-        length,
-        flags=mmap.MAP_PRIVATE,
-        prot=mmap.PROT_READ | mmap.PROT_WRITE,
-        offset=start,
-    ) as area:
-        first = ctypes.c_char.from_buffer(area)
-        address = ctypes.c_void_p(ctypes.addressof(first))
-        failed = _libc.mincore(address, ctypes.c_size_t(length), residency)
-        error = ctypes.get_errno()
-        del first  # the mapping cannot be closed while a pointer into it lives
-    if failed:
-        raise OSError(error, os.strerror(error))
-    return bytes(residency).count(b"\x01")
+    # Python's mmap refuses what lies behind a file's end.
+    address = _libc.mmap(None, length, mmap.PROT_READ, mmap.MAP_PRIVATE, descriptor, start)
+    if address == _MAP_FAILED:
+        return None
+    failed = _libc.mincore(address, length, residency)
+    _libc.munmap(address, length)
+    return None if failed else bytes(residency).count(b"\x01")

@@ -12,6 +12,8 @@ from typing import Any, Final
 from harness.cell import Cell
 
 SCHEMA: Final = 1
+USUAL_PAGE_BYTES: Final = 4096
+"""Of a page of memory on x86-64, and on arm64 as most distributions build it."""
 
 
 class Outcome(StrEnum):
@@ -164,3 +166,8 @@ class Result:
     watcher: Memory | None = None
     environment: dict[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+
+    @property
+    def page_bytes(self) -> int:
+        """The size of the pages that this machine counts, in bytes."""
+        return int(self.environment.get("page_bytes", USUAL_PAGE_BYTES))

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from harness import environment
+from harness.checkpoint.window import ask_for_huge_pages
 
 SETTLED_S = 2.5  # with no memory given back in between, no report is due any more
 _LARGEST_SHARE = 0.8  # of the memory that is free now: more could push others out
@@ -41,7 +42,7 @@ def held(wanted_bytes: int, spare_bytes: int = 0) -> Iterator[int]:
         yield 0
         return
     with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE) as area:
-        area.madvise(mmap.MADV_HUGEPAGE)
+        ask_for_huge_pages(area, 0, size)
         start = ctypes.c_char.from_buffer(area)
         try:
             ctypes.memset(ctypes.addressof(start), 1, size)

@@ -30,8 +30,6 @@ REFAULTS_PER_MODEL: Final = 0.10
 STALLED_SHARE: Final = 0.20
 SLOWDOWN: Final = 2.0
 
-_PAGE_BYTES: Final = 4096  # x86-64, and arm64 as most distributions build it
-
 
 class Verdict(StrEnum):
     """How a cell lived under its limit."""
@@ -115,9 +113,9 @@ def _reread(result: Result) -> tuple[bool, list[str]]:
     """Tell whether much of the model was read again, and by which figures."""
     is_much, signs = False, []
     if (pages := refaults(result)) is not None and result.model_bytes:
-        share = pages * _PAGE_BYTES / result.model_bytes
+        share = pages * result.page_bytes / result.model_bytes
         is_much = share >= REFAULTS_PER_MODEL
-        again = format_bytes(pages * _PAGE_BYTES, digits=2)
+        again = format_bytes(pages * result.page_bytes, digits=2)
         signs.append(f"{again} read again ({share:.2f}x the model)")
     if result.faults:
         signs.append(f"{result.faults.major} major faults")

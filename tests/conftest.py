@@ -82,12 +82,17 @@ def _vm_missing() -> str:
     return ""
 
 
+def _root_missing() -> str:
+    return "" if os.geteuid() == 0 else "only root can become another user: sudo make test"
+
+
 _MISSING: dict[str, Callable[[], str]] = {
     "docker": _docker_missing,
     "cgroup": _cgroup_missing,
     "cuda": _cuda_missing,
     "browser": _browser_missing,
     "vm": _vm_missing,
+    "root": _root_missing,
 }
 
 

@@ -17,6 +17,7 @@ from harness.checkpoint.direct import (
     DISK_THREADS,
     PIECE_BYTES,
     PieceReader,
+    copies_by_mapping,
 )
 from harness.checkpoint.layouts.base import TensorSlice
 from harness.checkpoint.lending import Lent, buffer_in, lend
@@ -180,7 +181,7 @@ def copies(stretches: Iterable[Fillable], threads: int) -> Iterator[Piece]:
     """Yield the reads of what is cached: equal shares where each thread has enough to copy at once."""
     for one in stretches:
         shares = one.memory.nbytes // (threads * COPIED_BYTES) * threads
-        if one.converts or not shares:
+        if one.converts or not shares or not copies_by_mapping():
             yield from one.pieces(READ_BYTES)
         else:
             pages = ceil(one.memory.nbytes / shares / HUGE_PAGE_BYTES)

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Final
 
 ALIGNMENT: Final = 4096
-"""Of O_DIRECT, in bytes: 512 would do on most disks, 4096 on all."""
+"""Of O_DIRECT, in bytes: 512 would do for most files, this for all but those that ask for more."""
 
 _LEAST_STRAIGHT_BYTES: Final = 16 * ALIGNMENT  # what is less is copied as fast
 
@@ -31,17 +31,20 @@ class Gathered:
     copies: list[tuple[memoryview, memoryview]]
 
 
-def gather(places: Sequence[tuple[memoryview, int]], bounce: memoryview) -> Gathered | None:
+def gather(
+    places: Sequence[tuple[memoryview, int]], bounce: memoryview, alignment: int = ALIGNMENT
+) -> Gathered | None:
     """Return the read that fills all targets, given with their offsets in the file; None if it needs more buffer.
 
     Args:
         places: in the order of the file, none over another.
         bounce: the buffer, which begins where a page does.
+        alignment: of the file, in bytes.
     """
-    start, stop = _down(places[0][1]), _up(places[-1][1] + len(places[-1][0]))
+    start, stop = down(places[0][1], alignment), up(places[-1][1] + len(places[-1][0]), alignment)
     straight = [
         (start, start, bounce[:0]),
-        *filter(None, map(_straight, places)),
+        *filter(None, (_straight(place, alignment) for place in places)),
         (stop, stop, bounce[:0]),
     ]
     buffers: list[memoryview] = []
@@ -67,18 +70,20 @@ def address_of(view: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
-def _straight(place: tuple[memoryview, int]) -> tuple[int, int, memoryview] | None:
+def down(offset: int, alignment: int) -> int:
+    """Return the last multiple of the alignment up to an offset."""
+    return offset - offset % alignment
+
+
+def up(offset: int, alignment: int) -> int:
+    """Return the first multiple of the alignment from an offset on."""
+    return down(offset + alignment - 1, alignment)
+
+
+def _straight(place: tuple[memoryview, int], alignment: int) -> tuple[int, int, memoryview] | None:
     """Return from where to where in the file a disk can read into the target itself, and that part of it."""
     target, offset = place
-    first, last = _up(offset), _down(offset + len(target))
-    if last - first < _LEAST_STRAIGHT_BYTES or (address_of(target) - offset) % ALIGNMENT:
+    first, last = up(offset, alignment), down(offset + len(target), alignment)
+    if last - first < _LEAST_STRAIGHT_BYTES or (address_of(target) - offset) % alignment:
         return None
     return first, last, target[first - offset : last - offset]
-
-
-def _down(offset: int) -> int:
-    return offset - offset % ALIGNMENT
-
-
-def _up(offset: int) -> int:
-    return _down(offset + ALIGNMENT - 1)

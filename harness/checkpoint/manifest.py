@@ -11,17 +11,12 @@ from pathlib import Path
 from typing import Final, Literal
 
 from harness.checkpoint.durable import write_text
+from harness.checkpoint.item_bytes import ITEM_BYTES
 from harness.errors import CheckpointError
 
 SCHEMA: Final = 1
 
 Kind = Literal["parameter", "persistent_buffer", "non_persistent_buffer"]
-
-_ITEM_BYTES: Final = {
-    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2,
-    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
-    "uint16": 2, "uint32": 4, "uint64": 8, "complex32": 4, "complex64": 8, "complex128": 16,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +46,12 @@ class TensorEntry:
 
     @property
     def floating(self) -> bool:
+        """Whether a load converts it, as ``torch.nn.Module.to`` does: of float8, too."""
         return "float" in self.dtype
 
     def bytes_as(self, dtype: str) -> int:
         """Return its bytes in a model whose floating-point tensors are ``dtype``."""
-        return self.numel * _ITEM_BYTES[dtype] if self.floating else self.bytes
+        return self.numel * ITEM_BYTES[dtype] if self.floating else self.bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from typing import Final
 import torch
 
 from harness.checkpoint.gathering import ALIGNMENT
+from harness.checkpoint.window import ask_for_huge_pages
 
 HUGE_PAGE_BYTES: Final = 2 * 1024**2
 
@@ -92,5 +93,5 @@ def _huge(size: int, lead: int) -> tuple[mmap.mmap, int]:
     area = mmap.mmap(-1, size + HUGE_PAGE_BYTES + lead, flags=flags)
     skip = -ctypes.addressof(ctypes.c_char.from_buffer(area)) % HUGE_PAGE_BYTES
     # Whole huge pages only: one that sticks out of the tensors would be paid for and not used.
-    area.madvise(mmap.MADV_HUGEPAGE, skip, (size + lead) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
+    ask_for_huge_pages(area, skip, (size + lead) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
     return area, skip + lead

@@ -22,7 +22,7 @@ def read_pieces(where: TensorSlice) -> Iterator[torch.Tensor]:
     All but the last have that length. Pieces share memory: use each before the next.
 
     Raises:
-        CheckpointError: the file ends before the tensor does.
+        CheckpointError: the file ends before the tensor does, or its disk fails.
     """
     if where.nbytes == 0:
         return
@@ -45,11 +45,6 @@ def _contiguous(where: TensorSlice) -> Iterator[torch.Tensor]:
             for at in range(0, len(memory), PIECE_BYTES):
                 reader.read(where.file, memory[at : at + PIECE_BYTES], where.offset + start + at)
             yield piece.view(where.dtype)
-    except EOFError as error:
-        raise CheckpointError(
-            f"{where.file}: truncated: it ends inside tensor {where.name!r}",
-            "copy or download the file again",
-        ) from error
     finally:
         reader.close()
 
@@ -59,7 +54,8 @@ def _gathered(where: TensorSlice) -> Iterator[torch.Tensor]:
     tensor = _mapped(where)
     rows = max(1, _ROWS_BYTES // max(1, tensor[0].numel()))
     yield from _cut(
-        tensor[first : first + rows].reshape(-1) for first in range(0, len(tensor), rows)
+        tensor[first : first + rows].reshape(-1).contiguous()
+        for first in range(0, len(tensor), rows)
     )
 
 
@@ -108,7 +104,7 @@ def _mapped(where: TensorSlice) -> torch.Tensor:
     with where.file.open("rb") as file:
         if os.fstat(file.fileno()).st_size < start + length:
             raise CheckpointError(
-                f"{where.file}: truncated: it ends inside tensor {where.name!r}",
+                f"{where.file}: truncated: it ends before byte {start + length:,}",
                 "copy or download the file again",
             )
         # Copy on write only makes torch take it: nothing is written.

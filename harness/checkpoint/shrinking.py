@@ -33,7 +33,7 @@ def read_shrinking(
     an element's size.
 
     Raises:
-        EOFError: the file ends before.
+        CheckpointError: the file ends before, or its disk fails.
     """
     width, flat, done = source.dtype.itemsize, target.view(-1), 0
     while (rest := flat[done:]).nbytes >= _LEAST_BYTES:

@@ -5,7 +5,7 @@ import errno
 import mmap
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final
 
 WINDOW_BYTES: Final = 16 * 1024**2
@@ -67,6 +67,12 @@ class Window:
         if self._address != _MAP_FAILED:
             _libc.munmap(self._address, self._size)
             self._address = _MAP_FAILED
+
+
+def ask_for_huge_pages(area: mmap.mmap, start: int, size: int) -> None:
+    """Ask the kernel for huge pages in a stretch of a mapping; one that was built without them has none."""
+    with suppress(AttributeError, OSError):
+        area.madvise(mmap.MADV_HUGEPAGE, start, size)
 
 
 def make_present(memory: memoryview) -> None:

@@ -29,6 +29,7 @@ _POLICIES: Final[tuple[tuple[str, Policy], ...]] = (
     ("machine", "fail"),
     ("cgroup_version", "fail"),
     ("thp", "fail"),
+    ("page_bytes", "fail"),
     ("settings.*", "fail"),
 )
 TIMING: Final = ("machine", "cpu", "cpus", "threads", "gpu", "kernel", "torch", "settings.*")

@@ -4,7 +4,7 @@ import mmap
 from bisect import bisect_left, bisect_right
 from typing import Final
 
-PAGE_BYTES: Final = 4096
+PAGE_BYTES: Final = mmap.PAGESIZE
 _MOST_HEAP_BYTES: Final = 256 * 1024**3
 
 

@@ -10,7 +10,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 from typing import Final
 
-from harness.predict.extents import HeapPages
+from harness.predict.extents import PAGE_BYTES, HeapPages
 from harness.units import KIB, MIB
 
 _FIRST_THRESHOLD_BYTES: Final = 128 * KIB  # DEFAULT_MMAP_THRESHOLD, and DEFAULT_TRIM_THRESHOLD
@@ -75,7 +75,7 @@ class Heap:
         """Take a chunk back; gives the top of the heap to the kernel when it has grown large."""
         if not chunk.in_heap:
             if self._threshold < chunk.size <= _LAST_THRESHOLD_BYTES:
-                self._threshold, self._trim_threshold = chunk.size + 4 * KIB, 2 * chunk.size
+                self._threshold, self._trim_threshold = chunk.size + PAGE_BYTES, 2 * chunk.size
             return
         chunk.free = True
         for other in (chunk.before, chunk.after):

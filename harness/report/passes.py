@@ -19,7 +19,6 @@ NOTE: Final = (
     "Each pass: its time, its major faults (waits for the disk), and how much of the model was read"
     " again in it (refaults, whose pages were in memory before)."
 )
-_PAGE_BYTES: Final = 4096
 
 
 def are_there(results: Sequence[Result]) -> bool:
@@ -79,7 +78,7 @@ def _said(phase: Phase, result: Result) -> str:
     words = [format_seconds(phase.end_ns - phase.start_ns), f"{phase.major_faults} faults"]
     if phase.workingset_refault_file is not None and result.model_bytes:
         words.append(
-            f"{phase.workingset_refault_file * _PAGE_BYTES / result.model_bytes:.2f}x again"
+            f"{phase.workingset_refault_file * result.page_bytes / result.model_bytes:.2f}x again"
         )
     return ", ".join(words)
 

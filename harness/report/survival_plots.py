@@ -18,7 +18,6 @@ if TYPE_CHECKING:  # matplotlib takes half a second to import
 # Tints of Okabe and Ito's colours; each verdict is also written out.
 FILLS: Final = {Verdict.SURVIVES: "#BFE5D8", Verdict.THRASHES: "#F7D488", Verdict.KILLED: "#EDB9A0"}
 _UNJUDGED: Final = "#F2F2F2"
-_PAGE_BYTES: Final = 4096
 
 
 def draw_survival(results: Sequence[Result]) -> "Figure":
@@ -105,7 +104,7 @@ def field_words(field: Field | None) -> tuple[str, str]:
     again = (
         ""
         if pages is None or not result.model_bytes
-        else f"{pages * _PAGE_BYTES / result.model_bytes:.1f}x"
+        else f"{pages * result.page_bytes / result.model_bytes:.1f}x"
     )
     if verdict is Verdict.THRASHES:
         return time, f"thrashes\n{again} reread" if again else "thrashes"

@@ -139,3 +139,12 @@ def test_of_the_worker_others_import_the_protocol_alone() -> None:
 def test_nothing_that_measures_imports_the_report() -> None:
     verbs = {"harness/cli.py", "harness/floor_verb.py"}
     assert outside(importers("harness.report"), "harness/report/") == verbs
+
+
+def test_reading_a_manifest_before_the_baseline_imports_nothing_that_a_strategy_pays_for() -> None:
+    _, modules = imported_by("import harness.checkpoint.manifest")
+    assert {name for name in modules if name.startswith("harness.checkpoint.")} == {
+        "harness.checkpoint.durable",
+        "harness.checkpoint.item_bytes",
+        "harness.checkpoint.manifest",
+    }

@@ -1,5 +1,7 @@
 """What the use of a loaded model costs, pass by pass."""
 
+import mmap
+
 import pytest
 from cells import LARGE, Bench, Watched, names_of
 
@@ -32,6 +34,8 @@ def test_below_the_models_size_a_mapped_model_is_read_again_in_every_pass(
     assert (result.outcome, result.message) == (Outcome.OK, "")
     again = [phase.workingset_refault_file for phase in passes_of(result)]
     assert len(again) == 3
-    assert min(pages or 0 for pages in again) * 4096 > 16 * MIB, again
+    assert min(pages or 0 for pages in again) * mmap.PAGESIZE > 16 * MIB, again
     roomy = bench("mmap_assign", limiting, spec=LARGE, limit_bytes=4 * TOO_SMALL, passes=3)
-    assert max(p.workingset_refault_file or 0 for p in passes_of(roomy)[1:]) * 4096 < 16 * MIB
+    assert (
+        max(p.workingset_refault_file or 0 for p in passes_of(roomy)[1:]) * mmap.PAGESIZE < 16 * MIB
+    )

@@ -15,13 +15,15 @@ from harness.units import MIB
 
 HOLDING = '''"""Hold so many MiB for a moment, then load rightly."""
 
+from mmap import PAGESIZE
+
 from strategies.baseline import load as load_rightly
 
 
 def load(job):
     with job.phase("hold"):
         held = bytearray({mib} * 1024 * 1024)
-        held[::4096] = bytes(len(range(0, len(held), 4096)))
+        held[::PAGESIZE] = bytes(len(range(0, len(held), PAGESIZE)))
         del held
     return load_rightly(job)
 '''

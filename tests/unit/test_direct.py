@@ -1,6 +1,8 @@
 """Reading past the page cache gives the file's bytes, wherever they begin and whatever is cached."""
 
 import ctypes
+import errno
+import fcntl
 import mmap
 import os
 from collections.abc import Iterator
@@ -12,9 +14,10 @@ from hypothesis import strategies as st
 from pytest import MonkeyPatch
 
 from harness import page_cache
-from harness.checkpoint import direct, window
+from harness.checkpoint import direct, opened, window
 from harness.checkpoint.direct import PIECE_BYTES, PieceReader
 from harness.checkpoint.gathering import ALIGNMENT
+from harness.errors import CheckpointError
 
 SIZE = 3 * PIECE_BYTES + 12_345
 CONTENT = os.urandom(SIZE)
@@ -66,6 +69,7 @@ def test_what_is_large_and_cached_is_copied_from_where_it_lies(
     monkeypatch: MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(direct, "COPIED_BYTES", size)
+    monkeypatch.setattr(direct, "copies_by_mapping", lambda: True)
     monkeypatch.setattr(os, "preadv", lambda *_: pytest.fail("it was read"))
     if linux != "of now":
         for advice in ("_MADV_POPULATE_READ", "_MADV_POPULATE_WRITE"):
@@ -76,14 +80,54 @@ def test_what_is_large_and_cached_is_copied_from_where_it_lies(
     assert target == CONTENT[offset : offset + size]
 
 
+@pytest.mark.parametrize(
+    ("cpuinfo", "by_mapping"),
+    [
+        ("vendor_id\t: GenuineIntel\nflags\t\t: fpu erms fsrm avx2\n\nvendor_id : other\n", True),
+        ("vendor_id\t: GenuineIntel\nflags\t\t: fpu\n", True),
+        ("processor\t: 0\nvendor_id\t: AuthenticAMD\nflags\t\t: fpu erms fsrm avx2\n\n", False),
+        ("processor\t: 0\nvendor_id\t: AuthenticAMD\nflags\t\t: fpu erms\n\n", True),
+        ("processor\t: 0\nFeatures\t: fp asimd\nCPU implementer\t: 0x41\n\n", False),
+        ("\n", False),
+        (None, False),
+    ],
+)
+def test_the_processor_says_which_way_of_copying_is_fast(
+    cpuinfo: str | None, by_mapping: bool, tmp_path: Path
+) -> None:
+    if cpuinfo is not None:
+        (tmp_path / "cpuinfo").write_text(cpuinfo)
+    assert direct.copies_by_mapping(tmp_path / "cpuinfo") == by_mapping
+
+
+@pytest.mark.parametrize("by_mapping", [True, False])
+def test_what_is_large_and_cached_comes_the_way_that_is_fast(
+    reader: PieceReader, file: Path, by_mapping: bool, monkeypatch: MonkeyPatch
+) -> None:
+    looked: list[int] = []
+    looking = opened.OpenedFile.looking
+    monkeypatch.setattr(direct, "COPIED_BYTES", PIECE_BYTES)
+    monkeypatch.setattr(direct, "copies_by_mapping", lambda: by_mapping)
+    monkeypatch.setattr(
+        opened.OpenedFile, "looking", lambda *how: looked.append(how[2]) or looking(*how)
+    )
+    file.read_bytes()
+    target = memoryview(bytearray(SIZE))
+    reader.read(file, target, 0)
+    assert target == CONTENT
+    assert looked == ([SIZE] if by_mapping else [])
+
+
 def test_a_file_that_ends_within_a_copy_is_an_error(
     reader: PieceReader, file: Path, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(direct, "COPIED_BYTES", 4096)
+    monkeypatch.setattr(direct, "copies_by_mapping", lambda: True)
     file.read_bytes()
-    with pytest.raises(EOFError) as caught:
+    with pytest.raises(CheckpointError) as caught:
         reader.read(file, memoryview(bytearray(5000)), SIZE - 4999)
-    assert str(caught.value) == f"{file} ends before byte {SIZE + 1:,}"
+    assert caught.value.message == f"{file}: truncated: it ends before byte {SIZE + 1:,}"
+    assert caught.value.repair == "copy or download the file again"
 
 
 @pytest.mark.parametrize("cached_bytes", [0, PIECE_BYTES, SIZE])
@@ -97,7 +141,7 @@ def test_a_stretch_longer_than_a_piece_whatever_of_it_is_cached(
     target = bytearray(SIZE - 5)
     reader.read(file, memoryview(target), 5)
     assert bytes(target) == CONTENT[5:]
-    assert page_cache.cached([file]) >= cached_bytes
+    assert (page_cache.cached([file]) or 0) >= cached_bytes
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -158,7 +202,7 @@ def test_a_file_that_ends_within_an_aligned_read_is_an_error(
     short.write_bytes(CONTENT[: 3 * ALIGNMENT + 5])
     page_cache.drop([short])
     area = mmap.mmap(-1, 8 * ALIGNMENT)
-    with pytest.raises(EOFError, match=f"short ends before byte {8 * ALIGNMENT:,}"):
+    with pytest.raises(CheckpointError, match=f"it ends before byte {8 * ALIGNMENT:,}"):
         reader.read(short, memoryview(area), 0)
 
 
@@ -184,19 +228,19 @@ def test_the_end_of_the_file(reader: PieceReader, file: Path, cold: bool) -> Non
     if cold:
         page_cache.drop([file])
     assert read(reader, file, SIZE - 5, 5) == CONTENT[-5:]
-    with pytest.raises(EOFError, match=rf"ends before byte {SIZE + 1:,}$"):
+    with pytest.raises(CheckpointError, match=rf"ends before byte {SIZE + 1:,}\n"):
         read(reader, file, SIZE - 5, 6)
 
 
 def test_where_the_file_system_refuses_direct_reads(file: Path, monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(direct, "_open_direct", lambda _: -1)
+    monkeypatch.setattr(opened, "_open_direct", lambda _: -1)
     page_cache.drop([file])
     reader = PieceReader()
     assert read(reader, file, 777, PIECE_BYTES) == CONTENT[777 : 777 + PIECE_BYTES]
     reader.close()
     # What was read ahead of the stretch may stay.
-    with file.open("rb") as opened:
-        assert not page_cache.is_cached(opened.fileno(), 4096, PIECE_BYTES // 2)
+    with file.open("rb") as source:
+        assert not page_cache.is_cached(source.fileno(), 4096, PIECE_BYTES // 2)
 
 
 def test_tmpfs_reads_as_any_other(tmp_path: Path) -> None:
@@ -221,5 +265,65 @@ def test_a_thousand_files_take_no_more_descriptors_and_buffers_than_one(
         file.write_bytes(CONTENT[number : number + 10_000])
         page_cache.drop([file])
         assert read(reader, file, 1, 9_999) == CONTENT[number + 1 : number + 10_000]
-    opened = {descriptor.resolve() for descriptor in Path("/proc/self/fd").iterdir()}
-    assert [path for path in opened if path.is_relative_to(tmp_path)] == [file]
+    found = {descriptor.resolve() for descriptor in Path("/proc/self/fd").iterdir()}
+    assert [path for path in found if path.is_relative_to(tmp_path)] == [file]
+
+
+def test_a_file_that_cannot_be_opened_is_named(reader: PieceReader, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        reader.read(tmp_path / "gone", memoryview(bytearray(5)), 0)
+    assert caught.value.message == f"{tmp_path / 'gone'}: cannot read it: No such file or directory"
+
+
+@pytest.mark.parametrize("cold", [True, False])
+def test_a_disk_that_fails_is_named(
+    reader: PieceReader, file: Path, cold: bool, monkeypatch: MonkeyPatch
+) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    file.read_bytes()
+    if cold:
+        page_cache.drop([file])
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(CheckpointError, match=f"{file}: cannot read it: Input/output error"):
+        reader.read(file, memoryview(bytearray(PIECE_BYTES)), 0)
+
+
+@pytest.mark.parametrize("short_bytes", [512, 4096, 4608, 100_352, 131_072, 3])
+@pytest.mark.parametrize(("offset", "size"), [(0, SIZE), (5, SIZE - 5), (4096, 70_000)])
+def test_a_disk_may_give_less_than_it_was_asked_for(
+    file: Path, short_bytes: int, offset: int, size: int, monkeypatch: MonkeyPatch
+) -> None:
+    """Wherever a read ends, the next one begins where the disk lets it, or goes through the cache."""
+    os_preadv = os.preadv
+
+    def preadv(descriptor: int, buffers: list[memoryview], at: int) -> int:
+        if not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            return os_preadv(descriptor, buffers, at)
+        assert at % ALIGNMENT == 0
+        assert all(direct.address_of(buffer) % ALIGNMENT == 0 for buffer in buffers)
+        return min(os_preadv(descriptor, buffers, at), short_bytes)
+
+    page_cache.drop([file])
+    reader = PieceReader()
+    with MonkeyPatch.context() as patch:
+        patch.setattr(os, "preadv", preadv)
+        with mmap.mmap(-1, SIZE + ALIGNMENT) as area, memoryview(area) as whole:
+            with whole[offset % ALIGNMENT :][:size] as target:
+                reader.read(file, target, offset)
+                assert target == CONTENT[offset : offset + size]
+            assert bytes(reader.piece(file, offset, 5000)) == CONTENT[offset : offset + 5000]
+    reader.close()
+
+
+def test_a_short_read_that_may_go_on_leaves_no_page_in_the_cache(
+    file: Path, reader: PieceReader, monkeypatch: MonkeyPatch
+) -> None:
+    os_preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *how: min(os_preadv(*how), 100_352))
+    page_cache.drop([file])
+    target = memoryview(mmap.mmap(-1, SIZE))
+    reader.read(file, target, 0)
+    assert target == CONTENT
+    assert page_cache.cached([file]) == 0

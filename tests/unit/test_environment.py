@@ -1,5 +1,6 @@
 """Which code was measured, the commit of the folder that a run was started in; and how far a disk reads ahead."""
 
+import mmap
 import os
 import subprocess
 from pathlib import Path
@@ -78,3 +79,11 @@ def test_how_far_the_disk_of_a_folder_reads_ahead(
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("8192\n")
     assert environment.read_ahead_bytes(tmp_path / "not/made yet", sysfs) == expected
+
+
+def test_a_page_of_another_size_than_usual_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refaults are counted in pages."""
+    monkeypatch.setattr(mmap, "PAGESIZE", 4096)
+    assert "page_bytes" not in environment.machine()
+    monkeypatch.setattr(mmap, "PAGESIZE", 65536)
+    assert environment.machine()["page_bytes"] == 65536

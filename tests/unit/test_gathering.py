@@ -13,6 +13,7 @@ from pytest import MonkeyPatch
 from harness import page_cache
 from harness.checkpoint.direct import PieceReader
 from harness.checkpoint.gathering import ALIGNMENT, gather
+from harness.errors import CheckpointError
 
 SIZE = 2 * 1024**2 + 777
 CONTENT = os.urandom(SIZE)
@@ -124,6 +125,8 @@ def test_a_file_that_ends_among_the_targets_is_an_error(file: Path) -> None:
     targets = [(memoryview(bytearray(10)), SIZE - 10), (memoryview(bytearray(9)), SIZE)]
     reader = PieceReader()
     page_cache.drop([file])
-    with pytest.raises(EOFError, match=rf"file ends before byte {SIZE + 9:,}$"):
+    with pytest.raises(
+        CheckpointError, match=rf"file: truncated: it ends before byte {SIZE + 9:,}\n"
+    ):
         reader.read_together(file, targets)
     reader.close()

@@ -11,9 +11,10 @@ import pytest
 from fakes import FakeRunning, done, event, ready
 from scripts import JOB
 
-from harness import steady
+from harness import page_cache, steady
 from harness.cell import Job
 from harness.measuring import Setting, measure
+from harness.units import MIB
 
 
 class _Isolation:
@@ -119,3 +120,27 @@ def test_a_steady_warm_load_finds_room_for_its_cache(
         setting = Setting(_Isolation(script), tmp_path, {}, steady=True)
         measure(setting, replace(JOB, cell=cell), [], 100)
     assert asked == [(300, 100), (300, 100)]
+
+
+@pytest.mark.parametrize(
+    ("left", "warnings"),
+    [
+        (0, ()),
+        (3 * MIB, ("3.000 MiB of the checkpoint could not be dropped from the page cache",)),
+        (
+            None,
+            (
+                "not known whether the checkpoint was dropped from the page cache: Linux tells"
+                " only who owns its files or may write them",
+            ),
+        ),
+    ],
+)
+def test_a_checkpoint_that_is_not_proven_cold_is_told_of(
+    left: int | None, warnings: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_cache, "drop", lambda _: left)
+    script = [fakes.baseline(), fakes.loaded(), ready(), done()]
+    result = measure(Setting(_Isolation(script), tmp_path, {}), JOB, [], None)
+    assert result.cached_bytes_at_start == left
+    assert result.warnings == warnings

@@ -103,7 +103,7 @@ def test_neighbours_of_all_widths_are_converted_out_of_one_buffer(
         return read_piece(self, path, start, size)
 
     monkeypatch.setattr(PieceReader, "piece", noting)
-    with PieceFiller(memoryview(mmap.mmap(-1, 2**16))) as filler:
+    with PieceFiller(memoryview(mmap.mmap(-1, 2**18))) as filler:
         run = Runs(pieces, MOST_BYTES).take(filler.most_converted_bytes)
         assert len(run) == len(KINDS)
         filler.fill(run)

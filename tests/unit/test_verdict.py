@@ -61,6 +61,15 @@ def test_refaults_and_lost_time_are_thrashing() -> None:
     )
 
 
+def test_pages_are_as_large_as_on_the_machine_that_counted_them() -> None:
+    large = lived(faults=Faults(100, 900, 250), environment={"page_bytes": 65536})
+    assert judge(large) == Judgement(
+        Verdict.THRASHES,
+        "10.0 s; 15.62 MiB read again (4.00x the model); 900 major faults;"
+        " waited for memory 0% of the load (all tasks 0%)",
+    )
+
+
 @pytest.mark.parametrize(
     ("pages", "some_ns", "reference_ns", "expected"),
     [

@@ -8,6 +8,7 @@ import pytest
 
 from harness.checkpoint.direct import PieceReader
 from harness.checkpoint.window import WINDOW_BYTES, Window
+from harness.errors import CheckpointError
 from harness.process_memory import memory_of, read_status
 from harness.units import MIB
 
@@ -55,10 +56,10 @@ def test_a_file_that_ends_before_is_an_error_and_no_signal(
     file: Path, offset: int, size: int
 ) -> None:
     reader = PieceReader()
-    with pytest.raises(EOFError) as caught, reader.looking(file, offset, size):
+    with pytest.raises(CheckpointError) as caught, reader.looking(file, offset, size):
         pass
     reader.close()
-    assert str(caught.value) == f"{file} ends before byte {offset + size:,}"
+    assert caught.value.message == f"{file}: truncated: it ends before byte {offset + size:,}"
 
 
 def test_an_empty_file_has_nothing_to_look_at(tmp_path: Path) -> None:

@@ -1,0 +1,77 @@
+"""Views that torch.save keeps as they are: expanded, overlapping, with steps, without elements."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.checkpoint import converting, layouts
+from harness.checkpoint.streaming import load_streaming
+
+BASE = torch.arange(1000.0)
+VIEWS = {
+    "expanded": torch.tensor([7.0]).expand(1000),
+    "expanded_int": torch.tensor([7], dtype=torch.int64).expand(1000),
+    "expanded_rows": torch.arange(5.0).expand(7, 5),
+    "expanded_columns": torch.arange(5.0).unsqueeze(1).expand(5, 7),
+    "expanded_between": BASE.as_strided((4, 3, 5), (1, 0, 2), 10),
+    "one_value_everywhere": BASE.as_strided((4, 5), (0, 0), 3),
+    "steps": BASE[::7],
+    "steps_behind": BASE[3:500:2],
+    "overlapping": BASE.as_strided((30, 10), (3, 1)),
+    "overlapping_ahead": BASE.as_strided((40,), (2,), 1),
+    "transposed": BASE[:600].view(20, 30).t(),
+    "scalar": torch.tensor(3.5),
+    "scalar_of_many": BASE[5],
+    "scalar_expanded": torch.tensor(2).expand(1),
+    "empty": torch.empty(0, 4),
+    "empty_expanded": torch.empty(1, 0).expand(5, 0),
+    "empty_of_some": torch.ones(3, 0, 2),
+    "nothing_behind": BASE[1000:],
+}  # fmt: skip
+FORMATS = ("pt", "pt_legacy", "safetensors", "sharded", "sharded_pt", "per_param", "dcp")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    torch.save(VIEWS, tmp_path / "views.pt")
+    return tmp_path / "views.pt"
+
+
+def order(fmt: str, dtype: torch.dtype | None = None) -> converting.Order:
+    return converting.Order(fmt, dtype, 2**40, 2**12, verify=True)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_views_are_converted_to_their_values(
+    source: Path, fmt: str, dtype: torch.dtype | None, tmp_path: Path
+) -> None:
+    there = tmp_path / f"there{layouts.named(fmt).SUFFIX}"
+    converting.convert(source, there, order(fmt, dtype))
+    converting.convert(there, tmp_path / "back.pt", order("pt"))
+    back, right = torch.load(tmp_path / "back.pt"), torch.load(source)
+    assert list(back) == list(right)
+    for name, tensor in right.items():
+        wanted = tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
+        assert back[name].dtype == wanted.dtype, name
+        assert torch.equal(back[name], wanted), name
+
+
+def test_an_expanded_tensor_may_be_longer_than_a_piece(tmp_path: Path) -> None:
+    state = {"w": torch.tensor([3], dtype=torch.uint8).expand(17 * 1024**2)}
+    torch.save(state, tmp_path / "long.pt")
+    converting.convert(tmp_path / "long.pt", tmp_path / "there.safetensors", order("safetensors"))
+    converting.convert(tmp_path / "there.safetensors", tmp_path / "back.pt", order("pt"))
+    assert torch.equal(torch.load(tmp_path / "back.pt")["w"], state["w"])
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_views_are_streamed_to_their_values(source: Path, dtype: torch.dtype | None) -> None:
+    model = torch.nn.Module()
+    for name, tensor in VIEWS.items():
+        model.register_buffer(name, torch.empty(tensor.shape, dtype=tensor.dtype))
+    load_streaming(model, source, dtype=dtype)
+    for name, tensor in torch.load(source).items():
+        wanted = tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
+        assert torch.equal(model.get_buffer(name), wanted), name

@@ -1,0 +1,131 @@
+"""Every dtype that torch can save: its tensors are read as they are, or the file is refused by name."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.checkpoint import converting, layouts
+from harness.checkpoint.checksum import checksum
+from harness.checkpoint.layouts.dtypes import ITEM_BYTES
+from harness.checkpoint.layouts.safetensors_header import DTYPES
+from harness.checkpoint.manifest import TensorEntry
+from harness.checkpoint.piecewise import CELL_DTYPES, tensor_checksums
+from harness.checkpoint.reading import read_pieces
+from harness.checkpoint.streaming import load_streaming
+from harness.errors import CheckpointError, ConfigError
+
+ALL = sorted({str(one)[6:] for one in vars(torch).values() if isinstance(one, torch.dtype)})
+FLOAT8 = [name for name in ITEM_BYTES if name.startswith("float8")]
+
+NEW = {*FLOAT8, "uint16", "uint32", "uint64", "complex32"}
+"""What torch before 1.6 did not have."""
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+
+def values(name: str, numel: int = 1000) -> torch.Tensor:
+    """Elements of all bits that mean a finite number in most dtypes."""
+    dtype = getattr(torch, name)
+    raw = torch.arange(numel * dtype.itemsize, dtype=torch.int64) % 60
+    return (raw % 2 if name == "bool" else raw).to(torch.uint8).view(dtype)
+
+
+def saved(name: str, path: Path, *, legacy: bool) -> torch.Tensor:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of dtypes on their way in, or out
+            tensor = torch.zeros(1008, dtype=torch.uint8).view(getattr(torch, name))
+            tensor = values(name) if name in ITEM_BYTES else tensor
+            torch.save({"w": tensor}, path, _use_new_zipfile_serialization=not legacy)
+    except (KeyError, RuntimeError, TypeError) as error:
+        pytest.skip(f"torch does not save it: {error}")
+    return tensor
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+@pytest.mark.parametrize("name", ALL)
+def test_what_torch_saves_is_read_or_refused_by_its_name(
+    name: str, legacy: bool, tmp_path: Path
+) -> None:
+    tensor = saved(name, tmp_path / "w.pt", legacy=legacy)
+    if name not in ITEM_BYTES:
+        with pytest.raises(CheckpointError, match=rf"(?i)refers to torch\.{name}"):
+            layouts.read(tmp_path / "w.pt")
+        return
+    (one,) = layouts.read(tmp_path / "w.pt")[1]
+    assert (one.dtype_name, one.nbytes) == (name, tensor.nbytes)
+    found = torch.cat([raw(piece) for piece in read_pieces(one)])
+    assert torch.equal(found, raw(tensor))
+
+
+@pytest.mark.parametrize("name", ITEM_BYTES)
+def test_the_bytes_of_an_element_are_torchs(name: str) -> None:
+    assert ITEM_BYTES[name] == getattr(torch, name).itemsize
+
+
+@pytest.mark.parametrize("fmt", ["pt", "pt_legacy", "safetensors", "sharded", "per_param", "dcp"])
+@pytest.mark.parametrize("name", ITEM_BYTES)
+def test_every_dtype_is_converted_as_it_is_or_refused_by_its_name(
+    name: str, fmt: str, tmp_path: Path
+) -> None:
+    torch.save({"w": values(name)}, tmp_path / "w.pt")
+    there = tmp_path / f"there{layouts.named(fmt).SUFFIX}"
+    order = converting.Order(fmt, None, 2**40, 2**40, verify=True)
+    missing = {"safetensors": set(ITEM_BYTES) - set(DTYPES.values()), "pt_legacy": NEW}
+    if name in missing.get(fmt.replace("sharded", "safetensors"), ()):
+        with pytest.raises(ConfigError, match=rf"no dtype torch\.{name}"):
+            converting.convert(tmp_path / "w.pt", there, order)
+        assert not there.exists()
+        return
+    converting.convert(tmp_path / "w.pt", there, order)
+    (one,) = layouts.read(there)[1]
+    assert one.dtype_name == name
+    assert torch.equal(torch.cat([raw(p) for p in read_pieces(one)]), raw(values(name)))
+
+
+@pytest.mark.parametrize("name", DTYPES.values())
+def test_every_dtype_of_safetensors_is_read_as_its_own_library_wrote_it(
+    name: str, tmp_path: Path
+) -> None:
+    library = pytest.importorskip("safetensors.torch")
+    if getattr(torch, name) not in library._TYPES.values():
+        pytest.skip(f"this version of safetensors does not write {name}")
+    library.save_file({"w": values(name)}, tmp_path / "w.safetensors")
+    (one,) = layouts.read(tmp_path / "w.safetensors")[1]
+    assert one.dtype_name == name
+    assert torch.equal(torch.cat([raw(p) for p in read_pieces(one)]), raw(values(name)))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FLOAT8)
+def test_float8_is_floating_point_for_every_load(
+    name: str, dtype: torch.dtype | None, tmp_path: Path
+) -> None:
+    """As for ``torch.nn.Module.to``."""
+    model = torch.nn.Module()
+    model.register_buffer("w", torch.zeros(1000))
+    torch.save({"w": values(name)}, tmp_path / "w.pt")
+    load_streaming(model, tmp_path / "w.pt", dtype=dtype)
+    wanted = values(name).to(dtype or getattr(torch, name))
+    assert model.get_buffer("w").dtype == wanted.dtype
+    assert torch.equal(raw(model.get_buffer("w")), raw(wanted))
+
+
+@pytest.mark.parametrize("name", ITEM_BYTES)
+def test_a_manifest_knows_what_is_floating_point_as_torch_does(name: str) -> None:
+    tensor = values(name)
+    sums = tensor_checksums(tensor)
+    entry = TensorEntry("w", (1000,), name, tensor.nbytes, "parameter", None, sums)
+    assert entry.floating == tensor.dtype.is_floating_point
+    for kind in ITEM_BYTES:
+        expected = getattr(torch, kind) if entry.floating else tensor.dtype
+        assert entry.bytes_as(kind) == 1000 * expected.itemsize
+    assert set(sums) == {name, *(CELL_DTYPES if entry.floating else ())}
+    for kind, digits in sums.items():
+        assert digits == checksum(tensor.to(getattr(torch, kind))), kind
