@@ -47,6 +47,9 @@ def main() -> int:
 def _chosen(options: argparse.Namespace) -> list[Case]:
     names = options.models.split(",") if options.models else list(FAMILIES)
     found = [case for name in names for case in FAMILIES[name]()]
+    if options.exactly:
+        names = options.exactly.split(",")
+        found = [case for case in found if case.label in names]
     if options.only:
         found = [case for case in found if fnmatch.fnmatchcase(case.label, options.only)]
     if options.sample:
@@ -74,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python tests/zoo", description=__doc__)
     parser.add_argument("--out", type=Path, help="write the page to this file")
     parser.add_argument("--only", metavar="PATTERN", help="models whose label matches, as in 'nn.LSTM*'")
+    parser.add_argument("--exactly", metavar="LABELS", help="these models, with commas between")
     parser.add_argument("--sample", type=int, metavar="N", help="about N models, spread over all")
     parser.add_argument("--models", help=f"some of {','.join(FAMILIES)}")
     parser.add_argument("--keep", type=Path, help="a file that keeps what is done, to go on from")

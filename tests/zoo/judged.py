@@ -14,7 +14,7 @@ from typing import Any
 
 import builders
 import torch
-from cases import Case, bytes_of
+from cases import Case
 from loads import Outcome, failed
 from torch import nn
 
@@ -59,10 +59,14 @@ def sys_formats(load: Callable[..., Any]) -> tuple[str, ...]:
     return formats
 
 
-def try_strategies(case: Case, pt: Path, folder: Path, turn: int) -> list[Outcome]:
-    """Load with every strategy, as it should be and with faults planted; judge as a worker does."""
+def try_strategies(case: Case, size: int, pt: Path, folder: Path, turn: int) -> list[Outcome]:
+    """Load with every strategy, as it should be and with faults planted; judge as a worker does.
+
+    Args:
+        size: of the model, in bytes.
+        turn: which strategies get a wrong byte, where not all do.
+    """
     outcomes = []
-    size = bytes_of(case.build(0))
     truths: dict[str, Truth] = {}
     for fmt in layouts.NAMES:
         if size > _ALL_FORMATS_BYTES and fmt not in ("pt", "safetensors"):
@@ -98,7 +102,11 @@ def _try_strategy(case: Case, what: str, path: Path, truth: Truth, plant: bool) 
     try:
         model = import_strategy(path)(_load(case, truth, torch.float32))
     except Exception as error:
-        yield failed(what, error)
+        outcome = failed(what, error)
+        if outcome.detail == _meta_failure(case):
+            why = f"torch cannot build it on the meta device: {outcome.detail}"
+            outcome = Outcome(what, "not applicable", why)
+        yield outcome
         return
     yield _expect(what, "", lambda: judge(model, case, truth, forward=forward))
     for fault, spoil in _spoilers(model, truth):
@@ -119,6 +127,16 @@ def _try_strategy(case: Case, what: str, path: Path, truth: Truth, plant: bool) 
                     import_strategy(path)(_load(case, truth, torch.float32)), case, truth
                 ),
             )
+
+
+def _meta_failure(case: Case) -> str:
+    """Return what torch says where this model cannot be built on the meta device."""
+    try:
+        with torch.device("meta"):
+            case.build(0)
+    except Exception as error:
+        return failed("", error).detail
+    return ""
 
 
 def bytes_of_manifest(truth: Truth) -> int:
@@ -209,10 +227,12 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 @contextmanager
 def _wrong_byte(checkpoint: Path) -> Iterator[None]:
-    """Change one byte in the middle of the largest tensor; change it back in the end."""
+    """Change the sign or exponent of one element of the largest tensor; change it back in the end."""
     largest = max(layouts.read(checkpoint)[1], key=lambda one: one.nbytes)
     one = largest.parts[0].where if largest.parts else largest
-    at = one.offset + one.nbytes // 2
+    # The last byte of an element: a change in the first is lost where a load converts the dtype.
+    at = one.offset + one.nbytes // one.dtype.itemsize // 2 * one.dtype.itemsize
+    at += one.dtype.itemsize - 1
     _flip(one.file, at)
     try:
         yield

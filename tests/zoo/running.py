@@ -49,7 +49,7 @@ def run(case: Case, turn: int) -> Tried:
             loaded |= others
             tried.loads += outcomes
         tried.loads += try_loader(case, loaded)
-        tried.judged += try_strategies(case, files["pt"], folder, turn)
+        tried.judged += try_strategies(case, tried.model_bytes, files["pt"], folder, turn)
     tried.seconds = time.monotonic() - started
     return tried
 

@@ -77,20 +77,18 @@ def _strategy_counts(tried: Sequence[Tried]) -> str:
 
 
 def _rows(tried: Sequence[Tried], field: str) -> str:
-    found: dict[tuple[str, str, str], list[str]] = {}
+    """Return a table of all that is not ok: one row for each outcome that is told in the same words."""
+    found: dict[tuple[str, str], tuple[dict[str, None], dict[str, None]]] = {}
     for each in tried:
-        grouped: dict[tuple[str, str], list[str]] = {}
         for one in getattr(each, field):
             if one.kind != "ok":
-                detail = one.detail.replace(str(each.case.label), "MODEL")
-                grouped.setdefault((one.kind, _plain(detail)), []).append(one.what)
-        for (kind, detail), whats in grouped.items():
-            found.setdefault((kind, detail, _some(whats, 3)), []).append(each.case.label)
+                whats, labels = found.setdefault((one.kind, _plain(one.detail)), ({}, {}))
+                whats[one.what] = labels[each.case.label] = None
     if not found:
         return "Nothing.\n"
     lines = ["| outcome | what | tries | models |", "| --- | --- | --- | --- |"]
-    for (kind, detail, whats), labels in sorted(found.items()):
-        lines.append(f"| {kind} | {detail or '-'} | {whats} | {_some(labels, 12)} |")
+    for (kind, detail), (tries, named) in sorted(found.items()):
+        lines.append(f"| {kind} | {detail or '-'} | {_some(list(tries), 4)} | {_names(named)} |")
     return "\n".join([*lines, ""])
 
 
@@ -105,10 +103,13 @@ def _some(names: Sequence[str], shown: int) -> str:
     return ", ".join(names[:shown]) + more
 
 
+def _names(labels: Iterable[str]) -> str:
+    """Return the names of models, those that differ in their number only as one."""
+    names = Counter(label.partition("[")[0] for label in labels)
+    return ", ".join(f"{name} ({count})" if count > 1 else name for name, count in names.items())
+
+
 def _covered(tried: Sequence[Tried]) -> str:
-    lines = []
-    for family, group in groupby(tried, key=lambda one: one.case.family):
-        names = Counter(one.case.label.partition("[")[0] for one in group)
-        said = ", ".join(f"{name} ({n})" if n > 1 else name for name, n in names.items())
-        lines.append(f"* **{family}**: {said}")
+    families = groupby(tried, key=lambda one: one.case.family)
+    lines = [f"* **{name}**: {_names(one.case.label for one in each)}" for name, each in families]
     return "\n".join([*lines, ""])
