@@ -27,7 +27,7 @@ def main() -> int:
     tried = [done[case.label] for case in chosen if case.label in done]
     left = [case for case in chosen if case.label not in done]
     started = time.monotonic()
-    for number, one in enumerate(run_apart(left), 1):
+    for number, one in enumerate(run_apart(left, quick=options.quick), 1):
         tried.append(one)
         if options.keep:
             with options.keep.open("ab") as file:
@@ -76,10 +76,13 @@ def _versions() -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python tests/zoo", description=__doc__)
     parser.add_argument("--out", type=Path, help="write the page to this file")
-    parser.add_argument("--only", metavar="PATTERN", help="models whose label matches, as in 'nn.LSTM*'")
+    parser.add_argument(
+        "--only", metavar="PATTERN", help="models whose label matches, as in 'nn.LSTM*'"
+    )
     parser.add_argument("--exactly", metavar="LABELS", help="these models, with commas between")
     parser.add_argument("--sample", type=int, metavar="N", help="about N models, spread over all")
     parser.add_argument("--models", help=f"some of {','.join(FAMILIES)}")
+    parser.add_argument("--quick", action="store_true", help="strategies: three formats, not all")
     parser.add_argument("--keep", type=Path, help="a file that keeps what is done, to go on from")
     return parser
 

@@ -10,6 +10,7 @@ from torch import nn
 
 FITS_BYTES = 400 * 1024**2  # of parameters
 _FEW_BYTES = 20 * 1024**2  # what can be built, saved and loaded in every way
+_SURE = 0.1  # a score above which a detected thing counts: nearly none in a model without training
 _DETECTION_PIXELS = 96  # detection models make images of 800 pixels of any that they are given
 
 
@@ -71,7 +72,9 @@ def _converted(given: Any, dtype: torch.dtype) -> Any:
 
 def bytes_of(model: nn.Module) -> int:
     """Return the bytes of a model's parameters and buffers."""
-    return sum(t.nbytes for t in (*model.parameters(), *model.buffers()) if not nn.parameter.is_lazy(t))
+    return sum(
+        t.nbytes for t in (*model.parameters(), *model.buffers()) if not nn.parameter.is_lazy(t)
+    )
 
 
 def is_small(model: nn.Module) -> bool:
@@ -80,7 +83,9 @@ def is_small(model: nn.Module) -> bool:
 
 
 def make_ready(model: nn.Module) -> nn.Module:
-    """Return the model so that a forward pass is short: detection works on small images."""
+    """Return the model so that a forward pass is short: detection of few things on small images."""
+    if hasattr(model, "score_thresh"):
+        model.score_thresh = _SURE
     transform = getattr(model, "transform", None)
     if hasattr(transform, "min_size") and hasattr(transform, "max_size"):
         transform.min_size, transform.max_size = (_DETECTION_PIXELS,), _DETECTION_PIXELS

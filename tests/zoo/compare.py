@@ -27,7 +27,10 @@ def differences(model: nn.Module, reference: nn.Module) -> list[str]:
         if name not in modules:
             found.append(f"module {name} is not in the reference")
         else:
-            found += [f"{name or 'model'}{what}" for what in _attributes(module, modules[name], ours, theirs)]
+            found += [
+                f"{name or 'model'}{what}"
+                for what in _attributes(module, modules[name], ours, theirs)
+            ]
     return found
 
 
@@ -113,7 +116,9 @@ def _attributes(
     yield from _values(mine, right, by_id, "", seen)
 
 
-def _values(one: Any, other: Any, by_id: list[dict[int, str]], path: str, seen: set[int]) -> Iterator[str]:
+def _values(
+    one: Any, other: Any, by_id: list[dict[int, str]], path: str, seen: set[int]
+) -> Iterator[str]:
     if type(one) is not type(other):
         yield f"{path}: a {type(one).__name__}, not a {type(other).__name__}"
     elif isinstance(one, torch.Tensor):

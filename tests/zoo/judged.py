@@ -8,7 +8,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ STRATEGIES = Path(__file__).parents[2] / "strategies"
 _ALL_FORMATS_BYTES = 100 * 1024**2  # larger models are tried as pt and safetensors only
 _ALL_PLANTS_BYTES = 20 * 1024**2  # of larger ones, some strategies get a wrong byte, in turn
 _IN_TURN = 4
+_FORWARD = ("streaming, pt", "streaming, safetensors")  # of large models
+_ALWAYS = ("pt", "safetensors")
 
 
 class _NoMarks:
@@ -59,18 +61,24 @@ def sys_formats(load: Callable[..., Any]) -> tuple[str, ...]:
     return formats
 
 
-def try_strategies(case: Case, size: int, pt: Path, folder: Path, turn: int) -> list[Outcome]:
+def try_strategies(
+    case: Case, size: int, pt: Path, folder: Path, turn: int, *, quick: bool = False
+) -> list[Outcome]:
     """Load with every strategy, as it should be and with faults planted; judge as a worker does.
 
     Args:
         size: of the model, in bytes.
-        turn: which strategies get a wrong byte, where not all do.
+        turn: which strategies get a wrong byte, where not all do, and which format is tried.
+        quick: try one other format beside pt and safetensors, rather than all.
     """
     outcomes = []
     truths: dict[str, Truth] = {}
-    for fmt in layouts.NAMES:
-        if size > _ALL_FORMATS_BYTES and fmt not in ("pt", "safetensors"):
-            continue
+    others = [fmt for fmt in layouts.NAMES if fmt not in _ALWAYS]
+    if size > _ALL_FORMATS_BYTES:
+        others = []
+    elif quick:
+        others = [others[turn % len(others)]]
+    for fmt in (*_ALWAYS, *others):
         try:
             truths[fmt] = truth(case, pt, fmt, folder / f"truth-{fmt}")
         except Exception as error:
@@ -97,8 +105,11 @@ def truth(case: Case, pt: Path, fmt: str, folder: Path) -> Truth:
     return Truth(pt if fmt == "pt" else layouts.checkpoint_in(folder, fmt), made.manifest)
 
 
-def _try_strategy(case: Case, what: str, path: Path, truth: Truth, plant: bool) -> Iterator[Outcome]:
-    forward = bytes_of_manifest(truth) <= _ALL_PLANTS_BYTES or what.startswith("streaming")
+def _try_strategy(
+    case: Case, what: str, path: Path, truth: Truth, plant: bool
+) -> Iterator[Outcome]:
+    small = bytes_of_manifest(truth) <= _ALL_PLANTS_BYTES
+    forward = small if case.family != "torchvision" else what in _FORWARD
     try:
         model = import_strategy(path)(_load(case, truth, torch.float32))
     except Exception as error:
@@ -108,15 +119,17 @@ def _try_strategy(case: Case, what: str, path: Path, truth: Truth, plant: bool) 
             outcome = Outcome(what, "not applicable", why)
         yield outcome
         return
-    yield _expect(what, "", lambda: judge(model, case, truth, forward=forward))
+    yield _expect(what, "", partial(judge, model, case, truth, forward=forward))
     for fault, spoil in _spoilers(model, truth):
         spoil()
-        yield _expect(f"{what}, {fault}", "wrong", lambda: judge(model, case, truth))
+        yield _expect(f"{what}, {fault}", "wrong", partial(judge, model, case, truth))
     del model
-    if bytes_of_manifest(truth) <= _ALL_PLANTS_BYTES:
+    if small:
         load = _load(case, truth, torch.bfloat16)
         yield _expect(
-            f"{what}, bf16", "", lambda: judge(import_strategy(path)(load), case, truth, torch.bfloat16)
+            f"{what}, bf16",
+            "",
+            lambda: judge(import_strategy(path)(load), case, truth, torch.bfloat16),
         )
     if plant and any(one.nbytes for one in layouts.read(truth.checkpoint)[1]):
         with _wrong_byte(truth.checkpoint):
@@ -169,7 +182,9 @@ def judge(
         tensors = touch.named_tensors(model)
         verify.check_structure(tensors, truth.manifest, device, dtype)
         verify.check_values(touch.touch(tensors), truth.manifest, dtype)
-        inputs = builders.example_inputs(**case.kwargs) if forward and dtype == torch.float32 else ()
+        inputs = (
+            builders.example_inputs(**case.kwargs) if forward and dtype == torch.float32 else ()
+        )
         if inputs:
             verify.check_forward(model, inputs)
     except verify.WrongWeights as error:
@@ -199,7 +214,9 @@ def _spoilers(model: nn.Module, truth: Truth) -> Iterator[tuple[str, Callable[[]
         assert kept is not None
         yield "lost buffer", lambda: owner._buffers.update({leaf: torch.zeros_like(kept) + 123})
         owner._buffers[leaf] = kept
-    tied = [e for e in truth.manifest.tensors if e.shared_with and e.kind == "parameter" and e.numel]
+    tied = [
+        e for e in truth.manifest.tensors if e.shared_with and e.kind == "parameter" and e.numel
+    ]
     if tied:
         yield "broken tie", lambda: _untie(model, tied[0].name, tied[0].shared_with)
 

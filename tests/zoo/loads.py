@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-
 import torch
 from cases import Case, is_small, make_ready, twin
 from compare import differences, output_of, unlike_outputs
@@ -89,7 +88,9 @@ def _ways(files: dict[str, Path], small: bool) -> Iterator[tuple[str, bool, torc
     """Yield format, whether the model is there already, and dtype."""
     if small:
         for fmt in files:
-            yield from ((fmt, built, dtype) for built in (False, True) for dtype in (None, torch.bfloat16))
+            yield from (
+                (fmt, built, dtype) for built in (False, True) for dtype in (None, torch.bfloat16)
+            )
     else:
         yield from (("pt", False, None), ("safetensors", True, None))
         yield from (("safetensors", False, torch.bfloat16), ("pt", True, torch.bfloat16))
@@ -104,5 +105,3 @@ def failed(what: str, error: Exception) -> Outcome:
 def _said(error: Exception) -> str:
     text = error.message if isinstance(error, HarnessError) else f"{type(error).__name__}: {error}"
     return " ".join(text.split())[:160]
-
-

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import torch
 from cases import Case, bytes_of
-from judged import try_strategies
+from judged import strategies, try_strategies
 from loads import Outcome, convert, failed, save, try_loader
 
 _EVERY_FORMAT = 8  # of small models of torch's own, every eighth is loaded from every format
+_STRATEGIES_TRY = 8  # ways of constructing one module: one has 440
 _LIMIT_S = 600.0
 _FORMATS_BYTES = 20 * 1024**2
 
@@ -29,8 +30,8 @@ class Tried:
     seconds: float = 0.0
 
 
-def run(case: Case, turn: int) -> Tried:
-    """Try a model in this process; leave no files."""
+def run(case: Case, turn: int, *, quick: bool = False) -> Tried:
+    """Try a model in this process; leave no files. ``quick``: with three formats, not with all."""
     started = time.monotonic()
     tried = Tried(case)
     with tempfile.TemporaryDirectory(prefix="weighin-zoo-") as name:
@@ -49,21 +50,27 @@ def run(case: Case, turn: int) -> Tried:
             loaded |= others
             tried.loads += outcomes
         tried.loads += try_loader(case, loaded)
-        tried.judged += try_strategies(case, tried.model_bytes, files["pt"], folder, turn)
+        if case.kwargs.get("number", 0) < _STRATEGIES_TRY:
+            tried.judged += try_strategies(
+                case, tried.model_bytes, files["pt"], folder, turn, quick=quick
+            )
     tried.seconds = time.monotonic() - started
     return tried
 
 
-def run_apart(cases: list[Case]) -> Iterator[Tried]:
+def run_apart(cases: list[Case], *, quick: bool = False) -> Iterator[Tried]:
     """Try each model in a process of its own, one after the other."""
     fork = multiprocessing.get_context("fork")  # torch and both collections are imported once
+    strategies()
     for turn, case in enumerate(cases):
         receiving, sending = fork.Pipe(duplex=False)
-        process = fork.Process(target=_run_child, args=(case, turn, sending))
+        process = fork.Process(target=_run_child, args=(case, turn, quick, sending))
         process.start()
         sending.close()
         try:
-            found = receiving.recv() if receiving.poll(_LIMIT_S) else f"not done after {_LIMIT_S:g} s"
+            found = (
+                receiving.recv() if receiving.poll(_LIMIT_S) else f"not done after {_LIMIT_S:g} s"
+            )
         except EOFError:
             process.join()
             found = f"its process ended with exit code {process.exitcode}"
@@ -72,10 +79,10 @@ def run_apart(cases: list[Case]) -> Iterator[Tried]:
         yield found if isinstance(found, Tried) else Tried(case, [Outcome("all", "CRASHED", found)])
 
 
-def _run_child(case: Case, turn: int, sending: Connection) -> None:
+def _run_child(case: Case, turn: int, quick: bool, sending: Connection) -> None:
     torch.set_num_threads(1)
     try:
-        tried = run(case, turn)
+        tried = run(case, turn, quick=quick)
     except BaseException as error:
         tried = Tried(case, [Outcome("the zoo", "CRASHED", f"{type(error).__name__}: {error}")])
     sending.send(tried)

@@ -58,9 +58,7 @@ def _strategy_counts(tried: Sequence[Tried]) -> str:
     lines = ["| strategy | right loads | ok | wrong byte: found | lost buffer: found | broken tie: found "
              "| refused | MISJUDGED | CRASHED |", "| --- |" + " ---: |" * 8]  # fmt: skip
     for name in names:
-        mine = [
-            one for each in tried for one in each.judged if one.what.partition(",")[0] == name
-        ]
+        mine = [one for each in tried for one in each.judged if one.what.partition(",")[0] == name]
         planted = {
             fault: [one for one in mine if one.what.endswith(fault)]
             for fault in ("wrong byte", "lost buffer", "broken tie")

@@ -21,7 +21,7 @@ MODULES = (
     "nn.LinearCrossEntropyLoss[2]", "nn.GELU[0]", "nn.GroupNorm[0]", "nn.InstanceNorm2d[0]",
     "nn.LayerNorm[0]", "nn.RMSNorm[0]", "nn.TransformerEncoder[0]", "nn.TransformerEncoderLayer[0]",
     "nn.TransformerDecoderLayer[0]", "nn.Transformer[0]", "nn.MultiheadAttention[0]",
-    "nn.MultiheadAttention[2]", "nn.Embedding[0]", "nn.Embedding[1]", "nn.PReLU[0]", "nn.RNNCell[0]",
+    "nn.MultiheadAttention[2]", "nn.Embedding[0]", "nn.PReLU[0]", "nn.RNNCell[0]",
     "nn.GRUCell[0]", "nn.LSTMCell[0]", "nn.RNN[0]", "nn.GRU[0]", "nn.LSTM[0]", "nn.LSTM[5]",
     "pair of nn.BatchNorm1d", "pair of nn.Linear", "pair of nn.MultiheadAttention", "pair of nn.LSTM",
 )  # fmt: skip
@@ -36,7 +36,9 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Tried
     kept = tmp_path_factory.mktemp("zoo") / "kept"
     labels = ",".join((*MODULES, *VISION))
     command = [sys.executable, "-W", "ignore", str(Path(__file__).parent), "--exactly", labels]
-    ended = subprocess.run([*command, "--keep", str(kept)], capture_output=True, text=True)
+    ended = subprocess.run(
+        [*command, "--quick", "--keep", str(kept)], check=False, capture_output=True, text=True
+    )
     assert ended.returncode in (0, 1), ended.stderr
     tried: dict[str, Tried] = {}
     with kept.open("rb") as file:
