@@ -129,18 +129,8 @@ def _values(
             yield from (f"{path}: {what}" for what in _unlike(one, other))
     elif isinstance(one, weakref.ref):
         yield from _values(one(), other(), by_id, path, seen)
-    elif isinstance(one, Mapping):
-        if list(one) != list(other):
-            yield f"{path} has other keys"
-            return
-        for key in one:
-            yield from _values(one[key], other[key], by_id, f"{path}.{key}", seen)
-    elif isinstance(one, list | tuple):
-        if len(one) != len(other):
-            yield f"{path} has another length"
-            return
-        for at, pair in enumerate(zip(one, other, strict=True)):
-            yield from _values(*pair, by_id, f"{path}[{at}]", seen)
+    elif isinstance(one, Mapping | list | tuple):
+        yield from _members(one, other, by_id, path, seen)
     elif isinstance(one, functools.partial):
         parts = [(p.func, p.args, p.keywords) for p in (one, other)]
         yield from _values(*parts, by_id, path, seen)
@@ -150,6 +140,18 @@ def _values(
     elif hasattr(one, "__dict__") and not callable(one) and id(one) not in seen:
         seen.add(id(one))
         yield from _values(vars(one), vars(other), by_id, path, seen)
+
+
+def _members(
+    one: Any, other: Any, by_id: list[dict[int, str]], path: str, seen: set[int]
+) -> Iterator[str]:
+    if not isinstance(one, Mapping):
+        one, other = dict(enumerate(one)), dict(enumerate(other))
+    if list(one) != list(other):
+        yield f"{path} has other keys or another length"
+        return
+    for key in one:
+        yield from _values(one[key], other[key], by_id, f"{path}.{key}", seen)
 
 
 def output_of(model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Any]:
