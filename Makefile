@@ -51,6 +51,9 @@ conformance: .venv/ready  ## Compare DRAWS=20000 random loads by load_streaming 
 test-vm: .venv/ready  ## Try limits and figures on Debian's kernel with cgroup v2, in a virtual machine
 	$(BIN)/pytest -m vm --require vm,cgroup -rP tests/vm $(ARGS)
 
+zoo: .venv/ready  ## Try the loader and the strategies over torch's and torchvision's models
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/zoo --out docs/zoo.md $(ARGS)
+
 lint: .venv/ready  ## Check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -73,4 +76,4 @@ clean:  ## Remove .venv and what tools have cached in this folder
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-.PHONY: help setup bench recommend floor report check pages doctor test conformance test-vm lint fuzz clean
+.PHONY: help setup bench recommend floor report check pages doctor test conformance test-vm zoo lint fuzz clean

@@ -1,0 +1,150 @@
+"""Which models are tried, and how one of them is built, filled and called."""
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import builders
+import torch
+from torch import nn
+
+FITS_BYTES = 400 * 1024**2  # of parameters
+_FEW_BYTES = 20 * 1024**2  # what can be built, saved and loaded in every way
+_SURE = 0.1  # a score above which a detected thing counts: nearly none in a model without training
+_DETECTION_PIXELS = 96  # detection models make images of 800 pixels of any that they are given
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One model: ``builder`` is a function of ``builders``."""
+
+    label: str
+    family: str
+    builder: str
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def build(self, seed: int) -> nn.Module:
+        """Return a new model as its constructor fills it after this seed."""
+        torch.manual_seed(seed)
+        model: nn.Module = getattr(builders, self.builder)(**self.kwargs)
+        return model
+
+    def inputs(self, dtype: torch.dtype | None = None) -> Any:
+        """Return the arguments of a forward pass, floating-point tensors as ``dtype``."""
+        given = builders.forward_input(self.builder, **self.kwargs)
+        return given if given is None or dtype is None else _converted(given, dtype)
+
+    def donor(self) -> nn.Module:
+        """Return a model of other values than any that ``build(0)`` gives: what is to be loaded."""
+        model = self.build(1)
+        if any(map(nn.parameter.is_lazy, (*model.parameters(), *model.buffers()))):
+            args, kwargs = self.inputs()
+            model(*args, **kwargs)
+        torch.manual_seed(2)
+        seen: set[int] = set()
+        for tensor in model.state_dict().values():
+            if tensor.data_ptr() not in seen:
+                seen.add(tensor.data_ptr())
+                _disturb(tensor)
+        return model
+
+
+def _disturb(tensor: torch.Tensor) -> None:
+    """Give a tensor other values: near those that it has, so that the model still computes."""
+    if tensor.is_floating_point() and tensor.numel():
+        flat = tensor.view(-1) if tensor.is_contiguous() else tensor
+        # No larger than they were, in the middle: a deep model's output must stay finite.
+        noise = torch.rand_like(flat)
+        flat.mul_(0.95).add_(noise.sub_(0.5), alpha=0.001)
+    elif tensor.dtype == torch.int64 and tensor.ndim == 0:
+        tensor.fill_(7)  # batches seen
+
+
+def _converted(given: Any, dtype: torch.dtype) -> Any:
+    if isinstance(given, torch.Tensor):
+        return given.to(dtype) if given.is_floating_point() else given
+    if isinstance(given, dict):
+        return {key: _converted(value, dtype) for key, value in given.items()}
+    if isinstance(given, list | tuple):
+        return type(given)(_converted(value, dtype) for value in given)
+    return given
+
+
+def bytes_of(model: nn.Module) -> int:
+    """Return the bytes of a model's parameters and buffers."""
+    return sum(
+        t.nbytes for t in (*model.parameters(), *model.buffers()) if not nn.parameter.is_lazy(t)
+    )
+
+
+def is_small(model: nn.Module) -> bool:
+    """Tell whether a model is tried in every way rather than in some."""
+    return bytes_of(model) <= _FEW_BYTES
+
+
+def make_ready(model: nn.Module) -> nn.Module:
+    """Return the model so that a forward pass is short: detection of few things on small images."""
+    if hasattr(model, "score_thresh"):
+        model.score_thresh = _SURE
+    transform = getattr(model, "transform", None)
+    if hasattr(transform, "min_size") and hasattr(transform, "max_size"):
+        transform.min_size, transform.max_size = (_DETECTION_PIXELS,), _DETECTION_PIXELS
+    return model
+
+
+def twin(model: nn.Module, case: Case) -> nn.Module:
+    """Return another model as ``case.build(0)``, of which ``model`` is one: copied where that is faster."""
+    return case.build(0) if is_small(model) else copy.deepcopy(model)
+
+
+def every_case() -> list[Case]:
+    """Return all cases: torch's modules, a pair of each kind of them, torchvision."""
+    return [*module_cases(), *pair_cases(), *vision_cases()]
+
+
+def module_cases() -> list[Case]:
+    """Return each way of constructing each module that torch's tests try."""
+    return [
+        Case(f"{name}[{number}]", "module_db", "from_module_db", {"name": name, "number": number})
+        for name in module_names()
+        for number in range(len(builders.module_inputs(name)))
+    ]
+
+
+def pair_cases() -> list[Case]:
+    """Return the first module of each kind, under two names."""
+    return [
+        Case(f"pair of {name}", "pair", "pair_of", {"name": name, "number": 0})
+        for name in module_names()
+    ]
+
+
+def module_names() -> list[str]:
+    from torch.testing._internal.common_modules import module_db
+
+    return list(dict.fromkeys(info.name for info in module_db))
+
+
+def vision_cases() -> list[Case]:
+    """Return every architecture of torchvision whose parameters fit."""
+    sizes = {name: vision_bytes(name) for name in vision_names()}
+    return [Case("small_vit", "torchvision", "small_vit")] + [
+        Case(name, "torchvision", "from_torchvision", {"name": name})
+        for name in sorted(sizes, key=lambda name: sizes[name])
+        if sizes[name] <= FITS_BYTES
+    ]
+
+
+def vision_names() -> list[str]:
+    from vision import models
+
+    found: list[str] = models.list_models()
+    return found
+
+
+def vision_bytes(name: str) -> int:
+    """Return the bytes of an architecture's parameters, as torchvision tells them."""
+    from vision import models
+
+    weights = next(iter(models.get_model_weights(name)))
+    return int(weights.meta["num_params"]) * 4

@@ -1,0 +1,265 @@
+"""Whether every strategy loads what it is given, and whether a wrong load is found out.
+
+The truth is the harness's: the manifest that it makes of a user's own checkpoint and builder, and the
+checks of its worker. They run in this process, without an isolation.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import builders
+import torch
+from cases import Case
+from loads import Outcome, failed
+from torch import nn
+
+from harness.cell import ModelSpec
+from harness.checkpoint import layouts
+from harness.checkpoint.indexing import index
+from harness.checkpoint.manifest import Manifest
+from harness.worker import touch, verify
+from harness.worker.loading import WorkerLoad, import_strategy
+
+STRATEGIES = Path(__file__).parents[2] / "strategies"
+_ALL_FORMATS_BYTES = 100 * 1024**2  # larger models are tried as pt and safetensors only
+_ALL_PLANTS_BYTES = 20 * 1024**2  # of larger ones, some strategies get a wrong byte, in turn
+_IN_TURN = 4
+_FORWARD = ("streaming, pt", "streaming, safetensors")  # of large models
+_ALWAYS = ("pt", "safetensors")
+
+
+class _NoMarks:
+    def phase(self, _name: str) -> Any:
+        return nullcontext()
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """A checkpoint as the harness prepares it for one format, and what must come of it."""
+
+    checkpoint: Path
+    manifest: Manifest
+
+
+@cache
+def strategies() -> list[tuple[str, Path, tuple[str, ...]]]:
+    """Return name, file and formats of every load strategy."""
+    found = []
+    for path in sorted(STRATEGIES.glob("*.py")):
+        load = import_strategy(path)
+        found.append((path.stem, path, sys_formats(load)))
+    return found
+
+
+def sys_formats(load: Callable[..., Any]) -> tuple[str, ...]:
+    formats: tuple[str, ...] = load.__globals__["FORMATS"]
+    return formats
+
+
+def try_strategies(
+    case: Case, size: int, pt: Path, folder: Path, turn: int, *, quick: bool = False
+) -> list[Outcome]:
+    """Load with every strategy, as it should be and with faults planted; judge as a worker does.
+
+    Args:
+        size: of the model, in bytes.
+        turn: which strategies get a wrong byte, where not all do, and which format is tried.
+        quick: try one other format beside pt and safetensors, rather than all.
+    """
+    outcomes = []
+    truths: dict[str, Truth] = {}
+    others = [fmt for fmt in layouts.NAMES if fmt not in _ALWAYS]
+    if size > _ALL_FORMATS_BYTES:
+        others = []
+    elif quick:
+        others = [others[turn % len(others)]]
+    for fmt in (*_ALWAYS, *others):
+        try:
+            truths[fmt] = truth(case, pt, fmt, folder / f"truth-{fmt}")
+        except Exception as error:
+            outcomes.append(failed(f"truth, {fmt}", error))
+    number = turn
+    for name, path, formats in strategies():
+        for fmt in formats:
+            if fmt in truths:
+                plant = size <= _ALL_PLANTS_BYTES or number % _IN_TURN == 0
+                number += 1
+                outcomes += _try_strategy(case, f"{name}, {fmt}", path, truths[fmt], plant)
+    return outcomes
+
+
+def truth(case: Case, pt: Path, fmt: str, folder: Path) -> Truth:
+    """Return the checkpoint in this format, and its manifest, as the harness makes them."""
+    folder.mkdir()
+    threads = torch.get_num_threads()
+    try:
+        builder = f"builders:{case.builder}"
+        made = index(case.label, builder, case.kwargs, checkpoint=pt, fmt=fmt, folder=folder)
+    finally:
+        torch.set_num_threads(threads)
+    return Truth(pt if fmt == "pt" else layouts.checkpoint_in(folder, fmt), made.manifest)
+
+
+def _try_strategy(
+    case: Case, what: str, path: Path, truth: Truth, plant: bool
+) -> Iterator[Outcome]:
+    small = bytes_of_manifest(truth) <= _ALL_PLANTS_BYTES
+    forward = small if case.family != "torchvision" else what in _FORWARD
+    try:
+        model = import_strategy(path)(_load(case, truth, torch.float32))
+    except Exception as error:
+        outcome = failed(what, error)
+        if outcome.detail == _meta_failure(case):
+            why = f"torch cannot build it on the meta device: {outcome.detail}"
+            outcome = Outcome(what, "not applicable", why)
+        yield outcome
+        return
+    yield _expect(what, "", partial(judge, model, case, truth, forward=forward))
+    for fault, spoil in _spoilers(model, truth):
+        spoil()
+        yield _expect(f"{what}, {fault}", "wrong", partial(judge, model, case, truth))
+    del model
+    if small:
+        load = _load(case, truth, torch.bfloat16)
+        yield _expect(
+            f"{what}, bf16",
+            "",
+            lambda: judge(import_strategy(path)(load), case, truth, torch.bfloat16),
+        )
+    if plant and any(one.nbytes for one in layouts.read(truth.checkpoint)[1]):
+        with _wrong_byte(truth.checkpoint):
+            yield _expect(
+                f"{what}, wrong byte",
+                "wrong",
+                lambda: judge(
+                    import_strategy(path)(_load(case, truth, torch.float32)), case, truth
+                ),
+            )
+
+
+def _meta_failure(case: Case) -> str:
+    """Return what torch says where this model cannot be built on the meta device."""
+    try:
+        with torch.device("meta"):
+            case.build(0)
+    except Exception as error:
+        return failed("", error).detail
+    return ""
+
+
+def bytes_of_manifest(truth: Truth) -> int:
+    return truth.manifest.model_bytes()
+
+
+def _load(case: Case, truth: Truth, dtype: torch.dtype) -> WorkerLoad:
+    return WorkerLoad(
+        checkpoint=truth.checkpoint,
+        device=torch.device("cpu"),
+        dtype=dtype,
+        options={},
+        model=ModelSpec(case.label, f"builders:{case.builder}", case.kwargs),
+        builder=getattr(builders, case.builder),
+        marks=_NoMarks(),
+    )
+
+
+def judge(
+    model: nn.Module,
+    case: Case,
+    truth: Truth,
+    dtype: torch.dtype = torch.float32,
+    *,
+    forward: bool = True,
+) -> str:
+    """Return what a worker's check finds wrong with a model; nothing where it is right."""
+    device = torch.device("cpu")
+    try:
+        tensors = touch.named_tensors(model)
+        verify.check_structure(tensors, truth.manifest, device, dtype)
+        verify.check_values(touch.touch(tensors), truth.manifest, dtype)
+        inputs = (
+            builders.example_inputs(**case.kwargs) if forward and dtype == torch.float32 else ()
+        )
+        if inputs:
+            verify.check_forward(model, inputs)
+    except verify.WrongWeights as error:
+        return f"wrong: {error}"
+    return ""
+
+
+def _expect(what: str, wanted: str, judged: Callable[[], str]) -> Outcome:
+    try:
+        found = judged()
+    except Exception as error:
+        return failed(what, error)
+    if bool(found) == bool(wanted):
+        return Outcome(what, "ok")
+    return Outcome(what, "MISJUDGED", found[:160] or "ok, though it is wrong")
+
+
+def _spoilers(model: nn.Module, truth: Truth) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Yield the faults that can be planted in this loaded model, each with what plants it.
+
+    The second one is planted beside the first: it is undone before.
+    """
+    lost = [e for e in truth.manifest.tensors if e.kind == "non_persistent_buffer" and e.numel]
+    if lost:
+        owner, leaf = _owner(model, lost[0].name)
+        kept = owner._buffers[leaf]
+        assert kept is not None
+        yield "lost buffer", lambda: owner._buffers.update({leaf: torch.zeros_like(kept) + 123})
+        owner._buffers[leaf] = kept
+    tied = [
+        e for e in truth.manifest.tensors if e.shared_with and e.kind == "parameter" and e.numel
+    ]
+    if tied:
+        yield "broken tie", lambda: _untie(model, tied[0].name, tied[0].shared_with)
+
+
+def _untie(model: nn.Module, name: str, first: str) -> None:
+    """Give one name of a tied parameter a copy of it, or of the module that has both names."""
+    (owner, leaf), (other, _) = _owner(model, name), _owner(model, first)
+    if owner is not other:
+        owner._parameters[leaf] = nn.Parameter(owner._parameters[leaf].detach().clone())
+        return
+    everywhere = [id(module) for _, module in model.named_modules(remove_duplicate=False)]
+    parent = model
+    for part in name.split(".")[:-1]:
+        child = parent._modules[part]
+        if everywhere.count(id(child)) > 1:
+            parent._modules[part] = copy.deepcopy(child)
+            return
+        parent = child
+
+
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, leaf = name.rpartition(".")
+    return model.get_submodule(path), leaf
+
+
+@contextmanager
+def _wrong_byte(checkpoint: Path) -> Iterator[None]:
+    """Change the sign or exponent of one element of the largest tensor; change it back in the end."""
+    largest = max(layouts.read(checkpoint)[1], key=lambda one: one.nbytes)
+    one = largest.parts[0].where if largest.parts else largest
+    # The last byte of an element: a change in the first is lost where a load converts the dtype.
+    at = one.offset + one.nbytes // one.dtype.itemsize // 2 * one.dtype.itemsize
+    at += one.dtype.itemsize - 1
+    _flip(one.file, at)
+    try:
+        yield
+    finally:
+        _flip(one.file, at)
+
+
+def _flip(file: Path, at: int) -> None:
+    with file.open("r+b", buffering=0) as opened:
+        opened.seek(at)
+        byte = opened.read(1)[0]
+        opened.seek(at)
+        opened.write(bytes([byte ^ 1]))

@@ -1,0 +1,107 @@
+"""Whether the loader gives what torch's own ``load_state_dict`` gives."""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from cases import Case, is_small, make_ready, twin
+from compare import differences, output_of, unlike_outputs
+from safetensors.torch import save_model
+from torch import nn
+
+from harness.checkpoint import converting, layouts
+from harness.checkpoint.streaming import load_streaming
+from harness.errors import HarnessError
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of one try. ``kind``: ok, refused, DIFFERENT, CRASHED, MISJUDGED, or not applicable."""
+
+    what: str
+    kind: str
+    detail: str = ""
+
+
+def save(case: Case, donor: nn.Module, folder: Path) -> dict[str, Path]:
+    """Save what is to be loaded, as pt and as safetensors; return the files by format."""
+    files = {"pt": folder / "model.pt", "safetensors": folder / "model.safetensors"}
+    torch.save(donor.state_dict(), files["pt"])
+    save_model(donor, str(files["safetensors"]), force_contiguous=True)
+    return files
+
+
+def convert(files: dict[str, Path], folder: Path) -> tuple[dict[str, Path], list[Outcome]]:
+    """Write the pt file as every other format with the project's own converter."""
+    made, outcomes = {}, []
+    for fmt in layouts.NAMES:
+        if fmt in files:
+            continue
+        target = folder / f"converted-{fmt}{layouts.named(fmt).SUFFIX}"
+        try:
+            converting.convert(files["pt"], target, converting.Order(fmt, None, 1 << 40, 1 << 20))
+            made[fmt] = target
+        except Exception as error:
+            outcomes.append(failed(f"convert to {fmt}", error))
+    return made, outcomes
+
+
+def try_loader(case: Case, files: dict[str, Path]) -> list[Outcome]:
+    """Load each file into a model that is there and into one that is built, and compare."""
+    fresh = case.build(0)
+    small = is_small(fresh)
+    right = twin(fresh, case)
+    try:
+        right.load_state_dict(torch.load(files["pt"], weights_only=True), strict=True)
+    except Exception as error:
+        return [Outcome("reference", "not applicable", f"torch refuses it: {_said(error)}")]
+    tries = list(_ways(files, small))
+    outcomes = []
+    for dtype in (None, torch.bfloat16):
+        if dtype is not None:
+            right = right.to(dtype)
+        inputs = case.inputs(dtype) if dtype is None or small else None
+        wanted = None
+        for fmt, built in [(fmt, built) for fmt, built, kind in tries if kind is dtype]:
+            what = f"{'model' if built else 'builder'}, {fmt}{', bf16' if dtype else ''}"
+            try:
+                model = load_streaming(
+                    twin(fresh, case) if built else (lambda: case.build(0)), files[fmt], dtype=dtype
+                )
+                found = differences(model, right)
+                if not found and inputs is not None:
+                    if wanted is None:
+                        wanted = output_of(make_ready(copy.deepcopy(right)), copy.deepcopy(inputs))
+                    got = output_of(make_ready(model), copy.deepcopy(inputs))
+                    found = [said] if (said := unlike_outputs(got, wanted)) else []
+            except Exception as error:
+                outcomes.append(failed(what, error))
+                continue
+            outcomes.append(Outcome(what, "DIFFERENT" if found else "ok", "; ".join(found[:2])))
+            del model
+    return outcomes
+
+
+def _ways(files: dict[str, Path], small: bool) -> Iterator[tuple[str, bool, torch.dtype | None]]:
+    """Yield format, whether the model is there already, and dtype."""
+    if small:
+        for fmt in files:
+            yield from (
+                (fmt, built, dtype) for built in (False, True) for dtype in (None, torch.bfloat16)
+            )
+    else:
+        yield from (("pt", False, None), ("safetensors", True, None))
+        yield from (("safetensors", False, torch.bfloat16), ("pt", True, torch.bfloat16))
+
+
+def failed(what: str, error: Exception) -> Outcome:
+    """Return the outcome of an error: a refusal with a reason, or a crash."""
+    refused = isinstance(error, HarnessError)
+    return Outcome(what, "refused" if refused else "CRASHED", _said(error))
+
+
+def _said(error: Exception) -> str:
+    text = error.message if isinstance(error, HarnessError) else f"{type(error).__name__}: {error}"
+    return " ".join(text.split())[:160]

@@ -1,0 +1,69 @@
+"""A sample of the zoo: the loader gives what torch gives, and strategies are judged rightly.
+
+``make zoo`` tries all models. This sample runs in a process of its own: torch's test code and
+torchvision change settings of the process that imports them.
+"""
+
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from running import Tried
+
+MODULES = (
+    "nn.AdaptiveAvgPool1d[0]", "nn.BatchNorm1d[0]", "nn.BatchNorm2d[3]", "nn.BatchNorm3d[6]",
+    "nn.Conv1d[0]", "nn.Conv2d[1]", "nn.Conv3d[0]", "nn.ConvTranspose2d[0]", "nn.CosineEmbeddingLoss[0]",
+    "nn.FractionalMaxPool2d[0]", "nn.LazyConv1d[0]", "nn.LazyConvTranspose3d[0]", "nn.Linear[0]",
+    "nn.Linear[1]", "nn.Bilinear[0]", "nn.NLLLoss[4]", "nn.BCEWithLogitsLoss[4]",
+    "nn.LinearCrossEntropyLoss[2]", "nn.GELU[0]", "nn.GroupNorm[0]", "nn.InstanceNorm2d[0]",
+    "nn.LayerNorm[0]", "nn.RMSNorm[0]", "nn.TransformerEncoder[0]", "nn.TransformerEncoderLayer[0]",
+    "nn.TransformerDecoderLayer[0]", "nn.Transformer[0]", "nn.MultiheadAttention[0]",
+    "nn.MultiheadAttention[2]", "nn.Embedding[0]", "nn.PReLU[0]", "nn.RNNCell[0]",
+    "nn.GRUCell[0]", "nn.LSTMCell[0]", "nn.RNN[0]", "nn.GRU[0]", "nn.LSTM[0]", "nn.LSTM[5]",
+    "pair of nn.BatchNorm1d", "pair of nn.Linear", "pair of nn.MultiheadAttention", "pair of nn.LSTM",
+)  # fmt: skip
+VISION = (
+    "small_vit", "resnet18", "googlenet", "shufflenet_v2_x0_5", "squeezenet1_1", "raft_small",
+    "ssdlite320_mobilenet_v3_large",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Tried]]:
+    kept = tmp_path_factory.mktemp("zoo") / "kept"
+    labels = ",".join((*MODULES, *VISION))
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).parent), "--exactly", labels]
+    ended = subprocess.run(
+        [*command, "--quick", "--keep", str(kept)], check=False, capture_output=True, text=True
+    )
+    assert ended.returncode in (0, 1), ended.stderr
+    tried: dict[str, Tried] = {}
+    with kept.open("rb") as file:
+        while file.peek(1):
+            one: Tried = pickle.load(file)
+            tried[one.case.label] = one
+    yield tried
+
+
+@pytest.mark.parametrize("label", [*MODULES, *VISION])
+def test_a_load_is_equal_to_torchs_own_or_refused(label: str, sample: dict[str, Tried]) -> None:
+    outcomes = sample[label].loads
+    assert outcomes
+    assert [one for one in outcomes if one.kind in ("DIFFERENT", "CRASHED")] == []
+
+
+@pytest.mark.parametrize("label", [*MODULES, *VISION])
+def test_right_loads_are_ok_and_planted_faults_are_found(
+    label: str, sample: dict[str, Tried]
+) -> None:
+    outcomes = sample[label].judged
+    assert outcomes
+    assert [one for one in outcomes if one.kind in ("MISJUDGED", "CRASHED")] == []
+
+
+def test_every_kind_of_fault_was_planted(sample: dict[str, Tried]) -> None:
+    tries = {one.what.rpartition(", ")[2] for each in sample.values() for one in each.judged}
+    assert {"wrong byte", "lost buffer", "broken tie"} <= tries
