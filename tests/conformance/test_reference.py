@@ -151,9 +151,7 @@ def load_plainly(
     model = source if isinstance(source, nn.Module) else source()
     held = [one for one in (*model.parameters(), *model.buffers()) if not is_lazy(one)]
     before = [one.detach().clone() for one in held]
-    owned = [
-        (names, dict(names)) for one in model.modules() for names in (vars(one), one._buffers)
-    ]
+    owned = [(names, dict(names)) for one in model.modules() for names in (vars(one), one._buffers)]
     try:
         return torch_leaves(model, state, dtype)
     except Exception as error:
