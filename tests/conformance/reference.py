@@ -25,11 +25,14 @@ def differences(
 
     Args:
         nan_bits: whether two NaN with different bits differ.
-        tensors_only: whether counters and other plain values may differ.
+        tensors_only: whether counters and other plain values may differ, and what is lazy in the
+            reference: it has no values.
     """
     found, wanted = list(_values(model)), list(_values(reference))
     if tensors_only:
-        found, wanted = _tensors(found), _tensors(wanted)
+        lazy = {path for path, one in wanted if nn.parameter.is_lazy(one)}
+        found = [(path, one) for path, one in _tensors(found) if path not in lazy]
+        wanted = _tensors(wanted)
     lines = [*_module_differences(model, reference)]
     if [path for path, _ in found] != [path for path, _ in wanted]:
         lost = {path for path, _ in wanted} - {path for path, _ in found}

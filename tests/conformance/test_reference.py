@@ -151,15 +151,15 @@ def load_plainly(
     model = source if isinstance(source, nn.Module) else source()
     held = [one for one in (*model.parameters(), *model.buffers()) if not is_lazy(one)]
     before = [one.detach().clone() for one in held]
-    owned = [(one._buffers, dict(one._buffers)) for one in model.modules()]
+    owned = [(names, dict(names)) for one in model.modules() for names in (vars(one), one._buffers)]
     try:
         return torch_leaves(model, state, dtype)
     except Exception as error:
         for one, value in zip(held, before, strict=True):
             if not same_bytes(one, value):
                 one.detach().copy_(value)
-        for buffers, old in owned:
-            buffers.update(old)
+        for names, old in owned:
+            names.update(old)
         raise CheckpointError(str(error), "load another") from error
 
 
