@@ -214,6 +214,6 @@ HOOKED = {
 }  # fmt: skip
 
 WRITES_ON_LOAD = frozenset({
-    "ComputesOnLoad", "TransformsOnLoad", "ComputesAfterLoad", "FillsItself",
+    "ComputesOnLoad", "TransformsOnLoad", "ComputesAfterLoad", "FillsItself", "ExtraTensor",
 })  # fmt: skip
 """What writes to its own tensors while it is loaded: it has done so where torch refuses the load later."""
