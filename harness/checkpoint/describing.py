@@ -52,6 +52,7 @@ def describe(
             persistent buffers alone.
     """
     model = build_skeleton(resolve_builder(builder), kwargs, real_buffers=real_buffers)
+    _refuse_lazy(builder, model)
     found: list[Described] = []
     first_names: dict[int, str] = {}
 
@@ -78,6 +79,20 @@ def describe(
     if not found:
         raise ConfigError(f"builder {builder}: the model has no tensors", "give another model")
     return found
+
+
+def _refuse_lazy(builder: str, model: torch.nn.Module) -> None:
+    names = [
+        name
+        for named in (model.named_parameters, model.named_buffers)
+        for name, tensor in named(remove_duplicate=False)
+        if torch.nn.parameter.is_lazy(tensor)
+    ]
+    if names:
+        raise ConfigError(
+            f"builder {builder}: nobody knows the shape of {names[0]!r} yet: its module is lazy",
+            "run the model once in the builder, or give its layers their sizes",
+        )
 
 
 def in_checkpoint(described: list[Described]) -> list[Described]:

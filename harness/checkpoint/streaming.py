@@ -26,7 +26,7 @@ from harness.checkpoint.neighbours import Need, provide
 from harness.checkpoint.promises import lazy_state, load_state, read_at_once, source_of
 from harness.errors import CheckpointError
 from harness.models import building
-from harness.models.deferred import Load, WriteLog, is_dense, use_count
+from harness.models.deferred import Load, WriteLog, is_dense, storage_key, use_count
 from harness.models.meta import real_memory
 from harness.units import format_bytes
 
@@ -141,7 +141,7 @@ class _Placer:
         self._log, self._device, self._dtype = log, device, dtype
         self._tensors: dict[int, list[torch.Tensor]] = {}
         for one in _tensors(model):
-            self._tensors.setdefault(_storage(one), []).append(one)
+            self._tensors.setdefault(storage_key(one), []).append(one)
         self._buffers = {
             id(one): (module, leaf)
             for module in model.modules()
@@ -172,7 +172,7 @@ class _Placer:
         a module converts in a way of its own.
         """
         target = load.target
-        tensors = self._tensors.get(_storage(target), [])
+        tensors = self._tensors.get(storage_key(target), [])
         if len({id(one) for one in tensors}) != 1:
             return None
         (tensor, *more), kind = tensors, self._final_dtype(target)
@@ -250,7 +250,3 @@ def _tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
         yield parameter
     for _, buffer in model.named_buffers(remove_duplicate=False):
         yield buffer
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

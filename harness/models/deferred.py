@@ -130,14 +130,14 @@ class WriteLog:
 
     def promise(self, tensor: torch.Tensor, source: Any) -> None:
         """Let ``tensor``, whose memory nobody has touched, have the values of ``source``."""
-        key, alias = _key(tensor), tensor.detach()
+        key, alias = storage_key(tensor), tensor.detach()
         self._own[key] = _weak(tensor)
         self._promised[key] = source
         self._append_load(Load(alias, alias, source))
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Tell whether a tensor's memory was allocated while this log recorded."""
-        known = self._own.get(_key(tensor))
+        known = self._own.get(storage_key(tensor))
         return known is not None and not known.expired()  # type: ignore[no-untyped-call]
 
     def finish(
@@ -150,11 +150,11 @@ class WriteLog:
         with ``wanted`` ones.
         """
         loads, live, touched, random = _Loads(), [], set[int](), False
-        ignored = set(map(_key, unwanted)) - set(map(_key, wanted))
+        ignored = set(map(storage_key, unwanted)) - set(map(storage_key, wanted))
         aliases = self._aliases()
         for number in reversed(self._writes):
             write = self._writes[number]
-            key = _key(write.target)
+            key = storage_key(write.target)
             if not touched.isdisjoint(write.touched) or (random and write.random):
                 counts = True
             elif write.load is not None and key not in self._promised:
@@ -176,7 +176,7 @@ class WriteLog:
     def _aliases(self) -> Counter[int]:
         """Return how many tensors the writes hold over each storage."""
         held = {id(one): one for write in self._writes.values() for one in write.held}
-        return Counter(map(_key, held.values()))
+        return Counter(map(storage_key, held.values()))
 
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do what an operation does, now or later."""
@@ -196,10 +196,10 @@ class WriteLog:
             read = [] if kind.reads_shape else tensors
             self.look(read, random=kind.random)
             for one in read:
-                self._promised.pop(_key(one), None)
+                self._promised.pop(storage_key(one), None)
         result = func(*args, **kwargs)
         if not kind.resizes:
-            self._own_results(result, {_key(one) for one in tensors})
+            self._own_results(result, {storage_key(one) for one in tensors})
         return result
 
     def look(self, tensors: Iterable[torch.Tensor], *, random: bool = False) -> None:
@@ -207,7 +207,7 @@ class WriteLog:
 
         With ``random``, also all that draw random numbers: somebody is about to.
         """
-        keys = {key for one in tensors if (key := _key(one)) in self._pending}
+        keys = {key for one in tensors if (key := storage_key(one)) in self._pending}
         if not keys and not random:
             return
         chosen = []
@@ -263,7 +263,7 @@ class WriteLog:
             assert self._make is not None
             self._make(load)
 
-        touched = frozenset({_key(load.target)})
+        touched = frozenset({storage_key(load.target)})
         self._append(_Write(run, load.target, touched, (load.target, load.source), load=load))
 
     def _note(
@@ -279,10 +279,10 @@ class WriteLog:
         if (load := self._as_load(func, args)) is not None:
             self._append_load(load)
             return
-        self._promised.pop(_key(target), None)
+        self._promised.pop(storage_key(target), None)
         args, kwargs = _map_tensors(args), {name: _map_tensors(one) for name, one in kwargs.items()}
         held = (target.detach(), *_tensors((args, kwargs)))
-        touched = frozenset(map(_key, held))
+        touched = frozenset(map(storage_key, held))
         write = _Write(lambda: func(*args, **kwargs), held[0], touched, held, random)
         if random:
             state = torch.get_rng_state()
@@ -293,11 +293,11 @@ class WriteLog:
 
     def _as_load(self, func: Any, args: tuple[Any, ...]) -> Load | None:
         """Return the load that a copy is, if it is one: of what still is as it was promised."""
-        if func is not _COPY or (key := _key(args[1])) not in self._promised:
+        if func is not _COPY or (key := storage_key(args[1])) not in self._promised:
             return None
         target, source = args[:2]
         lazily = source.is_conj() or source.is_neg()
-        if lazily or source.shape != target.shape or _key(target) == key:
+        if lazily or source.shape != target.shape or storage_key(target) == key:
             return None
         return Load(target.detach(), source.detach(), self._promised[key])
 
@@ -325,7 +325,7 @@ class WriteLog:
             instead = (_FILL, (fresh, 1), {}) if func is _ONES else (_DRAWS[func], (fresh,), {})
         else:
             source = args[0]
-            if _key(source) not in self._pending or not _is_plain(source):
+            if storage_key(source) not in self._pending or not _is_plain(source):
                 return None
             form = kwargs.get("memory_format") or torch.preserve_format
             fresh = torch.empty_like(source, dtype=kwargs.get("dtype"), memory_format=form)
@@ -338,7 +338,7 @@ class WriteLog:
 
     def _own_results(self, result: Any, given: set[int]) -> None:
         for one in _tensors(result):
-            key = _key(one)
+            key = storage_key(one)
             if key and key not in given and one.device.type == "cpu" and not self.owns(one):
                 self._own[key] = _weak(one)
 
@@ -486,18 +486,20 @@ def _kind(func: Any) -> _Kind:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.device.type == "cpu" and _key(tensor) != 0
+    return (
+        tensor.layout is torch.strided and tensor.device.type == "cpu" and storage_key(tensor) != 0
+    )
 
 
 def _weak(tensor: torch.Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
-def _key(tensor: torch.Tensor) -> int:
+def storage_key(tensor: torch.Tensor) -> int:
     """Return the number of a tensor's storage; 0 for one that has none."""
     try:
         return int(tensor.untyped_storage()._cdata)
-    except NotImplementedError:  # sparse
+    except (NotImplementedError, ValueError):  # sparse, or a lazy module's
         return 0
 
 

@@ -1,26 +1,31 @@
-"""Tied weights: which names of a module share one parameter, and how to make them share again."""
+"""Tied weights: which names of a module share one tensor, and how to make them share again."""
 
 import torch
 
 
 def tied_names(model: torch.nn.Module) -> list[list[str]]:
-    """Return the groups of names that share one parameter; groups of one are left out."""
+    """Return the groups of names that share one parameter or persistent buffer; not groups of one."""
     groups: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for leaf, buffer in module._buffers.items():
+            if buffer is not None and leaf not in module._non_persistent_buffers_set:
+                groups.setdefault(id(buffer), []).append(f"{prefix}.{leaf}" if prefix else leaf)
     return [names for names in groups.values() if len(names) > 1]
 
 
 def retie(model: torch.nn.Module, groups: list[list[str]]) -> None:
-    """Make the names of each group share the parameter of its first name again.
+    """Make the names of each group share the tensor of its first name again.
 
     ``to_empty`` from the meta device and ``load_state_dict(assign=True)`` both untie silently.
     """
     for first, *others in groups:
-        parameter = model.get_parameter(first)
+        owner, _, attribute = first.rpartition(".")
+        tensor = getattr(model.get_submodule(owner), attribute)
         for name in others:
             owner, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(owner), attribute, parameter)
+            setattr(model.get_submodule(owner), attribute, tensor)
 
 
 def share_missing(state: dict[str, torch.Tensor], groups: list[list[str]]) -> None:

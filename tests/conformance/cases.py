@@ -11,8 +11,8 @@ import torch
 from checkpoints import Checkpoint, State, checkpoints, make
 from hooked import WRITES_ON_LOAD
 from hypothesis import strategies as st
+from model_differences import differences, outcome, output_differences, seed, torch_leaves
 from modules import Recipe, leaves, recipes
-from reference import differences, outcome, output_differences, seed, torch_leaves
 from standard import STANDARD
 from tensors import FLOATS
 from torch import nn

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
+from model_differences import seed
 from modules import Recipe, leaves
-from reference import seed
 from standard import STANDARD
 from tensors import FLOATS, fill
 from torch import nn

@@ -12,7 +12,7 @@ from cases import Case, cases, check
 from checkpoints import PT, make
 from hypothesis import HealthCheck, given, settings
 from known import KNOWN
-from reference import differences, output_differences, same_bytes, torch_leaves
+from model_differences import differences, output_differences, same_bytes, torch_leaves
 from torch import nn
 from torch.nn.parameter import is_lazy
 

@@ -7,16 +7,18 @@ import sys
 import time
 from pathlib import Path
 
-import cases
+sys.path.append(str(Path(__file__).parents[1]))  # what tests share
+
+import entries
 import torch
-from cases import Case
+from entries import Case
 from running import Tried, run_apart
 from table import bad, page, worst
 
 FAMILIES = {
-    "module_db": cases.module_cases,
-    "pair": cases.pair_cases,
-    "torchvision": cases.vision_cases,
+    "module_db": entries.module_cases,
+    "pair": entries.pair_cases,
+    "torchvision": entries.vision_cases,
 }
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import builders
 import torch
-from cases import Case
+from entries import Case
 from loads import Outcome, failed
 from torch import nn
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from cases import Case, is_small, make_ready, twin
-from compare import differences, output_of, unlike_outputs
+from entries import Case, is_small, make_ready, twin
+from model_differences import differences
+from outputs import output_of, unlike_outputs
 from safetensors.torch import save_model
 from torch import nn
 

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
-from cases import Case, bytes_of
+from entries import Case, bytes_of
 from judged import strategies, try_strategies
 from loads import Outcome, convert, failed, save, try_loader
 

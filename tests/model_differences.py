@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from sharing import Place, overlaps, same_objects
+from memory_sharing import Place, overlaps, same_objects
 from torch import nn
 
 _OF_EVERY_MODULE = vars(nn.Module()).keys()
