@@ -16,7 +16,7 @@ OPTIONS = $(if $(OUT),--out $(OUT)) $(if $(STRATEGIES),--strategies $(STRATEGIES
           $(if $(ISOLATION),--isolation $(ISOLATION)) $(ARGS)
 
 help:  ## Say what each target does
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: .venv/ready  ## Make .venv with everything that the other targets need
 
@@ -47,6 +47,9 @@ test: .venv/ready  ## Run the tests; REQUIRE=docker,cgroup,browser turns what ca
 test-vm: .venv/ready  ## Try limits and figures on Debian's kernel with cgroup v2, in a virtual machine
 	$(BIN)/pytest -m vm --require vm,cgroup -rP tests/vm $(ARGS)
 
+test-versions:  ## Test other versions of torch and Python: make test-versions PAIRS="2.6.0:3.11"
+	PAIRS="$(PAIRS)" $(PYTHON) tests/versions $(ARGS)
+
 lint: .venv/ready  ## Check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -58,8 +61,8 @@ fuzz: .venv/ready  ## Feed mutated checkpoints to the readers for SECONDS=60
 	PYTHONPATH=. $(BIN)/python tests/fuzz/fuzz_readers.py .fuzz-corpus \
 	  -max_total_time=$(SECONDS) -artifact_prefix=tests/fuzz/findings/
 
-clean:  ## Remove .venv and what tools have cached in this folder
-	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .fuzz-corpus
+clean:  ## Remove all environments and what tools have cached in this folder
+	rm -rf .venv .venv-versions build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .fuzz-corpus
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Made anew when its inputs change; ready last, so that a broken one is never taken for whole.
@@ -69,4 +72,4 @@ clean:  ## Remove .venv and what tools have cached in this folder
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-.PHONY: help setup bench recommend floor report check pages doctor test test-vm lint fuzz clean
+.PHONY: help setup bench recommend floor report check pages doctor test test-vm test-versions lint fuzz clean
