@@ -17,7 +17,7 @@ OPTIONS = $(if $(OUT),--out $(OUT)) $(if $(STRATEGIES),--strategies $(STRATEGIES
           $(if $(ISOLATION),--isolation $(ISOLATION)) $(ARGS)
 
 help:  ## Say what each target does
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: .venv/ready  ## Make .venv with everything that the other targets need
 
@@ -54,6 +54,9 @@ test-vm: .venv/ready  ## Try limits and figures on Debian's kernel with cgroup v
 zoo: .venv/ready  ## Try the loader and the strategies over torch's and torchvision's models
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/zoo --out docs/zoo.md $(ARGS)
 
+test-versions:  ## Test other versions of torch and Python: make test-versions PAIRS="2.6.0:3.11"
+	PAIRS="$(PAIRS)" $(PYTHON) tests/versions $(ARGS)
+
 lint: .venv/ready  ## Check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -65,8 +68,8 @@ fuzz: .venv/ready  ## Feed mutated checkpoints to the readers for SECONDS=60
 	PYTHONPATH=. $(BIN)/python tests/fuzz/fuzz_readers.py .fuzz-corpus \
 	  -max_total_time=$(SECONDS) -artifact_prefix=tests/fuzz/findings/
 
-clean:  ## Remove .venv and what tools have cached in this folder
-	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .fuzz-corpus
+clean:  ## Remove all environments and what tools have cached in this folder
+	rm -rf .venv .venv-versions build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .fuzz-corpus
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Made anew when its inputs change; ready last, so that a broken one is never taken for whole.
@@ -76,4 +79,4 @@ clean:  ## Remove .venv and what tools have cached in this folder
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-.PHONY: help setup bench recommend floor report check pages doctor test conformance test-vm zoo lint fuzz clean
+.PHONY: help setup bench recommend floor report check pages doctor test conformance test-vm test-versions zoo lint fuzz clean

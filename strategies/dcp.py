@@ -24,7 +24,7 @@ def load(job: Load) -> torch.nn.Module:
         retie(model, tied)
     with job.phase("read"):
         reader = FileSystemReader(job.checkpoint)
-        load_into(model.state_dict(), storage_reader=reader, no_dist=True)
+        load_into(model.state_dict(), storage_reader=reader)
     with job.phase("buffers"):
         job.reset_buffers(model)
     return model

@@ -13,4 +13,4 @@ DEVICES = ("cpu", "cuda")
 
 def save(job: Save) -> None:
     with job.phase("write"):
-        save_state(job.model.state_dict(), checkpoint_id=job.target, no_dist=True)
+        save_state(job.model.state_dict(), checkpoint_id=job.target)

@@ -7,7 +7,7 @@ Options: crc32 (true): whether the zip archive gets its checksums.
 """
 
 import torch
-from torch.utils.serialization import config
+from torch.serialization import set_crc32_options
 
 from harness.strategy import Save
 
@@ -16,6 +16,6 @@ DEVICES = ("cpu", "cuda")
 
 
 def save(job: Save) -> None:
-    config.save.compute_crc32 = job.options.get("crc32", True)
+    set_crc32_options(job.options.get("crc32", True))
     with job.phase("write"):
         torch.save(job.model.state_dict(), job.target / "model.pt")

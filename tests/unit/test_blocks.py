@@ -43,7 +43,7 @@ def watch():
         peak = max(peak, anonymous())
         time.sleep(0.001)
 
-thread = threading.Thread(target=watch); thread.start()
+thread = threading.Thread(target=watch, daemon=True); thread.start()
 load_streaming(model, sys.argv[1])
 ended = True
 thread.join()
@@ -83,7 +83,7 @@ def write(folder: Path, state: dict[str, torch.Tensor], cut: Cut) -> Path:
         stored |= {f"{name}#{number}": block for number, (_, block) in enumerate(found)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        save(stored, storage_writer=FileSystemWriter(folder), no_dist=True)
+        save(stored, storage_writer=FileSystemWriter(folder))
     metadata: Metadata = pickle.loads((folder / ".metadata").read_bytes())
     tensors, places = metadata.state_dict_metadata, metadata.storage_data
     at = {index.fqn: index for index in places}

@@ -54,7 +54,7 @@ def watch():
         peak = max(peak, anonymous())
         time.sleep(0.001)
 
-thread = threading.Thread(target=watch); thread.start()
+thread = threading.Thread(target=watch, daemon=True); thread.start()
 order = converting.Order(sys.argv[3], getattr(torch, sys.argv[4]), 2**40, 2**30, True)
 converting.convert(Path(sys.argv[1]), Path(sys.argv[2]), order)
 ended = True

@@ -68,7 +68,7 @@ def test_torch_loads_what_we_write(ours, state) -> None:
     found = {name: torch.zeros_like(one) for name, one in state.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        load(found, storage_reader=FileSystemReader(ours), no_dist=True)
+        load(found, storage_reader=FileSystemReader(ours))
     check_equal(found, state)
     assert sorted(file.name for file in ours.iterdir()) == [".metadata", "__0_0.distcp"]
 
@@ -87,7 +87,6 @@ def test_we_read_what_torch_writes(tmp_path, state, single_file: bool) -> None:
         save(
             state,
             storage_writer=FileSystemWriter(folder, single_file_per_rank=single_file),
-            no_dist=True,
         )
     assert layouts.detect(folder).NAME == "dcp"
     found = {}
@@ -229,7 +228,7 @@ def test_a_tensor_in_several_blocks_is_read_as_torch_reads_it(split_in_three: Pa
     theirs = {"b": torch.zeros(10, 7), "whole": torch.zeros(3, dtype=torch.int64)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        load(theirs, storage_reader=FileSystemReader(split_in_three), no_dist=True)
+        load(theirs, storage_reader=FileSystemReader(split_in_three))
     assert torch.equal(theirs["b"], GRID)
     _, slices = layouts.read(split_in_three)
     ours = {one.name: torch.cat(list(read_pieces(one))).reshape(one.shape) for one in slices}

@@ -199,7 +199,7 @@ LONG = "x" * 10_000
             b'{"a":{"dtype":"F32","dtype":"F32"}}',
             "the header is not JSON in tensor 'a': a key occurs twice",
         ),
-        (b'{"a":{"x":' + b"[" * 5000 + b"]" * 5000 + b"}}", "the header is not JSON in tensor 'a': it nests too deep"),
+        (b'{"a":{"x":' + b"[" * 20_000 + b"]" * 20_000 + b"}}", "the header is not JSON in tensor 'a': it nests too deep"),
         (b"[1, 2]", "the header does not begin with '{' but with b'[1, 2]'"),
         (b'{"a": 1}', "the header is not the JSON of tensors at byte 9"),
         (b'{"a":{"b":{}}}', "the header is not the JSON of tensors at byte 9"),

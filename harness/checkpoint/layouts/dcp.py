@@ -9,7 +9,7 @@ import os
 import pickle
 import stat
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -165,11 +165,12 @@ def _metadata(tensors: Sequence[TensorPlan], places: Mapping[str, tuple[int, int
         )
         index = MetadataIndex(plan.name, zeros, 0)
         stored[index] = _StorageInfo(DATA_NAME, *places[plan.name])
+    has_version = any(one.name == "version" for one in fields(Metadata))  # not in torch 2.6
     metadata = Metadata(
         state_dict_metadata=described,  # type: ignore[arg-type]
         planner_data={plan.name: (plan.name,) for plan in tensors},
         storage_data=stored,
         storage_meta=StorageMeta(),
-        version="1.0.0",
+        **({"version": "1.0.0"} if has_version else {}),
     )
     return pickle.dumps(metadata)
