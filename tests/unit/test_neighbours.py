@@ -135,8 +135,9 @@ def test_neighbours_are_right_however_their_reads_are_cut(
     ("mib", "threads", "shares"), [(191, 1, 0), (400, 1, 2), (400, 2, 2), (800, 2, 4), (800, 3, 3)]
 )
 def test_what_is_cached_is_copied_in_equal_shares_of_all_threads(
-    mib: int, threads: int, shares: int
+    mib: int, threads: int, shares: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(filling, "copies_by_mapping", lambda: True)
     where = place("a", mib, 0)
     one = Fill(where, torch.empty(mib * MIB // 4))
     sizes = [piece.target.nbytes for piece in filling.copies([one], threads)]
@@ -146,6 +147,14 @@ def test_what_is_cached_is_copied_in_equal_shares_of_all_threads(
         assert min(sizes[:shares]) >= mib * MIB // shares - shares * HUGE_PAGE_BYTES
     else:
         assert max(sizes) <= READ_BYTES
+
+
+def test_what_this_processor_reads_faster_than_it_copies_is_read_piece_by_piece(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(filling, "copies_by_mapping", lambda: False)
+    one = Fill(place("a", 400, 0), torch.empty(400 * MIB // 4))
+    assert max(piece.target.nbytes for piece in filling.copies([one], 2)) <= READ_BYTES
 
 
 def test_what_is_converted_is_not_copied_at_once() -> None:
