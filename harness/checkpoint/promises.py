@@ -15,7 +15,7 @@ from harness.checkpoint.filling import Fill, file_order, is_readable
 from harness.checkpoint.layouts.base import TensorSlice
 from harness.checkpoint.layouts.head import plain
 from harness.checkpoint.memory import MAP_NORESERVE, TENSOR_ALIGNMENT
-from harness.errors import CheckpointError
+from harness.errors import CheckpointError, HarnessError
 from harness.models.deferred import Load, WriteLog
 
 _SHOWN: Final = 3
@@ -96,14 +96,20 @@ def load_state(model: torch.nn.Module, state: dict[str, torch.Tensor], checkpoin
     """Hand a state dict to a model, as torch does it.
 
     Raises:
-        CheckpointError: missing or unexpected keys, other shapes.
+        CheckpointError: missing or unexpected keys, other shapes; or a module's own code fails.
     """
     keys = set(state)
     try:
         model.load_state_dict(state)
-    except RuntimeError as error:
+    except HarnessError:
+        raise
+    except Exception as error:
         if not str(error).startswith("Error(s) in loading state_dict"):
-            raise
+            raise CheckpointError(
+                f"{checkpoint}: a module of this model cannot load it: {type(error).__name__}: {error}",
+                "choose the model that this checkpoint was saved from, or see what its own code raises: "
+                "model.load_state_dict(torch.load(...))",
+            ) from error
         wanted = model.state_dict(keep_vars=True).keys()
         problems = {
             "missing": wanted - keys,

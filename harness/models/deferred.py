@@ -302,8 +302,8 @@ class WriteLog:
         return Load(target.detach(), source.detach(), self._promised[key])
 
     def _can_wait(self, func: Any, target: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
-        if not all(_is_plain(one) for one in tensors):
-            return False
+        if not all(_is_plain(one) and _fits(one, target) for one in tensors):
+            return False  # what raises does so at once
         if func is _COPY and self._as_load(func, (target, tensors[1])) is not None:
             return torch._debug_has_internal_overlap(target) != 1  # torch refuses to write there
         return self.owns(target) and torch._debug_has_internal_overlap(target) != 1
@@ -482,6 +482,14 @@ def _kind(func: Any) -> _Kind:
             if "Tensor" in str(one.type)
         ),
         written=writes[0] if waits and name not in _RESIZES else None,
+    )
+
+
+def _fits(tensor: torch.Tensor, target: torch.Tensor) -> bool:
+    """Tell whether a tensor can be broadcast to the target's shape."""
+    extra = target.ndim - tensor.ndim
+    return extra >= 0 and all(
+        size in (1, wanted) for size, wanted in zip(tensor.shape, target.shape[extra:], strict=True)
     )
 
 

@@ -169,7 +169,9 @@ class _Plain(ast.NodeTransformer):
         if isinstance(node.func, ast.Attribute) and self._is_attribute(node.func.value, "options"):
             default = node.args[1] if len(node.args) > 1 else ast.Constant(None)
             return self.visit(default)  # type: ignore[no-any-return]
-        if ast.unparse(node.func) == "load_streaming":  # a job's builder knows the dtype, a user's not
+        if (
+            ast.unparse(node.func) == "load_streaming"
+        ):  # a job's builder knows the dtype, a user's not
             node.keywords.append(ast.keyword("dtype", ast.Name("dtype", ast.Load())))
         if ast.unparse(node.func) == "layouts.files":
             node.func = ast.Name("shards_of", ast.Load())
