@@ -18,6 +18,9 @@ from harness.checkpoint.memory import MAP_NORESERVE, TENSOR_ALIGNMENT
 from harness.errors import CheckpointError, HarnessError
 from harness.models.deferred import Load, WriteLog
 
+FILLED_DEVICES: Final = frozenset({"cpu", "cuda"})
+"""Whose memory is filled piece by piece; any other's by torch, from a copy in host memory."""
+
 _SHOWN: Final = 3
 _MISFIT: Final = re.compile(r"size mismatch for (.+?): copying a param")
 
@@ -57,7 +60,8 @@ def lazy_state(log: WriteLog, slices: Sequence[TensorSlice]) -> dict[str, torch.
 def read_at_once(load: Load) -> None:
     """Give one tensor its values now, whatever view of the file they are."""
     source, target = source_of(load), load.target
-    if source is not None and is_readable(source):
+    direct = target.device.type in FILLED_DEVICES
+    if direct and source is not None and is_readable(source):
         _fill(source, target)
         return
     promised, view = load.promise, load.source

@@ -23,7 +23,13 @@ from harness.checkpoint import filling, layouts
 from harness.checkpoint.filling import Fill, Fillable, is_readable
 from harness.checkpoint.layouts.base import TensorSlice
 from harness.checkpoint.neighbours import Need, provide
-from harness.checkpoint.promises import lazy_state, load_state, read_at_once, source_of
+from harness.checkpoint.promises import (
+    FILLED_DEVICES,
+    lazy_state,
+    load_state,
+    read_at_once,
+    source_of,
+)
 from harness.errors import CheckpointError
 from harness.models import building
 from harness.models.deferred import Load, WriteLog, is_dense, storage_key, use_count
@@ -156,7 +162,8 @@ class _Placer:
         needs: list[Need] = []
         for load in loads:
             source = source_of(load)
-            if source is None or not is_readable(source):
+            filled = load.target.device.type in FILLED_DEVICES
+            if source is None or not (filled and is_readable(source)):
                 read_at_once(load)
             elif (need := self._need(load, source)) is not None:
                 needs.append(need)
@@ -185,7 +192,7 @@ class _Placer:
             return None
         converted_twice = target.dtype not in {kind, source.dtype}
         exact = not converted_twice or (source.dtype, target.dtype) in _EXACT
-        if not (exact and self._device.type in {"cpu", "cuda"} and _is_whole(tensor, target)):
+        if not (exact and self._device.type in FILLED_DEVICES and _is_whole(tensor, target)):
             return None
         if not stays and id(tensor) in self._buffers:
             module, leaf = self._buffers[id(tensor)]

@@ -302,11 +302,12 @@ class WriteLog:
         return Load(target.detach(), source.detach(), self._promised[key])
 
     def _can_wait(self, func: Any, target: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
-        if not all(_is_plain(one) and _fits(one, target) for one in tensors):
-            return False  # what raises does so at once
-        if func is _COPY and self._as_load(func, (target, tensors[1])) is not None:
-            return torch._debug_has_internal_overlap(target) != 1  # torch refuses to write there
-        return self.owns(target) and torch._debug_has_internal_overlap(target) != 1
+        if torch._debug_has_internal_overlap(target) == 1:  # torch refuses to write there
+            return False
+        if self._as_load(func, (target, *tensors[1:])) is not None:
+            return target.layout is torch.strided and not target.is_meta
+        fits = all(_is_plain(one) and _fits(one, target) for one in tensors)
+        return fits and self.owns(target)  # what raises does so at once
 
     def _made_later(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -1,9 +1,14 @@
 """Streaming: the right model from every layout, in every dtype, with what shares memory still shared."""
 
+import copy
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from harness.checkpoint import layouts
 from harness.checkpoint.layouts.base import TensorPlan
@@ -163,3 +168,96 @@ def test_another_models_checkpoint_is_refused_before_anything_is_read(tmp_path: 
         "1 of another shape (weight)\nchoose the model that this checkpoint was saved from"
     )
     assert torch.equal(model.weight, before)
+
+
+def test_threads_that_build_and_load_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    register = torch.nn.Module.register_buffer
+    threads_before = torch.get_num_threads()
+    errors: list[BaseException] = []
+    stop = threading.Event()
+
+    def run(work: Callable[[], object]) -> None:
+        try:
+            while not stop.is_set():
+                work()
+        except BaseException as error:
+            errors.append(error)
+
+    right = seeded().state_dict()
+
+    def load() -> None:
+        found = load_streaming(lambda: tied(**KWARGS), path).state_dict()
+        assert all(torch.equal(found[name], tensor) for name, tensor in right.items())
+
+    def build() -> None:
+        model = torch.nn.BatchNorm1d(64)
+        assert torch.equal(model.weight, torch.ones(64))
+        assert torch.equal(model.running_var, torch.ones(64))
+        assert not torch.nn.Linear(8, 8).weight.is_meta
+
+    pool = [threading.Thread(target=run, args=(work,)) for work in (load, load, build)]
+    for thread in pool:
+        thread.start()
+    time.sleep(1)
+    stop.set()
+    for thread in pool:
+        thread.join()
+    assert errors == []
+    assert torch.nn.Module.register_buffer is register
+    assert torch.get_num_threads() == threads_before
+
+
+def test_the_first_cpu_is_the_cpu(tmp_path: Path) -> None:
+    model = tied(**KWARGS)
+    before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    load_streaming(model, saved(tmp_path), device="cpu:0")
+    assert before == {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+
+
+def test_a_constructor_that_looks_at_values_is_built_with_them_and_that_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Looks(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+            self.scales = [one.weight.abs().max().item() for one in (self.first, self.second)]
+
+    torch.manual_seed(0)
+    right = Looks()
+    torch.save(Looks().state_dict(), tmp_path / "looks.pt")
+    torch.manual_seed(0)
+    model = load_streaming(Looks, tmp_path / "looks.pt")
+    assert model.get_parameter("first.weight").abs().max().item() != right.scales[0]
+    assert isinstance(model, Looks)
+    assert model.scales == right.scales
+    assert caplog.messages == [
+        "the model's constructor looks at values of its tensors: 144 B were initialised for that"
+    ]
+
+
+def test_a_model_that_shares_a_foreign_tensor_shares_it_still(tmp_path: Path) -> None:
+    """As with torch: what the checkpoint holds arrives there, and the memory stays where it was."""
+    teacher = torch.nn.Embedding(8, 4)
+    torch.save({"weight": torch.ones(8, 4)}, tmp_path / "student.pt")
+    address = teacher.weight.data_ptr()
+
+    def build() -> torch.nn.Module:
+        student = torch.nn.Embedding(8, 4)
+        student.weight = teacher.weight
+        return student
+
+    model = load_streaming(build, tmp_path / "student.pt")
+    assert model.get_parameter("weight") is teacher.weight
+    assert teacher.weight.data_ptr() == address
+    assert torch.equal(teacher.weight, torch.ones(8, 4))
+
+
+def test_weights_that_torch_would_align_are_aligned_whatever_their_place_in_the_file(
+    tmp_path: Path,
+) -> None:
+    right = torch.nn.Sequential(torch.nn.Linear(1000, 1000), torch.nn.Linear(1000, 3))
+    save_file(right.state_dict(), tmp_path / "odd.safetensors", metadata={"odd": "x" * 5})
+    model = load_streaming(lambda: copy.deepcopy(right), tmp_path / "odd.safetensors")
+    assert all(parameter.data_ptr() % 64 == 0 for parameter in model.parameters())
