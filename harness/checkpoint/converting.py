@@ -78,6 +78,10 @@ def convert(
     started = time.monotonic()
     check_target(source, target)
     _, slices = layouts.read(source)
+    if not slices:
+        raise CheckpointError(
+            f"{source}: holds no tensors", "convert the checkpoint of a model with weights"
+        )
     tensors = plans(slices, order.dtype)
     size = tensor_bytes(tensors)
     layout = layouts.named(choose(order.fmt, size, order.split_above_bytes))

@@ -146,6 +146,16 @@ def test_what_must_not_be_written_over_is_refused(source, tmp_path) -> None:
     )
 
 
+def test_a_checkpoint_without_tensors_is_not_converted(tmp_path: Path) -> None:
+    torch.save({}, tmp_path / "empty.pt")
+    with pytest.raises(CheckpointError) as caught:
+        converting.convert(
+            tmp_path / "empty.pt", tmp_path / "new", converting.Order("dcp", None, 2**40, 2**40)
+        )
+    assert caught.value.message == f"{tmp_path}/empty.pt: holds no tensors"
+    assert not (tmp_path / "new").exists()
+
+
 def test_auto_splits_above_the_threshold_and_not_at_it() -> None:
     assert converting.choose("auto", 100, 100) == "safetensors"
     assert converting.choose("auto", 101, 100) == "sharded"
