@@ -51,6 +51,11 @@ def index(
     places = {one.name: one for one in slices}
     described = describe(builder, kwargs, real_buffers="non_persistent")
     check_fits(checkpoint, model, places, described)
+    if own != fmt and not slices:
+        raise CheckpointError(
+            f"{checkpoint}: holds no tensors, which {fmt} cannot hold",
+            f"load it as {own}: --format {own}",
+        )
     if permit is not None:
         permit(_needed_bytes(slices) if own != fmt else 0)
     sums = _Sums(places)

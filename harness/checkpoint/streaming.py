@@ -34,7 +34,6 @@ from harness.errors import CheckpointError
 from harness.models import building
 from harness.models.deferred import Load, WriteLog, is_dense, storage_key, use_count
 from harness.models.meta import real_memory
-from harness.units import format_bytes
 
 Granularity = Literal["all", "module", "tensor"]
 
@@ -88,7 +87,23 @@ def load_streaming(
         CheckpointError: unreadable, or not this model's: missing or unexpected keys, other shapes; or
             a tensor that is in no checkpoint is on the meta device.
     """
-    path, device = Path(checkpoint), _with_index(torch.device(device))
+    device = _with_index(torch.device(device))
+    found, was_meta = _load(model, Path(checkpoint), device, dtype, threads, granularity)
+    building.give_back_heap()  # what the load itself took
+    if dtype is not None or was_meta or any(one.device != device for one in _tensors(found)):
+        found.to(device=device, dtype=dtype)  # with what modules do on their own account then
+    return found
+
+
+def _load(
+    model: torch.nn.Module | Callable[[], torch.nn.Module],
+    path: Path,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    threads: int | None,
+    granularity: Granularity,
+) -> tuple[torch.nn.Module, bool]:
+    """Return the model with the checkpoint's values, and whether some of it was on the meta device."""
     slices = layouts.read(path)[1]
     log = WriteLog(read_at_once)
     with ExitStack() as undone:
@@ -109,9 +124,7 @@ def load_streaming(
         building.give_back_heap()
         with filling.being_filled(fills, threads):
             pass
-    if dtype is not None or was_meta or any(one.device != device for one in _tensors(model)):
-        model.to(device=device, dtype=dtype)  # with what modules do on their own account then
-    return model
+    return model, was_meta
 
 
 def _with_index(device: torch.device) -> torch.device:
@@ -127,6 +140,8 @@ def _built(builder: Callable[[], torch.nn.Module], log: WriteLog) -> torch.nn.Mo
     with building.on_cpu():
         model = builder()
     if log.initialised_bytes:
+        from harness.units import format_bytes  # imports decimal, which few loads need
+
         _log.warning(
             "the model's constructor looks at values of its tensors: %s were initialised for that",
             format_bytes(log.initialised_bytes),

@@ -64,16 +64,16 @@ class Load(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Write:
-    """One write. ``run`` makes it; ``touched`` are the storages that it reads and writes.
+    """One write: an operation, or a load. ``touched`` are the storages that it reads and writes.
 
     ``held`` are all tensors that it keeps, the ``target`` among them. ``rng_state`` is the state of
     the generator that it begins from; None: where the random write before it ends.
     """
 
-    run: Callable[[], object]
     target: torch.Tensor
-    touched: frozenset[int]
+    touched: tuple[int, ...]
     held: tuple[torch.Tensor, ...]
+    operation: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None
     random: bool = False
     rng_state: torch.Tensor | None = None
     load: Load | None = None
@@ -165,7 +165,7 @@ class WriteLog:
                 counts = held and key not in ignored and not loads.covers(key, 0, size)
             if counts:
                 live.append(number)
-                touched |= write.touched
+                touched.update(write.touched)
                 random |= write.random
         self._run(reversed(live))
         self._writes.clear()
@@ -215,7 +215,7 @@ class WriteLog:
             write = self._writes[number]
             if (random and write.random) or not keys.isdisjoint(write.touched):
                 chosen.append(number)
-                keys |= write.touched
+                keys.update(write.touched)
                 random |= write.random
         for number in chosen:
             if self._writes[number].load is None:
@@ -237,7 +237,7 @@ class WriteLog:
                     before = torch.get_rng_state()
                 if write.rng_state is not None:
                     torch.set_rng_state(write.rng_state)
-                write.run()
+                self._do(write)
         if before is not None:
             if not torch.equal(before, self._rng_state):
                 torch.set_rng_state(before)  # somebody has chosen another one since the last draw
@@ -258,13 +258,17 @@ class WriteLog:
         finally:
             self._at_once = before
 
-    def _append_load(self, load: Load) -> None:
-        def run() -> None:
+    def _do(self, write: _Write) -> None:
+        if write.load is not None:
             assert self._make is not None
-            self._make(load)
+            self._make(write.load)
+        elif write.operation is not None:
+            func, args, kwargs = write.operation
+            func(*args, **kwargs)
 
-        touched = frozenset({storage_key(load.target)})
-        self._append(_Write(run, load.target, touched, (load.target, load.source), load=load))
+    def _append_load(self, load: Load) -> None:
+        touched = (storage_key(load.target),)
+        self._append(_Write(load.target, touched, (load.target, load.source), load=load))
 
     def _note(
         self,
@@ -281,9 +285,10 @@ class WriteLog:
             return
         self._promised.pop(storage_key(target), None)
         args, kwargs = _map_tensors(args), {name: _map_tensors(one) for name, one in kwargs.items()}
-        held = (target.detach(), *_tensors((args, kwargs)))
-        touched = frozenset(map(storage_key, held))
-        write = _Write(lambda: func(*args, **kwargs), held[0], touched, held, random)
+        held = tuple(_tensors((args, kwargs)))
+        own = next(one for one in held if storage_key(one) == storage_key(target))
+        touched = tuple({storage_key(one) for one in held})
+        write = _Write(own, touched, held, (func, args, kwargs), random)
         if random:
             state = torch.get_rng_state()
             follows = self._draws and torch.equal(state, self._rng_state)
