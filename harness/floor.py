@@ -128,7 +128,7 @@ def as_dict(floor: Floor) -> dict[str, Any]:
     lives = {"unlimited": floor.unlimited, "at_floor": floor.at_floor, "with_room": floor.with_room}
     return {
         "strategy": cell.strategy,
-        "model": cell.model.name,
+        "model": cell.model.title,
         "isolation": cell.isolation,
         "device": cell.device,
         "dtype": cell.dtype,

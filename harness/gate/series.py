@@ -58,7 +58,7 @@ def name_of(cell: Cell) -> str:
     """Return a series' name: all that tells it from another, in words, in one order."""
     limit = cell.ram_limit_bytes
     words = [
-        cell.model.name,
+        cell.model.title,
         cell.strategy,
         cell.format,
         cell.dtype,

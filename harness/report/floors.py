@@ -136,7 +136,7 @@ def label(floor: Floor, found: Sequence[Floor]) -> str:
             words.append(
                 ", ".join(f"{k}={v}" for k, v in value.items())
                 if name == "options"
-                else getattr(value, "name", value)
+                else getattr(value, "title", value)
             )
     return " ".join(words)
 
