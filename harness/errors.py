@@ -12,7 +12,8 @@
         - DamagedRecord       a line that is no record
      x Interrupted            Ctrl-C or SIGTERM, after everything was cleaned up           exit 130
 
-Exit code 1 means that a gate failed, 4 that some cell has the outcome ``measurement_failed``.
+Exit code 1 means that a gate failed, 4 that some cell has the outcome ``measurement_failed``, 5 that
+some strategy loaded wrong weights or failed (``harness.exit_codes``).
 """
 
 from collections.abc import Iterable

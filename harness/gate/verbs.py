@@ -7,9 +7,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from harness import exit_codes
 from harness.errors import ConfigError
-
-GATE_FAILED_EXIT = 1
 
 CHECK_EXAMPLES = (
     "Examples:\n\n"
@@ -90,7 +89,7 @@ def check(
     if judgement.failed:
         if baseline:
             _note(["if it is meant to be so, accept it with --update, and commit the baseline"])
-        raise typer.Exit(GATE_FAILED_EXIT)
+        raise typer.Exit(exit_codes.GATE_FAILED)
 
 
 def compare(
