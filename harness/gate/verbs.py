@@ -146,8 +146,10 @@ def _repairs(judgement: "Judgement", measured: "Measured", baseline: Path | None
     from harness.gate.expected import suggest
 
     ended = [line.series for line in judgement.failed if line.what == "outcome"]
-    known = suggest([name for name in ended if name in measured.series], measured.series)
-    words = ",".join(map(str, known))
+    ended = [name for name in ended if name in measured.series]
+    if any(measured.series[name].failures & {*exit_codes.BROKEN} for name in ended):
+        return ["wrong weights and failed strategies cannot be accepted: mend them first"]
+    words = ",".join(map(str, suggest(ended, measured.series)))
     if baseline is None:
         return [f"if that is meant to be so: --expect {quote(words)}"] if words else []
     more = " --expect-failures" if words else ""

@@ -74,6 +74,9 @@ def test_a_killed_a_wrong_and_a_failed_series_pass_no_gate_that_covers_them(
     for named in ("baseline: oom_killed", "lossy: wrong_weights", "broken: strategy_failed"):
         assert f"not ok {named}" in text
     assert "gate failed: 3 not ok, " in text
+    assert text.splitlines()[-1] == (
+        "note: wrong weights and failed strategies cannot be accepted: mend them first"
+    )
 
 
 @pytest.mark.parametrize("gate", GATES)
