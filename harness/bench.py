@@ -55,7 +55,7 @@ def start(request: Request) -> tuple[Run, str]:
         for one in suite.strategies
         for info in registry.named(one.name, suite.operation)
     )
-    _check_names("models", [(spec.name, spec.builder) for spec in models])
+    _check_names("models", [(spec.title, spec.builder) for spec in models])
     _check_names("strategies", [(info.name, str(info.path)) for info, _ in strategies])
     formats = tuple(layouts.named(name).NAME for name in suite.format)
     _check_machine(suite.ram)

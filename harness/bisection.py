@@ -16,10 +16,11 @@ from harness.floor import (
     bracket,
     results_of,
     searched,
+    stopped_by,
     unlimited_of,
     with_room,
 )
-from harness.record import Outcome, Result
+from harness.record import Result
 from harness.units import MIB
 
 # What a limit must hold beside the largest sampled anonymous memory: page tables, the kernel's own
@@ -34,13 +35,11 @@ def next_cell(cell: Cell, results: Iterable[Result], within: float, highest: int
     tried, in bytes. First comes the cell without a limit: its anonymous peak says where to begin.
     """
     cell, ours = searched(cell), results_of(cell, results)
-    if any(one.outcome is Outcome.MEASUREMENT_FAILED for one in ours):
+    if stopped_by(ours):
         return None
     first = unlimited_of(ours)
     if first is None:
         return cell
-    if first.outcome is not Outcome.OK:
-        return None
     limit = _next_limit(first, ours, within, highest)
     if limit is None:
         return None

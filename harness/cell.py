@@ -2,10 +2,13 @@
 
 import json
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 CacheState = Literal["cold", "warm"]
 Operation = Literal["load", "save"]
+
+_LONGEST_ARGUMENTS: Final = 64
+_KEPT_ARGUMENTS: Final = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +18,20 @@ class ModelSpec:
     name: str
     builder: str
     kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """What this model is called wherever it is named: "gpt2-xl", "mynets:build(width=64)".
+
+        A model without a name of its own is called after its builder and arguments, without spaces;
+        long arguments are cut, and told apart by a digest.
+        """
+        if self.name != self.builder.rpartition(":")[2]:
+            return self.name
+        text = ",".join(f"{key}={_short(self.kwargs[key])}" for key in sorted(self.kwargs))
+        if len(text) > _LONGEST_ARGUMENTS:
+            text = f"{text[:_KEPT_ARGUMENTS]}...{_digest(text)[:8]}"
+        return f"{self.builder}({text})" if text else self.builder
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +61,13 @@ class Cell:
     @property
     def series(self) -> str:
         """A name for all that is measured here, but not for which repeat: equal for equal cells."""
-        import hashlib  # OpenSSL takes 4 MiB: the worker, which needs no names, does not pay for it
-
         fields = asdict(self)
         del fields["repeat"]
         for name in ("vram_limit_bytes", "ram_high_bytes"):
             if fields[name] is None:
                 del fields[name]  # records of before there was one keep their names
         text = json.dumps(fields, sort_keys=True, default=str)
-        return f"{self.strategy}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
+        return f"{self.strategy}-{_digest(text)[:10]}"
 
     @property
     def id(self) -> str:
@@ -91,3 +106,13 @@ class Job:
     target: str = ""
     trace: bool = False
     body: Body | None = None
+
+
+def _short(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
+
+
+def _digest(text: str) -> str:
+    import hashlib  # OpenSSL takes 4 MiB: the worker, which needs no names, does not pay for it
+
+    return hashlib.sha256(text.encode()).hexdigest()

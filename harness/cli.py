@@ -14,6 +14,7 @@ from harness import (
     __version__,
     arguments,
     checkpoint_verbs,
+    exit_codes,
     floor_verb,
     options,
     predict_verb,
@@ -21,13 +22,10 @@ from harness import (
 )
 from harness.errors import HarnessError
 from harness.gate import verbs as gate_verbs
-from harness.record import Outcome
 from harness.report import verbs
 
 if TYPE_CHECKING:
     from harness.config import Suite
-
-MEASUREMENT_FAILED_EXIT = 4
 
 app = typer.Typer(
     help="Measures what loading a PyTorch checkpoint really costs in memory and time.",
@@ -55,7 +53,7 @@ out, err = Console(emoji=False), Console(stderr=True, emoji=False)
     "weighin bench gpt2-large --operation save --ram 8g\n\n"
     "weighin bench gpt2-medium --device cuda --vram 1g --trace\n\n"
     "weighin bench --model my.nets:build --kwargs '{\"width\": 64}' --checkpoint w.pt\n\n"
-    "weighin bench --resume results/20261120T093000-gpt2-xl-8GiB"
+    "weighin bench --resume results/20261120T093000-gpt2-xl-8GiB\n\n" + exit_codes.EXPLAINED
 )
 def bench(
     context: typer.Context,
@@ -167,8 +165,10 @@ def bench(
     with live.progress(err, len(task.planned)) as progress, resumable("bench", task.folder):
         results = runner.run(task, progress)
     verbs.show(task.folder, results)
-    if any(result.outcome is Outcome.MEASUREMENT_FAILED for result in results):
-        raise typer.Exit(MEASUREMENT_FAILED_EXIT)
+    for line in exit_codes.broken(results):
+        err.print(f"error: {line}", markup=False, highlight=False, soft_wrap=True)
+    if code := exit_codes.of_results(results):
+        raise typer.Exit(code)
 
 
 @app.command("list")

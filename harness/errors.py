@@ -7,12 +7,14 @@
         - UnknownName         a strategy, model or isolation that does not exist
      x IsolationUnavailable   this machine cannot run cells that way; the repair mends it  exit 3
      x CheckpointError        a file, what is wrong with it, and where                     exit 2
+     x NoBaseline             what was measured must not become a baseline                 exit 1
      x RecordError            a run's folder or its records                                exit 2
         - SchemaTooNew        written by a later weighin
         - DamagedRecord       a line that is no record
      x Interrupted            Ctrl-C or SIGTERM, after everything was cleaned up           exit 130
 
-Exit code 1 means that a gate failed, 4 that some cell has the outcome ``measurement_failed``.
+Exit code 1 means that a gate failed, 4 that some cell has the outcome ``measurement_failed``, 5 that
+some strategy loaded wrong weights or failed (``harness.exit_codes``).
 """
 
 from collections.abc import Iterable
@@ -60,6 +62,12 @@ class IsolationUnavailable(HarnessError):
 
 class CheckpointError(HarnessError):
     """A checkpoint that cannot be used: names the file, what is wrong, and where."""
+
+
+class NoBaseline(HarnessError):
+    """What was measured must not become a baseline, or not without its owner's word."""
+
+    exit_code = 1
 
 
 class RecordError(HarnessError):

@@ -1,18 +1,21 @@
 """The RAM floor of a way of loading: the smallest limit under which it ends ok.
 
-Computed from results alone; ``harness.bisection`` says which ones are wanted. A limit *works* where every cell under it ended ok, and *fails* where
-one did not. The floor is the smallest limit that works above all that fail; it is confirmed by
-``PASSES`` cells that end ok, and by a cell that fails one step below.
+Computed from results alone; ``harness.bisection`` says which ones are wanted. A limit *works* where
+every cell under it ended ok, and *fails* where one ran out of memory: it was killed, or did not end
+in the time allowed, as it did without a limit. The floor is the smallest limit that works above all
+that fail; it is confirmed by ``PASSES`` cells that end ok, and by a cell that fails one step below.
+A cell that fails for another reason than memory ends the search: there is no floor.
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median_low
-from typing import Any, Final
+from typing import Final
 
 from harness.cell import Cell
 from harness.record import Outcome, Result
-from harness.units import MIB, format_bytes
+from harness.units import MIB, format_bytes, format_exact
 from harness.verdict import Judgement, judge, used_ns
 
 PASSES: Final = 3
@@ -21,6 +24,9 @@ COARSEST: Final = 0.10
 """The largest ``within``: what is known less well is no floor."""
 ROOM: Final = 1.1
 """How far above the floor one more cell is measured: what life costs with some room."""
+_BOUNDING: Final = (Outcome.OOM_KILLED, Outcome.TIMEOUT)
+KILLED: Final = "killed"
+_TIME_ALLOWED: Final = re.compile(r"after (\d[\d.]* s)\b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,7 @@ class Floor:
     Attributes:
         cell: what was searched, as it is without a limit.
         step_bytes: how far below the floor a cell failed.
+        below: how it failed there: "killed", "timed out after 300 s".
         import_bytes: anonymous and shared memory after ``import torch``: file pages can be dropped.
         cells: how many cells it took, the one at ``ROOM`` included.
     """
@@ -63,6 +70,7 @@ class Floor:
     bytes: int | None
     message: str = ""
     step_bytes: int | None = None
+    below: str = ""
     passed: int = 0
     failed: int = 0
     model_bytes: int | None = None
@@ -92,14 +100,42 @@ def searched(cell: Cell) -> Cell:
 
 def bracket(results: Iterable[Result]) -> Bracket:
     """Return what the results of one series say of its floor."""
-    by_limit: dict[int, list[bool]] = {}
+    by_limit: dict[int, list[Outcome]] = {}
     for result in results:
         if (limit := result.cell.ram_limit_bytes) is not None:
-            by_limit.setdefault(limit, []).append(result.outcome is Outcome.OK)
-    failing = max((limit for limit, oks in by_limit.items() if not all(oks)), default=None)
-    above = [limit for limit in by_limit if failing is None or limit > failing]
+            by_limit.setdefault(limit, []).append(result.outcome)
+    failing = max(
+        (limit for limit, outcomes in by_limit.items() if {*outcomes} & {*_BOUNDING}), default=None
+    )
+    above = [
+        limit
+        for limit, outcomes in by_limit.items()
+        if {*outcomes} == {Outcome.OK} and (failing is None or limit > failing)
+    ]
     working = min(above, default=None)
     return Bracket(failing, working, 0 if working is None else len(by_limit[working]))
+
+
+def stopped_by(ours: Iterable[Result]) -> Result | None:
+    """Return the result of one series that says nothing of memory, and so ends the search.
+
+    Without a limit that is one that is not ok; under a limit, one that neither was killed for lack
+    of memory nor ran out of time, such as one that loaded wrong weights.
+    """
+    for one in ours:
+        bounding = () if one.cell.ram_limit_bytes is None else _BOUNDING
+        if one.outcome not in (Outcome.OK, *bounding):
+            return one
+    return None
+
+
+def why_stopped(result: Result) -> str:
+    """Return in words what ended a search: the outcome, under which limit, and its message."""
+    if result.outcome is Outcome.MEASUREMENT_FAILED:
+        return f"could not be measured: {result.message}"
+    limit = result.cell.ram_limit_bytes
+    where = "without a limit" if limit is None else f"under {format_exact(limit)}"
+    return f"{result.outcome} {where}" + (f": {result.message}" if result.message else "")
 
 
 def with_room(floor_bytes: int) -> int:
@@ -122,48 +158,11 @@ def floors(results: Iterable[Result]) -> list[Floor]:
     return [_floor(cell, ours) for cell, ours in series if unlimited_of(ours)]
 
 
-def as_dict(floor: Floor) -> dict[str, Any]:
-    """Return a floor for programs: bytes and nanoseconds, None where something was not found."""
-    cell = floor.cell
-    lives = {"unlimited": floor.unlimited, "at_floor": floor.at_floor, "with_room": floor.with_room}
-    return {
-        "strategy": cell.strategy,
-        "model": cell.model.name,
-        "isolation": cell.isolation,
-        "device": cell.device,
-        "dtype": cell.dtype,
-        "format": cell.format,
-        "options": cell.options,
-        "floor_bytes": floor.bytes,
-        "message": floor.message,
-        "step_bytes": floor.step_bytes,
-        "passed": floor.passed,
-        "failed": floor.failed,
-        "model_bytes": floor.model_bytes,
-        "import_bytes": floor.import_bytes,
-        "floor_per_model": floor.per_model,
-        "above_import_per_model": floor.above_import_per_model,
-        "cells": floor.cells,
-    } | {name: _life_as_dict(life) for name, life in lives.items()}
-
-
-def _life_as_dict(life: Life | None) -> dict[str, Any] | None:
-    if life is None:
-        return None
-    said = life.judgement
-    return {
-        "limit_bytes": life.limit_bytes,
-        "ready_ns": life.ready_ns,
-        "verdict": said.verdict.value if said else None,
-        "reason": said.reason if said else "",
-    }
-
-
 def _floor(cell: Cell, ours: list[Result]) -> Floor:
     known, first = bracket(ours), unlimited_of(ours)
     limit, failing = known.working_bytes, known.failing_bytes
     failed = [
-        one for one in ours if one.cell.ram_limit_bytes == failing and one.outcome is not Outcome.OK
+        one for one in ours if one.cell.ram_limit_bytes == failing and one.outcome in _BOUNDING
     ]
     message = _trouble(ours, known)
     baselines = [one.baseline.anon_bytes + one.baseline.shmem_bytes for one in ours if one.baseline]
@@ -183,6 +182,7 @@ def _floor(cell: Cell, ours: list[Result]) -> Floor:
         floor,
         bytes=limit,
         step_bytes=known.step_bytes,
+        below=", ".join(dict.fromkeys(map(_how, failed))),
         passed=known.passed,
         failed=len(failed),
         at_floor=_life(limit, ours, peace_ns),
@@ -192,12 +192,9 @@ def _floor(cell: Cell, ours: list[Result]) -> Floor:
 
 def _trouble(ours: Sequence[Result], known: Bracket) -> str:
     """Return why there is no floor; empty where there is one, confirmed."""
-    first, limit, failing = unlimited_of(ours), known.working_bytes, known.failing_bytes
-    lost = next((one for one in ours if one.outcome is Outcome.MEASUREMENT_FAILED), None)
-    if lost:
-        return f"could not be measured: {lost.message}"
-    if first and first.outcome is not Outcome.OK:
-        return f"{first.outcome} without a limit" + (f": {first.message}" if first.message else "")
+    limit, failing = known.working_bytes, known.failing_bytes
+    if stop := stopped_by(ours):
+        return why_stopped(stop)
     if limit is None or failing is None:
         known_ends = [f"works even under {format_bytes(limit)}"] if limit else []
         known_ends += [f"fails even under {format_bytes(failing)}"] if failing else []
@@ -207,6 +204,14 @@ def _trouble(ours: Sequence[Result], known: Bracket) -> str:
         between = f"above {format_bytes(failing)}, not above {format_bytes(limit)}"
         return f"{between}: not searched to its end"
     return ""
+
+
+def _how(result: Result) -> str:
+    """Return how a cell ran out of memory."""
+    if result.outcome is Outcome.OOM_KILLED:
+        return KILLED
+    allowed = _TIME_ALLOWED.search(result.message)
+    return f"timed out after {allowed[1]}" if allowed else "timed out"
 
 
 def _life(limit: int | None, ours: Sequence[Result], peace_ns: int | None) -> Life | None:

@@ -8,18 +8,15 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from harness import arguments, options
-from harness.record import Outcome
+from harness import arguments, exit_codes, options
 
 EXAMPLES = (
     "Examples:\n\n"
     "weighin floor gpt2-medium\n\n"
     "weighin floor gpt2-xl --strategies mmap_assign,streaming --within 2%\n\n"
     "weighin floor gpt2-small --isolation cgroup --json\n\n"
-    "weighin floor --resume results/20261120T093000-gpt2-medium-floor"
+    "weighin floor --resume results/20261120T093000-gpt2-medium-floor\n\n" + exit_codes.EXPLAINED
 )
-
-MEASUREMENT_FAILED_EXIT = 4
 
 out, err = Console(emoji=False), Console(stderr=True, emoji=False)
 
@@ -55,9 +52,10 @@ def floor(
     """Find the smallest RAM limit under which each strategy loads a model, and what life costs there."""
     from harness import bench, live, searching
     from harness.config import check_suite
-    from harness.floor import as_dict, floors
+    from harness.floor import floors
     from harness.isolation import choice, delegation
     from harness.report import terminal_floors, write_report
+    from harness.report.floors import as_dict
 
     arguments.refuse_ignored(context)
     if choice.wants_cgroup(isolation) and delegation.helps():
@@ -99,5 +97,7 @@ def floor(
         out.print(terminal_floors(results))
     for path in write_report(task.folder):
         (err if as_json else out).print(str(path), highlight=False, soft_wrap=True)
-    if any(result.outcome is Outcome.MEASUREMENT_FAILED for result in results):
-        raise typer.Exit(MEASUREMENT_FAILED_EXIT)
+    for line in exit_codes.broken(results):
+        err.print(f"error: {line}", markup=False, highlight=False, soft_wrap=True)
+    if code := exit_codes.of_results(results):
+        raise typer.Exit(code)

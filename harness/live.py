@@ -78,7 +78,7 @@ def line(result: Result) -> str:
     """Return one finished cell as one line of rich markup."""
     cell, style = result.cell, _STYLES.get(result.outcome, "red")
     limit = ", ".join(_limits(cell)) or "no limit"
-    words = [f"{escape(cell.model.name)} {escape(cell.strategy):<12} {limit:<9}"]
+    words = [f"{escape(cell.model.title)} {escape(cell.strategy):<12} {limit:<9}"]
     words.append(f"[{style}]{result.outcome:<12}[/]")
     if result.ready_ns is not None:
         reached = "ready" if cell.operation == "load" else "on the disk"

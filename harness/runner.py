@@ -262,5 +262,5 @@ def _environment(isolation: Isolation) -> dict[str, Any]:
 def _checkpoint_key(task: Run, cell: Cell) -> tuple[str, str]:
     """Return the model and the format that are read; a save may read what there is already."""
     if cell.operation == "load":
-        return cell.model.name, cell.format
-    return cell.model.name, layouts.detect(task.checkpoint).NAME if task.checkpoint else "pt"
+        return cell.model.title, cell.format
+    return cell.model.title, layouts.detect(task.checkpoint).NAME if task.checkpoint else "pt"

@@ -9,7 +9,7 @@ from harness import bench, environment, runner
 from harness.bench import Request
 from harness.bisection import next_cell
 from harness.errors import ConfigError, RecordError
-from harness.floor import COARSEST, bracket, results_of, searched
+from harness.floor import COARSEST, bracket, results_of, searched, stopped_by, why_stopped
 from harness.plan import Planned
 from harness.record import Result
 from harness.runner import Progress, Run
@@ -79,7 +79,10 @@ def resume(folder: Path) -> Search:
 
 def said(planned: Planned, results: Sequence[Result]) -> str:
     """Return what is known of a floor by now, in words."""
-    known = bracket(results_of(searched(planned.cell), results))
+    ours = results_of(searched(planned.cell), results)
+    if stop := stopped_by(ours):
+        return f"no floor of {planned.cell.strategy}: {why_stopped(stop)}"
+    known = bracket(ours)
     words = []
     if known.failing_bytes is not None:
         words.append(f"above {format_bytes(known.failing_bytes)}")

@@ -1,48 +1,26 @@
 """The baseline file: what was measured, and what may change. Committed, and read in diffs.
 
 Above the line that begins with ``# measured`` it belongs to its owner, comments and all; below,
-``--update`` writes it: sorted, one figure a line.
+``--update`` writes it (``harness.gate.freezing``): sorted, one figure a line.
 """
 
-import json
-import os
-import sys
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from difflib import unified_diff
 from pathlib import Path
 from shlex import quote
 from typing import Annotated, Final, Literal
 
-import yaml
 from pydantic import BeforeValidator, Field, StrictInt
 
-from harness import __version__, config
+from harness import config
 from harness.errors import ConfigError, HarnessError, SchemaTooNew
-from harness.gate import budgets
+from harness.gate import budgets, expected
 from harness.gate.budgets import Budget
+from harness.gate.expected import Expectation
 from harness.gate.metrics import METRICS, Metric, Tolerance, named
 from harness.gate.series import Figure, Series
-from harness.gate.settings import Policy, Setting, policy_of
+from harness.gate.settings import Policy, Setting
 
 SCHEMA: Final = 1
-_MARK: Final = "# measured"
-_RESERVED: Final = {"true", "false", "null", "yes", "no", "on", "off", "y", "n"}
-_HEAD: Final = """\
-# What a run must keep to:  weighin check RUN --baseline THIS_FILE
-# Down to the line "# measured" this file is yours to edit; docs/ci.md says what can be written here.
-schema: 1
-
-# Where a default does not fit:  ready: {relative: 0.3, absolute: 1 s}   load: off   anon: {direction: both}
-metrics: {}
-
-# Absolute bounds:  - peak_rss <= 1.1 x model   - "streaming: anon <= model + 300MiB"
-budgets: []
-
-# What another torch, kernel, ... means:  kernel: ignore   cpu: fail   "settings.*": warn
-environment: {}
-
-"""
 
 
 def _as_mapping(value: object) -> object:
@@ -89,6 +67,7 @@ class _File(config.Strict):
     schema_: Annotated[int, Field(alias="schema", ge=1)]
     metrics: Annotated[dict[str, _Choice], _Map] = Field(default_factory=dict)
     budgets: Annotated[list[str], BeforeValidator(_as_list)] = Field(default_factory=list)
+    expect: Annotated[dict[str, str], _Map] = Field(default_factory=dict)
     environment: Annotated[dict[str, Policy], _Map] = Field(default_factory=dict)
     measured: _Measured = _Measured()
 
@@ -100,6 +79,7 @@ class Rules:
     tolerances: dict[str, Tolerance]
     budgets: tuple[Budget, ...] = ()
     policies: dict[str, Policy] | None = None
+    expected: tuple[Expectation, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,26 +124,6 @@ def read(path: Path) -> Baseline:
     return Baseline(rules, dict(file.measured.environment), series)
 
 
-def update(
-    path: Path, environment: Mapping[str, Setting], series: Mapping[str, Series]
-) -> list[str]:
-    """Write what was measured into a baseline file, keeping what its owner wrote.
-
-    Returns the lines of the difference, none where nothing changed.
-
-    Raises:
-        ConfigError: the file cannot be used or written.
-    """
-    rules = read(path).rules if path.exists() else default_rules()
-    old = path.read_text(encoding="utf-8") if path.exists() else ""
-    head = _head_of(old) if old else _HEAD
-    new = head + "\n".join(_lines(rules, environment, series)) + "\n"
-    if new != old:
-        _write(path, new)
-    names = (str(path), str(path))
-    return list(unified_diff(old.splitlines(), new.splitlines(), *names, n=1, lineterm=""))
-
-
 def _rules(file: _File) -> Rules:
     tolerances = dict(default_rules().tolerances)
     for name, chosen in file.metrics.items():
@@ -176,6 +136,7 @@ def _rules(file: _File) -> Rules:
         tolerances,
         tuple(budgets.parse(text) for text in file.budgets),
         dict(file.environment),
+        tuple(expected.of_file(selector, outcome) for selector, outcome in file.expect.items()),
     )
 
 
@@ -200,76 +161,3 @@ def _as_series(one: _Series) -> Series:
     return Series(
         one.outcome, one.repeats, one.model_bytes, figures=figures, phases=dict(one.phases)
     )
-
-
-def _head_of(text: str) -> str:
-    """Return the owner's part of a file: all before the mark, or before ``measured:`` itself."""
-    kept = []
-    for line in text.splitlines(keepends=True):
-        if line.startswith((_MARK, "measured:")):
-            break
-        kept.append(line)
-    return "".join(kept)
-
-
-def _lines(
-    rules: Rules, environment: Mapping[str, Setting], series: Mapping[str, Series]
-) -> Iterator[str]:
-    yield f"{_MARK} by weighin {__version__}; from here on written by: weighin check RUN --baseline FILE --update"
-    yield "measured:"
-    yield "  environment:"
-    for name, value in sorted(environment.items()):
-        if policy_of(name, rules.policies or {}) != "ignore":
-            yield f"    {_text(name)}: {_text(value)}"
-    yield "  series:"
-    judged = [METRICS[name] for name in METRICS if name in rules.tolerances]
-    explaining = {metric.in_phase for metric in judged}
-    for name, one in sorted(series.items()):
-        yield f"    {_text(name)}:"
-        yield f"      outcome: {_text(one.outcome)}"
-        yield f"      repeats: {one.repeats}"
-        if one.model_bytes:
-            yield f"      model_bytes: {one.model_bytes}"
-        if not one.is_ok:
-            continue  # a peak that was cut off says nothing of need
-        yield "      figures:"
-        for metric in judged:
-            if figure := one.figures.get(metric.name):
-                same = figure.low == figure.high
-                value = (
-                    str(figure.median)
-                    if same
-                    else f"[{figure.low}, {figure.median}, {figure.high}]"
-                )
-                yield f"        {metric.name}: {value}  # {metric.text(figure.median)}"
-        yield "      phases:"
-        for phase, figures in one.phases.items():
-            known = ", ".join(
-                f"{key}: {value}" for key, value in figures.items() if key in explaining
-            )
-            yield f"        {_text(phase)}: {{{known}}}"
-
-
-def _text(value: Setting) -> str:
-    """Return a scalar as YAML: strings in quotes, but for plain names."""
-    if not isinstance(value, str):
-        return json.dumps(value)
-    if value.replace("_", "a").isalpha() and value.isascii() and value.lower() not in _RESERVED:
-        return value
-    quoted: str = yaml.dump(value, default_style='"', allow_unicode=True, width=sys.maxsize)
-    return quoted.rstrip("\n")
-
-
-def _write(path: Path, text: str) -> None:
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            unfinished.write_text(text, encoding="utf-8")
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write {path}: {error.strerror}", "name a file that you may write"
-        ) from None

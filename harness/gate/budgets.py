@@ -12,17 +12,16 @@ What is printed of a budget can be read again.
 import re
 from dataclasses import dataclass
 from decimal import Decimal
-from fnmatch import fnmatchcase
 from typing import Final, Literal
 
 from harness.errors import ConfigError
 from harness.gate.metrics import Metric, named
-from harness.gate.series import Series
+from harness.gate.series import Series, selects
 
 Reference = Literal["model", "limit"]
 
 _BUDGET: Final = re.compile(
-    r"\s*(?:(?P<pattern>[^\s:]+)\s*:)?\s*(?P<metric>\w+)\s*(?P<sign><=|<)\s*(?P<bound>[^<>=]+?)\s*"
+    r"\s*(?:(?P<pattern>\S+?)\s*:)?\s*(?P<metric>\w+)\s*(?P<sign><=|<)\s*(?P<bound>[^<>=]+?)\s*"
 )
 _SHARE: Final = re.compile(
     r"(?:(?P<factor>\d+(?:\.\d*)?|\.\d+)\s*[x*]\s*)?(?P<reference>model|limit)"
@@ -59,7 +58,7 @@ class Budget:
 
     def covers(self, name: str) -> bool:
         """Tell whether a series of this name is meant."""
-        return any(fnmatchcase(word, self.pattern) for word in name.split())
+        return selects(self.pattern, name)
 
     def bound(self, series: Series) -> int | None:
         """Return the bound for a series in the metric's unit; None where it has no such thing."""

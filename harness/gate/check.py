@@ -1,18 +1,22 @@
 """``weighin check``: one or several runs against a baseline file and budgets."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
 
 from harness import journal
-from harness.errors import ConfigError, RecordError
+from harness.errors import ConfigError, NoBaseline, RecordError
+from harness.exit_codes import BROKEN
 from harness.gate import baseline as baselines
-from harness.gate import budgets
-from harness.gate.judging import Judgement, judge
+from harness.gate import budgets, freezing
+from harness.gate.expected import Expectation, is_expected, parse, suggest
+from harness.gate.judging import judge
+from harness.gate.lines import Judgement
 from harness.gate.metrics import named
 from harness.gate.series import Run, Series, summarise
 from harness.gate.settings import Setting, settings_of
+from harness.gate.tables import short_names
 from harness.record import Outcome
 
 
@@ -57,11 +61,14 @@ def check(
     *,
     extra_budgets: Sequence[str] = (),
     metrics: Sequence[str] = (),
+    expected: Sequence[str] = (),
 ) -> Judgement:
     """Judge what was measured. ``metrics`` are the only ones to compare, where there are some.
 
+    ``expected`` are outcomes that are meant to be so, beside those of the baseline file.
+
     Raises:
-        ConfigError: no baseline and no budget, or one that cannot be used.
+        ConfigError: no baseline and no budget, or one that cannot be used; so of ``expected``.
     """
     if baseline_file is None and not extra_budgets:
         raise ConfigError(
@@ -75,26 +82,87 @@ def check(
         judged = baselines.default_rules().tolerances | rules.tolerances
         rules = replace(rules, tolerances={name: judged[name] for name in chosen})
     added = tuple(budgets.parse(text) for text in extra_budgets)
-    rules = replace(rules, budgets=(*rules.budgets, *added))
+    typed = _parsed(expected)
+    rules = replace(rules, budgets=(*rules.budgets, *added), expected=(*rules.expected, *typed))
     return judge(baseline, rules, measured.environment, measured.series)
 
 
-def update(measured: Measured, baseline_file: Path) -> list[str]:
+def update(
+    measured: Measured,
+    baseline_file: Path,
+    *,
+    expected: Sequence[str] = (),
+    accept: Callable[[Sequence[str]], bool],
+) -> list[str]:
     """Write what was measured as the new baseline; returns the lines of the difference.
+
+    ``expected`` is written with it. ``accept`` is asked about all else that is not ok, a line a
+    series, and answers whether that is to be expected from now on.
 
     Raises:
         ConfigError: some cell could not be measured, or the file cannot be used or written.
+        NoBaseline: a strategy is wrong or failed, or something is not ok and was not accepted.
     """
+    _refuse(measured)
+    typed = _parsed(expected)
+    known = baselines.read(baseline_file).rules.expected if baseline_file.exists() else ()
+    wanted = [*typed, *_accepted(measured, [*known, *typed], baseline_file, accept)]
+    return freezing.update(baseline_file, measured.environment, measured.series, wanted)
+
+
+def _refuse(measured: Measured) -> None:
     for name, series in measured.series.items():
         if Outcome.MEASUREMENT_FAILED in series.outcome:
             raise ConfigError(
                 f"{name} could not be measured: {series.message or series.outcome}",
                 "a baseline of it would accept anything: measure it again first",
             )
+    if broken := [name for name, one in measured.series.items() if one.failures & {*BROKEN}]:
+        raise NoBaseline(
+            f"no baseline is made of what is broken: {'; '.join(_described(measured, broken))}",
+            "mend it and measure it again, or measure without it",
+        )
     if torn := [name for name, value in measured.environment.items() if " | " in str(value)]:
         shown = "; ".join(f"{name}: {measured.environment[name]}" for name in torn[:3])
         raise ConfigError(
             f"the cells were measured under different settings ({shown})",
             "measure them all on one machine, in one environment",
         )
-    return baselines.update(baseline_file, measured.environment, measured.series)
+
+
+def _accepted(
+    measured: Measured,
+    known: Sequence[Expectation],
+    baseline_file: Path,
+    accept: Callable[[Sequence[str]], bool],
+) -> list[Expectation]:
+    """Return what is to be expected beside what is ``known``, once it was accepted."""
+    series = measured.series
+    failed = [name for name, one in series.items() if not is_expected(name, one, known)]
+    if not failed:
+        return []
+    wanted = suggest(failed, series)
+    torn = [name for name in failed if not is_expected(name, series[name], wanted)]
+    if torn:
+        raise NoBaseline(
+            f"not ok in more than one way: {'; '.join(_described(measured, torn))}",
+            "a baseline expects one outcome of a series: measure it again, or measure without it",
+        )
+    lines = _described(measured, failed)
+    if not accept(lines):
+        again = f"weighin check RUN --baseline {quote(str(baseline_file))} --update"
+        raise NoBaseline(
+            f"not ok, and not expected: {'; '.join(lines)}",
+            f"where that is meant to be so: {again} --expect-failures",
+        )
+    return wanted
+
+
+def _described(measured: Measured, names: Sequence[str]) -> list[str]:
+    short, _ = short_names(names)
+    shown = [(name, measured.series[name]) for name in names]
+    return [f"{short[name]}: {one.outcome}" for name, one in shown]
+
+
+def _parsed(expected: Sequence[str]) -> tuple[Expectation, ...]:
+    return tuple(one for text in expected for one in parse(text))

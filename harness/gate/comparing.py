@@ -17,7 +17,8 @@ from rich.text import Text
 
 from harness.errors import ConfigError
 from harness.gate.check import Measured, read_runs
-from harness.gate.judging import Line, Verdict, judge_figure
+from harness.gate.judging import judge_figure
+from harness.gate.lines import Line, Verdict
 from harness.gate.metrics import METRICS, Metric, named
 from harness.gate.series import Series
 from harness.gate.settings import differences

@@ -1,100 +1,16 @@
 """The judgement: every series and metric beside its baseline and its budgets, the worst first."""
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import Final
 
 from harness.gate.baseline import Baseline, Rules
 from harness.gate.budgets import Budget
+from harness.gate.lines import Growth, Judgement, Line, Verdict
 from harness.gate.metrics import METRICS, Metric, Tolerance
+from harness.gate.outcomes import Outcomes
 from harness.gate.series import Figure, Series
 from harness.gate.settings import Difference, Setting, differences, spoils_times
-from harness.record import Outcome
 
-
-class Verdict(StrEnum):
-    """What is said of one line; from the worst to the best."""
-
-    REGRESSED = "regressed"
-    OVER_BUDGET = "over budget"
-    MISSING = "missing"
-    DIFFERS = "differs"
-    CHANGED = "changed"
-    IMPROVED = "improved"
-    NEW = "new"
-    SAME = "same"
-
-
-FAILING: Final = (Verdict.REGRESSED, Verdict.OVER_BUDGET, Verdict.MISSING, Verdict.DIFFERS)
-_ORDER: Final = tuple(Verdict)
-_NOT_MEASURED: Final = (Outcome.SKIPPED, Outcome.MEASUREMENT_FAILED)
-
-
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """How one phase's figure changed. ``was`` is None where the phase is new.
-
-    A new phase's ``step`` is what it has beyond the highest that the baseline had anywhere; of a
-    time, all of it.
-    """
-
-    phase: str
-    was: int | None
-    now: int
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One judgement. ``what`` names a metric, a budget, ``outcome`` or a setting.
-
-    ``text`` says it in words where there are no figures: ``metric`` and ``now`` are None then.
-    ``was`` is the baseline's figure or the budget's bound, ``allowed`` what would just have passed;
-    ``excess`` is how far ``now`` is beyond that, as a share: negative where it passed.
-    """
-
-    verdict: Verdict
-    series: str
-    what: str
-    text: str = ""
-    metric: Metric | None = None
-    was: int | None = None
-    now: int | None = None
-    allowed: int | None = None
-    excess: float = math.inf
-    phases: tuple[Growth, ...] = ()
-
-    @property
-    def grown(self) -> Growth | None:
-        """The phase in which it grew: the first that grew by about as much as the whole did.
-
-        What was kept since an early phase raises all later ones: the first is where to look.
-        """
-        if self.was is None or self.now is None or self.now <= self.was or not self.phases:
-            return None
-        step = self.now - self.was
-        if self.metric and self.metric.unit == "bytes":
-            for one in self.phases:
-                if 0.5 * step <= one.step <= 1.5 * step:
-                    return one
-        largest = max(self.phases, key=lambda one: one.step)
-        return largest if largest.step > 0 else None
-
-
-@dataclass(frozen=True, slots=True)
-class Judgement:
-    """All lines, the worst first, and what else is to be said."""
-
-    lines: tuple[Line, ...]
-    settings: tuple[Difference, ...] = ()
-    notes: tuple[str, ...] = ()
-
-    @property
-    def failed(self) -> tuple[Line, ...]:
-        """The lines for which the gate fails."""
-        return tuple(line for line in self.lines if line.verdict in FAILING)
+_ORDER = tuple(Verdict)
 
 
 def judge(
@@ -104,9 +20,12 @@ def judge(
     series: Mapping[str, Series],
 ) -> Judgement:
     """Compare what was measured with a baseline, where there is one, and with the budgets."""
-    lines: list[Line] = []
+    outcomes = Outcomes(
+        baseline.series if baseline else None, series, rules.budgets, rules.expected
+    )
+    lines = list(outcomes.lines())
     found: list[Difference] = []
-    notes: list[str] = []
+    notes = list(outcomes.notes())
     if baseline:
         found = differences(baseline.environment, environment, rules.policies or {})
         lines += _settings(found)
@@ -117,10 +36,12 @@ def judge(
                 notes.append(
                     "times are not judged: they were measured on another machine or setting"
                 )
-        for name in dict.fromkeys([*baseline.series, *series]):
-            lines += _series(name, baseline.series.get(name), series.get(name), tolerances)
+        for name in baseline.series:
+            was, now = baseline.series.get(name), series.get(name)
+            lines += _figures(name, was, now, tolerances) if was and now else []
     for budget in rules.budgets:
         lines += _budget(budget, series)
+        notes += _without_figure(budget, series)
     if baseline and not baseline.series.keys() & series.keys():
         first, other = next(iter(baseline.series), "nothing"), next(iter(series), "nothing")
         notes.append(f"no series is in both: the baseline has {first}, the run {other}, for one")
@@ -135,19 +56,9 @@ def _settings(found: Iterable[Difference]) -> Iterator[Line]:
         yield Line(verdict, "environment", one.name, str(one))
 
 
-def _series(
-    name: str, was: Series | None, now: Series | None, tolerances: Mapping[str, Tolerance]
+def _figures(
+    name: str, was: Series, now: Series, tolerances: Mapping[str, Tolerance]
 ) -> Iterator[Line]:
-    if was is None:
-        assert now is not None
-        yield Line(Verdict.NEW, name, "outcome", f"not in the baseline; {now.outcome}")
-        return
-    if now is None:
-        yield Line(
-            Verdict.MISSING, name, "outcome", f"was not measured; {was.outcome} in the baseline"
-        )
-        return
-    yield _outcome(name, was, now)
     if was.model_bytes and now.model_bytes and was.model_bytes != now.model_bytes:
         text = f"another model: {was.model_bytes:,} bytes -> {now.model_bytes:,} bytes"
         yield Line(Verdict.DIFFERS, name, "model", text)
@@ -162,15 +73,6 @@ def _series(
             yield judge_figure(name, metric, tolerance, before, after, phases)
         elif before:
             yield Line(Verdict.MISSING, name, metric.title, f"{metric.title} was not measured")
-
-
-def _outcome(name: str, was: Series, now: Series) -> Line:
-    if was.outcome == now.outcome or (was.is_ok and now.is_ok):
-        return Line(Verdict.SAME, name, "outcome", now.outcome, excess=-math.inf)
-    text = f"{was.outcome} -> {now.outcome}" + (f": {now.message}" if now.message else "")
-    lost = was.is_ok or any(outcome in now.outcome for outcome in _NOT_MEASURED)
-    worse = Verdict.REGRESSED if lost else Verdict.CHANGED
-    return Line(Verdict.IMPROVED if now.is_ok else worse, name, "outcome", text)
 
 
 def judge_figure(
@@ -219,7 +121,13 @@ def _budget(budget: Budget, series: Mapping[str, Series]) -> Iterator[Line]:
     compared = False
     for name, one in series.items():
         figure, bound = one.figures.get(budget.metric.name), budget.bound(one)
-        if not budget.covers(name) or figure is None or bound is None:
+        if not budget.covers(name):
+            continue
+        if budget.metric.name == "floor" and one.is_ok and one.no_floor:
+            compared = True
+            yield Line(Verdict.MISSING, name, str(budget), f"no floor was found: {one.no_floor}")
+            continue
+        if figure is None or bound is None:
             continue
         compared = True
         kept = budget.is_kept(figure.high, bound)
@@ -236,6 +144,19 @@ def _budget(budget: Budget, series: Mapping[str, Series]) -> Iterator[Line]:
     if not compared:
         text = f"{budget}: nothing that was measured has such a figure"
         yield Line(Verdict.MISSING, "budget", str(budget), text)
+
+
+def _without_figure(budget: Budget, series: Mapping[str, Series]) -> list[str]:
+    """Name the series that a budget covers and says nothing of, where it says something of others."""
+    names = [name for name, one in series.items() if budget.covers(name) and one.is_ok]
+    lacking = [
+        name
+        for name in names
+        if budget.metric.name not in series[name].figures or budget.bound(series[name]) is None
+    ]
+    if not lacking or len(lacking) == len(names):
+        return []
+    return [f"{budget}: there is no such figure of {', '.join(lacking)}"]
 
 
 def _noisy(baseline: Baseline, rules: Rules) -> list[str]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Final
 from xml.etree import ElementTree as ET
 
-from harness.gate.judging import FAILING, Judgement, Line, Verdict
+from harness.gate.lines import FAILING, Judgement, Line, Verdict
 from harness.gate.tables import phase_lines, summary
 from harness.text import one_line
 

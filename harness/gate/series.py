@@ -3,11 +3,13 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from statistics import median_low
 from typing import Final
 
 from harness.cell import Cell
 from harness.floor import floors as find_floors
+from harness.floor import searched, stopped_by
 from harness.gate.metrics import METRICS, PHASE_FIGURES, phases_of_load
 from harness.record import Outcome, Result
 from harness.text import one_line
@@ -38,6 +40,7 @@ class Series:
 
     ``outcome`` is that of all repeats, or counts them: "ok 2, timeout 1". Figures are those of the
     ok repeats; a series without one has none. ``phases`` holds medians, by phase and figure.
+    ``no_floor`` says why a search for its floor found none.
     """
 
     outcome: str
@@ -47,18 +50,37 @@ class Series:
     figures: dict[str, Figure] = field(default_factory=dict)
     phases: dict[str, dict[str, int]] = field(default_factory=dict)
     message: str = ""
+    no_floor: str = ""
 
     @property
     def is_ok(self) -> bool:
         """Whether every repeat is."""
         return self.outcome == Outcome.OK
 
+    @property
+    def failures(self) -> frozenset[str]:
+        """The outcomes of its repeats that are not ok."""
+        ends = (part.partition(" ")[0] for part in self.outcome.split(", "))
+        return frozenset(end for end in ends if end != Outcome.OK)
+
+
+def selects(selector: str, name: str) -> bool:
+    """Tell whether a series of this name is meant: each word of ``selector`` matches one of its words.
+
+    Words may have shell wildcards; a whole name means itself.
+    """
+    words = name.split(" ")
+    return selector == name or all(
+        any(word == pattern or fnmatchcase(word, pattern) for word in words)
+        for pattern in selector.split()
+    )
+
 
 def name_of(cell: Cell) -> str:
     """Return a series' name: all that tells it from another, in words, in one order."""
     limit = cell.ram_limit_bytes
     words = [
-        cell.model.name,
+        cell.model.title,
         cell.strategy,
         cell.format,
         cell.dtype,
@@ -87,21 +109,28 @@ def summarise(runs: Iterable[Run]) -> dict[str, Series]:
     """Return the series of some runs by name, in their order; the runs' repeats count together.
 
     A cell with two records in one run counts with its last. A search gives one series for each
-    floor: its cells without a limit, and the floor as a figure of theirs.
+    floor: its cells without a limit, those that ended it, and the floor as a figure of theirs.
     """
     groups: dict[str, list[Result]] = {}
     floors: dict[str, list[int]] = {}
+    without: dict[str, str] = {}
     for run in runs:
         for result in {result.cell.id: result for result in run.results}.values():
-            if not run.is_search or result.cell.ram_limit_bytes is None:
+            if not run.is_search:
                 groups.setdefault(name_of(result.cell), []).append(result)
+            elif result.cell.ram_limit_bytes is None or stopped_by([result]):
+                groups.setdefault(name_of(searched(result.cell)), []).append(result)
         for floor in find_floors(run.results) if run.is_search else ():
             if floor.bytes is not None:
                 floors.setdefault(name_of(floor.cell), []).append(floor.bytes)
+            else:
+                without[name_of(floor.cell)] = floor.message
     series = {name: _series(group) for name, group in groups.items()}
     for name, found in floors.items():
         figures = series[name].figures | {"floor": Figure.of(found)}
         series[name] = replace(series[name], figures=figures)
+    for name, why in without.items():
+        series[name] = replace(series[name], no_floor=why)
     return series
 
 

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from harness.gate.judging import FAILING, Judgement, Line, Verdict
+from harness.gate.lines import FAILING, Judgement, Line, Verdict
 from harness.gate.series import FORMAT, STRATEGY
 from harness.text import markdown, one_line
 
@@ -19,12 +19,14 @@ _STYLES: Final = dict.fromkeys(FAILING, "bold red") | {
     Verdict.CHANGED: "yellow",
     Verdict.IMPROVED: "green",
     Verdict.NEW: "cyan",
+    Verdict.EXPECTED: "dim",
     Verdict.SAME: "dim",
 }
 _MARKS: Final = dict.fromkeys(FAILING, "❌") | {
     Verdict.CHANGED: "⚠️",
     Verdict.IMPROVED: "✅",
     Verdict.NEW: "🆕",
+    Verdict.EXPECTED: "✅",
     Verdict.SAME: "✅",
 }
 

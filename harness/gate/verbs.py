@@ -1,21 +1,28 @@
 """The command line's verbs that judge: ``weighin check|compare``."""
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from shlex import quote
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
+from harness import exit_codes
 from harness.errors import ConfigError
 
-GATE_FAILED_EXIT = 1
+if TYPE_CHECKING:
+    from harness.gate.check import Measured
+    from harness.gate.lines import Judgement
 
 CHECK_EXAMPLES = (
     "Examples:\n\n"
     "weighin check results/RUN --baseline baseline.yaml --update\n\n"
     "weighin check results/RUN --baseline baseline.yaml\n\n"
     'weighin check results/RUN --budget "streaming: anon <= 2GiB"\n\n'
+    'weighin check results/RUN --budget "anon <= 2GiB" --expect baseline=oom_killed\n\n'
     "weighin check results/RUN --baseline baseline.yaml --github"
 )
 
@@ -43,6 +50,18 @@ def check(
         list[str] | None,
         typer.Option(help='An absolute bound, such as "peak_rss <= 1.1 x model".'),
     ] = None,
+    expect: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Outcomes that are meant to be so, divided by commas: baseline=oom_killed."
+        ),
+    ] = None,
+    expect_failures: Annotated[
+        bool,
+        typer.Option(
+            "--expect-failures", help="With --update: expect all that was killed or timed out."
+        ),
+    ] = False,
     metrics: Annotated[
         str, typer.Option(help="Judge only these, divided by commas: above_import,ready_anon.")
     ] = "",
@@ -67,12 +86,23 @@ def check(
 
     measured = checks.read_runs(runs)
     _note(measured.warnings)
+    if expect_failures and not update:
+        raise ConfigError(
+            "--expect-failures says what --update may write, and there is no --update",
+            "name what is meant to be so: --expect baseline=oom_killed",
+        )
     if update:
         if baseline is None:
             raise ConfigError("--update has no file to write", "name it: --baseline baseline.yaml")
-        _show_difference(baseline, checks.update(measured, baseline))
+        accept = _always if expect_failures else _ask
+        written = checks.update(measured, baseline, expected=expect or [], accept=accept)
+        _show_difference(baseline, written)
     judgement = checks.check(
-        measured, baseline, extra_budgets=budget or [], metrics=_names(metrics)
+        measured,
+        baseline,
+        extra_budgets=budget or [],
+        metrics=_names(metrics),
+        expected=expect or [],
     )
     out.print(tables.terminal(judgement, whole=show_all))
     if github:
@@ -88,9 +118,8 @@ def check(
     if github:
         _append_summary(tables.write_markdown(judgement))
     if judgement.failed:
-        if baseline:
-            _note(["if it is meant to be so, accept it with --update, and commit the baseline"])
-        raise typer.Exit(GATE_FAILED_EXIT)
+        _note(_repairs(judgement, measured, baseline))
+        raise typer.Exit(exit_codes.GATE_FAILED)
 
 
 def compare(
@@ -110,6 +139,34 @@ def compare(
     out.print(comparing.terminal(comparison))
     if markdown:
         _write(markdown, comparing.write_markdown(comparison))
+
+
+def _repairs(judgement: "Judgement", measured: "Measured", baseline: Path | None) -> list[str]:
+    """Return how to accept what failed, where that can be."""
+    from harness.gate.expected import suggest
+
+    ended = [line.series for line in judgement.failed if line.what == "outcome"]
+    ended = [name for name in ended if name in measured.series]
+    if any(measured.series[name].failures & {*exit_codes.BROKEN} for name in ended):
+        return ["wrong weights and failed strategies cannot be accepted: mend them first"]
+    words = ",".join(map(str, suggest(ended, measured.series)))
+    if baseline is None:
+        return [f"if that is meant to be so: --expect {quote(words)}"] if words else []
+    more = " --expect-failures" if words else ""
+    return [f"if it is meant to be so, accept it with --update{more}, and commit the baseline"]
+
+
+def _always(_: Sequence[str]) -> bool:
+    return True
+
+
+def _ask(lines: Sequence[str]) -> bool:
+    """Show what is not ok, and ask whether that is meant to be so; without a terminal it is not."""
+    if not sys.stdin.isatty():
+        return False
+    for line in lines:
+        out.print(line, markup=False, highlight=False, soft_wrap=True)
+    return typer.confirm("Is that meant to be so? The baseline will expect it")
 
 
 def _show_difference(baseline: Path, lines: list[str]) -> None:

@@ -72,7 +72,7 @@ def as_json(checked: Sequence[Checked]) -> dict[str, Any]:
         "checked": [
             {
                 "strategy": one.prediction.strategy,
-                "model": one.prediction.cell.model.name,
+                "model": one.prediction.cell.model.title,
                 "format": one.prediction.cell.format,
                 "dtype": one.prediction.cell.dtype,
                 "device": one.prediction.cell.device,

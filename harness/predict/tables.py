@@ -45,7 +45,7 @@ def one_as_json(one: Prediction) -> dict[str, Any]:
     del fields["cell"]
     return {
         "strategy": cell.strategy,
-        "model": cell.model.name,
+        "model": cell.model.title,
         "format": cell.format,
         "device": cell.device,
         "dtype": cell.dtype,
@@ -56,8 +56,8 @@ def one_as_json(one: Prediction) -> dict[str, Any]:
 
 def tables(found: Sequence[Prediction], *, phases: bool) -> Iterable[Table | str]:
     """Yield a table for each model, and a line for each strategy that could not be followed."""
-    for model in dict.fromkeys(one.cell.model.name for one in found):
-        of_model = [one for one in found if one.cell.model.name == model]
+    for model in dict.fromkeys(one.cell.model.title for one in found):
+        of_model = [one for one in found if one.cell.model.title == model]
         followed = [one for one in of_model if not one.cannot]
         if followed:
             yield _table(model, followed, phases)
@@ -153,7 +153,7 @@ def check_table(checked: Sequence[Checked]) -> Table:
 def _parts(cell: Cell) -> tuple[str, ...]:
     options = " ".join(f"{key}={value}" for key, value in sorted(cell.options.items()))
     fmt = cell.format if cell.format != cell.strategy else ""
-    return cell.model.name, cell.strategy, options, fmt, cell.dtype, f"device {cell.device}"
+    return cell.model.title, cell.strategy, options, fmt, cell.dtype, f"device {cell.device}"
 
 
 def _name(one: Prediction) -> str:

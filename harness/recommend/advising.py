@@ -65,7 +65,7 @@ class Advice:
         asked = self.question
         return {
             "schema": SCHEMA,
-            "model": asked.model.name,
+            "model": asked.model.title,
             "device": asked.device,
             "dtype": asked.dtype,
             "ram_limit_bytes": asked.limits.ram_bytes,
@@ -112,7 +112,7 @@ def gather(question: Question, say: Callable[[str], None]) -> Known:
     """
     layout = layouts.detect(question.checkpoint).NAME if question.checkpoint else "pt"
     planned = [*_planned(question, layout)]
-    say(f"predicting {len(planned)} ways of loading {question.model.name}")
+    say(f"predicting {len(planned)} ways of loading {question.model.title}")
     predictions = predict(planned, checkpoint=question.checkpoint, python_path=question.python_path)
     found = find([question.results], planned[0].cell)
     calibration = calibrating.stored() or calibrating.calibrate(say)
@@ -150,7 +150,7 @@ def parts(advice: Advice) -> Iterator[RenderableType]:
     sources = [_sources(one) for one in advice.candidates]
     same = len(set(sources)) == 1
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    table.title = f"{asked.model.name} as {asked.dtype} on {asked.device}, " + (
+    table.title = f"{asked.model.title} as {asked.dtype} on {asked.device}, " + (
         " and ".join(limits) or "without a limit"
     )
     table.caption = f"Memory and time are {sources[0]}." if same else None

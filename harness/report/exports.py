@@ -146,7 +146,7 @@ def _labels(cell: Cell) -> dict[str, str]:
     """Return what tells a series from others, as labels: the same ones for each."""
     options = ",".join(f"{key}={value}" for key, value in sorted(cell.options.items()))
     return {
-        "model": one_line(cell.model.name),
+        "model": one_line(cell.model.title),
         "strategy": one_line(cell.strategy),
         "format": one_line(cell.format),
         "dtype": cell.dtype,

@@ -1,14 +1,15 @@
 """RAM floors as a table: for the terminal, and as markdown."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from harness.floor import Floor, Life, floors
+from harness.floor import KILLED, Floor, Life, floors
 from harness.record import Result
 from harness.report import captions
 from harness.report.frame import series
@@ -20,7 +21,7 @@ HEADINGS: Final = (
     ("RAM floor", "GiB"),
     ("floor", "x model"),
     ("above import", "x model"),
-    ("known to", "MiB"),
+    ("one step", "below"),
     ("at the floor", "ready"),
     ("at 1.1x", "ready"),
     ("no limit", "ready"),
@@ -69,18 +70,65 @@ def markdown_agreement(runs: Mapping[str, Sequence[Result]]) -> str:
 
     ``runs`` are their results by their names.
     """
-    found = {name: {one.cell.strategy: one.bytes for one in floors(r)} for name, r in runs.items()}
+    found = {name: {one.cell.strategy: one for one in floors(r)} for name, r in runs.items()}
     names = list(dict.fromkeys(strategy for run in found.values() for strategy in run))
     rows = []
     for strategy in names:
-        sizes = [run.get(strategy) for run in found.values()]
-        known = [size for size in sizes if size is not None]
+        ours = [run.get(strategy) for run in found.values()]
+        known = [size for floor in ours if floor and (size := floor.bytes) is not None]
         apart = max(known) - min(known) if len(known) > 1 else None
         share = f" ({apart / min(known):.1%})" if apart is not None else ""
-        cells = (_scaled(size, MIB, 0) for size in sizes)
-        rows.append([strategy, *cells, _scaled(apart, MIB, 0) + share])
+        rows.append([strategy, *map(_agreeing, ours), _scaled(apart, MIB, 0) + share])
     heads = ["floor, MiB", *found, "apart, MiB"]
-    return "\n".join(table_lines(heads, rows, names=1))
+    said = (
+        "One step below, the load was killed for lack of memory, unless another end stands there."
+    )
+    return "\n".join([*table_lines(heads, rows, names=1), "", said])
+
+
+def _agreeing(floor: Floor | None) -> str:
+    """Return a floor in MiB, and how it failed below where that was no kill."""
+    if floor is None or floor.bytes is None:
+        return "-"
+    return _scaled(floor.bytes, MIB, 0) + (f" ({floor.below})" if floor.below != KILLED else "")
+
+
+def as_dict(floor: Floor) -> dict[str, Any]:
+    """Return a floor for programs: bytes and nanoseconds, None where something was not found."""
+    cell = floor.cell
+    lives = {"unlimited": floor.unlimited, "at_floor": floor.at_floor, "with_room": floor.with_room}
+    return {
+        "strategy": cell.strategy,
+        "model": cell.model.title,
+        "isolation": cell.isolation,
+        "device": cell.device,
+        "dtype": cell.dtype,
+        "format": cell.format,
+        "options": cell.options,
+        "floor_bytes": floor.bytes,
+        "message": floor.message,
+        "step_bytes": floor.step_bytes,
+        "below": floor.below,
+        "passed": floor.passed,
+        "failed": floor.failed,
+        "model_bytes": floor.model_bytes,
+        "import_bytes": floor.import_bytes,
+        "floor_per_model": floor.per_model,
+        "above_import_per_model": floor.above_import_per_model,
+        "cells": floor.cells,
+    } | {name: _life_as_dict(life) for name, life in lives.items()}
+
+
+def _life_as_dict(life: Life | None) -> dict[str, Any] | None:
+    if life is None:
+        return None
+    said = life.judgement
+    return {
+        "limit_bytes": life.limit_bytes,
+        "ready_ns": life.ready_ns,
+        "verdict": said.verdict.value if said else None,
+        "reason": said.reason if said else "",
+    }
 
 
 def reasons(found: Iterable[Floor]) -> list[str]:
@@ -101,7 +149,8 @@ def notes(found: Sequence[Floor]) -> list[str]:
     cells = sum(floor.cells for floor in found)
     return [
         "RAM floor: the smallest limit, swap off, under which the strategy loaded, every byte was read"
-        ' and compared, three times out of three; "known to" below it, it failed.',
+        " and compared, three times out of three; one step below, it was killed for lack of memory,"
+        " or did not end in the time that is named.",
         "above import: the floor less the anonymous memory after `import torch`, over the model's size.",
         f"ready: until every byte was read through once, in the median cell. {cells} cells in all.",
     ]
@@ -118,11 +167,16 @@ def row(floor: Floor, found: Sequence[Floor]) -> list[str]:
         _scaled(floor.bytes, GIB, 3),
         _scaled(floor.per_model, 1, 2),
         _scaled(floor.above_import_per_model, 1, 2),
-        _scaled(floor.step_bytes, MIB, 0),
+        _below(floor),
         _lived(floor.at_floor),
         _lived(floor.with_room),
         _lived(floor.unlimited),
     ]
+
+
+def _below(floor: Floor) -> str:
+    """Return how far below the floor a cell ran out of memory, and how."""
+    return f"{_scaled(floor.step_bytes, MIB, 0)} MiB: {floor.below}" if floor.bytes else "-"
 
 
 def label(floor: Floor, found: Sequence[Floor]) -> str:
@@ -136,7 +190,7 @@ def label(floor: Floor, found: Sequence[Floor]) -> str:
             words.append(
                 ", ".join(f"{k}={v}" for k, v in value.items())
                 if name == "options"
-                else getattr(value, "name", value)
+                else getattr(value, "title", value)
             )
     return " ".join(words)
 
@@ -153,4 +207,8 @@ def _lived(life: Life | None) -> str:
 
 
 def _styled(text: str) -> Text:
-    return Text(text, style=STYLES.get(text.rpartition(" ")[2], ""))
+    """Return a cell in lines as narrow as its words, so that nine columns fit 80 letters."""
+    before, _, last = text.rpartition(" ")
+    if last in STYLES:
+        return Text(f"{before}\n{last}", style=STYLES[last])
+    return Text(re.sub(r": (timed out) (after) ", r":\n\1\n\2\n", text))

@@ -129,7 +129,7 @@ def _row(result: Result) -> dict[str, Any]:
         "group": cell.series,
         "strategy": cell.strategy,
         "operation": cell.operation,
-        "model": cell.model.name,
+        "model": cell.model.title,
         "device": cell.device,
         "ram_limit_bytes": cell.ram_limit_bytes,
         "vram_limit_bytes": cell.vram_limit_bytes,

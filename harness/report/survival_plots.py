@@ -164,7 +164,7 @@ def _draw_size_on_curve(axes: "Axes", matrix: Matrix) -> None:
 
 
 def _model(matrix: Matrix) -> str:
-    return captions.dimension("model", matrix.scene.model.name, matrix.model_bytes)
+    return captions.dimension("model", matrix.scene.model.title, matrix.model_bytes)
 
 
 def _legend() -> list[Any]:

@@ -92,12 +92,16 @@ def test_the_steps_of_a_pull_request_that_passes_and_of_one_that_does_not(runner
         update, env=runner.environment, cwd=runner.folder, check=True, capture_output=True
     )
 
-    assert runner.step("Check", RUN=str(run), BASELINE="baseline.yaml", BUDGETS="") == 0, runner.log
+    assert (
+        runner.step("Check", RUN=str(run), BASELINE="baseline.yaml", BUDGETS="", EXPECT="") == 0
+    ), runner.log
     assert runner.outputs["passed"] == "true"
     assert "::error" not in runner.log
 
     budgets = "peak_rss <= 100 GiB\n\nanon <= 1MiB\n"
-    assert runner.step("Check", RUN=str(run), BASELINE="", BUDGETS=budgets) == 0, runner.log
+    assert runner.step("Check", RUN=str(run), BASELINE="", BUDGETS=budgets, EXPECT="") == 0, (
+        runner.log
+    )
     assert runner.outputs["passed"] == "false"
     assert runner.log.count("::error title=over budget%3A gpt2-tiny") == 2
     summary = (runner.folder / "summary.md").read_text()
@@ -115,9 +119,38 @@ def test_the_steps_of_a_pull_request_that_passes_and_of_one_that_does_not(runner
     assert (runner.folder / "comment.md").read_text() == (run / "check.md").read_text()
 
 
+def test_a_strategy_that_fails_is_named_by_the_check_and_not_lost_by_the_measuring(
+    runner: Runner,
+) -> None:
+    (runner.folder / "failing.py").write_text(
+        '"""Fail."""\n\ndef load(job):\n    raise KeyError(1)\n'
+    )
+    (runner.folder / "suite.yaml").write_text(SUITE.replace("streaming", "./failing.py"))
+    assert runner.step("Measure", SUITE="suite.yaml") == 0, runner.log
+    run = runner.outputs["run"]
+    budgets = "baseline: peak_rss <= 100 GiB"
+    assert runner.step("Check", RUN=run, BASELINE="", BUDGETS=budgets, EXPECT="") == 0, runner.log
+    assert runner.outputs["passed"] == "false"
+    assert "::error title=not ok%3A gpt2-tiny failing" in runner.log
+
+
+def test_what_is_expected_reaches_the_check(runner: Runner) -> None:
+    (runner.folder / "suite.yaml").write_text(f"{SUITE}timeout_s: 0.001\n")
+    assert runner.step("Measure", SUITE="suite.yaml") == 0, runner.log
+    run = runner.outputs["run"]
+    assert runner.step("Check", RUN=run, BASELINE="", BUDGETS="load <= 9 s", EXPECT="") == 0
+    assert runner.outputs["passed"] == "false"
+    expect = "baseline=timeout,streaming=timeout"
+    assert runner.step("Check", RUN=run, BASELINE="", BUDGETS="load <= 9 s", EXPECT=expect) == 0
+    assert "expected baseline: timeout" in runner.log
+
+
 def test_a_check_that_cannot_be_made_fails_at_once(runner: Runner) -> None:
     (runner.folder / "empty").mkdir()
     assert (
-        runner.step("Check", RUN=str(runner.folder / "empty"), BASELINE="no.yaml", BUDGETS="") == 2
+        runner.step(
+            "Check", RUN=str(runner.folder / "empty"), BASELINE="no.yaml", BUDGETS="", EXPECT=""
+        )
+        == 2
     )
     assert "passed" not in runner.outputs

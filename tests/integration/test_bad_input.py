@@ -275,7 +275,7 @@ def test_a_full_disk_is_found_before_anything_is_written(
     assert [path for path in empty.rglob("*") if path.is_file() and path.suffix != ".lock"] == []
 
 
-def test_a_strategy_that_crashes_is_a_result_and_no_error(command: CommandLine) -> None:
+def test_a_strategy_that_crashes_is_a_result_and_exits_with_5(command: CommandLine) -> None:
     (command.folder / "crashing.py").write_text(
         '"""Crash in a phase."""\n'
         "import os, signal\n"
@@ -286,7 +286,10 @@ def test_a_strategy_that_crashes_is_a_result_and_no_error(command: CommandLine) 
     ended = command.run(
         *("bench", "gpt2-tiny", "-s", "./crashing.py", "--isolation", "process", "--out", "run")
     )
-    assert (ended.code, ended.left) == (0, [])
+    assert (ended.code, ended.left) == (5, [])
+    assert ended.err.splitlines()[-1] == (
+        "error: crashing: strategy_failed: the worker was ended by SIGSEGV in phase 'read'"
+    )
     (line,) = (line for line in ended.err.splitlines() if line.startswith("gpt2-tiny crashing"))
     assert re.sub(r"peak RSS \S+ MiB", "peak RSS N MiB", line) == (
         "gpt2-tiny crashing     no limit   strategy_failed  peak RSS N MiB"

@@ -82,3 +82,38 @@ def test_floors_are_apart_by_what_the_strategies_hold_and_a_stopped_search_goes_
     cells = [json.dumps(one["cell"], sort_keys=True) for one in records(command)]
     assert len(cells) == len(set(cells)) == few["cells"] + more["cells"]
     assert "floor of more: above " in ended.err
+
+
+SPOILING = '''"""Load rightly the first time, then with one value changed."""
+
+import pathlib
+
+from strategies.baseline import load as load_rightly
+
+SEEN = pathlib.Path(__file__).with_suffix(".seen")
+
+
+def load(job):
+    model = load_rightly(job)
+    if SEEN.exists():
+        next(model.parameters()).data.view(-1)[0] += 1
+    SEEN.touch()
+    return model
+'''
+
+
+@pytest.mark.cgroup
+def test_a_load_that_is_wrong_under_a_limit_ends_the_search_and_is_named(
+    command: CommandLine,
+) -> None:
+    (command.folder / "spoiling.py").write_text(SPOILING)
+    ended = command.run(
+        *("floor", "gpt2-tiny", "--isolation", "cgroup", "-s", "./spoiling.py", "--json"),
+        patience_s=200,
+    )
+    assert (ended.code, ended.left) == (5, [])
+    (floor,) = json.loads(ended.out)["floors"]
+    assert (floor["floor_bytes"], floor["below"], floor["cells"]) == (None, "", 2)
+    assert floor["message"].startswith("wrong_weights under ")
+    assert f"no floor of spoiling: {floor['message']}" in ended.err
+    assert ended.err.splitlines()[-1].startswith("error: spoiling under ")

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from harness import __version__
 from harness.errors import ConfigError, HarnessError, SchemaTooNew
-from harness.gate import baseline
-from harness.gate.baseline import read, update
+from harness.gate import baseline, freezing
+from harness.gate.baseline import read
+from harness.gate.freezing import update
 from harness.gate.metrics import METRICS, Tolerance
 from harness.gate.series import Figure, Run, Series, summarise
 from harness.record import Outcome
@@ -52,7 +53,7 @@ def test_the_whole_file(tmp_path: Path) -> None:
     path = tmp_path / "sub" / "baseline.yaml"
     difference = update(path, ENVIRONMENT, SERIES)
     text = path.read_text()
-    assert text == baseline._HEAD + (
+    assert text == freezing._HEAD + (
         f"# measured by weighin {__version__}; from here on written by:"
         " weighin check RUN --baseline FILE --update\n"
         "measured:\n"
@@ -150,7 +151,7 @@ def test_real_results_come_back_as_they_were(tmp_path: Path) -> None:
 def test_any_name_and_any_setting_come_back(name: str, value: str | int | bool | None) -> None:
     import yaml
 
-    line = f"{baseline._text(name)}: {baseline._text(value)}"
+    line = f"{freezing._text(name)}: {freezing._text(value)}"
     assert yaml.safe_load(line) == {name: value}
 
 
@@ -162,11 +163,11 @@ def test_any_name_and_any_setting_come_back(name: str, value: str | int | bool |
             SchemaTooNew,
             "{path}: written by a later weighin (schema 2; this one knows 1)\npip install --upgrade weighin",
         ),
-        ("metrics: {}\n", ConfigError, "{path}: schema: missing\nknown keys: schema, metrics, budgets, environment, measured"),
+        ("metrics: {}\n", ConfigError, "{path}: schema: missing\nknown keys: schema, metrics, budgets, expect, environment, measured"),
         (
             "schema: 1\nbudget: []\n",
             ConfigError,
-            "{path}: budget: unknown key\ndid you mean 'budgets'? known keys: schema, metrics, budgets, environment, measured",
+            "{path}: budget: unknown key\ndid you mean 'budgets'? known keys: schema, metrics, budgets, expect, environment, measured",
         ),
         (
             "schema: 1\nmetrics: {peak_rs: off}\n",

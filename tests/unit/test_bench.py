@@ -153,11 +153,9 @@ def test_two_strategies_of_one_name_cannot_be_told_apart(here: Path) -> None:
     )
 
 
-def test_two_models_of_one_name_cannot_be_told_apart() -> None:
-    assert complaint(lambda: start(asked(models=["my.nets:build", "my.other:build"]))) == (
-        "two models are called 'build': my.nets:build and my.other:build\n"
-        "a record tells them apart by their names: rename one, or measure them in two runs"
-    )
+def test_two_models_whose_builders_share_a_function_name_are_told_apart() -> None:
+    run, _ = start(asked(models=["my.nets:build", "my.other:build"]))
+    assert [one.cell.model.title for one in run.planned] == ["my.nets:build", "my.other:build"]
 
 
 def test_a_folder_that_is_no_run_is_not_resumed() -> None:

@@ -30,6 +30,7 @@ EXAMPLES = (
         ("streaming: anon <= 2 x model", "streaming: anon <= 2 x model", 2000),
         ("*_assign:ready <= 2.5 s", "*_assign: ready <= 2.5 s", 2_500_000_000),
         ("load < 150ms", "load < 0.15 s", 150_000_000),
+        ("mynets:build*: anon <= 8", "mynets:build*: anon <= 8B", 8),
     ],
 )
 def test_what_a_budget_says(text: str, normal: str, bound: int) -> None:

@@ -26,6 +26,7 @@ VERBS = {
             "weighin check results/RUN --baseline baseline.yaml --update",
             "weighin check results/RUN --baseline baseline.yaml",
             'weighin check results/RUN --budget "streaming: anon <= 2GiB"',
+            'weighin check results/RUN --budget "anon <= 2GiB" --expect baseline=oom_killed',
             "weighin check results/RUN --baseline baseline.yaml --github",
         ],
     ),

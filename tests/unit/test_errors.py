@@ -23,6 +23,7 @@ def test_an_error_without_a_repair_is_one_line() -> None:
         ("ConfigError", 2),
         ("UnknownName", 2),
         ("CheckpointError", 2),
+        ("NoBaseline", 1),
         ("RecordError", 2),
         ("SchemaTooNew", 2),
         ("DamagedRecord", 2),

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from factories import make_cell
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness import journal
 from harness.bisection import next_cell
-from harness.floor import Bracket, as_dict, bracket, floors
+from harness.floor import Bracket, bracket, floors
 from harness.record import SCHEMA, Memory, Outcome, Peaks, Result
+from harness.report.floors import as_dict
 from harness.units import GIB, MIB
 from harness.verdict import Verdict
 
@@ -131,6 +134,59 @@ def test_a_cell_that_could_not_be_measured_ends_the_search() -> None:
     assert floors(results)[0].message == "could not be measured: no engine"
 
 
+@pytest.mark.parametrize(
+    "outcome", [Outcome.WRONG_WEIGHTS, Outcome.STRATEGY_FAILED, Outcome.CUDA_OOM]
+)
+def test_what_is_not_about_memory_ends_the_search_and_bounds_no_floor(outcome: Outcome) -> None:
+    def broken(limit: int, _: int) -> Outcome:
+        return Outcome.OK if limit >= 1010 * MIB else outcome
+
+    results = search(broken)
+    assert limits(results) == [0, 1016, 1008]
+    results[-1] = replace(results[-1], message="1 tensor differs")
+    (floor,) = floors(results)
+    assert floor.bytes is None
+    assert floor.message == f"{outcome} under 1008MiB: 1 tensor differs"
+
+
+def test_a_wrong_load_at_a_floor_that_was_found_takes_it_back() -> None:
+    results = search(above(1010 * MIB))
+    wrong = replace(results[-1], outcome=Outcome.WRONG_WEIGHTS, message="1 tensor differs")
+    (floor,) = floors([*results[:-1], wrong])
+    assert (floor.bytes, floor.message) == (None, "wrong_weights under 1118MiB: 1 tensor differs")
+
+
+def test_a_time_out_under_a_limit_bounds_the_floor_and_the_floor_says_so() -> None:
+    results = [
+        replace(one, message="still running after 300 s, in phase 'touch'")
+        if one.outcome is Outcome.TIMEOUT
+        else one
+        for one in search(lambda limit, _: Outcome.OK if limit >= GIB else Outcome.TIMEOUT)
+    ]
+    (floor,) = floors(results)
+    assert (floor.bytes, floor.below) == (GIB, "timed out after 300 s")
+
+
+def test_a_floor_below_which_cells_ended_in_two_ways_says_both() -> None:
+    results = search(above(1010 * MIB))
+    late = lived(1008 * MIB, Outcome.TIMEOUT, GIB, repeat=1)
+    assert floors([*results, late])[0].below == "killed, timed out"
+
+
+def test_the_published_floors_say_which_rest_on_a_time_out() -> None:
+    root = Path(__file__).parents[2] / "results" / "published"
+    runs = ["gpt2-medium-floors", "gpt2-medium-floors-again", "gpt2-medium-floors-cgroup", "gpt2-xl-floors"]  # fmt: skip
+    ends = [
+        {one.cell.strategy: one.below for one in floors(journal.read(root / run).results)}
+        for run in runs
+    ]
+    assert [found.pop("mmap_assign") for found in ends] == [
+        "killed",
+        *["timed out after 300 s"] * 3,
+    ]
+    assert {end for found in ends for end in found.values()} == {"killed"}
+
+
 def test_an_interrupted_search_goes_on_where_it_was() -> None:
     whole = search(above(1100 * MIB))
     for done in range(1, len(whole)):
@@ -169,7 +225,8 @@ def test_a_floor_for_programs_is_in_bytes_and_nanoseconds() -> None:
     assert found == {
         "strategy": "streaming", "model": "gpt2-xl", "isolation": "docker", "device": "cpu",
         "dtype": "float32", "format": "pt", "options": {},
-        "floor_bytes": 1016 * MIB, "message": "", "step_bytes": 8 * MIB, "passed": 3, "failed": 1,
+        "floor_bytes": 1016 * MIB, "message": "", "step_bytes": 8 * MIB,
+        "below": "killed", "passed": 3, "failed": 1,
         "model_bytes": model, "import_bytes": 144 * MIB,
         "floor_per_model": 1016 * MIB / model, "above_import_per_model": 872 * MIB / model,
         "cells": 6,

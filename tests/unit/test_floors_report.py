@@ -11,6 +11,7 @@ from rich.console import Console
 from harness import report
 from harness.record import SCHEMA, Cost, Faults, Memory, Outcome, Peaks, Pressure, Result
 from harness.report.floors import are_there, markdown_agreement, markdown_floors
+from harness.report.html import found
 from harness.units import GIB, MIB
 
 SECOND = 1_000_000_000
@@ -35,11 +36,16 @@ def lived(strategy: str, mib: int | None, seconds: float | None, repeat: int = 0
     )
 
 
+def late(result: Result) -> Result:
+    message = "still running after 300 s, in phase 'touch'"
+    return replace(result, outcome=Outcome.TIMEOUT, message=message, oom_kills=0)
+
+
 def a_search() -> list[Result]:
     return [
         lived("streaming", None, 2), lived("streaming", 4300, 2.5), lived("streaming", 4272, None),
         lived("streaming", 4300, 2.25, 1), lived("streaming", 4300, 3, 2), lived("streaming", 4730, 2),
-        lived("mmap_assign", None, 2), lived("mmap_assign", 256, 17), lived("mmap_assign", 248, None),
+        lived("mmap_assign", None, 2), lived("mmap_assign", 256, 17), late(lived("mmap_assign", 248, None)),
         lived("mmap_assign", 256, 19, 1), lived("mmap_assign", 256, 18, 2), lived("mmap_assign", 282, 3),
         replace(lived("broken", None, None), message="no"),
     ]  # fmt: skip
@@ -55,16 +61,18 @@ def terminal(results: list[Result]) -> list[str]:
 def test_the_floors_in_a_terminal_of_80_columns() -> None:
     assert terminal(a_search()) == [
         "",
-        "                                                       at",
-        "                RAM             above  known          the            at      no",
-        "              floor    floor   import     to        floor          1.1x   limit",
-        " strategy       GiB  x model  x model    MiB        ready         ready   ready",
-        " ──────────────────────────────────────────────────────────────────────────────",
-        " streaming    4.199     1.05     1.01     28       2.50 s        2.00 s  2.00 s",
-        "                                                 survives      survives",
-        " mmap_assign  0.250     0.06     0.03      8       18.0 s        3.00 s  2.00 s",
-        "                                                 thrashes      survives",
-        " broken           -        -        -      -            -             -       -",
+        "                                                        at",
+        "                RAM             above        one       the        at      no",
+        "              floor    floor   import       step     floor      1.1x   limit",
+        " strategy       GiB  x model  x model      below     ready     ready   ready",
+        " ───────────────────────────────────────────────────────────────────────────",
+        " streaming    4.199     1.05     1.01    28 MiB:    2.50 s    2.00 s  2.00 s",
+        "                                          killed  survives  survives",
+        " mmap_assign  0.250     0.06     0.03     8 MiB:    18.0 s    3.00 s  2.00 s",
+        "                                       timed out  thrashes  survives",
+        "                                           after",
+        "                                           300 s",
+        " broken           -        -        -          -         -         -       -",
         "",
         "streaming at the floor survives: 2.50 s, 1.2x the 2.00 s in peace; 0 B read",
         "again (0.00x the model); 9 major faults; waited for memory 0% of the load (all",
@@ -83,8 +91,8 @@ def test_the_floors_in_a_terminal_of_80_columns() -> None:
         "isolation docker · testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch",
         "2.13.0",
         "RAM floor: the smallest limit, swap off, under which the strategy loaded, every",
-        'byte was read and compared, three times out of three; "known to" below it, it',
-        "failed.",
+        "byte was read and compared, three times out of three; one step below, it was",
+        "killed for lack of memory, or did not end in the time that is named.",
         "above import: the floor less the anonymous memory after `import torch`, over the",
         "model's size.",
         "ready: until every byte was read through once, in the median cell. 13 cells in",
@@ -94,10 +102,10 @@ def test_the_floors_in_a_terminal_of_80_columns() -> None:
 
 def test_the_floors_as_markdown() -> None:
     assert markdown_floors(a_search()).splitlines() == [
-        "| strategy | RAM floor GiB | floor x model | above import x model | known to MiB | at the floor ready | at 1.1x ready | no limit ready |",
+        "| strategy | RAM floor GiB | floor x model | above import x model | one step below | at the floor ready | at 1.1x ready | no limit ready |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-        "| streaming | 4.199 | 1.05 | 1.01 | 28 | 2.50 s survives | 2.00 s survives | 2.00 s |",
-        "| mmap_assign | 0.250 | 0.06 | 0.03 | 8 | 18.0 s thrashes | 3.00 s survives | 2.00 s |",
+        "| streaming | 4.199 | 1.05 | 1.01 | 28 MiB: killed | 2.50 s survives | 2.00 s survives | 2.00 s |",
+        "| mmap_assign | 0.250 | 0.06 | 0.03 | 8 MiB: timed out after 300 s | 18.0 s thrashes | 3.00 s survives | 2.00 s |",
         "| broken | - | - | - | - | - | - | - |",
         "",
         "gpt2-xl (4.000 GiB) · device cpu · format pt · float32 · cold page cache · isolation docker · testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0",
@@ -112,9 +120,18 @@ def test_searches_side_by_side_say_how_far_they_are_apart() -> None:
         "| floor, MiB | docker | cgroup | apart, MiB |",
         "| --- | ---: | ---: | ---: |",
         "| streaming | 4300 | 4328 | 28 (0.7%) |",
-        "| mmap_assign | 256 | - | - |",
+        "| mmap_assign | 256 (timed out after 300 s) | - | - |",
         "| broken | - | - | - |",
+        "",
+        "One step below, the load was killed for lack of memory, unless another end stands there.",
     ]
+
+
+def test_the_floors_in_report_html_say_how_they_failed_below() -> None:
+    [table] = [one for one in found.build(a_search()) if one.heading == "RAM floors"]
+    column = table.heads.index("one step below")
+    shown = [(row[column].text, row[column].kind) for row in table.rows]
+    assert shown == [("28 MiB: killed", "killed"), ("8 MiB: timed out after 300 s", ""), ("-", "")]
 
 
 def test_floors_are_shown_where_one_was_found() -> None:

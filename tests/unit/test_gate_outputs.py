@@ -19,20 +19,26 @@ from test_judging import STREAMING, grown, judged
 
 from harness.gate import budgets, outputs, tables
 from harness.gate.baseline import default_rules
-from harness.gate.judging import Judgement
-from harness.record import Phase
+from harness.gate.expected import parse
+from harness.gate.lines import Judgement
+from harness.record import Outcome, Phase
 
 FIXTURES = Path(__file__).with_name("fixtures") / "gate"
 
 
 def mixed() -> Judgement:
-    """A tensor kept, a cell killed, one gone, one new, one better, another kernel, a budget."""
+    """A tensor kept, a cell killed, one wrong, one gone, one new, one better, another kernel, a budget.
+
+    One is killed and one is ok where that is expected, and where a time-out is.
+    """
     was = [
         make_result(STREAMING),
         make_result(make_cell("mmap_assign")),
         make_result(make_cell("per_param", format="per_param")),
         make_result(make_cell("baseline"), SCRIPTS["streaming"]),
         grown(make_cell("per_module", format="per_module")),
+        make_result(make_cell("meta_copy")),
+        make_result(make_cell("lossy"), outcome=Outcome.WRONG_WEIGHTS),
     ]
     now = [
         grown(since=2),
@@ -40,10 +46,14 @@ def mixed() -> Judgement:
         make_result(make_cell("sequential")),
         make_result(make_cell("baseline")),
         make_result(make_cell("per_module", format="per_module"), SCRIPTS["streaming"]),
+        make_result(make_cell("meta_copy")),
+        make_result(make_cell("lossy"), outcome=Outcome.WRONG_WEIGHTS, message="1 tensor differs"),
     ]
     now = [replace(one, environment=one.environment | {"kernel": "6.19.0"}) for one in now]
     budget = budgets.parse("above_import <= 1.04 x model")
-    return judged(was, now, replace(default_rules(), budgets=(budget,)))
+    expected = parse("meta_copy=oom_killed,mmap_assign=timeout")
+    rules = replace(default_rules(), budgets=(budget,), expected=tuple(expected))
+    return judged(was, now, rules)
 
 
 def unchanged() -> Judgement:

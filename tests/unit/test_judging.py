@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from harness.gate import baseline, budgets
 from harness.gate.baseline import Baseline, Rules, default_rules
-from harness.gate.judging import Judgement, Line, Verdict, judge
+from harness.gate.expected import parse
+from harness.gate.judging import judge
+from harness.gate.lines import Judgement, Line, Verdict
 from harness.gate.metrics import METRICS, Tolerance
 from harness.gate.series import Figure, Run, Series, name_of, summarise
 from harness.gate.settings import settings_of
@@ -103,8 +105,11 @@ def test_what_shrank_is_an_improvement() -> None:
         (Outcome.OK, Outcome.OOM_KILLED, Verdict.REGRESSED, "ok -> oom_killed"),
         (Outcome.OK, Outcome.WRONG_WEIGHTS, Verdict.REGRESSED, "ok -> wrong_weights"),
         (Outcome.OK, Outcome.SKIPPED, Verdict.REGRESSED, "ok -> skipped"),
-        (Outcome.OOM_KILLED, Outcome.MEASUREMENT_FAILED, Verdict.REGRESSED, "oom_killed -> measurement_failed"),
-        (Outcome.OOM_KILLED, Outcome.TIMEOUT, Verdict.CHANGED, "oom_killed -> timeout"),
+        (Outcome.OOM_KILLED, Outcome.MEASUREMENT_FAILED, Verdict.NOT_OK, "oom_killed -> measurement_failed"),
+        (Outcome.OOM_KILLED, Outcome.TIMEOUT, Verdict.NOT_OK, "oom_killed -> timeout"),
+        (Outcome.OOM_KILLED, Outcome.OOM_KILLED, Verdict.NOT_OK, "oom_killed"),
+        (Outcome.WRONG_WEIGHTS, Outcome.WRONG_WEIGHTS, Verdict.NOT_OK, "wrong_weights"),
+        (Outcome.SKIPPED, Outcome.SKIPPED, Verdict.NOT_OK, "skipped"),
         (Outcome.OOM_KILLED, Outcome.OK, Verdict.IMPROVED, "oom_killed -> ok"),
     ],
 )  # fmt: skip
@@ -115,10 +120,11 @@ def test_outcomes(was: Outcome, now: Outcome, verdict: Verdict, text: str) -> No
     assert (line.what, line.verdict, line.text) == ("outcome", verdict, text)
 
 
-def test_an_outcome_that_stays_bad_is_no_line_and_its_peaks_are_not_compared() -> None:
+def test_the_peaks_of_an_outcome_that_stays_bad_and_is_expected_are_not_compared() -> None:
     was, now = (make_result(STREAMING, outcome=Outcome.OOM_KILLED, peaks=peaks) for peaks in
                 (make_result(STREAMING).peaks, grown().peaks))  # fmt: skip
-    assert verdicts(judged([was], [now])) == {"outcome": Verdict.SAME}
+    expecting = replace(default_rules(), expected=tuple(parse("streaming=oom_killed")))
+    assert verdicts(judged([was], [now], expecting)) == {"outcome": Verdict.EXPECTED}
 
 
 def test_a_repeat_that_fails_is_a_regression() -> None:
@@ -296,9 +302,32 @@ def test_a_budget_of_a_floor() -> None:
     assert judge(None, rules, {}, summarise([search(7200)])).failed != ()
 
 
-def test_a_cell_that_was_skipped_from_the_start_passes() -> None:
+def test_a_budget_of_a_floor_that_was_not_found_is_not_kept() -> None:
+    rules = Rules({}, (budgets.parse("floor <= 7GiB"),))
+    found, other = search(6800), search(6800, step_mib=2000)
+    lost = [
+        replace(one, cell=replace(one.cell, strategy="lost"))
+        for one in other.results
+    ]  # fmt: skip
+    judgement = judge(None, rules, {}, summarise([Run([*found.results, *lost], True)]))
+    [line] = judgement.failed
+    assert (line.verdict, line.series.split(" ")[1]) == (Verdict.MISSING, "lost")
+    assert line.text.startswith("no floor was found: above 4.688 GiB, not above 6.641 GiB")
+
+
+def test_a_budget_names_the_series_of_which_there_is_no_such_figure() -> None:
+    rules = Rules({}, (budgets.parse("peak_cgroup <= 8GiB"),))
+    series = one_series(peak_cgroup=1) | {"t": Series("ok", 1)}
+    assert judge(None, rules, {}, series).notes == (
+        "peak_cgroup <= 8GiB: there is no such figure of t",
+    )
+
+
+def test_a_cell_that_was_skipped_from_the_start_passes_where_that_is_expected() -> None:
     skipped = make_skipped()
-    assert judged([skipped], [skipped]).failed == ()
+    expecting = replace(default_rules(), expected=tuple(parse("direct_cuda=skipped")))
+    assert judged([skipped], [skipped], expecting).failed == ()
+    assert len(judged([skipped], [skipped]).failed) == 1
 
 
 def one_series(phases: dict[str, int] | None = None, **figures: int) -> dict[str, Series]:

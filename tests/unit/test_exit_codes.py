@@ -1,0 +1,60 @@
+"""The exit code of a run, and what is said of the strategies that broke it."""
+
+import re
+from pathlib import Path
+
+import pytest
+from factories import make_cell, make_result
+from test_cli_help import shown
+
+from harness import exit_codes
+from harness.record import Outcome
+from harness.units import GIB
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "code"),
+    [
+        ([Outcome.OK, Outcome.OOM_KILLED, Outcome.TIMEOUT, Outcome.CUDA_OOM, Outcome.SKIPPED], 0),
+        ([Outcome.OK, Outcome.MEASUREMENT_FAILED], 4),
+        ([Outcome.OK, Outcome.WRONG_WEIGHTS], 5),
+        ([Outcome.OOM_KILLED, Outcome.STRATEGY_FAILED], 5),
+        ([Outcome.WRONG_WEIGHTS, Outcome.MEASUREMENT_FAILED], 5),
+    ],
+)
+def test_the_exit_code_of_a_run(outcomes: list[Outcome], code: int) -> None:
+    results = [make_result(make_cell(f"s{n}"), outcome=one) for n, one in enumerate(outcomes)]
+    assert exit_codes.of_results(results) == code
+
+
+def test_each_broken_strategy_is_named_once_with_its_limit_and_why() -> None:
+    lossy = [
+        make_result(
+            make_cell("lossy", repeat=repeat, ram_limit_bytes=limit),
+            outcome=Outcome.WRONG_WEIGHTS,
+            message="1 tensor differs",
+        )
+        for repeat in range(2)
+        for limit in (None, GIB)
+    ]
+    broken = make_result(make_cell("broken"), outcome=Outcome.STRATEGY_FAILED, message="")
+    killed = make_result(make_cell("baseline"), outcome=Outcome.OOM_KILLED)
+    assert exit_codes.broken([*lossy, broken, killed]) == [
+        "lossy: wrong_weights: 1 tensor differs",
+        "lossy under 1GiB: wrong_weights: 1 tensor differs",
+        "broken under 8GiB: strategy_failed",
+    ]
+
+
+@pytest.mark.parametrize("verb", ["bench", "floor"])
+def test_the_help_says_what_each_exit_code_means(verb: str) -> None:
+    text = " ".join(shown(verb, "--help")[1].split())
+    assert "4 a cell that could not be measured, 5 a strategy that loaded wrong weights or failed" in text  # fmt: skip
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/ci.md", "harness/errors.py"])
+def test_every_list_of_exit_codes_has_that_of_a_broken_strategy(page: str) -> None:
+    text = " ".join((ROOT / page).read_text().split())
+    assert re.search(r"\b5 (\(`bench`, `floor`\) )?(that some|a) strategy (that )?loaded wrong weights or failed", text)  # fmt: skip

@@ -1,0 +1,154 @@
+"""What may become a baseline, and what is asked before: ``weighin check --update``."""
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from factories import SCRIPTS, make_cell, make_result
+from test_check import run_of, typed
+from test_expected import FAILED, WRONG, killed, ok
+
+from harness.errors import ConfigError
+from harness.gate import baseline
+from harness.gate.expected import Expectation
+from harness.gate.freezing import with_expectations
+from harness.record import Outcome
+from harness.units import GIB
+
+KILLED = Expectation("baseline", Outcome.OOM_KILLED)
+
+
+@pytest.mark.parametrize("options", [(), ("--expect-failures",)])
+def test_what_is_broken_becomes_no_baseline_and_is_named(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    run = run_of(tmp_path / "run", ok(), killed(), WRONG, FAILED)
+    path = tmp_path / "baseline.yaml"
+    assert typed("check", run, "--baseline", path, "--update", *options) == (
+        1,
+        "no baseline is made of what is broken: lossy: wrong_weights; broken: strategy_failed\n"
+        "mend it and measure it again, or measure without it",
+    )
+    assert not path.exists()
+
+
+def test_what_was_killed_becomes_no_baseline_without_a_word(tmp_path: Path) -> None:
+    run, path = run_of(tmp_path / "run", ok(), killed()), tmp_path / "base line.yaml"
+    assert typed("check", run, "--baseline", path, "--update") == (
+        1,
+        "not ok, and not expected: baseline: oom_killed\n"
+        f"where that is meant to be so: weighin check RUN --baseline '{path}' --update --expect-failures",
+    )
+    assert not path.exists()
+
+
+def test_expect_failures_writes_what_is_expected_from_then_on(tmp_path: Path) -> None:
+    run, path = run_of(tmp_path / "run", ok(), killed()), tmp_path / "baseline.yaml"
+    code, text = typed("check", run, "--baseline", path, "--update", "--expect-failures")
+    assert code == 0
+    assert "+  baseline: oom_killed" in text.splitlines()
+    assert baseline.read(path).rules.expected == (KILLED,)
+    assert typed("check", run, "--baseline", path)[0] == 0
+    code, text = typed("check", run, "--baseline", path, "--update")
+    assert code == 0
+    assert f"{path} is already what was measured" in text
+
+
+def test_what_is_named_with_expect_is_written_without_asking(tmp_path: Path) -> None:
+    run, path = run_of(tmp_path / "run", ok(), killed()), tmp_path / "baseline.yaml"
+    code, _ = typed("check", run, "--baseline", path, "--update", "--expect", "base*=oom_killed")
+    assert code == 0
+    assert yaml.safe_load(path.read_text())["expect"] == {"base*": "oom_killed"}
+
+
+def test_a_selector_means_no_series_that_ended_otherwise(tmp_path: Path) -> None:
+    other = killed(ram_limit_bytes=4 * GIB)
+    saved = make_result(make_cell("baseline", format="sharded"), SCRIPTS["streaming"])
+    run, path = run_of(tmp_path / "run", ok("baseline", ram_limit_bytes=None), killed(), other, saved), tmp_path / "b.yaml"  # fmt: skip
+    assert typed("check", run, "--baseline", path, "--update", "--expect-failures")[0] == 0
+    assert list(yaml.safe_load(path.read_text())["expect"]) == [
+        "gpt2-xl baseline pt float32 cpu cold docker ram=8GiB",
+        "baseline ram=4GiB",
+    ]
+
+
+def test_what_failed_in_two_ways_becomes_no_baseline(tmp_path: Path) -> None:
+    late = make_result(make_cell("baseline", repeat=1), outcome=Outcome.TIMEOUT)
+    run, path = run_of(tmp_path / "run", ok(), killed(), late), tmp_path / "baseline.yaml"
+    code, text = typed("check", run, "--baseline", path, "--update", "--expect-failures")
+    assert code == 1
+    assert text.startswith("not ok in more than one way: baseline: oom_killed 1, timeout 1\n")
+
+
+def test_expect_failures_belongs_to_an_update(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", ok())
+    assert typed("check", run, "--budget", "peak_rss < 8g", "--expect-failures") == (
+        2,
+        "--expect-failures says what --update may write, and there is no --update\n"
+        "name what is meant to be so: --expect baseline=oom_killed",
+    )
+
+
+@pytest.mark.parametrize(("answer", "code"), [("y", 0), ("n", 1)])
+def test_in_a_terminal_it_is_asked(tmp_path: Path, answer: str, code: int) -> None:
+    run, path = run_of(tmp_path / "run", ok(), killed()), tmp_path / "baseline.yaml"
+    command = [sys.executable, "-m", "harness", "check", run, "--baseline", path, "--update"]
+    ours, theirs = pty.openpty()
+    try:
+        os.write(ours, f"{answer}\n".encode())
+        done = subprocess.run(
+            command, stdin=theirs, capture_output=True, text=True, check=False, timeout=60
+        )
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert done.stdout.startswith("baseline: oom_killed\nIs that meant to be so?")
+    assert (done.returncode, path.exists()) == (code, code == 0)
+
+
+@pytest.mark.parametrize(
+    ("head", "written"),
+    [
+        ("schema: 1\n", "schema: 1\nexpect:\n  baseline: oom_killed\n"),
+        ("schema: 1", "schema: 1\nexpect:\n  baseline: oom_killed\n"),
+        (
+            "schema: 1\nexpect: {}  # none\nbudgets: []\n",
+            "schema: 1\nexpect:\n  baseline: oom_killed  # none\nbudgets: []\n",
+        ),
+        (
+            "expect:\n# ours\nschema: 1\n",
+            "expect:\n  baseline: oom_killed\n# ours\nschema: 1\n",
+        ),
+        (
+            "expect: {a: timeout}  # one\nschema: 1\n",
+            "expect: {a: timeout, baseline: oom_killed}  # one\nschema: 1\n",
+        ),
+        (
+            "expect:\n    a: timeout  # slow\n    # more\nschema: 1\n",
+            "expect:\n    a: timeout  # slow\n    baseline: oom_killed\n    # more\nschema: 1\n",
+        ),
+        ("expect:\n  a: timeout", "expect:\n  a: timeout\n  baseline: oom_killed\n"),
+        (
+            "expect:\n  baseline: timeout  # was\nschema: 1\n",
+            "expect:\n  baseline: oom_killed  # was\nschema: 1\n",
+        ),
+        ("expect: {baseline: oom_killed}\n", "expect: {baseline: oom_killed}\n"),
+    ],
+)
+def test_an_expectation_is_added_and_all_else_its_owner_wrote_stays(
+    head: str, written: str
+) -> None:
+    assert with_expectations(head, [KILLED]) == written
+
+
+def test_an_expect_that_cannot_be_added_to_is_said() -> None:
+    with pytest.raises(ConfigError) as caught:
+        with_expectations("expect: {a: timeout,  # slow\n}\n", [KILLED])
+    assert str(caught.value) == (
+        "the baseline's expect cannot be added to as it is written\n"
+        "write into it: baseline: oom_killed"
+    )

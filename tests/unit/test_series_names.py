@@ -1,0 +1,94 @@
+"""What a series is called: a model's own name, or its whole builder with its arguments."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from factories import make_cell, make_result
+from test_check import run_of, typed
+from test_judging import STREAMING
+
+from harness import journal, registry
+from harness.cell import ModelSpec
+from harness.gate import baseline
+from harness.gate.series import Run, name_of, summarise
+from harness.record import Result
+from harness.report import history
+from harness.report.frame import cells
+
+ROOT = Path(__file__).parents[2]
+RECORDS = [
+    *sorted((ROOT / "results" / "published").glob("*/records.jsonl")),
+    Path(__file__).parent / "fixtures" / "records-schema1.jsonl",
+]
+
+
+def of_builder(builder: str, **kwargs: object) -> Result:
+    spec = ModelSpec(builder.rpartition(":")[2], builder, kwargs)
+    return make_result(replace(STREAMING, model=spec))
+
+
+@pytest.mark.parametrize(
+    ("spec", "title"),
+    [
+        (registry.model("gpt2-xl"), "gpt2-xl"),
+        (registry.model("mynets:build"), "mynets:build"),
+        (registry.model("mynets:build", {"width": 64}), "mynets:build(width=64)"),
+        (registry.model("my.nets:build", {"b": [1, 2], "a": "x y"}), 'my.nets:build(a="x y",b=[1,2])'),
+        (registry.model("m:Net.small", {"deep": True}), "m:Net.small(deep=true)"),
+    ],
+)  # fmt: skip
+def test_a_model_is_called_by_its_name_or_by_its_builder_with_its_arguments(
+    spec: ModelSpec, title: str
+) -> None:
+    assert spec.title == title
+    assert name_of(make_cell(model=spec)).startswith(f"{title.replace(' ', '_')} mmap_assign pt ")
+
+
+def test_long_arguments_are_cut_and_still_told_apart() -> None:
+    one, other = ({"layers": [*range(100), last]} for last in (1, 2))
+    titles = [registry.model("mynets:build", kwargs).title for kwargs in (one, other, one)]
+    assert titles[0] == titles[2] != titles[1]
+    assert titles[0].startswith("mynets:build(layers=[0,1,2,")
+    assert len(titles[0]) < 80
+
+
+@pytest.mark.parametrize(
+    "other", [of_builder("othernets:build"), of_builder("mynets:build", width=64)]
+)
+def test_two_models_whose_builders_share_a_function_name_are_two_series(
+    tmp_path: Path, other: Result
+) -> None:
+    ours = of_builder("mynets:build")
+    assert len(summarise([Run([ours, other])])) == 2
+    assert set(cells([ours, other])["model"]) == {ours.cell.model.title, other.cell.model.title}
+    run_of(tmp_path / "a", ours, other)
+    run_of(tmp_path / "b", ours)
+    found = history.read(tmp_path, "peak_rss").lines
+    assert sorted(len(line.points) for line in found) == [1, 2]
+    code, text = typed("compare", tmp_path / "a", tmp_path / "b", "--metrics", "peak_rss", COLUMNS="160")  # fmt: skip
+    assert code == 0
+    assert "mynets:build" in text
+    assert other.cell.model.title in text
+    assert "1 figures compared with A" in text
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.parent.name)
+def test_a_model_known_by_its_name_keeps_it_in_every_record_that_we_have(
+    tmp_path: Path, path: Path
+) -> None:
+    (tmp_path / journal.RECORDS).write_bytes(path.read_bytes())
+    results = journal.read(tmp_path).results
+    assert {one.cell.model.name for one in results} <= set(registry.models())
+    for cell in (one.cell for one in results):
+        assert name_of(cell).split(" ")[:2] == [cell.model.name, cell.strategy]
+    assert set(cells(results)["model"]) == {one.cell.model.name for one in results}
+
+
+def test_a_baseline_of_before_covers_the_series_of_its_own_models_still() -> None:
+    path = ROOT / ".ci" / "baseline.yaml"
+    for name in baseline.read(path).series:
+        model, strategy, fmt, *_ = name.split(" ")
+        spec = registry.model(model)
+        cell = make_cell(strategy, model=spec, format=fmt, ram_limit_bytes=None)
+        assert name_of(cell) == name
