@@ -80,7 +80,8 @@ def markdown_agreement(runs: Mapping[str, Sequence[Result]]) -> str:
         cells = (_scaled(size, MIB, 0) for size in sizes)
         rows.append([strategy, *cells, _scaled(apart, MIB, 0) + share])
     heads = ["floor, MiB", *found, "apart, MiB"]
-    return "\n".join(table_lines(heads, rows, names=1))
+    everything = [result for results in runs.values() for result in results]
+    return "\n".join([*table_lines(heads, rows, names=1), "", escaped(caption(everything))])
 
 
 def reasons(found: Iterable[Floor]) -> list[str]:

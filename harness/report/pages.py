@@ -1,5 +1,7 @@
 """Puts published results into our own pages: ``python -m harness.report.pages PAGE...``.
 
+The published runs' own report.md are written, too.
+
 A page holds blocks; what stands between their two lines is written here, from the records alone.
 A block names a run and what of it is told: nothing for the table of all series, ``relative`` for
 that with times as multiples, ``survival``, ``floors`` or ``passes``; or several searches for
@@ -20,11 +22,13 @@ nothing was measured on one::
 import re
 import sys
 from collections.abc import Sequence
+from io import StringIO
 from pathlib import Path
 from typing import Final
 
 from harness import journal
 from harness.record import Result
+from harness.report.document import write_markdown
 from harness.report.floors import markdown_agreement, markdown_floors
 from harness.report.passes import markdown_passes
 from harness.report.predicted import markdown_predicted
@@ -69,6 +73,14 @@ def fill(page: str, root: Path) -> str:
     return _PREDICTED.sub(predicted, _BLOCK.sub(block, page))
 
 
+def report(run: Path) -> str:
+    """Return report.md of a published run, with those pictures that lie beside it."""
+    records, file = journal.read(run), StringIO()
+    images = sorted(path.name for path in run.glob("*.png"))
+    write_markdown(records.results, file, warnings=records.warnings, images=images)
+    return file.getvalue()
+
+
 def _told(part: str | None, runs: dict[str, Sequence[Result]]) -> str:
     if part == "agreement":
         return markdown_agreement({run.rpartition("/")[2]: found for run, found in runs.items()})
@@ -80,6 +92,8 @@ def main() -> None:
     for name in sys.argv[1:]:
         page = Path(name)
         page.write_text(fill(page.read_text(), Path.cwd()))
+    for records in Path("results/published").glob("*/records.jsonl"):
+        (records.parent / "report.md").write_text(report(records.parent))
 
 
 if __name__ == "__main__":
