@@ -82,6 +82,7 @@ def as_json(checked: Sequence[Checked]) -> dict[str, Any]:
                 "ram_limit_bytes": one.prediction.cell.ram_limit_bytes,
                 "options": one.prediction.cell.options,
                 "cannot": one.prediction.cannot,
+                "floor_bytes": one.prediction.floor_bytes,
                 "figures": {
                     name: {"predicted": predicted, "measured": measured}
                     for name, predicted, measured in one.figures

@@ -78,8 +78,13 @@ def code(results: Sequence[Result]) -> str:
     What was skipped was not measured, and says nothing.
     """
     measured = [one for one in results if one.outcome is not Outcome.SKIPPED] or results
-    commits = list(dict.fromkeys(_commit(one.environment) for one in measured))
-    days = sorted({one.started_at[:10] for one in measured} - {""})
+    return when_and_what([(one.environment, one.started_at) for one in measured])
+
+
+def when_and_what(made: Sequence[tuple[Mapping[str, Any], str]]) -> str:
+    """Return the same of anything that was made by our code: its environments, and when each was."""
+    commits = list(dict.fromkeys(_commit(environment) for environment, _ in made))
+    days = sorted({day[:10] for _, day in made} - {""})
     when = " to ".join(dict.fromkeys((days[0], days[-1]))) if days else "date unknown"
     return f"{'commit' if len(commits) == 1 else 'commits'} {', '.join(commits)}, {when}"
 
