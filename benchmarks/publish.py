@@ -94,11 +94,14 @@ def status(runs: Iterable[Run], root: Path) -> list[str]:
     stands = {run.name: standing(run.results, root) for run in runs}
     lines = []
     for run in runs:
-        said = captions.code(run.results) if run.results else "never measured"
-        lines.append(f"{run.name}: {said}: {stands[run.name]}")
+        said = (
+            f"{captions.code(run.results)}: {stands[run.name]}" if run.results else "never measured"
+        )
+        lines.append(f"{run.name}: {said}")
     stale = [run.name for run in runs if stands[run.name].is_stale or not run.results]
     lines.append(
-        f"{len(stale)} of {len(runs)} are older than their code: {', '.join(stale)}"
+        f"{len(stale)} of {len(runs)} are older than their code, or were never measured:"
+        f" {', '.join(stale)}"
         if stale
         else f"all {len(runs)} are of their code as it is"
     )
