@@ -5,7 +5,7 @@ results/published/runs.yaml into results/publishing, and puts them in place when
 after it was stopped goes on where it was. Nothing else may run on the machine meanwhile: it refuses
 where something does. ``make publish ARGS=--status`` only reads. ::
 
-    .venv/bin/python benchmarks/publish.py [--status | --plan] [--anyway] [RUN ...]
+    .venv/bin/python benchmarks/publish.py [--status | --plan | --predict] [--anyway] [RUN ...]
 """
 
 import argparse
@@ -23,10 +23,11 @@ from typing import Final
 
 import yaml
 
-from harness import environment, journal
+from harness import environment, journal, registry, sources
 from harness.record import Outcome, Result
 from harness.report import captions
-from harness.report.standing import standing
+from harness.report.checked import FILE as PREDICTED
+from harness.report.standing import since, standing
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 PUBLISHED: Final = Path("results/published")
@@ -58,6 +59,11 @@ def main() -> None:
     if arguments.status:
         print("\n".join(status(runs, ROOT)))
         return
+    if arguments.predict:
+        for run in runs:
+            predict(run, PUBLISHED / run.name)
+        fill_pages()
+        return
     print("\n".join(plan(runs)))
     if arguments.plan:
         return
@@ -69,7 +75,7 @@ def main() -> None:
         put_in_place(ROOT / PUBLISHING / run.name, ROOT / PUBLISHED / run.name)
         predict(run, ROOT / PUBLISHED / run.name)
     shutil.rmtree(ROOT / PUBLISHING)
-    subprocess.run([*_PAGES, "README.md", *map(str, Path("docs").glob("*.md"))], check=True)
+    fill_pages()
     print("done: look at `git diff`, and at the texts around the tables, then commit")
 
 
@@ -97,7 +103,7 @@ def status(runs: Iterable[Run], root: Path) -> list[str]:
         said = (
             f"{captions.code(run.results)}: {stands[run.name]}" if run.results else "never measured"
         )
-        lines.append(f"{run.name}: {said}")
+        lines += [f"{run.name}: {said}", *predictions(run, root)]
     stale = [run.name for run in runs if stands[run.name].is_stale or not run.results]
     lines.append(
         f"{len(stale)} of {len(runs)} are older than their code, or were never measured:"
@@ -106,6 +112,22 @@ def status(runs: Iterable[Run], root: Path) -> list[str]:
         else f"all {len(runs)} are of their code as it is"
     )
     return lines
+
+
+def predictions(run: Run, root: Path) -> list[str]:
+    """Return a line on a run's predictions where it has some: whether they are of older code."""
+    path = root / PUBLISHED / run.name / PREDICTED
+    if not path.exists():
+        return []
+    told = json.loads(path.read_text(encoding="utf-8"))
+    commit = told["environment"]["git_commit"]
+    said = captions.when_and_what([(told["environment"], told["predicted_at"])])
+    files = {*(root / "harness" / "predict").glob("*.py")}
+    for cell in {one.cell.strategy: one.cell for one in run.results}.values():
+        files.update(sources.deciding(registry.strategy(cell.strategy, cell.operation).path, cell))
+    changed = since(root, commit, sorted(files)) if commit else None
+    older = {None: "cannot tell: git does not know it", "": "of its code as it is"}
+    return [f"  its predictions: {said}: {older.get(changed, f'OLDER than its code ({changed})')}"]
 
 
 def plan(runs: Sequence[Run]) -> list[str]:
@@ -164,7 +186,6 @@ def measure(run: Run) -> None:
 _NO_FIGURES: Final = {
     Outcome.MEASUREMENT_FAILED, Outcome.WRONG_WEIGHTS, Outcome.STRATEGY_FAILED, Outcome.SKIPPED,
 }  # fmt: skip
-_PAGES: Final = (sys.executable, "-m", "harness.report.pages")
 
 
 def _refuse_other_code(folder: Path) -> None:
@@ -196,9 +217,6 @@ def put_in_place(measured: Path, published: Path) -> None:
     ready.rename(published)
 
 
-PREDICTED: Final = "predicted.json"
-
-
 def predict(run: Run, published: Path) -> None:
     """Predict a run's loads, and keep that beside what was measured."""
     if any(one.cell.operation == "save" for one in run.results):
@@ -208,10 +226,16 @@ def predict(run: Run, published: Path) -> None:
     (published / PREDICTED).write_text(json.dumps(json.loads(done.stdout), indent=1) + "\n")
 
 
+def fill_pages() -> None:
+    """Fill the tables, as make pages does."""
+    subprocess.run(["make", "--no-print-directory", "pages"], check=True)
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("runs", nargs="*", metavar="RUN", help="only these; none: all")
     parser.add_argument("--status", action="store_true", help="say which are older than their code")
+    parser.add_argument("--predict", action="store_true", help="only make the predictions again")
     parser.add_argument("--plan", action="store_true", help="say what would be run, and how long")
     parser.add_argument(
         "--anyway", action="store_true", help="on a busy machine, or uncommitted code"

@@ -72,20 +72,25 @@ def _ask_git(
 
     What was imported then and is no longer shows in the file that imported it.
     """
-    names = [str(path) for path in files]
     if not commit:
         unknown[strategy] = "its commit is not known"
-        return
+    elif (said := since(root, commit, files)) is None:
+        unknown[strategy] = f"git does not know {commit[:10]}"
+    elif said:
+        changed[strategy] = said
+
+
+def since(root: Path, commit: str, files: Sequence[Path]) -> str | None:
+    """Return what became of files since a commit, in words: empty: nothing; None: git does not know."""
+    names = [str(path) for path in files]
     commits = _git(root, "log", "--format=%h", f"{commit}..HEAD", "--", *names)
     edited = _git(root, "status", "--porcelain", "--", *names)
     if commits is None or edited is None:
-        unknown[strategy] = f"git does not know {commit[:10]}"
-        return
+        return None
     number = len(commits.split())
     words = [f"{number} {'commit' if number == 1 else 'commits'} since"] if number else []
     words += ["edited"] if edited.strip() else []
-    if words:
-        changed[strategy] = " and ".join(words)
+    return " and ".join(words)
 
 
 def _git(root: Path, *arguments: str) -> str | None:

@@ -89,8 +89,10 @@ def test_a_block_of_predictions_is_filled_from_them(monkeypatch: pytest.MonkeyPa
         "| model on the GPU, state dict on the GPU, load_state_dict | baseline | 12.8 | 6.500 | 6.000"
         " | 7.000 |",
     ]
-    assert lines[-3:] == [
+    assert lines[-5:] == [
         "| meta device, to_empty on the GPU, one file for each parameter | per_param | 6.4 | - | - | - |",
+        "",
+        predicted.CAPTION,
         "<!-- end -->",
         "b",
     ]
