@@ -135,9 +135,26 @@ def test_every_published_run_has_its_command_and_its_commit(publish: ModuleType)
     runs = publish.read(ROOT)
     folders = {path.parent.name for path in ROOT.glob("results/published/*/records.jsonl")}
     assert {run.name for run in runs} == folders
-    for run, line in zip(runs, publish.status(runs, ROOT), strict=False):
+    lines = publish.status(runs, ROOT)
+    assert "unknown" not in " ".join(lines)
+    for run in runs:
+        [line] = [line for line in lines if line.startswith(f"{run.name}: ")]
         assert line.startswith(f"{run.name}: commit ")
-        assert "unknown" not in line
+
+
+def test_the_status_says_of_which_code_predictions_are(publish: ModuleType, copy: Path) -> None:
+    head = git(copy, "rev-parse", "HEAD")
+    run = publish.Run("a", ("bench", "a"), (measured("baseline", head),))
+    folder = copy / "results" / "published" / "a"
+    folder.mkdir(parents=True)
+    assert publish.predictions(run, copy) == []
+    told = {"predicted_at": "2026-11-24T01:02:03+00:00", "environment": {"git_commit": head}}
+    (folder / "predicted.json").write_text(json.dumps(told))
+    said = f"  its predictions: commit {head[:10]}, 2026-11-24: "
+    assert publish.predictions(run, copy) == [said + "of its code as it is"]
+    change(copy, "harness/predict/heap.py")
+    git(copy, "commit", "--quiet", "-a", "-m", "the heap")
+    assert publish.predictions(run, copy) == [said + "OLDER than its code (1 commit since)"]
 
 
 def series(cells: Sequence[Cell]) -> set[str]:
