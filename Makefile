@@ -36,6 +36,9 @@ check: .venv/ready  ## Compare RUN with a committed BASELINE: make check BASELIN
 pages: .venv/ready  ## Fill the tables of README.md and docs from results/published
 	$(BIN)/python -m harness.report.pages README.md docs/*.md
 
+publish: .venv/ready  ## Measure all published runs again; ARGS=--status says which are older than their code
+	$(BIN)/python benchmarks/publish.py $(ARGS)
+
 recommend: .venv/ready  ## Say which way of loading MODEL to use under RAM, with the code
 	$(BIN)/weighin recommend $(MODEL) --ram $(RAM) $(ARGS)
 
@@ -79,4 +82,4 @@ clean:  ## Remove all environments and what tools have cached in this folder
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-.PHONY: help setup bench recommend floor report check pages doctor test conformance test-vm test-versions zoo lint fuzz clean
+.PHONY: help setup bench recommend floor report check pages publish doctor test conformance test-vm test-versions zoo lint fuzz clean

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness import page_cache, steady, stopping
+from harness import page_cache, sources, steady, stopping
 from harness.cell import Job
 from harness.isolation import Isolation
 from harness.record import Result
@@ -37,6 +37,8 @@ def measure(setting: Setting, job: Job, files: Sequence[Path], model_bytes: int 
     ``files`` are the checkpoint's, in the parent's paths: their cached pages are dropped first,
     for a warm cell too, which then reads them inside its own cgroup.
     """
+    # Before anything is measured: what decides the figures may be edited while the cell runs.
+    sources_hash = None if job.body else sources.hashed(Path(job.strategy_path), job.cell)
     started_at, start_ns = datetime.now(UTC).isoformat(timespec="milliseconds"), time.monotonic_ns()
     cached_bytes = page_cache.drop(files)
     size = (model_bytes or 0) if setting.steady else 0
@@ -74,6 +76,7 @@ def measure(setting: Setting, job: Job, files: Sequence[Path], model_bytes: int 
         samples_path=samples_path,
         trace_path=trace_path,
         started_at=started_at,
+        sources_hash=sources_hash,
         environment=setting.environment | watch.story.environment,
         warnings=warnings,
     )

@@ -165,6 +165,7 @@ class Result:
     started_at: str = ""
     watcher: Memory | None = None
     environment: dict[str, Any] = field(default_factory=dict)
+    sources_hash: str | None = None
     warnings: tuple[str, ...] = ()
 
     @property

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from harness import journal, registry
+from harness import environment, journal, registry
 from harness.errors import HarnessError, RecordError
 from harness.plan import Planned
 from harness.predict.predicting import predict
@@ -69,6 +70,8 @@ def as_json(checked: Sequence[Checked]) -> dict[str, Any]:
     """Return all of it, for programs."""
     return {
         "schema": 1,
+        "predicted_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "environment": environment.code(),
         "checked": [
             {
                 "strategy": one.prediction.strategy,
@@ -76,7 +79,10 @@ def as_json(checked: Sequence[Checked]) -> dict[str, Any]:
                 "format": one.prediction.cell.format,
                 "dtype": one.prediction.cell.dtype,
                 "device": one.prediction.cell.device,
+                "ram_limit_bytes": one.prediction.cell.ram_limit_bytes,
+                "options": one.prediction.cell.options,
                 "cannot": one.prediction.cannot,
+                "floor_bytes": one.prediction.floor_bytes,
                 "figures": {
                     name: {"predicted": predicted, "measured": measured}
                     for name, predicted, measured in one.figures

@@ -14,15 +14,17 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
-def terminal_table(results: Sequence[Result]) -> "RenderableType":
-    """Return the summary of a run for a terminal: all series, and what else it has found."""
+def terminal_table(results: Sequence[Result], warnings: Sequence[str] = ()) -> "RenderableType":
+    """Return the report of a run for a terminal; what it has found stands last, where one looks."""
     from rich.console import Group
+    from rich.text import Text
 
-    from harness.report import terminal  # pandas takes half a second to import
-    from harness.report.findings import findings
+    from harness.report import sections  # pandas takes half a second to import
 
-    found = [finding.terminal(results) for finding in findings(results)]
-    return Group(terminal.terminal_table(results), *found)
+    parts: list[RenderableType] = [] if results else [Text("No cells were measured.")]
+    for one in sorted(sections.of(results, warnings), key=lambda one: one.is_found):
+        parts += [Text(one.heading, style="bold"), one.terminal()]
+    return Group(*parts)
 
 
 def terminal_floors(results: Sequence[Result]) -> "RenderableType":

@@ -14,6 +14,7 @@ from harness.units import format_bytes, format_exact
 # Environment keys that a caption prints, with the word before each; any of them may be missing.
 _MACHINE: Final = {"machine": "", "cpu": "", "kernel": "Linux ", "cgroup_version": "cgroup v", "torch": "torch "}  # fmt: skip
 
+_COMMIT_DIGITS: Final = 10  # as many as `weighin compare` shows
 _DOING: Final = {"load": "loading", "save": "saving"}
 _COMPUTED: Final = {
     "loading": "Exact, computed: above import = (peak RSS - RSS after import torch) / the model's size.",
@@ -68,7 +69,30 @@ def shared(frame: pd.DataFrame, results: Sequence[Result], without: Sequence[str
         and frame[name].nunique(dropna=False) == 1
         and (known(first[name]) or name == "ram_limit_bytes")
     ]
-    return " · ".join([*words, *machine([result.environment for result in results])])
+    return " · ".join([*words, *machine([result.environment for result in results]), code(results)])
+
+
+def code(results: Sequence[Result]) -> str:
+    """Return of which commit the figures are, and of which days: "commit d71778a29d, 2026-11-23".
+
+    What was skipped was not measured, and says nothing.
+    """
+    measured = [one for one in results if one.outcome is not Outcome.SKIPPED] or results
+    return when_and_what([(one.environment, one.started_at) for one in measured])
+
+
+def when_and_what(made: Sequence[tuple[Mapping[str, Any], str]]) -> str:
+    """Return the same of anything that was made by our code: its environments, and when each was."""
+    commits = list(dict.fromkeys(_commit(environment) for environment, _ in made))
+    days = sorted({day[:10] for _, day in made} - {""})
+    when = " to ".join(dict.fromkeys((days[0], days[-1]))) if days else "date unknown"
+    return f"{'commit' if len(commits) == 1 else 'commits'} {', '.join(commits)}, {when}"
+
+
+def _commit(environment: Mapping[str, Any]) -> str:
+    commit = environment.get("git_commit")
+    changed = " with changes" if environment.get("git_dirty") else ""
+    return f"{str(commit)[:_COMMIT_DIGITS]}{changed}" if commit else "unknown"
 
 
 def doing(frame: pd.DataFrame) -> str:
@@ -119,6 +143,17 @@ def mixed_machines(environments: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
+def warnings(results: Sequence[Result], of_the_file: Sequence[str]) -> list[str]:
+    """Return what may be wrong with the run: its file first, then its machines, then its cells."""
+    said: dict[str, list[str]] = {}
+    for result in results:
+        for warning in result.warnings:
+            said.setdefault(warning, []).append(result.cell.id)
+    of_cells = [f"{text} ({', '.join(_few(cells))})" for text, cells in said.items()]
+    mixed = mixed_machines([result.environment for result in results])
+    return [*of_the_file, *mixed, *of_cells]
+
+
 def note_figures(*, doing: str, cuda: bool, repeats: int) -> list[str]:
     """Return what each column of the summary is and how exact, one sentence a line."""
     lines = [
@@ -138,3 +173,7 @@ def note_figures(*, doing: str, cuda: bool, repeats: int) -> list[str]:
     if repeats > 1:
         lines.append(f"Median of up to {repeats} repeats, with the whole range.")
     return lines
+
+
+def _few(names: Sequence[str]) -> list[str]:
+    return list(names) if len(names) <= 4 else [*names[:3], f"and {len(names) - 3} more"]

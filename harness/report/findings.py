@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Final
 
 from harness.record import Result
 from harness.report import floors, notebook, passes, survival, survival_plots
+from harness.report.html import found
+from harness.report.html.blocks import Block
 from harness.survival import matrices
 
 if TYPE_CHECKING:
@@ -15,12 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One part of a report. ``pictures`` are their names, and what draws each."""
+    """One section of a report. ``pictures`` are their names, and what draws each."""
 
     heading: str
     is_there: Callable[[Sequence[Result]], bool]
     terminal: Callable[[Sequence[Result]], "RenderableType"]
     markdown: Callable[[Sequence[Result]], str]
+    html: Callable[[Sequence[Result]], list[Block]]
     pictures: tuple[tuple[str, Callable[[Sequence[Result]], "Figure"]], ...] = ()
 
 
@@ -30,12 +33,19 @@ def is_sweep(results: Sequence[Result]) -> bool:
 
 
 _ALL: Final = (
-    Finding("Forward passes", passes.are_there, passes.terminal_passes, passes.markdown_passes),
+    Finding(
+        "Forward passes",
+        passes.are_there,
+        passes.terminal_passes,
+        passes.markdown_passes,
+        found.of_passes,
+    ),
     Finding(
         "Survival",
         is_sweep,
         survival.terminal_survival,
         survival.markdown_reasons,
+        found.of_survival,
         (
             ("survival", survival_plots.draw_survival),
             ("time-over-limit", survival_plots.draw_times),
@@ -46,8 +56,15 @@ _ALL: Final = (
         notebook.are_there,
         notebook.terminal_notebook,
         notebook.markdown_notebook,
+        found.of_notebook,
     ),
-    Finding("RAM floors", floors.are_there, floors.terminal_floors, floors.markdown_reasons),
+    Finding(
+        "RAM floors",
+        floors.are_there,
+        floors.terminal_floors,
+        floors.markdown_reasons,
+        found.of_floors,
+    ),
 )
 
 

@@ -83,7 +83,10 @@ def markdown_agreement(runs: Mapping[str, Sequence[Result]]) -> str:
     said = (
         "One step below, the load was killed for lack of memory, unless another end stands there."
     )
-    return "\n".join([*table_lines(heads, rows, names=1), "", said])
+    everything = [result for results in runs.values() for result in results]
+    return "\n".join(
+        [*table_lines(heads, rows, names=1), "", said, "", escaped(caption(everything))]
+    )
 
 
 def _agreeing(floor: Floor | None) -> str:

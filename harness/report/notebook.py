@@ -11,8 +11,17 @@ from rich.text import Text
 
 from harness.record import Outcome, Result
 from harness.registry import data_folder, model
+from harness.report import captions
+from harness.report.frame import series
+from harness.report.markdown import escaped, table_lines
 from harness.units import GIB
 
+ABOUT: Final = (
+    "It prints GB for GiB. GPU: the allocator's peak of allocated bytes, exact in both. Host: the"
+    " notebook looked at RSS every 0.1 s from a thread of the same process, in which all methods"
+    " ran one after the other; ours is the kernel's own mark, of a fresh process for each."
+)
+NAMES: Final = 2
 HEADINGS: Final = (
     "method", "strategy", "GPU published GiB", "GPU GiB", "host published GiB",
     "host: peak RSS above import GiB", "anonymous (sampled) GiB", "file-backed (sampled) GiB",
@@ -65,7 +74,8 @@ def are_there(results: Sequence[Result]) -> bool:
 
 def terminal_notebook(results: Sequence[Result]) -> RenderableType:
     """Return why our figures differ from the published ones, a line a method."""
-    return Group(*(Text(f"{name}: {what}") for name, what in _differences(_rows(results))))
+    lines = [f"{name}: {what}" for name, what in differences(results)]
+    return Group(*map(Text, lines), Text(caption(results), style="dim"))
 
 
 def markdown_notebook(results: Sequence[Result]) -> str:
@@ -80,23 +90,20 @@ def _rows(results: Sequence[Result]) -> list[tuple[Method, Ours]]:
 
 
 def _section(results: Sequence[Result]) -> Iterator[str]:
-    rows = _rows(results)
-    yield from (
-        "It prints GB for GiB. GPU: the allocator's peak of allocated bytes, exact in both. Host: the"
-        " notebook looked at RSS every 0.1 s from a thread of the same process, in which all methods"
-        " ran one after the other; ours is the kernel's own mark, of a fresh process for each.", "",
-    )  # fmt: skip
-    yield from lines(rows)
-    yield ""
-    yield from (f"- **{name}**: {what}" for name, what in _differences(rows))
+    yield from (ABOUT, "", *table_lines(HEADINGS, rows(results), names=NAMES), "")
+    yield from (f"- **{name}**: {what}" for name, what in differences(results))
+    yield from ("", escaped(caption(results)))
 
 
-def lines(rows: Sequence[tuple[Method, Ours]]) -> Iterator[str]:
-    """Yield the table in markdown."""
-    yield f"| {' | '.join(HEADINGS)} |"
-    yield "| --- | --- |" + " ---: |" * (len(HEADINGS) - 2)
-    for method, ours in rows:
-        cells = [
+def caption(results: Sequence[Result]) -> str:
+    """Return what the measured cells have in common."""
+    return captions.shared(series(results), results)
+
+
+def rows(results: Sequence[Result]) -> Iterator[list[str]]:
+    """Yield what stands in each row of the table: a method, what was published, and what is ours."""
+    for method, ours in _rows(results):
+        yield [
             method.method,
             method.strategy + (f", phase {method.phase}" if method.phase else ""),
             f"{method.gpu_gib:.1f}",
@@ -104,7 +111,17 @@ def lines(rows: Sequence[tuple[Method, Ours]]) -> Iterator[str]:
             "-" if method.host_gib is None else f"{method.host_gib:.1f}",
             *map(_gib, (ours.host_above_import_bytes, ours.anon_bytes, ours.file_bytes)),
         ]
-        yield f"| {' | '.join(cells)} |"
+
+
+def differences(results: Sequence[Result]) -> Iterator[tuple[str, str]]:
+    """Yield of each method why our figures differ from the published ones."""
+    for method, ours in _rows(results):
+        if ours.gpu_allocated_bytes is None:
+            yield method.method, "nothing was measured."
+            continue
+        same = f"{ours.gpu_allocated_bytes / GIB:.1f}" == f"{method.gpu_gib:.1f}"
+        gpu = "equal to the printed digit" if same else "differs from the published figure"
+        yield method.method, f"GPU {gpu}. Host: {method.host_why}."
 
 
 def _is_notebooks(result: Result, table: Published) -> bool:
@@ -132,16 +149,6 @@ def _measured(method: Method, result: Result | None) -> Ours:
     return Ours(
         peaks.cuda_allocated_bytes, above, peaks.anon_sampled_bytes, peaks.file_sampled_bytes
     )
-
-
-def _differences(rows: Sequence[tuple[Method, Ours]]) -> Iterator[tuple[str, str]]:
-    for method, ours in rows:
-        if ours.gpu_allocated_bytes is None:
-            yield method.method, "nothing was measured."
-            continue
-        same = f"{ours.gpu_allocated_bytes / GIB:.1f}" == f"{method.gpu_gib:.1f}"
-        gpu = "equal to the printed digit" if same else "differs from the published figure"
-        yield method.method, f"GPU {gpu}. Host: {method.host_why}."
 
 
 def _gib(size: int | None) -> str:

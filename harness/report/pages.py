@@ -1,9 +1,12 @@
 """Puts published results into our own pages: ``python -m harness.report.pages PAGE...``.
 
+The published runs' own report.md are written, too.
+
 A page holds blocks; what stands between their two lines is written here, from the records alone.
 A block names a run and what of it is told: nothing for the table of all series, ``relative`` for
 that with times as multiples, ``survival``, ``floors`` or ``passes``; or several searches for
-floors, to be compared (``agreement``); or it is the notebook's GPU table, predicted, because
+floors, to be compared (``agreement``); or runs whose predictions are compared with what was
+measured (``checked``); or it is the notebook's GPU table, predicted, because
 nothing was measured on one::
 
     <!-- results/published/gpt2-xl-8GiB -->
@@ -20,11 +23,14 @@ nothing was measured on one::
 import re
 import sys
 from collections.abc import Sequence
+from io import StringIO
 from pathlib import Path
 from typing import Final
 
 from harness import journal
 from harness.record import Result
+from harness.report.checked import markdown_checked
+from harness.report.document import write_markdown
 from harness.report.floors import markdown_agreement, markdown_floors
 from harness.report.passes import markdown_passes
 from harness.report.predicted import markdown_predicted
@@ -61,7 +67,7 @@ def fill(page: str, root: Path) -> str:
             run: journal.read(root / run).results for run in match["runs"].split()
         }
         first = match[0].partition("\n")[0]
-        return f"{first}\n{_told(match['part'], runs)}\n<!-- end -->"
+        return f"{first}\n{_told(match['part'], runs, root)}\n<!-- end -->"
 
     def predicted(match: re.Match[str]) -> str:
         return f"{match['first']}{markdown_predicted()}\n<!-- end -->"
@@ -69,7 +75,17 @@ def fill(page: str, root: Path) -> str:
     return _PREDICTED.sub(predicted, _BLOCK.sub(block, page))
 
 
-def _told(part: str | None, runs: dict[str, Sequence[Result]]) -> str:
+def report(run: Path) -> str:
+    """Return report.md of a published run, with those pictures that lie beside it."""
+    records, file = journal.read(run), StringIO()
+    images = sorted(path.name for path in run.glob("*.png"))
+    write_markdown(records.results, file, warnings=records.warnings, images=images)
+    return file.getvalue()
+
+
+def _told(part: str | None, runs: dict[str, Sequence[Result]], root: Path) -> str:
+    if part == "checked":
+        return markdown_checked({root / run: found for run, found in runs.items()})
     if part == "agreement":
         return markdown_agreement({run.rpartition("/")[2]: found for run, found in runs.items()})
     (results,) = runs.values()
@@ -80,6 +96,8 @@ def main() -> None:
     for name in sys.argv[1:]:
         page = Path(name)
         page.write_text(fill(page.read_text(), Path.cwd()))
+    for records in Path("results/published").glob("*/records.jsonl"):
+        (records.parent / "report.md").write_text(report(records.parent))
 
 
 if __name__ == "__main__":

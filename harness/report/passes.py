@@ -36,14 +36,19 @@ def terminal_passes(results: Sequence[Result]) -> RenderableType:
         )
     for row in rows:
         drawn.add_row(*row)
-    return Group(drawn, Text(NOTE, style="dim"))
+    return Group(drawn, Text(NOTE, style="dim"), Text(caption(results), style="dim"))
 
 
 def markdown_passes(results: Sequence[Result]) -> str:
     """Return the same as a markdown table."""
     names, rows = table(results)
     lines = table_lines(headings(names, rows), rows, names=len(names))
-    return "\n".join([*lines, "", escaped(NOTE)])
+    return "\n".join([*lines, "", escaped(NOTE), "", escaped(caption(results))])
+
+
+def caption(results: Sequence[Result]) -> str:
+    """Return what all cells have in common."""
+    return captions.shared(series(results), results)
 
 
 def headings(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -15,12 +15,13 @@ HEADINGS: Final = (
     "method", "strategy", "published, GB", "predicted: allocated GiB", "requested GiB",
     "reserved GiB",
 )  # fmt: skip
+CAPTION: Final = "Predicted by the code as it is, each time that these pages are filled."
 
 
 def markdown_predicted() -> str:
     """Return the published table with the CUDA peaks that the allocator's rules give; takes 10 s."""
     table = published()
-    return "\n".join(lines(table, predict([*_planned(table)])))
+    return "\n".join([*lines(table, predict([*_planned(table)])), "", CAPTION])
 
 
 def lines(table: Published, found: Sequence[Prediction]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The summary of a run as sections of text, and these as markdown and as CSV.
+"""The summary of a run as tables of text, and these as markdown and as CSV.
 
 One row a series. What varies between the cells is a column or a heading, what does not is in the
 caption. Reporters take data and an open file.
@@ -21,11 +21,11 @@ from harness.report.markdown import escaped, plain, table_lines
 _FORMULA_STARTS: Final = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 _MESSAGE_LENGTH: Final = 300  # the record has the whole message
 # Figures under different values of these are not comparable: each gets a table of its own.
-_SECTIONS: Final = ("operation", "model", "device")
+_APART: Final = ("operation", "model", "device")
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class TextTable:
     """One table as text: names left of ``names`` columns, numbers right of them."""
 
     heading: str
@@ -35,60 +35,19 @@ class Section:
     ranges: list[list[str]]  # the range behind each median, or ""
 
 
-def write_markdown(
-    results: Sequence[Result],
-    file: TextIO,
-    *,
-    warnings: Sequence[str] = (),
-    parts: Sequence[tuple[str, str]] = (),
-    images: Sequence[str] = (),
-) -> None:
-    """Write the report of a run as markdown.
-
-    ``parts`` are headings with markdown, and come before the table of all series; ``images`` are
-    linked below.
-    """
-    frame = series(results)
-    print(f"# {_title(frame)}\n\n{escaped(captions.shared(frame, results))}", file=file)
-    for heading, part in parts:
-        print(f"\n## {escaped(heading)}\n\n{part}", file=file)
-    if parts:
-        print("\n## All cells", file=file)
-    for section in sections(frame):
-        if section.heading:
-            print(f"\n## {escaped(section.heading)}", file=file)
-        print("", *_markdown_lines(section), sep="\n", file=file)
-    if troubles := what_went_wrong(frame):
-        print("\n## Not ok\n", file=file)
-        print(
-            *(f"- {escaped(who)}: {escaped(what)}" for who, what in troubles), sep="\n", file=file
-        )
-    for result in results:
-        if result.allocator_summary:
-            who = escaped(plain(result.cell.strategy))
-            print(f"\n## Where {who} ran out of GPU memory\n", file=file)
-            print("```", _preformatted(result.allocator_summary), "```", sep="\n", file=file)
-    mixed = captions.mixed_machines([result.environment for result in results])
-    of_cells = (warning for result in results for warning in result.warnings)
-    said = list(dict.fromkeys([*warnings, *mixed, *of_cells]))
-    if said:
-        print("\n## Warnings\n", file=file)
-        print(*(f"- {escaped(warning)}" for warning in said), sep="\n", file=file)
-    if notes := note_lines(frame):
-        print("\n## What the figures are\n", file=file)
-        print(*(f"- {escaped(line)}" for line in notes), sep="\n", file=file)
-    for image in images:
-        print(f"\n![{image.rpartition('.')[0]}]({image})", file=file)
-
-
 def markdown_table(results: Sequence[Result]) -> str:
-    """Return only the table, or tables, of ``write_markdown``, with the caption below."""
+    """Return the table, or tables, of a run, with the caption below."""
     frame = series(results)
-    lines: list[str] = []
-    for section in sections(frame):
-        lines += [f"**{escaped(section.heading)}**", ""] if section.heading else []
-        lines += [*_markdown_lines(section), ""]
+    lines = [*markdown_cells(frame, "**{}**")] if not frame.empty else []
     return "\n".join([*lines, escaped(captions.shared(frame, results))])
+
+
+def markdown_cells(frame: pd.DataFrame, heading: str) -> Iterator[str]:
+    """Yield the lines of each table; ``heading`` has a place for what sets it apart from others."""
+    for table in text_tables(frame):
+        if table.heading:
+            yield from (heading.format(escaped(table.heading)), "")
+        yield from (*_markdown_lines(table), "")
 
 
 def write_summary(results: Sequence[Result], file: TextIO) -> None:
@@ -103,12 +62,12 @@ def write_summary(results: Sequence[Result], file: TextIO) -> None:
         writer.writerow(_csv_cell(known(value)) for value in row.values())
 
 
-def sections(frame: pd.DataFrame) -> Iterator[Section]:
+def text_tables(frame: pd.DataFrame) -> Iterator[TextTable]:
     """Yield a table for each operation, model and device; what else varies is a column of names."""
     if frame.empty:
         return
     changing = varying(frame)
-    by = [name for name in _SECTIONS if name in changing]
+    by = [name for name in _APART if name in changing]
     names = ["strategy", *(name for name in changing if name not in by)]
     groups = frame.groupby(by, sort=False) if by else [((), frame)]
     for values, group in groups:
@@ -118,7 +77,7 @@ def sections(frame: pd.DataFrame) -> Iterator[Section]:
         yield _section(heading, group, names)
 
 
-def _section(heading: str, group: pd.DataFrame, names: list[str]) -> Section:
+def _section(heading: str, group: pd.DataFrame, names: list[str]) -> TextTable:
     figures = figures_of(group)
     titles = [(HEADINGS.get(name, name), "") for name in (*names, "outcome")]
     rows, ranges = [], []
@@ -127,14 +86,14 @@ def _section(heading: str, group: pd.DataFrame, names: list[str]) -> Section:
         rows.append([*texts, *(number_text(row[f.key], f) for f in figures)])
         ranges.append([""] * len(titles) + [range_text(row, f) for f in figures])
     columns = [*titles, *((f.heading, f.unit) for f in figures)]
-    return Section(heading, columns, len(titles), rows, ranges)
+    return TextTable(heading, columns, len(titles), rows, ranges)
 
 
-def _markdown_lines(section: Section) -> Iterator[str]:
-    heads = [" ".join(filter(None, column)) for column in section.columns]
-    pairs = (zip(*both, strict=True) for both in zip(section.rows, section.ranges, strict=True))
+def _markdown_lines(table: TextTable) -> Iterator[str]:
+    heads = [" ".join(filter(None, column)) for column in table.columns]
+    pairs = (zip(*both, strict=True) for both in zip(table.rows, table.ranges, strict=True))
     rows = ([f"{text} ({spread})" if spread else text for text, spread in row] for row in pairs)
-    return table_lines(heads, rows, names=section.names)
+    return table_lines(heads, rows, names=table.names)
 
 
 def what_went_wrong(frame: pd.DataFrame) -> list[tuple[str, str]]:
@@ -162,18 +121,6 @@ def note_lines(frame: pd.DataFrame) -> list[str]:
         cuda=bool(frame["peak_cuda_allocated_bytes"].notna().any()),
         repeats=repeats,
     )
-
-
-def _title(frame: pd.DataFrame) -> str:
-    models = ", ".join(dict.fromkeys(frame["model"])) or "nothing"
-    doing = captions.doing(frame).capitalize() or "Loading"
-    return f"{doing} {escaped(plain(models))}"
-
-
-def _preformatted(text: str) -> str:
-    """Return text of several lines as a code block can hold it."""
-    lines = ("".join(c for c in line if c.isprintable()) for line in text.strip().splitlines())
-    return "\n".join(line.replace("`", "'") for line in lines)
 
 
 def _csv_cell(value: object) -> object:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, NamedTuple, TypeVar
 
+import pandas as pd
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
@@ -12,8 +13,7 @@ from rich.text import Text
 
 from harness.record import Outcome, Result
 from harness.report import captions
-from harness.report.frame import series
-from harness.report.tables import Section, note_lines, sections, what_went_wrong
+from harness.report.tables import TextTable, text_tables
 
 T = TypeVar("T")
 
@@ -36,20 +36,14 @@ class _Layout(NamedTuple):
 _LAYOUTS: Final = (_Layout(1, False), _Layout(0, False), _Layout(), _Layout(folds=True))
 
 
-def terminal_table(results: Sequence[Result]) -> RenderableType:
-    """Return the summary for a terminal, with what happened to the cells that are not ok."""
-    frame = series(results)
+def cells(frame: pd.DataFrame, results: Sequence[Result]) -> RenderableType:
+    """Return a row a series, in as many tables as there are operations, models and devices."""
     parts: list[RenderableType] = []
-    for section in map(_stacked, sections(frame)):
-        if section.heading:
-            parts.append(Text(section.heading, style="bold"))
-        parts.append(_Fitted(section))
-    parts += [Text(f"{who}: {what}") for who, what in what_went_wrong(frame)]
-    mixed = captions.mixed_machines([result.environment for result in results])
-    parts += [Text(text, style="yellow") for text in mixed]
-    parts.append(Text(captions.shared(frame, results), style="dim"))
-    parts += [Text(line, style="dim") for line in note_lines(frame)]
-    return Group(*parts)
+    for table in map(_stacked, text_tables(frame)):
+        if table.heading:
+            parts.append(Text(table.heading, style="underline"))
+        parts.append(_Fitted(table))
+    return Group(*parts, Text(captions.shared(frame, results), style="dim"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +53,7 @@ class _Fitted:
     ``rich`` alone takes from the names all that they have, and then cuts figures: 6.77 for 6.776.
     """
 
-    section: Section
+    section: TextTable
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         short = _with_short_names(self.section)
@@ -71,7 +65,7 @@ class _Fitted:
         yield _table(self.section, layout)
 
 
-def _table(section: Section, layout: _Layout) -> Table:
+def _table(section: TextTable, layout: _Layout) -> Table:
     padding = (0, layout.apart)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=padding, collapse_padding=True)
     for index, (heading, unit) in enumerate(section.columns):
@@ -99,7 +93,7 @@ def _styled(text: str, spread: str = "") -> Text:
     return styled.append(f"\n{spread}", style="dim") if spread else styled
 
 
-def _with_short_names(section: Section) -> Section:
+def _with_short_names(section: TextTable) -> TextTable:
     """Return the section with as much of its names as has to fit."""
     rows = []
     for row in section.rows:
@@ -109,7 +103,7 @@ def _with_short_names(section: Section) -> Section:
     return replace(section, rows=rows)
 
 
-def _stacked(section: Section) -> Section:
+def _stacked(section: TextTable) -> TextTable:
     """Return the section with what explains itself below the strategies' names, which leaves room."""
     below = [at for at, (heading, _) in enumerate(section.columns) if heading in _BELOW_NAME]
     rows = []

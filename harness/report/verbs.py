@@ -45,16 +45,21 @@ def report(
         raise records.damage
     for warning in records.warnings:
         err.print(f"note: {warning}", markup=False, highlight=False, soft_wrap=True)
-    show(run, records.results, names([formats]))
+    show(run, records.results, names([formats]), records.warnings)
     if records.damage:
         raise records.damage  # what is whole was reported; a script shall know that it is not all
 
 
-def show(run: Path, results: Sequence[Result], formats: Sequence[str] = ()) -> None:
-    """Print the table of a run, and write its report; ``formats``: none means the usual ones."""
+def show(
+    run: Path,
+    results: Sequence[Result],
+    formats: Sequence[str] = (),
+    warnings: Sequence[str] = (),
+) -> None:
+    """Print the report of a run, and write it; ``formats``: none means the usual ones."""
     from harness.report import terminal_table, write_report
 
-    out.print(terminal_table(results))
+    out.print(terminal_table(results, warnings))
     for path in write_report(run, formats):
         out.print(str(path), highlight=False, soft_wrap=True)
 

@@ -11,6 +11,7 @@ from harness import journal
 from harness.errors import RecordError, UnknownName
 from harness.record import Result
 from harness.report import exports, html, look, plots, tables, timeline
+from harness.report.document import write_markdown
 from harness.report.findings import findings
 
 if TYPE_CHECKING:
@@ -47,9 +48,7 @@ def _markdown(run: _Run) -> dict[str, bytes]:
     file = StringIO()
     there = [one for one in ("png", "svg") if one in run.formats]
     images = [f"{name}.{there[0]}" for name in _pictures(run)] if there else []
-    # What was found is what a reader came for: before the long table.
-    parts = [(found.heading, found.markdown(run.results)) for found in findings(run.results)]
-    tables.write_markdown(run.results, file, warnings=run.warnings, parts=parts, images=images)
+    write_markdown(run.results, file, warnings=run.warnings, images=images)
     return {"report.md": file.getvalue().encode()}
 
 

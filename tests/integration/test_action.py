@@ -2,6 +2,7 @@
 environment, with this weighin on the PATH.
 """
 
+import json
 import re
 import subprocess
 import sys
@@ -12,6 +13,35 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
+GH = f"""#!{sys.executable}
+# GitHub's comments on one pull request, as `gh api` tells and changes them.
+import json, os, sys
+from pathlib import Path
+store = Path(os.environ["HOME"], "gh.json")
+told = json.loads(store.read_text())
+_, *arguments = sys.argv
+told["calls"].append(arguments)
+body = next((Path(one.removeprefix("body=@")).read_text() for one in arguments if one.startswith("body=@")), None)
+assert os.environ["GH_TOKEN"] and arguments[0] == "api"
+if "PATCH" in arguments:
+    [place] = [one for one in arguments if one.startswith("repos/me/mine/issues/comments/")]
+    [one] = [one for one in told["comments"] if str(one["id"]) == place.rpartition("/")[2]]
+    one["body"] = body
+elif "POST" in arguments:
+    assert "repos/me/mine/issues/12/comments" in arguments
+    told["comments"].append({{"id": 100 + len(told["comments"]), "body": body}})
+else:
+    assert arguments == ["api", "--paginate", "repos/me/mine/issues/12/comments", "--jq",
+                         ".[] | select(.body | startswith(env.MARKER)) | .id"]
+    for one in told["comments"]:
+        if one["body"].startswith(os.environ["MARKER"]):
+            print(one["id"])
+store.write_text(json.dumps(told))
+"""
+PYTHON = """#!/bin/sh
+# pip, which notes what it is asked for: an index cannot be reached in a test
+printf "%s\\n" "$*" >> "$HOME/pip.txt"
+"""
 ACTION = yaml.safe_load((ROOT / "action.yml").read_text())
 STEPS: list[dict[str, Any]] = ACTION["runs"]["steps"]
 SUITE = "models: gpt2-tiny\nstrategies: [baseline, streaming]\nisolation: process\n"
@@ -40,21 +70,38 @@ class Runner:
         self.log = ""
         tools = folder / "tools"
         tools.mkdir()
-        gh = tools / "gh"  # notes how it is called, and what it would send
-        gh.write_text(
-            '#!/bin/sh\nprintf "%s\\n" "$@" > "$HOME/gh.txt"\ncat "$7" > "$HOME/comment.md"\n'
-        )
-        gh.chmod(0o755)
+        for name, text in {"gh": GH, "python3": PYTHON}.items():
+            (tools / name).write_text(text)
+            (tools / name).chmod(0o755)
+        self.say(folder / "gh.json", [])
         self.environment = {
             "PATH": f"{tools}:{Path(sys.executable).parent}:/usr/bin:/bin",
             "HOME": str(folder),
             "WEIGHIN_CACHE": str(cache),
             "RUNNER_TEMP": str(folder / "temp"),
+            "GITHUB_ACTION_PATH": str(ROOT),
             "GITHUB_RUN_ID": "7",
             "GITHUB_RUN_ATTEMPT": "1",
             "GITHUB_OUTPUT": str(folder / "output"),
             "GITHUB_STEP_SUMMARY": str(folder / "summary.md"),
         }
+
+    @staticmethod
+    def say(path: Path, comments: list[dict[str, Any]]) -> None:
+        path.write_text(json.dumps({"comments": comments, "calls": []}))
+
+    def comments(self) -> dict[int, str]:
+        """The bodies of the pull request's comments, by their ids."""
+        told = json.loads((self.folder / "gh.json").read_text())
+        return {one["id"]: one["body"] for one in told["comments"]}
+
+    def calls(self) -> list[list[str]]:
+        """How gh was called, without options of how to show the answer."""
+        return json.loads((self.folder / "gh.json").read_text())["calls"]
+
+    def installs(self) -> list[str]:
+        """What pip was asked for."""
+        return (self.folder / "pip.txt").read_text().splitlines()
 
     def step(self, name: str, **inputs: str) -> int:
         """Run one step; returns its exit code. ``inputs`` stand for its expressions."""
@@ -83,7 +130,6 @@ def _runner(tmp_path: Path, disk: Path) -> Runner:
 
 
 def test_the_steps_of_a_pull_request_that_passes_and_of_one_that_does_not(runner: Runner) -> None:
-    assert runner.step("Install weighin", PACKAGE="weighin") == 0, runner.log
     assert runner.step("Measure", SUITE="suite.yaml") == 0, runner.log
     run = Path(runner.outputs["run"])
     assert (run / "report.html").exists()
@@ -109,14 +155,61 @@ def test_the_steps_of_a_pull_request_that_passes_and_of_one_that_does_not(runner
     assert {"check.md", "check.xml", "check.json"} <= {path.name for path in run.iterdir()}
     assert runner.step("Fail where the gate did") == 1
 
-    assert (
-        runner.step("Comment", GH_TOKEN="t", RUN=str(run), REPOSITORY="me/mine", NUMBER="12") == 0
-    )
-    assert (runner.folder / "gh.txt").read_text().split() == [
-        "pr", "comment", "12", "--repo", "me/mine", "--body-file", str(run / "check.md"),
-        "--edit-last", "--create-if-none",
-    ]  # fmt: skip
-    assert (runner.folder / "comment.md").read_text() == (run / "check.md").read_text()
+
+def comment(runner: Runner, suite: str, text: str) -> None:
+    run = runner.folder / "run"
+    run.mkdir(exist_ok=True)
+    (run / "check.md").write_text(text)
+    inputs = {"RUN": str(run), "REPOSITORY": "me/mine", "NUMBER": "12", "SUITE": suite}
+    assert runner.step("Comment", GH_TOKEN="t", **inputs) == 0, runner.log
+
+
+def test_each_suite_has_one_comment_and_no_other_is_touched(runner: Runner) -> None:
+    others = [
+        {"id": 1, "body": "weighin: I like it"},
+        {"id": 2, "body": "coverage <!-- weighin: a.yaml -->"},
+    ]
+    runner.say(runner.folder / "gh.json", others)
+    comment(runner, "a.yaml", "first\n")
+    comment(runner, "b.yaml", "of b\n")
+    comment(runner, "a.yaml", "second\n")
+    assert runner.comments() == {
+        1: "weighin: I like it",
+        2: "coverage <!-- weighin: a.yaml -->",
+        102: "<!-- weighin: a.yaml -->\nsecond\n",
+        103: "<!-- weighin: b.yaml -->\nof b\n",
+    }
+    assert [call[2] for call in runner.calls() if call[1] == "--method"] == [
+        "POST",
+        "POST",
+        "PATCH",
+    ]
+
+
+def test_the_name_of_a_suite_cannot_end_the_marker(runner: Runner) -> None:
+    comment(runner, "a --> <b>$(touch x)`touch x`.yaml", "text\n")
+    [body] = runner.comments().values()
+    assert body == "<!-- weighin: a -> <b>$(touch x)`touch x`.yaml -->\ntext\n"
+    assert not (runner.folder / "x").exists()
+
+
+def test_the_action_installs_itself_or_what_it_is_told_to(runner: Runner) -> None:
+    assert runner.step("Install weighin", PACKAGE="") == 0, runner.log
+    assert runner.step("Install weighin", PACKAGE="weighin==0.1.0") == 0, runner.log
+    assert runner.installs() == [f"-m pip install {ROOT}", "-m pip install weighin==0.1.0"]
+    assert ACTION["inputs"]["package"]["default"] == ""
+
+
+def test_what_the_action_and_its_example_use_is_pinned_by_commit() -> None:
+    used = [
+        line.split("uses:")[1].strip()
+        for page in ("action.yml", "docs/ci.md")
+        for line in (ROOT / page).read_text().splitlines()
+        if "uses:" in line and "OWNER/weighin@COMMIT" not in line
+    ]
+    assert len(used) == 3
+    for one in used:
+        assert re.fullmatch(r"actions/[a-z-]+@[0-9a-f]{40} +# v\d+\.\d+\.\d+", one)
 
 
 def test_a_strategy_that_fails_is_named_by_the_check_and_not_lost_by_the_measuring(

@@ -14,10 +14,11 @@ from test_journal import results as any_result
 from harness import journal
 from harness.record import Result
 from harness.report import exports, terminal_table
+from harness.report.document import write_markdown
 from harness.report.frame import series
 from harness.report.html import render
 from harness.report.summary import paragraphs
-from harness.report.tables import write_markdown, write_summary
+from harness.report.tables import write_summary
 
 
 @given(st.lists(any_result, max_size=4))

@@ -89,7 +89,7 @@ def test_the_floors_in_a_terminal_of_80_columns() -> None:
         "broken: no floor: oom_killed without a limit: no",
         "gpt2-xl (4.000 GiB) · device cpu · format pt · float32 · cold page cache ·",
         "isolation docker · testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch",
-        "2.13.0",
+        "2.13.0 · commit unknown, date unknown",
         "RAM floor: the smallest limit, swap off, under which the strategy loaded, every",
         "byte was read and compared, three times out of three; one step below, it was",
         "killed for lack of memory, or did not end in the time that is named.",
@@ -108,7 +108,7 @@ def test_the_floors_as_markdown() -> None:
         "| mmap_assign | 0.250 | 0.06 | 0.03 | 8 MiB: timed out after 300 s | 18.0 s thrashes | 3.00 s survives | 2.00 s |",
         "| broken | - | - | - | - | - | - | - |",
         "",
-        "gpt2-xl (4.000 GiB) · device cpu · format pt · float32 · cold page cache · isolation docker · testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0",
+        "gpt2-xl (4.000 GiB) · device cpu · format pt · float32 · cold page cache · isolation docker · testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0 · commit unknown, date unknown",
     ]
 
 
@@ -124,6 +124,8 @@ def test_searches_side_by_side_say_how_far_they_are_apart() -> None:
         "| broken | - | - | - |",
         "",
         "One step below, the load was killed for lack of memory, unless another end stands there.",
+        "",
+        "gpt2-xl (4.000 GiB) · device cpu · format pt · float32 · cold page cache · isolation docker · testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0 · commit unknown, date unknown",
     ]
 
 

@@ -11,7 +11,7 @@ import pytest
 from fakes import FakeRunning, done, event, ready
 from scripts import JOB
 
-from harness import page_cache, steady
+from harness import page_cache, sources, steady
 from harness.cell import Job
 from harness.measuring import Setting, measure
 from harness.units import MIB
@@ -69,6 +69,23 @@ def test_a_trace_that_disagrees_with_the_allocator_is_doubted(tmp_path: Path) ->
     assert traced(701, tmp_path).warnings == (
         "the trace's highest requested bytes, 700, are not the allocator's own peak, 701",
     )
+
+
+def test_the_record_keeps_a_hash_of_the_code_that_decides_its_figures(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text("def load(job): ...\n")
+    job = replace(JOB, strategy_path=str(mine))
+
+    def measured(job: Job) -> str | None:
+        script = [fakes.baseline(), fakes.loaded(), ready(), done()]
+        return measure(Setting(_Isolation(script), tmp_path, {}), job, [], None).sources_hash
+
+    first = measured(job)
+    assert first == sources.hashed(mine, job.cell) == measured(job)
+    mine.write_text("def load(job): pass\n")
+    assert measured(job) not in (first, None)
+    mine.write_text("def load(job:")  # the cell fails; the run goes on
+    assert measured(job) is None
 
 
 def test_a_cell_without_a_trace_has_no_file(tmp_path: Path) -> None:

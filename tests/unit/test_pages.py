@@ -10,11 +10,12 @@ from harness.errors import RecordError
 from harness.plan import Planned
 from harness.predict.prediction import PredictedPhase, Prediction
 from harness.report import notebook, predicted
-from harness.report.pages import fill
+from harness.report.pages import fill, report
 from harness.units import GIB
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))))
+RUNS = sorted(path.parent for path in ROOT.glob("results/published/*/records.jsonl"))
 PREDICTED = "<!-- predicted configs/suites/notebook.yaml -->"
 
 
@@ -22,6 +23,11 @@ PREDICTED = "<!-- predicted configs/suites/notebook.yaml -->"
 def test_every_figure_on_our_pages_is_what_the_published_records_say(page: str) -> None:
     text = (ROOT / page).read_text()
     assert fill(text, ROOT) == text
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_every_published_report_is_what_its_records_say(run: Path) -> None:
+    assert (run / "report.md").read_text() == report(run)
 
 
 def test_a_block_is_replaced_and_the_rest_is_not(tmp_path: Path) -> None:
@@ -83,8 +89,10 @@ def test_a_block_of_predictions_is_filled_from_them(monkeypatch: pytest.MonkeyPa
         "| model on the GPU, state dict on the GPU, load_state_dict | baseline | 12.8 | 6.500 | 6.000"
         " | 7.000 |",
     ]
-    assert lines[-3:] == [
+    assert lines[-5:] == [
         "| meta device, to_empty on the GPU, one file for each parameter | per_param | 6.4 | - | - | - |",
+        "",
+        predicted.CAPTION,
         "<!-- end -->",
         "b",
     ]

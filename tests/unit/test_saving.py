@@ -24,8 +24,9 @@ from harness.errors import ConfigError
 from harness.gate.metrics import phases_of_load
 from harness.gate.series import name_of
 from harness.record import Outcome, Written
+from harness.report.document import write_markdown
 from harness.report.html import render
-from harness.report.tables import markdown_table, write_markdown
+from harness.report.tables import markdown_table
 from harness.units import GIB
 from harness.worker.loading import import_strategy
 from harness.worker.saving import check, files_in, measure, sync

@@ -111,7 +111,7 @@ def test_the_sweep_in_a_terminal() -> None:
         "mmap_assign under 1 GiB thrashes: 41.0 s, 8.2x the 5.00 s in peace; 34.59 GiB read again (5.50x the",
         "model); 5500 major faults; waited for memory 0% of the load (all tasks 0%)",
         "gpt2-xl (6.290 GiB) · device cpu · float32 · cold page cache · isolation docker · testbench ·",
-        "Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0",
+        "Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0 · commit unknown, date unknown",
         "Time: of the load until every byte was read, and of one forward pass. killed: by the kernel, for",
         "lack of memory.",
         "thrashes: it waited for memory 20% of the time or more; or it read at least 10% of the model again",
@@ -127,7 +127,7 @@ def test_the_sweep_as_markdown() -> None:
         "| mmap_assign | 5.00 s | 🟢 5.20 s | 🟢 6.00 s | 🟢 9.00 s | 🟡 41.0 s thrashes |",
         "| streaming | 7.00 s | 🟢 7.50 s | 🟢 7.00 s | 🔴 killed | 🔴 killed |",
         "",
-        "gpt2-xl (6.290 GiB) · device cpu · float32 · cold page cache · isolation docker · testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0",
+        "gpt2-xl (6.290 GiB) · device cpu · float32 · cold page cache · isolation docker · testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0 · commit unknown, date unknown",
         "",
         "Time: of the load until every byte was read, and of one forward pass. killed: by the kernel, for lack of memory.",
         "thrashes: it waited for memory 20% of the time or more; or it read at least 10% of the model again and took 2x the time without a limit.",
@@ -145,6 +145,8 @@ def test_the_passes_of_each_series_as_markdown() -> None:
         "| mmap_assign | 4 GiB | 2.00 s, 120 faults, 0.60x again | 2.00 s, 120 faults, 0.60x again |",
         "",
         "Each pass: its time, its major faults (waits for the disk), and how much of the model was read again in it (refaults, whose pages were in memory before).",
+        "",
+        "gpt2-xl (6.290 GiB) · device cpu · format pt · float32 · cold page cache · isolation docker · testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0 · commit unknown, date unknown",
     ]
 
 

@@ -9,7 +9,8 @@ from factories import LIMIT, make_cell, make_result, make_skipped, mixed_run
 
 from harness.record import Outcome, Peaks, Result
 from harness.report.captions import size
-from harness.report.tables import write_markdown, write_summary
+from harness.report.document import write_markdown
+from harness.report.tables import write_summary
 
 GIB = 1024**3
 
@@ -40,7 +41,7 @@ def test_what_varies_is_a_column_and_models_and_devices_are_headings() -> None:
         replace(cuda, peaks=replace(cuda.peaks, cuda_allocated_bytes=GIB)),
     ]
     lines = markdown(results)
-    cpu, gpu = lines.index("## device cpu"), lines.index("## device cuda")
+    cpu, gpu = lines.index("### device cpu"), lines.index("### device cuda")
     assert lines[cpu + 2].startswith(
         "| strategy | RAM limit | outcome | load s | ready s | peak RSS GiB |"
     )
@@ -52,17 +53,19 @@ def test_what_varies_is_a_column_and_models_and_devices_are_headings() -> None:
 
 def test_the_markdown_report_of_a_run_in_which_much_went_wrong() -> None:
     lines = markdown(mixed_run(), warnings=["line 7 is torn"])
-    assert lines[:6] == [
+    assert lines[:8] == [
         "# Loading gpt2-xl",
         "",
         "gpt2-xl (6.290 GiB) · device cpu · RAM limit 8 GiB · float32 · cold page cache · isolation "
-        "docker · testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0",
+        "docker · testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0 · commit unknown, 2025-01-02",
+        "",
+        "## All cells",
         "",
         "| strategy | outcome | load s | ready s | peak RSS GiB | above import x model | "
         "anonymous (sampled) GiB | cgroup peak GiB |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
-    assert lines[9] == "| direct_cuda | skipped | - | - | - | - | - | - |"
+    assert lines[11] == "| direct_cuda | skipped | - | - | - | - | - | - |"
     bad = lines.index("## Not ok")
     assert lines[bad : bad + 12] == [
         "## Not ok",
@@ -153,11 +156,11 @@ def test_the_four_figures_of_a_gpu_stand_side_by_side() -> None:
         cuda_driver_sampled_bytes=4 * GIB, pinned_bytes=5 * GIB,
     )  # fmt: skip
     lines = markdown([make_result(make_cell(device="cuda"), peaks=peaks)])
-    assert lines[4].endswith(
+    assert lines[6].endswith(
         "| CUDA requested GiB | CUDA allocated GiB | CUDA reserved GiB | CUDA driver (sampled) GiB"
         " | pinned GiB |"
     )
-    assert lines[6].endswith("| 1.000 | 2.000 | 3.000 | 4.000 | 5.000 |")
+    assert lines[8].endswith("| 1.000 | 2.000 | 3.000 | 4.000 | 5.000 |")
     assert lines[lines.index("## What the figures are") :][3:6] == [
         "- Exact, the allocator's own marks, of the load alone: CUDA requested (what tensors asked"
         " for), allocated (rounded up to blocks), reserved (held of the driver).",

@@ -9,7 +9,7 @@ from factories import make_cell, make_result, make_skipped, mixed_run, notebook_
 from rich.console import Console
 
 from harness.record import Result
-from harness.report.terminal import terminal_table
+from harness.report import terminal_table
 
 
 def terminal(results: Sequence[Result], width: int = 100) -> list[str]:
@@ -25,6 +25,7 @@ def characters(text: str) -> Counter[str]:
 
 def test_the_terminal_table_of_a_run() -> None:
     assert terminal(notebook_run()) == [
+        "All cells",
         "",
         "                                                 peak    above  anonymous  cgroup",
         "                                   load  ready    RSS   import  (sampled)    peak",
@@ -37,11 +38,13 @@ def test_the_terminal_table_of_a_run() -> None:
         " per_param    ok                   9.61  10.31  6.930     1.05      6.800   6.930",
         " streaming    ok                   6.60   7.30  6.750     1.03      6.550   6.750",
         "",
+        "gpt2-xl (6.290 GiB) · device cpu · RAM limit 8 GiB · float32 · cold page cache · isolation docker ·",
+        "testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0 · commit unknown, 2025-01-02",
+        "Not ok",
         "baseline: oom_killed: killed by the kernel for lack of memory in phase 'read'",
         "sequential: oom_killed: killed by the kernel for lack of memory in phase 'read'",
         "meta_copy: oom_killed: killed by the kernel for lack of memory in phase 'apply'",
-        "gpt2-xl (6.290 GiB) · device cpu · RAM limit 8 GiB · float32 · cold page cache · isolation docker ·",
-        "testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0",
+        "What the figures are",
         "Exact, the kernel's own high-water marks: peak RSS, cgroup peak (includes page cache).",
         "Exact, computed: above import = (peak RSS - RSS after import torch) / the model's size.",
         "Sampled, so it may miss short spikes: anonymous.",
@@ -52,6 +55,7 @@ def test_the_terminal_table_of_a_run() -> None:
 
 def test_ten_columns_of_numbers_of_saves_in_80_columns() -> None:
     assert terminal(saving_run(), 80) == [
+        "All cells",
         "",
         "                                on         above",
         "                               the  peak     the anonymous cgroup",
@@ -65,7 +69,8 @@ def test_ten_columns_of_numbers_of_saves_in_80_columns() -> None:
         "",
         "saving · gpt2-xl (6.290 GiB) · device cpu · RAM limit 8 GiB · float32 · cold",
         "page cache · isolation docker · testbench · Example CPU · Linux 6.18.0 · cgroup",
-        "v2 · torch 2.13.0",
+        "v2 · torch 2.13.0 · commit unknown, 2025-01-02",
+        "What the figures are",
         "Exact, the kernel's own high-water marks: peak RSS, cgroup peak (includes page",
         "cache).",
         "Exact, computed: above the model = (peak RSS - RSS with the model loaded) / the",
@@ -79,7 +84,7 @@ def test_ten_columns_of_numbers_of_saves_in_80_columns() -> None:
 
 
 def test_repeats_of_saves_in_80_columns_have_their_ranges_in_rows_of_their_own() -> None:
-    assert terminal(saving_run(2), 80)[1:14] == [
+    assert terminal(saving_run(2), 80)[2:15] == [
         "                                on         above",
         "                               the  peak     the anonymous cgroup",
         "                         save disk   RSS   model (sampled)   peak written",
@@ -106,7 +111,7 @@ def test_no_name_and_no_figure_is_cut_at_any_width(width: int) -> None:
 def test_names_are_not_read_as_markup_and_repeats_show_their_range() -> None:
     cells = [make_cell("[b]x|y", repeat=repeat) for repeat in range(3)]
     results = [make_result(cell, load_ns=10**9 * (cell.repeat + 1)) for cell in cells]
-    assert terminal(results)[5:7] == [
+    assert terminal(results)[6:8] == [
         " [b]x|y    ok             2.00   7.30  6.750     1.03      6.550   6.750",
         "                    1.00..3.00",
     ]
@@ -119,8 +124,13 @@ def test_an_empty_run_says_so() -> None:
 
 def test_what_differs_between_environments_is_left_out_of_the_caption() -> None:
     other = make_result(make_cell("baseline"), environment={"kernel": "6.1.0", "torch": "2.13.0"})
-    assert terminal([make_result(), make_skipped(), other], width=200)[-6].endswith(
-        "isolation docker · testbench · Example CPU · cgroup v2 · torch 2.13.0"
+    captions = [
+        line
+        for line in terminal([make_result(), make_skipped(), other], 200)
+        if "cgroup v2" in line
+    ]
+    assert captions[0].endswith(
+        "isolation docker · testbench · Example CPU · cgroup v2 · torch 2.13.0 · commit unknown, 2025-01-02"
     )
 
 

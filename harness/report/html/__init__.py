@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from harness import __version__
 from harness.record import Result
-from harness.report import captions, summary, tables
+from harness.report import captions, summary
 from harness.report.frame import series
-from harness.report.html import bars, facts, found, scatter, table, timelines
+from harness.report.html import bars, facts, scatter, table, timelines
 
 if TYPE_CHECKING:  # a tenth of a second to import
     from jinja2 import Environment
@@ -25,8 +25,11 @@ if TYPE_CHECKING:  # a tenth of a second to import
 
 def render(run: Path, results: Sequence[Result], warnings: Sequence[str] = ()) -> str:
     """Return the report of a run; ``run`` is where its samples are."""
+    from harness.report import sections  # which asks this package for its blocks
+
     frame = series(results)
-    ids = {group: f"s{index}" for index, group in enumerate(frame["group"])}
+    ids = table.ids(frame)
+    parts = [(one.heading, one.html()) for one in sections.of(results, warnings)]
     models = list(dict.fromkeys(frame["model"]))
     return (
         _templates()
@@ -37,15 +40,13 @@ def render(run: Path, results: Sequence[Result], warnings: Sequence[str] = ()) -
             else "A run without cells",
             paragraphs=summary.paragraphs(frame, results),
             shared=captions.shared(frame, results),
-            warnings=facts.warnings(results, warnings),
-            table=table.build(frame, ids),
-            troubles=tables.what_went_wrong(frame),
+            sections=[one for one in parts if one[0] != sections.FIGURES],
+            explained=[one for one in parts if one[0] == sections.FIGURES],
+            has_cuda=bool(frame["peak_cuda_allocated_bytes"].notna().any()),
             bars=bars.build(frame, ids),
-            found=found.build(results),
             scatters=scatter.build(frame),
             timelines=timelines.build(run, results, frame, ids),
             environment=facts.environment(results),
-            figures=facts.figures(frame),
             when=facts.when(results),
             version=__version__,
             run_name=run.resolve().name,

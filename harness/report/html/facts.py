@@ -62,17 +62,6 @@ def environment(results: Sequence[Result]) -> list[Fact]:
     return [Fact(key, _counted(counts)) for key, counts in found.items()]
 
 
-def warnings(results: Sequence[Result], of_the_file: Sequence[str]) -> list[str]:
-    """Return what may be wrong with the run: its file first, then its machines, then its cells."""
-    said: dict[str, list[str]] = {}
-    for result in results:
-        for warning in result.warnings:
-            said.setdefault(warning, []).append(result.cell.id)
-    of_cells = [f"{text} ({', '.join(_few(cells))})" for text, cells in said.items()]
-    mixed = captions.mixed_machines([result.environment for result in results])
-    return [*of_the_file, *mixed, *of_cells]
-
-
 def figures(frame: pd.DataFrame) -> list[tuple[str, str, str, str]]:
     """Return name, unit, meaning and exactness of each figure in the report."""
     if frame.empty:
@@ -106,7 +95,3 @@ def _counted(counts: Mapping[str, int]) -> list[str]:
     if len(counts) == 1:
         return list(counts)
     return [f"{value} ({number} {'cell' if number == 1 else 'cells'})" for value, number in counts.items()]  # fmt: skip
-
-
-def _few(names: Sequence[str]) -> list[str]:
-    return list(names) if len(names) <= 4 else [*names[:3], f"and {len(names) - 3} more"]

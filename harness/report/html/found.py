@@ -1,12 +1,12 @@
-"""What a run has found beside its table: forward passes, survival under limits, RAM floors."""
+"""What a run has found beside its table, as blocks of the page: see ``findings``."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from harness.floor import floors as all_floors
 from harness.record import Outcome, Result
-from harness.report import findings, floors, passes, survival
+from harness.report import floors, notebook, passes, survival
+from harness.report.html.blocks import Block, Entry, Found
 from harness.survival import Field, Matrix, matrices
 from harness.verdict import Verdict
 
@@ -14,52 +14,42 @@ _SIGNS: Final = {Verdict.SURVIVES: "✓", Verdict.THRASHES: "≈", Verdict.KILLE
 _PLAIN: Final = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One field of a table; ``kind`` is its verdict, for colours, and ``tip`` says why."""
-
-    text: str
-    kind: str = _PLAIN
-    sign: str = ""
-    tip: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """A table with names in its first column; ``names`` columns are no figures."""
-
-    heading: str
-    caption: str
-    heads: list[str]
-    rows: list[list[Entry]]
-    names: int
-    notes: list[str]
-
-
-def build(results: Sequence[Result]) -> list[Table]:
-    """Return a table for each thing that was found, in the order of ``findings``."""
-    found = []
-    if passes.are_there(results):
-        found.append(_passes(results))
-    if findings.is_sweep(results):
-        found += [_survival(matrix, results) for matrix in matrices(results)]
-    if floors.are_there(results):
-        found.append(_floors(results))
-    return found
-
-
-def _passes(results: Sequence[Result]) -> Table:
+def of_passes(results: Sequence[Result]) -> list[Block]:
+    """Return the forward passes of each series."""
     names, rows = passes.table(results)
     entries = [[Entry(text) for text in row] for row in rows]
-    heads = passes.headings(names, rows)
-    return Table("Forward passes", "", heads, entries, len(names), [passes.NOTE])
+    heads, caption = passes.headings(names, rows), passes.caption(results)
+    return [Found("Forward passes", caption, heads, entries, len(names), [passes.NOTE])]
 
 
-def _survival(matrix: Matrix, results: Sequence[Result]) -> Table:
+def of_survival(results: Sequence[Result]) -> list[Block]:
+    """Return what works under which limit, a table for each matrix."""
+    return [_survival(matrix, results) for matrix in matrices(results)]
+
+
+def of_notebook(results: Sequence[Result]) -> list[Block]:
+    """Return the notebook's published figures beside ours, and why they differ."""
+    rows = [[Entry(text) for text in row] for row in notebook.rows(results)]
+    notes = [f"{name}: {what}" for name, what in notebook.differences(results)]
+    label, notes = "The notebook's published figures", [notebook.ABOUT, *notes]
+    caption = notebook.caption(results)
+    return [Found(label, caption, notebook.HEADINGS, rows, notebook.NAMES, notes)]
+
+
+def of_floors(results: Sequence[Result]) -> list[Block]:
+    """Return the RAM floors, with the figures behind each verdict."""
+    found = all_floors(results)
+    heads = [f"{heading} {unit}".strip() for heading, unit in floors.HEADINGS]
+    rows = [[_floor_entry(text) for text in floors.row(floor, found)] for floor in found]
+    notes = [*floors.notes(found), *floors.reasons(found)]
+    return [Found("RAM floors", floors.caption(results), heads, rows, floors.NAMES, notes)]
+
+
+def _survival(matrix: Matrix, results: Sequence[Result]) -> Found:
     heads = ["strategy", *(survival.heading(limit) for limit in matrix.limits)]
     rows = [[Entry(matrix.label(row)), *_fields(matrix, row)] for row in range(len(matrix.rows))]
     caption, notes = survival.caption(matrix, results), survival.notes(results)
-    return Table("What works under which limit", caption, heads, rows, 1, notes)
+    return Found("What works under which limit", caption, heads, rows, 1, notes)
 
 
 def _fields(matrix: Matrix, row: int) -> Iterator[Entry]:
@@ -81,14 +71,6 @@ def _entry(field: Field, name: str) -> Entry:
         return Entry(field.words, Verdict.SURVIVES.value, "✓", f"{name}: ok")
     tip = f"{name}: {outcome}\n{field.result.message}".rstrip()
     return Entry(field.words, "skipped" if outcome is Outcome.SKIPPED else "failed", "✗", tip)
-
-
-def _floors(results: Sequence[Result]) -> Table:
-    found = all_floors(results)
-    heads = [f"{heading} {unit}".strip() for heading, unit in floors.HEADINGS]
-    rows = [[_floor_entry(text) for text in floors.row(floor, found)] for floor in found]
-    notes = [*floors.notes(found), *floors.reasons(found)]
-    return Table("RAM floors", floors.caption(results), heads, rows, floors.NAMES, notes)
 
 
 def _floor_entry(text: str) -> Entry:

@@ -57,16 +57,20 @@ class Table:
     choices: list[Choice]
 
 
-def build(frame: pd.DataFrame, ids: Mapping[str, str]) -> Table:
+def ids(frame: pd.DataFrame) -> dict[str, str]:
+    """Return by which name the page knows each series: its row, its bar, its timeline."""
+    return {group: f"s{index}" for index, group in enumerate(frame["group"])}
+
+
+def build(frame: pd.DataFrame) -> Table:
     """Return one row a series; what all have in common is no column."""
-    if frame.empty:
-        return Table([], [], [])
     names = ["strategy", *varying(frame)]
     figures = figures_of(frame)
     columns = [Column(HEADINGS.get(name, name), "", is_number=False) for name in names]
     columns.append(Column("outcome", "", is_number=False))
     columns += [Column(f.heading, f.unit, is_number=True) for f in figures]
-    rows = [_row(row, names, figures, ids) for _, row in frame.iterrows()]
+    known_as = ids(frame)
+    rows = [_row(row, names, figures, known_as) for _, row in frame.iterrows()]
     choices = []
     for index, column in enumerate(columns[: len(names) + 1]):
         texts = list(dict.fromkeys(row.data[index].text for row in rows))

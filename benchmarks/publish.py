@@ -1,0 +1,247 @@
+"""Measures the published runs again, or says which of them are older than the code they show.
+
+``make publish`` prints its plan and how long it will take, measures every run of
+results/published/runs.yaml into results/publishing, and puts them in place when all are whole; a call
+after it was stopped goes on where it was. Nothing else may run on the machine meanwhile: it refuses
+where something does. ``make publish ARGS=--status`` only reads. ::
+
+    .venv/bin/python benchmarks/publish.py [--status | --plan | --predict] [--anyway] [RUN ...]
+"""
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Final
+
+import yaml
+
+from harness import environment, journal, registry, sources
+from harness.record import Outcome, Result
+from harness.report import captions
+from harness.report.checked import FILE as PREDICTED
+from harness.report.standing import since, standing
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+PUBLISHED: Final = Path("results/published")
+PUBLISHING: Final = Path("results/publishing")
+QUIET_LOAD: Final = 0.3
+"""The load average of a minute below which nothing else runs; an idle desktop has 0.1."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A published run: its name, what measures it, and what was measured the last time."""
+
+    name: str
+    command: tuple[str, ...]
+    results: tuple[Result, ...]
+
+    @property
+    def took_s(self) -> float:
+        """How long it took the last time, from its first cell to its last."""
+        starts = [datetime.fromisoformat(one.started_at) for one in self.results if one.started_at]
+        ends = [one.cost.wall_ns / 1e9 for one in self.results[-1:] if one.cost]
+        return (max(starts) - min(starts)).total_seconds() + sum(ends) if starts else 0.0
+
+
+def main() -> None:
+    arguments = _arguments()
+    os.chdir(ROOT)
+    runs = read(ROOT, arguments.runs)
+    if arguments.status:
+        print("\n".join(status(runs, ROOT)))
+        return
+    if arguments.predict:
+        for run in runs:
+            predict(run, PUBLISHED / run.name)
+        fill_pages()
+        return
+    print("\n".join(plan(runs)))
+    if arguments.plan:
+        return
+    if not arguments.anyway and (why := why_not(os.getloadavg()[0], environment.code())):
+        sys.exit(f"error: {why}")
+    for run in runs:
+        measure(run)
+    for run in runs:
+        put_in_place(ROOT / PUBLISHING / run.name, ROOT / PUBLISHED / run.name)
+        predict(run, ROOT / PUBLISHED / run.name)
+    shutil.rmtree(ROOT / PUBLISHING)
+    fill_pages()
+    print("done: look at `git diff`, and at the texts around the tables, then commit")
+
+
+def read(root: Path, names: Sequence[str] = ()) -> list[Run]:
+    """Return the published runs, all or those that are named, in the order of runs.yaml."""
+    commands = yaml.safe_load((root / PUBLISHED / "runs.yaml").read_text(encoding="utf-8"))
+    for name in names:
+        if name not in commands:
+            sys.exit(f"error: no published run {name!r}; there are {', '.join(commands)}")
+    runs = []
+    for name, command in commands.items():
+        if not names or name in names:
+            folder = root / PUBLISHED / name
+            results = journal.read(folder).results if folder.exists() else ()
+            runs.append(Run(name, tuple(shlex.split(command)), tuple(results)))
+    return runs
+
+
+def status(runs: Iterable[Run], root: Path) -> list[str]:
+    """Return a line a run: of which commit and days it is, and whether its code has changed."""
+    runs = list(runs)
+    stands = {run.name: standing(run.results, root) for run in runs}
+    lines = []
+    for run in runs:
+        said = (
+            f"{captions.code(run.results)}: {stands[run.name]}" if run.results else "never measured"
+        )
+        lines += [f"{run.name}: {said}", *predictions(run, root)]
+    stale = [run.name for run in runs if stands[run.name].is_stale or not run.results]
+    lines.append(
+        f"{len(stale)} of {len(runs)} are older than their code, or were never measured:"
+        f" {', '.join(stale)}"
+        if stale
+        else f"all {len(runs)} are of their code as it is"
+    )
+    return lines
+
+
+def predictions(run: Run, root: Path) -> list[str]:
+    """Return a line on a run's predictions where it has some: whether they are of older code."""
+    path = root / PUBLISHED / run.name / PREDICTED
+    if not path.exists():
+        return []
+    told = json.loads(path.read_text(encoding="utf-8"))
+    commit = told["environment"]["git_commit"]
+    said = captions.when_and_what([(told["environment"], told["predicted_at"])])
+    files = {*(root / "harness" / "predict").glob("*.py")}
+    for cell in {one.cell.strategy: one.cell for one in run.results}.values():
+        files.update(sources.deciding(registry.strategy(cell.strategy, cell.operation).path, cell))
+    changed = since(root, commit, sorted(files)) if commit else None
+    older = {None: "cannot tell: git does not know it", "": "of its code as it is"}
+    return [f"  its predictions: {said}: {older.get(changed, f'OLDER than its code ({changed})')}"]
+
+
+def plan(runs: Sequence[Run]) -> list[str]:
+    """Return what will be run, and how long each took the last time."""
+    lines = [f"{run.took_s / 60:5.0f} min  weighin {shlex.join(run.command)}" for run in runs]
+    total = sum(run.took_s for run in runs) / 60
+    lines.append(f"{total:5.0f} min in all, as long as the published runs took, and the time to")
+    return [
+        *lines,
+        "           make checkpoints that are not in the cache. Stopped, it goes on where it was.",
+    ]
+
+
+def why_not(load: float, code: dict[str, object]) -> str:
+    """Return why nothing that is measured now should be published; empty where nothing speaks against it."""
+    if load > QUIET_LOAD:
+        return (
+            f"this machine is not quiet: load average {load:.2f}, above {QUIET_LOAD}. Times would be"
+            " wrong. Stop what else runs and wait a minute, or ARGS=--anyway"
+        )
+    if code["git_dirty"] is not False:
+        return (
+            "tracked files differ from the commit that the records would name. Commit first, or"
+            " ARGS=--anyway"
+        )
+    return ""
+
+
+def measure(run: Run) -> None:
+    """Measure a run into results/publishing, or what is left of it."""
+    folder = PUBLISHING / run.name
+    verb, *rest = run.command
+    if (folder / journal.PLAN).exists():
+        _refuse_other_code(folder)
+        arguments = [verb, "--resume", str(folder)]
+    else:
+        arguments = [verb, *rest, "--out", str(folder)]
+    print(f"\nweighin {shlex.join(arguments)}", flush=True)
+    done = subprocess.run([sys.executable, "-m", "harness", *arguments], check=False)
+    if done.returncode:
+        sys.exit(f"error: weighin ended with {done.returncode}. The same command goes on from here")
+    wrong = [one for one in journal.read(folder).results if one.outcome in _NO_FIGURES]
+    if wrong:
+        sys.exit(
+            f"error: {folder}: {wrong[0].cell.strategy} is {wrong[0].outcome}: {wrong[0].message}"
+        )
+    before = {one.cell.isolation for one in run.results}
+    now = {one.cell.isolation for one in journal.read(folder).results}
+    if before and now != before:
+        sys.exit(
+            f"error: {folder} was measured with {', '.join(now)}, and the published one with"
+            f" {', '.join(before)}: start the engine, and rm -r {folder}"
+        )
+
+
+_NO_FIGURES: Final = {
+    Outcome.MEASUREMENT_FAILED, Outcome.WRONG_WEIGHTS, Outcome.STRATEGY_FAILED, Outcome.SKIPPED,
+}  # fmt: skip
+
+
+def _refuse_other_code(folder: Path) -> None:
+    now = environment.code()["git_commit"]
+    then = {one.environment.get("git_commit") for one in journal.read(folder).results}
+    if then - {now}:
+        sys.exit(
+            f"error: {folder} was begun at commit {', '.join(str(one)[:10] for one in then)}, and this"
+            f" is {str(now)[:10]}: check that one out to go on, or begin again: rm -r {folder}"
+        )
+
+
+def put_in_place(measured: Path, published: Path) -> None:
+    """Replace a published run by what was measured: the same files, with samples of first repeats."""
+    names = {"records.jsonl", "report.md", "summary.csv"}
+    if published.exists():
+        names = {path.name for path in published.iterdir() if path.is_file()} - {PREDICTED}
+    ready = measured / "published"
+    shutil.rmtree(ready, ignore_errors=True)
+    ready.mkdir()
+    for name in sorted(names):
+        if (measured / name).exists():
+            shutil.copy2(measured / name, ready / name)
+    if (published / "samples").is_dir():
+        (ready / "samples").mkdir()
+        for path in sorted((measured / "samples").glob("*-r0.csv")):
+            shutil.copy2(path, ready / "samples" / path.name)
+    shutil.rmtree(published, ignore_errors=True)
+    ready.rename(published)
+
+
+def predict(run: Run, published: Path) -> None:
+    """Predict a run's loads, and keep that beside what was measured."""
+    if any(one.cell.operation == "save" for one in run.results):
+        return
+    command = [sys.executable, "-m", "harness", "predict", "--check", str(published), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    (published / PREDICTED).write_text(json.dumps(json.loads(done.stdout), indent=1) + "\n")
+
+
+def fill_pages() -> None:
+    """Fill the tables, as make pages does."""
+    subprocess.run(["make", "--no-print-directory", "pages"], check=True)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="only these; none: all")
+    parser.add_argument("--status", action="store_true", help="say which are older than their code")
+    parser.add_argument("--predict", action="store_true", help="only make the predictions again")
+    parser.add_argument("--plan", action="store_true", help="say what would be run, and how long")
+    parser.add_argument(
+        "--anyway", action="store_true", help="on a busy machine, or uncommitted code"
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Each table says of which commit its figures are, and of which days."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from factories import ENVIRONMENT, make_result, make_skipped
+from sweeps import a_sweep
+from test_floors_report import a_search
+from test_notebook import gpu_cell
+
+from harness import journal
+from harness.record import Result
+from harness.report import captions
+from harness.report.floors import markdown_agreement, markdown_floors
+from harness.report.notebook import markdown_notebook
+from harness.report.passes import markdown_passes
+from harness.report.relative import markdown_relative
+from harness.report.survival import markdown_survival
+from harness.report.tables import markdown_table
+
+PUBLISHED = sorted((Path(__file__).parents[2] / "results" / "published").glob("*/records.jsonl"))
+FIRST = "d71778a29df10d4156e90df353546738e2f4fe82"
+SECOND = "f3e40feab4d3f8a62a1f5a3f3a8f2a5e0c4b1d2e"
+
+
+def of_commit(result: Result, commit: str | None, day: str, **environment: object) -> Result:
+    known = ENVIRONMENT | {"git_commit": commit} | environment
+    return replace(result, environment=known, started_at=f"{day}T03:04:05+00:00" if day else "")
+
+
+@pytest.mark.parametrize(
+    ("results", "said"),
+    [
+        ([of_commit(make_result(), FIRST, "2026-11-23")], "commit d71778a29d, 2026-11-23"),
+        (
+            [of_commit(make_result(), FIRST, day) for day in ("2026-11-23", "2026-11-21")],
+            "commit d71778a29d, 2026-11-21 to 2026-11-23",
+        ),
+        (
+            [of_commit(make_result(), commit, "2026-11-23") for commit in (FIRST, SECOND)],
+            "commits d71778a29d, f3e40feab4, 2026-11-23",
+        ),
+        (
+            [of_commit(make_result(), FIRST, "2026-11-23", git_dirty=True)],
+            "commit d71778a29d with changes, 2026-11-23",
+        ),
+        ([make_result()], "commit unknown, 2025-01-02"),
+        ([of_commit(make_result(), FIRST, "")], "commit d71778a29d, date unknown"),
+        (
+            [of_commit(make_result(), FIRST, "2026-11-23"), make_skipped()],
+            "commit d71778a29d, 2026-11-23",
+        ),
+        ([make_skipped()], "commit unknown, date unknown"),
+    ],
+)
+def test_what_was_measured_is_said_by_commit_and_days(results: list[Result], said: str) -> None:
+    assert captions.code(results) == said
+    assert markdown_table(results).endswith(f" · {said}")
+
+
+@pytest.mark.parametrize(
+    "tell",
+    [
+        markdown_table,
+        markdown_relative,
+        markdown_survival,
+        markdown_floors,
+        lambda results: markdown_agreement({"a": results, "b": results}),
+    ],
+)
+@pytest.mark.parametrize("make", [a_sweep, a_search])
+def test_every_table_says_commit_and_day(tell, make) -> None:
+    results = [of_commit(one, FIRST, "2026-11-23") for one in make()]
+    assert " · commit d71778a29d, 2026-11-23" in tell(results)
+
+
+def test_the_table_of_passes_says_them() -> None:
+    results = [of_commit(one, FIRST, "2026-11-23") for one in a_sweep()]
+    assert markdown_passes(results).endswith(" · commit d71778a29d, 2026-11-23")
+
+
+def test_the_notebooks_table_says_them_too() -> None:
+    results = [of_commit(gpu_cell("baseline", 12.832), FIRST, "2026-11-23")]
+    assert markdown_notebook(results).endswith(" · commit d71778a29d, 2026-11-23")
+
+
+@pytest.mark.parametrize("records", PUBLISHED, ids=lambda path: path.parent.name)
+def test_the_commit_of_every_published_table_is_known(records: Path) -> None:
+    results: Sequence[Result] = journal.read(records.parent).results
+    assert "unknown" not in captions.code(results)
+    assert captions.code(results) in (records.parent / "report.md").read_text()

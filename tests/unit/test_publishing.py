@@ -1,0 +1,296 @@
+"""make publish: what measures each published run, and which are older than their code."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from factories import make_cell, make_result
+
+from harness import cli, journal, registry, runner, sources
+from harness.cell import Cell
+from harness.isolation import choice
+from harness.isolation.process import ProcessIsolation
+from harness.record import Outcome, Result
+from harness.report.standing import standing
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def publish() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("publish", ROOT / "benchmarks" / "publish.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["publish"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def git(root: Path, *arguments: str) -> str:
+    command = ["git", "-C", root, "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.fixture
+def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A git work tree with a copy of our code, of which sources and strategies are taken."""
+    root = tmp_path / "copy"
+    root.mkdir()
+    for folder in ("harness", "strategies", "configs"):
+        subprocess.run(["cp", "-r", ROOT / folder, root], check=True)
+    git(root, "init", "--quiet")
+    (root / ".gitignore").write_text("__pycache__/\n")
+    git(root, "add", ".")
+    git(root, "commit", "--quiet", "-m", "first")
+    monkeypatch.setattr(sources, "_PACKAGE", root / "harness")
+    monkeypatch.setattr(registry, "_PACKAGE", root / "harness")
+    return root
+
+
+def change(root: Path, name: str) -> None:
+    with (root / name).open("a") as file:
+        file.write("# changed\n")
+
+
+def measured(strategy: str, commit: str | None = None, *, hashed: bool = False) -> Result:
+    cell = replace(make_cell(strategy), model=registry.model("gpt2-tiny"))
+    one = replace(make_result(cell), environment={"git_commit": commit, "git_dirty": False})
+    path = registry.strategy(strategy).path
+    return replace(one, sources_hash=sources.hashed(path, cell)) if hashed else one
+
+
+def test_a_run_of_the_code_as_it_is_is_not_stale(copy: Path) -> None:
+    head = git(copy, "rev-parse", "HEAD")
+    for results in ([measured("baseline", head)], [measured("baseline", hashed=True)]):
+        assert str(standing(results, copy)) == "of its code as it is"
+        assert not standing(results, copy).is_stale
+
+
+def test_a_record_with_a_hash_is_stale_where_its_sources_are_others(copy: Path) -> None:
+    results = [measured(name, hashed=True) for name in ("baseline", "streaming")]
+    change(copy, "harness/checkpoint/streaming.py")
+    change(copy, "harness/report/tables.py")
+    assert str(standing(results, copy)) == "OLDER than its code: streaming (other sources)"
+
+
+def test_a_record_without_one_is_stale_by_git_for_those_files_alone(copy: Path) -> None:
+    head = git(copy, "rev-parse", "HEAD")
+    results = [measured(name, head) for name in ("baseline", "sequential", "streaming")]
+    change(copy, "harness/report/tables.py")
+    git(copy, "commit", "--quiet", "-a", "-m", "a page")
+    assert not standing(results, copy).is_stale
+    change(copy, "harness/checkpoint/pieces.py")
+    git(copy, "commit", "--quiet", "-a", "-m", "the loader")
+    change(copy, "harness/checkpoint/streaming.py")
+    assert str(standing(results, copy)) == (
+        "OLDER than its code: streaming (1 commit since and edited)"
+    )
+    git(copy, "commit", "--quiet", "-a", "-m", "the loader again")
+    change(copy, "harness/worker/touch.py")
+    git(copy, "commit", "--quiet", "-a", "-m", "the worker")
+    assert str(standing(results, copy)) == (
+        "OLDER than its code: baseline, sequential (1 commit since); streaming (3 commits since)"
+    )
+
+
+def test_it_is_said_where_it_cannot_be_told(copy: Path) -> None:
+    results = [measured("baseline"), measured("streaming", "d" * 40)]
+    said = standing(results, copy)
+    assert str(said) == (
+        "cannot tell: baseline (its commit is not known); streaming (git does not know dddddddddd)"
+    )
+    assert not said.is_stale
+    (copy / "strategies" / "baseline.py").unlink()
+    assert str(standing(results[:1], copy)) == "OLDER than its code: baseline (gone)"
+
+
+def test_the_status_names_what_is_stale_with_commit_and_day(
+    publish: ModuleType, copy: Path
+) -> None:
+    head = git(copy, "rev-parse", "HEAD")
+    folder = copy / "results" / "published"
+    for name, strategy in {"a": "baseline", "b": "streaming"}.items():
+        journal.append(folder / name, measured(strategy, head))
+    (folder / "runs.yaml").write_text("a: bench a\nb: bench b\nc: floor c\n")
+    change(copy, "harness/checkpoint/streaming.py")
+    git(copy, "add", ".")
+    git(copy, "commit", "--quiet", "-m", "second")
+    assert publish.status(publish.read(copy), copy) == [
+        f"a: commit {head[:10]}, 2025-01-02: of its code as it is",
+        f"b: commit {head[:10]}, 2025-01-02: OLDER than its code: streaming (1 commit since)",
+        "c: never measured",
+        "2 of 3 are older than their code, or were never measured: b, c",
+    ]
+    assert publish.status(publish.read(copy, ["a"]), copy)[1] == "all 1 are of their code as it is"
+
+
+def test_every_published_run_has_its_command_and_its_commit(publish: ModuleType) -> None:
+    runs = publish.read(ROOT)
+    folders = {path.parent.name for path in ROOT.glob("results/published/*/records.jsonl")}
+    assert {run.name for run in runs} == folders
+    lines = publish.status(runs, ROOT)
+    assert "unknown" not in " ".join(lines)
+    for run in runs:
+        [line] = [line for line in lines if line.startswith(f"{run.name}: ")]
+        assert line.startswith(f"{run.name}: commit ")
+
+
+def test_the_status_says_of_which_code_predictions_are(publish: ModuleType, copy: Path) -> None:
+    head = git(copy, "rev-parse", "HEAD")
+    run = publish.Run("a", ("bench", "a"), (measured("baseline", head),))
+    folder = copy / "results" / "published" / "a"
+    folder.mkdir(parents=True)
+    assert publish.predictions(run, copy) == []
+    told = {"predicted_at": "2026-11-24T01:02:03+00:00", "environment": {"git_commit": head}}
+    (folder / "predicted.json").write_text(json.dumps(told))
+    said = f"  its predictions: commit {head[:10]}, 2026-11-24: "
+    assert publish.predictions(run, copy) == [said + "of its code as it is"]
+    change(copy, "harness/predict/heap.py")
+    git(copy, "commit", "--quiet", "-a", "-m", "the heap")
+    assert publish.predictions(run, copy) == [said + "OLDER than its code (1 commit since)"]
+
+
+def series(cells: Sequence[Cell]) -> set[str]:
+    """What tells the series apart; another limit of a floor's search is no other series."""
+    apart = ("repeat", "isolation")
+    names = ({k: v for k, v in asdict(cell).items() if k not in apart} for cell in cells)
+    return {json.dumps(name, sort_keys=True) for name in names}
+
+
+def test_each_command_plans_the_cells_that_were_published(
+    publish: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise SystemExit(0)
+
+    monkeypatch.setattr(choice, "choose", lambda name, **_: (ProcessIsolation(), ""))
+    monkeypatch.setattr(runner, "run", stop)
+    monkeypatch.setattr("harness.bench._check_machine", lambda _: None)
+    monkeypatch.chdir(ROOT)
+    for run in publish.read(ROOT):
+        folder = tmp_path / run.name
+        monkeypatch.setattr(sys, "argv", ["weighin", *run.command, "--out", str(folder)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert ended.value.code == 0
+        planned = series(journal.read_plan(folder).cells)
+        is_search = run.command[0] == "floor"
+        told = [one.cell for one in run.results if not is_search or not one.cell.ram_limit_bytes]
+        assert series(told) <= planned
+        if "ram-sweep" not in " ".join(run.command):
+            assert series(told) == planned
+
+
+def test_the_plan_says_how_long_each_run_took(publish: ModuleType) -> None:
+    first = make_result()
+    last = replace(make_result(), started_at="2025-01-02T03:09:05+00:00")
+    assert last.cost
+    last = replace(last, cost=replace(last.cost, wall_ns=60 * 10**9))
+    run = publish.Run("a", ("bench", "gpt2-xl", "--ram", "8g"), (first, last))
+    lines = publish.plan([run, run])
+    assert lines[:2] == ["    6 min  weighin bench gpt2-xl --ram 8g"] * 2
+    assert lines[2].startswith("   12 min in all")
+
+
+@pytest.mark.parametrize(
+    ("load", "dirty", "said"),
+    [
+        (0.1, False, ""),
+        (1.5, False, "this machine is not quiet: load average 1.50, above 0.3"),
+        (0.1, True, "tracked files differ from the commit"),
+        (0.1, None, "tracked files differ from the commit"),
+    ],
+)
+def test_a_busy_machine_or_uncommitted_code_publishes_nothing(
+    publish: ModuleType, load: float, dirty: bool | None, said: str
+) -> None:
+    why = publish.why_not(load, {"git_commit": "a", "git_dirty": dirty})
+    assert why.startswith(said)
+    assert bool(why) == bool(said)
+
+
+class Weighin:
+    """Stands for `python -m harness ...`: notes how it is called, and leaves a run's folder."""
+
+    def __init__(self, results: Sequence[Result], code: int = 0) -> None:
+        self.results, self.code = results, code
+        self.calls: list[list[str]] = []
+
+    def __call__(self, command: list[str], **_: Any) -> Any:
+        self.calls.append(command[3:])
+        folder = Path(command[command.index("--out" if "--out" in command else "--resume") + 1])
+        journal.write_plan(folder, [one.cell for one in self.results])
+        for one in self.results:
+            journal.append(folder, one)
+        return subprocess.CompletedProcess(command, self.code)
+
+
+def test_a_stopped_run_goes_on_and_other_code_does_not(
+    publish: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(publish.environment, "code", lambda: {"git_commit": "a" * 40})
+    result = replace(make_result(), environment={"git_commit": "a" * 40})
+    run = publish.Run("x", ("bench", "gpt2-tiny"), (result,))
+    weighin = Weighin([result], code=130)
+    monkeypatch.setattr(publish.subprocess, "run", weighin)
+    with pytest.raises(SystemExit, match="The same command goes on from here"):
+        publish.measure(run)
+    weighin.code = 0
+    publish.measure(run)
+    assert weighin.calls == [
+        ["bench", "gpt2-tiny", "--out", "results/publishing/x"],
+        ["bench", "--resume", "results/publishing/x"],
+    ]
+    monkeypatch.setattr(publish.environment, "code", lambda: {"git_commit": "b" * 40})
+    with pytest.raises(SystemExit, match="was begun at commit aaaaaaaaaa, and this is bbbbbbbbbb"):
+        publish.measure(run)
+    assert len(weighin.calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"outcome": Outcome.WRONG_WEIGHTS, "message": "h.0 differs"}, "is wrong_weights: h.0"),
+        (
+            {"cell": make_cell(isolation="cgroup")},
+            "was measured with cgroup, and the published one",
+        ),
+    ],
+)
+def test_what_should_not_be_published_stops_it(
+    publish: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(publish.subprocess, "run", Weighin([replace(make_result(), **changes)]))
+    with pytest.raises(SystemExit, match=said):
+        publish.measure(publish.Run("x", ("bench", "gpt2-tiny"), (make_result(),)))
+
+
+def test_a_whole_run_takes_the_place_of_the_published_one(
+    publish: ModuleType, tmp_path: Path
+) -> None:
+    measured, published = tmp_path / "measured", tmp_path / "published"
+    for folder, text in ((measured, "new"), (published, "old")):
+        (folder / "samples").mkdir(parents=True)
+        for name in ("records.jsonl", "report.md", "peaks.png"):
+            (folder / name).write_text(text)
+        (folder / "samples" / f"{text}-r0.csv").write_text(text)
+    (measured / "samples" / "new-r1.csv").write_text("new")
+    (measured / "plan.json").write_text("of this machine")
+    (published / "predicted.json").write_text("old")
+    publish.put_in_place(measured, published)
+    found = {str(path.relative_to(published)) for path in published.rglob("*") if path.is_file()}
+    assert found == {"records.jsonl", "report.md", "peaks.png", "samples/new-r0.csv"}
+    assert (published / "records.jsonl").read_text() == "new"

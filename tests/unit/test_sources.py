@@ -1,0 +1,96 @@
+"""Which of our sources decide a cell's figures, and the hash of them that its record keeps."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from factories import make_cell
+
+from harness import registry, sources
+from harness.cell import Operation
+
+ROOT = Path(__file__).parents[2]
+
+
+def deciding(strategy: str, operation: Operation = "load") -> set[str]:
+    info = registry.strategy(strategy, operation)
+    found = sources.deciding(info.path, cell(strategy, operation))
+    return {str(path.relative_to(ROOT)) for path in found}
+
+
+def cell(strategy: str, operation: Operation = "load"):
+    return replace(make_cell(strategy, operation=operation), model=registry.model("gpt2-tiny"))
+
+
+def test_a_strategy_is_decided_by_itself_the_model_and_the_worker() -> None:
+    found = deciding("baseline")
+    assert {
+        "strategies/baseline.py",
+        "harness/models/gpt2.py",
+        "harness/worker/__main__.py",
+        "harness/worker/loading.py",
+        "harness/worker/touch.py",
+    } <= found
+    assert not {"harness/checkpoint/streaming.py", "harness/worker/body.py"} & found
+    assert not [name for name in found if name.startswith(("harness/report", "harness/runner"))]
+
+
+def test_a_strategy_is_decided_by_the_loader_and_the_layouts_that_it_imports() -> None:
+    found = deciding("streaming")
+    assert {"harness/checkpoint/streaming.py", "harness/checkpoint/pieces.py"} <= found
+    assert "harness/checkpoint/layouts/pt.py" in found
+    assert "harness/models/llama.py" not in found
+
+
+def test_a_save_is_decided_by_what_writes_and_reads_back() -> None:
+    assert {"strategies/saving/torch_save.py", "harness/worker/saving.py"} <= deciding(
+        "torch_save", "save"
+    )
+
+
+def test_the_hash_changes_with_the_strategys_file_and_with_nothing_else(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text("def load(job): ...\n")
+    first = sources.hashed(mine, cell("mine"))
+    (tmp_path / "copy").mkdir()
+    copy = tmp_path / "copy" / "mine.py"
+    copy.write_text(mine.read_text())
+    assert sources.hashed(copy, cell("mine")) == first
+    mine.write_text("def load(job): pass\n")
+    assert sources.hashed(mine, cell("mine")) != first
+
+
+def test_the_hash_changes_with_what_a_strategy_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text("from harness.checkpoint import streaming\ndef load(job): ...\n")
+    first = sources.hashed(mine, cell("mine"))
+    package = tmp_path / "harness"
+    subprocess.run(["cp", "-r", ROOT / "harness", package], check=True)
+    monkeypatch.setattr(sources, "_PACKAGE", package)
+    assert sources.hashed(mine, cell("mine")) == first
+    with (package / "checkpoint" / "pieces.py").open("a") as file:
+        file.write("# changed\n")
+    assert sources.hashed(mine, cell("mine")) != first
+    subprocess.run(
+        ["cp", ROOT / "harness/checkpoint/pieces.py", package / "checkpoint"], check=True
+    )
+    with (package / "runner.py").open("a") as file:
+        file.write("# changed\n")
+    assert sources.hashed(mine, cell("mine")) == first
+
+
+def test_no_source_is_imported_for_it() -> None:
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from harness import registry, sources\n"
+        "from harness.cell import Cell\n"
+        "info = registry.strategy('streaming')\n"
+        "sources.hashed(info.path, Cell(registry.model('gpt2-tiny'), 'streaming', 'process'))\n"
+        "print('torch' in sys.modules, 'harness.checkpoint.streaming' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]
