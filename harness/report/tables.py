@@ -74,7 +74,7 @@ def write_markdown(
     if said:
         print("\n## Warnings\n", file=file)
         print(*(f"- {escaped(warning)}" for warning in said), sep="\n", file=file)
-    if notes := note_lines(frame):
+    if notes := [*captions.note_unused(results), *note_lines(frame)]:
         print("\n## What the figures are\n", file=file)
         print(*(f"- {escaped(line)}" for line in notes), sep="\n", file=file)
     for image in images:

@@ -48,7 +48,8 @@ def terminal_table(results: Sequence[Result]) -> RenderableType:
     mixed = captions.mixed_machines([result.environment for result in results])
     parts += [Text(text, style="yellow") for text in mixed]
     parts.append(Text(captions.shared(frame, results), style="dim"))
-    parts += [Text(line, style="dim") for line in note_lines(frame)]
+    notes = [*captions.note_unused(results), *note_lines(frame)]
+    parts += [Text(line, style="dim") for line in notes]
     return Group(*parts)
 
 

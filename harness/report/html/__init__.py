@@ -35,7 +35,7 @@ def render(run: Path, results: Sequence[Result], warnings: Sequence[str] = ()) -
             title=f"{captions.doing(frame).capitalize()} {', '.join(models)}"
             if models
             else "A run without cells",
-            paragraphs=summary.paragraphs(frame, results),
+            paragraphs=[*summary.paragraphs(frame, results), *captions.note_unused(results)],
             shared=captions.shared(frame, results),
             warnings=facts.warnings(results, warnings),
             table=table.build(frame, ids),
