@@ -2,18 +2,22 @@
 
 * **killed**: it did not end ok, and the kernel's counters say that it killed a process of the cell
   for lack of memory; or the CUDA allocator refused.
-* **thrashes**: it lost time for lack of memory. Either of two signs is enough:
+* **thrashes**: its memory met the limit, and it lost time for lack of memory. A cell whose cgroup
+  peaked below its limit (the soft one, where it has one) does not thrash, whatever else it shows:
+  pages that the kernel took back for the machine's sake say nothing of this limit. Where the peak
+  is not known, it may have met the limit. Either of two signs says that time was lost:
 
   - Its tasks waited for memory during ``STALLED_SHARE`` of the load or more (PSI some).
   - At least ``REFAULTS_PER_MODEL`` of the model's size was read again after the kernel had taken it
     back (refaults), and it took ``SLOWDOWN`` times as long as without a limit, or did not end in
     the time allowed. Where there is no ok cell without a limit, the one of the same series under
-    the highest limit above stands for it; where there is none, the refaults alone decide.
+    the highest limit above stands for it; where there is none, refaults decide nothing.
 
 * **survives**: it ended ok, and did not thrash. Page cache that fills the limit is no reason.
 
-All else has no verdict: nothing was limited, or it failed for another reason than memory. Time and
-refaults are those of the load until ready and of the forward passes after it; PSI is the load's.
+All else has no verdict: nothing was limited, or it failed for another reason than memory. Time,
+refaults and the peak are those of the load until ready and of the forward passes after it; PSI is
+the load's.
 """
 
 from collections.abc import Iterable
@@ -59,8 +63,9 @@ def judge(result: Result, reference_ns: int | None = None) -> Judgement | None:
     reread, pages = _reread(result)
     slow, times = _slow(result, reference_ns)
     stalled, waits = _stalled(result)
-    reason = "; ".join([*times, *pages, *waits])
-    if result.outcome in (Outcome.OK, Outcome.TIMEOUT) and (stalled or (reread and slow)):
+    looks_so, below = stalled or (reread and slow), _below(result)
+    reason = "; ".join([*(below if looks_so else []), *times, *pages, *waits])
+    if result.outcome in (Outcome.OK, Outcome.TIMEOUT) and looks_so and not below:
         return Judgement(Verdict.THRASHES, reason)
     return Judgement(Verdict.SURVIVES, reason) if result.outcome is Outcome.OK else None
 
@@ -96,6 +101,23 @@ def refaults(result: Result) -> int | None:
         return None
     using = [phase.workingset_refault_file for phase in result.phases if phase.name == "forward"]
     return loading + sum(pages for pages in using if pages is not None)
+
+
+def highest_charge(result: Result) -> int | None:
+    """Return the cgroup's peak, of the load and the forward passes, in bytes; None if not known."""
+    if result.peaks.cgroup_bytes is None:
+        return None
+    using = [phase.peak_cgroup_bytes or 0 for phase in result.phases if phase.name == "forward"]
+    return max([result.peaks.cgroup_bytes, *using])
+
+
+def _below(result: Result) -> list[str]:
+    """Say that the cell never met its limit, the soft one where it has one; nothing if it may have."""
+    cell, charge = result.cell, highest_charge(result)
+    limits = [limit for limit in (cell.ram_limit_bytes, cell.ram_high_bytes) if limit is not None]
+    if charge is None or charge >= min(limits, default=0):
+        return []
+    return [f"never met its limit: {format_bytes(charge, digits=2)} at most"]
 
 
 def _killed(result: Result) -> str:
@@ -140,7 +162,7 @@ def _slow(result: Result, reference_ns: int | None) -> tuple[bool, list[str]]:
     if result.outcome is Outcome.TIMEOUT:
         return True, [result.message]
     if spent_ns is None or not reference_ns:
-        return True, [] if spent_ns is None else [format_seconds(spent_ns)]
+        return False, [] if spent_ns is None else [format_seconds(spent_ns)]
     ratio = spent_ns / reference_ns
     peace = format_seconds(reference_ns)
     return ratio >= SLOWDOWN, [f"{format_seconds(spent_ns)}, {ratio:.1f}x the {peace} in peace"]

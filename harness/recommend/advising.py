@@ -19,7 +19,8 @@ from harness.plan import Planned
 from harness.predict.predicting import predict
 from harness.predict.prediction import Prediction
 from harness.recommend.evidence import Evidence, find
-from harness.recommend.judging import SAVED_AS, Candidate, Limits, Verdict, judge, ranked, slowness
+from harness.recommend.judging import SAVED_AS, Candidate, Limits, Verdict, judge, slowness
+from harness.recommend.ordering import ranked
 from harness.recommend.snippet import CannotWriteOut, snippet
 from harness.units import format_bytes, format_exact
 
@@ -27,6 +28,7 @@ SCHEMA: Final = 1
 ALLOWED: Final = ("resave", "packages", "weighin")
 """What a way of loading may ask for, by the words of --allow."""
 
+_MIRROR: Final = "harness.models.mirror:mirror"  # the model of a checkpoint whose own is not known
 _STYLES: Final = {Verdict.FITS: "green", Verdict.TOO_LARGE: "red", Verdict.UNKNOWN: "dim"}
 _HELP: Final = "A smaller dtype (--dtype bf16) or a higher limit may help."
 _USABLE: Final = (Verdict.FITS, Verdict.THRASHES, Verdict.BARELY)
@@ -60,6 +62,19 @@ class Advice:
         first = self.candidates[0] if self.candidates else None
         return first if first and first.verdict in _USABLE else None
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the answer does not know, and how it would."""
+        asked = self.question
+        if asked.model.builder != _MIRROR:
+            return ()
+        return (
+            f"{asked.model.name} alone tells less than it does with its model: neither what the"
+            " constructor takes, nor buffers that are in no checkpoint, nor what runs of the model"
+            " measured. To count them: weighin recommend --model package:builder --checkpoint"
+            f" {asked.checkpoint}",
+        )
+
     def as_json(self) -> dict[str, Any]:
         """Return all of it for ``--json``."""
         asked = self.question
@@ -73,6 +88,7 @@ class Advice:
             "recommended": self.best.strategy if self.best else None,
             "candidates": [asdict(one) for one in self.candidates],
             "code": self.code,
+            "notes": list(self.notes),
         }
 
 
@@ -80,7 +96,7 @@ def of_checkpoint(path: Path) -> ModelSpec:
     """Return a model of a checkpoint's own keys; raises CheckpointError where it is none."""
     layouts.detect(path)
     where = str(path.resolve())
-    return ModelSpec(path.name, "harness.models.mirror:mirror", {"checkpoint": where})
+    return ModelSpec(path.name, _MIRROR, {"checkpoint": where})
 
 
 def check_allowed(words: Sequence[str]) -> tuple[str, ...]:
@@ -172,6 +188,7 @@ def parts(advice: Advice) -> Iterator[RenderableType]:
             escape(", ".join(map(_asked, one.asks))),
         )
     yield table
+    yield from (f"{escape(note)}\n" for note in advice.notes)
     if advice.best is None:
         yield f"Nothing fits for sure. {_HELP}"
         return

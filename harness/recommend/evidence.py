@@ -10,6 +10,7 @@ from harness import environment, journal
 from harness.cell import Cell
 from harness.record import Outcome, Result
 
+_REPEATS: Final = 2  # as few as show a noise
 _SAME_MACHINE: Final = ("machine", "cpu", "cpus", "ram_bytes")
 
 
@@ -57,11 +58,26 @@ class Evidence:
         That is the smallest above it, and only where there is none the largest below: a load
         that reads its file again and again takes many times as long as it would take here.
         """
-        if not self.ready_s:
+        seconds = self._ready_s_near(limit_bytes)
+        return statistics.median(seconds) if seconds else None
+
+    def noise_s(self, limit_bytes: int | None) -> float | None:
+        """Return the median distance of the repeats from ``median_ready_s``; None without repeats.
+
+        One repeat that something else slowed down moves it little, as it moves the median.
+        """
+        seconds = self._ready_s_near(limit_bytes)
+        if len(seconds) < _REPEATS:
             return None
+        middle = statistics.median(seconds)
+        return statistics.median(abs(one - middle) for one in seconds)
+
+    def _ready_s_near(self, limit_bytes: int | None) -> list[float]:
+        if not self.ready_s:
+            return []
         tried = sorted(self.ready_s, key=_size)
         at = next((one for one in tried if _size(one) >= _size(limit_bytes)), tried[-1])
-        return statistics.median(self.ready_s[at])
+        return self.ready_s[at]
 
 
 def _size(limit_bytes: int | None) -> float:

@@ -1,7 +1,7 @@
-"""What fits under the limits, what does not and why, and in which order to try it."""
+"""What fits under the limits, what does not and why, and how long it should take."""
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
@@ -12,14 +12,10 @@ from harness.recommend.evidence import Evidence
 from harness.registry import StrategyInfo
 from harness.units import MIB, format_bytes
 
-# Times of one machine repeat within about 1.5, and a prediction is as rough: nobody should save a
-# checkpoint again or install a package for less than this. An import of torch's own takes seconds
-# on a busy machine.
+MEASURED: Final = "measured"
 SAVED_AS: Final = "saved as "
 """How a wish for another layout begins; any other wish is a package."""
 
-_AS_FAST: Final = 2.0
-_AS_FAST_S: Final = 2.0
 _DOUBT_SHARE, _DOUBT_BYTES = 0.02, 32 * MIB  # how exactly floors are predicted
 _OURS: Final = frozenset({"streaming"})
 _PACKAGES: Final = {"safetensors_mmap": "safetensors", "safetensors_copy": "safetensors", "sharded": "safetensors"}  # fmt: skip
@@ -52,6 +48,7 @@ class Candidate:
         need_bytes: of RAM: the smallest limit under which it works.
         margin_bytes: what the limit leaves; None without a limit.
         ready_s: until every byte was read through once.
+        noise_s: how far its repeats are from ``ready_s``; None where that shows no noise.
         memory_from, time_from: "measured" or "predicted"; empty where nothing is known.
         asks: what it wants beside the checkpoint as it is, in a few words each.
     """
@@ -67,6 +64,7 @@ class Candidate:
     memory_from: str = ""
     time_from: str = ""
     asks: tuple[str, ...] = ()
+    noise_s: float | None = None
 
 
 def judge(
@@ -81,7 +79,7 @@ def judge(
     cell, ready_s, time_from = prediction.cell, None, ""
     measured_s = evidence.median_ready_s(limits.ram_bytes) if evidence else None
     if measured_s is not None:
-        ready_s, time_from = measured_s, "measured"
+        ready_s, time_from = measured_s, MEASURED
     elif calibration and not prediction.cannot:
         ready_s, time_from = predicted_ready_s(prediction, calibration), "predicted"
     need, memory_from = prediction.floor_bytes, "predicted"
@@ -106,28 +104,8 @@ def judge(
         memory_from=memory_from if need is not None else "",
         time_from=time_from,
         asks=tuple(_asks(info, cell.format, layout)),
+        noise_s=evidence.noise_s(limits.ram_bytes) if evidence else None,
     )
-
-
-def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return them in the order in which to try them: by ready time, then by how little they ask."""
-    order = list(Verdict)
-    fastest: dict[Verdict, float] = {}
-    for one in candidates:
-        if one.ready_s is not None:
-            fastest[one.verdict] = min(one.ready_s, fastest.get(one.verdict, one.ready_s))
-
-    def key(one: Candidate) -> tuple[object, ...]:
-        time_s = one.ready_s if one.ready_s is not None else float("inf")
-        best_s = fastest.get(one.verdict, 0.0)
-        # How often a file is read again depends on the limit: no time is that of another limit.
-        is_as_fast = one.verdict is Verdict.THRASHES or time_s <= max(
-            _AS_FAST * best_s, best_s + _AS_FAST_S
-        )
-        little = (len(one.asks), one.need_bytes or 0) if is_as_fast else (0, 0)
-        return order.index(one.verdict), not is_as_fast, *little, time_s, one.strategy
-
-    return sorted(candidates, key=key)
 
 
 def predicted_ready_s(prediction: Prediction, calibration: Calibration) -> float:

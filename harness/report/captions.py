@@ -177,3 +177,22 @@ def note_figures(*, doing: str, cuda: bool, repeats: int) -> list[str]:
 
 def _few(names: Sequence[str]) -> list[str]:
     return list(names) if len(names) <= 4 else [*names[:3], f"and {len(names) - 3} more"]
+
+
+def note_unused(results: Sequence[Result]) -> list[str]:
+    """Return which models were never called though a pass was asked for: what their ok leaves open."""
+    builders = {
+        one.cell.model.name: one.cell.model.builder.partition(":")[0]
+        for one in results
+        if one.outcome is Outcome.OK and one.cell.operation == "load" and _is_unused(one)
+    }
+    return [
+        f"{name}: no forward pass, so ok says that every weight is right, not that the model runs:"
+        f" {module} gives no example_inputs (docs/models.md)."
+        for name, module in builders.items()
+    ]
+
+
+def _is_unused(result: Result) -> bool:
+    is_called = any(phase.name == "forward" for phase in result.phases)
+    return result.cell.passes > 0 and result.cost is not None and not is_called

@@ -53,7 +53,7 @@ def of(results: Sequence[Result], warnings: Sequence[str] = ()) -> list[Section]
         *_listed("Not ok", tables.what_went_wrong(frame)),
         *_refused(results),
         *_listed("Warnings", [("", one) for one in said], style="yellow"),
-        _figures(frame),
+        _figures(frame, results),
     ]
 
 
@@ -105,14 +105,19 @@ def _refused(results: Sequence[Result]) -> Iterator[Section]:
         )
 
 
-def _figures(frame: pd.DataFrame) -> Section:
-    notes = tables.note_lines(frame)
+def _figures(frame: pd.DataFrame, results: Sequence[Result]) -> Section:
+    unused = captions.note_unused(results)
+    notes = [*unused, *tables.note_lines(frame)]
     return Section(
         FIGURES,
         lambda: Group(*(Text(line, style="dim") for line in notes)),
         lambda: "\n".join(f"- {escaped(line)}" for line in notes),
-        lambda: [Explained(facts.figures(frame))],
+        lambda: [*_items(unused), Explained(facts.figures(frame))],
     )
+
+
+def _items(lines: Sequence[str]) -> list[Block]:
+    return [Items([("", line) for line in lines])] if lines else []
 
 
 def _blocks(*blocks: Block) -> list[Block]:

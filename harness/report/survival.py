@@ -19,8 +19,9 @@ STYLES: Final = {Verdict.SURVIVES: "green", Verdict.THRASHES: "yellow", Verdict.
 MARKS: Final = {Verdict.SURVIVES: "🟢 ", Verdict.THRASHES: "🟡 ", Verdict.KILLED: "🔴 "}
 
 RULE: Final = (
-    f"thrashes: it waited for memory {STALLED_SHARE:.0%} of the time or more; or it read at least"
-    f" {REFAULTS_PER_MODEL:.0%} of the model again and took {SLOWDOWN:g}x the time without a limit."
+    "thrashes: its memory met the limit, and either it waited for memory"
+    f" {STALLED_SHARE:.0%} of the time or more, or it read at least {REFAULTS_PER_MODEL:.0%} of the"
+    f" model again and took {SLOWDOWN:g}x the time without a limit."
 )
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from harness.worker.cuda import CudaMemory
+    from harness.worker.inputs import Inputs
     from harness.worker.loading import WorkerLoad
 
 _TRACE_PIECE = 10_000  # events in one line: what fits a pipe's other end well
@@ -35,7 +36,7 @@ class Prepared:
     """What is imported and read before the baseline: the same for every strategy."""
 
     load: "WorkerLoad"
-    inputs: "tuple[torch.Tensor, ...]"
+    inputs: "Inputs | None"
     manifest: Any
     passes: int
     model: "torch.nn.Module | None" = None
@@ -81,6 +82,7 @@ def prepare(job: Job, lifeline: Lifeline, marks: Marks) -> Prepared:
 
         from harness.checkpoint.manifest import read_manifest
         from harness.models.building import resolve_builder
+        from harness.worker.inputs import example_inputs
         from harness.worker.loading import WorkerLoad
 
         sys.path[:0] = job.python_path
@@ -92,8 +94,7 @@ def prepare(job: Job, lifeline: Lifeline, marks: Marks) -> Prepared:
 
             marks.cuda = CudaMemory(device, cell.vram_limit_bytes)
             device = marks.cuda.device
-        examples = getattr(sys.modules[builder.__module__], "example_inputs", None)
-        inputs = tuple(examples(**cell.model.kwargs)) if examples else ()
+        inputs = example_inputs(builder, cell.model.kwargs, getattr(torch, cell.dtype))
         load = WorkerLoad(
             checkpoint=Path(job.checkpoint),
             device=device,
@@ -204,10 +205,12 @@ def check(model: "torch.nn.Module", prepared: Prepared, lifeline: Lifeline, mark
     lifeline.send("ready", t_ns=end_ns, touch_ns=end_ns - start_ns)
     verify.check_values(checksums, prepared.manifest, job.dtype)
     first_use_ns = None
-    for _ in range(prepared.passes if prepared.inputs else 0):
+    for _ in range(prepared.passes):
+        if prepared.inputs is None:
+            break
         start_ns = time.monotonic_ns()
         with marks.phase("forward"):
-            verify.check_forward(model, tuple(tensor.to(job.device) for tensor in prepared.inputs))
+            verify.check_forward(model, prepared.inputs.to(job.device))
             first_use_ns = (first_use_ns or 0) + time.monotonic_ns() - start_ns
     lifeline.send("done", first_use_ns=first_use_ns, marks_ns=marks.spent_ns)
 

@@ -1,10 +1,11 @@
 """Is this the right model? Every parameter and buffer, tied weights, and one forward pass."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
 from harness.checkpoint.manifest import Manifest, TensorEntry
+from harness.worker.inputs import Inputs
 from harness.worker.touch import identity
 
 _SHOWN = 3
@@ -53,14 +54,14 @@ def check_values(checksums: dict[str, str], manifest: Manifest, dtype: torch.dty
     complain("with other values than in the checkpoint", wrong)
 
 
-def check_forward(model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> None:
+def check_forward(model: torch.nn.Module, inputs: Inputs) -> None:
     """Run the model once; raise WrongWeights where a tensor of its output is not finite.
 
     ``inputs`` are the builder's example inputs, already on the model's device.
     """
     model.eval()
     with torch.inference_mode():
-        output = model(*inputs)
+        output = model(*inputs.positional, **inputs.keywords)
     if not all(bool(torch.isfinite(tensor).all()) for tensor in _tensors(output)):
         raise WrongWeights("the forward pass gives values that are not finite")
 

@@ -65,7 +65,8 @@ def _predicted(one: Planned) -> Prediction:
 
 
 def advised(ram: int | None = None, **changes: Any) -> Advice:
-    question = Question(MODEL, Limits(ram), **{"results": Path("nowhere")} | changes)
+    asked = {"model": MODEL, "limits": Limits(ram), "results": Path("nowhere")} | changes
+    question = Question(**asked)
     return advising.advise(question, gather(question, lambda _: None))
 
 
@@ -237,6 +238,22 @@ def test_a_checkpoint_alone_is_a_model_of_its_keys(tmp_path: Path) -> None:
     (tmp_path / "no.pt").write_text("no")
     with pytest.raises(CheckpointError):
         of_checkpoint(tmp_path / "no.pt")
+
+
+def test_a_checkpoint_without_its_model_says_that_it_knows_less_and_why(tmp_path: Path) -> None:
+    file = tmp_path / "weights.pt"
+    torch.save({"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}, file)
+    alone = advised(8 * GIB, model=of_checkpoint(file), checkpoint=file)
+    note = (
+        "weights.pt alone tells less than it does with its model: neither what the constructor takes,"
+        " nor buffers that are in no checkpoint, nor what runs of the model measured. To count them:"
+        f" weighin recommend --model package:builder --checkpoint {file}"
+    )
+    assert note in " ".join(printed(alone).split())
+    assert alone.as_json()["notes"] == [note]
+    known = advised(8 * GIB, checkpoint=file)
+    assert "tells less" not in printed(known)
+    assert known.as_json()["notes"] == []
 
 
 def test_what_may_be_asked_for_is_named_rightly() -> None:

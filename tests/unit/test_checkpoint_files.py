@@ -224,3 +224,51 @@ def test_a_file_of_one_tensor(tmp_path) -> None:
 def test_the_manifest_is_plain_json(tmp_path) -> None:
     MANIFEST.write(tmp_path / "manifest.json")
     assert json.loads((tmp_path / "manifest.json").read_text())["tensors"][0]["shape"] == [3, 5]
+
+
+class Net(torch.nn.Module):
+    """Somebody's own, pickled as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = torch.nn.Linear(2, 2)
+
+
+class Settings:
+    """No module, but an object all the same."""
+
+    def __init__(self) -> None:
+        self.width = 2
+
+
+@pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "legacy"])
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "in a dict"])
+@pytest.mark.filterwarnings("ignore:Couldn't retrieve source code")
+def test_a_whole_pickled_module_is_refused_with_its_class_and_the_way_out(
+    tmp_path: Path, is_zip: bool, inside: bool
+) -> None:
+    path = tmp_path / "net.pt"
+    module = Net()
+    value = {"epoch": 3, "model": module} if inside else module
+    torch.save(value, path, _use_new_zipfile_serialization=is_zip)
+    with pytest.raises(CheckpointError) as caught:
+        layouts.read(path)
+    assert caught.value.message == (
+        f"{path}: holds a whole pickled module ({Net.__module__}.Net), which only executing its code"
+        " could load: it was NOT executed"
+    )
+    assert caught.value.repair == (
+        "where you trust that code, load it with it and save plain weights:"
+        " torch.save(model.state_dict(), ...)"
+    )
+
+
+def test_an_object_that_is_no_module_is_named_by_its_class(tmp_path: Path) -> None:
+    path = tmp_path / "settings.pt"
+    torch.save({"weight": torch.zeros(2), "settings": Settings()}, path)
+    with pytest.raises(CheckpointError) as caught:
+        layouts.read(path)
+    assert caught.value.message == (
+        f"{path}: holds more than tensors, and was NOT executed: it refers to"
+        f" {Settings.__module__}.Settings"
+    )

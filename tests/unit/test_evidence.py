@@ -111,3 +111,10 @@ def test_times_are_those_under_the_limit_that_is_asked_for() -> None:
     assert [found.median_ready_s(one) for one in limits] == [2.0, 2.0, 3.0, 3.0, 60.0, 60.0]
     assert Evidence(ready_s={GIB: [60.0]}).median_ready_s(None) == 60.0
     assert Evidence().median_ready_s(None) is None
+
+
+def test_the_noise_is_how_far_the_middle_repeat_is_from_the_median() -> None:
+    found = Evidence(ready_s={None: [1.0, 2.0, 9.0], 4 * GIB: [3.0], GIB: [60.0, 62.0]})
+    limits = [None, 8 * GIB, 4 * GIB, GIB]
+    assert [found.noise_s(one) for one in limits] == [1.0, 1.0, None, 1.0]
+    assert Evidence().noise_s(None) is None

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,9 +16,9 @@ from harness.recommend.judging import (
     Verdict,
     judge,
     predicted_ready_s,
-    ranked,
     slowness,
 )
+from harness.recommend.ordering import ranked
 from harness.registry import StrategyInfo
 from harness.units import GIB, MIB
 
@@ -169,17 +170,66 @@ def test_pages_of_a_file_are_read_once() -> None:
     assert predicted_ready_s(mapped, CALIBRATION) == pytest.approx(8.0)
 
 
-def test_among_the_fast_who_asks_for_less_comes_first() -> None:
-    fast = judged("a")
-    order = ranked([
-        replace(fast, strategy="far", ready_s=19.0),
-        replace(fast, strategy="asks", ready_s=9.0, asks=("weighin",)),
-        replace(fast, strategy="hungry", ready_s=10.0, need_bytes=5 * GIB),
-        replace(fast, strategy="best", ready_s=12.0, need_bytes=4 * GIB),
-        replace(fast, strategy="dead", verdict=Verdict.TOO_LARGE, ready_s=1.0),
-        replace(fast, strategy="close", verdict=Verdict.CLOSE, ready_s=1.0),
+def timed(strategy: str, ready_s: float, noise_s: float | None = None, **more: Any) -> Candidate:
+    """A measured candidate; a predicted one with ``time_from="predicted"``."""
+    one = replace(judged(strategy), ready_s=ready_s, noise_s=noise_s, time_from="measured")
+    return replace(one, **more)
+
+
+def names(candidates: list[Candidate]) -> list[str]:
+    return [one.strategy for one in ranked(candidates)]
+
+
+def test_the_fastest_that_was_measured_comes_first_whatever_it_asks_for() -> None:
+    order = names([
+        timed("mmap_assign", 1.0),
+        timed("streaming", 0.8, asks=("weighin",)),
+        timed("dead", 0.1, verdict=Verdict.TOO_LARGE),
+        timed("close", 0.1, verdict=Verdict.CLOSE),
     ])  # fmt: skip
-    assert [one.strategy for one in order] == ["best", "hungry", "asks", "far", "close", "dead"]
+    assert order == ["streaming", "mmap_assign", "close", "dead"]
+
+
+def test_who_asks_for_less_comes_first_among_what_the_repeats_do_not_tell_apart() -> None:
+    order = names([
+        timed("far", 9.7),
+        timed("fastest", 9.0, 0.5, asks=("weighin",)),
+        timed("hungry", 9.4, need_bytes=5 * GIB),
+        timed("best", 9.5, need_bytes=4 * GIB),
+    ])  # fmt: skip
+    assert order == ["best", "hungry", "fastest", "far"]
+
+
+def test_no_prediction_comes_before_a_faster_measurement() -> None:
+    order = names([
+        timed("per_param_mmap", 2.6, time_from="predicted", asks=("saved as per_param",)),
+        timed("mmap_assign", 0.5, time_from="predicted"),
+        timed("streaming", 0.8, asks=("weighin",)),
+    ])  # fmt: skip
+    assert order == ["streaming", "mmap_assign", "per_param_mmap"]
+
+
+def test_a_prediction_comes_first_where_it_takes_less_than_half_of_what_was_measured() -> None:
+    order = names([
+        timed("baseline", 18.0),
+        timed("streaming", 3.4, time_from="predicted", asks=("weighin",)),
+        timed("load_assign", 10.0, time_from="predicted"),
+    ])  # fmt: skip
+    assert order == ["streaming", "baseline", "load_assign"]
+
+
+def test_predictions_alone_are_ordered_by_time_and_what_they_ask_where_that_is_the_same() -> None:
+    predicted = {"time_from": "predicted"}
+    order = names([
+        timed("load_assign", 2.6, **predicted),
+        timed("mmap_assign", 2.1, **predicted),
+        timed("safetensors_mmap", 2.0, asks=("saved as safetensors", "safetensors"), **predicted),
+        timed("streaming", 2.5, asks=("weighin",), **predicted),
+        replace(timed("nobody knows", 0.0), ready_s=None, time_from=""),
+    ])  # fmt: skip
+    assert order == [
+        "mmap_assign", "safetensors_mmap", "streaming", "load_assign", "nobody knows",
+    ]  # fmt: skip
 
 
 def test_a_checkpoint_of_another_layout_must_be_saved_again() -> None:

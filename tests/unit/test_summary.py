@@ -6,7 +6,7 @@ from factories import LIMIT, SCRIPTS, make_cell, make_result, make_skipped, mixe
 from sweeps import a_sweep
 from test_floors_report import a_search
 
-from harness.record import Outcome
+from harness.record import Faults, Outcome
 from harness.report.frame import series
 from harness.report.summary import paragraphs
 
@@ -69,6 +69,20 @@ def test_what_thrashes_is_said() -> None:
     said = paragraphs(series(results), results)
     thrashing = "Thrashing, so that the same pages are read again and again: mmap_assign."
     assert [text.endswith(thrashing) for text in said] == [False] * 4 + [True]
+
+
+def test_a_model_of_80_mib_under_1_gib_is_not_said_to_thrash() -> None:
+    results = [
+        make_result(
+            make_cell(name, ram_limit_bytes=GIB),
+            (("import", 1.6, 0.19, 0.11), ("read", 1.0, 0.3, 0.11), ("touch", 0.1, 0.3, 0.11)),
+            model_bytes=80 * 1024**2,
+            faults=Faults(1, 1, 80 * 256),
+        )
+        for name in ("streaming", "baseline")
+    ]
+    (text,) = paragraphs(series(results), results)
+    assert "again and again" not in text
 
 
 def test_a_search_for_floors_says_the_floors() -> None:

@@ -114,8 +114,8 @@ def test_the_sweep_in_a_terminal() -> None:
         "Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0 · commit unknown, date unknown",
         "Time: of the load until every byte was read, and of one forward pass. killed: by the kernel, for",
         "lack of memory.",
-        "thrashes: it waited for memory 20% of the time or more; or it read at least 10% of the model again",
-        "and took 2x the time without a limit.",
+        "thrashes: its memory met the limit, and either it waited for memory 20% of the time or more, or it",
+        "read at least 10% of the model again and took 2x the time without a limit.",
     ]
 
 
@@ -130,7 +130,7 @@ def test_the_sweep_as_markdown() -> None:
         "gpt2-xl (6.290 GiB) · device cpu · float32 · cold page cache · isolation docker · testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0 · commit unknown, date unknown",
         "",
         "Time: of the load until every byte was read, and of one forward pass. killed: by the kernel, for lack of memory.",
-        "thrashes: it waited for memory 20% of the time or more; or it read at least 10% of the model again and took 2x the time without a limit.",
+        "thrashes: its memory met the limit, and either it waited for memory 20% of the time or more, or it read at least 10% of the model again and took 2x the time without a limit.",
     ]
 
 

@@ -3,13 +3,25 @@
 import io
 from collections import Counter
 from collections.abc import Sequence
+from html import escape
+from pathlib import Path
 
 import pytest
-from factories import make_cell, make_result, make_skipped, mixed_run, notebook_run, saving_run
+from factories import (
+    SCRIPTS,
+    make_cell,
+    make_result,
+    make_skipped,
+    mixed_run,
+    notebook_run,
+    saving_run,
+)
 from rich.console import Console
 
+from harness.cell import ModelSpec
 from harness.record import Result
-from harness.report import terminal_table
+from harness.report import html, terminal_table
+from harness.report.document import write_markdown
 
 
 def terminal(results: Sequence[Result], width: int = 100) -> list[str]:
@@ -142,3 +154,27 @@ def test_cells_of_two_machines_are_a_warning() -> None:
         "the cells were not measured on one machine with one software: kernel (6.18.0, 6.1.0)."
         " Compare their figures with care, their times not at all" in shown
     )
+
+
+def test_a_model_that_was_never_called_is_said_to_be_so_where_ok_stands() -> None:
+    own = ModelSpec("toy", "mynets:build")
+    never = [
+        make_result(make_cell(name, model=own), SCRIPTS["streaming"][:-1])
+        for name in ("streaming", "mmap_assign")
+    ]
+    note = (
+        "toy: no forward pass, so ok says that every weight is right, not that the model runs:"
+        " mynets gives no example_inputs (docs/models.md)."
+    )
+    assert note in " ".join(terminal(never))
+    file = io.StringIO()
+    write_markdown(never, file)
+    assert file.getvalue().count(f"- {note}\n") == 1
+    assert escape(note) in html.render(Path("nowhere"), never)
+
+
+def test_where_no_pass_was_asked_for_or_one_was_run_nothing_is_missing() -> None:
+    called = make_result(make_cell("streaming"))
+    not_asked = make_result(make_cell("streaming", passes=0), SCRIPTS["streaming"][:-1])
+    saved, killed = saving_run()[0], make_result(make_cell("baseline"))
+    assert "example_inputs" not in " ".join(terminal([called, not_asked, saved, killed]))

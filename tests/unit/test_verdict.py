@@ -3,33 +3,39 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from factories import SCRIPTS, make_cell, make_result
 
-from harness.record import Cost, Faults, Outcome, Pressure, Result
-from harness.units import GIB
+from harness import journal
+from harness.record import Cost, Faults, Outcome, Peaks, Pressure, Result
+from harness.units import GIB, MIB
 from harness.verdict import (
     REFAULTS_PER_MODEL,
     SLOWDOWN,
     STALLED_SHARE,
     Judgement,
     Verdict,
+    highest_charge,
     judge,
     judge_all,
     refaults,
     used_ns,
 )
 
+PUBLISHED = Path(__file__).parents[2] / "results" / "published"
+
 MODEL_BYTES = 4096 * 1000
 SECOND = 1_000_000_000
 
 
 def lived(**changes: Any) -> Result:
-    """An ok cell under a limit: 10 s, no refaults, no pressure."""
+    """An ok cell that met its limit: 10 s, no refaults, no pressure."""
     base = make_result(
         make_cell(ram_limit_bytes=20 * GIB),
+        peaks=Peaks(cgroup_bytes=20 * GIB),
         model_bytes=MODEL_BYTES,
         ready_ns=10 * SECOND,
         faults=Faults(100, 7, 0),
@@ -63,9 +69,9 @@ def test_refaults_and_lost_time_are_thrashing() -> None:
 
 def test_pages_are_as_large_as_on_the_machine_that_counted_them() -> None:
     large = lived(faults=Faults(100, 900, 250), environment={"page_bytes": 65536})
-    assert judge(large) == Judgement(
+    assert judge(large, 5 * SECOND) == Judgement(
         Verdict.THRASHES,
-        "10.0 s; 15.62 MiB read again (4.00x the model); 900 major faults;"
+        "10.0 s, 2.0x the 5.00 s in peace; 15.62 MiB read again (4.00x the model); 900 major faults;"
         " waited for memory 0% of the load (all tasks 0%)",
     )
 
@@ -79,7 +85,8 @@ def test_pages_are_as_large_as_on_the_machine_that_counted_them() -> None:
         (0, STALLED_SHARE * 10 * SECOND, 10 * SECOND, Verdict.THRASHES),
         (0, STALLED_SHARE * 10 * SECOND - 1, SECOND, Verdict.SURVIVES),
         (None, None, SECOND, Verdict.SURVIVES),
-        (REFAULTS_PER_MODEL * 1000, None, None, Verdict.THRASHES),
+        (REFAULTS_PER_MODEL * 1000, None, None, Verdict.SURVIVES),
+        (REFAULTS_PER_MODEL * 1000, STALLED_SHARE * 10 * SECOND, None, Verdict.THRASHES),
         (0, None, None, Verdict.SURVIVES),
     ],
 )
@@ -101,6 +108,66 @@ def test_a_timeout_thrashes_where_memory_was_lacking_and_has_no_verdict_elsewher
         "still running after 60 s; 11.72 MiB read again (3.00x the model); 5 major faults;"
         " waited for memory 0% of the load (all tasks 0%)",
     )
+
+
+def test_a_cell_that_stayed_below_its_limit_does_not_thrash_and_says_so() -> None:
+    slow = lived(faults=Faults(100, 900, 2500), pressure=Pressure(4 * SECOND, SECOND))
+    assert verdict(slow, 4 * SECOND) is Verdict.THRASHES
+    below = replace(slow, peaks=Peaks(cgroup_bytes=20 * GIB - 4096))
+    said = judge(below, 4 * SECOND)
+    assert said
+    assert said.verdict is Verdict.SURVIVES
+    assert said.reason.startswith("never met its limit: 20.00 GiB at most; 10.0 s, 2.5x the 4.00 s")
+    late = replace(below, outcome=Outcome.TIMEOUT, message="still running after 60 s")
+    assert judge(late, 4 * SECOND) is None
+    assert verdict(replace(slow, peaks=Peaks()), 4 * SECOND) is Verdict.THRASHES  # peak not known
+
+
+def test_the_charge_of_the_forward_passes_counts_against_the_limit_too() -> None:
+    slow = make_result(
+        make_cell(ram_limit_bytes=20 * GIB),
+        faults=Faults(1, 1, 0),
+        pressure=Pressure(10**12, 0),
+        peaks=Peaks(cgroup_bytes=GIB),
+    )
+    *before, last = slow.phases
+    assert last.name == "forward"
+    assert verdict(slow) is Verdict.SURVIVES
+    met = replace(slow, phases=(*before, replace(last, peak_cgroup_bytes=20 * GIB)))
+    assert verdict(met) is Verdict.THRASHES
+
+
+def test_a_soft_limit_is_met_before_the_hard_one() -> None:
+    slow = lived(pressure=Pressure(4 * SECOND, SECOND), peaks=Peaks(cgroup_bytes=GIB))
+    assert verdict(slow) is Verdict.SURVIVES
+    soft = replace(slow, cell=replace(slow.cell, ram_high_bytes=GIB))
+    assert verdict(soft) is Verdict.THRASHES
+
+
+@pytest.mark.parametrize("run", sorted(path.name for path in PUBLISHED.iterdir()))
+def test_no_published_cell_below_its_limit_thrashes(run: str) -> None:
+    results = journal.read(PUBLISHED / run).results
+    found = judge_all(results)
+    for one in results:
+        limit, said = one.cell.ram_limit_bytes, found[one.cell.id]
+        if limit is not None and (highest_charge(one) or 0) < limit:
+            assert said is None or said.verdict is not Verdict.THRASHES, one.cell.id
+            alone = judge(one)
+            assert alone is None or alone.verdict is not Verdict.THRASHES, one.cell.id
+
+
+@pytest.mark.parametrize(
+    "run", ["gpt2-medium-floors", "gpt2-medium-floors-again", "gpt2-medium-floors-cgroup"]
+)
+def test_a_mapped_load_at_its_published_floor_still_thrashes(run: str) -> None:
+    results = journal.read(PUBLISHED / run).results
+    found = judge_all(results)
+    at_floor = [
+        found[one.cell.id]
+        for one in results
+        if one.cell.strategy == "mmap_assign" and one.cell.ram_limit_bytes == 256 * MIB
+    ]
+    assert [one and one.verdict for one in at_floor] == [Verdict.THRASHES] * 3
 
 
 def test_what_the_kernel_killed_is_killed() -> None:
@@ -171,7 +238,7 @@ def test_a_run_is_judged_against_its_own_cell_without_a_limit_or_the_highest_abo
     assert [one.verdict for one in said[3:] if one] == [
         Verdict.SURVIVES,
         Verdict.THRASHES,
-        Verdict.THRASHES,  # nothing above it: the refaults alone decide
+        Verdict.SURVIVES,  # nothing above it: refaults alone decide nothing
         Verdict.THRASHES,
     ]
     assert [one.reason.partition(";")[0] for one in said[3:] if one] == [

@@ -9,6 +9,7 @@ from torch import nn
 
 from harness.checkpoint.checksum import checksum
 from harness.checkpoint.manifest import Manifest, TensorEntry
+from harness.worker.inputs import Inputs
 from harness.worker.touch import named_tensors, touch
 from harness.worker.verify import WrongWeights, check_forward, check_structure, check_values
 
@@ -172,7 +173,7 @@ GOOD, BAD = torch.ones(2), torch.tensor([1.0, float("nan")])
     "output", [GOOD, torch.ones(2, dtype=torch.int64), (GOOD, None), {"logits": GOOD}, None, "text"]
 )
 def test_a_finite_output_passes(output: object) -> None:
-    check_forward(Gives(output), ())
+    check_forward(Gives(output), Inputs())
 
 
 @pytest.mark.parametrize(
@@ -181,9 +182,9 @@ def test_a_finite_output_passes(output: object) -> None:
 )
 def test_an_output_that_is_not_finite_is_wrong(output: object) -> None:
     with pytest.raises(WrongWeights) as caught:
-        check_forward(Gives(output), ())
+        check_forward(Gives(output), Inputs())
     assert str(caught.value) == "the forward pass gives values that are not finite"
 
 
 def test_the_model_is_run_on_its_inputs() -> None:
-    check_forward(Model(), (torch.tensor([[1, 2, 3]]),))
+    check_forward(Model(), Inputs((torch.tensor([[1, 2, 3]]),)))

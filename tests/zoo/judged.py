@@ -23,6 +23,7 @@ from harness.checkpoint import layouts
 from harness.checkpoint.indexing import index
 from harness.checkpoint.manifest import Manifest
 from harness.worker import touch, verify
+from harness.worker.inputs import Inputs
 from harness.worker.loading import WorkerLoad, import_strategy
 
 STRATEGIES = Path(__file__).parents[2] / "strategies"
@@ -186,7 +187,7 @@ def judge(
             builders.example_inputs(**case.kwargs) if forward and dtype == torch.float32 else ()
         )
         if inputs:
-            verify.check_forward(model, inputs)
+            verify.check_forward(model, Inputs(inputs))
     except verify.WrongWeights as error:
         return f"wrong: {error}"
     return ""

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, Final
 
 from harness.checkpoint.layouts import tensor_refs
 from harness.checkpoint.layouts.head import AGAIN
-from harness.checkpoint.layouts.tensor_refs import Malformed, Named, NotTensors
+from harness.checkpoint.layouts.tensor_refs import Malformed, Named, NotTensors, WholeModule
 from harness.errors import CheckpointError
 
 MOST_BYTES: Final = 32 * 1024**2
@@ -22,6 +22,7 @@ MOST_BYTES: Final = 32 * 1024**2
 _MOST_PUSHED: Final = 3_000_000  # each some 40 bytes, and
 _MOST_OBJECTS: Final = 1_000_000  # of them lists, dicts, tuples and strings, each some 100
 _LONGEST_NAME: Final = 1000
+_LOOK_AHEAD_BYTES: Final = 1000
 _MARK: Final = object()
 
 
@@ -37,6 +38,13 @@ def load(path: Path, file: BinaryIO, base: int = 0) -> Any:
     start = base + file.tell()
     try:
         return machine.run()
+    except WholeModule as error:
+        raise CheckpointError(
+            f"{path}: holds a whole pickled module ({error}), which only executing its code could"
+            " load: it was NOT executed",
+            "where you trust that code, load it with it and save plain weights:"
+            " torch.save(model.state_dict(), ...)",
+        ) from None
     except NotTensors as error:
         raise CheckpointError(
             f"{path}: holds more than tensors, and was NOT executed: it refers to {error}",
@@ -62,7 +70,7 @@ class _Machine:
         self._do: dict[int, Callable[[], None]] = {
             **_constants(self),
             ord("c"): self._global, ord("R"): self._reduce, ord("b"): self._build,
-            ord("Q"): self._persistent, ord("\x80"): self._protocol,
+            ord("Q"): self._persistent, ord("\x81"): self._object, ord("\x80"): self._protocol,
             ord("("): lambda: self._push(_MARK), ord("t"): self._tuple,
             ord("\x85"): lambda: self._tuple_of(1), ord("\x86"): lambda: self._tuple_of(2),
             ord("\x87"): lambda: self._tuple_of(3),
@@ -173,6 +181,11 @@ class _Machine:
         if isinstance(arguments, tuple):  # an OrderedDict of a list is a copy, call for call
             self._count(sum(len(each) for each in arguments if isinstance(each, list)))
         self._new(tensor_refs.call(function, arguments))
+
+    def _object(self) -> None:
+        """Refuse an object of a class: its first attributes, which follow, tell a module."""
+        self._pop()
+        tensor_refs.create(self._pop(), self._file.read(_LOOK_AHEAD_BYTES))
 
     def _build(self) -> None:
         """Set on the value below what is said of it: the metadata of a state dict."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from harness.checkpoint.layouts.dtypes import ITEM_BYTES, LARGEST, is_sizes
 from harness.checkpoint.layouts.head import AGAIN, shown
@@ -22,11 +22,16 @@ _STORAGES: Final = {
     "UntypedStorage": "uint8",
 }  # fmt: skip
 _REBUILD: Final = "torch._utils._rebuild_"
+_OF_MODULES: Final = (b"_parameters", b"_buffers")  # what every torch.nn.Module keeps, first of all
 _PLAIN: Final = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter"})
 
 
 class NotTensors(Exception):
     """The pickle refers to something that no plain tensor needs; its name is the argument."""
+
+
+class WholeModule(Exception):
+    """The pickle is of a module itself, not of its weights; its class's name is the argument."""
 
 
 class Malformed(Exception):
@@ -91,8 +96,10 @@ def storage(identity: Any) -> StorageRef:
     """Return the storage that a persistent id describes.
 
     Raises:
-        Malformed, NotTensors: it describes none.
+        Malformed, NotTensors, WholeModule: it describes none.
     """
+    if isinstance(identity, tuple) and len(identity) > 1 and identity[0] == "module":
+        raise WholeModule(identity[1].name if isinstance(identity[1], Named) else "its class")
     if not isinstance(identity, tuple) or not identity or identity[0] != "storage":
         raise Malformed("a persistent id is not a storage's")
     if len(identity) < 5:
@@ -141,6 +148,19 @@ def call(function: Any, arguments: Any) -> Any:
     except (TypeError, ValueError) as error:
         raise Malformed(f"{name} has other arguments than torch.save writes") from error
     raise NotTensors(name)
+
+
+def create(kind: Any, begins: bytes) -> NoReturn:
+    """Refuse to make an object of a class; ``begins`` is what the pickle goes on with.
+
+    Raises:
+        Malformed, NotTensors, WholeModule: always.
+    """
+    if not isinstance(kind, Named):
+        raise Malformed("an object is made of something that is no class")
+    if all(name in begins for name in _OF_MODULES):
+        raise WholeModule(kind.name)
+    raise NotTensors(kind.name)
 
 
 def _mapping(pairs: Any = ()) -> dict[Any, Any]:
