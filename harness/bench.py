@@ -12,7 +12,13 @@ from typing import Any
 from harness import environment, gpu, journal, registry
 from harness.checkpoint import layouts
 from harness.config import Suite
-from harness.errors import ConfigError, Interrupted, RecordError
+from harness.errors import (
+    ConfigError,
+    Interrupted,
+    IsolationUnavailable,
+    RecordError,
+    StillRunning,
+)
 from harness.isolation import choice
 from harness.plan import Matrix, Planned, plan
 from harness.runner import Run
@@ -158,12 +164,16 @@ def restore(folder: Path) -> tuple[Run, dict[str, Any]]:
 
 @contextmanager
 def resumable(verb: str, folder: Path) -> Iterator[None]:
-    """Let a stop inside say how to go on with the run."""
+    """Let a stop inside, and what keeps a run from going on, say how to go on with it."""
+    again = f"weighin {verb} --resume {quote(str(folder))}"
     try:
         yield
     except Interrupted as stopped:
-        again = f"weighin {verb} --resume {quote(str(folder))}"
         raise Interrupted(stopped.message, f"go on with it: {again}") from None
+    except (RecordError, IsolationUnavailable, StillRunning) as error:
+        if (folder / journal.RECORDS).exists() and "--resume" not in error.repair:
+            error.repair += f"; then go on: {again}"
+        raise
 
 
 def _check_names(kinds: str, found: list[tuple[str, str]]) -> None:

@@ -5,7 +5,7 @@ A verb's module is imported inside its function, so that ``weighin list`` answer
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -19,7 +19,7 @@ from harness import (
     predict_verb,
     recommend_verb,
 )
-from harness.errors import HarnessError
+from harness.errors import HarnessError, explain
 from harness.gate import verbs as gate_verbs
 from harness.record import Outcome
 from harness.report import verbs
@@ -208,11 +208,17 @@ def main() -> None:
     try:
         app(standalone_mode=True)
     except HarnessError as error:
-        err.print("[bold red]error:[/]", end=" ")
-        err.print(error.message, markup=False, highlight=False, soft_wrap=True)
-        if error.repair:
-            err.print(error.repair, markup=False, highlight=False, soft_wrap=True)
-        sys.exit(error.exit_code)
+        _end(error)
+    except OSError as error:
+        _end(explain(error))
+
+
+def _end(error: HarnessError) -> NoReturn:
+    err.print("[bold red]error:[/]", end=" ")
+    err.print(error.message, markup=False, highlight=False, soft_wrap=True)
+    if error.repair:
+        err.print(error.repair, markup=False, highlight=False, soft_wrap=True)
+    sys.exit(error.exit_code)
 
 
 def _version(wanted: bool) -> None:

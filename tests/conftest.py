@@ -83,7 +83,11 @@ def _vm_missing() -> str:
 
 
 def _root_missing() -> str:
-    return "" if os.geteuid() == 0 else "only root can become another user: sudo make test"
+    return (
+        ""
+        if os.geteuid() == 0
+        else "only root can become another user, or mount a disk: sudo make test"
+    )
 
 
 _MISSING: dict[str, Callable[[], str]] = {

@@ -16,11 +16,15 @@ from harness.observing import Observer
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """How a worker ended. ``signal`` is the one that ended it; ``oom_killed`` is the engine's word."""
+    """How a worker ended. ``signal`` is the one that ended it; ``oom_killed`` is the engine's word.
+
+    ``still_runs`` is a worker that did not end, not even when it was killed.
+    """
 
     code: int | None
     signal: int | None = None
     oom_killed: bool = False
+    still_runs: bool = False
 
 
 class Running(Protocol):
@@ -59,7 +63,11 @@ class Running(Protocol):
         ...
 
     def close(self) -> None:
-        """End what still runs and remove every trace. Always called, may be called twice."""
+        """End what still runs and remove every trace. Always called, may be called twice.
+
+        Raises:
+            StillRunning, IsolationUnavailable: something cannot be removed; all else is.
+        """
         ...
 
 

@@ -118,8 +118,21 @@ def explained(doing: str) -> Iterator[None]:
         raise explain_refusal(error, doing) from error
 
 
+def is_gone(error: BaseException) -> bool:
+    """Tell whether an engine that answered before has stopped: nobody is at its address now."""
+    return any(
+        isinstance(cause, FileNotFoundError | ConnectionRefusedError | ConnectionResetError)
+        for cause in _causes(error)
+    )
+
+
 def explain_refusal(error: BaseException, doing: str) -> IsolationUnavailable:
-    """Return why a reachable engine did not do what it was asked, with the repair."""
+    """Return why an engine that answered before did not do what it was asked, with the repair."""
+    if is_gone(error):
+        return IsolationUnavailable(
+            f"the Docker engine has stopped: it could not {doing}",
+            f"start it again: sudo systemctl start docker, {_INSTEAD}",
+        )
     reason = first_line(error)
     if "could not select device driver" in reason:
         return IsolationUnavailable(

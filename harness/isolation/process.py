@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 
 from harness.cell import Job
-from harness.errors import IsolationUnavailable
+from harness.errors import IsolationUnavailable, StillRunning
 from harness.isolation import Exit, family
 from harness.isolation.channel import PipeChannel
 from harness.worker.protocol import encode_job
 
+_PATIENCE_S = 10.0  # from SIGKILL to the end of what was killed
 CODE_ROOT = Path(__file__).resolve().parents[2]
 WORKER = (sys.executable, "-P", "-m", "harness.worker")
 
@@ -95,10 +96,17 @@ class LocalRunning:
             return
         self._closed = True
         self.kill()
-        self._process.wait()
-        self.channel.close()
-        if self.cgroup is None:
-            family.end(self._mark)
+        try:
+            self._process.wait(_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            pid = self._process.pid
+            raise StillRunning(
+                f"the worker, process {pid}, does not end, not even by SIGKILL"
+            ) from None
+        finally:
+            self.channel.close()
+            if self.cgroup is None:
+                family.end(self._mark)
 
 
 def _open_process(pid: int) -> int | None:

@@ -1,6 +1,7 @@
 """The exact words for what can go wrong with a Docker engine; none of this needs one."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import urllib3.exceptions
 from docker.errors import APIError, DockerException, InvalidVersion
 
 from harness.errors import IsolationUnavailable
-from harness.isolation import docker_engine, wheels
+from harness.isolation import Exit, docker_engine, wheels
 from harness.isolation.docker import DockerIsolation
+from harness.isolation.docker_running import DockerRunning, remove
 from harness.isolation.image import Recipe, find_base
 
 ADDRESS = "unix:///var/run/docker.sock"
@@ -276,3 +278,55 @@ def test_an_environment_without_pip() -> None:
         "the wheels for the image cannot be fetched: this environment has no pip"
     )
     assert error.repair.endswith(f"{os.sep}python -m ensurepip") or "ensurepip" in error.repair
+
+
+class StoppedEngine:
+    """An engine that answered when the worker started, and is gone since."""
+
+    def __getattr__(self, _: str) -> Any:
+        def refuse(*_: object, **__: object) -> None:
+            cause = FileNotFoundError(2, "No such file or directory")
+            protocol = urllib3.exceptions.ProtocolError("Connection aborted.", cause)
+            raise requests.exceptions.ConnectionError(protocol)
+
+        return refuse
+
+
+class EndedStream:
+    """The stream of a container whose engine has closed it."""
+
+    worker_code, chatter = None, b""
+
+    def receive(self, _: float) -> None: ...
+
+    def wait(self, _: float) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("what", "doing"),
+    [
+        (lambda running: running.wait(1.0), "say how a container ended"),
+        (lambda running: running.kill(), "kill a container"),
+        (lambda running: running.close(), "remove the container weighin-1"),
+    ],
+)
+def test_an_engine_that_stops_in_mid_run(what: Callable[[DockerRunning], None], doing: str) -> None:
+    client: Any = StoppedEngine()
+    stream: Any = EndedStream()
+    running = DockerRunning(
+        client,
+        "abc",
+        stream,
+        on_close=lambda: remove(client, "weighin-1", certain=True),
+        known_exit=Exit(0),
+    )
+    running._exit = None  # it ran when it was started
+    with pytest.raises(IsolationUnavailable) as caught:
+        what(running)
+    assert caught.value.exit_code == 3
+    assert str(caught.value) == (
+        f"the Docker engine has stopped: it could not {doing}\n"
+        f"start it again: sudo systemctl start docker, {INSTEAD}"
+    )
