@@ -116,6 +116,7 @@ def bench(
     resume: Annotated[
         Path | None, typer.Option(help="Go on with a run at its first cell without a record.")
     ] = None,
+    trust: options.Trust = False,
     base_image: options.BaseImage = None,
 ) -> None:
     """Load or save a model with every strategy, each in its own limited container: what did it cost?"""
@@ -128,7 +129,7 @@ def bench(
     if choice.wants_cgroup(isolation) and delegation.helps():
         delegation.enter(sys.argv[1:])
     if resume:
-        task = benchmarks.resume(resume)
+        task = benchmarks.resume(resume, trusted=trust)
     else:
         asked = {
             "models": [arguments.one_model(model, model_option)],
@@ -164,7 +165,7 @@ def bench(
             _say(note)
     if not task.isolation.limits or all(one.cell.ram_limit_bytes is None for one in task.planned):
         _say("nothing is limited: peaks are measured, but no strategy is shown to fit (--ram does)")
-    with live.progress(err, len(task.planned)) as progress, resumable("bench", task.folder):
+    with live.progress(err, len(task.planned)) as progress, resumable("bench", task):
         results = runner.run(task, progress)
     verbs.show(task.folder, results)
     if any(result.outcome is Outcome.MEASUREMENT_FAILED for result in results):

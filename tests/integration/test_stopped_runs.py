@@ -76,7 +76,7 @@ def measured(command: CommandLine) -> list[str]:
 def assert_resumes(command: CommandLine, hold: Path) -> str:
     """Go on with the run and return what it said; every cell is then measured, and once."""
     hold.unlink()
-    resumed = command.run("bench", "--resume", "my run")
+    resumed = command.run("bench", "--resume", "my run", "--trust")
     assert (resumed.code, resumed.left) == (0, [])
     assert measured(command) == CELLS
     lines = (command.folder / "my run" / "records.jsonl").read_text().splitlines()
@@ -110,7 +110,7 @@ def test_ctrl_c_leaves_nothing_and_says_how_to_go_on(
     assert (stopped.code, stopped.out, stopped.left) == (130, "", [])
     assert stopped.err.splitlines()[-2:] == [
         "error: stopped; nothing is left running",
-        "go on with it: weighin bench --resume 'my run'",
+        "go on with it: weighin bench --resume 'my run' --trust",
     ]
     assert measured(command) == CELLS[:1]
 
@@ -119,10 +119,10 @@ def test_sigterm_is_the_same_and_the_run_can_go_on(command: CommandLine, hold: P
     stopped = start(command, "process").end(signal.SIGTERM)
     assert (stopped.code, stopped.left) == (130, [])
     assert stopped.err.endswith(
-        "error: stopped; nothing is left running\ngo on with it: weighin bench --resume 'my run'\n"
+        "error: stopped; nothing is left running\ngo on with it: weighin bench --resume 'my run' --trust\n"
     )
     assert_resumes(command, hold)
-    again = command.run("bench", "--resume", "my run")
+    again = command.run("bench", "--resume", "my run", "--trust")
     assert (again.code, again.left, measured(command)) == (0, [], CELLS)
 
 

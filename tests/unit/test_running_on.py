@@ -23,9 +23,10 @@ from harness.bench import resumable
 from harness.errors import HarnessError, IsolationUnavailable, RecordError, StillRunning
 from harness.isolation import cgroup, process
 from harness.isolation.cgroup import CgroupIsolation
-from harness.isolation.process import LocalRunning
+from harness.isolation.process import LocalRunning, ProcessIsolation
 from harness.measuring import Measured, Setting, take
 from harness.record import Outcome, Sample
+from harness.runner import Run
 
 SLEEPING = (sys.executable, "-c", "import time; time.sleep(1000)")
 AGAIN = replace(make_result().cell, repeat=1)
@@ -218,12 +219,12 @@ def test_what_stops_a_run_that_has_records_says_how_to_go_on(
     tmp_path: Path, error: HarnessError
 ) -> None:
     before = error.repair
-    with pytest.raises(HarnessError), resumable("bench", tmp_path):
+    with pytest.raises(HarnessError), resumable("bench", Run(tmp_path, [], ProcessIsolation())):
         raise error
     assert error.repair == before, "there is nothing to go on with"
     journal.append(tmp_path, make_result())
     for _ in range(2):
-        with pytest.raises(HarnessError), resumable("floor", tmp_path):
+        with pytest.raises(HarnessError), resumable("floor", Run(tmp_path, [], ProcessIsolation())):
             raise error
     assert error.repair == f"{before}; then go on: weighin floor --resume {tmp_path}"
 
