@@ -170,7 +170,7 @@ class DockerIsolation:
             created = True
             streams = {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
             channel = StreamChannel(client.attach_socket(container, params=streams))
-            if not (born := self._run(container)):
+            if not (born := self._run(container, limited=limit_bytes is not None)):
                 channel.end()
             return DockerRunning(
                 client,
@@ -187,12 +187,12 @@ class DockerIsolation:
                 raise explain_refusal(error, "run a container") from error
             raise
 
-    def _run(self, container: str) -> bool:
+    def _run(self, container: str, *, limited: bool) -> bool:
         """Start a created container; tells whether it lived."""
         try:
             self._client.start(container)
         except APIError as error:
-            if killed_at_birth(error):
+            if limited and killed_at_birth(error):
                 return False
             raise
         return True

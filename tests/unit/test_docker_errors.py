@@ -1,7 +1,9 @@
 """The exact words for what can go wrong with a Docker engine; none of this needs one."""
 
 import os
+import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,15 @@ import pytest
 import requests.exceptions
 import urllib3.exceptions
 from docker.errors import APIError, DockerException, InvalidVersion
+from scripts import JOB
 
 from harness.errors import IsolationUnavailable
 from harness.isolation import Exit, docker_engine, wheels
+from harness.isolation import docker as isolation_module
 from harness.isolation.docker import DockerIsolation
 from harness.isolation.docker_running import DockerRunning, remove
 from harness.isolation.image import Recipe, find_base
+from harness.units import MIB
 
 ADDRESS = "unix:///var/run/docker.sock"
 INSTEAD = "or use --isolation cgroup or --isolation process"
@@ -151,10 +156,92 @@ def test_an_engine_that_refuses(explanation: str, text: str) -> None:
     assert str(refusal) == text
 
 
-def test_a_container_killed_at_birth_is_told_from_a_refusal() -> None:
-    limit = "OCI runtime create failed: container init was OOM-killed (memory limit too low?)"
-    assert docker_engine.killed_at_birth(api_error(limit))
-    assert not docker_engine.killed_at_birth(api_error("no such image"))
+RUNC = "failed to create task for container: failed to create shim task: OCI runtime create failed:"
+BLOOM = (
+    f"{RUNC} runc create failed: unable to start container process: error during container init:"
+    ' error mounting "/models/bloom-560m/model.pt" to rootfs at "/weighin/checkpoint/model.pt":'
+    " permission denied: unknown"
+)
+
+
+class RefusingEngine:
+    """An engine that makes a container, and does not start it for this reason."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+        self.removed: list[str] = []
+        self._ours, self._theirs = socket.socketpair()
+
+    def info(self) -> dict[str, str]:
+        return {"CgroupVersion": "2"}
+
+    def create_host_config(self, **_: object) -> dict[str, str]:
+        return {}
+
+    def create_container(self, *_: object, **__: object) -> dict[str, str]:
+        return {"Id": "abc"}
+
+    def attach_socket(self, *_: object, **__: object) -> socket.socket:
+        return self._ours
+
+    def start(self, _: str) -> None:
+        raise api_error(self._reason)
+
+    def remove_container(self, name: str, **_: object) -> None:
+        self._theirs.close()
+        self.removed.append(name)
+
+
+def started(
+    reason: str, limit_bytes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> tuple[RefusingEngine, DockerRunning | str]:
+    """Start a worker on an engine that refuses; returns it, or what was said."""
+    engine = RefusingEngine(reason)
+    monkeypatch.setattr(isolation_module, "connect", lambda: engine)
+    monkeypatch.setattr(isolation_module, "ensure_image", lambda *_: "weighin:x")
+    job = replace(JOB, cell=replace(JOB.cell, ram_limit_bytes=limit_bytes))
+    try:
+        return engine, DockerIsolation().start(job)
+    except IsolationUnavailable as error:
+        return engine, error.message
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        f"{RUNC} runc create failed: unable to start container process: container init was"
+        " OOM-killed (memory limit too low?): unknown",
+        f"{RUNC} container_linux.go:380: starting container process caused:"
+        " process_linux.go:385: applying cgroup configuration for process caused:"
+        " container init was OOM-killed (memory limit too low?): unknown",
+        "OCI runtime create failed: OOM: the memory limit could be too low: read from the init"
+        " process: unknown",
+    ],
+)
+def test_a_container_killed_at_birth_under_a_limit_is_an_exit(
+    reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, running = started(reason, 6 * MIB, monkeypatch)
+    assert isinstance(running, DockerRunning)
+    assert running.wait(1) == Exit(None, signal=9, oom_killed=True)
+    running.close()
+    assert len(engine.removed) == 1
+
+
+@pytest.mark.parametrize("limit_bytes", [None, 6 * MIB])
+def test_a_path_with_oom_in_its_name_is_not_a_kill(
+    limit_bytes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, said = started(BLOOM, limit_bytes, monkeypatch)
+    assert said == f"the Docker engine could not run a container: {BLOOM}"
+    assert len(engine.removed) == 1
+
+
+def test_a_container_without_a_limit_is_not_killed_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = f"{RUNC} container init was OOM-killed (memory limit too low?): unknown"
+    assert started(reason, None, monkeypatch)[1] == (
+        f"the Docker engine could not run a container: {reason}"
+    )
 
 
 class NoImages:
