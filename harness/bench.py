@@ -56,11 +56,7 @@ def start(request: Request) -> tuple[Run, str]:
             "leave out passes, or first_use none",
         )
     models = tuple(registry.model(name, request.kwargs or None) for name in suite.models)
-    strategies = tuple(
-        (info, one.options)
-        for one in suite.strategies
-        for info in registry.named(one.name, suite.operation)
-    )
+    strategies = registry.chosen(suite)
     _check_names("models", [(spec.name, spec.builder) for spec in models])
     _check_names("strategies", [(info.name, str(info.path)) for info, _ in strategies])
     formats = tuple(layouts.named(name).NAME for name in suite.format)

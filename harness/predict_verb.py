@@ -99,9 +99,7 @@ def _plan(suite: "Suite", kwargs: dict[str, Any]) -> "list[Planned]":
     return plan(
         Matrix(
             models=tuple(registry.model(name, kwargs or None) for name in suite.models),
-            strategies=tuple(
-                (info, one.options) for one in suite.strategies for info in registry.named(one.name)
-            ),
+            strategies=registry.chosen(suite),
             ram_limits=(None,),
             isolation="process",
             device=suite.device,

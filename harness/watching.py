@@ -212,6 +212,7 @@ class Watch:
             cgroup_bytes=self._peak_bytes,
             anon_sampled_bytes=_largest(one.anon_bytes for one in seen),
             file_sampled_bytes=_largest(one.file_bytes for one in seen),
+            unreclaimable_sampled_bytes=_unreclaimable(seen),
             cuda_requested_bytes=_largest(phase.peak_cuda_requested_bytes for phase in on_gpu),
             cuda_allocated_bytes=_largest(phase.peak_cuda_allocated_bytes for phase in on_gpu),
             cuda_reserved_bytes=_largest(phase.peak_cuda_reserved_bytes for phase in on_gpu),
@@ -295,6 +296,13 @@ def _with_cuda(
 def _latest(points: Sequence[_Point], t_ns: int) -> _Point | None:
     index = bisect.bisect_right(points, t_ns, key=lambda point: point[0]) - 1
     return points[index] if index >= 0 else None
+
+
+def _unreclaimable(seen: Sequence[Memory | Sample]) -> int | None:
+    """Return the most that was anonymous or shared at once; None where nothing was shared."""
+    if not any(one.shmem_bytes for one in seen):
+        return None
+    return max(one.anon_bytes + one.shmem_bytes for one in seen)
 
 
 def _largest(values: Iterable[int | None]) -> int | None:

@@ -4,6 +4,7 @@
 engine, its absence must not look like success.
 """
 
+import atexit
 import os
 import shutil
 import sys
@@ -16,6 +17,12 @@ import pytest
 from hypothesis import settings
 
 from harness.errors import IsolationUnavailable
+
+# Of each test run its own: what is tested here measures nothing that another run would disturb.
+if "WEIGHIN_LOCK" not in os.environ:
+    lock = Path(tempfile.gettempdir()) / f"weighin-test-{os.getpid()}.lock"
+    os.environ["WEIGHIN_LOCK"] = str(lock)
+    atexit.register(lock.unlink, missing_ok=True)
 
 settings.register_profile("untimed", deadline=None)  # a busy machine is no finding
 settings.register_profile("ci", deadline=None, print_blob=True)  # random, with what repeats a find

@@ -14,7 +14,7 @@ import docker
 import requests.exceptions
 from docker.errors import APIError, NotFound
 
-from harness.counters import MemoryCgroup, memory_cgroup_of
+from harness.counters import MemoryCgroup, memory_cgroup_of, read_kernel
 from harness.inside import InsideObserver
 from harness.isolation import Exit
 from harness.isolation.docker_channel import StreamChannel
@@ -192,7 +192,7 @@ class DockerRunning:
 def is_here(container: str, pid: int) -> bool:
     """Tell whether a container's process is one of this machine's, where pids may mean others."""
     try:
-        return container in Path(f"/proc/{pid}/cgroup").read_text()
+        return container in read_kernel(Path(f"/proc/{pid}/cgroup"))
     except OSError:
         return False
 

@@ -144,6 +144,16 @@ def test_a_name_that_is_not_known_starts_nothing(here: Path, changes: dict[str, 
     assert not (here / "run").exists()
 
 
+def test_an_option_that_the_strategy_would_ignore_starts_nothing(here: Path) -> None:
+    strategies = [{"name": "streaming", "options": {"thraeds": 8}}]
+    assert complaint(lambda: start(asked(strategies=strategies))) == (
+        "no option of streaming is called 'thraeds'\n"
+        "did you mean 'threads'? known: granularity, threads;"
+        ' a strategy names its own in its file: OPTIONS = ("thraeds",)'
+    )
+    assert not (here / "run").exists()
+
+
 def test_two_strategies_of_one_name_cannot_be_told_apart(here: Path) -> None:
     (here / "baseline.py").write_text(LOAD)
     ours = start(asked("other"))[0].planned[0].strategy.path
