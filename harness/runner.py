@@ -30,6 +30,7 @@ class Progress:
     """What the run tells while it works; each field is called with what happens next."""
 
     preparing: Callable[[str, float | None], None] = lambda _text, _share: None
+    building: Callable[[str], None] = lambda _: None
     starting: Callable[[Cell], None] = lambda _: None
     phase: Callable[[str], None] = lambda _: None
     narrowed: Callable[[str], None] = lambda _: None
@@ -142,7 +143,7 @@ def _set_up(task: Run, needed: Sequence[Planned], progress: Progress) -> _Bench:
     compile_code()
     prepared = _prepare_checkpoints(task, needed, progress)
     progress.preparing(f"preparing {task.isolation.name}", None)
-    task.isolation.prepare()
+    task.isolation.prepare(progress.building)
     with journal.writing(samples := task.folder / "samples"):
         samples.mkdir(exist_ok=True)
     first = next(planned for planned in needed if not planned.skip)

@@ -55,7 +55,8 @@ def foreign(
         if path.resolve() not in known:
             found[f"strategy {one_line(str(path))} ({_hash(path)})"] = None
     if base_image and any(cell.isolation == "docker" for cell in cells):
-        from harness.isolation.image import BASE_VARIABLE, DEFAULT_BASE  # imports the SDK
+        from harness.isolation.building import DEFAULT_BASE  # these import the SDK
+        from harness.isolation.image import BASE_VARIABLE
 
         if base_image not in (DEFAULT_BASE, os.environ.get(BASE_VARIABLE)):
             found[f"base image {one_line(base_image)}"] = None

@@ -5,6 +5,7 @@ and the cgroup to watch (None where they cannot be seen), and a ``close`` that l
 behind. All limits are set here, all of them before the worker's first instruction.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -88,8 +89,8 @@ class Isolation(Protocol):
         """Raise IsolationUnavailable, with the repair, where this machine cannot run cells so."""
         ...
 
-    def prepare(self) -> None:
-        """Do the slow work that all cells share (build the image, say), with progress."""
+    def prepare(self, progress: Callable[[str], None] = ..., /) -> None:
+        """Do the slow work that all cells share (build the image, say), a line for each step of it."""
         ...
 
     def start(self, job: Job) -> Running:

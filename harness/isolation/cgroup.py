@@ -10,7 +10,7 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from harness.cell import Job
@@ -51,7 +51,7 @@ class CgroupIsolation:
         with temporary_group() as group:
             limit(group, 2**40)
 
-    def prepare(self) -> None:
+    def prepare(self, _progress: Callable[[str], None] = lambda _: None, /) -> None:
         return
 
     def start(self, job: Job) -> "CgroupRunning":

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from harness.cell import Job
@@ -31,7 +32,7 @@ class ProcessIsolation:
                 "run on Linux, or use --isolation docker",
             )
 
-    def prepare(self) -> None:
+    def prepare(self, _progress: Callable[[str], None] = lambda _: None, /) -> None:
         return
 
     def start(self, job: Job) -> "LocalRunning":
