@@ -66,7 +66,7 @@ def _measure(folder: Path, command: Sequence[str], strategies: Iterable[object])
     if (folder / "report.md").exists():
         return
     names = ",".join(map(str, strategies))
-    again = ("bench", "--resume", str(folder))
+    again = ("bench", "--resume", str(folder), "--trust")
     new = (*command, "--strategies", names, "--out", str(folder))
     arguments = again if (folder / "plan.json").exists() else new
     subprocess.run((sys.executable, "-m", "harness", *arguments), check=True, capture_output=True)

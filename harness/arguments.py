@@ -19,14 +19,18 @@ def refuse_ignored(context: typer.Context) -> None:
     typed = [one for one, source in sources.items() if source and source.name == "COMMANDLINE"]
     names = {one.name for one in typed}
     if "resume" in names:
-        what, kept = "a run goes on as it was planned", {"resume", "as_json"}
+        what, kept = "a run goes on as it was planned", {"resume", "trust", "as_json"}
         repair = "leave them out, or start a new run"
     elif "check" in names:
-        what, kept = "a run says what was measured", {"check", "as_json"}
+        what, kept = "a run says what was measured", {"check", "trust", "as_json"}
         repair = "leave them out, or predict without --check"
     elif "suite" in names:
         what, kept = "a suite says it all", _BESIDE_SUITE
         repair = "write them into the suite, or leave --suite out"
+    elif "trust" in names:
+        what, kept = "what you name yourself needs no trust", set[str]()
+        repair = "leave it out; it goes with --resume, and with --check of predict"
+        typed = [one for one in typed if one.name == "trust"]
     else:
         return
     ignored = [

@@ -9,10 +9,16 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from harness import environment, gpu, journal, registry
+from harness import environment, gpu, journal, registry, trust
 from harness.checkpoint import layouts
 from harness.config import Suite
-from harness.errors import ConfigError, Interrupted, RecordError
+from harness.errors import (
+    ConfigError,
+    Interrupted,
+    IsolationUnavailable,
+    RecordError,
+    StillRunning,
+)
 from harness.isolation import choice
 from harness.plan import Matrix, Planned, plan
 from harness.runner import Run
@@ -50,11 +56,7 @@ def start(request: Request) -> tuple[Run, str]:
             "leave out passes, or first_use none",
         )
     models = tuple(registry.model(name, request.kwargs or None) for name in suite.models)
-    strategies = tuple(
-        (info, one.options)
-        for one in suite.strategies
-        for info in registry.named(one.name, suite.operation)
-    )
+    strategies = registry.chosen(suite)
     _check_names("models", [(spec.title, spec.builder) for spec in models])
     _check_names("strategies", [(info.name, str(info.path)) for info, _ in strategies])
     formats = tuple(layouts.named(name).NAME for name in suite.format)
@@ -110,14 +112,14 @@ def start(request: Request) -> tuple[Run, str]:
     return run, note
 
 
-def resume(folder: Path) -> Run:
+def resume(folder: Path, *, trusted: bool = False) -> Run:
     """Return a run that was planned before, to go on with the cells that have no record.
 
     Raises:
         RecordError: the folder is no run, or a search for floors.
-        ConfigError: a strategy of its plan is gone.
+        ConfigError: a strategy of its plan is gone, or its code is foreign and not ``trusted``.
     """
-    run, settings = restore(folder)
+    run, settings = restore(folder, trusted=trusted)
     if "within" in settings:
         raise RecordError(
             f"{folder} is a search for floors",
@@ -126,13 +128,20 @@ def resume(folder: Path) -> Run:
     return run
 
 
-def restore(folder: Path) -> tuple[Run, dict[str, Any]]:
+def restore(folder: Path, *, trusted: bool = False) -> tuple[Run, dict[str, Any]]:
     """Return a run that was planned before, and its settings; raises as ``resume`` does."""
     known = journal.read_plan(folder)
     if not known.cells:
         raise RecordError(f"{folder} plans no cell", "start a new run")
     settings = known.settings
     try:
+        if not trusted:
+            verb = "floor" if "within" in settings else "bench"
+            trust.check(
+                trust.foreign(known.cells, settings["strategy_paths"], settings["base_image"]),
+                place=folder / journal.PLAN,
+                again=f"weighin {verb} --resume {quote(str(folder))}",
+            )
         infos = {
             name: registry.read_strategy(Path(path), known.cells[0].operation)
             for name, path in settings["strategy_paths"].items()
@@ -157,13 +166,20 @@ def restore(folder: Path) -> tuple[Run, dict[str, Any]]:
 
 
 @contextmanager
-def resumable(verb: str, folder: Path) -> Iterator[None]:
-    """Let a stop inside say how to go on with the run."""
+def resumable(verb: str, task: Run) -> Iterator[None]:
+    """Let a stop inside, and what keeps a run from going on, say how to go on with it."""
+    again = f"weighin {verb} --resume {quote(str(task.folder))}"
+    paths = {one.strategy.name: str(one.strategy.path) for one in task.planned}
+    if trust.foreign([one.cell for one in task.planned], paths):
+        again += " --trust"
     try:
         yield
     except Interrupted as stopped:
-        again = f"weighin {verb} --resume {quote(str(folder))}"
         raise Interrupted(stopped.message, f"go on with it: {again}") from None
+    except (RecordError, IsolationUnavailable, StillRunning) as error:
+        if (task.folder / journal.RECORDS).exists() and "--resume" not in error.repair:
+            error.repair += f"; then go on: {again}"
+        raise
 
 
 def _check_names(kinds: str, found: list[tuple[str, str]]) -> None:

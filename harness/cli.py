@@ -5,7 +5,7 @@ A verb's module is imported inside its function, so that ``weighin list`` answer
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -20,7 +20,7 @@ from harness import (
     predict_verb,
     recommend_verb,
 )
-from harness.errors import HarnessError
+from harness.errors import HarnessError, explain
 from harness.gate import verbs as gate_verbs
 from harness.report import verbs
 
@@ -114,6 +114,7 @@ def bench(
     resume: Annotated[
         Path | None, typer.Option(help="Go on with a run at its first cell without a record.")
     ] = None,
+    trust: options.Trust = False,
     base_image: options.BaseImage = None,
 ) -> None:
     """Load or save a model with every strategy, each in its own limited container: what did it cost?"""
@@ -126,7 +127,7 @@ def bench(
     if choice.wants_cgroup(isolation) and delegation.helps():
         delegation.enter(sys.argv[1:])
     if resume:
-        task = benchmarks.resume(resume)
+        task = benchmarks.resume(resume, trusted=trust)
     else:
         asked = {
             "models": [arguments.one_model(model, model_option)],
@@ -162,7 +163,7 @@ def bench(
             _say(note)
     if not task.isolation.limits or all(one.cell.ram_limit_bytes is None for one in task.planned):
         _say("nothing is limited: peaks are measured, but no strategy is shown to fit (--ram does)")
-    with live.progress(err, len(task.planned)) as progress, resumable("bench", task.folder):
+    with live.progress(err, len(task.planned)) as progress, resumable("bench", task):
         results = runner.run(task, progress)
     verbs.show(task.folder, results)
     for line in exit_codes.broken(results):
@@ -208,11 +209,17 @@ def main() -> None:
     try:
         app(standalone_mode=True)
     except HarnessError as error:
-        err.print("[bold red]error:[/]", end=" ")
-        err.print(error.message, markup=False, highlight=False, soft_wrap=True)
-        if error.repair:
-            err.print(error.repair, markup=False, highlight=False, soft_wrap=True)
-        sys.exit(error.exit_code)
+        _end(error)
+    except OSError as error:
+        _end(explain(error))
+
+
+def _end(error: HarnessError) -> NoReturn:
+    err.print("[bold red]error:[/]", end=" ")
+    err.print(error.message, markup=False, highlight=False, soft_wrap=True)
+    if error.repair:
+        err.print(error.repair, markup=False, highlight=False, soft_wrap=True)
+    sys.exit(error.exit_code)
 
 
 def _version(wanted: bool) -> None:

@@ -13,13 +13,18 @@ _MOUNTS = Path("/proc/self/mountinfo")
 _VMSTAT = Path("/proc/vmstat")
 
 
+def read_kernel(path: Path) -> str:
+    """Return a kernel's text; names in it that are not UTF-8 keep their bytes, as paths do."""
+    return os.fsdecode(path.read_bytes())
+
+
 def start_time(pid: int) -> int | None:
     """Return when a process started, in clock ticks since boot; None where it is gone.
 
     Together with the pid it names a process for good: pids are used again.
     """
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        text = read_kernel(Path(f"/proc/{pid}/stat"))
     except (FileNotFoundError, ProcessLookupError):
         return None
     return int(text.rpartition(")")[2].split()[19])
@@ -38,7 +43,7 @@ def is_alive(name: str) -> bool:
 
 def memory_hierarchy() -> tuple[int, Path] | None:
     """Return (1 or 2, mount point) of the hierarchy that has the memory controller here."""
-    version1, version2 = parse_mounts(_MOUNTS.read_text())
+    version1, version2 = parse_mounts(read_kernel(_MOUNTS))
     if version1:
         return 1, version1
     if version2 and "memory" in (version2 / "cgroup.controllers").read_text().split():
@@ -48,17 +53,18 @@ def memory_hierarchy() -> tuple[int, Path] | None:
 
 def pressure_hierarchy() -> Path | None:
     """Return the mount point of the v2 tree, which alone has PSI files; None where there is none."""
-    return parse_mounts(_MOUNTS.read_text())[1]
+    return parse_mounts(read_kernel(_MOUNTS))[1]
 
 
 def parse_mounts(text: str) -> tuple[Path | None, Path | None]:
     """Return where a mountinfo text has the v1 memory hierarchy, and the v2 tree."""
     version1: Path | None = None
     version2: Path | None = None
-    for line in text.splitlines():
+    # Only these two divide: other blanks and line ends of Unicode are letters of some mount's name.
+    for line in filter(None, text.split("\n")):
         before, _, after = line.partition(" - ")
         kind, _, options = after.split(" ", 2)
-        mount = Path(before.split()[4])
+        mount = Path(before.split(" ")[4])
         if kind == "cgroup" and "memory" in options.split(","):
             version1 = version1 or mount
         elif kind == "cgroup2":
@@ -93,8 +99,8 @@ def parse_mount_root(text: str, mount: Path) -> str:
 
     In a container it is the container's own group.
     """
-    for line in text.splitlines():
-        fields = line.split()
+    for line in filter(None, text.split("\n")):
+        fields = line.split(" ")
         if fields[4] == str(mount):
             return fields[3]
     return "/"
@@ -102,14 +108,14 @@ def parse_mount_root(text: str, mount: Path) -> str:
 
 def _folder(mount: Path, group: str) -> Path:
     """Return where the group that /proc/PID/cgroup names lies below a mount of its hierarchy."""
-    root = parse_mount_root(_MOUNTS.read_text(), mount).rstrip("/")
+    root = parse_mount_root(read_kernel(_MOUNTS), mount).rstrip("/")
     inside = group == root or group.startswith(f"{root}/")
     return mount / (group.removeprefix(root) if inside else group).lstrip("/")
 
 
 def parse_group(text: str, version: int) -> str | None:
     """Return the memory group (version 1) or the v2 group that a /proc/PID/cgroup text names."""
-    for line in text.splitlines():
+    for line in filter(None, text.split("\n")):
         number, controllers, path = line.split(":", 2)
         if number == "0" if version == 2 else "memory" in controllers.split(","):
             return path
@@ -118,7 +124,7 @@ def parse_group(text: str, version: int) -> str | None:
 
 def _group_of(pid: int, version: int) -> str | None:
     try:
-        return parse_group(Path(f"/proc/{pid}/cgroup").read_text(), version)
+        return parse_group(read_kernel(Path(f"/proc/{pid}/cgroup")), version)
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
 

@@ -53,14 +53,14 @@ def _isolation(isolation: Isolation, say: Callable[[str], None]) -> Iterator[Fin
         return
     say(f"running into a limit of {format_bytes(_PROBE_LIMIT_BYTES)} with {isolation.name}")
     try:
-        yield _prove(isolation)
+        yield _prove(isolation, say)
     except HarnessError as error:
         yield Finding(subject, "bad", f"{error.message}. {error.repair}")
 
 
-def _prove(isolation: Isolation) -> Finding:
+def _prove(isolation: Isolation, say: Callable[[str], None]) -> Finding:
     """Run a worker into a limit and see the kernel kill it in the phase that overruns."""
-    isolation.prepare()
+    isolation.prepare(say)
     spec = model("gpt2-tiny")
     checkpoint = cache.ensure(spec, "pt")
     probe = read_strategy(_PROBE)

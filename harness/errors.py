@@ -11,13 +11,23 @@
      x RecordError            a run's folder or its records                                exit 2
         - SchemaTooNew        written by a later weighin
         - DamagedRecord       a line that is no record
+     x StillRunning           a process that SIGKILL does not end                          exit 4
      x Interrupted            Ctrl-C or SIGTERM, after everything was cleaned up           exit 130
 
 Exit code 1 means that a gate failed, 4 that some cell has the outcome ``measurement_failed``, 5 that
-some strategy loaded wrong weights or failed (``harness.exit_codes``).
+some strategy loaded wrong weights or failed (``harness.exit_codes``). An ``OSError`` that nobody
+expected becomes a HarnessError at the command line (``explain``).
 """
 
+import errno
+import os
 from collections.abc import Iterable
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
+_TOO_MANY = (errno.EMFILE, errno.ENFILE)
+_ROOM = "free some space there; TMPDIR and WEIGHIN_CACHE name other folders"
+_MEMORY = "free memory: end other programs, or measure fewer things at once"
 
 
 class HarnessError(Exception):
@@ -82,7 +92,40 @@ class DamagedRecord(RecordError):
     """A line of a record file that is not a whole record."""
 
 
+class StillRunning(HarnessError):
+    """A process that SIGKILL does not end: it waits in the kernel, and holds what it has."""
+
+    exit_code = 4
+
+    def __init__(self, message: str) -> None:
+        super().__init__(
+            message,
+            "it waits in the kernel, as for a disk or a network share that does not answer: mend"
+            " that, or restart the machine",
+        )
+
+
 class Interrupted(HarnessError):
     """The user stopped the run; everything it started is already gone."""
 
     exit_code = 130
+
+
+def explain(error: OSError) -> HarnessError:
+    """Return what the operating system refused, in a user's words: the path, the reason, a repair."""
+    from shlex import quote  # the worker, which raises these too, has no use for it
+
+    reason = error.strerror or str(error) or type(error).__name__
+    path = error.filename
+    place = os.fsdecode(path) if isinstance(path, str | bytes) else ""
+    message = f"{place}: {reason}" if place else f"the operating system refused: {reason}"
+    repair = "weighin doctor says what works on this machine"
+    if error.errno in _FULL:
+        repair = _ROOM
+    elif error.errno in _REFUSED and place:
+        repair = f"ls -ld {quote(place)} shows whose it is"
+    elif error.errno in _TOO_MANY:
+        repair = "allow more open files: ulimit -n 4096"
+    elif error.errno == errno.ENOMEM:
+        repair = _MEMORY
+    return HarnessError(message, repair)

@@ -44,6 +44,7 @@ def floor(
     resume: Annotated[
         Path | None, typer.Option(help="Go on with a search where it was stopped.")
     ] = None,
+    trust: options.Trust = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the floors for programs, and nothing else.")
     ] = False,
@@ -61,7 +62,7 @@ def floor(
     if choice.wants_cgroup(isolation) and delegation.helps():
         delegation.enter(sys.argv[1:])
     if resume:
-        search = searching.resume(resume)
+        search = searching.resume(resume, trusted=trust)
     else:
         asked = {
             "models": [arguments.one_model(model, model_option)],
@@ -88,7 +89,7 @@ def floor(
         if note:
             err.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
     task = search.run
-    with live.progress(err, None) as progress, bench.resumable("floor", task.folder):
+    with live.progress(err, None) as progress, bench.resumable("floor", task):
         results = search.perform(progress)
     if as_json:
         text = json.dumps({"floors": [as_dict(one) for one in floors(results)]}, indent=1)

@@ -4,7 +4,8 @@
 
     RUN/plan.json         the cells of the run and its settings, written once, at the start
     RUN/records.jsonl     one Result a line, on the disk before the next cell starts
-    RUN/samples/*.csv     one file a cell; Result.samples_path names it
+    RUN/samples/*.csv     one file a cell, after its record; Result.samples_path names it
+    RUN/.room             while a cell runs: the room on the disk that its record will take
 
 results/README.md is the contract of every field.
 """
@@ -14,10 +15,11 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from io import FileIO
 from pathlib import Path
 from shlex import quote
 from textwrap import shorten
-from typing import Any, BinaryIO, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -28,6 +30,9 @@ from harness.record import SCHEMA, Result
 
 RECORDS: Final = "records.jsonl"
 PLAN: Final = "plan.json"
+
+_ROOM: Final = ".room"
+_ROOM_BYTES: Final = 256 * 1024  # the largest record that is known has 9 KiB
 
 _T = TypeVar("_T")
 _DAMAGES_TOLD: Final = 5
@@ -59,24 +64,42 @@ _PLAN: Final = TypeAdapter(Plan)
 def append(run: Path, result: Result) -> None:
     """Add ``result`` to the run's records; on return it is on the disk.
 
-    Makes the folder where there is none, and first cuts a torn last line.
+    Makes the folder where there is none, and first cuts a torn last line. Takes the room that
+    ``room`` kept.
 
     Raises:
-        RecordError: the folder or the file cannot be written.
+        RecordError: the folder or the file cannot be written; it is as it was before.
     """
     line = _encode(asdict(result), result.cell.id) + b"\n"
     path = run / RECORDS
-    with _writing(path):
+    with writing(path, f"; what was measured of {result.cell.id} is lost"):
         run.mkdir(parents=True, exist_ok=True)
         is_new = not path.exists()
+        (run / _ROOM).unlink(missing_ok=True)
         path.touch()
-        with path.open("r+b") as file:
+        with path.open("r+b", buffering=0) as file:
             _mend_tail(file)
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
+            _write_whole(file, line)
         if is_new:
             _sync_folder(run)
+
+
+@contextmanager
+def room(run: Path) -> Iterator[None]:
+    """Keep room for one record while its cell is measured, however full the disk becomes.
+
+    Raises:
+        RecordError: there is none; nothing is measured in vain.
+    """
+    kept = run / _ROOM
+    try:
+        with writing(run / RECORDS):
+            run.mkdir(parents=True, exist_ok=True)
+            kept.write_bytes(bytes(_ROOM_BYTES))
+        yield
+    finally:
+        with suppress(OSError):  # as on a disk that was taken away meanwhile
+            kept.unlink(missing_ok=True)
 
 
 def read(run: Path) -> Records:
@@ -139,7 +162,8 @@ def write_plan(run: Path, cells: Iterable[Cell], settings: dict[str, Any] | None
     path = run / PLAN
     text = _encode(asdict(plan), PLAN, indent=1) + b"\n"
     unfinished = path.with_name(f".{PLAN}.{os.getpid()}")
-    with _writing(path):
+    with writing(path):
+        is_new = not run.exists()
         run.mkdir(parents=True, exist_ok=True)
         try:
             with unfinished.open("wb") as file:
@@ -147,8 +171,11 @@ def write_plan(run: Path, cells: Iterable[Cell], settings: dict[str, Any] | None
                 file.flush()
                 os.fsync(file.fileno())
             unfinished.replace(path)
-        finally:
+        except OSError:
             unfinished.unlink(missing_ok=True)
+            if is_new:
+                run.rmdir()
+            raise
         _sync_folder(run)
 
 
@@ -197,7 +224,19 @@ def _encode(value: dict[str, Any], name: str, indent: int | None = None) -> byte
     return text.encode("utf-8", "replace")  # file names may hold bytes that are no UTF-8
 
 
-def _mend_tail(file: BinaryIO) -> None:
+def _write_whole(file: FileIO, line: bytes) -> None:
+    """Write a line at the file's end and sync it; where that fails, nothing of it stays."""
+    start = file.tell()
+    try:
+        while line:
+            line = line[file.write(line) :]
+        os.fsync(file.fileno())
+    except OSError:
+        file.truncate(start)
+        raise
+
+
+def _mend_tail(file: FileIO) -> None:
     """Leave ``file`` at its end, behind a newline: a torn line is cut, a bare one is ended."""
     if file.seek(0, os.SEEK_END) == 0:
         return
@@ -273,12 +312,13 @@ def _read(path: Path) -> bytes:
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def writing(path: Path, and_so: str = "") -> Iterator[None]:
+    """Turn what the disk refuses inside into a RecordError; ``and_so`` ends its message."""
     try:
         yield
     except OSError as error:
         raise RecordError(
-            f"cannot write {path}: {error.strerror}",
+            f"cannot write {path}: {error.strerror}{and_so}",
             "free some space, or name a folder that you may write: weighin bench ... --out FOLDER",
         ) from error
 

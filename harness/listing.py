@@ -36,19 +36,20 @@ def cache_table() -> Table:
 
 
 def _loading() -> Table:
-    table = Table("strategy", "reads", "loads to", "what it does", title="strategies")
+    table = Table("strategy", "reads", "loads to", "options", "what it does", title="strategies")
     return _filled(table, registry.strategies())
 
 
 def _saving() -> Table:
     title = "strategies of saving (--operation save)"
-    table = Table("strategy", "writes", "saves from", "what it does", title=title)
+    table = Table("strategy", "writes", "saves from", "options", "what it does", title=title)
     return _filled(table, registry.strategies("save"))
 
 
 def _filled(table: Table, found: Mapping[str, registry.StrategyInfo]) -> Table:
     for name, info in found.items():
-        table.add_row(name, ", ".join(info.formats), ", ".join(info.devices), escape(info.summary))
+        names = (", ".join(each) for each in (info.formats, info.devices, info.options))
+        table.add_row(name, *map(escape, names), escape(info.summary))
     return table
 
 

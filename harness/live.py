@@ -44,7 +44,14 @@ class _Live:
         self._cell = ""
 
     def progress(self) -> Progress:
-        return Progress(self._prepare, self._start, self._enter, self._narrow, self._finish)
+        return Progress(
+            preparing=self._prepare,
+            building=lambda text: self._prepare(text, None),
+            starting=self._start,
+            phase=self._enter,
+            narrowed=self._narrow,
+            finished=self._finish,
+        )
 
     def _prepare(self, text: str, share: float | None) -> None:
         self._show(text if share is None else f"{text}: {share:.0%}")

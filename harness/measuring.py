@@ -2,19 +2,20 @@
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness import page_cache, sources, steady, stopping
+from harness import journal, page_cache, sources, steady, stopping
 from harness.cell import Job
-from harness.isolation import Isolation
-from harness.record import Result
+from harness.errors import HarnessError
+from harness.isolation import Isolation, Running
+from harness.record import Result, Sample
 from harness.sampler import DEFAULT_INTERVAL_S, write_samples
-from harness.trace import write_trace
+from harness.trace import Trace, write_trace
 from harness.units import format_bytes
 from harness.watching import Watch
 
@@ -31,8 +32,43 @@ class Setting:
     on_phase: Callable[[str], None] = lambda _: None
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A cell's result, to be recorded first, and what lies beside its record.
+
+    ``trouble`` is what was found after the measurement, and keeps the run from going on.
+    """
+
+    result: Result
+    samples: Sequence[Sample] = ()
+    trace: Trace | None = None
+    trouble: HarnessError | None = None
+
+    def finish(self, run: Path) -> None:
+        """Write the samples and the trace into the run's folder, then raise the trouble.
+
+        Raises:
+            RecordError: they cannot be written; nothing of them stays.
+        """
+        if self.result.samples_path:
+            path = run / self.result.samples_path
+            _write_beside(path, partial(write_samples, path, list(self.samples)))
+        if self.result.trace_path and self.trace:
+            path = run / self.result.trace_path
+            _write_beside(path, partial(write_trace, path, self.trace))
+        if self.trouble:
+            raise self.trouble
+
+
 def measure(setting: Setting, job: Job, files: Sequence[Path], model_bytes: int | None) -> Result:
-    """Run one cell to its end and return what was measured; its samples are written beside.
+    """Run one cell that no run records; see ``take``. Its samples are in the setting's folder."""
+    measured = take(setting, job, files, model_bytes)
+    measured.finish(setting.run)
+    return measured.result
+
+
+def take(setting: Setting, job: Job, files: Sequence[Path], model_bytes: int | None) -> Measured:
+    """Run one cell to its end and return what was measured.
 
     ``files`` are the checkpoint's, in the parent's paths: their cached pages are dropped first,
     for a warm cell too, which then reads them inside its own cgroup.
@@ -48,38 +84,57 @@ def measure(setting: Setting, job: Job, files: Sequence[Path], model_bytes: int 
         # Two copies of the model, and its file in the page cache: no strategy here takes more.
         touched = memory.enter_context(steady.held(3 * size, spare)) if size else None
         before_load = partial(steady.give_back, memory) if size else None
-        with stopping.put_off(), closing(setting.isolation.start(job)) as running:
-            watch = Watch(running, setting.interval_s, setting.on_phase, before_load)
+        with stopping.put_off():
+            running = setting.isolation.start(job)
             try:
-                watch.follow(job.timeout_s)
-                ended = watch.end()
-            finally:
-                watch.close()
+                watch = Watch(running, setting.interval_s, setting.on_phase, before_load)
+                try:
+                    watch.follow(job.timeout_s)
+                    ended = watch.end()
+                finally:
+                    watch.close()
+            except BaseException:
+                running.close()
+                raise
+            trouble = _close(running)
     result = watch.result(job, ended)
     warnings = result.warnings
     warnings += _doubts(cached_bytes)
-    samples_path = f"samples/{job.cell.id}.csv" if watch.samples else None
-    if samples_path:
-        write_samples(setting.run / samples_path, watch.samples)
-    trace_path = None
     if trace := watch.story.trace:
-        trace_path = f"traces/{job.cell.id}.csv"
-        write_trace(setting.run / trace_path, trace)
         warnings += tuple(trace.doubts(result.peaks.cuda_requested_bytes))
     assert result.cost
-    return replace(
+    result = replace(
         result,
         cost=replace(result.cost, wall_ns=time.monotonic_ns() - start_ns),
         model_bytes=model_bytes,
         cached_bytes_at_start=cached_bytes,
         touched_bytes_before=touched,
-        samples_path=samples_path,
-        trace_path=trace_path,
+        samples_path=f"samples/{job.cell.id}.csv" if watch.samples else None,
+        trace_path=f"traces/{job.cell.id}.csv" if trace else None,
         started_at=started_at,
         sources_hash=sources_hash,
         environment=setting.environment | watch.story.environment,
         warnings=warnings,
     )
+    return Measured(result, watch.samples, trace, trouble)
+
+
+def _close(running: Running) -> HarnessError | None:
+    """Remove every trace of a worker; returns what could not be removed: its result is known."""
+    try:
+        running.close()
+    except HarnessError as trouble:
+        return trouble
+    return None
+
+
+def _write_beside(path: Path, write: Callable[[], None]) -> None:
+    with journal.writing(path, "; the record of its cell is kept"):
+        try:
+            write()
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
 
 
 def _doubts(cached_bytes: int | None) -> tuple[str, ...]:

@@ -39,6 +39,13 @@ Format = Annotated[
 ]
 Timeout = Annotated[float, typer.Option(help="Seconds after which a cell is ended.")]
 Seed = Annotated[int, typer.Option(help="Of the weights that are made.")]
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust",
+        help="Run what the run's files name, also builders and strategies that are not weighin's.",
+    ),
+]
 BaseImage = Annotated[
     str | None,
     typer.Option(envvar="WEIGHIN_BASE_IMAGE", help="The image that the Docker image is built on."),

@@ -45,6 +45,7 @@ def predict(
     check: Annotated[
         Path | None, typer.Option(help="A run's folder: predict its cells, and compare.")
     ] = None,
+    trust: options.Trust = False,
     phases: Annotated[bool, typer.Option("--phases", help="The peaks of each phase, too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="All of it, for programs.")] = False,
 ) -> None:
@@ -54,7 +55,7 @@ def predict(
     arguments.refuse_ignored(context)
     if check is not None:
         with err.status("predicting the cells of the run"):
-            checked = checking.check(check)
+            checked = checking.check(check, trusted=trust)
         if as_json:
             print(json.dumps(checking.as_json(checked)))
         else:
@@ -98,9 +99,7 @@ def _plan(suite: "Suite", kwargs: dict[str, Any]) -> "list[Planned]":
     return plan(
         Matrix(
             models=tuple(registry.model(name, kwargs or None) for name in suite.models),
-            strategies=tuple(
-                (info, one.options) for one in suite.strategies for info in registry.named(one.name)
-            ),
+            strategies=registry.chosen(suite),
             ram_limits=(None,),
             isolation="process",
             device=suite.device,

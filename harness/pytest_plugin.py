@@ -100,7 +100,12 @@ class Weighin:
             raise TypeError("a strategy takes no arguments: give options by name")
         else:
             result = loads.measure_load(
-                what, ram=ram, isolation=chosen, timeout_s=timeout_s, **options
+                what,
+                ram=ram,
+                isolation=chosen,
+                timeout_s=timeout_s,
+                say=lambda line: _say(self._config, line),
+                **options,
             )
         self._results.append(result)
         return result
@@ -109,6 +114,17 @@ class Weighin:
         """Measure what runs inside as a phase; only where the test's own body is measured."""
         phases = self._config.stash.get(PHASES, None)
         return phases(name) if phases else nullcontext()
+
+
+def _say(config: pytest.Config, line: str) -> None:
+    """Print a line at once, past what captures the test's own output; under xdist nobody can."""
+    reporter = config.pluginmanager.getplugin("terminalreporter")
+    capture = config.pluginmanager.getplugin("capturemanager")
+    if reporter is None:
+        return
+    with capture.global_and_fixture_disabled() if capture else nullcontext():
+        reporter.ensure_newline()
+        reporter.write_line(f"weighin: {line}")
 
 
 @pytest.fixture

@@ -95,6 +95,7 @@ class Peaks:
     cuda_reserved_bytes: int | None = None
     cuda_driver_sampled_bytes: int | None = None
     pinned_bytes: int | None = None
+    unreclaimable_sampled_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

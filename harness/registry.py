@@ -4,14 +4,16 @@ A strategy loads or saves: the function that its file defines says which.
 """
 
 import ast
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from harness.cell import ModelSpec, Operation
-from harness.config import read_model
+from harness.config import Suite, read_model
 from harness.errors import ConfigError, UnknownName
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -27,13 +29,24 @@ def data_folder(name: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class StrategyInfo:
-    """What a strategy's file says about itself: ``formats`` that it reads, or that it writes."""
+    """What a strategy's file says about itself: ``formats`` that it reads, or that it writes.
+
+    ``options`` are the names that it reads of ``job.options``.
+    """
 
     name: str
     path: Path
     summary: str
     formats: tuple[str, ...]
     devices: tuple[str, ...]
+    options: tuple[str, ...] = ()
+
+    def check_options(self, names: Iterable[str]) -> None:
+        """Raise UnknownName for an option that the strategy would ignore."""
+        for name in names:
+            if name not in self.options:
+                declare = f'a strategy names its own in its file: OPTIONS = ("{name}",)'
+                raise UnknownName(f"option of {self.name}", name, self.options, declare)
 
 
 def strategies(operation: Operation = "load") -> dict[str, StrategyInfo]:
@@ -73,6 +86,20 @@ def named(name: str, operation: Operation = "load") -> list[StrategyInfo]:
     return [strategy(name, operation)]
 
 
+def chosen(suite: Suite) -> tuple[tuple[StrategyInfo, dict[str, Any]], ...]:
+    """Return the strategies of a suite with their options.
+
+    Raises:
+        UnknownName: there is no such strategy, or it has no such option.
+    """
+    found = []
+    for one in suite.strategies:
+        for info in named(one.name, suite.operation):
+            info.check_options(one.options)
+            found.append((info, one.options))
+    return tuple(found)
+
+
 def read_strategy(path: Path, operation: Operation = "load") -> StrategyInfo:
     """Read a strategy's name, summary and constants from its syntax tree; runs none of it.
 
@@ -98,6 +125,7 @@ def read_strategy(path: Path, operation: Operation = "load") -> StrategyInfo:
         summary=docstring.splitlines()[0] if docstring else "",
         formats=_constant(tree, "FORMATS", path, ("pt",)),
         devices=_constant(tree, "DEVICES", path, ("cpu",)),
+        options=_constant(tree, "OPTIONS", path, ()),
     )
 
 
@@ -147,10 +175,11 @@ def _constant(tree: ast.Module, name: str, path: Path, default: tuple[str, ...])
             continue
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         if [ast.unparse(target) for target in targets] == [name]:
-            if not (value := _strings(node.value)):
+            is_empty = isinstance(node.value, ast.Tuple) and not node.value.elts
+            if not (value := _strings(node.value)) and (default or not is_empty):
                 raise ConfigError(
                     f"{path}, line {node.lineno}: {name} is not a tuple of strings",
-                    f'write it out, as in {name} = ("{default[0]}",)',
+                    f'write it out, as in {name} = ("{[*default, "name"][0]}",)',
                 )
             return value
     return default

@@ -15,7 +15,7 @@ from harness.checkpoint import cache, layouts
 from harness.errors import ConfigError, HarnessError, Interrupted
 from harness.isolation import Isolation, Running
 from harness.lock import only_run
-from harness.measuring import Setting, measure
+from harness.measuring import Measured, Setting, take
 from harness.plan import Planned
 from harness.record import SCHEMA, Memory, Outcome, Result
 from harness.text import one_line
@@ -30,6 +30,7 @@ class Progress:
     """What the run tells while it works; each field is called with what happens next."""
 
     preparing: Callable[[str, float | None], None] = lambda _text, _share: None
+    building: Callable[[str], None] = lambda _: None
     starting: Callable[[Cell], None] = lambda _: None
     phase: Callable[[str], None] = lambda _: None
     narrowed: Callable[[str], None] = lambda _: None
@@ -99,15 +100,18 @@ def _run(task: Run, progress: Progress, following: Following | None) -> None:
             stopping.check()
             if bench is None and any(not one.skip for one in needed):
                 bench = _set_up(task, needed, progress)
-            if planned.skip or bench is None:
-                result = _skipped(planned, bench.setting.environment if bench else {})
-            else:
-                progress.starting(planned.cell)
-                result = bench.measure(planned)
-            with stopping.put_off():
-                journal.append(task.folder, result)
-            results.append(result)
-            progress.finished(result)
+            with journal.room(task.folder):
+                if planned.skip or bench is None:
+                    found = bench.setting.environment if bench else {}
+                    measured = Measured(_skipped(planned, found))
+                else:
+                    progress.starting(planned.cell)
+                    measured = bench.measure(planned)
+                with stopping.put_off():
+                    journal.append(task.folder, measured.result)
+                    results.append(measured.result)
+                    progress.finished(measured.result)
+                    measured.finish(task.folder)
 
 
 def _found(following: Following, results: Sequence[Result]) -> Iterator[Planned]:
@@ -123,24 +127,25 @@ class _Bench:
     setting: Setting
     prepared: dict[tuple[str, str], cache.Prepared]
 
-    def measure(self, planned: Planned) -> Result:
+    def measure(self, planned: Planned) -> Measured:
         checkpoint = self.prepared[_checkpoint_key(self.task, planned.cell)]
         files = layouts.files(checkpoint.path)
         model_bytes = checkpoint.manifest().model_bytes(planned.cell.dtype)
         job = _job(self.task, planned, self.prepared)
         if planned.cell.operation == "load":
-            return measure(self.setting, job, files, model_bytes)
+            return take(self.setting, job, files, model_bytes)
         with saving.target(model_bytes) as folder:
-            result = measure(self.setting, replace(job, target=str(folder)), files, model_bytes)
-            return saving.with_warnings(result, folder)
+            measured = take(self.setting, replace(job, target=str(folder)), files, model_bytes)
+            return replace(measured, result=saving.with_warnings(measured.result, folder))
 
 
 def _set_up(task: Run, needed: Sequence[Planned], progress: Progress) -> _Bench:
     compile_code()
     prepared = _prepare_checkpoints(task, needed, progress)
     progress.preparing(f"preparing {task.isolation.name}", None)
-    task.isolation.prepare()
-    (task.folder / "samples").mkdir(exist_ok=True)
+    task.isolation.prepare(progress.building)
+    with journal.writing(samples := task.folder / "samples"):
+        samples.mkdir(exist_ok=True)
     first = next(planned for planned in needed if not planned.skip)
     progress.preparing("importing torch once, to know what an import needs", None)
     baseline = _probe(task, _job(task, first, prepared))

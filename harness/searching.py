@@ -61,14 +61,14 @@ def start(request: Request) -> tuple[Search, str]:
     return Search(run, request.within), note
 
 
-def resume(folder: Path) -> Search:
+def resume(folder: Path, *, trusted: bool = False) -> Search:
     """Return a search that was started before.
 
     Raises:
         RecordError: the folder is no run, or one of ``weighin bench``.
-        ConfigError: a strategy of its plan is gone.
+        ConfigError: a strategy of its plan is gone, or its code is foreign and not ``trusted``.
     """
-    run, settings = bench.restore(folder)
+    run, settings = bench.restore(folder, trusted=trusted)
     if "within" not in settings:
         raise RecordError(
             f"{folder} is no search for floors",

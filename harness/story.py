@@ -143,15 +143,17 @@ class Story:
             why = "killed by the kernel when the whole machine ran out of memory"
             return Outcome.OOM_KILLED, f"{why}, {self.where()}"
         how = f"ended with exit code {ended.code}"
-        if ended.signal:
+        if ended.still_runs:
+            how = "does not end, not even by SIGKILL,"
+        elif ended.signal:
             how = f"was ended by {_name(ended.signal)}"
         said = chatter.decode(errors="replace").strip().splitlines()
         if said and ended.signal and said[-1].startswith(signal.strsignal(ended.signal) or "?"):
             said.pop()  # a container's shell says the same again
         last = f": {one_line(said[-1], _SAID_LENGTH)}" if said else ""
-        if oom_kills and ended.signal is None:
+        if oom_kills and ended.signal is None and not ended.still_runs:
             return Outcome.OOM_KILLED, f"{_LOST_CHILD}, and then it {how} {self.where()}{last}"
-        known = self.baseline is not None
+        known = self.baseline is not None and not ended.still_runs
         outcome = Outcome.STRATEGY_FAILED if known else Outcome.MEASUREMENT_FAILED
         return outcome, f"the worker {how} {self.where()}{last}"
 

@@ -26,7 +26,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from harness.counters import memory_cgroup_of
+from harness.counters import memory_cgroup_of, read_kernel
 from harness.observing import LocalObserver
 from harness.process_memory import memory_of, read_status
 from harness.record import Sample
@@ -95,7 +95,7 @@ def _others() -> list[int]:
 
 def _parent(pid: int) -> int | None:
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return int(read_kernel(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()[1])
     except (FileNotFoundError, ProcessLookupError):
         return None
 

@@ -88,7 +88,10 @@ class Watch:
             ended = self._running.wait(_GRACE_S)
         except TimeoutError:  # its events ended, but something of it still runs
             self._kill()
-            ended = self._running.wait(_GRACE_S)
+            try:
+                ended = self._running.wait(_GRACE_S)
+            except TimeoutError:  # it waits in the kernel, where no signal reaches it
+                ended = Exit(None, still_runs=True)
         self._at_end = self._look()
         self._oom_kills = self._at_end.oom_kills
         if not self.story.is_ready:
@@ -136,7 +139,7 @@ class Watch:
             cost=story.cost(),
             watcher=self._observer.watcher if self._observer else None,
             allocator_summary=story.allocator_summary,
-            warnings=tuple(self._warnings(outcome)),
+            warnings=tuple(self._warnings(outcome, ended)),
         )
 
     def _take(self, kind: str, fields: dict[str, Any]) -> None:
@@ -209,6 +212,7 @@ class Watch:
             cgroup_bytes=self._peak_bytes,
             anon_sampled_bytes=_largest(one.anon_bytes for one in seen),
             file_sampled_bytes=_largest(one.file_bytes for one in seen),
+            unreclaimable_sampled_bytes=_unreclaimable(seen),
             cuda_requested_bytes=_largest(phase.peak_cuda_requested_bytes for phase in on_gpu),
             cuda_allocated_bytes=_largest(phase.peak_cuda_allocated_bytes for phase in on_gpu),
             cuda_reserved_bytes=_largest(phase.peak_cuda_reserved_bytes for phase in on_gpu),
@@ -241,7 +245,7 @@ class Watch:
         some, full = _grown(before.some_ns, after.some_ns), _grown(before.full_ns, after.full_ns)
         return None if some is None and full is None else Pressure(some, full)
 
-    def _warnings(self, outcome: Outcome) -> list[str]:
+    def _warnings(self, outcome: Outcome, ended: Exit) -> list[str]:
         warnings = [self._running.unseen] if self._running.unseen else []
         if self._observer and (watcher := self._observer.watcher):
             weight = (
@@ -251,6 +255,8 @@ class Watch:
                 f": a watcher in the container looked, and the cell was charged its {weight}"
             )
         warnings += self.story.notes
+        if ended.still_runs:
+            warnings.append("the worker still ran when this was recorded: SIGKILL did not end it")
         if self._oom_kills and outcome is not Outcome.OOM_KILLED:
             killed = f"{self._oom_kills} process{'es' * (self._oom_kills > 1)}"
             warnings.append(f"the kernel killed {killed} of this cell for lack of memory")
@@ -290,6 +296,13 @@ def _with_cuda(
 def _latest(points: Sequence[_Point], t_ns: int) -> _Point | None:
     index = bisect.bisect_right(points, t_ns, key=lambda point: point[0]) - 1
     return points[index] if index >= 0 else None
+
+
+def _unreclaimable(seen: Sequence[Memory | Sample]) -> int | None:
+    """Return the most that was anonymous or shared at once; None where nothing was shared."""
+    if not any(one.shmem_bytes for one in seen):
+        return None
+    return max(one.anon_bytes + one.shmem_bytes for one in seen)
 
 
 def _largest(values: Iterable[int | None]) -> int | None:

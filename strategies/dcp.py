@@ -13,6 +13,7 @@ from harness.strategy import Load
 
 FORMATS = ("dcp",)
 DEVICES = ("cpu", "cuda")
+OPTIONS = ()
 
 
 def load(job: Load) -> torch.nn.Module:

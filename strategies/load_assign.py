@@ -13,6 +13,7 @@ from harness.strategy import Load
 
 FORMATS = ("pt", "pt_legacy")
 DEVICES = ("cpu", "cuda")
+OPTIONS = ("map_location",)
 
 
 def load(job: Load) -> torch.nn.Module:

@@ -12,6 +12,7 @@ from harness.strategy import Load
 
 FORMATS = ("pt",)
 DEVICES = ("cpu", "cuda")
+OPTIONS = ("map_location",)
 
 
 def load(job: Load) -> torch.nn.Module:

@@ -12,6 +12,7 @@ from harness.strategy import Load
 
 FORMATS = ("safetensors",)
 DEVICES = ("cpu", "cuda")
+OPTIONS = ()
 
 
 def load(job: Load) -> torch.nn.Module:

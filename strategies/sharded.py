@@ -15,6 +15,7 @@ from harness.strategy import Load
 
 FORMATS = ("sharded", "sharded_pt")
 DEVICES = ("cpu", "cuda")
+OPTIONS = ()
 
 
 def load(job: Load) -> torch.nn.Module:

@@ -15,6 +15,7 @@ FORMATS = (
     "pt", "safetensors", "sharded", "sharded_pt", "per_param", "per_module", "dcp", "pt_legacy",
 )  # fmt: skip
 DEVICES = ("cpu", "cuda")
+OPTIONS = ("threads", "granularity")
 
 
 def load(job: Load) -> torch.nn.Module:

@@ -4,6 +4,7 @@
 engine, its absence must not look like success.
 """
 
+import atexit
 import os
 import shutil
 import sys
@@ -16,6 +17,12 @@ import pytest
 from hypothesis import settings
 
 from harness.errors import IsolationUnavailable
+
+# Of each test run its own: what is tested here measures nothing that another run would disturb.
+if "WEIGHIN_LOCK" not in os.environ:
+    lock = Path(tempfile.gettempdir()) / f"weighin-test-{os.getpid()}.lock"
+    os.environ["WEIGHIN_LOCK"] = str(lock)
+    atexit.register(lock.unlink, missing_ok=True)
 
 settings.register_profile("untimed", deadline=None)  # a busy machine is no finding
 settings.register_profile("ci", deadline=None, print_blob=True)  # random, with what repeats a find
@@ -83,7 +90,11 @@ def _vm_missing() -> str:
 
 
 def _root_missing() -> str:
-    return "" if os.geteuid() == 0 else "only root can become another user: sudo make test"
+    return (
+        ""
+        if os.geteuid() == 0
+        else "only root can become another user, or mount a disk: sudo make test"
+    )
 
 
 _MISSING: dict[str, Callable[[], str]] = {

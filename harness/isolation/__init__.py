@@ -5,6 +5,7 @@ and the cgroup to watch (None where they cannot be seen), and a ``close`` that l
 behind. All limits are set here, all of them before the worker's first instruction.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -16,11 +17,15 @@ from harness.observing import Observer
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """How a worker ended. ``signal`` is the one that ended it; ``oom_killed`` is the engine's word."""
+    """How a worker ended. ``signal`` is the one that ended it; ``oom_killed`` is the engine's word.
+
+    ``still_runs`` is a worker that did not end, not even when it was killed.
+    """
 
     code: int | None
     signal: int | None = None
     oom_killed: bool = False
+    still_runs: bool = False
 
 
 class Running(Protocol):
@@ -59,7 +64,11 @@ class Running(Protocol):
         ...
 
     def close(self) -> None:
-        """End what still runs and remove every trace. Always called, may be called twice."""
+        """End what still runs and remove every trace. Always called, may be called twice.
+
+        Raises:
+            StillRunning, IsolationUnavailable: something cannot be removed; all else is.
+        """
         ...
 
 
@@ -80,8 +89,8 @@ class Isolation(Protocol):
         """Raise IsolationUnavailable, with the repair, where this machine cannot run cells so."""
         ...
 
-    def prepare(self) -> None:
-        """Do the slow work that all cells share (build the image, say), with progress."""
+    def prepare(self, progress: Callable[[str], None] = ..., /) -> None:
+        """Do the slow work that all cells share (build the image, say), a line for each step of it."""
         ...
 
     def start(self, job: Job) -> Running:

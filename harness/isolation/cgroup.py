@@ -10,7 +10,7 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from harness.cell import Job
@@ -21,12 +21,13 @@ from harness.counters import (
     pressure_hierarchy,
     this_process,
 )
-from harness.errors import IsolationUnavailable
+from harness.errors import IsolationUnavailable, StillRunning
 from harness.isolation import delegation
 from harness.isolation.process import WORKER, LocalRunning
 from harness.worker.protocol import encode_job
 
 _PREFIX = "weighin."
+_PATIENCE_S = 10.0
 _REPAIR = (
     "run as root, or in a scope that the systemd user manager hands over (systemd-run --user --scope"
     " -p Delegate=yes weighin ...), or use --isolation docker"
@@ -50,7 +51,7 @@ class CgroupIsolation:
         with temporary_group() as group:
             limit(group, 2**40)
 
-    def prepare(self) -> None:
+    def prepare(self, _progress: Callable[[str], None] = lambda _: None, /) -> None:
         return
 
     def start(self, job: Job) -> "CgroupRunning":
@@ -73,8 +74,8 @@ class CgroupIsolation:
         removed = []
         for root in _roots():
             for group in root.glob(f"{_PREFIX}*"):
-                if not is_alive(group.name.removeprefix(_PREFIX).rpartition(".")[0]):
-                    _remove([group])
+                is_ours = is_alive(group.name.removeprefix(_PREFIX).rpartition(".")[0])
+                if not is_ours and _is_removed(group):  # else a process in it cannot be killed
                     removed.append(f"cgroup {group}")
         return removed
 
@@ -99,7 +100,11 @@ class CgroupRunning(LocalRunning):
         _kill_members(self._groups[0])
 
     def close(self) -> None:
-        super().close()
+        try:
+            super().close()
+        except StillRunning:
+            _is_removed(*self._groups, patience_s=0)
+            raise
         _remove(self._groups)
 
 
@@ -178,14 +183,28 @@ def _kill_members(group: Path) -> None:
 
 
 def _remove(groups: list[Path]) -> None:
-    """Remove groups; what still runs in them is killed, and given 10 s to give its memory back."""
+    """Remove groups, and kill what still runs in them.
+
+    Raises:
+        StillRunning: something in one of them does not end.
+    """
+    if not _is_removed(*groups):
+        left = ", ".join(str(group) for group in groups if group.exists())
+        raise StillRunning(
+            f"a process does not end, not even by SIGKILL: it is in the cgroup {left}"
+        )
+
+
+def _is_removed(*groups: Path, patience_s: float = _PATIENCE_S) -> bool:
+    """Remove groups; tells whether all are gone after the time to give their memory back."""
+    deadline = time.monotonic() + patience_s
     for group in groups:
-        deadline = time.monotonic() + 10
         while group.exists():
             _kill_members(group)
             try:
                 group.rmdir()
             except OSError:
                 if time.monotonic() > deadline:
-                    raise
+                    break
                 time.sleep(0.005)
+    return not any(group.exists() for group in groups)

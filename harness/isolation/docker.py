@@ -23,6 +23,7 @@ from harness.counters import is_alive
 from harness.environment import settings
 from harness.errors import IsolationUnavailable
 from harness.isolation import Exit
+from harness.isolation.building import DEFAULT_BASE, Progress
 from harness.isolation.docker_channel import KEEPER, StreamChannel
 from harness.isolation.docker_engine import (
     ENGINE_ERRORS,
@@ -37,13 +38,7 @@ from harness.isolation.docker_engine import (
 )
 from harness.isolation.docker_mounts import CODE, Bind, place
 from harness.isolation.docker_running import DockerRunning, remove
-from harness.isolation.image import (
-    BASE_VARIABLE,
-    DEFAULT_BASE,
-    PYTHON,
-    Progress,
-    ensure_image,
-)
+from harness.isolation.image import BASE_VARIABLE, PYTHON, ensure_image
 from harness.units import MIB
 from harness.worker.protocol import encode_job
 
@@ -57,15 +52,14 @@ class DockerIsolation:
     """Docker containers, one a cell.
 
     ``base_image`` is what the image is built on: WEIGHIN_BASE_IMAGE or python:3.11-slim-bookworm
-    where it is None. ``progress`` is called with a line for each step of a build.
+    where it is None.
     """
 
     name = "docker"
     limits = True
 
-    def __init__(self, base_image: str | None = None, *, progress: Progress | None = None) -> None:
+    def __init__(self, base_image: str | None = None) -> None:
         self._base = base_image or os.environ.get(BASE_VARIABLE) or DEFAULT_BASE
-        self._progress = progress or (lambda _line: None)
         self._image: str | None = None
         self._info: dict[str, Any] | None = None
         self._containers: set[str] = set()
@@ -75,13 +69,13 @@ class DockerIsolation:
         """Raise IsolationUnavailable where no engine answers that can hold a RAM limit."""
         check_engine(self._engine_info())
 
-    def prepare(self) -> None:
+    def prepare(self, progress: Progress = lambda _: None, /) -> None:
         """Build the image where it is missing.
 
         Raises:
             IsolationUnavailable: no base image, no wheels, or a build that failed.
         """
-        self._image = ensure_image(self._client, self._base, self._progress)
+        self._image = ensure_image(self._client, self._base, progress)
 
     def start(self, job: Job) -> DockerRunning:
         """Start one worker for this job; a limit below what a start needs is an exit, no error.
@@ -170,7 +164,7 @@ class DockerIsolation:
             created = True
             streams = {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
             channel = StreamChannel(client.attach_socket(container, params=streams))
-            if not (born := self._run(container)):
+            if not (born := self._run(container, limited=limit_bytes is not None)):
                 channel.end()
             return DockerRunning(
                 client,
@@ -187,12 +181,12 @@ class DockerIsolation:
                 raise explain_refusal(error, "run a container") from error
             raise
 
-    def _run(self, container: str) -> bool:
+    def _run(self, container: str, *, limited: bool) -> bool:
         """Start a created container; tells whether it lived."""
         try:
             self._client.start(container)
         except APIError as error:
-            if killed_at_birth(error):
+            if limited and killed_at_birth(error):
                 return False
             raise
         return True

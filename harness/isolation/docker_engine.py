@@ -22,6 +22,12 @@ HOST_LABEL: Final = "weighin.host"
 ENGINE_ERRORS: Final = (DockerException, RequestException)
 """All that the SDK raises: its own errors, and those of its HTTP library when a line breaks."""
 
+_OOM_AT_BIRTH: Final = (
+    "container init was OOM-killed (memory limit too low?)",
+    "OOM: the memory limit could be too low",
+)
+"""The words of runc (since 1.0) and of crun, whole: "oom" alone is in any path of a bloom-560m."""
+
 _INSTEAD: Final = "or use --isolation cgroup or --isolation process"
 _KERNEL_LINE: Final = (
     "boot with {parameter} on the kernel's command line "
@@ -118,8 +124,21 @@ def explained(doing: str) -> Iterator[None]:
         raise explain_refusal(error, doing) from error
 
 
+def is_gone(error: BaseException) -> bool:
+    """Tell whether an engine that answered before has stopped: nobody is at its address now."""
+    return any(
+        isinstance(cause, FileNotFoundError | ConnectionRefusedError | ConnectionResetError)
+        for cause in _causes(error)
+    )
+
+
 def explain_refusal(error: BaseException, doing: str) -> IsolationUnavailable:
-    """Return why a reachable engine did not do what it was asked, with the repair."""
+    """Return why an engine that answered before did not do what it was asked, with the repair."""
+    if is_gone(error):
+        return IsolationUnavailable(
+            f"the Docker engine has stopped: it could not {doing}",
+            f"start it again: sudo systemctl start docker, {_INSTEAD}",
+        )
     reason = first_line(error)
     if "could not select device driver" in reason:
         return IsolationUnavailable(
@@ -140,9 +159,9 @@ def explain_refusal(error: BaseException, doing: str) -> IsolationUnavailable:
 
 
 def killed_at_birth(error: BaseException) -> bool:
-    """Tell whether a container could not start because its limit is below what a start needs."""
-    text = str(getattr(error, "explanation", None) or error).lower()
-    return "oom" in text or "memory limit too low" in text
+    """Tell whether a limited container could not start: its limit is below what a start needs."""
+    text = str(getattr(error, "explanation", None) or error)
+    return any(said in text for said in _OOM_AT_BIRTH)
 
 
 def first_line(error: BaseException) -> str:

@@ -56,7 +56,10 @@ def _place_strategy(path: Path, code: list[Bind]) -> tuple[str, list[Bind]]:
     for bind in code:
         if path.is_relative_to(bind.source):
             return f"{bind.target}/{path.relative_to(bind.source).as_posix()}", []
-    return f"/weighin/strategy/{path.name}", [Bind(path.parent, "/weighin/strategy")]
+    inside = (
+        f"/weighin/strategy/{path.name}"  # the file alone: what lies beside it is not our affair
+    )
+    return inside, [Bind(path, inside)]
 
 
 def _place_checkpoint(checkpoint: Path, target: str) -> list[Bind]:

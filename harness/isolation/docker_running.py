@@ -14,11 +14,17 @@ import docker
 import requests.exceptions
 from docker.errors import APIError, NotFound
 
-from harness.counters import MemoryCgroup, memory_cgroup_of
+from harness.counters import MemoryCgroup, memory_cgroup_of, read_kernel
 from harness.inside import InsideObserver
 from harness.isolation import Exit
 from harness.isolation.docker_channel import StreamChannel
-from harness.isolation.docker_engine import ENGINE_ERRORS, explained, first_line
+from harness.isolation.docker_engine import (
+    ENGINE_ERRORS,
+    explain_refusal,
+    explained,
+    first_line,
+    is_gone,
+)
 from harness.isolation.image import PYTHON
 from harness.text import one_line
 
@@ -112,7 +118,7 @@ class DockerRunning:
                 return
         except PermissionError:  # an engine without root, or with user namespaces
             pass
-        with contextlib.suppress(APIError):  # it does not run any more
+        with explained("kill a container"), contextlib.suppress(APIError):  # it has ended
             self._client.kill(self._container, signal.SIGKILL)
 
     def close(self) -> None:
@@ -162,8 +168,12 @@ class DockerRunning:
             return int(self._client.wait(self._container, timeout=ceil(left))["StatusCode"])
         except NotFound:  # somebody removed it
             return 128 + signal.SIGKILL
-        except (requests.exceptions.ReadTimeout, requests.exceptions.ConnectionError):
+        except (requests.exceptions.ReadTimeout, requests.exceptions.ConnectionError) as error:
+            if is_gone(error):
+                raise explain_refusal(error, "say how a container ended") from error
             raise TimeoutError from None
+        except ENGINE_ERRORS as error:
+            raise explain_refusal(error, "say how a container ended") from error
 
     def _oom_killed(self) -> bool:
         """Ask the kernel's counter; where it cannot be seen, the engine, which learns it later."""
@@ -182,7 +192,7 @@ class DockerRunning:
 def is_here(container: str, pid: int) -> bool:
     """Tell whether a container's process is one of this machine's, where pids may mean others."""
     try:
-        return container in Path(f"/proc/{pid}/cgroup").read_text()
+        return container in read_kernel(Path(f"/proc/{pid}/cgroup"))
     except OSError:
         return False
 

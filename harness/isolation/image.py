@@ -5,10 +5,7 @@ travel in the build context: no step of the build needs a network.
 """
 
 import hashlib
-import tempfile
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import docker
@@ -16,14 +13,12 @@ from docker.errors import ImageNotFound
 
 from harness.errors import IsolationUnavailable
 from harness.isolation import wheels
+from harness.isolation.building import DEFAULT_BASE, Order, Progress, build, last_line
 from harness.isolation.docker_engine import ENGINE_ERRORS, explained, first_line, owner_labels
 from harness.registry import data_folder
 
-DEFAULT_BASE: Final = "python:3.11-slim-bookworm"
 BASE_VARIABLE: Final = "WEIGHIN_BASE_IMAGE"
 PYTHON: Final = "/opt/venv/bin/python"
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +45,8 @@ def ensure_image(client: docker.APIClient, base: str, progress: Progress) -> str
     recipe = read_recipe(base, find_base(client, base, progress))
     with explained("build the image"):
         if not client.images(recipe.tag):
-            _build(client, recipe, progress)
+            order = Order(recipe.tag, recipe.base, recipe.pins, recipe.dockerfile)
+            build(client, order, progress)
     return recipe.tag
 
 
@@ -114,7 +110,7 @@ def run_python(client: docker.APIClient, image: str, python: str, code: str) -> 
             client.remove_container(container, v=True, force=True)
     if status:
         raise IsolationUnavailable(
-            f"{python} failed in the image {image}: {_last_line(output)}",
+            f"{python} failed in the image {image}: {last_line(output)}",
             f"use a base image with python3 and its venv module, such as {DEFAULT_BASE}",
         )
     return str(output).strip()
@@ -122,55 +118,3 @@ def run_python(client: docker.APIClient, image: str, python: str, code: str) -> 
 
 def _image_id(client: docker.APIClient, name: str) -> str:
     return str(client.inspect_image(name)["Id"])  # type: ignore[no-untyped-call]
-
-
-def _build(client: docker.APIClient, recipe: Recipe, progress: Progress) -> None:
-    progress(f"building {recipe.tag} on {recipe.base}, once for this torch and this base")
-    target = wheels.read_target(run_python(client, recipe.base, "python3", wheels.PROBE))
-    try:
-        with tempfile.TemporaryDirectory(prefix="weighin-image-") as name:
-            context = Path(name)
-            (context / "Dockerfile").write_text(recipe.dockerfile)
-            progress("fetching the wheels of torch and of what it needs")
-            wheels.download(recipe.pins, target, context)
-            for line in _build_lines(client, recipe, context):
-                progress(line)
-    except OSError as error:
-        if isinstance(error, ENGINE_ERRORS):  # requests' errors are OSErrors too
-            raise
-        raise IsolationUnavailable(
-            f"the image's wheels cannot be written: {error}",
-            "make room there, or set TMPDIR to a folder with room for twice torch's wheels",
-        ) from error
-    finally:
-        # Without this, the first stage stays as an untagged image of twice the wheels' size.
-        client.prune_images(  # type: ignore[no-untyped-call]
-            filters={"dangling": True, "label": "weighin.stage=install"}
-        )
-
-
-def _build_lines(client: docker.APIClient, recipe: Recipe, context: Path) -> Iterator[str]:
-    """Build the image; yields the line of each step as it begins."""
-    last = ""
-    for event in client.build(
-        path=str(context),
-        tag=recipe.tag,
-        buildargs={"BASE_IMAGE": recipe.base},
-        network_mode="none",
-        rm=True,
-        forcerm=True,
-        decode=True,
-    ):
-        if "error" in event:
-            raise IsolationUnavailable(
-                f"the image {recipe.tag} cannot be built: {last or event['error']}",
-                f"use a base image with python3 and its venv module, such as {DEFAULT_BASE}",
-            )
-        line = _last_line(str(event.get("stream", "")), "")
-        if line.startswith("Step "):
-            yield line
-        last = line or last
-
-
-def _last_line(text: str, otherwise: str = "no output") -> str:
-    return next((line for line in reversed(text.splitlines()) if line.strip()), otherwise)

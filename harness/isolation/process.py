@@ -4,14 +4,16 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from harness.cell import Job
-from harness.errors import IsolationUnavailable
+from harness.errors import IsolationUnavailable, StillRunning
 from harness.isolation import Exit, family
 from harness.isolation.channel import PipeChannel
 from harness.worker.protocol import encode_job
 
+_PATIENCE_S = 10.0  # from SIGKILL to the end of what was killed
 CODE_ROOT = Path(__file__).resolve().parents[2]
 WORKER = (sys.executable, "-P", "-m", "harness.worker")
 
@@ -30,7 +32,7 @@ class ProcessIsolation:
                 "run on Linux, or use --isolation docker",
             )
 
-    def prepare(self) -> None:
+    def prepare(self, _progress: Callable[[str], None] = lambda _: None, /) -> None:
         return
 
     def start(self, job: Job) -> "LocalRunning":
@@ -95,10 +97,17 @@ class LocalRunning:
             return
         self._closed = True
         self.kill()
-        self._process.wait()
-        self.channel.close()
-        if self.cgroup is None:
-            family.end(self._mark)
+        try:
+            self._process.wait(_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            pid = self._process.pid
+            raise StillRunning(
+                f"the worker, process {pid}, does not end, not even by SIGKILL"
+            ) from None
+        finally:
+            self.channel.close()
+            if self.cgroup is None:
+                family.end(self._mark)
 
 
 def _open_process(pid: int) -> int | None:

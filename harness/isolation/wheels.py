@@ -1,15 +1,22 @@
 """The wheels of what a worker imports: the very builds that this environment has."""
 
+import contextlib
 import importlib.metadata
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from harness.errors import IsolationUnavailable
+from harness.units import format_bytes
+
+_SAY_EVERY_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +73,26 @@ def installed_pins(requirements: Path) -> tuple[str, ...]:
     return tuple(f"{name}=={version}" for name, version in sorted(versions.items()))
 
 
-def download(pins: tuple[str, ...], target: Target, folder: Path) -> None:
+def installed_bytes(pins: tuple[str, ...]) -> int:
+    """Return what the distributions of ``pins`` take here, in bytes: as much as in an image."""
+    size = 0
+    for pin in pins:
+        try:
+            distribution = importlib.metadata.distribution(pin.partition("==")[0])
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        for file in distribution.files or []:
+            with contextlib.suppress(OSError):  # listed, but not there
+                size += Path(str(distribution.locate_file(file))).stat().st_size
+    return size
+
+
+def download(
+    pins: tuple[str, ...], target: Target, folder: Path, say: Callable[[str], None]
+) -> None:
     """Fetch the wheels of ``pins`` for ``target`` into ``folder/wheels``, with this Python's pip.
+
+    ``say`` is told from time to time how much is there.
 
     Raises:
         IsolationUnavailable: there is no pip, or it finds no such wheel.
@@ -79,9 +104,45 @@ def download(pins: tuple[str, ...], target: Target, folder: Path) -> None:
     # Only the roots by name: a pin of this platform may not exist for the target's.
     roots = [pin for pin in pins if pin.startswith(("torch==", "numpy==", "safetensors=="))]
     command += ["--dest", str(folder / "wheels"), *target.pip_flags(_host()), *roots]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
-    if done.returncode:
-        raise explain_pip(done.stderr, pins)
+    (unfinished := folder / "unfinished").mkdir()
+    try:
+        code, stderr = _run(command, unfinished, lambda: say(_fetched(folder)))
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    if code:
+        raise explain_pip(stderr, pins)
+
+
+def _run(command: list[str], temporary: Path, tell: Callable[[], None]) -> tuple[int, str]:
+    """Run pip to its end with a temporary folder of its own; return its exit code and its errors."""
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            env=os.environ | {"TMPDIR": str(temporary)},
+        )
+        try:
+            while True:
+                try:
+                    code = process.wait(_SAY_EVERY_S)
+                    break
+                except subprocess.TimeoutExpired:
+                    tell()
+        finally:
+            process.kill()  # nothing to end where it has ended by itself
+            process.wait()
+        errors.seek(0)
+        return code, errors.read().decode(errors="replace")
+
+
+def _fetched(folder: Path) -> str:
+    size = 0
+    for file in folder.rglob("*"):
+        with contextlib.suppress(OSError):  # pip has just moved it
+            size += file.stat().st_size if file.is_file() else 0
+    return f"fetched {format_bytes(size)} of wheels"
 
 
 def explain_pip(stderr: str, pins: tuple[str, ...]) -> IsolationUnavailable:

@@ -4,10 +4,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from shlex import quote
 from statistics import median
 from typing import Any
 
-from harness import environment, journal, registry
+from harness import environment, journal, registry, trust
 from harness.errors import HarnessError, RecordError
 from harness.plan import Planned
 from harness.predict.predicting import predict
@@ -42,11 +43,12 @@ class Checked:
     figures: tuple[tuple[str, int, int], ...]
 
 
-def check(run: Path) -> list[Checked]:
+def check(run: Path, *, trusted: bool = False) -> list[Checked]:
     """Predict every series of a run that has an ok cell, and set it beside the median of those.
 
     Raises:
         RecordError: no run, or nothing in it was ok. HarnessError: as ``predict``.
+        ConfigError: the run names foreign code, which is not ``trusted``.
     """
     series: dict[str, list[Result]] = {}
     for result in journal.read(run).results:
@@ -55,6 +57,15 @@ def check(run: Path) -> list[Checked]:
     if not series:
         raise RecordError(f"{run} has no load that is ok", "predict the model itself")
     paths, checkpoint = _settings(run)
+    if not trusted:
+        cells = [results[0].cell for results in series.values()]
+        used = {cell.strategy for cell in cells}
+        trust.check(
+            trust.foreign(cells, {name: paths[name] for name in used if name in paths}),
+            place=run,
+            again=f"weighin predict --check {quote(str(run))}",
+            repair="or predict the model itself",
+        )
     planned = [
         Planned.of(results[0].cell, _strategy(results[0].cell.strategy, paths))
         for results in series.values()

@@ -28,6 +28,7 @@ _FIGURES: Final = (
     Figure("peak_rss_bytes", "peak RSS", "GiB", GIB, 3),
     Figure("above_import_per_model", "above import", "x model"),
     Figure("anon_sampled_bytes", "anonymous (sampled)", "GiB", GIB, 3),
+    Figure("unreclaimable_sampled_bytes", "unreclaimable (sampled)", "GiB", GIB, 3),
     Figure("peak_cgroup_bytes", "cgroup peak", "GiB", GIB, 3),
     Figure("peak_cuda_requested_bytes", "CUDA requested", "GiB", GIB, 3),
     Figure("peak_cuda_allocated_bytes", "CUDA allocated", "GiB", GIB, 3),
@@ -37,7 +38,9 @@ _FIGURES: Final = (
     Figure("written_bytes", "written", "GiB", GIB, 3),
     Figure("written_files", "files", "", 1, 0),
 )
-_WHERE_MEASURED: Final = frozenset(figure.key for figure in _FIGURES[-7:])
+_WHERE_MEASURED: Final = frozenset(
+    ["unreclaimable_sampled_bytes", *(figure.key for figure in _FIGURES[-7:])]
+)
 # What the same figures are called where the cells saved.
 _OF_SAVES: Final = {
     "load_s": "save",

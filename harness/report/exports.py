@@ -154,6 +154,9 @@ def _labels(cell: Cell) -> dict[str, str]:
         "cache": cell.cache,
         "isolation": cell.isolation,
         "ram_limit_bytes": str(cell.ram_limit_bytes or ""),
+        "ram_high_bytes": str(cell.ram_high_bytes or ""),
+        "vram_limit_bytes": str(cell.vram_limit_bytes or ""),
+        "passes": str(cell.passes),
         "options": one_line(options),
     }
 

@@ -26,7 +26,7 @@ BYTES: Final = (
     "peak_cgroup_bytes", "peak_cuda_requested_bytes", "peak_cuda_allocated_bytes",
     "peak_cuda_reserved_bytes", "cuda_driver_sampled_bytes", "peak_pinned_bytes",
     "baseline_rss_bytes", "model_bytes",
-    "written_bytes", "written_disk_bytes", "written_files",
+    "written_bytes", "written_disk_bytes", "written_files", "unreclaimable_sampled_bytes",
 )  # fmt: skip
 NUMBERS: Final = ("load_s", "ready_s", "above_import_per_model")
 FIGURES: Final = ("load_s", "ready_s", *BYTES, "above_import_per_model")
@@ -148,6 +148,7 @@ def _row(result: Result) -> dict[str, Any]:
         "above_import_bytes": above,
         "above_import_per_model": ratio,
         "anon_sampled_bytes": peaks.anon_sampled_bytes,
+        "unreclaimable_sampled_bytes": peaks.unreclaimable_sampled_bytes,
         "file_sampled_bytes": peaks.file_sampled_bytes,
         "peak_cgroup_bytes": peaks.cgroup_bytes,
         "peak_cuda_requested_bytes": peaks.cuda_requested_bytes,

@@ -1,6 +1,7 @@
 """One load for a test: a run of one cell, in a folder that is gone afterwards."""
 
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,11 @@ def measure_load(
     checkpoint: str | Path | None = None,
     kwargs: dict[str, Any] | None = None,
     options: dict[str, Any] | None = None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Result:
     """Load a model once, as ``weighin bench`` would; see ``harness.pytest_plugin``.
+
+    ``say`` is told each step of what may take minutes: the build of an image.
 
     Raises:
         HarnessError: it cannot be measured here, or by this name.
@@ -55,7 +59,9 @@ def measure_load(
         )
         task, _ = bench.start(request)
         try:
-            (result,) = runner.run(replace(task, patience_s=PATIENCE_S), runner.Progress())
+            (result,) = runner.run(
+                replace(task, patience_s=PATIENCE_S), runner.Progress(building=say)
+            )
         except Interrupted:
             raise KeyboardInterrupt from None
     if result.outcome == "measurement_failed":

@@ -9,6 +9,7 @@ from harness.strategy import Save
 
 FORMATS = ("dcp",)
 DEVICES = ("cpu", "cuda")
+OPTIONS = ()
 
 
 def save(job: Save) -> None:

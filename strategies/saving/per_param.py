@@ -12,6 +12,7 @@ from harness.strategy import Save
 
 FORMATS = ("per_param",)
 DEVICES = ("cpu", "cuda")
+OPTIONS = ()
 
 
 def save(job: Save) -> None:

@@ -16,6 +16,7 @@ from harness.strategy import Save
 
 FORMATS = ("sharded", "sharded_pt")
 DEVICES = ("cpu", "cuda")
+OPTIONS = ("max_shard_bytes",)
 
 
 def save(job: Save) -> None:

@@ -13,6 +13,7 @@ from harness.strategy import Save
 
 FORMATS = ("pt",)
 DEVICES = ("cpu", "cuda")
+OPTIONS = ("crc32",)
 
 
 def save(job: Save) -> None:

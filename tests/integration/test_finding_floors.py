@@ -61,14 +61,14 @@ def test_floors_are_apart_by_what_the_strategies_hold_and_a_stopped_search_goes_
     assert (stopped.code, stopped.out, stopped.left) == (130, "", [])
     assert stopped.err.splitlines()[-2:] == [
         "error: stopped; nothing is left running",
-        "go on with it: weighin floor --resume found",
+        "go on with it: weighin floor --resume found --trust",
     ]
-    refused = command.run("bench", "--resume", "found")
+    refused = command.run("bench", "--resume", "found", "--trust")
     assert (refused.code, refused.err) == (
         2,
         "error: found is a search for floors\ngo on with it: weighin floor --resume found\n",
     )
-    ended = command.run("floor", "--resume", "found", "--json", patience_s=400)
+    ended = command.run("floor", "--resume", "found", "--trust", "--json", patience_s=400)
     assert (ended.code, ended.left) == (0, [])
     few, more = json.loads(ended.out)["floors"]
     assert [few["strategy"], more["strategy"]] == ["few", "more"]

@@ -1,6 +1,7 @@
 """Runs that end early: by Ctrl-C, by SIGTERM, by kill -9. Nothing stays, nothing is lost or run twice.
 
-The second of three cells waits for a file to vanish: so long the run is in its midst.
+The second of three cells waits for its file's mode to change: so long the run is in its midst. The
+mode is all that a container sees of a change: of a strategy, it has the file alone.
 """
 
 import json
@@ -16,7 +17,7 @@ from commands import NOT_LIMITED, CommandLine, Started
 
 from harness.units import MIB
 
-PAUSING = '''"""Wait while there is a file called `hold` beside this one, then load rightly."""
+PAUSING = '''"""Wait while this file is marked as a program, then load rightly."""
 
 import time
 from pathlib import Path
@@ -26,7 +27,7 @@ from strategies.baseline import load as load_rightly
 
 def load(job):
     with job.phase("pause"):
-        while Path(__file__).with_name("hold").exists():
+        while Path(__file__).stat().st_mode & 0o100:
             time.sleep(0.01)
     return load_rightly(job)
 '''
@@ -40,12 +41,17 @@ ISOLATIONS = [
 
 @pytest.fixture
 def hold(command: CommandLine) -> Path:
-    """The file that holds the second cell up; the strategy lies beside it."""
+    """The strategy of the second cell, which holds it up until ``let_go``."""
     folder = command.folder / "mine"
     folder.mkdir()
-    (folder / "pausing.py").write_text(PAUSING)
-    (folder / "hold").touch()
-    return folder / "hold"
+    strategy = folder / "pausing.py"
+    strategy.write_text(PAUSING)
+    strategy.chmod(0o755)
+    return strategy
+
+
+def let_go(hold: Path) -> None:
+    hold.chmod(0o644)
 
 
 def start(command: CommandLine, isolation: str) -> Started:
@@ -75,8 +81,8 @@ def measured(command: CommandLine) -> list[str]:
 
 def assert_resumes(command: CommandLine, hold: Path) -> str:
     """Go on with the run and return what it said; every cell is then measured, and once."""
-    hold.unlink()
-    resumed = command.run("bench", "--resume", "my run")
+    let_go(hold)
+    resumed = command.run("bench", "--resume", "my run", "--trust")
     assert (resumed.code, resumed.left) == (0, [])
     assert measured(command) == CELLS
     lines = (command.folder / "my run" / "records.jsonl").read_text().splitlines()
@@ -110,7 +116,7 @@ def test_ctrl_c_leaves_nothing_and_says_how_to_go_on(
     assert (stopped.code, stopped.out, stopped.left) == (130, "", [])
     assert stopped.err.splitlines()[-2:] == [
         "error: stopped; nothing is left running",
-        "go on with it: weighin bench --resume 'my run'",
+        "go on with it: weighin bench --resume 'my run' --trust",
     ]
     assert measured(command) == CELLS[:1]
 
@@ -119,10 +125,10 @@ def test_sigterm_is_the_same_and_the_run_can_go_on(command: CommandLine, hold: P
     stopped = start(command, "process").end(signal.SIGTERM)
     assert (stopped.code, stopped.left) == (130, [])
     assert stopped.err.endswith(
-        "error: stopped; nothing is left running\ngo on with it: weighin bench --resume 'my run'\n"
+        "error: stopped; nothing is left running\ngo on with it: weighin bench --resume 'my run' --trust\n"
     )
     assert_resumes(command, hold)
-    again = command.run("bench", "--resume", "my run")
+    again = command.run("bench", "--resume", "my run", "--trust")
     assert (again.code, again.left, measured(command)) == (0, [], CELLS)
 
 
@@ -154,11 +160,11 @@ def test_a_second_run_is_refused_while_one_measures(command: CommandLine, hold: 
     assert (second.code, second.out) == (2, "")
     assert second.err == (
         f"{NOT_LIMITED}"
-        f"error: another run is measuring on this machine (it holds {command.cache}/measuring.lock)\n"
+        f"error: another run is measuring on this machine (it holds {os.environ['WEIGHIN_LOCK']})\n"
         "wait until it has ended: two runs at once would measure each other\n"
     )
     assert not (command.folder / "second").exists()
-    hold.unlink()
+    let_go(hold)
     ended = first.end()
     assert (ended.code, ended.left, measured(command)) == (0, [], CELLS)
 

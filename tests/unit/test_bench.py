@@ -80,7 +80,7 @@ def test_a_resumed_run_is_the_run_that_was_planned(here: Path) -> None:
         "repeats": 2, "timeout_s": 5, "cache": "warm",
     })  # fmt: skip
     started, _ = start(Request(suite, {}, Path("weights.pt"), 7, Path("run")))
-    resumed = resume(Path("run"))
+    resumed = resume(Path("run"), trusted=True)
     assert resumed.planned == started.planned
     assert (resumed.seed, resumed.checkpoint, resumed.timeout_s) == (
         started.seed,
@@ -95,7 +95,7 @@ def test_a_run_is_resumed_from_another_folder(here: Path, monkeypatch: pytest.Mo
     started, _ = start(asked(strategies="./mine.py"))
     (here / "elsewhere").mkdir()
     monkeypatch.chdir(here / "elsewhere")
-    assert resume(here / "run").planned == started.planned
+    assert resume(here / "run", trusted=True).planned == started.planned
 
 
 @pytest.mark.parametrize(
@@ -141,6 +141,16 @@ def test_a_limit_that_nothing_would_hold_is_refused() -> None:
 def test_a_name_that_is_not_known_starts_nothing(here: Path, changes: dict[str, str]) -> None:
     with pytest.raises(UnknownName):
         start(asked(**changes))
+    assert not (here / "run").exists()
+
+
+def test_an_option_that_the_strategy_would_ignore_starts_nothing(here: Path) -> None:
+    strategies = [{"name": "streaming", "options": {"thraeds": 8}}]
+    assert complaint(lambda: start(asked(strategies=strategies))) == (
+        "no option of streaming is called 'thraeds'\n"
+        "did you mean 'threads'? known: granularity, threads;"
+        ' a strategy names its own in its file: OPTIONS = ("thraeds",)'
+    )
     assert not (here / "run").exists()
 
 
@@ -192,7 +202,7 @@ def test_a_strategy_that_is_gone_since_the_plan(here: Path) -> None:
     start(asked(strategies="./mine.py"))
     (here / "mine.py").unlink()
     with pytest.raises(ConfigError) as caught:
-        resume(Path("run"))
+        resume(Path("run"), trusted=True)
     assert (
         str(caught.value) == f"cannot read the strategy {here}/mine.py: No such file or directory"
     )

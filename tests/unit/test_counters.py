@@ -33,6 +33,23 @@ def test_a_status_in_bytes() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    "name",
+    [b"/mnt/caf\xe9", "/mnt/line\u2028end".encode(), "/mnt/no\u00a0break".encode(), b"/a\x0bb"],
+)
+def test_a_mount_point_of_any_bytes_ends_nothing(
+    name: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (mounts := tmp_path / "mountinfo").write_bytes(
+        b"25 1 8:1 / " + name + b" rw - ext4 /dev/sda1 rw\n"
+        b"26 1 0:24 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
+        b"27 1 0:25 / " + name + b"/unified rw - cgroup2 cgroup2 rw\n"
+    )
+    monkeypatch.setattr(counters, "_MOUNTS", mounts)
+    assert counters.memory_hierarchy() == (1, Path("/sys/fs/cgroup/memory"))
+    assert counters.pressure_hierarchy() == Path(os.fsdecode(name)) / "unified"
+
+
 def test_a_zombies_status_has_no_memory() -> None:
     assert process_memory.parse_status(text(HYBRID, "status-zombie")) == {}
 
@@ -191,5 +208,5 @@ def test_a_process_is_named_for_good() -> None:
 
 def test_the_start_of_a_process_whose_name_has_brackets(monkeypatch: pytest.MonkeyPatch) -> None:
     stat = text(HYBRID, "stat")
-    monkeypatch.setattr(Path, "read_text", lambda path: stat)
+    monkeypatch.setattr(Path, "read_bytes", lambda path: stat.encode())
     assert counters.start_time(28737) == 320618

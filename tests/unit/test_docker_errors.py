@@ -1,6 +1,9 @@
 """The exact words for what can go wrong with a Docker engine; none of this needs one."""
 
 import os
+import socket
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +12,15 @@ import pytest
 import requests.exceptions
 import urllib3.exceptions
 from docker.errors import APIError, DockerException, InvalidVersion
+from scripts import JOB
 
 from harness.errors import IsolationUnavailable
-from harness.isolation import docker_engine, wheels
+from harness.isolation import Exit, docker_engine, wheels
+from harness.isolation import docker as isolation_module
 from harness.isolation.docker import DockerIsolation
+from harness.isolation.docker_running import DockerRunning, remove
 from harness.isolation.image import Recipe, find_base
+from harness.units import MIB
 
 ADDRESS = "unix:///var/run/docker.sock"
 INSTEAD = "or use --isolation cgroup or --isolation process"
@@ -149,10 +156,92 @@ def test_an_engine_that_refuses(explanation: str, text: str) -> None:
     assert str(refusal) == text
 
 
-def test_a_container_killed_at_birth_is_told_from_a_refusal() -> None:
-    limit = "OCI runtime create failed: container init was OOM-killed (memory limit too low?)"
-    assert docker_engine.killed_at_birth(api_error(limit))
-    assert not docker_engine.killed_at_birth(api_error("no such image"))
+RUNC = "failed to create task for container: failed to create shim task: OCI runtime create failed:"
+BLOOM = (
+    f"{RUNC} runc create failed: unable to start container process: error during container init:"
+    ' error mounting "/models/bloom-560m/model.pt" to rootfs at "/weighin/checkpoint/model.pt":'
+    " permission denied: unknown"
+)
+
+
+class RefusingEngine:
+    """An engine that makes a container, and does not start it for this reason."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+        self.removed: list[str] = []
+        self._ours, self._theirs = socket.socketpair()
+
+    def info(self) -> dict[str, str]:
+        return {"CgroupVersion": "2"}
+
+    def create_host_config(self, **_: object) -> dict[str, str]:
+        return {}
+
+    def create_container(self, *_: object, **__: object) -> dict[str, str]:
+        return {"Id": "abc"}
+
+    def attach_socket(self, *_: object, **__: object) -> socket.socket:
+        return self._ours
+
+    def start(self, _: str) -> None:
+        raise api_error(self._reason)
+
+    def remove_container(self, name: str, **_: object) -> None:
+        self._theirs.close()
+        self.removed.append(name)
+
+
+def started(
+    reason: str, limit_bytes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> tuple[RefusingEngine, DockerRunning | str]:
+    """Start a worker on an engine that refuses; returns it, or what was said."""
+    engine = RefusingEngine(reason)
+    monkeypatch.setattr(isolation_module, "connect", lambda: engine)
+    monkeypatch.setattr(isolation_module, "ensure_image", lambda *_: "weighin:x")
+    job = replace(JOB, cell=replace(JOB.cell, ram_limit_bytes=limit_bytes))
+    try:
+        return engine, DockerIsolation().start(job)
+    except IsolationUnavailable as error:
+        return engine, error.message
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        f"{RUNC} runc create failed: unable to start container process: container init was"
+        " OOM-killed (memory limit too low?): unknown",
+        f"{RUNC} container_linux.go:380: starting container process caused:"
+        " process_linux.go:385: applying cgroup configuration for process caused:"
+        " container init was OOM-killed (memory limit too low?): unknown",
+        "OCI runtime create failed: OOM: the memory limit could be too low: read from the init"
+        " process: unknown",
+    ],
+)
+def test_a_container_killed_at_birth_under_a_limit_is_an_exit(
+    reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, running = started(reason, 6 * MIB, monkeypatch)
+    assert isinstance(running, DockerRunning)
+    assert running.wait(1) == Exit(None, signal=9, oom_killed=True)
+    running.close()
+    assert len(engine.removed) == 1
+
+
+@pytest.mark.parametrize("limit_bytes", [None, 6 * MIB])
+def test_a_path_with_oom_in_its_name_is_not_a_kill(
+    limit_bytes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, said = started(BLOOM, limit_bytes, monkeypatch)
+    assert said == f"the Docker engine could not run a container: {BLOOM}"
+    assert len(engine.removed) == 1
+
+
+def test_a_container_without_a_limit_is_not_killed_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = f"{RUNC} container init was OOM-killed (memory limit too low?): unknown"
+    assert started(reason, None, monkeypatch)[1] == (
+        f"the Docker engine could not run a container: {reason}"
+    )
 
 
 class NoImages:
@@ -276,3 +365,55 @@ def test_an_environment_without_pip() -> None:
         "the wheels for the image cannot be fetched: this environment has no pip"
     )
     assert error.repair.endswith(f"{os.sep}python -m ensurepip") or "ensurepip" in error.repair
+
+
+class StoppedEngine:
+    """An engine that answered when the worker started, and is gone since."""
+
+    def __getattr__(self, _: str) -> Any:
+        def refuse(*_: object, **__: object) -> None:
+            cause = FileNotFoundError(2, "No such file or directory")
+            protocol = urllib3.exceptions.ProtocolError("Connection aborted.", cause)
+            raise requests.exceptions.ConnectionError(protocol)
+
+        return refuse
+
+
+class EndedStream:
+    """The stream of a container whose engine has closed it."""
+
+    worker_code, chatter = None, b""
+
+    def receive(self, _: float) -> None: ...
+
+    def wait(self, _: float) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("what", "doing"),
+    [
+        (lambda running: running.wait(1.0), "say how a container ended"),
+        (lambda running: running.kill(), "kill a container"),
+        (lambda running: running.close(), "remove the container weighin-1"),
+    ],
+)
+def test_an_engine_that_stops_in_mid_run(what: Callable[[DockerRunning], None], doing: str) -> None:
+    client: Any = StoppedEngine()
+    stream: Any = EndedStream()
+    running = DockerRunning(
+        client,
+        "abc",
+        stream,
+        on_close=lambda: remove(client, "weighin-1", certain=True),
+        known_exit=Exit(0),
+    )
+    running._exit = None  # it ran when it was started
+    with pytest.raises(IsolationUnavailable) as caught:
+        what(running)
+    assert caught.value.exit_code == 3
+    assert str(caught.value) == (
+        f"the Docker engine has stopped: it could not {doing}\n"
+        f"start it again: sudo systemctl start docker, {INSTEAD}"
+    )

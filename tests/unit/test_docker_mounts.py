@@ -28,10 +28,12 @@ def test_our_own_strategy_is_found_in_the_code(tmp_path: Path) -> None:
     ]
 
 
-def test_a_strategy_of_ones_own_comes_with_its_folder(tmp_path: Path) -> None:
+def test_a_strategy_of_ones_own_comes_alone_and_read_only(tmp_path: Path) -> None:
+    (tmp_path / "secret.txt").touch()
     inside, binds = place(Job(CELL, "/c/w.pt", "/c/w.json", str(tmp_path / "mine.py")))
     assert inside.strategy_path == "/weighin/strategy/mine.py"
-    assert Bind(tmp_path, "/weighin/strategy") in binds
+    assert Bind(tmp_path / "mine.py", "/weighin/strategy/mine.py", writable=False) in binds
+    assert [bind for bind in binds if (tmp_path / "secret.txt").is_relative_to(bind.source)] == []
 
 
 def test_a_folder_is_one_bind(tmp_path: Path) -> None:

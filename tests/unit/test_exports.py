@@ -147,6 +147,7 @@ def test_what_prometheus_is_told() -> None:
     labels = {
         "model": "gpt2-xl", "strategy": "streaming", "format": "safetensors", "dtype": "float32",
         "device": "cpu", "cache": "cold", "isolation": "docker", "ram_limit_bytes": str(LIMIT),
+        "ram_high_bytes": "", "vram_limit_bytes": "", "passes": "1",
         "options": "",
     }  # fmt: skip
     ready = {s.labels["statistic"]: s for s in found["weighin_ready_seconds"].samples}
@@ -189,3 +190,22 @@ def test_parquet_without_pyarrow_says_what_to_install(monkeypatch: pytest.Monkey
     assert str(caught.value) == (
         "parquet needs pyarrow, which is not installed\npip install 'weighin[parquet]'"
     )
+
+
+def test_series_that_differ_in_passes_or_in_a_limit_are_other_label_sets() -> None:
+    cell = make_cell("streaming")
+    cells = [
+        cell,
+        replace(cell, passes=3),
+        replace(cell, ram_high_bytes=LIMIT // 2),
+        replace(cell, vram_limit_bytes=LIMIT // 4),
+    ]
+    text = exports.openmetrics([make_result(one) for one in cells])
+    lines = [line for line in text.splitlines() if "weighin_ready_seconds{" in line]
+    assert len(lines) == len({line.rpartition(" ")[0] for line in lines}) == 3 * len(cells)
+    for label in (
+        'passes="3"',
+        f'ram_high_bytes="{LIMIT // 2}"',
+        f'vram_limit_bytes="{LIMIT // 4}"',
+    ):
+        assert sum(label in line for line in lines) == 3

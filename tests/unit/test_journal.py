@@ -156,7 +156,8 @@ def test_a_folder_that_cannot_be_written_has_a_repair(tmp_path: Path) -> None:
     with pytest.raises(RecordError) as caught:
         journal.append(tmp_path / "file" / "run", make_result())
     assert caught.value.message == (
-        f"cannot write {tmp_path / 'file' / 'run' / journal.RECORDS}: Not a directory"
+        f"cannot write {tmp_path / 'file' / 'run' / journal.RECORDS}: Not a directory;"
+        f" what was measured of {make_result().cell.id} is lost"
     )
     assert "--out FOLDER" in caught.value.repair
     with pytest.raises(RecordError):

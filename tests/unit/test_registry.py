@@ -1,5 +1,6 @@
 """Names to files: strategies are read, never run, and never imported."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -8,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from harness import registry
-from harness.cell import ModelSpec
-from harness.config import DEFAULT_SAVING, DEFAULT_STRATEGIES
+from harness.cell import ModelSpec, Operation
+from harness.config import DEFAULT_SAVING, DEFAULT_STRATEGIES, read_suite
 from harness.errors import ConfigError, UnknownName
 
 WHOLE = '''"""Do nothing at all.
@@ -272,3 +273,49 @@ def test_an_unknown_way_of_saving_gets_the_nearest() -> None:
         "did you mean 'torch_save'? known: dcp, per_module, per_param, safetensors, sharded,"
         " torch_save; a file of your own: --strategies ./mine.py"
     )
+
+
+def test_options_are_read_from_the_file_without_importing_it(tmp_path: Path) -> None:
+    (path := tmp_path / "mine.py").write_text(
+        'raise SystemExit\nOPTIONS = ("threads",)\ndef load(job): ...\n'
+    )
+    info = registry.read_strategy(path)
+    assert info.options == ("threads",)
+    info.check_options(["threads"])
+    with pytest.raises(UnknownName) as caught:
+        info.check_options(["thraeds"])
+    assert str(caught.value) == (
+        "no option of mine is called 'thraeds'\n"
+        "did you mean 'threads'? known: threads;"
+        ' a strategy names its own in its file: OPTIONS = ("thraeds",)'
+    )
+
+
+@pytest.mark.parametrize("text", ["", "OPTIONS = ()\n"])
+def test_a_strategy_without_options_takes_none(text: str, tmp_path: Path) -> None:
+    (path := tmp_path / "mine.py").write_text(f"{text}def load(job): ...\n")
+    with pytest.raises(UnknownName, match="no option of mine is called 'threads'"):
+        registry.read_strategy(path).check_options(["threads"])
+
+
+@pytest.mark.parametrize("text", ['OPTIONS = "threads"', "OPTIONS = (1,)", "OPTIONS = names()"])
+def test_options_must_be_written_out(text: str, tmp_path: Path) -> None:
+    (path := tmp_path / "mine.py").write_text(f"{text}\ndef load(job): ...\n")
+    with pytest.raises(ConfigError, match="OPTIONS is not a tuple of strings"):
+        registry.read_strategy(path)
+
+
+@pytest.mark.parametrize("operation", ["load", "save"])
+def test_our_strategies_declare_all_options_that_they_read(operation: Operation) -> None:
+    for info in registry.strategies(operation).values():
+        text = info.path.read_text()
+        read = set(re.findall(r'job\.options\.get\("(\w+)"', text))
+        if "**job.options" in text:
+            read |= {"threads", "granularity"}
+        assert (info.name, set(info.options)) == (info.name, read)
+        assert "OPTIONS = (" in text
+
+
+def test_the_options_of_our_suites_are_known() -> None:
+    for path in sorted((registry.data_folder("configs") / "suites").glob("*.yaml")):
+        assert registry.chosen(read_suite(path))

@@ -167,3 +167,14 @@ def test_the_four_figures_of_a_gpu_stand_side_by_side() -> None:
         "- Sampled: CUDA driver, the driver's own figure; it holds the context too.",
         "- pinned: page-locked host memory, the mark of its own allocator.",
     ]
+
+
+def test_what_cannot_be_reclaimed_is_a_column_where_memory_is_shared() -> None:
+    plain = make_result()
+    assert "unreclaimable" not in "\n".join(markdown([plain]))
+    peaks = replace(plain.peaks, anon_sampled_bytes=GIB, unreclaimable_sampled_bytes=3 * GIB)
+    header, _, row = [
+        line for line in markdown([replace(plain, peaks=peaks)]) if line.startswith("|")
+    ][:3]
+    column = [cell.strip() for cell in header.split("|")].index("unreclaimable (sampled) GiB")
+    assert row.split("|")[column].strip() == "3.000"

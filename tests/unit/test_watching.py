@@ -25,6 +25,19 @@ def sample(t_ns: int, mib: int = 1) -> Sample:
     return Sample(t_ns, 2 * mib * MIB, mib * MIB, mib * MIB // 2, 0, 0, 0, 0)
 
 
+def test_shared_memory_counts_as_unreclaimable_beside_anonymous() -> None:
+    shared = fakes.memory(300, shmem_bytes=40 * MIB)
+    script = [fakes.baseline(), fakes.phase("read", 300, end=shared), fakes.loaded(), fakes.done()]
+    peaks = watched(FakeRunning(script)).peaks
+    assert peaks.anon_sampled_bytes == 200 * MIB
+    assert peaks.unreclaimable_sampled_bytes == 240 * MIB
+
+
+def test_without_shared_memory_all_that_is_unreclaimable_is_anonymous() -> None:
+    script = [fakes.baseline(), fakes.phase("read", 300), fakes.loaded(), fakes.done()]
+    assert watched(FakeRunning(script)).peaks.unreclaimable_sampled_bytes is None
+
+
 def test_a_cell_from_its_first_event_to_its_result() -> None:
     running, entered = FakeRunning([*DONE]), list[str]()
     result = watched(running, entered.append)

@@ -1,0 +1,70 @@
+"""A whole run whose second worker does not die, or whose engine stops: what is kept, and how it goes on."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import bench, journal, runner
+from harness.config import check_suite
+from harness.errors import HarnessError, IsolationUnavailable, StillRunning
+from harness.isolation.process import LocalRunning, ProcessIsolation
+
+STUCK = StillRunning("the worker, process 5, does not end, not even by SIGKILL")
+GONE = IsolationUnavailable("the Docker engine has stopped", "start it again")
+
+
+class _Stuck(LocalRunning):
+    """It cannot be removed; all that can be is."""
+
+    def close(self) -> None:
+        super().close()
+        raise STUCK
+
+
+class _Lost(LocalRunning):
+    """Its engine does not say how it ended."""
+
+    def wait(self, timeout_s: float) -> Any:
+        raise GONE
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "code", "kept"),
+    [(_Stuck, STUCK, 4, ["baseline", "sequential"]), (_Lost, GONE, 3, ["baseline"])],
+)
+def test_a_run_that_cannot_go_on_keeps_its_records_and_is_resumed(
+    kind: type[LocalRunning],
+    error: HarnessError,
+    code: int,
+    kept: list[str],
+    disk: Path,
+    shared_cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WEIGHIN_CACHE", str(shared_cache))
+    names = ["baseline", "sequential", "meta_copy"]
+    suite = check_suite({"models": "gpt2-tiny", "strategies": names, "isolation": "process"})
+    task, _ = bench.start(bench.Request(suite, folder=tmp_path / "run"))
+    # The first worker only imports torch; the third is the second cell's.
+    kinds = [LocalRunning, LocalRunning, kind]
+    with monkeypatch.context() as patched:
+        start = ProcessIsolation.start
+
+        def start_next(self: ProcessIsolation, job: Any) -> LocalRunning:
+            patched.setattr("harness.isolation.process.LocalRunning", kinds.pop(0))
+            return start(self, job)
+
+        patched.setattr(ProcessIsolation, "start", start_next)
+        with pytest.raises(type(error)) as caught, bench.resumable("bench", task):
+            runner.run(task, runner.Progress())
+    assert caught.value.exit_code == code
+    assert caught.value.repair.endswith(f"; then go on: weighin bench --resume {tmp_path / 'run'}")
+    results = journal.read(task.folder).results
+    assert [(one.cell.strategy, one.outcome) for one in results] == [(name, "ok") for name in kept]
+    for one in results:
+        assert one.samples_path
+        assert (task.folder / one.samples_path).exists()
+    runner.run(bench.resume(task.folder), runner.Progress())
+    assert [one.cell.strategy for one in journal.read(task.folder).results] == names

@@ -1,0 +1,213 @@
+"""Building the image: its room, its progress, its errors, and what it leaves; without an engine."""
+
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import docker
+import pytest
+
+from harness.errors import IsolationUnavailable
+from harness.isolation import building, wheels
+from harness.isolation.image import ensure_image
+from harness.units import GIB, MIB
+
+PINS = ("torch==2.13.0",)
+
+
+class Engine:
+    """An engine that has the base, and builds as it is told to."""
+
+    def __init__(self, root: Path, events: list[dict[str, str]] | BaseException) -> None:
+        self._root, self._events = root, events
+        self.pruned: list[tuple[str, str]] = []
+        self.built: list[str] = []
+
+    def info(self) -> dict[str, str]:
+        return {"DockerRootDir": str(self._root)}
+
+    def images(self, _: str) -> list[str]:
+        return []
+
+    def inspect_image(self, _: str) -> dict[str, str]:
+        return {"Id": "sha256:base"}
+
+    def build(self, *, path: str, tag: str, **_: object) -> Iterator[dict[str, str]]:
+        self.built = sorted(file.name for file in Path(path).iterdir())
+        if isinstance(self._events, BaseException):
+            raise self._events
+        yield from self._events
+
+    def prune_images(self, filters: dict[str, Any]) -> None:
+        assert filters["dangling"] is True
+        self.pruned.append(("images", filters["label"]))
+
+    def prune_containers(self, filters: dict[str, Any]) -> None:
+        self.pruned.append(("containers", filters["label"]))
+
+
+OURS = {
+    (kind, label)
+    for kind in ("images", "containers")
+    for label in ("weighin.stage=install", "weighin.image=1")
+}
+STEPS = [
+    {"stream": "Step 1/2 : FROM base\n"},
+    {"stream": " ---> abc\n"},
+    {"stream": "Step 2/2 : RUN\n"},
+]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Wheels of 3 MiB of a torch of 5 GiB; nothing is fetched."""
+
+    def download(pins: Any, target: Any, folder: Path, say: Callable[[str], None]) -> None:
+        (folder / "wheels").mkdir()
+        (folder / "wheels" / "torch.whl").write_bytes(bytes(3 * MIB))
+
+    monkeypatch.setattr(wheels, "download", download)
+    monkeypatch.setattr(wheels, "installed_pins", lambda _: PINS)
+    monkeypatch.setattr(wheels, "installed_bytes", lambda _: 5 * GIB)
+    monkeypatch.setattr(building, "probe", lambda *_: wheels.Target("3.11", "x86_64", 36))
+    return tmp_path
+
+
+def free(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
+    monkeypatch.setattr(building, "free_bytes", lambda _: free_bytes)
+
+
+def built(engine: Engine) -> list[str]:
+    said: list[str] = []
+    ensure_image(engine, "base", said.append)  # type: ignore[arg-type]
+    return said
+
+
+def test_a_build_without_room_is_refused_before_anything_is_fetched(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free(monkeypatch, 9 * GIB)
+    monkeypatch.setattr(wheels, "download", lambda *_: pytest.fail("it was fetched"))
+    with pytest.raises(IsolationUnavailable) as caught:
+        built(Engine(here, STEPS))
+    assert str(caught.value) == (
+        f"the image of torch 2.13.0 needs 10.000 GiB in {here}, the Docker engine's folder, where"
+        " 9.000 GiB are free\n"
+        "free some space (docker system df says what takes it), or use --isolation cgroup or"
+        " --isolation process"
+    )
+    assert caught.value.exit_code == 3
+
+
+def test_an_engine_on_another_machine_is_asked_to_build_all_the_same(here: Path) -> None:
+    assert "Step 1/2 : FROM base" in built(Engine(here / "not here", STEPS))
+
+
+def test_a_build_says_how_much_it_does_and_each_of_its_steps(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free(monkeypatch, 100 * GIB)
+    engine = Engine(here, STEPS)
+    said = built(engine)
+    assert said[0].startswith("building weighin:")
+    assert said[0].endswith(
+        " on base, once for this torch and this base: 5.000 GiB, and twice that while it is built"
+    )
+    assert said[1:] == [
+        "fetching the wheels of torch and of what it needs",
+        "sending 3.000 MiB of wheels to the engine",
+        "Step 1/2 : FROM base",
+        "Step 2/2 : RUN",
+    ]
+    assert engine.built == ["Dockerfile", "wheels"]
+
+
+@pytest.mark.parametrize(
+    ("events", "text"),
+    [
+        (
+            [*STEPS, {"error": "write /opt/venv/x.so: no space left on device"}],
+            "write /opt/venv/x.so: no space left on device (in Step 2/2 : RUN)\n"
+            "free some space (docker system df says what takes it), or use --isolation cgroup or"
+            " --isolation process",
+        ),
+        (
+            [
+                *STEPS,
+                {"stream": "No module named venv\n"},
+                {"error": "returned a non-zero code: 1"},
+            ],
+            "returned a non-zero code: 1 (in Step 2/2 : RUN): No module named venv\n"
+            "use a base image with python3 and its venv module, such as python:3.11-slim-bookworm",
+        ),
+    ],
+)
+def test_a_build_that_fails_shows_the_engine_s_own_error_and_prunes_what_is_ours(
+    here: Path, monkeypatch: pytest.MonkeyPatch, events: list[dict[str, str]], text: str
+) -> None:
+    free(monkeypatch, 100 * GIB)
+    engine = Engine(here, events)
+    with pytest.raises(IsolationUnavailable) as caught:
+        built(engine)
+    assert str(caught.value).partition(" cannot be built: ")[2] == text
+    assert set(engine.pruned) == OURS
+
+
+def test_an_interrupted_build_prunes_what_is_ours(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free(monkeypatch, 100 * GIB)
+    engine = Engine(here, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        built(engine)
+    assert set(engine.pruned) == OURS
+
+
+def test_an_engine_that_cannot_prune_does_not_hide_why_the_build_failed(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free(monkeypatch, 100 * GIB)
+
+    class Tired(Engine):
+        def prune_images(self, filters: dict[str, Any]) -> None:
+            raise docker.errors.APIError("a prune operation is already running")
+
+    with pytest.raises(IsolationUnavailable, match="the real one"):
+        built(Tired(here, [{"error": "the real one"}]))
+
+
+PIP = """#!{python}
+import pathlib, sys, time, os
+out = pathlib.Path(sys.argv[sys.argv.index("--dest") + 1])
+unfinished = pathlib.Path(os.environ["TMPDIR"]) / "part"
+unfinished.write_bytes(bytes(2 << 20))
+time.sleep(0.6)
+out.mkdir()
+unfinished.rename(out / "torch.whl")
+"""
+
+
+def test_fetching_says_how_many_bytes_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pip = tmp_path / "python"
+    pip.write_text(PIP.format(python=sys.executable))
+    pip.chmod(pip.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(sys, "executable", str(pip))
+    monkeypatch.setattr(wheels, "_SAY_EVERY_S", 0.2)
+    (context := tmp_path / "context").mkdir()
+    said: list[str] = []
+    wheels.download(PINS, wheels.Target("3.11", "x86_64", 36), context, said.append)
+    assert "fetched 2.000 MiB of wheels" in said
+    assert sorted(path.name for path in context.iterdir()) == ["constraints.txt", "wheels"]
+
+
+def test_the_size_of_what_is_installed_is_that_of_its_files() -> None:
+    import importlib.metadata
+
+    version = importlib.metadata.version("numpy")
+    size = wheels.installed_bytes((f"numpy=={version}",))
+    assert 10 * MIB < size < 500 * MIB
+    assert wheels.installed_bytes((f"numpy=={version}", "not-installed==1")) == size

@@ -1,0 +1,288 @@
+"""A run that cannot go on: its records are kept, and its error says how to go on with it."""
+
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import fakes
+import pytest
+from factories import make_result
+from fakes import FakeRunning, done, loaded, ready
+from scripts import JOB, KILLED
+
+from harness import cli, journal, page_cache
+from harness.bench import resumable
+from harness.errors import HarnessError, IsolationUnavailable, RecordError, StillRunning
+from harness.isolation import cgroup, process
+from harness.isolation.cgroup import CgroupIsolation
+from harness.isolation.process import LocalRunning, ProcessIsolation
+from harness.measuring import Measured, Setting, take
+from harness.record import Outcome, Sample
+from harness.runner import Run
+
+SLEEPING = (sys.executable, "-c", "import time; time.sleep(1000)")
+AGAIN = replace(make_result().cell, repeat=1)
+SCRIPT = [fakes.baseline(), loaded(), ready(), done()]
+
+
+@contextmanager
+def files_of_at_most(size_bytes: int) -> Iterator[None]:
+    """Let no file of this process grow beyond a size: EFBIG, where a full disk says ENOSPC."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_record_that_finds_no_room_leaves_no_half_of_it(tmp_path: Path) -> None:
+    journal.append(tmp_path, make_result())
+    before = (tmp_path / journal.RECORDS).read_bytes()
+    with files_of_at_most(len(before) + 100), pytest.raises(RecordError) as caught:
+        journal.append(tmp_path, make_result(AGAIN))
+    assert (tmp_path / journal.RECORDS).read_bytes() == before
+    lost = make_result(AGAIN).cell.id
+    assert caught.value.message == (
+        f"cannot write {tmp_path / journal.RECORDS}: File too large;"
+        f" what was measured of {lost} is lost"
+    )
+
+
+def test_room_is_kept_while_a_cell_runs_and_given_back(tmp_path: Path) -> None:
+    with journal.room(tmp_path):
+        assert [path.stat().st_size for path in tmp_path.iterdir()] == [256 * 1024]
+        journal.append(tmp_path, make_result())
+        assert [path.name for path in tmp_path.iterdir()] == [journal.RECORDS]
+    assert [path.name for path in tmp_path.iterdir()] == [journal.RECORDS]
+
+
+def test_a_cell_without_room_for_its_record_is_not_begun(tmp_path: Path) -> None:
+    small, refused = files_of_at_most(1000), pytest.raises(RecordError, match="File too large")
+    with small, refused, journal.room(tmp_path):
+        pytest.fail("it was begun")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_samples_that_find_no_room_are_told_and_leave_nothing(tmp_path: Path) -> None:
+    result = make_result(samples_path="samples/x.csv")
+    (tmp_path / "samples").mkdir()
+    measured = Measured(result, [Sample(*range(8))] * 1000)
+    with files_of_at_most(1000), pytest.raises(RecordError) as caught:
+        measured.finish(tmp_path)
+    assert caught.value.message == (
+        f"cannot write {tmp_path}/samples/x.csv: File too large; the record of its cell is kept"
+    )
+    assert list((tmp_path / "samples").iterdir()) == []
+
+
+class _Isolation:
+    """Starts a worker whose end nobody sees, and whose removal fails."""
+
+    name, limits = "process", False
+
+    def __init__(self, trouble: HarnessError, script: list[Any], hangs: int) -> None:
+        self._trouble, self._script, self._hangs = trouble, script, hangs
+
+    def start(self, _: Any) -> Any:
+        trouble = self._trouble
+
+        class Running(FakeRunning):
+            def close(self) -> None:
+                super().close()
+                raise trouble
+
+        return Running(self._script, KILLED, hangs=self._hangs)
+
+
+@pytest.fixture(autouse=True)
+def no_page_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_cache, "drop", lambda _: 0)
+
+
+@pytest.mark.parametrize(
+    ("script", "outcome", "message"),
+    [
+        (SCRIPT, Outcome.OK, ""),
+        (
+            [fakes.begin("read")],
+            Outcome.MEASUREMENT_FAILED,
+            "the worker does not end, not even by SIGKILL, in phase 'read'",
+        ),
+        (
+            [fakes.begin("read"), TimeoutError],
+            Outcome.TIMEOUT,
+            "still running after 2.5 s, in phase 'read'",
+        ),
+    ],
+)
+def test_a_worker_that_does_not_die_has_its_result_and_then_is_told(
+    tmp_path: Path, script: list[Any], outcome: Outcome, message: str
+) -> None:
+    trouble = StillRunning("process 5 does not end")
+    isolation: Any = _Isolation(trouble, list(script), hangs=99)
+    measured = take(Setting(isolation, tmp_path, {}), JOB, [], None)
+    assert (measured.result.outcome, measured.result.message) == (outcome, message)
+    assert "the worker still ran when this was recorded: SIGKILL did not end it" in (
+        measured.result.warnings
+    )
+    with pytest.raises(StillRunning):
+        measured.finish(tmp_path)
+    assert trouble.exit_code == 4
+
+
+def test_an_engine_that_is_gone_when_a_container_is_removed_costs_no_result(tmp_path: Path) -> None:
+    isolation: Any = _Isolation(IsolationUnavailable("no engine"), list(SCRIPT), hangs=0)
+    measured = take(Setting(isolation, tmp_path, {}), JOB, [], None)
+    assert measured.result.outcome is Outcome.OK
+    with pytest.raises(IsolationUnavailable):
+        measured.finish(tmp_path)
+
+
+@pytest.fixture
+def deathless(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Signals that have no effect, as on a process in uninterruptible sleep."""
+    kill, killpg = os.kill, os.killpg
+    monkeypatch.setattr(os, "kill", lambda *_: None)
+    monkeypatch.setattr(os, "killpg", lambda *_: None)
+    for module in (process, cgroup):
+        monkeypatch.setattr(module, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(process.family, "_PATIENCE_S", 0.1)
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def noting(*arguments: Any, **named: Any) -> Any:
+        started.append(popen(*arguments, **named))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", noting)
+    yield
+    monkeypatch.setattr(os, "kill", kill)
+    for one in started:
+        with suppress(ProcessLookupError):
+            killpg(one.pid, signal.SIGKILL)
+        one.wait()
+    for group in [path for root in _groups() for path in root.glob("weighin.*")]:
+        with suppress(OSError):
+            group.rmdir()
+
+
+def _groups() -> list[Path]:
+    with suppress(IsolationUnavailable):
+        return cgroup._roots()
+    return []
+
+
+@pytest.mark.usefixtures("deathless")
+def test_closing_a_worker_that_does_not_die_ends_and_says_so() -> None:
+    running = LocalRunning(SLEEPING)
+    with pytest.raises(StillRunning) as caught:
+        running.close()
+    assert str(caught.value) == (
+        f"the worker, process {running.pid}, does not end, not even by SIGKILL\n"
+        "it waits in the kernel, as for a disk or a network share that does not answer: mend that,"
+        " or restart the machine"
+    )
+    running.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        running.channel.receive(0)
+
+
+@pytest.mark.cgroup
+@pytest.mark.usefixtures("deathless")
+def test_a_cgroup_whose_worker_does_not_die_stays_and_a_later_run_is_not_stopped_by_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    groups = cgroup._make_groups()
+    running = cgroup.CgroupRunning(SLEEPING, groups)
+    while not (groups[0] / "cgroup.procs").read_text():
+        pass
+    with pytest.raises(StillRunning):
+        running.close()
+    assert groups[0].exists()
+    monkeypatch.setattr(cgroup, "is_alive", lambda _: False)
+    assert f"cgroup {groups[0]}" not in CgroupIsolation().remove_stale()
+
+
+@pytest.mark.parametrize(
+    "error", [RecordError("full", "free"), IsolationUnavailable("gone", "start"), StillRunning("x")]
+)
+def test_what_stops_a_run_that_has_records_says_how_to_go_on(
+    tmp_path: Path, error: HarnessError
+) -> None:
+    before = error.repair
+    with pytest.raises(HarnessError), resumable("bench", Run(tmp_path, [], ProcessIsolation())):
+        raise error
+    assert error.repair == before, "there is nothing to go on with"
+    journal.append(tmp_path, make_result())
+    for _ in range(2):
+        with pytest.raises(HarnessError), resumable("floor", Run(tmp_path, [], ProcessIsolation())):
+            raise error
+    assert error.repair == f"{before}; then go on: weighin floor --resume {tmp_path}"
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device", "/x/y"),
+            "/x/y: No space left on device\n"
+            "free some space there; TMPDIR and WEIGHIN_CACHE name other folders",
+        ),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "/x y"),
+            "/x y: Permission denied\nls -ld '/x y' shows whose it is",
+        ),
+        (
+            OSError(errno.EMFILE, "Too many open files"),
+            "the operating system refused: Too many open files\n"
+            "allow more open files: ulimit -n 4096",
+        ),
+        (
+            OSError(errno.ENOMEM, "Cannot allocate memory"),
+            "the operating system refused: Cannot allocate memory\n"
+            "free memory: end other programs, or measure fewer things at once",
+        ),
+        (
+            OSError("odd"),
+            "the operating system refused: odd\nweighin doctor says what works on this machine",
+        ),
+    ],
+)
+def test_an_os_error_that_nobody_expected_is_two_lines_and_exit_code_2(
+    error: OSError,
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def app(**_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "app", app)
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert (caught.value.code, capsys.readouterr().err) == (2, f"error: {text}\n")
+
+
+def test_an_output_that_is_full_is_an_error_without_a_traceback() -> None:
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "harness", "list"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert (ended.returncode, ended.stderr) == (
+        2,
+        "error: the operating system refused: No space left on device\n"
+        "free some space there; TMPDIR and WEIGHIN_CACHE name other folders\n",
+    )
