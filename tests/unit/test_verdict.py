@@ -144,7 +144,7 @@ def test_a_soft_limit_is_met_before_the_hard_one() -> None:
     assert verdict(soft) is Verdict.THRASHES
 
 
-@pytest.mark.parametrize("run", sorted(path.name for path in PUBLISHED.iterdir()))
+@pytest.mark.parametrize("run", sorted(path.name for path in PUBLISHED.iterdir() if path.is_dir()))
 def test_no_published_cell_below_its_limit_thrashes(run: str) -> None:
     results = journal.read(PUBLISHED / run).results
     found = judge_all(results)

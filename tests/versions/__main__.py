@@ -27,14 +27,16 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 FOLDER: Final = ROOT / ".venv-versions"
 PAIRS: Final = "oldest:3.11 newest:3.13"
 TESTED: Final = (
-    "archive", "blocks", "building", "cache", "checkpoint_files", "checksum", "contract", "converting",
-    "dcp", "direct", "gathering", "hostile_files", "hostile_matrix", "inspecting", "layouts", "lending",
-    "making", "measuring", "models", "neighbours", "per_module", "per_param", "pieces", "predict",
-    "predict_allocator", "predict_heap", "predict_tables", "pt_legacy", "recycling", "registry",
+    "alignment", "archive", "blocks", "building", "cache", "checkpoint_files", "checksum", "contract",
+    "converting", "converting_views", "dcp", "deferred", "direct", "dtypes", "gathering", "hostile_files",
+    "hostile_matrix", "inspecting", "layouts", "lending", "making", "measuring", "memory", "models",
+    "neighbours", "per_module", "per_param", "pieces", "predict", "predict_allocator", "predict_heap",
+    "predict_tables", "pt_legacy", "registry",
     "safetensors_layout", "saving", "sharded", "sidecar", "snippet", "strategy_options", "streaming",
     "streaming_reads", "tying", "verify", "writing",
 )  # fmt: skip
-"""Unit tests of what runs torch: the loader, the formats, the strategies and the prediction."""
+"""Unit tests of what runs torch: the loader, the formats, the strategies and the prediction. The loader's
+conformance with torch is tested, too."""
 
 _TOOLS: Final = ("pytest", "hypothesis", "pyarrow")  # of the extra "dev": what these tests import
 _TORCHS_OWN: Final = ("torch", "sympy")  # torch pins sympy exactly, each version another one
@@ -174,7 +176,7 @@ def _test(folder: Path, torch: str, python: str, arguments: list[str]) -> Row:
     report.unlink(missing_ok=True)
     command: list[str | Path] = [
         folder / "bin/python", "-m", "pytest", "--quiet", "-p", "no:cacheprovider",
-        f"--junit-xml={report}", *(f"tests/unit/test_{name}.py" for name in TESTED), *arguments,
+        f"--junit-xml={report}", *(f"tests/unit/test_{name}.py" for name in TESTED), "tests/conformance", *arguments,
     ]  # fmt: skip
     began = time.monotonic()
     why = ""
