@@ -1,18 +1,18 @@
 """The floors as a user reads them."""
 
-from __future__ from pathlib import Path
-import annotations
+from __future__ import annotations
 
 import io
 from dataclasses import replace
+from pathlib import Path
 
 from factories import ENVIRONMENT, make_cell
 from rich.console import Console
 
 from harness import report
 from harness.record import SCHEMA, Cost, Faults, Memory, Outcome, Peaks, Pressure, Result
-from harness.report.floors import are_there, markdown_agreement, markdown_floors
 from harness.report import html
+from harness.report.floors import are_there, markdown_agreement, markdown_floors
 from harness.units import GIB, MIB
 
 SECOND = 1_000_000_000
