@@ -107,7 +107,9 @@ def construct(build: Callable[[], Model], dtype: torch.dtype) -> Model:
     try:
         with _constructing(dtype):
             model = build()
-    except NotImplementedError:
+    except RuntimeError as error:  # NotImplementedError, and what torch raised before it
+        if "not implemented for" not in str(error):
+            raise
         with _constructing(torch.float32):
             model = build()
     tensors = itertools.chain(model.parameters(), model.buffers())
