@@ -111,12 +111,16 @@ def _try_strategy(
 ) -> Iterator[Outcome]:
     small = bytes_of_manifest(truth) <= _ALL_PLANTS_BYTES
     forward = small if case.family != "torchvision" else what in _FORWARD
+    forward = forward and _is_finite(case)
     try:
         model = import_strategy(path)(_load(case, truth, torch.float32))
     except Exception as error:
         outcome = failed(what, error)
         if outcome.detail == _meta_failure(case):
             why = f"torch cannot build it on the meta device: {outcome.detail}"
+            outcome = Outcome(what, "not applicable", why)
+        elif outcome.detail == _version_failure(case):
+            why = f"torch refuses a state dict without its modules' versions: {outcome.detail}"
             outcome = Outcome(what, "not applicable", why)
         yield outcome
         return
@@ -148,6 +152,28 @@ def _meta_failure(case: Case) -> str:
     try:
         with torch.device("meta"):
             case.build(0)
+    except Exception as error:
+        return failed("", error).detail
+    return ""
+
+
+def _is_finite(case: Case) -> bool:
+    """Tell whether the model, as torch itself loads it, gives finite values: some losses do not."""
+    inputs = builders.example_inputs(**case.kwargs) if case.family != "torchvision" else ()
+    if not inputs:
+        return True
+    right = case.donor()
+    try:
+        verify.check_forward(right, Inputs(inputs))
+    except verify.WrongWeights:
+        return False
+    return True
+
+
+def _version_failure(case: Case) -> str:
+    """Return what torch says to a state dict that knows no versions, as most formats keep none."""
+    try:
+        case.build(0).load_state_dict(dict(case.donor().state_dict()))
     except Exception as error:
         return failed("", error).detail
     return ""
