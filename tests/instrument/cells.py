@@ -28,7 +28,7 @@ from harness.units import MIB
 UNNAMED = "other"  # harness.worker.marks: on a busy machine there is such a stretch now and then
 
 FILE_BYTES = 64 * MIB
-"""Size of ``known.bin``, which lies beside the strategies: a file of known size to map."""
+"""Size of ``known.bin``: a file of known size to map."""
 
 LARGE = ModelSpec(
     "tied-large",
@@ -36,6 +36,11 @@ LARGE = ModelSpec(
     {"vocab_size": 32768, "emb_dim": 768, "n_layers": 2, "n_heads": 4},
 )
 """150 MiB: large beside all noise, small enough to be made in a second."""
+
+
+def known_file(strategies: Path) -> Path:
+    """Return where ``known.bin`` lies: in a folder that every worker finds on its ``sys.path``."""
+    return strategies.parent / "data" / "known.bin"
 
 
 @dataclass(slots=True)
@@ -113,6 +118,7 @@ class Bench:
             str(checkpoint.manifest_path),
             str(info.path),
             timeout_s=timeout_s,
+            python_path=(str(known_file(self.strategies).parent),),  # containers see it, too
         )
         setting = Setting(isolation, self.run, {}, on_phase=on_phase)
         paths = [checkpoint.path] if checkpoint.path.is_file() else [*checkpoint.path.iterdir()]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cells import FILE_BYTES, Bench, Watched, prepared_isolation
+from cells import FILE_BYTES, Bench, Watched, known_file, prepared_isolation
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -25,12 +25,14 @@ def _cache_of_tests(disk: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def strategies(disk: Path) -> Path:
-    """The folder of the tests' strategies, with ``known.bin``: containers see it as it is."""
+    """The folder of the tests' strategies, and beside it that of ``known.bin``."""
     folder = disk / "strategies"
     shutil.copytree(
         Path(__file__).with_name("strategies"), folder, ignore=shutil.ignore_patterns("__pycache__")
     )
-    (folder / "known.bin").write_bytes(os.urandom(FILE_BYTES))
+    known = known_file(folder)
+    known.parent.mkdir()
+    known.write_bytes(os.urandom(FILE_BYTES))
     return folder
 
 

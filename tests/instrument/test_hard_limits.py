@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from cells import Bench, Watched, names_of, phases_of
+from cells import Bench, Watched, known_file, names_of, phases_of
 
 from harness.counters import memory_hierarchy
 from harness.record import Outcome
@@ -147,7 +147,7 @@ def test_thrashing_for_ever_ends_at_the_time_out_with_its_timeline(
         left_mib=40,  # of the 64 that it reads
         limit_bytes=LIMIT,
         timeout_s=timeout_s,
-        files=[bench.strategies / "known.bin"],
+        files=[known_file(bench.strategies)],
     )
     assert time.monotonic() - start < timeout_s + 15  # it dies promptly: its limit was lifted
     assert (result.outcome, result.last_phase) == (Outcome.TIMEOUT, "thrash")

@@ -4,7 +4,7 @@ One worker takes them all, a phase each (strategies/known_amounts.py): every tes
 """
 
 import pytest
-from cells import FILE_BYTES, Bench, Watched, keeps_marks_of_phases, names_of, phases_of
+from cells import FILE_BYTES, Bench, Watched, keeps_marks_of_phases, known_file, names_of, phases_of
 
 from harness.record import Phase, Result
 from harness.units import MIB
@@ -15,7 +15,7 @@ CGROUP_TOLERANCE = 4 * MIB
 
 @pytest.fixture(scope="module")
 def result(bench: Bench, isolation: Watched) -> Result:
-    known = bench.strategies / "known.bin"
+    known = known_file(bench.strategies)
     result = bench("known_amounts", isolation, files=[known])
     assert (result.outcome, result.message) == ("ok", "")
     return result

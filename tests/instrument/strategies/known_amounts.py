@@ -2,6 +2,7 @@
 
 import ctypes
 import mmap
+import sys
 import time
 from pathlib import Path
 
@@ -40,7 +41,9 @@ def load(job: Load) -> torch.nn.Module:
     with job.phase("after the spike with the GIL held"):
         time.sleep(0.01)
     with job.phase("read a mapped file"):
-        mapped = read_mapped(Path(__file__).with_name("known.bin"))
+        mapped = read_mapped(
+            next(filter(Path.exists, (Path(one, "known.bin") for one in sys.path)))
+        )
     with job.phase("unmap it"):
         mapped.close()
     with job.phase("write 64 MiB of shared memory"):
