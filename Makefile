@@ -34,7 +34,7 @@ check: .venv/ready  ## Compare RUN with a committed BASELINE: make check BASELIN
 	$(BIN)/weighin check $(RUN) --baseline $(BASELINE) $(ARGS)
 
 pages: .venv/ready  ## Fill the tables of README.md and docs from results/published
-	$(BIN)/python -m harness.report.pages README.md docs/*.md
+	$(BIN)/python -m weighin.report.docs_tables README.md docs/*.md
 
 publish: .venv/ready  ## Measure all published runs again; ARGS=--status says which are older than their code
 	$(BIN)/python benchmarks/publish.py $(ARGS)

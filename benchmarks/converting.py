@@ -13,18 +13,19 @@ import sys
 import tempfile
 from pathlib import Path
 
-from harness import registry
-from harness.checkpoint import cache, layouts
-from harness.config import DTYPES
-from harness.units import GIB, MIB
+from weighin import formats as layouts
+from weighin.checkpoint import cache
+from weighin.suite import registry
+from weighin.suite.config import DTYPES
+from weighin.units import GIB, MIB
 
 SPARE_BYTES = 300 * MIB
 CHILD = """
 import json, sys, threading, time
 from pathlib import Path
 import torch
-from harness.checkpoint import converting
-from harness.process_memory import memory_of, read_status
+from weighin.checkpoint import converting
+from weighin.probes.process import memory_of, read_status
 
 def anonymous():
     return memory_of(read_status()).anon_bytes

@@ -19,10 +19,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from harness.checkpoint import direct
-from harness.checkpoint.direct import PieceReader
-from harness.checkpoint.window import ask_for_huge_pages, make_present
-from harness.units import MIB
+from weighin.loader import direct_io as direct
+from weighin.loader.direct_io import PieceReader
+from weighin.loader.mapped_copy import ask_for_huge_pages, make_present
+from weighin.units import MIB
 
 _HUGE_BYTES = 2 * MIB
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
-from harness import registry
-from harness.checkpoint import cache
-from harness.models.building import build_skeleton, resolve_builder
+from weighin.checkpoint import cache
+from weighin.models.skeleton import build_skeleton, resolve_builder
+from weighin.suite import registry
 
 
 def main() -> None:
@@ -35,7 +35,7 @@ def main() -> None:
         held = checkpoint.stat().st_blocks * 512 / 2**20
         print(f"{checkpoint.stat().st_size:,} bytes, {held:.0f} MiB on the disk", flush=True)
         command = [
-            *(sys.executable, "-m", "harness", "bench", options.model),
+            *(sys.executable, "-m", "weighin", "bench", options.model),
             *("--checkpoint", str(checkpoint), "--dtype", "bf16", "--ram", options.ram),
             *("--strategies", options.strategies, "--out", options.out),
             *("--isolation", options.isolation),

@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_model
 
-from harness.checkpoint.streaming import load_streaming
-from harness.models.gpt2 import gpt2
+from weighin.loader.load import load_streaming
+from weighin.models.gpt2 import gpt2
 
 _POWERS = (64, 32, 16, 8, 4, 2, 1)
 

@@ -15,13 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from harness import registry
-from harness.checkpoint import cache
-from harness.config import DEFAULT_STRATEGIES
-from harness.gate import check
-from harness.gate.lines import Judgement
-from harness.gate.metrics import METRICS
-from harness.gate.series import STRATEGY
+from weighin.checkpoint import cache
+from weighin.gate import check
+from weighin.gate.lines import Judgement
+from weighin.records.metrics import METRICS
+from weighin.records.series import STRATEGY
+from weighin.suite import registry
+from weighin.suite.config import DEFAULT_STRATEGIES
 
 SHARE: Final = 0.05
 PLACES: Final = ("start", "end")
@@ -69,7 +69,7 @@ def _measure(folder: Path, command: Sequence[str], strategies: Iterable[object])
     again = ("bench", "--resume", str(folder), "--trust")
     new = (*command, "--strategies", names, "--out", str(folder))
     arguments = again if (folder / "plan.json").exists() else new
-    subprocess.run((sys.executable, "-m", "harness", *arguments), check=True, capture_output=True)
+    subprocess.run((sys.executable, "-m", "weighin", *arguments), check=True, capture_output=True)
     print(f"measured {folder}", flush=True)
 
 

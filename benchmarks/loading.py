@@ -29,10 +29,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from harness import page_cache, registry, steady
-from harness.bytecode import compile_code
-from harness.checkpoint import cache
-from harness.checkpoint.window import ask_for_huge_pages
+from weighin.checkpoint import cache
+from weighin.loader.mapped_copy import ask_for_huge_pages
+from weighin.probes import page_cache
+from weighin.run import page_preconditioning as steady
+from weighin.run.bytecode import compile_code
+from weighin.suite import registry
 
 RAW = {"warm": "pread, 2 threads", "cold": "O_DIRECT, 4 threads"}
 WAYS = {
@@ -122,8 +124,8 @@ def _tensorizer_file(model: str, safetensors: Path) -> Path:
     if not path.exists():
         code = (
             "import sys, safetensors.torch, tensorizer\n"
-            "from harness import registry\n"
-            "from harness.models.building import resolve_builder, without_weights\n"
+            "from weighin.suite import registry\n"
+            "from weighin.models.skeleton import resolve_builder, without_weights\n"
             "spec = registry.model(sys.argv[1])\n"
             "model = without_weights(lambda: resolve_builder(spec.builder)(**spec.kwargs))\n"
             "model.load_state_dict(safetensors.torch.load_file(sys.argv[2]), assign=True)\n"
@@ -222,11 +224,11 @@ def _run_one(job: dict[str, Any]) -> tuple[float, float]:
     """Return the seconds until one way returned, and until ready, in this fresh process."""
     import torch
 
-    from harness.checkpoint.manifest import read_manifest
-    from harness.models.building import resolve_builder
-    from harness.worker.loading import WorkerLoad, import_strategy
-    from harness.worker.touch import named_tensors, touch
-    from harness.worker.verify import check_values
+    from weighin.checkpoint.manifest import read_manifest
+    from weighin.models.skeleton import resolve_builder
+    from weighin.worker.loading import WorkerLoad, import_strategy
+    from weighin.worker.touch import named_tensors, touch
+    from weighin.worker.verify import check_values
 
     path = Path(job["path"])
     if job["raw"]:

@@ -23,11 +23,14 @@ from typing import Final
 
 import yaml
 
-from harness import environment, journal, registry, sources
-from harness.record import Outcome, Result
-from harness.report import captions
-from harness.report.checked import FILE as PREDICTED
-from harness.report.standing import since, standing
+from weighin.probes import environment
+from weighin.record import Outcome, Result
+from weighin.records import run_folder as journal
+from weighin.records import sources
+from weighin.report import captions
+from weighin.report.checked import FILE as PREDICTED
+from weighin.report.freshness import since, standing
+from weighin.suite import registry
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 PUBLISHED: Final = Path("results/published")
@@ -122,7 +125,7 @@ def predictions(run: Run, root: Path) -> list[str]:
     told = json.loads(path.read_text(encoding="utf-8"))
     commit = told["environment"]["git_commit"]
     said = captions.when_and_what([(told["environment"], told["predicted_at"])])
-    files = {*(root / "harness" / "predict").glob("*.py")}
+    files = {*(root / "harness" / "weighin" / "predict").glob("*.py")}
     for cell in {one.cell.strategy: one.cell for one in run.results}.values():
         files.update(sources.deciding(registry.strategy(cell.strategy, cell.operation).path, cell))
     changed = since(root, commit, sorted(files)) if commit else None
@@ -166,7 +169,7 @@ def measure(run: Run) -> None:
     else:
         arguments = [verb, *rest, "--out", str(folder)]
     print(f"\nweighin {shlex.join(arguments)}", flush=True)
-    done = subprocess.run([sys.executable, "-m", "harness", *arguments], check=False)
+    done = subprocess.run([sys.executable, "-m", "weighin", *arguments], check=False)
     if done.returncode:
         sys.exit(f"error: weighin ended with {done.returncode}. The same command goes on from here")
     wrong = [one for one in journal.read(folder).results if one.outcome in _NO_FIGURES]
@@ -221,7 +224,7 @@ def predict(run: Run, published: Path) -> None:
     """Predict a run's loads, and keep that beside what was measured."""
     if any(one.cell.operation == "save" for one in run.results):
         return
-    command = [sys.executable, "-m", "harness", "predict", "--check", str(published), "--json"]
+    command = [sys.executable, "-m", "weighin", "predict", "--check", str(published), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     (published / PREDICTED).write_text(json.dumps(json.loads(done.stdout), indent=1) + "\n")
 

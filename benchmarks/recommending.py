@@ -15,17 +15,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from harness import journal, registry
-from harness.cell import Cell
-from harness.config import DTYPES
-from harness.isolation import choice
-from harness.plan import Planned
-from harness.recommend.advising import Advice, Known, Question, advise, gather
-from harness.recommend.evidence import find
-from harness.recommend.judging import Limits, Verdict, doubt_bytes
-from harness.record import Outcome, Result
-from harness.runner import Progress, Run, run
-from harness.units import MIB, format_exact
+from weighin.cell import Cell
+from weighin.isolation import select as choice
+from weighin.recommend.answer import Advice, Known, Question, advise, gather
+from weighin.recommend.prior_runs import find
+from weighin.recommend.ranking import Limits, Verdict, doubt_bytes
+from weighin.record import Outcome, Result
+from weighin.records import run_folder as journal
+from weighin.run.runner import Progress, Run, run
+from weighin.suite import registry
+from weighin.suite.config import DTYPES
+from weighin.suite.matrix import Planned
+from weighin.units import MIB, format_exact
 
 _EXPECTED: Final = {True: Outcome.OK, False: Outcome.OOM_KILLED}
 

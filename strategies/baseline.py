@@ -7,7 +7,7 @@ Options: map_location ("cpu" keeps the state dict in RAM; default: the device).
 
 import torch
 
-from harness.strategy import Load
+from weighin.contract import Load
 
 FORMATS = ("pt",)
 DEVICES = ("cpu", "cuda")

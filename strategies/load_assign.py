@@ -8,8 +8,8 @@ Options: map_location ("cpu" reads all of it into RAM before the first copy; def
 
 import torch
 
-from harness.models.tying import retie, tied_names
-from harness.strategy import Load
+from weighin.contract import Load
+from weighin.models.tied_weights import retie, tied_names
 
 FORMATS = ("pt", "pt_legacy")
 DEVICES = ("cpu", "cuda")

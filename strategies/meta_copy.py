@@ -7,8 +7,8 @@ Options: map_location ("cpu" keeps the state dict in RAM; default: the device).
 
 import torch
 
-from harness.models.tying import retie, tied_names
-from harness.strategy import Load
+from weighin.contract import Load
+from weighin.models.tied_weights import retie, tied_names
 
 FORMATS = ("pt",)
 DEVICES = ("cpu", "cuda")

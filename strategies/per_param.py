@@ -6,9 +6,9 @@ layout: one file per state-dict key.
 
 import torch
 
-from harness.checkpoint.layouts.per_param import read_index
-from harness.models.tying import retie, tied_names
-from harness.strategy import Load
+from weighin.contract import Load
+from weighin.formats.per_param import read_index
+from weighin.models.tied_weights import retie, tied_names
 
 FORMATS = ("per_param",)
 DEVICES = ("cpu", "cuda")

@@ -7,8 +7,8 @@ while they fit.
 import torch
 from safetensors import safe_open
 
-from harness.models.tying import retie, tied_names
-from harness.strategy import Load
+from weighin.contract import Load
+from weighin.models.tied_weights import retie, tied_names
 
 FORMATS = ("safetensors",)
 DEVICES = ("cpu", "cuda")

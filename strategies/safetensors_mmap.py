@@ -6,8 +6,8 @@ Expected peak: no anonymous memory for the weights, as with mmap_assign; and no 
 import torch
 from safetensors.torch import load_file
 
-from harness.models.tying import retie, share_missing, tied_names
-from harness.strategy import Load
+from weighin.contract import Load
+from weighin.models.tied_weights import retie, share_missing, tied_names
 
 FORMATS = ("safetensors",)
 DEVICES = ("cpu", "cuda")

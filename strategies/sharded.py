@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from harness.checkpoint import layouts
-from harness.models.tying import retie, tied_names
-from harness.strategy import Load
+from weighin import formats as layouts
+from weighin.contract import Load
+from weighin.models.tied_weights import retie, tied_names
 
 FORMATS = ("sharded", "sharded_pt")
 DEVICES = ("cpu", "cuda")

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from harness.errors import IsolationUnavailable
+from weighin.errors import IsolationUnavailable
 
 # Of each test run its own: what is tested here measures nothing that another run would disturb.
 if "WEIGHIN_LOCK" not in os.environ:
@@ -31,7 +31,7 @@ settings.load_profile("ci" if "CI" in os.environ else "untimed")
 
 @cache
 def _docker_missing() -> str:
-    from harness.isolation.docker import DockerIsolation
+    from weighin.isolation.docker.isolation import DockerIsolation
 
     try:
         isolation = DockerIsolation()
@@ -45,7 +45,7 @@ def _docker_missing() -> str:
 
 @cache
 def _cgroup_missing() -> str:
-    from harness.isolation.cgroup import CgroupIsolation
+    from weighin.isolation.cgroup import CgroupIsolation
 
     try:
         isolation = CgroupIsolation()
@@ -58,7 +58,7 @@ def _cgroup_missing() -> str:
 
 @cache
 def _cuda_missing() -> str:
-    from harness import gpu
+    from weighin.run import gpu_check as gpu
 
     return gpu.look().why
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from harness.counters import memory_hierarchy, pressure_hierarchy
+from weighin.probes.cgroup import memory_hierarchy, pressure_hierarchy
 
 _PATIENCE_S = 10.0
 
@@ -37,8 +37,8 @@ def groups(owner: int) -> list[Path]:
 
 def containers(owner: int) -> list[str]:
     """Return the names of containers that process ``owner`` started; none without an engine."""
-    from harness.errors import IsolationUnavailable
-    from harness.isolation.docker_engine import connect
+    from weighin.errors import IsolationUnavailable
+    from weighin.isolation.docker.engine import connect
 
     try:
         client = connect()

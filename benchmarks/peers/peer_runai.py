@@ -6,8 +6,8 @@ Expected peak: one copy of the weights, and what the streamer reads ahead.
 import torch
 from runai_model_streamer import SafetensorsStreamer
 
-from harness.models.building import without_weights
-from harness.strategy import Load
+from weighin.contract import Load
+from weighin.models.skeleton import without_weights
 
 FORMATS = ("safetensors",)
 DEVICES = ("cpu", "cuda")

@@ -6,8 +6,8 @@ Expected peak: one copy of the weights.
 import torch
 from tensorizer import TensorDeserializer
 
-from harness.models.building import without_weights
-from harness.strategy import Load
+from weighin.contract import Load
+from weighin.models.skeleton import without_weights
 
 FORMATS = ("tensorizer",)
 DEVICES = ("cpu", "cuda")

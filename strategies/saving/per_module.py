@@ -5,10 +5,10 @@ Expected peak: no copy of the weights.
 
 import torch
 
-from harness.checkpoint.layouts.folder_index import file_name
-from harness.checkpoint.layouts.per_module import module_of, write_index
-from harness.models.tying import tied_names
-from harness.strategy import Save
+from weighin.contract import Save
+from weighin.formats.folder_index import file_name
+from weighin.formats.per_module import module_of, write_index
+from weighin.models.tied_weights import tied_names
 
 FORMATS = ("per_module",)
 DEVICES = ("cpu", "cuda")

@@ -10,9 +10,9 @@ import json
 import torch
 from safetensors.torch import save_file
 
-from harness.checkpoint.layouts.sharded import MAX_SHARD_BYTES
-from harness.models.tying import tied_names
-from harness.strategy import Save
+from weighin.contract import Save
+from weighin.formats.sharded import MAX_SHARD_BYTES
+from weighin.models.tied_weights import tied_names
 
 FORMATS = ("sharded", "sharded_pt")
 DEVICES = ("cpu", "cuda")

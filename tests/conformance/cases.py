@@ -17,8 +17,8 @@ from standard import STANDARD
 from tensors import FLOATS
 from torch import nn
 
-from harness.checkpoint.streaming import Granularity, load_streaming
-from harness.errors import CheckpointError
+from weighin.errors import CheckpointError
+from weighin.loader.load import Granularity, load_streaming
 
 SEED = 5
 

@@ -14,10 +14,10 @@ from standard import STANDARD
 from tensors import FLOATS, fill
 from torch import nn
 
-from harness import page_cache
-from harness.checkpoint import layouts
-from harness.checkpoint.layouts.base import TensorPlan
-from harness.checkpoint.piecewise import pieces_of
+from weighin import formats as layouts
+from weighin.checkpoint.piecewise import pieces_of
+from weighin.formats.base import TensorPlan
+from weighin.probes import page_cache
 
 State = dict[str, Any]
 

@@ -9,8 +9,8 @@ from cases import Case, check
 from checkpoints import make
 from known import KNOWN
 
-from harness.checkpoint import layouts
-from harness.checkpoint.streaming import load_streaming
+from weighin import formats as layouts
+from weighin.loader.load import load_streaming
 
 
 @pytest.mark.parametrize("built", [False, True], ids=["builder", "built"])
@@ -37,7 +37,7 @@ def test_batch_norm_needs_its_count_where_the_checkpoint_has_metadata(disk: Path
 
 
 def assert_refused_as_by_torch(case: Case, path: Path) -> None:
-    from harness.errors import CheckpointError
+    from weighin.errors import CheckpointError
 
     model = case.recipe.prepare()[0]()
     with pytest.raises(RuntimeError, match="Missing key"):

@@ -16,10 +16,10 @@ from model_differences import differences, output_differences, same_bytes, torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from harness.checkpoint import layouts
-from harness.checkpoint.layouts.base import TensorSlice
-from harness.checkpoint.reading import read_pieces
-from harness.errors import CheckpointError
+from weighin import formats as layouts
+from weighin.checkpoint.reader import read_pieces
+from weighin.errors import CheckpointError
+from weighin.formats.base import TensorSlice
 
 
 class Model(nn.Module):

@@ -14,15 +14,14 @@ from pathlib import Path
 import atheris
 
 # Only what reads foreign bytes is worth guiding by: torch and the writers would drown it.
-with atheris.instrument_imports(include=["harness.checkpoint.layouts"]):
-    from harness.checkpoint import layouts
-    from harness.checkpoint.layouts import (
-        archive,
+with atheris.instrument_imports(include=["weighin.formats"]):
+    from weighin import formats as layouts
+    from weighin.formats import bounded_json as frugal_json
+    from weighin.formats import (
         dcp,
         dcp_metadata,
         dcp_pickle,
         folder_index,
-        frugal_json,
         per_module,
         per_param,
         pt,
@@ -33,8 +32,9 @@ with atheris.instrument_imports(include=["harness.checkpoint.layouts"]):
         state_pickle,
         tensor_refs,
     )
+    from weighin.formats import zip_directory as archive
 
-from harness.errors import CheckpointError
+from weighin.errors import CheckpointError
 
 MODULES = (
     archive,
@@ -121,7 +121,7 @@ def make(path: Path, layout: layouts.Layout) -> Path:
     """Write a small, sound checkpoint with tied weights and several dtypes."""
     import torch
 
-    from harness.checkpoint.layouts.base import TensorPlan
+    from weighin.formats.base import TensorPlan
 
     plans = [
         TensorPlan("a.weight", (3, 2), torch.float32),

@@ -1,4 +1,4 @@
-"""One cell in one call: real workers under any isolation, run by ``harness.measuring.measure``."""
+"""One cell in one call: real workers under any isolation, run by ``weighin.run.cell_runner.measure``."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from typing import Any
 
 import leftovers
 
-from harness import saving
-from harness.cell import CacheState, Cell, Job, ModelSpec, Operation
-from harness.checkpoint import cache as checkpoints
-from harness.counters import MemoryCgroup, PeakMark
-from harness.isolation import Isolation, Running, choice
-from harness.isolation.cgroup import temporary_group
-from harness.measuring import Setting, measure
-from harness.record import Phase, Result
-from harness.registry import data_folder, model, read_strategy
-from harness.units import MIB
+from weighin.cell import CacheState, Cell, Job, ModelSpec, Operation
+from weighin.checkpoint import cache as checkpoints
+from weighin.isolation import select as choice
+from weighin.isolation.base import Isolation, Running
+from weighin.isolation.cgroup import temporary_group
+from weighin.probes.cgroup import MemoryCgroup, PeakMark
+from weighin.record import Phase, Result
+from weighin.run import save_target as saving
+from weighin.run.cell_runner import Setting, measure
+from weighin.suite.registry import data_folder, model, read_strategy
+from weighin.units import MIB
 
-UNNAMED = "other"  # harness.worker.marks: on a busy machine there is such a stretch now and then
+UNNAMED = "other"  # weighin.worker.phases: on a busy machine there is such a stretch now and then
 
 FILE_BYTES = 64 * MIB
 """Size of ``known.bin``: a file of known size to map."""
 
 LARGE = ModelSpec(
     "tied-large",
-    "harness.models.tied:tied",
+    "weighin.models.tied:tied",
     {"vocab_size": 32768, "emb_dim": 768, "n_layers": 2, "n_heads": 4},
 )
 """150 MiB: large beside all noise, small enough to be made in a second."""

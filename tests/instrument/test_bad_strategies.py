@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from cells import Bench, Watched, phases_of
 
-from harness.record import Outcome, Result
-from harness.units import MIB
+from weighin.record import Outcome, Result
+from weighin.units import MIB
 
 BAD_ENDS = (Path(__file__).parent / "strategies" / "bad_ends.py").read_text().splitlines()
 

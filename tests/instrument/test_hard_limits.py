@@ -10,9 +10,9 @@ from collections.abc import Callable
 import pytest
 from cells import Bench, Watched, known_file, names_of, phases_of
 
-from harness.counters import memory_hierarchy
-from harness.record import Outcome
-from harness.units import MIB
+from weighin.probes.cgroup import memory_hierarchy
+from weighin.record import Outcome
+from weighin.units import MIB
 
 # `import torch` charges about 150 MiB of anonymous memory to its cgroup.
 LIMIT = 256 * MIB

@@ -11,11 +11,11 @@ from statistics import median
 import pytest
 from cells import Bench, Watched
 
-import harness
-from harness.record import Outcome
-from harness.units import KIB, MIB
+import weighin
+from weighin.record import Outcome
+from weighin.units import KIB, MIB
 
-ROOT = Path(harness.__file__).resolve().parents[1]
+ROOT = Path(weighin.__file__).resolve().parents[1]
 OF_REPORTS = {"pandas", "matplotlib"}
 OF_THE_PARENT = {"docker", "yaml", "psutil", "rich", "pydantic", "typer", "filelock"}
 HEAVY = OF_REPORTS | OF_THE_PARENT | {"importlib.metadata"}
@@ -43,7 +43,7 @@ def _on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_the_worker_imports_before_torch_is_below_6_mib() -> None:
     bare = median(bare_peak() for _ in range(3))
-    worker = [imported_by("import harness.worker.__main__") for _ in range(3)]
+    worker = [imported_by("import weighin.worker.__main__") for _ in range(3)]
     assert median(peak for peak, _ in worker) - bare < 6 * MIB
     (_, modules), *_ = worker
     assert modules & (HEAVY | {"torch", "numpy"}) == set()
@@ -74,9 +74,9 @@ def test_the_tests_own_check_of_modules_finds_them(bench: Bench, process: Watche
 @pytest.mark.parametrize("verb", ["list strategies", "list models", "--version"])
 def test_the_light_verbs_import_nothing_heavy(verb: str) -> None:
     statement = f"""
-import harness.cli
+import weighin.cli.app
 try:
-    harness.cli.app({verb.split()}, standalone_mode=False)
+    weighin.cli.app.app({verb.split()}, standalone_mode=False)
 except SystemExit:
     pass
 sys.stdout.write(chr(0))
@@ -115,36 +115,42 @@ def outside(files: set[str], *folders: str) -> set[str]:
 def test_only_reports_import_pandas_and_matplotlib() -> None:
     found = importers(*OF_REPORTS)
     assert found
-    assert outside(found, "harness/report/") == set()
+    assert outside(found, "harness/weighin/report/") == set()
 
 
 def test_only_isolations_import_the_docker_sdk() -> None:
     found = importers("docker")
     assert found
-    assert outside(found, "harness/isolation/") == set()
+    assert outside(found, "harness/weighin/isolation/") == set()
 
 
 def test_of_the_worker_others_import_the_protocol_alone() -> None:
     worker = [
-        f"harness.worker.{path.stem}"
-        for path in (ROOT / "harness" / "worker").glob("*.py")
+        f"weighin.worker.{path.stem}"
+        for path in (ROOT / "harness" / "weighin" / "worker").glob("*.py")
         if path.stem not in ("__init__", "protocol")
     ]
-    others = outside(importers(*worker), "harness/worker/")
-    assert others == {"harness/predict/__main__.py", "harness/predict/running.py"}  # as it loads
-    protocol = outside(importers("harness.worker.protocol"), "harness/worker/")
-    assert outside(protocol, "harness/isolation/") == {"harness/runner.py", "harness/watching.py"}
+    others = outside(importers(*worker), "harness/weighin/worker/")
+    assert others == {
+        "harness/weighin/predict/__main__.py",
+        "harness/weighin/predict/simulate.py",
+    }  # as it loads
+    protocol = outside(importers("weighin.protocol"), "harness/weighin/worker/")
+    assert outside(protocol, "harness/weighin/isolation/") == {
+        "harness/weighin/run/runner.py",
+        "harness/weighin/run/supervisor.py",
+    }
 
 
 def test_nothing_that_measures_imports_the_report() -> None:
-    verbs = {"harness/cli.py", "harness/floor_verb.py"}
-    assert outside(importers("harness.report"), "harness/report/") == verbs
+    verbs = {"harness/weighin/cli/app.py", "harness/weighin/cli/floor.py"}
+    assert outside(importers("weighin.report"), "harness/weighin/report/") == verbs
 
 
 def test_reading_a_manifest_before_the_baseline_imports_nothing_that_a_strategy_pays_for() -> None:
-    _, modules = imported_by("import harness.checkpoint.manifest")
-    assert {name for name in modules if name.startswith("harness.checkpoint.")} == {
-        "harness.checkpoint.durable",
-        "harness.checkpoint.item_bytes",
-        "harness.checkpoint.manifest",
+    _, modules = imported_by("import weighin.checkpoint.manifest")
+    assert {name for name in modules if name.startswith("weighin.checkpoint.")} == {
+        "weighin.atomic",
+        "weighin.formats.item_bytes",
+        "weighin.checkpoint.manifest",
     }

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from cells import Bench, Watched, names_of, phases_of
 
-from harness.counters import MemoryCgroup
-from harness.record import Outcome, Result
-from harness.units import MIB
+from weighin.probes.cgroup import MemoryCgroup
+from weighin.record import Outcome, Result
+from weighin.units import MIB
 
 # `import torch` charges about 150 MiB of anonymous memory to its cgroup: 256 MiB hold an import and
 # 60 MiB more, and neither 400 MiB nor the import together with 200 MiB.

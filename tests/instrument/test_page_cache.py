@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from cells import LARGE, Bench, Watched, phases_of
 
-from harness import page_cache
-from harness.cell import CacheState
-from harness.checkpoint import cache
-from harness.record import Outcome, Result
-from harness.units import MIB
+from weighin.cell import CacheState
+from weighin.checkpoint import cache
+from weighin.probes import page_cache
+from weighin.record import Outcome, Result
+from weighin.units import MIB
 
 SIZE = 8 * MIB + 100  # no whole number of pages
 

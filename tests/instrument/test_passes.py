@@ -5,8 +5,8 @@ import mmap
 import pytest
 from cells import LARGE, Bench, Watched, names_of
 
-from harness.record import Outcome, Phase, Result
-from harness.units import MIB
+from weighin.record import Outcome, Phase, Result
+from weighin.units import MIB
 
 # Anonymous memory of a mapped load is about 230 MiB: the model's 150 MiB do not fit beside it.
 TOO_SMALL = 288 * MIB

@@ -3,9 +3,9 @@
 import pytest
 from cells import LARGE, Bench, Watched, names_of, phases_of
 
-from harness.config import DEFAULT_SAVING
-from harness.record import Outcome
-from harness.units import MIB
+from weighin.record import Outcome
+from weighin.suite.config import DEFAULT_SAVING
+from weighin.units import MIB
 
 TIED_BYTES = 32768 * 768 * 4  # of LARGE: cloned name by name, its tied head is copied twice
 

@@ -3,9 +3,9 @@
 import pytest
 from cells import LARGE, Bench, Watched, names_of, phases_of
 
-from harness.config import DEFAULT_STRATEGIES
-from harness.record import Outcome
-from harness.units import MIB
+from weighin.record import Outcome
+from weighin.suite.config import DEFAULT_STRATEGIES
+from weighin.units import MIB
 
 
 @pytest.mark.parametrize("strategy", DEFAULT_STRATEGIES)

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import pytest
 from cells import LARGE, Bench, Watched, phases_of, prepared_isolation
 
-from harness.counters import memory_hierarchy
-from harness.isolation import docker_running
-from harness.record import Outcome, Result
-from harness.units import MIB
+from weighin.isolation.docker import container as docker_running
+from weighin.probes.cgroup import memory_hierarchy
+from weighin.record import Outcome, Result
+from weighin.units import MIB
 
 pytestmark = pytest.mark.docker
 

@@ -45,7 +45,7 @@ class CommandLine:
             "TERM": "dumb",
         }
         process = subprocess.Popen(
-            [*before, sys.executable, "-m", "harness", *arguments],
+            [*before, sys.executable, "-m", "weighin", *arguments],
             cwd=self.folder,
             env=environment | variables,
             stdin=subprocess.DEVNULL,
@@ -79,7 +79,7 @@ class Started:
 
     def at_work(self) -> bool:
         """Tell whether a worker of it runs: then its cgroup is there, too."""
-        workers = [one for one in leftovers.processes(self.mark) if "harness.worker" in one]
+        workers = [one for one in leftovers.processes(self.mark) if "weighin.worker" in one]
         return bool(workers or leftovers.containers(self.process.pid))
 
     def left(self) -> list[str]:

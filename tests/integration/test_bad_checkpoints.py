@@ -9,8 +9,8 @@ import pytest
 import torch
 from commands import NOT_LIMITED, CommandLine
 
-from harness.models.building import resolve_builder
-from harness.registry import model
+from weighin.models.skeleton import resolve_builder
+from weighin.suite.registry import model
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ import re
 import pytest
 from commands import NOT_LIMITED, CommandLine, Ended
 
-from harness import cli
-from harness.checkpoint import cache
-from harness.registry import models, strategies
+from weighin.checkpoint import cache
+from weighin.cli import app as cli
+from weighin.suite.registry import models, strategies
 
 MODELS = ", ".join(sorted(models()))
 STRATEGIES = ", ".join(sorted(strategies()))
@@ -98,7 +98,7 @@ REFUSED: dict[str, tuple[str, int, str]] = {
         'bench gpt2-tiny --kwargs {"widht":3} --isolation process',
         2,
         f"{NOT_LIMITED}making the checkpoint of gpt2-tiny\n"
-        "error: builder harness.models.gpt2:gpt2 failed: gpt2() got an unexpected keyword argument"
+        "error: builder weighin.models.gpt2:gpt2 failed: gpt2() got an unexpected keyword argument"
         " 'widht'\ncorrect the model's arguments: `kwargs` in its YAML, or --kwargs\n",
     ),
     "resuming what is no run": (

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from commands import CommandLine
 
-from harness import journal
-from harness.record import Outcome, Result
+from weighin.record import Outcome, Result
+from weighin.records import run_folder as journal
 
 pytestmark = [pytest.mark.cuda, pytest.mark.slow]
 

@@ -13,15 +13,15 @@ from pathlib import Path
 import leftovers
 import pytest
 
-from harness.cell import Cell, Job, ModelSpec
-from harness.counters import MemoryCgroup
-from harness.errors import IsolationUnavailable
-from harness.isolation import Exit
-from harness.isolation.docker import DockerIsolation
-from harness.isolation.docker_mounts import Bind
-from harness.isolation.docker_running import DockerRunning
-from harness.isolation.image import PYTHON
-from harness.units import MIB
+from weighin.cell import Cell, Job, ModelSpec
+from weighin.errors import IsolationUnavailable
+from weighin.isolation.base import Exit
+from weighin.isolation.docker.container import DockerRunning
+from weighin.isolation.docker.image import PYTHON
+from weighin.isolation.docker.isolation import DockerIsolation
+from weighin.isolation.docker.mounts import Bind
+from weighin.probes.cgroup import MemoryCgroup
+from weighin.units import MIB
 
 pytestmark = pytest.mark.docker
 
@@ -286,7 +286,7 @@ def test_an_interrupt_during_the_start_leaves_nothing(
 def test_what_a_killed_parent_leaves_is_removed(isolation: DockerIsolation) -> None:
     code = """
         import sys, time
-        from harness.isolation.docker import DockerIsolation
+        from weighin.isolation.docker.isolation import DockerIsolation
         isolation = DockerIsolation()
         isolation._start(("sleep", "600"), image=sys.argv[1])
         print(*isolation._containers, flush=True)
@@ -309,7 +309,7 @@ def test_what_a_killed_parent_leaves_is_removed(isolation: DockerIsolation) -> N
 def test_a_parent_that_exits_without_closing_leaves_nothing(isolation: DockerIsolation) -> None:
     code = """
         import sys
-        from harness.isolation.docker import DockerIsolation
+        from weighin.isolation.docker.isolation import DockerIsolation
         isolation = DockerIsolation()
         isolation._start(("sleep", "600"), image=sys.argv[1])
         sys.exit(3)

@@ -11,7 +11,7 @@ import leftovers
 import pytest
 from commands import CommandLine
 
-from harness.units import MIB
+from weighin.units import MIB
 
 HOLDING = '''"""Hold so many MiB for a moment, then load rightly."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from commands import CommandLine
 
-from harness.registry import data_folder
+from weighin.suite.registry import data_folder
 
 PLANTED = """
 

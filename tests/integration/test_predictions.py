@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from harness import registry
-from harness.cell import Cell
-from harness.plan import Planned
-from harness.predict.predicting import predict
-from harness.units import MIB
+from weighin.cell import Cell
+from weighin.predict.client import predict
+from weighin.suite import registry
+from weighin.suite.matrix import Planned
+from weighin.units import MIB
 
 MEASURED = json.loads((Path(__file__).parent / "fixtures" / "anonymous_peaks.json").read_text())
 SERIES = sorted({(cell["model"], cell["dtype"]) for cell in MEASURED["cells"]})

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.units import MIB
+from weighin.units import MIB
 
 pytest_plugins = ["pytester"]
 
@@ -34,8 +34,8 @@ def test_the_plugin_is_found_and_imports_nothing_of_weighin(user: pytest.Pyteste
         """
         import sys
         def test_light():
-            ours = sorted(name for name in sys.modules if name.partition(".")[0] == "harness")
-            assert ours == ["harness", "harness.pytest_plugin"], ours
+            ours = sorted(name for name in sys.modules if name.partition(".")[0] == "weighin")
+            assert ours == ["weighin", "weighin.testing", "weighin.testing.plugin"], ours
             assert not {"torch", "pandas", "pydantic"} & set(sys.modules)
         """,
     )
@@ -126,7 +126,7 @@ def test_loads_and_functions_are_measured(user: pytest.Pytester) -> None:
         user,
         f"""
         import time, pytest, torch
-        from harness.errors import HarnessError
+        from weighin.errors import HarnessError
 
         def load(mib, *, keep):
             tensor = torch.ones(mib * {MIB} // 4)
@@ -177,7 +177,7 @@ def test_the_build_of_an_image_is_told_while_it_goes_on(user: pytest.Pytester) -
     result = run(
         user,
         """
-        from harness.isolation.process import ProcessIsolation
+        from weighin.isolation.process import ProcessIsolation
 
         def prepare(self, say=lambda _: None, /):
             say("Step 1/2 : FROM base")

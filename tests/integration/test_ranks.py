@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from harness.checkpoint import layouts
-from harness.checkpoint.streaming import load_streaming
+from weighin import formats as layouts
+from weighin.loader.load import load_streaming
 
 RANK = """
 import sys

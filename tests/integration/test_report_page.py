@@ -15,9 +15,9 @@ sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from factories import make_cell, make_result, mixed_run, notebook_run, write_samples
 from sweeps import a_sweep
 
-from harness import journal
-from harness.report.html import render
-from harness.units import GIB
+from weighin.records import run_folder as journal
+from weighin.report.html.page import render
+from weighin.units import GIB
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page

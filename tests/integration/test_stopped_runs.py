@@ -15,7 +15,7 @@ import leftovers
 import pytest
 from commands import NOT_LIMITED, CommandLine, Started
 
-from harness.units import MIB
+from weighin.units import MIB
 
 PAUSING = '''"""Wait while this file is marked as a program, then load rightly."""
 

@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 
-from harness import bench, journal, runner
-from harness.config import check_suite
-from harness.errors import HarnessError, IsolationUnavailable, StillRunning
-from harness.isolation.process import LocalRunning, ProcessIsolation
+from weighin.errors import HarnessError, IsolationUnavailable, StillRunning
+from weighin.isolation.process import LocalRunning, ProcessIsolation
+from weighin.records import run_folder as journal
+from weighin.run import request as bench
+from weighin.run import runner
+from weighin.suite.config import check_suite
 
 STUCK = StillRunning("the worker, process 5, does not end, not even by SIGKILL")
 GONE = IsolationUnavailable("the Docker engine has stopped", "start it again")
@@ -53,7 +55,7 @@ def test_a_run_that_cannot_go_on_keeps_its_records_and_is_resumed(
         start = ProcessIsolation.start
 
         def start_next(self: ProcessIsolation, job: Any) -> LocalRunning:
-            patched.setattr("harness.isolation.process.LocalRunning", kinds.pop(0))
+            patched.setattr("weighin.isolation.process.LocalRunning", kinds.pop(0))
             return start(self, job)
 
         patched.setattr(ProcessIsolation, "start", start_next)

@@ -12,8 +12,8 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from harness.cell import Cell, ModelSpec
-from harness.record import (
+from weighin.cell import Cell, ModelSpec
+from weighin.record import (
     SCHEMA,
     Cost,
     Faults,
@@ -26,11 +26,11 @@ from harness.record import (
     Sample,
     Written,
 )
-from harness.units import GIB, MIB
+from weighin.units import GIB, MIB
 
 Script = Sequence[tuple[str, float, float, float]]
 
-MODEL = ModelSpec("gpt2-xl", "harness.models.gpt2:build", {"n_layer": 48, "n_embd": 1600})
+MODEL = ModelSpec("gpt2-xl", "weighin.models.gpt2:build", {"n_layer": 48, "n_embd": 1600})
 MODEL_BYTES = 1_638_022_400 * 4 + 48 * 1024 * 1024 * 4  # parameters and masks
 LIMIT = 8 * GIB
 START_NS = 4_000_000_000_000

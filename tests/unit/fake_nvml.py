@@ -3,7 +3,7 @@
 import ctypes
 from typing import Any
 
-from harness import nvml
+from weighin.probes import gpu_memory as nvml
 
 _TOO_SMALL = 7
 _POINTER = ctypes.c_void_p

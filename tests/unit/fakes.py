@@ -5,11 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness.isolation import Exit
-from harness.observing import Observer
-from harness.record import Memory
-from harness.units import MIB
-from harness.worker.protocol import encode_event
+from weighin.isolation.base import Exit
+from weighin.probes.observer import Observer
+from weighin.protocol import encode_event
+from weighin.record import Memory
+from weighin.units import MIB
 
 Step = bytes | Callable[[], None] | type[TimeoutError]
 

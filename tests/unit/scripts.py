@@ -7,11 +7,11 @@ import fakes
 import pytest
 from fakes import FakeRunning, begin, done, loaded, phase, ready
 
-from harness import observing
-from harness.cell import Cell, Job, ModelSpec
-from harness.isolation import Exit
-from harness.record import Result, Sample
-from harness.watching import Watch
+from weighin.cell import Cell, Job, ModelSpec
+from weighin.isolation.base import Exit
+from weighin.probes import observer as observing
+from weighin.record import Result, Sample
+from weighin.run.supervisor import Watch
 
 JOB = Job(Cell(ModelSpec("m", "a:b"), "s", "process"), "/c", "/m", "/s.py", timeout_s=2.5)
 KILLED = Exit(None, signal=9)

@@ -6,8 +6,8 @@ from typing import Any
 
 from factories import ENVIRONMENT, MODEL_BYTES, make_cell
 
-from harness.record import SCHEMA, Cost, Faults, Memory, Outcome, Peaks, Phase, Pressure, Result
-from harness.units import GIB, MIB
+from weighin.record import SCHEMA, Cost, Faults, Memory, Outcome, Peaks, Phase, Pressure, Result
+from weighin.units import GIB, MIB
 
 SECOND = 1_000_000_000
 LIMITS = (None, 16, 8, 4, 1)

@@ -12,17 +12,18 @@ import torch
 from pytest import MonkeyPatch
 from rich.console import Console
 
-from harness import calibrating, registry
-from harness.calibrating import Calibration
-from harness.cell import ModelSpec
-from harness.errors import CheckpointError, UnknownName
-from harness.plan import Planned
-from harness.predict.prediction import Prediction, Work
-from harness.recommend import advising
-from harness.recommend.advising import Advice, Question, check_allowed, gather, of_checkpoint, parts
-from harness.recommend.evidence import Evidence
-from harness.recommend.judging import Limits, Verdict
-from harness.units import GIB, MIB
+from weighin.cell import ModelSpec
+from weighin.errors import CheckpointError, UnknownName
+from weighin.predict.prediction import Prediction, Work
+from weighin.recommend import answer as advising
+from weighin.recommend import calibration as calibrating
+from weighin.recommend.answer import Advice, Question, check_allowed, gather, of_checkpoint, parts
+from weighin.recommend.calibration import Calibration
+from weighin.recommend.prior_runs import Evidence
+from weighin.recommend.ranking import Limits, Verdict
+from weighin.suite import registry
+from weighin.suite.matrix import Planned
+from weighin.units import GIB, MIB
 
 MODEL = ModelSpec("m", "torch.nn:Linear", {"in_features": 2, "out_features": 2})
 SIZE = 2 * GIB
@@ -233,7 +234,7 @@ def test_a_checkpoint_alone_is_a_model_of_its_keys(tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(2)}, file)
     spec = of_checkpoint(file)
     assert spec == ModelSpec(
-        "weights.pt", "harness.models.mirror:mirror", {"checkpoint": str(file)}
+        "weights.pt", "weighin.models.mirror:mirror", {"checkpoint": str(file)}
     )
     (tmp_path / "no.pt").write_text("no")
     with pytest.raises(CheckpointError):

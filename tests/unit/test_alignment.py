@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from harness import page_cache
-from harness.checkpoint import alignment, opened
-from harness.checkpoint.alignment import LARGEST_ALIGNMENT, alignment_of
-from harness.checkpoint.direct import PIECE_BYTES, PieceReader
-from harness.checkpoint.gathering import ALIGNMENT, address_of
+from weighin.loader import alignment
+from weighin.loader import open_file as opened
+from weighin.loader.alignment import LARGEST_ALIGNMENT, alignment_of
+from weighin.loader.direct_io import PIECE_BYTES, PieceReader
+from weighin.loader.vectored import ALIGNMENT, address_of
+from weighin.probes import page_cache
 
 SIZE = 3 * PIECE_BYTES + 12_345
 CONTENT = os.urandom(SIZE)

@@ -11,14 +11,14 @@ from rich.console import Console
 from test_html import Page
 from test_journal import results as any_result
 
-from harness import journal
-from harness.record import Result
-from harness.report import exports, terminal_table
-from harness.report.document import write_markdown
-from harness.report.frame import series
-from harness.report.html import render
-from harness.report.summary import paragraphs
-from harness.report.tables import write_summary
+from weighin.record import Result
+from weighin.records import run_folder as journal
+from weighin.report import exports, terminal_table
+from weighin.report.dataframe import series
+from weighin.report.document import write_markdown
+from weighin.report.html.page import render
+from weighin.report.summary import paragraphs
+from weighin.report.tables import write_summary
 
 
 @given(st.lists(any_result, max_size=4))

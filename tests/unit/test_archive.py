@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.checkpoint.layouts import archive, pt, state_pickle
-from harness.errors import CheckpointError
+from weighin.errors import CheckpointError
+from weighin.formats import pt, state_pickle
+from weighin.formats import zip_directory as archive
 
 AGAIN = "copy or download the file again"
 Change = Callable[[bytearray, int, dict[str, int]], None]

@@ -9,15 +9,16 @@ from factories import make_cell, make_result
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness import __version__
-from harness.errors import ConfigError, HarnessError, SchemaTooNew
-from harness.gate import baseline, freezing
-from harness.gate.baseline import read
-from harness.gate.freezing import update
-from harness.gate.metrics import METRICS, Tolerance
-from harness.gate.series import Figure, Run, Series, summarise
-from harness.record import Outcome
-from harness.units import GIB, MIB
+from weighin import __version__
+from weighin.errors import ConfigError, HarnessError, SchemaTooNew
+from weighin.gate import baseline
+from weighin.gate import freeze as freezing
+from weighin.gate.baseline import read
+from weighin.gate.freeze import update
+from weighin.record import Outcome
+from weighin.records.metrics import METRICS, Tolerance
+from weighin.records.series import Figure, Run, Series, summarise
+from weighin.units import GIB, MIB
 
 SERIES = {
     "gpt2-small streaming pt": Series(

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from harness import environment, gpu
-from harness.bench import Request, resume, start
-from harness.config import check_suite
-from harness.errors import ConfigError, HarnessError, RecordError, UnknownName
-from harness.isolation.process import ProcessIsolation
-from harness.units import GIB
+from weighin.errors import ConfigError, HarnessError, RecordError, UnknownName
+from weighin.isolation.process import ProcessIsolation
+from weighin.probes import environment
+from weighin.run import gpu_check as gpu
+from weighin.run.request import Request, resume, start
+from weighin.suite.config import check_suite
+from weighin.units import GIB
 
 LOAD = '"""Load."""\nDEVICES = ("cpu",)\n\ndef load(job): ...\n'
 

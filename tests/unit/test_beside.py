@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from harness.checkpoint import beside
-from harness.errors import ConfigError
+from weighin.checkpoint import staging as beside
+from weighin.errors import ConfigError
 
 
 def test_of_conversions_at_once_to_one_target_one_writes(tmp_path: Path) -> None:

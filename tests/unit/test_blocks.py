@@ -15,20 +15,21 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from harness.checkpoint import filling, layouts
-from harness.checkpoint.direct import PIECE_BYTES
-from harness.checkpoint.layouts import dcp
-from harness.checkpoint.layouts.base import Part, TensorSlice
-from harness.checkpoint.memory import allocate
-from harness.checkpoint.streaming import Granularity, load_streaming
-from harness.errors import CheckpointError
-from harness.units import MIB
+from weighin import formats as layouts
+from weighin.errors import CheckpointError
+from weighin.formats import dcp
+from weighin.formats.base import Part, TensorSlice
+from weighin.loader import fill as filling
+from weighin.loader.direct_io import PIECE_BYTES
+from weighin.loader.huge_pages import allocate
+from weighin.loader.load import Granularity, load_streaming
+from weighin.units import MIB
 
 Cut = Callable[[torch.Tensor], list[tuple[tuple[int, ...], torch.Tensor]]]
 PEAK_SOURCE = """
 import sys, threading, time, torch
 from pathlib import Path
-from harness.checkpoint.streaming import load_streaming
+from weighin.loader.load import load_streaming
 
 def anonymous():
     for line in open("/proc/self/status"):

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.errors import ConfigError
-from harness.gate.budgets import Budget, Term, parse
-from harness.gate.metrics import METRICS
-from harness.gate.series import Series
-from harness.units import GIB, MIB
+from weighin.errors import ConfigError
+from weighin.gate.budgets import Budget, Term, parse
+from weighin.records.metrics import METRICS
+from weighin.records.series import Series
+from weighin.units import GIB, MIB
 
 SERIES = Series("ok", 1, model_bytes=1000, limit_bytes=4000)
 EXAMPLES = (

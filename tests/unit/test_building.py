@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from harness.errors import ConfigError
-from harness.models.building import build_skeleton, reset_buffers, resolve_builder
-from harness.models.gpt2 import gpt2
-from harness.models.tied import tied
+from weighin.errors import ConfigError
+from weighin.models.gpt2 import gpt2
+from weighin.models.skeleton import build_skeleton, reset_buffers, resolve_builder
+from weighin.models.tied import tied
 
 TIED = {"vocab_size": 64, "emb_dim": 16, "n_layers": 2, "n_heads": 2}
 GPT2 = {"vocab_size": 64, "context_length": 8, "emb_dim": 16, "n_layers": 2, "n_heads": 2}
@@ -48,19 +48,19 @@ class FromParameters(nn.Module):
     ("name", "message", "repair"),
     [
         (
-            "harness.models.gpt2",
-            "'harness.models.gpt2' is not a builder",
+            "weighin.models.gpt2",
+            "'weighin.models.gpt2' is not a builder",
             "write it as package.module:function in the model's YAML",
         ),
         (
-            "harness.nothing:f",
-            "builder 'harness.nothing:f': there is no module 'harness.nothing'",
+            "weighin.nothing:f",
+            "builder 'weighin.nothing:f': there is no module 'weighin.nothing'",
             "correct the builder's name, or install the package that holds the module",
         ),
         (
-            "harness.models.gpt2:gpt3",
-            "builder 'harness.models.gpt2:gpt3': module 'harness.models.gpt2' has no function 'gpt3'",
-            f"define `def gpt3(...)` in {sys.modules['harness.models.gpt2'].__file__}",
+            "weighin.models.gpt2:gpt3",
+            "builder 'weighin.models.gpt2:gpt3': module 'weighin.models.gpt2' has no function 'gpt3'",
+            f"define `def gpt3(...)` in {sys.modules['weighin.models.gpt2'].__file__}",
         ),
     ],
 )
@@ -84,7 +84,7 @@ def test_a_module_that_fails_while_it_is_imported_is_no_missing_module(
 
 
 def test_wrong_kwargs_and_no_module_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"builder harness\.models\.gpt2:gpt2 failed: .*emb_dim"):
+    with pytest.raises(ConfigError, match=r"builder weighin\.models\.gpt2:gpt2 failed: .*emb_dim"):
         build_skeleton(gpt2, {})
     with pytest.raises(ConfigError, match=r"returned dict, not a torch\.nn\.Module"):
         build_skeleton(dict, {})
@@ -141,7 +141,7 @@ def test_a_buffer_that_cannot_be_given_back_is_named() -> None:
     with pytest.raises(ConfigError) as caught:
         reset_buffers(model, tied, TIED, CPU, torch.float32)
     assert caught.value.message == (
-        "cannot give buffer 'copy' its value back: builder harness.models.tied:tied makes none"
+        "cannot give buffer 'copy' its value back: builder weighin.models.tied:tied makes none"
     )
 
 
@@ -155,8 +155,8 @@ def test_a_buffer_that_is_computed_from_a_parameter_is_given_back() -> None:
 def test_a_gpt2_xl_skeleton_costs_little_memory_and_no_imports() -> None:
     code = """
 import sys, torch
-from harness.models.building import build_skeleton, map_large_tensors
-from harness.models.gpt2 import gpt2
+from weighin.models.skeleton import build_skeleton, map_large_tensors
+from weighin.models.gpt2 import gpt2
 def peak_kib():
     return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmHWM"))
 map_large_tensors()

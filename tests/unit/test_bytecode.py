@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-import harness
-from harness import bytecode
+import weighin
+from weighin.run import bytecode
 
 
 def test_the_package_and_its_strategies_are_compiled(
@@ -17,7 +17,7 @@ def test_the_package_and_its_strategies_are_compiled(
     for source in sources:
         source.parent.mkdir(parents=True, exist_ok=True)
         source.touch()
-    monkeypatch.setattr(harness, "__file__", str(sources[0]))
+    monkeypatch.setattr(weighin, "__file__", str(sources[0]))
     monkeypatch.setattr(bytecode, "data_folder", lambda _name: strategies)
     bytecode.compile_code()
     assert [path for path in sources if not Path(cache_from_source(str(path))).is_file()] == []
@@ -27,7 +27,7 @@ def test_code_that_cannot_be_compiled_is_left_to_whoever_imports_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "broken.py").write_text("def")
-    monkeypatch.setattr(harness, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(weighin, "__file__", str(tmp_path / "__init__.py"))
     monkeypatch.setattr(bytecode, "data_folder", lambda _name: tmp_path)
     bytecode.compile_code()
     assert capfd.readouterr() == ("", "")

@@ -16,13 +16,13 @@ import pytest
 import torch
 from filelock import FileLock
 
-from harness.cell import ModelSpec
-from harness.checkpoint import cache, entries
-from harness.errors import CheckpointError, ConfigError, UnknownName
+from weighin.cell import ModelSpec
+from weighin.checkpoint import cache, entries
+from weighin.errors import CheckpointError, ConfigError, UnknownName
 
 TIED = ModelSpec(
     "tied-tiny",
-    "harness.models.tied:tied",
+    "weighin.models.tied:tied",
     {"vocab_size": 64, "emb_dim": 16, "n_layers": 1, "n_heads": 2},
 )
 SLOW = ModelSpec("slow", "slow_model:build")
@@ -47,7 +47,7 @@ def root(tmp_path, monkeypatch) -> Path:
 @pytest.fixture
 def in_process(monkeypatch) -> list[list[str]]:
     """Run the maker in this process: a second torch import a call would take most of the time."""
-    from harness.checkpoint import __main__ as maker
+    from weighin.checkpoint import __main__ as maker
 
     calls: list[list[str]] = []
     threads = torch.get_num_threads()
@@ -98,16 +98,16 @@ def test_it_is_made_once_in_a_process_of_its_own(root) -> None:
 
 
 def test_the_parent_does_not_import_torch() -> None:
-    code = "import sys, harness.checkpoint.cache; print('torch' in sys.modules)"
+    code = "import sys, weighin.checkpoint.cache; print('torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout == "False\n"
 
 
 def test_an_error_of_the_maker_is_raised_here_and_leaves_nothing(root) -> None:
     with pytest.raises(ConfigError) as caught:
-        cache.ensure(ModelSpec("m", "harness.models.tied:tide"), "pt")
+        cache.ensure(ModelSpec("m", "weighin.models.tied:tide"), "pt")
     assert caught.value.message == (
-        "builder 'harness.models.tied:tide': module 'harness.models.tied' has no function 'tide'"
+        "builder 'weighin.models.tied:tide': module 'weighin.models.tied' has no function 'tide'"
     )
     assert names(root / "models") == []
 
@@ -206,7 +206,7 @@ def test_a_harness_that_is_killed_takes_its_maker_along_and_frees_the_lock(
     slow_folder, root
 ) -> None:
     code = (
-        "from harness.cell import ModelSpec; from harness.checkpoint import cache; "
+        "from weighin.cell import ModelSpec; from weighin.checkpoint import cache; "
         f"cache.ensure(ModelSpec('slow', 'slow_model:build'), 'pt', python_path=[{str(slow_folder)!r}])"
     )
     with subprocess.Popen([sys.executable, "-c", code]) as parent:

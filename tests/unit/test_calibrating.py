@@ -8,10 +8,11 @@ import pytest
 from pytest import MonkeyPatch
 from rich.console import Console
 
-from harness import calibrating, environment
-from harness.calibrating import FILE, Calibration, calibrate, stored, table
-from harness.errors import ConfigError, HarnessError
-from harness.units import GIB, MIB
+from weighin.errors import ConfigError, HarnessError
+from weighin.probes import environment
+from weighin.recommend import calibration as calibrating
+from weighin.recommend.calibration import FILE, Calibration, calibrate, stored, table
+from weighin.units import GIB, MIB
 
 
 @pytest.fixture

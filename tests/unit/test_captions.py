@@ -10,15 +10,15 @@ from sweeps import a_sweep
 from test_floors_report import a_search
 from test_notebook import gpu_cell
 
-from harness import journal
-from harness.record import Result
-from harness.report import captions
-from harness.report.floors import markdown_agreement, markdown_floors
-from harness.report.notebook import markdown_notebook
-from harness.report.passes import markdown_passes
-from harness.report.relative import markdown_relative
-from harness.report.survival import markdown_survival
-from harness.report.tables import markdown_table
+from weighin.record import Result
+from weighin.records import run_folder as journal
+from weighin.report import captions
+from weighin.report.floors import markdown_agreement, markdown_floors
+from weighin.report.notebook import markdown_notebook
+from weighin.report.passes import markdown_passes
+from weighin.report.relative import markdown_relative
+from weighin.report.survival import markdown_survival
+from weighin.report.tables import markdown_table
 
 PUBLISHED = sorted((Path(__file__).parents[2] / "results" / "published").glob("*/records.jsonl"))
 FIRST = "d71778a29df10d4156e90df353546738e2f4fe82"

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.counters import this_process
-from harness.isolation import cgroup, delegation
-from harness.isolation.cgroup import CgroupIsolation
+from weighin.isolation import cgroup, delegation
+from weighin.isolation.cgroup import CgroupIsolation
+from weighin.probes.cgroup import this_process
 
 
 def test_only_groups_of_dead_owners_are_stale(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from harness.isolation.channel import CHATTER_KEPT_BYTES, LineBuffer, PipeChannel
+from weighin.isolation.channel import CHATTER_KEPT_BYTES, LineBuffer, PipeChannel
 
 TEXT = b"one\n\ntwo\ntorn"
 

@@ -8,10 +8,11 @@ from factories import make_cell, make_result
 from test_judging import STREAMING, grown
 from typer.testing import CliRunner
 
-from harness import cli, journal
-from harness.errors import HarnessError
-from harness.gate import check
-from harness.record import Outcome, Result
+from weighin.cli import app as cli
+from weighin.errors import HarnessError
+from weighin.gate import check
+from weighin.record import Outcome, Result
+from weighin.records import run_folder as journal
 
 
 def run_of(folder: Path, *results: Result) -> Path:

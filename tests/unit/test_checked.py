@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from test_floors_report import a_search
 
-from harness import journal
-from harness.errors import RecordError
-from harness.report.pages import fill
-from harness.units import MIB
+from weighin.errors import RecordError
+from weighin.records import run_folder as journal
+from weighin.report.docs_tables import fill
+from weighin.units import MIB
 
 BLOCK = "<!-- results/published/x checked -->\n<!-- end -->"
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.checkpoint import layouts
-from harness.checkpoint.layouts import per_param, pt
-from harness.checkpoint.layouts.base import TensorPlan
-from harness.checkpoint.manifest import Manifest, TensorEntry, read_manifest
-from harness.errors import CheckpointError, UnknownName
+from weighin import formats as layouts
+from weighin.checkpoint.manifest import Manifest, TensorEntry, read_manifest
+from weighin.errors import CheckpointError, UnknownName
+from weighin.formats import per_param, pt
+from weighin.formats.base import TensorPlan
 
 AGAIN = "copy or download the file again"
 

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.checkpoint.checksum import checksum
-from harness.checkpoint.piecewise import (
+from weighin.checkpoint.checksum import checksum
+from weighin.checkpoint.piecewise import (
     PIECE_ELEMENTS,
     Checksums,
     RunningChecksum,

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from harness.errors import IsolationUnavailable, UnknownName
-from harness.isolation import choice
-from harness.isolation.cgroup import CgroupIsolation
-from harness.isolation.docker import DockerIsolation
-from harness.isolation.process import ProcessIsolation
+from weighin.errors import IsolationUnavailable, UnknownName
+from weighin.isolation import select as choice
+from weighin.isolation.cgroup import CgroupIsolation
+from weighin.isolation.docker.isolation import DockerIsolation
+from weighin.isolation.process import ProcessIsolation
 
 KINDS = {"docker": DockerIsolation, "cgroup": CgroupIsolation, "process": ProcessIsolation}
 MISSING = {
@@ -159,7 +159,7 @@ def test_whether_a_cgroup_is_wanted(
 
 
 def test_a_system_without_clear_refs_cannot_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.isolation.process.Path.exists", lambda path: False)
+    monkeypatch.setattr("weighin.isolation.process.Path.exists", lambda path: False)
     with pytest.raises(IsolationUnavailable) as caught:
         ProcessIsolation().check()
     assert str(caught.value) == (

@@ -9,14 +9,9 @@ import pytest
 import typer
 from factories import make_result, mixed_run
 
-from harness import cli, journal
-from harness.errors import (
-    ConfigError,
-    HarnessError,
-    Interrupted,
-    IsolationUnavailable,
-    UnknownName,
-)
+from weighin.cli import app as cli
+from weighin.errors import ConfigError, HarnessError, Interrupted, IsolationUnavailable, UnknownName
+from weighin.records import run_folder as journal
 
 
 @pytest.fixture

@@ -6,7 +6,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from harness import __version__, cli
+from weighin import __version__
+from weighin.cli import app as cli
 
 VERBS = {
     ("bench",): (

@@ -8,9 +8,9 @@ from factories import SCRIPTS, make_cell, make_result
 from test_check import run_of, typed
 from test_judging import STREAMING, grown
 
-from harness.errors import ConfigError
-from harness.gate.comparing import compare, write_markdown
-from harness.record import Outcome, Result
+from weighin.errors import ConfigError
+from weighin.gate.compare import compare, write_markdown
+from weighin.record import Outcome, Result
 
 
 def at(result: Result, commit: str, torch: str = "2.13.0") -> Result:

@@ -5,11 +5,17 @@ from typing import Any
 
 import pytest
 
-from harness.cell import ModelSpec
-from harness.config import DEFAULT_SAVING, DEFAULT_STRATEGIES, check_suite, read_model, read_suite
-from harness.errors import ConfigError
-from harness.registry import data_folder, model
-from harness.units import GIB, MIB
+from weighin.cell import ModelSpec
+from weighin.errors import ConfigError
+from weighin.suite.config import (
+    DEFAULT_SAVING,
+    DEFAULT_STRATEGIES,
+    check_suite,
+    read_model,
+    read_suite,
+)
+from weighin.suite.registry import data_folder, model
+from weighin.units import GIB, MIB
 
 CONFIGS = data_folder("configs")
 SUITE_KEYS = "known keys: models, operation, strategies, ram, vram, ram_high, device, isolation, dtype, cache, format, first_use, passes, repeats, timeout_s, steady, trace, description"
@@ -111,7 +117,7 @@ def test_a_suite_needs_only_models() -> None:
 
 
 def test_the_default_strategies_are_all_of_ours() -> None:
-    from harness.registry import strategies
+    from weighin.suite.registry import strategies
 
     assert set(DEFAULT_STRATEGIES) <= set(strategies())
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from harness import cell, record
-from harness.journal import Plan
+from weighin import cell, record
+from weighin.records.run_folder import Plan
 
 CONTRACT = (Path(__file__).parents[2] / "results" / "README.md").read_text()
 TYPES = (

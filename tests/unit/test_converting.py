@@ -13,17 +13,18 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from harness import conversion
-from harness.checkpoint import converting, layouts
-from harness.checkpoint.layouts import per_param
-from harness.errors import CheckpointError, ConfigError, HarnessError, UnknownName
-from harness.units import MIB
+from weighin import formats as layouts
+from weighin.checkpoint import convert as converting
+from weighin.checkpoint import convert_request as conversion
+from weighin.errors import CheckpointError, ConfigError, HarnessError, UnknownName
+from weighin.formats import per_param
+from weighin.units import MIB
 
 AGAIN = "copy or download the file again"
 SLOW_SOURCE = """
 import os, sys, time
 from pathlib import Path
-from harness.checkpoint import converting
+from weighin.checkpoint import converting
 
 real = converting.read_pieces
 def slow(where):
@@ -39,7 +40,7 @@ converting.convert(Path(sys.argv[1]), Path(sys.argv[2]), order)
 PEAK_SOURCE = """
 import sys, threading, time, torch
 from pathlib import Path
-from harness.checkpoint import converting
+from weighin.checkpoint import converting
 
 def anonymous():
     for line in open("/proc/self/status"):
@@ -269,7 +270,7 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
 
 
 def test_help_says_when_auto_splits() -> None:
-    from harness.cli import app
+    from weighin.cli.app import app
 
     said = CliRunner().invoke(app, ["convert", "--help"], env={"COLUMNS": "200"}).stdout
     assert "--split-above" in said

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.checkpoint import converting, layouts
-from harness.checkpoint.streaming import load_streaming
+from weighin import formats as layouts
+from weighin.checkpoint import convert as converting
+from weighin.loader.load import load_streaming
 
 BASE = torch.arange(1000.0)
 VIEWS = {

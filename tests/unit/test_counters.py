@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from harness import counters, process_memory
-from harness.record import Memory
+from weighin.probes import cgroup as counters
+from weighin.probes import process as process_memory
+from weighin.record import Memory
 
 KERNEL = Path(__file__).parent / "fixtures" / "kernel"
 HYBRID = "hybrid-6.18"

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from harness.record import Memory, Phase
-from harness.units import GIB
-from harness.worker.cuda import CudaMemory, is_out_of_memory
+from weighin.record import Memory, Phase
+from weighin.units import GIB
+from weighin.worker.cuda import CudaMemory, is_out_of_memory
 
 DEVICE = torch.device("cuda", 1)
 

@@ -20,12 +20,14 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from harness.checkpoint import converting, layouts, reading
-from harness.checkpoint.layouts import dcp
-from harness.checkpoint.layouts.base import TensorPlan
-from harness.checkpoint.piecewise import pieces_of
-from harness.checkpoint.reading import read_pieces
-from harness.errors import CheckpointError
+from weighin import formats as layouts
+from weighin.checkpoint import convert as converting
+from weighin.checkpoint import reader as reading
+from weighin.checkpoint.piecewise import pieces_of
+from weighin.checkpoint.reader import read_pieces
+from weighin.errors import CheckpointError
+from weighin.formats import dcp
+from weighin.formats.base import TensorPlan
 
 
 class Command:

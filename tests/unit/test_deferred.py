@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from harness.models.building import without_weights
-from harness.models.deferred import WriteLog
-from harness.process_memory import memory_of, read_status
-from harness.units import MIB
+from weighin.models.deferred import WriteLog
+from weighin.models.skeleton import without_weights
+from weighin.probes.process import memory_of, read_status
+from weighin.units import MIB
 
 
 def recorded(build: Callable[[], nn.Module]) -> tuple[nn.Module, WriteLog]:

@@ -13,11 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pytest import MonkeyPatch
 
-from harness import page_cache
-from harness.checkpoint import direct, opened, window
-from harness.checkpoint.direct import PIECE_BYTES, PieceReader
-from harness.checkpoint.gathering import ALIGNMENT
-from harness.errors import CheckpointError
+from weighin.errors import CheckpointError
+from weighin.loader import direct_io as direct
+from weighin.loader import mapped_copy as window
+from weighin.loader import open_file as opened
+from weighin.loader.direct_io import PIECE_BYTES, PieceReader
+from weighin.loader.vectored import ALIGNMENT
+from weighin.probes import page_cache
 
 SIZE = 3 * PIECE_BYTES + 12_345
 CONTENT = os.urandom(SIZE)

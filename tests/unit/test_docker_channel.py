@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from harness.isolation.channel import CHATTER_KEPT_BYTES
-from harness.isolation.docker_channel import STDERR, STDOUT, FrameBuffer, StreamChannel
+from weighin.isolation.channel import CHATTER_KEPT_BYTES
+from weighin.isolation.docker.stream import STDERR, STDOUT, FrameBuffer, StreamChannel
 
 
 def frame(stream: int, payload: bytes) -> bytes:

@@ -14,13 +14,15 @@ import urllib3.exceptions
 from docker.errors import APIError, DockerException, InvalidVersion
 from scripts import JOB
 
-from harness.errors import IsolationUnavailable
-from harness.isolation import Exit, docker_engine, wheels
-from harness.isolation import docker as isolation_module
-from harness.isolation.docker import DockerIsolation
-from harness.isolation.docker_running import DockerRunning, remove
-from harness.isolation.image import Recipe, find_base
-from harness.units import MIB
+from weighin.errors import IsolationUnavailable
+from weighin.isolation.base import Exit
+from weighin.isolation.docker import engine as docker_engine
+from weighin.isolation.docker import isolation as isolation_module
+from weighin.isolation.docker import wheels
+from weighin.isolation.docker.container import DockerRunning, remove
+from weighin.isolation.docker.image import Recipe, find_base
+from weighin.isolation.docker.isolation import DockerIsolation
+from weighin.units import MIB
 
 ADDRESS = "unix:///var/run/docker.sock"
 INSTEAD = "or use --isolation cgroup or --isolation process"

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from harness.cell import Cell, Job, ModelSpec
-from harness.isolation.docker_mounts import Bind, place
-from harness.registry import data_folder
+from weighin.cell import Cell, Job, ModelSpec
+from weighin.isolation.docker.mounts import Bind, place
+from weighin.suite.registry import data_folder
 
 CELL = Cell(ModelSpec("m", "x:y"), "baseline", "docker")
 
@@ -20,7 +20,7 @@ def test_our_own_strategy_is_found_in_the_code(tmp_path: Path) -> None:
     assert inside.python_path == ("/weighin/path/0",)
     assert inside.cell == CELL
     assert [bind.target for bind in binds] == [
-        "/weighin/code/harness",
+        "/weighin/code/weighin",
         "/weighin/code/strategies",
         "/weighin/path/0",
         "/weighin/manifest/w.json",

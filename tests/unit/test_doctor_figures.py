@@ -6,9 +6,9 @@ import pytest
 from test_counters import HYBRID
 from test_memory_cgroup import make_group
 
-from harness import doctor_figures
-from harness.counters import PeakMark
-from harness.doctor_figures import Finding, of_group, pressure
+from weighin.doctor import capabilities as doctor_figures
+from weighin.doctor.capabilities import Finding, of_group, pressure
+from weighin.probes.cgroup import PeakMark
 
 KILLS = Finding("kills for lack of memory", "good", "exact: oom_kill in memory.events.local")
 REFAULTS = Finding("pages read again", "good", "exact: workingset_refault_file in memory.stat")

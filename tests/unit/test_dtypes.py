@@ -6,15 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.checkpoint import converting, layouts
-from harness.checkpoint.checksum import checksum
-from harness.checkpoint.layouts.dtypes import ITEM_BYTES
-from harness.checkpoint.layouts.safetensors_header import DTYPES
-from harness.checkpoint.manifest import TensorEntry
-from harness.checkpoint.piecewise import CELL_DTYPES, tensor_checksums
-from harness.checkpoint.reading import read_pieces
-from harness.checkpoint.streaming import load_streaming
-from harness.errors import CheckpointError, ConfigError
+from weighin import formats as layouts
+from weighin.checkpoint import convert as converting
+from weighin.checkpoint.checksum import checksum
+from weighin.checkpoint.manifest import TensorEntry
+from weighin.checkpoint.piecewise import CELL_DTYPES, tensor_checksums
+from weighin.checkpoint.reader import read_pieces
+from weighin.errors import CheckpointError, ConfigError
+from weighin.formats.dtypes import ITEM_BYTES
+from weighin.formats.safetensors_header import DTYPES
+from weighin.loader.load import load_streaming
 
 ALL = sorted({str(one)[6:] for one in vars(torch).values() if isinstance(one, torch.dtype)})
 FLOAT8 = [name for name in ITEM_BYTES if name.startswith("float8")]

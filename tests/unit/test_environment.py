@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from harness import __version__, environment
-from harness.units import KIB
+from weighin import __version__
+from weighin.probes import environment
+from weighin.units import KIB
 
 
 def git(folder: Path, *arguments: str) -> str:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from harness import errors
-from harness.errors import ConfigError, HarnessError, UnknownName
+from weighin import errors
+from weighin.errors import ConfigError, HarnessError, UnknownName
 
 
 def test_an_error_is_its_cause_and_its_repair() -> None:
@@ -37,7 +37,7 @@ def test_the_exit_codes(name: str, exit_code: int) -> None:
 
 def test_the_tree_of_the_docstring_is_whole() -> None:
     classes = [HarnessError, *_below(HarnessError)]
-    ours = {each.__name__ for each in classes if each.__module__ == "harness.errors"}
+    ours = {each.__name__ for each in classes if each.__module__ == "weighin.errors"}
     assert errors.__doc__
     assert ours == {name for name in ours if f" {name} " in errors.__doc__}
 

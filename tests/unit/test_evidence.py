@@ -8,11 +8,12 @@ import pytest
 from factories import make_cell, make_result
 from pytest import MonkeyPatch
 
-from harness import environment, journal
-from harness.errors import DamagedRecord
-from harness.recommend.evidence import Evidence, find
-from harness.record import Outcome, Result
-from harness.units import GIB
+from weighin.errors import DamagedRecord
+from weighin.probes import environment
+from weighin.recommend.prior_runs import Evidence, find
+from weighin.record import Outcome, Result
+from weighin.records import run_folder as journal
+from weighin.units import GIB
 
 HERE = {"machine": "x86_64", "cpu": "Example CPU", "cpus": 2, "ram_bytes": 24 * GIB}
 WANTED = make_cell("streaming", ram_limit_bytes=None)

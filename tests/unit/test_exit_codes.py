@@ -7,9 +7,9 @@ import pytest
 from factories import make_cell, make_result
 from test_cli_help import shown
 
-from harness import exit_codes
-from harness.record import Outcome
-from harness.units import GIB
+from weighin import exit_codes
+from weighin.record import Outcome
+from weighin.units import GIB
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,7 +54,7 @@ def test_the_help_says_what_each_exit_code_means(verb: str) -> None:
     assert "4 a cell that could not be measured, 5 a strategy that loaded wrong weights or failed" in text  # fmt: skip
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/ci.md", "harness/errors.py"])
+@pytest.mark.parametrize("page", ["README.md", "docs/ci.md", "harness/weighin/errors.py"])
 def test_every_list_of_exit_codes_has_that_of_a_broken_strategy(page: str) -> None:
     text = " ".join((ROOT / page).read_text().split())
     assert re.search(r"\b5 (\(`bench`, `floor`\) )?(that some|a) strategy (that )?loaded wrong weights or failed", text)  # fmt: skip

@@ -7,13 +7,14 @@ import pytest
 from factories import SCRIPTS, make_cell, make_result
 from test_check import run_of, typed
 
-from harness.cell import ModelSpec
-from harness.errors import ConfigError
-from harness.gate import check, freezing
-from harness.gate.expected import Expectation, parse
-from harness.gate.series import name_of
-from harness.record import Outcome, Result
-from harness.units import GIB
+from weighin.cell import ModelSpec
+from weighin.errors import ConfigError
+from weighin.gate import check
+from weighin.gate import freeze as freezing
+from weighin.gate.expected import Expectation, parse
+from weighin.record import Outcome, Result
+from weighin.records.series import name_of
+from weighin.units import GIB
 
 PUBLISHED = Path(__file__).parents[2] / "results" / "published"
 BUDGET = ("--budget", "peak_rss <= 1.1 x model")
@@ -184,7 +185,7 @@ def test_a_repeat_that_is_killed_is_not_ok_however_many_others_are(tmp_path: Pat
 
 
 def test_a_wrong_load_under_a_limit_of_a_search_for_floors_passes_no_gate(tmp_path: Path) -> None:
-    from harness import journal
+    from weighin.records import run_folder as journal
 
     free = make_cell("lossy", ram_limit_bytes=None)
     folder = tmp_path / "found"

@@ -12,10 +12,10 @@ import pytest
 from factories import LIMIT, make_cell, make_result, make_skipped, mixed_run, notebook_run
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from harness.cell import ModelSpec
-from harness.errors import ConfigError
-from harness.record import Outcome, Peaks, Result
-from harness.report import exports
+from weighin.cell import ModelSpec
+from weighin.errors import ConfigError
+from weighin.record import Outcome, Peaks, Result
+from weighin.report import exports
 
 # https://bencher.dev/bmf.json, without its $id
 BMF = {

@@ -11,13 +11,13 @@ from factories import make_cell
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness import journal
-from harness.bisection import next_cell
-from harness.floor import Bracket, bracket, floors
-from harness.record import SCHEMA, Memory, Outcome, Peaks, Result
-from harness.report.floors import as_dict
-from harness.units import GIB, MIB
-from harness.verdict import Verdict
+from weighin.record import SCHEMA, Memory, Outcome, Peaks, Result
+from weighin.records import run_folder as journal
+from weighin.records.floor import Bracket, bracket, floors
+from weighin.records.verdict import Verdict
+from weighin.report.floors import as_dict
+from weighin.run.bisection import next_cell
+from weighin.units import GIB, MIB
 
 CELL = make_cell("streaming", ram_limit_bytes=None)
 Outcomes = Callable[[int, int], Outcome]

@@ -9,11 +9,11 @@ from pathlib import Path
 from factories import ENVIRONMENT, make_cell
 from rich.console import Console
 
-from harness import report
-from harness.record import SCHEMA, Cost, Faults, Memory, Outcome, Peaks, Pressure, Result
-from harness.report import html
-from harness.report.floors import are_there, markdown_agreement, markdown_floors
-from harness.units import GIB, MIB
+from weighin import report
+from weighin.record import SCHEMA, Cost, Faults, Memory, Outcome, Peaks, Pressure, Result
+from weighin.report.floors import are_there, markdown_agreement, markdown_floors
+from weighin.report.html import page as html
+from weighin.units import GIB, MIB
 
 SECOND = 1_000_000_000
 

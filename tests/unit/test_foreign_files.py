@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import page_cache
-from harness.units import MIB
+from weighin.probes import page_cache
+from weighin.units import MIB
 
 pytestmark = pytest.mark.root
 
@@ -21,8 +21,8 @@ AS_NOBODY = """
 import os, sys
 from pathlib import Path
 import torch
-from harness import page_cache
-from harness.checkpoint.streaming import load_streaming
+from weighin.probes import page_cache
+from weighin.loader.load import load_streaming
 
 class Model(torch.nn.Module):
     def __init__(self, sizes):

@@ -17,10 +17,10 @@ from factories import (
     write_samples,
 )
 
-from harness.record import Outcome, Peaks
-from harness.report.frame import FIGURES, cells, samples, series, varying
-from harness.report.look import row_labels
-from harness.units import GIB
+from weighin.record import Outcome, Peaks
+from weighin.report.dataframe import FIGURES, cells, samples, series, varying
+from weighin.report.style import row_labels
+from weighin.units import GIB
 
 
 def test_a_cell_is_a_row_in_the_records_order() -> None:

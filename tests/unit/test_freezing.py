@@ -12,12 +12,12 @@ from factories import SCRIPTS, make_cell, make_result
 from test_check import run_of, typed
 from test_expected import FAILED, WRONG, killed, ok
 
-from harness.errors import ConfigError
-from harness.gate import baseline
-from harness.gate.expected import Expectation
-from harness.gate.freezing import with_expectations
-from harness.record import Outcome
-from harness.units import GIB
+from weighin.errors import ConfigError
+from weighin.gate import baseline
+from weighin.gate.expected import Expectation
+from weighin.gate.freeze import with_expectations
+from weighin.record import Outcome
+from weighin.units import GIB
 
 KILLED = Expectation("baseline", Outcome.OOM_KILLED)
 
@@ -96,7 +96,7 @@ def test_expect_failures_belongs_to_an_update(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("answer", "code"), [("y", 0), ("n", 1)])
 def test_in_a_terminal_it_is_asked(tmp_path: Path, answer: str, code: int) -> None:
     run, path = run_of(tmp_path / "run", ok(), killed()), tmp_path / "baseline.yaml"
-    command = [sys.executable, "-m", "harness", "check", run, "--baseline", path, "--update"]
+    command = [sys.executable, "-m", "weighin", "check", run, "--baseline", path, "--update"]
     ours, theirs = pty.openpty()
     try:
         os.write(ours, f"{answer}\n".encode())

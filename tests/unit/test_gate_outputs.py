@@ -17,11 +17,11 @@ from factories import SCRIPTS, make_cell, make_result
 from rich.console import Console
 from test_judging import STREAMING, grown, judged
 
-from harness.gate import budgets, outputs, tables
-from harness.gate.baseline import default_rules
-from harness.gate.expected import parse
-from harness.gate.lines import Judgement
-from harness.record import Outcome, Phase
+from weighin.gate import budgets, outputs, tables
+from weighin.gate.baseline import default_rules
+from weighin.gate.expected import parse
+from weighin.gate.lines import Judgement
+from weighin.record import Outcome, Phase
 
 FIXTURES = Path(__file__).with_name("fixtures") / "gate"
 

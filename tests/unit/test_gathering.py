@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pytest import MonkeyPatch
 
-from harness import page_cache
-from harness.checkpoint.direct import PieceReader
-from harness.checkpoint.gathering import ALIGNMENT, gather
-from harness.errors import CheckpointError
+from weighin.errors import CheckpointError
+from weighin.loader.direct_io import PieceReader
+from weighin.loader.vectored import ALIGNMENT, gather
+from weighin.probes import page_cache
 
 SIZE = 2 * 1024**2 + 777
 CONTENT = os.urandom(SIZE)

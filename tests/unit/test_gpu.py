@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from harness import gpu
-from harness.errors import IsolationUnavailable
-from harness.gpu import Gpu, Look
-from harness.units import GIB
+from weighin.errors import IsolationUnavailable
+from weighin.run import gpu_check as gpu
+from weighin.run.gpu_check import Gpu, Look
+from weighin.units import GIB
 
 Answer = Callable[..., None]
 

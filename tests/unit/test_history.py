@@ -11,12 +11,12 @@ import pytest
 from factories import ENVIRONMENT, make_cell, make_result
 from rich.console import Console
 
-from harness import journal
-from harness.errors import ConfigError, RecordError, UnknownName
-from harness.record import Outcome, Result
-from harness.report import history
-from harness.report.steps import find_steps
-from harness.units import GIB, MIB
+from weighin.errors import ConfigError, RecordError, UnknownName
+from weighin.record import Outcome, Result
+from weighin.records import run_folder as journal
+from weighin.report import history
+from weighin.report.change_points import find_steps
+from weighin.units import GIB, MIB
 
 COMMITS = ["aaaaaaaaaaaa", "bbbbbbbbbbbb"]
 

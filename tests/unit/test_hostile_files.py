@@ -16,9 +16,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from harness.checkpoint import layouts
-from harness.checkpoint.layouts.base import TensorPlan, TensorSlice
-from harness.errors import CheckpointError
+from weighin import formats as layouts
+from weighin.errors import CheckpointError
+from weighin.formats.base import TensorPlan, TensorSlice
 
 PLANS = [
     TensorPlan("a.weight", (3, 2), torch.float32),
@@ -120,8 +120,8 @@ MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03."
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from harness.checkpoint import layouts
-from harness.errors import CheckpointError
+from weighin.checkpoint import layouts
+from weighin.errors import CheckpointError
 path = Path(sys.argv[1])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:

@@ -15,10 +15,11 @@ import pytest
 import torch
 from harms import CASES, DATA, PLANS, Given, Harm
 
-from harness.checkpoint import converting, layouts
-from harness.checkpoint.layouts.base import TensorPlan
-from harness.checkpoint.streaming import load_streaming
-from harness.errors import CheckpointError
+from weighin import formats as layouts
+from weighin.checkpoint import convert as converting
+from weighin.errors import CheckpointError
+from weighin.formats.base import TensorPlan
+from weighin.loader.load import load_streaming
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,11 @@ from typing import Any
 import docker
 import pytest
 
-from harness.errors import IsolationUnavailable
-from harness.isolation import building, wheels
-from harness.isolation.image import ensure_image
-from harness.units import GIB, MIB
+from weighin.errors import IsolationUnavailable
+from weighin.isolation.docker import image_build as building
+from weighin.isolation.docker import wheels
+from weighin.isolation.docker.image import ensure_image
+from weighin.units import GIB, MIB
 
 PINS = ("torch==2.13.0",)
 

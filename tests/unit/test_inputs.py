@@ -9,8 +9,8 @@ import torch
 from pytest import MonkeyPatch
 from torch import nn
 
-from harness.worker.inputs import example_inputs
-from harness.worker.verify import WrongWeights, check_forward
+from weighin.worker.inputs import example_inputs
+from weighin.worker.verify import WrongWeights, check_forward
 
 CPU = torch.device("cpu")
 

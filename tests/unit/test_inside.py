@@ -10,10 +10,10 @@ import pytest
 from fakes import FakeRunning
 from scripts import DONE, KILLED, watched
 
-from harness import inside
-from harness.inside import InsideObserver
-from harness.observing import Look
-from harness.record import Memory, Outcome, Sample
+from weighin.isolation.docker import remote_observer as inside
+from weighin.isolation.docker.remote_observer import InsideObserver
+from weighin.probes.observer import Look
+from weighin.record import Memory, Outcome, Sample
 
 SAMPLE = [1, 60, 30, 20, 10, 0, 5, 6, 90, 40, None, None]
 LOOK = Look(90, 95, 3, 4000, 2000, 1, {"max": 7, "oom_kill": 1})

@@ -9,14 +9,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from harness import inspecting
-from harness.checkpoint import layouts
-from harness.checkpoint.layouts.base import TensorPlan
-from harness.cli import app
-from harness.errors import CheckpointError, UnknownName
-from harness.expecting import SHARD_BYTES, expected
-from harness.registry import StrategyInfo, strategies
-from harness.units import MIB
+from weighin import formats as layouts
+from weighin.checkpoint import inspect as inspecting
+from weighin.checkpoint.expected_memory import SHARD_BYTES, expected
+from weighin.cli.app import app
+from weighin.errors import CheckpointError, UnknownName
+from weighin.formats.base import TensorPlan
+from weighin.suite.registry import StrategyInfo, strategies
+from weighin.units import MIB
 
 PLANS = [
     TensorPlan("embedding.weight", (10, 4), torch.float32),
@@ -111,7 +111,7 @@ def test_of_a_file_of_100_gib_hardly_anything_is_read_and_without_torch(tmp_path
     with torch.serialization.skip_data():
         torch.save({f"w{n}": torch.empty(2**30, dtype=torch.float32) for n in range(25)}, path)
     code = (
-        "import sys; from pathlib import Path; from harness import inspecting;"
+        "import sys; from pathlib import Path; from weighin.checkpoint import inspect as inspecting;"
         "read = lambda: int(Path('/proc/self/io').read_text().split()[1]); before = read();"
         f"found = inspecting.inspect(Path({str(path)!r})); inspecting.tables(found);"
         "assert 'torch' not in sys.modules; assert found.bytes == 100 * 1024**3;"

@@ -12,10 +12,10 @@ from factories import make_cell, make_result, mixed_run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from harness import journal
-from harness.cell import Cell, ModelSpec
-from harness.errors import DamagedRecord, RecordError, SchemaTooNew
-from harness.record import SCHEMA, Outcome, Peaks, Result
+from weighin.cell import Cell, ModelSpec
+from weighin.errors import DamagedRecord, RecordError, SchemaTooNew
+from weighin.record import SCHEMA, Outcome, Peaks, Result
+from weighin.records import run_folder as journal
 
 FIXTURE = Path(__file__).parent / "fixtures" / "records-schema1.jsonl"
 

@@ -8,16 +8,16 @@ from factories import SCRIPTS, make_cell, make_result, make_skipped
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.gate import baseline, budgets
-from harness.gate.baseline import Baseline, Rules, default_rules
-from harness.gate.expected import parse
-from harness.gate.judging import judge
-from harness.gate.lines import Judgement, Line, Verdict
-from harness.gate.metrics import METRICS, Tolerance
-from harness.gate.series import Figure, Run, Series, name_of, summarise
-from harness.gate.settings import settings_of
-from harness.record import Outcome, Result
-from harness.units import GIB, MIB
+from weighin.gate import baseline, budgets
+from weighin.gate.baseline import Baseline, Rules, default_rules
+from weighin.gate.evaluate import judge
+from weighin.gate.expected import parse
+from weighin.gate.lines import Judgement, Line, Verdict
+from weighin.record import Outcome, Result
+from weighin.records.machine import settings_of
+from weighin.records.metrics import METRICS, Tolerance
+from weighin.records.series import Figure, Run, Series, name_of, summarise
+from weighin.units import GIB, MIB
 
 STREAMING = make_cell("streaming", format="safetensors")
 KEPT_GIB = 0.32  # 5 % of the model

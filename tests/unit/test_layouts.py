@@ -6,13 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.checkpoint import converting, layouts, sidecar
-from harness.checkpoint.checksum import checksum
-from harness.checkpoint.layouts.base import TensorPlan
-from harness.checkpoint.piecewise import pieces_of
-from harness.checkpoint.reading import plans, read_pieces
-from harness.models.gpt2 import gpt2
-from harness.models.tied import tied
+from weighin import formats as layouts
+from weighin.checkpoint import convert as converting
+from weighin.checkpoint import sidecar
+from weighin.checkpoint.checksum import checksum
+from weighin.checkpoint.piecewise import pieces_of
+from weighin.checkpoint.reader import plans, read_pieces
+from weighin.formats.base import TensorPlan
+from weighin.models.gpt2 import gpt2
+from weighin.models.tied import tied
 
 LONG = "x" * 10_000
 

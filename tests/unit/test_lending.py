@@ -6,15 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import page_cache
-from harness.checkpoint import filling, layouts
-from harness.checkpoint.filling import READ_BYTES, Fill, Fillable
-from harness.checkpoint.gathering import ALIGNMENT
-from harness.checkpoint.layouts.base import TensorSlice
-from harness.checkpoint.lending import LENT_BYTES, Lent, buffer_in, lend
-from harness.checkpoint.memory import allocate, memory_of
-from harness.checkpoint.pieces import Piece
-from harness.checkpoint.streaming import load_streaming
+from weighin import formats as layouts
+from weighin.formats.base import TensorSlice
+from weighin.loader import fill as filling
+from weighin.loader.fill import READ_BYTES, Fill, Fillable
+from weighin.loader.huge_pages import allocate, memory_of
+from weighin.loader.load import load_streaming
+from weighin.loader.reads import Piece
+from weighin.loader.scratch import LENT_BYTES, Lent, buffer_in, lend
+from weighin.loader.vectored import ALIGNMENT
+from weighin.probes import page_cache
 
 MIB = 1024**2
 SIZES = {"a": 3 * MIB, "b": 40 * MIB, "c": 5 * MIB, "d": 4096, "e": 7 * MIB}  # bytes in float32

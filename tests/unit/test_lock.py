@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from harness import lock
-from harness.errors import ConfigError, HarnessError
+from weighin.errors import ConfigError, HarnessError
+from weighin.run import run_lock as lock
 
-HOLDS = "from harness.lock import only_run\nwith only_run(): print('held', flush=True); input()"
+HOLDS = (
+    "from weighin.run.run_lock import only_run\nwith only_run(): print('held', flush=True); input()"
+)
 
 
 def held(path: Path | None, **settings: str) -> subprocess.Popen[str]:

@@ -6,14 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from harness.checkpoint import indexing, layouts, making
-from harness.checkpoint.checksum import checksum
-from harness.checkpoint.layouts.per_param import read_index, read_shared
-from harness.checkpoint.manifest import Manifest, read_manifest
-from harness.errors import CheckpointError, ConfigError
-from harness.models.building import construct
-from harness.models.gpt2 import gpt2
-from harness.models.tied import tied
+from weighin import formats as layouts
+from weighin.checkpoint import generate as making
+from weighin.checkpoint import index as indexing
+from weighin.checkpoint.checksum import checksum
+from weighin.checkpoint.manifest import Manifest, read_manifest
+from weighin.errors import CheckpointError, ConfigError
+from weighin.formats.per_param import read_index, read_shared
+from weighin.models.gpt2 import gpt2
+from weighin.models.skeleton import construct
+from weighin.models.tied import tied
 
 TIED = {"vocab_size": 512, "emb_dim": 64, "n_layers": 1, "n_heads": 2}
 GPT2 = {"vocab_size": 64, "context_length": 8, "emb_dim": 16, "n_layers": 2, "n_heads": 2}
@@ -46,7 +48,7 @@ def make(folder: Path, builder: str, kwargs: dict, fmt: str = "pt", seed: int = 
 
 
 def make_tied(folder: Path, **options: object) -> Manifest:
-    return make(folder, "harness.models.tied:tied", TIED, **options)
+    return make(folder, "weighin.models.tied:tied", TIED, **options)
 
 
 def load(folder: Path) -> dict[str, torch.Tensor]:
@@ -56,7 +58,7 @@ def load(folder: Path) -> dict[str, torch.Tensor]:
 def index(checkpoint: Path, folder: Path, fmt: str = "pt", kwargs: dict = TIED) -> Manifest:
     folder.mkdir(exist_ok=True)
     return indexing.index(
-        "m", "harness.models.tied:tied", kwargs, checkpoint=checkpoint, fmt=fmt, folder=folder
+        "m", "weighin.models.tied:tied", kwargs, checkpoint=checkpoint, fmt=fmt, folder=folder
     ).manifest
 
 
@@ -86,7 +88,7 @@ def test_values_are_normal_and_the_scales_of_norms_are_about_one(tmp_path) -> No
     assert abs(weight.mean()) < 0.001
     assert abs(weight.std() - 0.02) < 0.001
     assert abs(norm.mean() - 1) < 0.02
-    make(tmp_path / "b", "harness.models.gpt2:gpt2", GPT2)
+    make(tmp_path / "b", "weighin.models.gpt2:gpt2", GPT2)
     state = load(tmp_path / "b")
     assert abs(state["final_norm.scale"].mean() - 1) < 0.05
     assert abs(state["final_norm.shift"].mean()) < 0.05
@@ -132,7 +134,7 @@ def test_the_needed_space_is_asked_for_first_and_is_enough(tmp_path) -> None:
 
     making.make(
         "m",
-        "harness.models.tied:tied",
+        "weighin.models.tied:tied",
         TIED,
         seed=0,
         fmt="per_param",

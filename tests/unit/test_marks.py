@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from harness.process_memory import read_status
-from harness.record import Memory, Phase
-from harness.units import KIB, MIB
-from harness.worker import marks as module
-from harness.worker.marks import Marks
+from weighin.probes.process import read_status
+from weighin.record import Memory, Phase
+from weighin.units import KIB, MIB
+from weighin.worker import phases as module
+from weighin.worker.phases import Marks
 
 MS = 1_000_000
 HELD = 64 * MIB

@@ -11,10 +11,12 @@ import pytest
 from fakes import FakeRunning, done, event, ready
 from scripts import JOB
 
-from harness import page_cache, sources, steady
-from harness.cell import Job
-from harness.measuring import Setting, measure
-from harness.units import MIB
+from weighin.cell import Job
+from weighin.probes import page_cache
+from weighin.records import sources
+from weighin.run import page_preconditioning as steady
+from weighin.run.cell_runner import Setting, measure
+from weighin.units import MIB
 
 
 class _Isolation:

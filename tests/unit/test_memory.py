@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import steady
-from harness.checkpoint.streaming import load_streaming
-from harness.units import MIB
+from weighin.loader.load import load_streaming
+from weighin.run import page_preconditioning as steady
+from weighin.units import MIB
 
 
 @pytest.fixture(params=["refused", "unknown to Python"])

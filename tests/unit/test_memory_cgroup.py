@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from test_counters import KERNEL, V1, V2
 
-from harness import counters
-from harness.counters import MemoryCgroup, PeakMark
-from harness.units import MIB
+from weighin.probes import cgroup as counters
+from weighin.probes.cgroup import MemoryCgroup, PeakMark
+from weighin.units import MIB
 
 
 def make_group(folder: Path, kernel: str) -> MemoryCgroup:

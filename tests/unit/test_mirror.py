@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.errors import CheckpointError
-from harness.models.mirror import mirror
+from weighin.errors import CheckpointError
+from weighin.models.mirror import mirror
 
 
 def saved(folder: Path, state: dict[str, torch.Tensor]) -> str:

@@ -6,8 +6,8 @@ import pytest
 import torch
 import yaml
 
-from harness.models import gpt2, llama, tied
-from harness.models.building import resolve_builder
+from weighin.models import gpt2, llama, tied
+from weighin.models.skeleton import resolve_builder
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "models"
 

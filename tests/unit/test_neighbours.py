@@ -6,15 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import page_cache
-from harness.checkpoint import direct, filling, layouts
-from harness.checkpoint.filling import READ_BYTES, Fill, being_filled
-from harness.checkpoint.layouts.base import TensorSlice
-from harness.checkpoint.memory import HUGE_PAGE_BYTES, TENSOR_ALIGNMENT, Area
-from harness.checkpoint.neighbours import Need, Neighbours, provide
-from harness.checkpoint.pieces import MOST_BETWEEN_BYTES, Piece
-from harness.process_memory import memory_of, read_status
-from harness.units import MIB
+from weighin import formats as layouts
+from weighin.formats.base import TensorSlice
+from weighin.loader import direct_io as direct
+from weighin.loader import fill as filling
+from weighin.loader.arena import Need, Neighbours, provide
+from weighin.loader.fill import READ_BYTES, Fill, being_filled
+from weighin.loader.huge_pages import HUGE_PAGE_BYTES, TENSOR_ALIGNMENT, Area
+from weighin.loader.reads import MOST_BETWEEN_BYTES, Piece
+from weighin.probes import page_cache
+from weighin.probes.process import memory_of, read_status
+from weighin.units import MIB
 
 CPU = torch.device("cpu")
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 from factories import make_cell, make_result, write_samples
 
-from harness import journal
-from harness.config import read_suite
-from harness.record import Memory, Outcome, Peaks, Phase, Result
-from harness.registry import data_folder, model
-from harness.report import notebook, write_report
-from harness.units import GIB, MIB
+from weighin.record import Memory, Outcome, Peaks, Phase, Result
+from weighin.records import run_folder as journal
+from weighin.report import notebook, write_report
+from weighin.suite.config import read_suite
+from weighin.suite.registry import data_folder, model
+from weighin.units import GIB, MIB
 
 LIMITLESS = {"ram_limit_bytes": None, "device": "cuda"}
 

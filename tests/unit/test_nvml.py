@@ -6,8 +6,8 @@ from collections.abc import Callable
 import pytest
 from fake_nvml import Nvml
 
-from harness import nvml
-from harness.nvml import DriverMemory, NvmlUnavailable
+from weighin.probes import gpu_memory as nvml
+from weighin.probes.gpu_memory import DriverMemory, NvmlUnavailable
 
 _UNKNOWN_ERROR = 999
 

@@ -5,13 +5,13 @@ import pytest
 from factories import make_result
 from sweeps import a_sweep
 
-from harness import journal
-from harness.errors import RecordError
-from harness.plan import Planned
-from harness.predict.prediction import PredictedPhase, Prediction
-from harness.report import notebook, predicted
-from harness.report.pages import fill, report
-from harness.units import GIB
+from weighin.errors import RecordError
+from weighin.predict.prediction import PredictedPhase, Prediction
+from weighin.records import run_folder as journal
+from weighin.report import notebook, predicted
+from weighin.report.docs_tables import fill, report
+from weighin.suite.matrix import Planned
+from weighin.units import GIB
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))))

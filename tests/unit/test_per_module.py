@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.checkpoint.layouts import per_module
-from harness.checkpoint.layouts.base import TensorPlan
-from harness.checkpoint.layouts.per_module import module_of
-from harness.checkpoint.piecewise import pieces_of
-from harness.errors import CheckpointError
+from weighin.checkpoint.piecewise import pieces_of
+from weighin.errors import CheckpointError
+from weighin.formats import per_module
+from weighin.formats.base import TensorPlan
+from weighin.formats.per_module import module_of
 
 STATE = {
     "emb.weight": torch.arange(6.0).reshape(2, 3),

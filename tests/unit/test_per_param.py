@@ -7,13 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.checkpoint.layouts.per_param import (
-    file_name,
-    read_index,
-    read_shared,
-    write_index,
-)
-from harness.errors import CheckpointError
+from weighin.errors import CheckpointError
+from weighin.formats.per_param import file_name, read_index, read_shared, write_index
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import page_cache
-from harness.checkpoint.direct import PieceReader
-from harness.checkpoint.layouts.base import TensorSlice
-from harness.checkpoint.pieces import Piece, PieceFiller, Runs
+from weighin.formats.base import TensorSlice
+from weighin.loader.direct_io import PieceReader
+from weighin.loader.reads import Piece, PieceFiller, Runs
+from weighin.probes import page_cache
 
 MOST_BYTES = 4096
 MOST_CONVERTED_BYTES = 2048

@@ -6,10 +6,10 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.cell import ModelSpec
-from harness.plan import Matrix, Planned, plan
-from harness.registry import StrategyInfo
-from harness.units import GIB
+from weighin.cell import ModelSpec
+from weighin.suite.matrix import Matrix, Planned, plan
+from weighin.suite.registry import StrategyInfo
+from weighin.units import GIB
 
 
 def info(

@@ -19,13 +19,14 @@ from factories import (
     write_samples,
 )
 
-from harness import journal
-from harness.errors import RecordError
-from harness.record import Outcome, Result
-from harness.report import look, write_report
-from harness.report.plots import draw_peaks
-from harness.report.timeline import draw_timeline
-from harness.trace import Trace, write_trace
+from weighin.errors import RecordError
+from weighin.probes.allocator_trace import Trace, write_trace
+from weighin.record import Outcome, Result
+from weighin.records import run_folder as journal
+from weighin.report import style as look
+from weighin.report import write_report
+from weighin.report.peaks_plot import draw_peaks
+from weighin.report.timeline import draw_timeline
 
 GIB = 1024**3
 

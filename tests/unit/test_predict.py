@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from harness import registry
-from harness.cell import ModelSpec
-from harness.plan import Matrix, plan
-from harness.predict import predicting
-from harness.predict.predicting import predict
-from harness.predict.prediction import Prediction
-from harness.units import KIB, MIB
+from weighin.cell import ModelSpec
+from weighin.predict import client as predicting
+from weighin.predict.client import predict
+from weighin.predict.prediction import Prediction
+from weighin.suite import registry
+from weighin.suite.matrix import Matrix, plan
+from weighin.units import KIB, MIB
 
 # Untied, so that a state dict has every tensor. So large that copies can be told from imports: the
 # first use of the meta device takes 34 MiB in torch 2.6.

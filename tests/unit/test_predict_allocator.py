@@ -2,8 +2,8 @@
 
 import pytest
 
-from harness.predict.allocator import CachingAllocator, CudaOutOfMemory
-from harness.units import KIB, MIB
+from weighin.predict.allocator import CachingAllocator, CudaOutOfMemory
+from weighin.units import KIB, MIB
 
 
 def test_a_request_is_rounded_up_to_512_bytes_in_a_segment_of_2_mib() -> None:

@@ -1,7 +1,7 @@
 """The model of glibc's heap: where blocks lie, and which written pages stay."""
 
-from harness.predict.heap import Chunk, Heap
-from harness.units import KIB, MIB
+from weighin.predict.heap import Chunk, Heap
+from weighin.units import KIB, MIB
 
 
 def written(heap: Heap, nbytes: int) -> Chunk:

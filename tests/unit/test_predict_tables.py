@@ -9,10 +9,10 @@ from factories import make_cell
 from rich.console import Console
 from rich.table import Table
 
-from harness.predict.checking import Checked
-from harness.predict.prediction import Prediction
-from harness.predict.tables import check_table, tables
-from harness.units import GIB, MIB
+from weighin.predict.check import Checked
+from weighin.predict.prediction import Prediction
+from weighin.predict.tables import check_table, tables
+from weighin.units import GIB, MIB
 
 
 def test_predicted_and_measured_peaks_stand_side_by_side() -> None:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.cell import Cell, Job, ModelSpec
-from harness.worker.protocol import decode_event, decode_job, encode_event, encode_job
+from weighin.cell import Cell, Job, ModelSpec
+from weighin.protocol import decode_event, decode_job, encode_event, encode_job
 
 JSON: Any = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),

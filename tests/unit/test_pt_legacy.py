@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.checkpoint.layouts import pt_legacy as layout
-from harness.checkpoint.layouts import state_pickle
-from harness.checkpoint.layouts.base import TensorPlan
-from harness.errors import CheckpointError, ConfigError
+from weighin.errors import CheckpointError, ConfigError
+from weighin.formats import pt_legacy as layout
+from weighin.formats import state_pickle
+from weighin.formats.base import TensorPlan
 
 AGAIN = "copy or download the file again"
 torch.manual_seed(0)

@@ -13,12 +13,16 @@ from typing import Any
 import pytest
 from factories import make_cell, make_result
 
-from harness import cli, journal, registry, runner, sources
-from harness.cell import Cell
-from harness.isolation import choice
-from harness.isolation.process import ProcessIsolation
-from harness.record import Outcome, Result
-from harness.report.standing import standing
+from weighin.cell import Cell
+from weighin.cli import app as cli
+from weighin.isolation import select as choice
+from weighin.isolation.process import ProcessIsolation
+from weighin.record import Outcome, Result
+from weighin.records import run_folder as journal
+from weighin.records import sources
+from weighin.report.freshness import standing
+from weighin.run import runner
+from weighin.suite import registry
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,8 +53,8 @@ def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (root / ".gitignore").write_text("__pycache__/\n")
     git(root, "add", ".")
     git(root, "commit", "--quiet", "-m", "first")
-    monkeypatch.setattr(sources, "_PACKAGE", root / "harness")
-    monkeypatch.setattr(registry, "_PACKAGE", root / "harness")
+    monkeypatch.setattr(sources, "_PACKAGE", root / "harness" / "weighin")
+    monkeypatch.setattr(registry, "_PACKAGE", root / "harness" / "weighin")
     return root
 
 
@@ -75,25 +79,25 @@ def test_a_run_of_the_code_as_it_is_is_not_stale(copy: Path) -> None:
 
 def test_a_record_with_a_hash_is_stale_where_its_sources_are_others(copy: Path) -> None:
     results = [measured(name, hashed=True) for name in ("baseline", "streaming")]
-    change(copy, "harness/checkpoint/streaming.py")
-    change(copy, "harness/report/tables.py")
+    change(copy, "harness/weighin/loader/load.py")
+    change(copy, "harness/weighin/report/tables.py")
     assert str(standing(results, copy)) == "OLDER than its code: streaming (other sources)"
 
 
 def test_a_record_without_one_is_stale_by_git_for_those_files_alone(copy: Path) -> None:
     head = git(copy, "rev-parse", "HEAD")
     results = [measured(name, head) for name in ("baseline", "sequential", "streaming")]
-    change(copy, "harness/report/tables.py")
+    change(copy, "harness/weighin/report/tables.py")
     git(copy, "commit", "--quiet", "-a", "-m", "a page")
     assert not standing(results, copy).is_stale
-    change(copy, "harness/checkpoint/pieces.py")
+    change(copy, "harness/weighin/loader/reads.py")
     git(copy, "commit", "--quiet", "-a", "-m", "the loader")
-    change(copy, "harness/checkpoint/streaming.py")
+    change(copy, "harness/weighin/loader/load.py")
     assert str(standing(results, copy)) == (
         "OLDER than its code: streaming (1 commit since and edited)"
     )
     git(copy, "commit", "--quiet", "-a", "-m", "the loader again")
-    change(copy, "harness/worker/touch.py")
+    change(copy, "harness/weighin/worker/touch.py")
     git(copy, "commit", "--quiet", "-a", "-m", "the worker")
     assert str(standing(results, copy)) == (
         "OLDER than its code: baseline, sequential (1 commit since); streaming (3 commits since)"
@@ -119,7 +123,7 @@ def test_the_status_names_what_is_stale_with_commit_and_day(
     for name, strategy in {"a": "baseline", "b": "streaming"}.items():
         journal.append(folder / name, measured(strategy, head))
     (folder / "runs.yaml").write_text("a: bench a\nb: bench b\nc: floor c\n")
-    change(copy, "harness/checkpoint/streaming.py")
+    change(copy, "harness/weighin/loader/load.py")
     git(copy, "add", ".")
     git(copy, "commit", "--quiet", "-m", "second")
     assert publish.status(publish.read(copy), copy) == [
@@ -152,7 +156,7 @@ def test_the_status_says_of_which_code_predictions_are(publish: ModuleType, copy
     (folder / "predicted.json").write_text(json.dumps(told))
     said = f"  its predictions: commit {head[:10]}, 2026-11-24: "
     assert publish.predictions(run, copy) == [said + "of its code as it is"]
-    change(copy, "harness/predict/heap.py")
+    change(copy, "harness/weighin/predict/heap.py")
     git(copy, "commit", "--quiet", "-a", "-m", "the heap")
     assert publish.predictions(run, copy) == [said + "OLDER than its code (1 commit since)"]
 
@@ -172,7 +176,7 @@ def test_each_command_plans_the_cells_that_were_published(
 
     monkeypatch.setattr(choice, "choose", lambda name, **_: (ProcessIsolation(), ""))
     monkeypatch.setattr(runner, "run", stop)
-    monkeypatch.setattr("harness.bench._check_machine", lambda _: None)
+    monkeypatch.setattr("weighin.run.request._check_machine", lambda _: None)
     monkeypatch.chdir(ROOT)
     for run in publish.read(ROOT):
         folder = tmp_path / run.name
@@ -217,7 +221,7 @@ def test_a_busy_machine_or_uncommitted_code_publishes_nothing(
 
 
 class Weighin:
-    """Stands for `python -m harness ...`: notes how it is called, and leaves a run's folder."""
+    """Stands for `python -m weighin ...`: notes how it is called, and leaves a run's folder."""
 
     def __init__(self, results: Sequence[Result], code: int = 0) -> None:
         self.results, self.code = results, code

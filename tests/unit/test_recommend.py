@@ -6,21 +6,14 @@ from typing import Any
 
 import pytest
 
-from harness.calibrating import Calibration
-from harness.cell import Cell, ModelSpec
-from harness.predict.prediction import Prediction, Work
-from harness.recommend.evidence import Evidence
-from harness.recommend.judging import (
-    Candidate,
-    Limits,
-    Verdict,
-    judge,
-    predicted_ready_s,
-    slowness,
-)
-from harness.recommend.ordering import ranked
-from harness.registry import StrategyInfo
-from harness.units import GIB, MIB
+from weighin.cell import Cell, ModelSpec
+from weighin.predict.prediction import Prediction, Work
+from weighin.recommend.calibration import Calibration
+from weighin.recommend.ordering import ranked
+from weighin.recommend.prior_runs import Evidence
+from weighin.recommend.ranking import Candidate, Limits, Verdict, judge, predicted_ready_s, slowness
+from weighin.suite.registry import StrategyInfo
+from weighin.units import GIB, MIB
 
 MODEL = 4 * GIB
 CALIBRATION = Calibration(

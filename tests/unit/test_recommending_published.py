@@ -6,16 +6,18 @@ from statistics import median
 import pytest
 from pytest import MonkeyPatch
 
-from harness import environment, journal, registry
-from harness.calibrating import Calibration
-from harness.plan import Planned
-from harness.predict.prediction import Prediction, Work
-from harness.recommend import advising
-from harness.recommend.advising import Known, Question, advise
-from harness.recommend.evidence import find
-from harness.recommend.judging import Limits, Verdict
-from harness.record import Outcome, Result
-from harness.units import GIB, MIB
+from weighin.predict.prediction import Prediction, Work
+from weighin.probes import environment
+from weighin.recommend import answer as advising
+from weighin.recommend.answer import Known, Question, advise
+from weighin.recommend.calibration import Calibration
+from weighin.recommend.prior_runs import find
+from weighin.recommend.ranking import Limits, Verdict
+from weighin.record import Outcome, Result
+from weighin.records import run_folder as journal
+from weighin.suite import registry
+from weighin.suite.matrix import Planned
+from weighin.units import GIB, MIB
 
 PUBLISHED = Path(__file__).parents[2] / "results" / "published"
 RUNS = [

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from harness import registry
-from harness.cell import ModelSpec, Operation
-from harness.config import DEFAULT_SAVING, DEFAULT_STRATEGIES, read_suite
-from harness.errors import ConfigError, UnknownName
+from weighin.cell import ModelSpec, Operation
+from weighin.errors import ConfigError, UnknownName
+from weighin.suite import registry
+from weighin.suite.config import DEFAULT_SAVING, DEFAULT_STRATEGIES, read_suite
 
 WHOLE = '''"""Do nothing at all.
 
@@ -142,7 +142,7 @@ def test_an_unknown_strategy_gets_the_nearest() -> None:
 
 def test_listing_imports_neither_torch_nor_a_strategy() -> None:
     code = (
-        "import sys; from harness import registry; registry.strategies(); registry.models();"
+        "import sys; from weighin.suite import registry; registry.strategies(); registry.models();"
         "print([name for name in sys.modules if name.split('.')[0] in ('torch', 'strategies')])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -225,7 +225,7 @@ def test_two_strategies_of_one_name(
 
 def test_a_model_by_its_name() -> None:
     spec = registry.model("gpt2-xl")
-    assert (spec.name, spec.builder) == ("gpt2-xl", "harness.models.gpt2:gpt2")
+    assert (spec.name, spec.builder) == ("gpt2-xl", "weighin.models.gpt2:gpt2")
     assert spec.kwargs == {"emb_dim": 1600, "n_layers": 48, "n_heads": 25}
 
 

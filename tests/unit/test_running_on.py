@@ -18,15 +18,17 @@ from factories import make_result
 from fakes import FakeRunning, done, loaded, ready
 from scripts import JOB, KILLED
 
-from harness import cli, journal, page_cache
-from harness.bench import resumable
-from harness.errors import HarnessError, IsolationUnavailable, RecordError, StillRunning
-from harness.isolation import cgroup, process
-from harness.isolation.cgroup import CgroupIsolation
-from harness.isolation.process import LocalRunning, ProcessIsolation
-from harness.measuring import Measured, Setting, take
-from harness.record import Outcome, Sample
-from harness.runner import Run
+from weighin.cli import app as cli
+from weighin.errors import HarnessError, IsolationUnavailable, RecordError, StillRunning
+from weighin.isolation import cgroup, process
+from weighin.isolation.cgroup import CgroupIsolation
+from weighin.isolation.process import LocalRunning, ProcessIsolation
+from weighin.probes import page_cache
+from weighin.record import Outcome, Sample
+from weighin.records import run_folder as journal
+from weighin.run.cell_runner import Measured, Setting, take
+from weighin.run.request import resumable
+from weighin.run.runner import Run
 
 SLEEPING = (sys.executable, "-c", "import time; time.sleep(1000)")
 AGAIN = replace(make_result().cell, repeat=1)
@@ -275,7 +277,7 @@ def test_an_os_error_that_nobody_expected_is_two_lines_and_exit_code_2(
 def test_an_output_that_is_full_is_an_error_without_a_traceback() -> None:
     with Path("/dev/full").open("w") as full:
         ended = subprocess.run(
-            [sys.executable, "-m", "harness", "list"],
+            [sys.executable, "-m", "weighin", "list"],
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,

@@ -9,10 +9,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_file, save_model
 
-from harness.checkpoint.layouts import safetensors as layout
-from harness.checkpoint.layouts import safetensors_header
-from harness.checkpoint.layouts.base import TensorPlan
-from harness.errors import CheckpointError, ConfigError
+from weighin.errors import CheckpointError, ConfigError
+from weighin.formats import safetensors as layout
+from weighin.formats import safetensors_header
+from weighin.formats.base import TensorPlan
 
 torch.manual_seed(0)
 STATE = {

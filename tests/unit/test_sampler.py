@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.counters import MemoryCgroup
-from harness.record import Sample
-from harness.sampler import Sampler, write_samples
-from harness.units import MIB
+from weighin.probes.cgroup import MemoryCgroup
+from weighin.probes.sampler import Sampler, write_samples
+from weighin.record import Sample
+from weighin.units import MIB
 
 CHILD = """
 import mmap, sys

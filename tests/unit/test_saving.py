@@ -16,21 +16,24 @@ from test_verify import Model, manifest_of
 from torch import nn
 from torch.serialization import set_crc32_options
 
-from harness import journal, live, registry, saving
-from harness.checkpoint.layouts.per_param import read_shared
-from harness.checkpoint.manifest import Manifest
-from harness.config import DEFAULT_SAVING
-from harness.errors import ConfigError
-from harness.gate.metrics import phases_of_load
-from harness.gate.series import name_of
-from harness.record import Outcome, Written
-from harness.report.document import write_markdown
-from harness.report.html import render
-from harness.report.tables import markdown_table
-from harness.units import GIB
-from harness.worker.loading import import_strategy
-from harness.worker.saving import check, files_in, measure, sync
-from harness.worker.verify import WrongWeights
+from weighin.checkpoint.manifest import Manifest
+from weighin.cli import _progress as live
+from weighin.errors import ConfigError
+from weighin.formats.per_param import read_shared
+from weighin.record import Outcome, Written
+from weighin.records import run_folder as journal
+from weighin.records.metrics import phases_of_load
+from weighin.records.series import name_of
+from weighin.report.document import write_markdown
+from weighin.report.html.page import render
+from weighin.report.tables import markdown_table
+from weighin.run import save_target as saving
+from weighin.suite import registry
+from weighin.suite.config import DEFAULT_SAVING
+from weighin.units import GIB
+from weighin.worker.loading import import_strategy
+from weighin.worker.saving import check, files_in, measure, sync
+from weighin.worker.verify import WrongWeights
 
 CPU = torch.float32
 

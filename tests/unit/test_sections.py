@@ -14,11 +14,12 @@ from sweeps import a_sweep
 from test_floors_report import a_search
 from test_notebook import gpu_cell
 
-from harness import journal, report
-from harness.record import Outcome, Result
-from harness.report.document import write_markdown
-from harness.report.html import render
-from harness.report.sections import of
+from weighin import report
+from weighin.record import Outcome, Result
+from weighin.records import run_folder as journal
+from weighin.report.document import write_markdown
+from weighin.report.html.page import render
+from weighin.report.sections import of
 
 PUBLISHED = sorted((Path(__file__).parents[2] / "results" / "published").glob("*/records.jsonl"))
 DRAWN = {"In words", "Peak memory", "Time over peak", "Memory over time", "Machine and software"}

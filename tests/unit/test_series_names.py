@@ -8,13 +8,14 @@ from factories import make_cell, make_result
 from test_check import run_of, typed
 from test_judging import STREAMING
 
-from harness import journal, registry
-from harness.cell import ModelSpec
-from harness.gate import baseline
-from harness.gate.series import Run, name_of, summarise
-from harness.record import Result
-from harness.report import history
-from harness.report.frame import cells
+from weighin.cell import ModelSpec
+from weighin.gate import baseline
+from weighin.record import Result
+from weighin.records import run_folder as journal
+from weighin.records.series import Run, name_of, summarise
+from weighin.report import history
+from weighin.report.dataframe import cells
+from weighin.suite import registry
 
 ROOT = Path(__file__).parents[2]
 RECORDS = [

@@ -7,11 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from harness.checkpoint import layouts
-from harness.checkpoint.layouts import frugal_json
-from harness.checkpoint.layouts.base import TensorPlan
-from harness.checkpoint.layouts.sharded import SHARDED, SHARDED_PT, Sharded, split
-from harness.errors import CheckpointError
+from weighin import formats as layouts
+from weighin.errors import CheckpointError
+from weighin.formats import bounded_json as frugal_json
+from weighin.formats.base import TensorPlan
+from weighin.formats.sharded import SHARDED, SHARDED_PT, Sharded, split
 
 AGAIN = "download the missing or damaged files again, or convert the checkpoint again"
 BOTH = pytest.mark.parametrize("layout", [SHARDED, SHARDED_PT], ids=lambda layout: layout.NAME)

@@ -7,13 +7,13 @@ import pytest
 import torch
 from hypothesis import given
 
-from harness import page_cache
-from harness.checkpoint import shrinking
-from harness.checkpoint.direct import PieceReader
-from harness.checkpoint.gathering import ALIGNMENT
-from harness.checkpoint.layouts.base import TensorSlice
-from harness.checkpoint.memory import allocate
-from harness.checkpoint.shrinking import read_shrinking, shrinks
+from weighin.formats.base import TensorSlice
+from weighin.loader import in_place_cast as shrinking
+from weighin.loader.direct_io import PieceReader
+from weighin.loader.huge_pages import allocate
+from weighin.loader.in_place_cast import read_shrinking, shrinks
+from weighin.loader.vectored import ALIGNMENT
+from weighin.probes import page_cache
 
 PAIRS = [
     (torch.float32, torch.bfloat16),

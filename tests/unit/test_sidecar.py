@@ -7,10 +7,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from harness import conversion
-from harness.checkpoint import converting, layouts, making, sidecar
-from harness.checkpoint.checksum import checksum
-from harness.errors import CheckpointError, ConfigError
+from weighin import formats as layouts
+from weighin.checkpoint import convert as converting
+from weighin.checkpoint import convert_request as conversion
+from weighin.checkpoint import generate as making
+from weighin.checkpoint import sidecar
+from weighin.checkpoint.checksum import checksum
+from weighin.errors import CheckpointError, ConfigError
 
 STATE = {"a.weight": torch.arange(12.0).reshape(3, 4), "steps": torch.tensor(3)}
 TIED = STATE | {"head": STATE["a.weight"]}
@@ -104,7 +107,7 @@ def test_a_checkpoint_in_the_cache_is_compared_with_its_manifest(
     entry.mkdir(parents=True)
     kwargs = {"vocab_size": 32, "emb_dim": 8, "n_layers": 1, "n_heads": 1}
     for fmt in ("per_param", "pt"):
-        making.make("tied", "harness.models.tied:tied", kwargs, seed=0, fmt=fmt, folder=entry)
+        making.make("tied", "weighin.models.tied:tied", kwargs, seed=0, fmt=fmt, folder=entry)
         path = layouts.checkpoint_in(entry, fmt)
         assert sidecar.find(path) == entry / "manifest.json"
         target = tmp_path / f"{fmt}.half"

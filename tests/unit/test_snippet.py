@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import registry
-from harness.checkpoint import layouts
-from harness.checkpoint.layouts.base import TensorPlan
-from harness.checkpoint.piecewise import pieces_of
-from harness.recommend.snippet import CannotWriteOut, snippet
+from weighin import formats as layouts
+from weighin.checkpoint.piecewise import pieces_of
+from weighin.formats.base import TensorPlan
+from weighin.recommend.snippet import CannotWriteOut, snippet
+from weighin.suite import registry
 
 READABLE = [(name, fmt) for name, info in registry.strategies().items() for fmt in info.formats]
 PLAIN = [one for one in READABLE if one[0] != "streaming"]
@@ -82,7 +82,7 @@ def run(folder: Path, name: str, fmt: str, missing: set[str]) -> None:
 
 @pytest.mark.parametrize(("name", "fmt"), PLAIN)
 def test_a_snippet_runs_with_torch_and_what_it_names(tmp_path: Path, name: str, fmt: str) -> None:
-    run(tmp_path, name, fmt, {"harness", "numpy", "safetensors"} - {NEEDS.get(name)})
+    run(tmp_path, name, fmt, {"weighin", "numpy", "safetensors"} - {NEEDS.get(name)})
 
 
 def test_the_snippet_of_a_strategy_of_ours_runs_with_us(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_only_a_strategy_of_ours_imports_us() -> None:
     ours = {
         name
         for name, info in registry.strategies().items()
-        if "load" in info.path.read_text() and "harness" in _written(info)
+        if "load" in info.path.read_text() and "weighin" in _written(info)
     }
     assert ours == {"streaming"}
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from factories import make_cell
 
-from harness import registry, sources
-from harness.cell import Operation
+from weighin.cell import Operation
+from weighin.records import sources
+from weighin.suite import registry
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,24 +29,26 @@ def test_a_strategy_is_decided_by_itself_the_model_and_the_worker() -> None:
     found = deciding("baseline")
     assert {
         "strategies/baseline.py",
-        "harness/models/gpt2.py",
-        "harness/worker/__main__.py",
-        "harness/worker/loading.py",
-        "harness/worker/touch.py",
+        "harness/weighin/models/gpt2.py",
+        "harness/weighin/worker/__main__.py",
+        "harness/weighin/worker/loading.py",
+        "harness/weighin/worker/touch.py",
     } <= found
-    assert not {"harness/checkpoint/streaming.py", "harness/worker/body.py"} & found
-    assert not [name for name in found if name.startswith(("harness/report", "harness/runner"))]
+    assert not {"harness/weighin/loader/load.py", "harness/weighin/worker/body.py"} & found
+    assert not [
+        name for name in found if name.startswith(("harness/weighin/report", "harness/weighin/run"))
+    ]
 
 
 def test_a_strategy_is_decided_by_the_loader_and_the_layouts_that_it_imports() -> None:
     found = deciding("streaming")
-    assert {"harness/checkpoint/streaming.py", "harness/checkpoint/pieces.py"} <= found
-    assert "harness/checkpoint/layouts/pt.py" in found
-    assert "harness/models/llama.py" not in found
+    assert {"harness/weighin/loader/load.py", "harness/weighin/loader/reads.py"} <= found
+    assert "harness/weighin/formats/pt.py" in found
+    assert "harness/weighin/models/llama.py" not in found
 
 
 def test_a_save_is_decided_by_what_writes_and_reads_back() -> None:
-    assert {"strategies/saving/torch_save.py", "harness/worker/saving.py"} <= deciding(
+    assert {"strategies/saving/torch_save.py", "harness/weighin/worker/saving.py"} <= deciding(
         "torch_save", "save"
     )
 
@@ -66,7 +69,7 @@ def test_the_hash_changes_with_what_a_strategy_imports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine = tmp_path / "mine.py"
-    mine.write_text("from harness.checkpoint import streaming\ndef load(job): ...\n")
+    mine.write_text("from weighin.checkpoint import streaming\ndef load(job): ...\n")
     first = sources.hashed(mine, cell("mine"))
     package = tmp_path / "harness"
     subprocess.run(["cp", "-r", ROOT / "harness", package], check=True)
@@ -76,7 +79,7 @@ def test_the_hash_changes_with_what_a_strategy_imports(
         file.write("# changed\n")
     assert sources.hashed(mine, cell("mine")) != first
     subprocess.run(
-        ["cp", ROOT / "harness/checkpoint/pieces.py", package / "checkpoint"], check=True
+        ["cp", ROOT / "harness/weighin/loader/reads.py", package / "weighin" / "loader"], check=True
     )
     with (package / "runner.py").open("a") as file:
         file.write("# changed\n")
@@ -86,11 +89,11 @@ def test_the_hash_changes_with_what_a_strategy_imports(
 def test_no_source_is_imported_for_it() -> None:
     code = (
         "import sys; from pathlib import Path\n"
-        "from harness import registry, sources\n"
-        "from harness.cell import Cell\n"
+        "from weighin.records import sources\nfrom weighin.suite import registry\n"
+        "from weighin.cell import Cell\n"
         "info = registry.strategy('streaming')\n"
         "sources.hashed(info.path, Cell(registry.model('gpt2-tiny'), 'streaming', 'process'))\n"
-        "print('torch' in sys.modules, 'harness.checkpoint.streaming' in sys.modules)"
+        "print('torch' in sys.modules, 'weighin.loader.load' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]

@@ -1,8 +1,9 @@
 import pytest
 
-from harness import environment, steady
-from harness.process_memory import read_status
-from harness.units import MIB
+from weighin.probes import environment
+from weighin.probes.process import read_status
+from weighin.run import page_preconditioning as steady
+from weighin.units import MIB
 
 
 def test_memory_is_touched_and_given_back() -> None:

@@ -10,9 +10,9 @@ import pytest
 from fakes import FakeRunning
 from scripts import DONE, JOB
 
-from harness import stopping
-from harness.errors import Interrupted
-from harness.measuring import Setting, measure
+from weighin.errors import Interrupted
+from weighin.run import interrupts as stopping
+from weighin.run.cell_runner import Setting, measure
 
 
 def stop(number: int = signal.SIGINT) -> None:

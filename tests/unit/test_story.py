@@ -6,10 +6,10 @@ from typing import Any
 import fakes
 import pytest
 
-from harness.isolation import Exit
-from harness.record import Cost, Faults, Memory, Outcome, Phase
-from harness.story import Story
-from harness.trace import Trace
+from weighin.isolation.base import Exit
+from weighin.probes.allocator_trace import Trace
+from weighin.record import Cost, Faults, Memory, Outcome, Phase
+from weighin.run.event_log import Story
 
 KILLED = Exit(None, signal=9)
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from harness.registry import strategy
-from harness.worker.loading import import_strategy
+from weighin.suite.registry import strategy
+from weighin.worker.loading import import_strategy
 
 
 @dataclass(frozen=True, slots=True)

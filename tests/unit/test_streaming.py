@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from harness.checkpoint import layouts
-from harness.checkpoint.layouts.base import TensorPlan
-from harness.checkpoint.piecewise import pieces_of
-from harness.checkpoint.streaming import Granularity, load_streaming
-from harness.errors import CheckpointError
-from harness.models.building import without_weights
-from harness.models.tied import tied
+from weighin import formats as layouts
+from weighin.checkpoint.piecewise import pieces_of
+from weighin.errors import CheckpointError
+from weighin.formats.base import TensorPlan
+from weighin.loader.load import Granularity, load_streaming
+from weighin.models.skeleton import without_weights
+from weighin.models.tied import tied
 
 KWARGS = {"vocab_size": 128, "emb_dim": 32, "n_layers": 2, "n_heads": 2}
 

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import page_cache
-from harness.checkpoint import filling, layouts
-from harness.checkpoint.filling import Fillable
-from harness.checkpoint.streaming import Granularity, load_streaming
-from harness.errors import CheckpointError
+from weighin import formats as layouts
+from weighin.errors import CheckpointError
+from weighin.loader import fill as filling
+from weighin.loader.fill import Fillable
+from weighin.loader.load import Granularity, load_streaming
+from weighin.probes import page_cache
 
 
 class Two(torch.nn.Module):

@@ -11,14 +11,15 @@ from factories import MODEL_BYTES, make_cell
 from rich.console import Console
 from sweeps import a_sweep, swept
 
-from harness import journal, report
-from harness.record import Faults, Outcome, Result
-from harness.report.passes import markdown_passes
-from harness.report.survival import markdown_survival
-from harness.report.survival_plots import FILLS, draw_survival, draw_times
-from harness.survival import matrices
-from harness.units import GIB
-from harness.verdict import Verdict
+from weighin import report
+from weighin.record import Faults, Outcome, Result
+from weighin.records import run_folder as journal
+from weighin.records.survival import matrices
+from weighin.records.verdict import Verdict
+from weighin.report.passes import markdown_passes
+from weighin.report.survival import markdown_survival
+from weighin.report.survival_plots import FILLS, draw_survival, draw_times
+from weighin.units import GIB
 
 
 def terminal(results: list[Result]) -> list[str]:

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from factories import LIMIT, make_cell, make_result, make_skipped, mixed_run
 
-from harness.record import Outcome, Peaks, Result
-from harness.report.captions import size
-from harness.report.document import write_markdown
-from harness.report.tables import write_summary
+from weighin.record import Outcome, Peaks, Result
+from weighin.report.captions import size
+from weighin.report.document import write_markdown
+from weighin.report.tables import write_summary
 
 GIB = 1024**3
 

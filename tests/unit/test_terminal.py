@@ -18,10 +18,11 @@ from factories import (
 )
 from rich.console import Console
 
-from harness.cell import ModelSpec
-from harness.record import Result
-from harness.report import html, terminal_table
-from harness.report.document import write_markdown
+from weighin.cell import ModelSpec
+from weighin.record import Result
+from weighin.report import terminal_table
+from weighin.report.document import write_markdown
+from weighin.report.html import page as html
 
 
 def terminal(results: Sequence[Result], width: int = 100) -> list[str]:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from harness.trace import Trace, write_trace
+from weighin.probes.allocator_trace import Trace, write_trace
 
 EVENTS = [
     (10, "segment_alloc", 2_097_152),

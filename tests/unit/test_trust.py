@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 from factories import make_result
 
-from harness import bench, environment, journal, searching
-from harness.bench import Request, restore, start
-from harness.config import check_suite
-from harness.errors import ConfigError, Interrupted
-from harness.predict import checking
-from harness.units import GIB
+from weighin.errors import ConfigError, Interrupted
+from weighin.predict import check as checking
+from weighin.probes import environment
+from weighin.records import run_folder as journal
+from weighin.run import floor_search as searching
+from weighin.run import request as bench
+from weighin.run.request import Request, restore, start
+from weighin.suite.config import check_suite
+from weighin.units import GIB
 
 LOAD = '"""Load."""\n\ndef load(job): ...\n'
 MINE = hashlib.sha256(LOAD.encode()).hexdigest()[:16]
@@ -98,8 +101,8 @@ def test_what_is_ours_needs_no_trust(operation: str) -> None:
 
 def test_a_function_of_our_package_that_is_no_model_is_foreign() -> None:
     planned()
-    forge(lambda plan: plan["cells"][0]["model"].update(builder="harness.models.building:os"))
-    with pytest.raises(ConfigError, match=r"builder harness\.models\.building:os with"):
+    forge(lambda plan: plan["cells"][0]["model"].update(builder="weighin.models.skeleton:os"))
+    with pytest.raises(ConfigError, match=r"builder weighin\.models\.skeleton:os with"):
         bench.resume(Path("run"))
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.errors import ConfigError
-from harness.units import (
+from weighin.errors import ConfigError
+from weighin.units import (
     GIB,
     KIB,
     MIB,

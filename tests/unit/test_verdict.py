@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 from factories import SCRIPTS, make_cell, make_result
 
-from harness import journal
-from harness.record import Cost, Faults, Outcome, Peaks, Pressure, Result
-from harness.units import GIB, MIB
-from harness.verdict import (
+from weighin.record import Cost, Faults, Outcome, Peaks, Pressure, Result
+from weighin.records import run_folder as journal
+from weighin.records.verdict import (
     REFAULTS_PER_MODEL,
     SLOWDOWN,
     STALLED_SHARE,
@@ -24,6 +23,7 @@ from harness.verdict import (
     refaults,
     used_ns,
 )
+from weighin.units import GIB, MIB
 
 PUBLISHED = Path(__file__).parents[2] / "results" / "published"
 

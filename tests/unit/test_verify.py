@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from harness.checkpoint.checksum import checksum
-from harness.checkpoint.manifest import Manifest, TensorEntry
-from harness.worker.inputs import Inputs
-from harness.worker.touch import named_tensors, touch
-from harness.worker.verify import WrongWeights, check_forward, check_structure, check_values
+from weighin.checkpoint.checksum import checksum
+from weighin.checkpoint.manifest import Manifest, TensorEntry
+from weighin.worker.inputs import Inputs
+from weighin.worker.touch import named_tensors, touch
+from weighin.worker.verify import WrongWeights, check_forward, check_structure, check_values
 
 CPU = torch.device("cpu")
 HALVES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

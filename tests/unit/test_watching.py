@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripts import BASELINE, DONE, JOB, KILLED, LOADED, FakeSampler, fake_sampler, watched
 
-from harness import nvml
-from harness.isolation import Exit
-from harness.record import Outcome, Sample
-from harness.units import MIB
-from harness.watching import Watch
+from weighin.isolation.base import Exit
+from weighin.probes import gpu_memory as nvml
+from weighin.record import Outcome, Sample
+from weighin.run.supervisor import Watch
+from weighin.units import MIB
 
 __all__ = ["fake_sampler"]
 

@@ -8,10 +8,10 @@ import pytest
 from fakes import FakeRunning, begin, done, phase, ready
 from scripts import BASELINE, DONE, KILLED, FakeSampler, fake_sampler, watched
 
-from harness import observing
-from harness.counters import MemoryCgroup
-from harness.isolation import Exit
-from harness.record import Outcome, Pressure
+from weighin.isolation.base import Exit
+from weighin.probes import observer as observing
+from weighin.probes.cgroup import MemoryCgroup
+from weighin.record import Outcome, Pressure
 
 __all__ = ["fake_sampler"]
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from harness.checkpoint.direct import PieceReader
-from harness.checkpoint.window import WINDOW_BYTES, Window
-from harness.errors import CheckpointError
-from harness.process_memory import memory_of, read_status
-from harness.units import MIB
+from weighin.errors import CheckpointError
+from weighin.loader.direct_io import PieceReader
+from weighin.loader.mapped_copy import WINDOW_BYTES, Window
+from weighin.probes.process import memory_of, read_status
+from weighin.units import MIB
 
 SIZE = 24 * MIB + 777
 CONTENT = os.urandom(SIZE)

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.checkpoint import writing
-from harness.checkpoint.layouts import pt
-from harness.checkpoint.piecewise import pieces_of
-from harness.checkpoint.writing import placeholder, run_parallel, write_pt, write_tensor
+from weighin.checkpoint.piecewise import pieces_of
+from weighin.formats import pt
+from weighin.formats import zip_writer as writing
+from weighin.formats.zip_writer import placeholder, run_parallel, write_pt, write_tensor
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from harness import environment
-from harness.checkpoint import cache
+from weighin.checkpoint import cache
+from weighin.probes import environment
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -31,7 +31,7 @@ STEPS = ("kernel", "ordinary-user", "instrument", "doctor")
 """What the script ``inside`` does, in its order."""
 
 SEARCHED = {
-    "model": "harness.models.gpt2:gpt2",
+    "model": "weighin.models.gpt2:gpt2",
     "kwargs": '{"vocab_size": 16384, "emb_dim": 768, "n_layers": 2, "n_heads": 12}',
     "strategies": "streaming",
 }

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from machine import STEPS, Ended
 
-from harness.units import MIB
+from weighin.units import MIB
 
 pytestmark = pytest.mark.vm
 

@@ -18,13 +18,13 @@ from entries import Case
 from loads import Outcome, failed
 from torch import nn
 
-from harness.cell import ModelSpec
-from harness.checkpoint import layouts
-from harness.checkpoint.indexing import index
-from harness.checkpoint.manifest import Manifest
-from harness.worker import touch, verify
-from harness.worker.inputs import Inputs
-from harness.worker.loading import WorkerLoad, import_strategy
+from weighin import formats as layouts
+from weighin.cell import ModelSpec
+from weighin.checkpoint.index import index
+from weighin.checkpoint.manifest import Manifest
+from weighin.worker import touch, verify
+from weighin.worker.inputs import Inputs
+from weighin.worker.loading import WorkerLoad, import_strategy
 
 STRATEGIES = Path(__file__).parents[2] / "strategies"
 _ALL_FORMATS_BYTES = 100 * 1024**2  # larger models are tried as pt and safetensors only

@@ -12,9 +12,10 @@ from outputs import output_of, unlike_outputs
 from safetensors.torch import save_model
 from torch import nn
 
-from harness.checkpoint import converting, layouts
-from harness.checkpoint.streaming import load_streaming
-from harness.errors import HarnessError
+from weighin import formats as layouts
+from weighin.checkpoint import convert as converting
+from weighin.errors import HarnessError
+from weighin.loader.load import load_streaming
 
 
 @dataclass(frozen=True, slots=True)

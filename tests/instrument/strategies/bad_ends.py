@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from harness.strategy import Load
+from weighin.contract import Load
 
 
 def load(job: Load) -> torch.nn.Module | None:

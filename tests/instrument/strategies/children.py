@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import torch
 
-from harness.strategy import Load
-from harness.units import MIB
 from strategies.baseline import load as load_rightly
+from weighin.contract import Load
+from weighin.units import MIB
 
 
 def load(job: Load) -> torch.nn.Module:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from harness.strategy import Load
-from harness.units import MIB
 from strategies.baseline import load as load_rightly
+from weighin.contract import Load
+from weighin.units import MIB
 
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _WRITABLE = mmap.PROT_READ | mmap.PROT_WRITE

@@ -5,9 +5,9 @@ import time
 
 import torch
 
-from harness.strategy import Load
-from harness.units import MIB
 from strategies.baseline import load as load_rightly
+from weighin.contract import Load
+from weighin.units import MIB
 
 
 def load(job: Load) -> torch.nn.Module:

@@ -2,7 +2,7 @@
 
 import torch
 
-from harness.strategy import Save
+from weighin.contract import Save
 
 
 def save(job: Save) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from harness.process_memory import read_status
-from harness.strategy import Load
-from harness.units import MIB
+from weighin.contract import Load
+from weighin.probes.process import read_status
+from weighin.units import MIB
 
 
 def load(job: Load) -> torch.nn.Module:

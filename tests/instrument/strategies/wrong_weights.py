@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import torch
 
-from harness.strategy import Load
 from strategies.baseline import load as load_rightly
+from weighin.contract import Load
 
 
 def load(job: Load) -> torch.nn.Module:

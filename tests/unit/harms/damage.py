@@ -3,7 +3,7 @@
 import os
 
 from harms.given import HEADED, INDEXED, JSON, PICKLED, Given, Said, case, change
-from harness.checkpoint import layouts
+from weighin import formats as layouts
 
 
 @case(*layouts.NAMES)

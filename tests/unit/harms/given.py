@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.checkpoint.layouts.base import TensorPlan
+from weighin.formats.base import TensorPlan
 
 PLANS = [
     TensorPlan("a.weight", (3, 2), torch.float32),

@@ -1,5 +1,0 @@
-"""``python -m harness`` is ``weighin``."""
-
-from harness.cli import main
-
-main()

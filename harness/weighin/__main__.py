@@ -1,0 +1,5 @@
+"""``python -m weighin`` is ``weighin``."""
+
+from weighin.cli.app import main
+
+main()

@@ -1,0 +1,174 @@
+"""The maker's process: ``python -m weighin.checkpoint make|index|convert ...``.
+
+Standard output carries one JSON object a line: {"event": "size", "needed_bytes"} first, after
+which one line is awaited on standard input (nothing is written before); then {"event":
+"progress", "done_bytes", "total_bytes"}; at last {"event": "done", "seconds"}, or {"error":
+{"type", "message", "repair"}}. The process ends with its parent.
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from weighin.errors import CheckpointError, HarnessError
+
+if TYPE_CHECKING:
+    from weighin.checkpoint.convert import Order
+
+_PROGRESS_EVERY_S: Final = 0.1
+_PR_SET_PDEATHSIG: Final = 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    _end_with_parent()
+    try:
+        seconds = _run(options)
+    except HarnessError as error:
+        kind, message, repair = type(error).__name__, error.message, error.repair
+        _say({"error": {"type": kind, "message": message, "repair": repair}})
+        return error.exit_code
+    except OSError as error:
+        repair = "see that the folder is writable and has free space"
+        _say({"error": {"type": "CheckpointError", "message": str(error), "repair": repair}})
+        return CheckpointError.exit_code
+    _say({"event": "done", "seconds": seconds})
+    return 0
+
+
+def _run(options: argparse.Namespace) -> dict[str, float]:
+    import_start = time.monotonic()
+    # torch is imported here: `--help` and wrong options need not wait for it.
+    from weighin.checkpoint import convert as converting
+    from weighin.checkpoint import generate as making
+    from weighin.checkpoint import index as indexing
+
+    import_s = time.monotonic() - import_start
+    if options.verb == "convert":
+        order = _order(options)
+        meter = _Meter(rounds=2 if order.verify else 1)
+        return {"import": import_s} | converting.convert(
+            options.source, options.target, order, permit=meter.permit, progress=meter.wrote
+        )
+    kwargs = json.loads(options.kwargs)
+    meter = _Meter()
+    if options.verb == "make":
+        seconds = making.make(
+            options.model,
+            options.builder,
+            kwargs,
+            seed=options.seed,
+            fmt=options.format,
+            folder=options.out,
+            permit=meter.permit,
+            progress=meter.wrote,
+        ).seconds
+    else:
+        seconds = indexing.index(
+            options.model,
+            options.builder,
+            kwargs,
+            checkpoint=options.checkpoint,
+            fmt=options.format,
+            folder=options.out,
+            permit=meter.permit,
+            progress=meter.wrote,
+        ).seconds
+    return {"import": import_s, **seconds}
+
+
+def _order(options: argparse.Namespace) -> "Order":
+    import torch
+
+    from weighin.checkpoint.convert import Order
+
+    return Order(
+        fmt=options.format,
+        dtype=getattr(torch, options.dtype) if options.dtype else None,
+        split_above_bytes=options.split_above_bytes,
+        max_shard_bytes=options.max_shard_bytes,
+        verify=options.verify,
+        checksums=options.checksums,
+    )
+
+
+class _Meter:
+    """Asks before the work starts, and reports how far it is, a few times a second.
+
+    ``rounds`` is how often every byte is counted: when written, and when read back.
+    """
+
+    def __init__(self, rounds: int = 1) -> None:
+        self._rounds = rounds
+        self._lock = threading.Lock()
+        self._done = self._total = 0
+        self._said = 0.0
+
+    def permit(self, needed_bytes: int) -> None:
+        self._total = needed_bytes * self._rounds
+        _say({"event": "size", "needed_bytes": needed_bytes})
+        if not sys.stdin.readline():  # the parent refused, or is gone
+            sys.exit(0)
+
+    def wrote(self, size: int) -> None:
+        with self._lock:
+            self._done += size
+            now = time.monotonic()
+            if now - self._said >= _PROGRESS_EVERY_S:
+                self._said = now
+                _say({"event": "progress", "done_bytes": self._done, "total_bytes": self._total})
+
+
+def _say(line: dict[str, Any]) -> None:
+    print(json.dumps(line), flush=True)
+
+
+def _end_with_parent() -> None:
+    """Ask the kernel to end this process when the one that started it ends."""
+    parent = os.getppid()
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            sys.exit(1)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m weighin.checkpoint", description=__doc__)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    for verb, text in (
+        ("make", "make a seeded checkpoint"),
+        ("index", "compare a checkpoint with a model, and convert it if need be"),
+    ):
+        sub = verbs.add_parser(verb, help=text)
+        sub.add_argument("--model", required=True, help="the model's name")
+        sub.add_argument("--builder", required=True, help="package.module:function")
+        sub.add_argument("--kwargs", default="{}", help="the builder's arguments, as JSON")
+        sub.add_argument("--format", required=True, help="a layout's name")
+        sub.add_argument("--out", type=Path, required=True, help="an empty folder")
+        if verb == "make":
+            sub.add_argument("--seed", type=int, default=0)
+        else:
+            sub.add_argument("--checkpoint", type=Path, required=True)
+    sub = verbs.add_parser("convert", help="write a checkpoint again in another layout or dtype")
+    sub.add_argument("source", type=Path)
+    sub.add_argument("target", type=Path)
+    sub.add_argument("--format", required=True, help="a layout's name, or auto")
+    sub.add_argument("--dtype", help="as torch calls it; default: each tensor's own")
+    sub.add_argument("--split-above-bytes", type=int, required=True)
+    sub.add_argument("--max-shard-bytes", type=int, required=True)
+    sub.add_argument("--verify", action="store_true")
+    sub.add_argument("--checksums", type=Path, help="a file with those of the source")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

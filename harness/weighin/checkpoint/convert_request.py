@@ -1,0 +1,119 @@
+"""What ``weighin convert`` was asked for, run in a process of its own, with its progress shown."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from weighin import formats as layouts
+from weighin.checkpoint import sidecar
+from weighin.checkpoint import staging as beside
+from weighin.checkpoint.subprocess_client import run_maker
+from weighin.errors import ConfigError, UnknownName
+from weighin.suite.config import DTYPES
+from weighin.units import GIB, format_bytes, format_seconds, parse_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What the command line says; sizes as text."""
+
+    source: Path
+    target: Path
+    fmt: str
+    dtype: str | None
+    split_above: str
+    max_shard_size: str
+    verify: bool
+
+
+def convert(wish: Wish, console: Console) -> str:
+    """Convert; return one line on what was made, and how fast.
+
+    Raises:
+        HarnessError: nothing was made, and nothing is left of it.
+    """
+    source = layouts.detect(wish.source).NAME
+    checksums = sidecar.find(wish.source)
+    arguments = _arguments(wish, checksums)
+
+    def permit(needed_bytes: int) -> None:
+        free = shutil.disk_usage(wish.target.parent).free
+        if free < needed_bytes:
+            raise ConfigError(
+                f"{wish.target} needs {format_bytes(needed_bytes)}, "
+                f"and {format_bytes(free)} are free in {wish.target.parent}",
+                "name a target on another disk, or free some space",
+            )
+
+    with _shown(console, f"{wish.source.name} to {wish.target.name}") as bar:
+        try:
+            stages = run_maker(arguments, permit=permit, report=bar.report)
+        except BaseException as error:
+            _clean(wish.target, error)
+            raise
+    size = sum(file.stat().st_size for file in layouts.files(wish.target))
+    made = layouts.detect(wish.target).NAME
+    checked = f", read as {checksums} says" if checksums else ""
+    checked += ", every tensor's checksum verified" if wish.verify else ""
+    return (
+        f"{wish.target}: {made} from {source}, {format_bytes(size)} in "
+        f"{format_seconds(round(stages['write'] * 1e9))} "
+        f"({size / GIB / stages['write']:.2f} GiB/s){checked}"
+    )
+
+
+def _clean(target: Path, error: BaseException) -> None:
+    """Remove what the process left that was ended by Ctrl-C, or by the kernel."""
+    try:
+        beside.remove_dead(target)
+    except (ConfigError, OSError) as left:
+        error.add_note(str(left))
+
+
+def _arguments(wish: Wish, checksums: Path | None) -> list[str]:
+    if wish.fmt != "auto":
+        layouts.named(wish.fmt)
+    if wish.dtype is not None and wish.dtype not in DTYPES:
+        raise UnknownName("dtype", wish.dtype, DTYPES)
+    arguments = ["convert", f"--format={wish.fmt}"]
+    arguments += [f"--split-above-bytes={parse_bytes(wish.split_above)}"]
+    arguments += [f"--max-shard-bytes={parse_bytes(wish.max_shard_size)}"]
+    arguments += [f"--dtype={DTYPES[wish.dtype]}"] if wish.dtype else []
+    arguments += ["--verify"] if wish.verify else []
+    arguments += [f"--checksums={checksums}"] if checksums else []
+    return [*arguments, "--", str(wish.source), str(wish.target)]
+
+
+class _Bar:
+    """The line on the terminal: how far, how fast, how long still."""
+
+    def __init__(self, bar: Progress, task: TaskID) -> None:
+        self._bar, self._task = bar, task
+        self._started = monotonic()
+
+    def report(self, done_bytes: int, total_bytes: int) -> None:
+        speed = done_bytes / GIB / max(monotonic() - self._started, 1e-9)
+        self._bar.update(
+            self._task, completed=done_bytes, total=total_bytes, speed=f"{speed:.2f} GiB/s"
+        )
+
+
+@contextmanager
+def _shown(console: Console, text: str) -> Iterator[_Bar]:
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        TextColumn("{task.percentage:>3.0f} %  {task.fields[speed]}"),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as bar:
+        yield _Bar(bar, bar.add_task(escape(text), total=None, speed=""))

@@ -1,0 +1,179 @@
+"""The cache's folder and what is in it: one entry for each model and origin of its values.
+
+::
+
+    $WEIGHIN_CACHE/models/gpt2-xl-1f2e3d4c/   one entry
+        manifest.json     what the model must be after a load
+        pt.json           marker: format pt is complete; its files and their sizes
+        pt/model.pt
+        per_param.json
+        per_param/...
+        .making-XXXX/     a maker at work, or killed
+    $WEIGHIN_CACHE/locks/gpt2-xl-1f2e3d4c.lock
+
+Not everything that is there is whole: what has no marker, or other sizes than its marker says,
+does not count. The parent uses this: no torch.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Final
+
+from filelock import FileLock, Timeout
+from platformdirs import user_cache_dir
+
+from weighin.atomic import write_text
+from weighin.errors import ConfigError, UnknownName
+
+_UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]")
+TEMPORARY: Final = ".making-"
+"""How the folders of makers at work begin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A checkpoint in the cache. ``last_used_s`` is a time of the epoch, in seconds.
+
+    ``size_bytes`` is of its files; 0 for a user's own checkpoint, of which the cache holds no
+    copy but only the manifest (``format`` is "index" then).
+    """
+
+    name: str
+    format: str
+    size_bytes: int
+    last_used_s: float
+    path: Path
+
+
+def folder() -> Path:
+    """Return the cache's folder: $WEIGHIN_CACHE, or the user's own cache folder."""
+    chosen = os.environ.get("WEIGHIN_CACHE")
+    return Path(chosen).expanduser().absolute() if chosen else Path(user_cache_dir("weighin"))
+
+
+def entry_name(model: str, *origin: Any) -> str:
+    """Return the name of an entry's folder: the model's name and a digest of ``origin``."""
+    text = json.dumps(origin, sort_keys=True, default=str)
+    safe = _UNSAFE.sub("_", model).lstrip(".") or "model"
+    return f"{safe[:100]}-{sha256(text.encode()).hexdigest()[:8]}"
+
+
+def write_marker(entry: Path, fmt: str) -> None:
+    """Mark format ``fmt`` of an entry as complete, with the sizes that its files have now."""
+    files = {file.name: file.stat().st_size for file in sorted((entry / fmt).iterdir())}
+    write_text(entry / f"{fmt}.json", json.dumps({"format": fmt, "files": files}))
+
+
+def damage(entry: Path, fmt: str) -> str | None:
+    """Return what is wrong with format ``fmt`` of an entry; "" where it was never made.
+
+    None where it is whole, by its files' names and sizes.
+    """
+    try:
+        files: dict[str, int] = json.loads((entry / f"{fmt}.json").read_text())["files"]
+    except FileNotFoundError:
+        return ""
+    except (OSError, ValueError, KeyError, TypeError):
+        return "its marker is damaged"
+    for name, size in files.items():
+        try:
+            found = (entry / fmt / name).stat().st_size
+        except OSError:
+            return f"{name} is missing"
+        if found != size:
+            return f"{name} has {found:,} bytes, not {size:,}"
+    if not (entry / "manifest.json").is_file():
+        return "manifest.json is missing"
+    return None
+
+
+def discard(entry: Path, fmt: str) -> None:
+    """Remove format ``fmt`` of an entry, its marker first."""
+    (entry / f"{fmt}.json").unlink(missing_ok=True)
+    shutil.rmtree(entry / fmt, ignore_errors=True)
+
+
+@contextmanager
+def locked(entry: Path, waiting: Callable[[], None]) -> Iterator[None]:
+    """Hold the lock of one entry; the kernel gives it back where its holder is killed.
+
+    ``waiting`` is called once where another process holds it.
+
+    Raises:
+        ConfigError: the cache cannot be written.
+    """
+    path = folder() / "locks" / f"{entry.name}.lock"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write to the cache {folder()}: {error.strerror}",
+            "choose another folder: WEIGHIN_CACHE=/path weighin ...",
+        ) from error
+    lock = FileLock(path)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        waiting()
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def remove_leftovers(entry: Path) -> None:
+    """Remove what killed makers left in an entry. Its lock must be held."""
+    for leftover in entry.glob(f"{TEMPORARY}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def list_entries() -> list[Stored]:
+    """Return all checkpoints of the cache, the last used first."""
+    found = [stored for entry in _entries() for stored in _formats(entry)]
+    return sorted(found, key=lambda stored: stored.last_used_s, reverse=True)
+
+
+def clear(name: str | None = None) -> list[Stored]:
+    """Remove the entries of a model or of that exact name, or all; return what was removed.
+
+    Waits for makers that are at work on them. Touches nothing but entries in the cache's folder.
+
+    Raises:
+        UnknownName: no entry is called so.
+    """
+    chosen = [e for e in _entries() if name is None or name in {e.name, e.name.rpartition("-")[0]}]
+    if name is not None and not chosen:
+        raise UnknownName("cached model", name, {e.name.rpartition("-")[0] for e in _entries()})
+    removed: list[Stored] = []
+    for entry in chosen:
+        with locked(entry, lambda: None):
+            removed += _formats(entry)
+            for marker in entry.glob("*.json"):  # first: half of an entry must not look whole
+                marker.unlink(missing_ok=True)
+            shutil.rmtree(entry, ignore_errors=True)
+    return removed
+
+
+def _entries() -> Iterator[Path]:
+    models = folder() / "models"
+    if models.is_dir():
+        # A link would lead out of the cache.
+        yield from sorted(e for e in models.iterdir() if e.is_dir() and not e.is_symlink())
+
+
+def _formats(entry: Path) -> Iterator[Stored]:
+    markers = [path for path in sorted(entry.glob("*.json")) if path.name != "manifest.json"]
+    for marker in markers:
+        files = entry / marker.stem
+        size = sum(file.stat().st_size for file in files.iterdir()) if files.is_dir() else 0
+        yield Stored(entry.name, marker.stem, size, marker.stat().st_mtime, files)
+    if not markers and (manifest := entry / "manifest.json").is_file():
+        yield Stored(entry.name, "index", 0, manifest.stat().st_mtime, manifest)

@@ -1,0 +1,162 @@
+"""Reading a user's own checkpoint against a model: what is in it, and does it fit."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from weighin import formats as layouts
+from weighin.checkpoint.describe import Described, buffer_checksums, describe, in_checkpoint
+from weighin.checkpoint.generate import RECORD_BYTES, Made, plans, write
+from weighin.checkpoint.manifest import Manifest
+from weighin.checkpoint.piecewise import Checksums, checksummed
+from weighin.checkpoint.reader import read_pieces
+from weighin.errors import CheckpointError
+from weighin.formats.base import Progress, TensorSlice
+from weighin.formats.sniff import plain
+from weighin.formats.zip_writer import run_parallel
+from weighin.models.skeleton import map_large_tensors
+
+_SHOWN: Final = 3
+
+
+def index(
+    model: str,
+    builder: str,
+    kwargs: Mapping[str, Any],
+    *,
+    checkpoint: Path,
+    fmt: str,
+    folder: Path,
+    permit: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
+) -> Made:
+    """Write the manifest of a user's checkpoint into ``folder``; convert it there if need be.
+
+    Tensors are read from their places, a piece at a time, whatever the layout; the checkpoint is
+    converted only where its own layout is not ``fmt``.
+
+    Raises:
+        CheckpointError: it cannot be read, or does not fit the model.
+    """
+    layouts.named(fmt)
+    map_large_tensors()
+    torch.set_num_threads(1)  # the readers are the threads
+    started = time.monotonic()
+    own, slices = layouts.read(checkpoint)
+    places = {one.name: one for one in slices}
+    described = describe(builder, kwargs, real_buffers="non_persistent")
+    check_fits(checkpoint, model, places, described)
+    if own != fmt and not slices:
+        raise CheckpointError(
+            f"{checkpoint}: holds no tensors, which {fmt} cannot hold",
+            f"load it as {own}: --format {own}",
+        )
+    if permit is not None:
+        permit(_needed_bytes(slices) if own != fmt else 0)
+    sums = _Sums(places)
+    read = time.monotonic()
+    if own != fmt:
+        stored = in_checkpoint(described)
+        tensors = [replace(one, dtype=places[one.name].dtype) for one in plans(stored)]
+        write(fmt, folder, tensors, sums.pieces, progress)
+    sums.complete(progress if own == fmt else None)
+    _check_ties(checkpoint, sums.by_name, described)
+    if len(in_checkpoint(described)) < len(described):
+        sums.by_name |= buffer_checksums(builder, kwargs)
+    entries = tuple(
+        one.entry(
+            sums.by_name[one.name],
+            places[one.name].dtype if one.kind != "non_persistent_buffer" else None,
+        )
+        for one in described
+    )
+    manifest = Manifest(model, builder, str(checkpoint), entries)
+    manifest.write(folder / "manifest.json")
+    return Made(manifest, {"read": read - started, "convert": time.monotonic() - read})
+
+
+class _Sums:
+    """The checksums of a checkpoint's tensors: taken when they are converted, or read for them."""
+
+    def __init__(self, places: Mapping[str, TensorSlice]) -> None:
+        self.by_name: dict[str, dict[str, str]] = {}  # several threads set one item each
+        self._places = places
+
+    def pieces(self, name: str) -> Iterator[torch.Tensor]:
+        """Yield a tensor's values, and keep their checksums."""
+        place = self._places[name]
+        running = Checksums(torch.Size(place.shape).numel(), place.dtype)
+        yield from checksummed(read_pieces(place), running)
+        self.by_name[name] = running.result()
+
+    def complete(self, progress: Progress | None) -> None:
+        """Read every tensor that has no checksums yet; of equal places, one."""
+        names: dict[object, list[str]] = {}
+        for name, one in self._places.items():
+            place = one.file, one.offset, one.dtype, one.shape, one.stride
+            names.setdefault(place, []).append(name)
+        run_parallel(partial(self._sum, group, progress) for group in names.values())
+
+    def _sum(self, names: list[str], progress: Progress | None) -> None:
+        known = next((name for name in names if name in self.by_name), None)
+        if known is None:
+            known = names[0]
+            for piece in self.pieces(known):
+                if progress is not None:
+                    progress(piece.nbytes)
+        for name in names:
+            self.by_name.setdefault(name, self.by_name[known])
+
+
+def check_fits(
+    checkpoint: Path, model: str, places: Mapping[str, TensorSlice], described: list[Described]
+) -> None:
+    """Raise CheckpointError where keys are missing or unexpected, or shapes differ."""
+    wanted = {one.name: tuple(one.tensor.shape) for one in in_checkpoint(described)}
+    missing = [name for name in wanted if name not in places]
+    unexpected = [name for name in places if name not in wanted]
+    shapes = [
+        f"{plain(name)} is {places[name].shape}, not {shape}"
+        for name, shape in wanted.items()
+        if name in places and places[name].shape != shape
+    ]
+    problems = [
+        f"{len(names)} {what} ({_some(names)})"
+        for names, what in (
+            (missing, "missing"),
+            (unexpected, "unexpected"),
+            (shapes, "of another shape"),
+        )
+        if names
+    ]
+    if problems:
+        raise CheckpointError(
+            f"{checkpoint}: does not fit model {model}, keys: {'; '.join(problems)}",
+            "choose the model that this checkpoint was saved from, or correct its kwargs",
+        )
+
+
+def _check_ties(
+    checkpoint: Path, checksums: Mapping[str, dict[str, str]], described: list[Described]
+) -> None:
+    for one in in_checkpoint(described):
+        if one.shared_with and checksums[one.name] != checksums[one.shared_with]:
+            raise CheckpointError(
+                f"{checkpoint}: {one.name!r} and {one.shared_with!r} are one tensor in the model, "
+                "but have different values in the file",
+                "choose the model that this checkpoint was saved from",
+            )
+
+
+def _needed_bytes(slices: Iterable[TensorSlice]) -> int:
+    return sum(RECORD_BYTES + one.nbytes for one in slices)
+
+
+def _some(names: list[str]) -> str:
+    rest = len(names) - _SHOWN
+    return ", ".join(map(plain, names[:_SHOWN])) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,220 @@
+"""What is in a checkpoint, without reading the weights: ``weighin inspect``. Imports no torch."""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
+from rich.table import Table
+
+from weighin import formats as layouts
+from weighin.checkpoint.expected_memory import Expected, expected
+from weighin.errors import UnknownName
+from weighin.formats.base import TensorSlice
+from weighin.suite import registry
+from weighin.text import one_line
+from weighin.units import format_bytes
+
+SCHEMA: Final = 1
+SORTS: Final = ("file", "name", "size")
+
+_SHOWN_ROWS: Final = 20  # of a long table: half at its head, half at its end
+_SHOWN_FILES: Final = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One key. ``offset`` is in bytes, in ``file``, a name relative to the checkpoint.
+
+    Attributes:
+        shared_with: the first key that lies in the same storage; None for that one itself.
+        contiguous: whether its elements lie one behind the other.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    file: str
+    offset: int
+    shared_with: str | None
+    contiguous: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Inspected:
+    """A checkpoint. ``tensors`` in the state dict's order, ``files`` as (name, bytes)."""
+
+    path: Path
+    layout: str
+    files: tuple[tuple[str, int], ...]
+    tensors: tuple[Tensor, ...]
+    expected: tuple[Expected, ...]
+
+    @property
+    def once(self) -> list[Tensor]:
+        """The tensors that share no storage with an earlier one."""
+        return [tensor for tensor in self.tensors if tensor.shared_with is None]
+
+    @property
+    def numbers(self) -> int:
+        """How many elements there are: parameters and persistent buffers, shared ones once."""
+        return sum(prod(tensor.shape) for tensor in self.once)
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all tensors, shared ones counted once."""
+        return sum(tensor.bytes for tensor in self.once)
+
+    @property
+    def largest(self) -> Tensor:
+        """The largest tensor; the first of several."""
+        return max(self.tensors, key=lambda tensor: tensor.bytes)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all of it for ``--json``."""
+        totals = {
+            "tensors": len(self.tensors),
+            "shared": len(self.tensors) - len(self.once),
+            "numbers": self.numbers,
+            "bytes": self.bytes,
+            "file_bytes": sum(size for _, size in self.files),
+            "largest": self.largest.name,
+        }
+        return {
+            "schema": SCHEMA,
+            "path": str(self.path),
+            "layout": self.layout,
+            "files": [{"name": name, "bytes": size} for name, size in self.files],
+            "totals": totals,
+            "tensors": [asdict(tensor) for tensor in self.tensors],
+            "expected": [asdict(one) for one in self.expected],
+        }
+
+
+def inspect(path: Path) -> Inspected:
+    """Return what is in a checkpoint of any layout; reads no tensor data.
+
+    Raises:
+        CheckpointError: nothing that a layout knows, or damaged; names the file and the place.
+    """
+    layout, slices = layouts.read(path)
+    root = path if path.is_dir() else path.parent
+    tensors = tuple(_tensors(root, slices))
+    files = tuple((_relative(file, root), file.stat().st_size) for file in layouts.files(path))
+    sizes = {tensor.name: tensor.bytes for tensor in tensors if tensor.shared_with is None}
+    needs = expected(registry.strategies().values(), layout, sizes)
+    return Inspected(path, layout, files, tensors, tuple(needs))
+
+
+def tables(found: Inspected, *, sort: str = "file", show_all: bool = False) -> list[Table | str]:
+    """Return what ``weighin inspect`` prints: tables and lines.
+
+    Raises:
+        UnknownName: no such order.
+    """
+    if sort not in SORTS:
+        raise UnknownName("order of tensors", sort, SORTS)
+    return [
+        _tensor_table(_sorted(found.tensors, sort), show_all),
+        *_lines(found),
+        _expected_table(found),
+        "Expected: computed from sizes, not measured; above what a bare import of torch holds."
+        " weighin bench measures it.",
+    ]
+
+
+def _tensors(root: Path, slices: Iterable[TensorSlice]) -> Iterable[Tensor]:
+    firsts: dict[tuple[Path, int], str] = {}
+    for place in slices:
+        first = place.name
+        if place.storage_bytes:  # empty storages lie anywhere
+            first = firsts.setdefault((place.file, place.storage_offset), place.name)
+        yield Tensor(
+            name=place.name,
+            shape=place.shape,
+            dtype=place.dtype_name,
+            bytes=place.nbytes,
+            file=_relative(place.file, root),
+            offset=place.offset,
+            shared_with=first if first != place.name else None,
+            contiguous=place.contiguous,
+        )
+
+
+def _relative(file: Path, root: Path) -> str:
+    return str(file.relative_to(root)) if file.is_relative_to(root) else str(file)
+
+
+def _sorted(tensors: tuple[Tensor, ...], sort: str) -> list[Tensor]:
+    if sort == "size":
+        return sorted(tensors, key=lambda tensor: -tensor.bytes)
+    return sorted(tensors, key=lambda tensor: tensor.name) if sort == "name" else list(tensors)
+
+
+def _tensor_table(tensors: list[Tensor], show_all: bool) -> Table:
+    sharing = any(tensor.shared_with for tensor in tensors)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("tensor", overflow="fold")
+    table.add_column("shape")
+    table.add_column("dtype")
+    table.add_column("size", justify="right")
+    table.add_column("offset", justify="right")
+    if sharing:
+        table.add_column("shared with", overflow="fold")
+    left_out = 0 if show_all else max(0, len(tensors) - _SHOWN_ROWS)
+    half = (len(tensors) - left_out) // 2 if left_out else len(tensors)
+    for number, tensor in enumerate(tensors):
+        if left_out and number == half:
+            table.add_row(f"[dim]... {left_out:,} more (--all)[/]")
+        if number < half or number >= half + left_out:
+            table.add_row(
+                _shown(tensor.name),
+                " x ".join(f"{size}" for size in tensor.shape) or "scalar",
+                tensor.dtype,
+                format_bytes(tensor.bytes),
+                f"{tensor.offset:,}",
+                *([_shown(tensor.shared_with or "")] if sharing else []),
+            )
+    return table
+
+
+def _lines(found: Inspected) -> list[str]:
+    files = [f"{name} ({format_bytes(size)})" for name, size in found.files[:_SHOWN_FILES]]
+    more = len(found.files) - len(files)
+    shared = len(found.tensors) - len(found.once)
+    strided = sum(not tensor.contiguous for tensor in found.tensors)
+    notes = [f"{shared} share a storage with an earlier one"] if shared else []
+    notes += [f"{strided} not contiguous"] if strided else []
+    count = f"{len(found.tensors)} tensors" + (f" ({', '.join(notes)})" if notes else "")
+    return [
+        f"{one_line(str(found.path))}: layout {found.layout}, {count}, {found.numbers:,} numbers"
+        f" (parameters and buffers), {format_bytes(found.bytes)}",
+        f"largest: {one_line(found.largest.name, 100)}, {format_bytes(found.largest.bytes)}",
+        f"files: {one_line(', '.join(files))}" + (f" and {more} more" if more > 0 else ""),
+    ]
+
+
+def _expected_table(found: Inspected) -> Table:
+    table = Table("strategy", "loads this layout", box=SIMPLE_HEAD, pad_edge=False)
+    table.title = "expected peak of a load on the CPU"
+    table.add_column("memory", justify="right")
+    table.add_column("file pages", justify="right")
+    order = sorted(found.expected, key=lambda one: found.layout not in one.layouts)
+    for one in order:
+        reads = found.layout in one.layouts
+        other = f"converted: --format {one.layouts[0]}"
+        sizes = (one.anonymous_bytes, one.mapped_bytes)
+        table.add_row(
+            escape(one.strategy),
+            "yes" if reads else other,
+            *("-" if size is None else format_bytes(size) for size in sizes),
+        )
+    return table
+
+
+def _shown(name: str) -> str:
+    return escape(one_line(name, 100))

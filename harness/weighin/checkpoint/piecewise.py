@@ -1,0 +1,87 @@
+"""Checksums of a tensor that comes in pieces, in every dtype that a cell may want it in."""
+
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+import torch
+
+from weighin.checkpoint.checksum import (
+    _CHUNK_BYTES,
+    _MASK,
+    _MULTIPLIER,
+    _chunk_value,
+    _chunks,
+    checksum,
+)
+
+CELL_DTYPES: Final = ("float32", "bfloat16", "float16")
+"""What floating-point weights may be loaded as."""
+
+PIECE_ELEMENTS: Final = _CHUNK_BYTES
+"""Elements in one piece, a whole number of checksum chunks in every dtype: 16 MiB of float32."""
+
+
+class RunningChecksum:
+    """The checksum of a tensor whose elements are given in order, piece after piece."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self._value = total_bytes
+
+    def update(self, piece: torch.Tensor) -> None:
+        """Take the next piece, contiguous; all but the last fill whole chunks."""
+        for words in _chunks(piece.reshape(-1).view(torch.uint8)):
+            self._value = (self._value * _MULTIPLIER + _chunk_value(words)) & _MASK
+
+    def hexdigest(self) -> str:
+        """Return what ``checksum`` returns of the whole tensor."""
+        return f"{self._value:016x}"
+
+
+class Checksums:
+    """The checksums of one tensor: in each of ``CELL_DTYPES`` if floating, else in its own."""
+
+    def __init__(self, numel: int, dtype: torch.dtype) -> None:
+        names = CELL_DTYPES if dtype.is_floating_point else ()
+        self._dtypes = {name: getattr(torch, name) for name in names}
+        self._dtypes.setdefault(dtype_name(dtype), dtype)
+        self._running = {
+            name: RunningChecksum(numel * kind.itemsize) for name, kind in self._dtypes.items()
+        }
+
+    def update(self, piece: torch.Tensor) -> None:
+        """Take the next piece of the tensor, in the tensor's own dtype."""
+        for name, running in self._running.items():
+            running.update(piece.to(self._dtypes[name]))
+
+    def result(self) -> dict[str, str]:
+        """Return the checksum for each dtype's name."""
+        return {name: running.hexdigest() for name, running in self._running.items()}
+
+
+def tensor_checksums(tensor: torch.Tensor) -> dict[str, str]:
+    """Return the checksums of a whole tensor; needs 64 MiB beside it unless it is strided."""
+    sums = Checksums(tensor.numel(), tensor.dtype)
+    if tensor.numel() and not tensor.is_contiguous():
+        return {name: checksum(tensor.to(kind)) for name, kind in sums._dtypes.items()}
+    for piece in pieces_of(tensor):
+        sums.update(piece)
+    return sums.result()
+
+
+def pieces_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield a contiguous tensor's elements as flat views of at most ``PIECE_ELEMENTS``."""
+    flat = tensor.detach().reshape(-1)
+    for start in range(0, flat.numel(), PIECE_ELEMENTS):
+        yield flat[start : start + PIECE_ELEMENTS]
+
+
+def checksummed(pieces: Iterable[torch.Tensor], sums: Checksums) -> Iterator[torch.Tensor]:
+    """Pass the pieces on, each added to ``sums`` on its way."""
+    for piece in pieces:
+        sums.update(piece)
+        yield piece
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return "float32" for torch.float32."""
+    return str(dtype).removeprefix("torch.")

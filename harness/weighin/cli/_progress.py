@@ -1,0 +1,105 @@
+"""What a run shows while it works: what runs now, for how long, and what is left."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+
+from weighin.cell import Cell
+from weighin.record import Outcome, Result
+from weighin.run import interrupts as stopping
+from weighin.run.runner import Progress
+from weighin.units import format_bytes, format_exact, format_seconds
+
+_STYLES = {Outcome.OK: "green", Outcome.SKIPPED: "dim"}
+
+
+@contextmanager
+def progress(console: Console, cells: int | None) -> Iterator[Progress]:
+    """Show a run until the context ends; one line stays for each finished cell.
+
+    ``cells`` is how many there will be, None where nobody knows.
+    """
+    with Bar(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as bar:
+        task = bar.add_task("starting", total=cells)
+        yield _Live(console, bar, task).progress()
+
+
+class _Live:
+    def __init__(self, console: Console, bar: Bar, task: TaskID) -> None:
+        self._console = console
+        self._bar = bar
+        self._task = task
+        self._cell = ""
+
+    def progress(self) -> Progress:
+        return Progress(
+            preparing=self._prepare,
+            building=lambda text: self._prepare(text, None),
+            starting=self._start,
+            phase=self._enter,
+            narrowed=self._narrow,
+            finished=self._finish,
+        )
+
+    def _prepare(self, text: str, share: float | None) -> None:
+        self._show(text if share is None else f"{text}: {share:.0%}")
+        if not self._console.is_terminal and share is None:
+            self._print(escape(text))
+
+    def _start(self, cell: Cell) -> None:
+        limits = [*_limits(cell)]
+        self._cell = cell.strategy + (f" under {' and '.join(limits)}" if limits else "")
+        self._show(self._cell)
+
+    def _enter(self, phase: str) -> None:
+        self._show(f"{self._cell}: {phase}")
+
+    def _narrow(self, text: str) -> None:
+        self._print(f"  [bold]{escape(text)}[/]")
+
+    def _finish(self, result: Result) -> None:
+        self._bar.advance(self._task)
+        self._print(line(result))
+
+    def _print(self, markup: str) -> None:
+        with stopping.put_off():  # a console that is stopped between writing and forgetting repeats
+            self._console.print(markup, highlight=False, soft_wrap=True)
+
+    def _show(self, text: str) -> None:
+        self._bar.update(self._task, description=escape(text))
+
+
+def line(result: Result) -> str:
+    """Return one finished cell as one line of rich markup."""
+    cell, style = result.cell, _STYLES.get(result.outcome, "red")
+    limit = ", ".join(_limits(cell)) or "no limit"
+    words = [f"{escape(cell.model.title)} {escape(cell.strategy):<12} {limit:<9}"]
+    words.append(f"[{style}]{result.outcome:<12}[/]")
+    if result.ready_ns is not None:
+        reached = "ready" if cell.operation == "load" else "on the disk"
+        words.append(f"{reached} {format_seconds(result.ready_ns)}")
+    if result.peaks.rss_bytes is not None:
+        words.append(f"peak RSS {format_bytes(result.peaks.rss_bytes)}")
+    words.append(escape(result.message))
+    return "  ".join(word for word in words if word)
+
+
+def _limits(cell: Cell) -> Iterator[str]:
+    if cell.ram_limit_bytes is not None:
+        yield format_exact(cell.ram_limit_bytes)
+    if cell.ram_high_bytes is not None:
+        yield f"slower above {format_exact(cell.ram_high_bytes)}"
+    if cell.vram_limit_bytes is not None:
+        yield f"{format_exact(cell.vram_limit_bytes)} of GPU"

@@ -1,0 +1,134 @@
+"""``weighin doctor``: what this machine can limit and measure, tried out rather than looked up."""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from rich.markup import escape
+from rich.table import Table
+
+from weighin.cell import Cell, Job
+from weighin.checkpoint import cache
+from weighin.doctor.capabilities import Finding, figures
+from weighin.errors import HarnessError
+from weighin.isolation import select as choice
+from weighin.isolation.base import Isolation
+from weighin.isolation.cgroup import limit, temporary_group
+from weighin.probes import environment
+from weighin.probes.cgroup import memory_hierarchy, pressure_hierarchy
+from weighin.record import Outcome
+from weighin.run.cell_runner import Setting, measure
+from weighin.suite.registry import model, read_strategy
+from weighin.units import MIB, format_bytes
+
+_PROBE = Path(__file__).with_name("doctor_probe.py")
+_PROBE_LIMIT_BYTES = 384 * MIB
+_MARKS = {"good": "[green]yes[/]", "poor": "[yellow]so-so[/]", "bad": "[red]no[/]"}
+
+
+def examine(say: Callable[[str], None]) -> tuple[Table, bool]:
+    """Try this machine out; returns the table, and whether some isolation holds a limit.
+
+    Removes what dead runs left behind, and says so.
+    """
+    isolations = [choice.named(name) for name in choice.NAMES]
+    limits = [finding for one in isolations for finding in _isolation(one, say)]
+    table = Table("what", "works", "detail", title="what this machine can limit and measure")
+    for finding in [*limits, *figures(), *_machine()]:
+        table.add_row(escape(finding.subject), _MARKS[finding.verdict], escape(finding.detail))
+    return table, any("limit" in one.subject and one.verdict == "good" for one in limits)
+
+
+def _isolation(isolation: Isolation, say: Callable[[str], None]) -> Iterator[Finding]:
+    subject = f"isolation {isolation.name}"
+    try:
+        isolation.check()
+    except HarnessError as error:
+        yield Finding(subject, "bad", f"{error.message}. {error.repair}")
+        return
+    for line in isolation.remove_stale():
+        yield Finding("left behind by a dead run", "good", f"removed: {line}")
+    if not isolation.limits:
+        yield Finding(subject, "good", "measures; holds no limit")
+        return
+    say(f"running into a limit of {format_bytes(_PROBE_LIMIT_BYTES)} with {isolation.name}")
+    try:
+        yield _prove(isolation, say)
+    except HarnessError as error:
+        yield Finding(subject, "bad", f"{error.message}. {error.repair}")
+
+
+def _prove(isolation: Isolation, say: Callable[[str], None]) -> Finding:
+    """Run a worker into a limit and see the kernel kill it in the phase that overruns."""
+    isolation.prepare(say)
+    spec = model("gpt2-tiny")
+    checkpoint = cache.ensure(spec, "pt")
+    probe = read_strategy(_PROBE)
+    cell = Cell(spec, probe.name, isolation.name, ram_limit_bytes=_PROBE_LIMIT_BYTES)
+    job = Job(cell, str(checkpoint.path), str(checkpoint.manifest_path), str(probe.path))
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "samples").mkdir()
+        setting = Setting(isolation, Path(folder), {})
+        result = measure(setting, job, [checkpoint.path], None)
+    peak = result.peaks.cgroup_bytes
+    subject = f"isolation {isolation.name} holds a limit"
+    if result.outcome is Outcome.OOM_KILLED and result.last_phase == "overrun":
+        at = f"cgroup peak {format_bytes(peak)}" if peak else "cgroup peak unseen"
+        killed = f"a probe that overran {format_bytes(_PROBE_LIMIT_BYTES)} was killed, {at}"
+        return Finding(subject, "good", "; ".join([killed, *result.warnings]))
+    what = f"a probe that overran its limit was not killed: {result.outcome} {result.message}"
+    return Finding(subject, "bad", what.rstrip())
+
+
+def _machine() -> Iterator[Finding]:
+    found = environment.machine()
+    yield _hierarchy()
+    free, total = environment.free_ram_bytes(), found["ram_bytes"]
+    yield Finding("RAM", "good", f"{format_bytes(free)} free of {format_bytes(total)}")
+    disk = shutil.disk_usage(cache.folder()).free
+    yield Finding("disk for checkpoints", "good", f"{format_bytes(disk)} free at {cache.folder()}")
+    yield _swap(found["swap_bytes"])
+    yield Finding("transparent huge pages", "good", f"{found['thp']} (recorded: changes figures)")
+    yield gpu()
+
+
+def _hierarchy() -> Finding:
+    subject, hierarchy = "cgroup version", memory_hierarchy()
+    if hierarchy is None:
+        return Finding(subject, "bad", "no memory controller: boot with cgroup_enable=memory")
+    version, mount = hierarchy
+    tree = pressure_hierarchy()
+    if version == 2:
+        return Finding(subject, "good", f"v2 at {mount}")
+    beside = f"beside a v2 tree at {tree}" if tree else "without a v2 tree"
+    return Finding(subject, "poor", f"v1 at {mount}, {beside}")
+
+
+def _swap(swap_bytes: int) -> Finding:
+    if not swap_bytes:
+        return Finding("swap", "good", "none")
+    try:
+        with temporary_group() as group:
+            limit(group, _PROBE_LIMIT_BYTES)
+    except HarnessError as error:
+        return Finding("swap", "poor", f"{format_bytes(swap_bytes)}; {error.message}")
+    return Finding("swap", "good", f"{format_bytes(swap_bytes)}, turned off for each limited cell")
+
+
+def gpu() -> Finding:
+    """Return which GPU a cell with ``--device cuda`` would load to, and why none where there is none."""
+    import torch  # 2 s; the probes have read it from the disk by now
+
+    subject = "CUDA GPU"
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        name = torch.cuda.get_device_name()
+        detail = f"{name}, {format_bytes(free)} free of {format_bytes(total)}, peaks are exact"
+        return Finding(subject, "good", detail)
+    if not Path("/dev/nvidiactl").exists():
+        return Finding(subject, "poor", "none: cells load to the CPU only")
+    if torch.version.cuda is None:
+        why = f"torch {torch.__version__} is a build without CUDA: install one from pytorch.org"
+        return Finding(subject, "bad", f"there is one, but {why}")
+    return Finding(subject, "bad", "there is one, but torch cannot use it: see nvidia-smi")

@@ -1,0 +1,43 @@
+"""The exit code of what was measured: a strategy that is wrong or fails, a cell that was not measured.
+
+A cell that was killed for lack of memory, or ran out of time, is a finding and no failure.
+"""
+
+from collections.abc import Iterable
+from typing import Final
+
+from weighin.record import Outcome, Result
+from weighin.units import format_exact
+
+GATE_FAILED: Final = 1
+MEASUREMENT_FAILED: Final = 4
+STRATEGY_FAILED: Final = 5
+
+BROKEN: Final = (Outcome.WRONG_WEIGHTS, Outcome.STRATEGY_FAILED)
+"""Outcomes that are the strategy's own fault, whatever the limit."""
+
+EXPLAINED: Final = (
+    "Exit codes: 0 done (a cell killed for lack of memory is a finding), 2 bad input, 3 an isolation"
+    " that is not available, 4 a cell that could not be measured, 5 a strategy that loaded wrong"
+    " weights or failed."
+)
+
+
+def of_results(results: Iterable[Result]) -> int:
+    """Return the exit code of a run; a strategy that is wrong says more than a cell without figures."""
+    outcomes = {result.outcome for result in results}
+    if outcomes & {*BROKEN}:
+        return STRATEGY_FAILED
+    return MEASUREMENT_FAILED if Outcome.MEASUREMENT_FAILED in outcomes else 0
+
+
+def broken(results: Iterable[Result]) -> list[str]:
+    """Return one line for each series that is wrong or failed: which, how, and why."""
+    lines = []
+    for one in results:
+        if one.outcome in BROKEN:
+            limit = one.cell.ram_limit_bytes
+            where = f" under {format_exact(limit)}" if limit else ""
+            why = f": {one.message}" if one.message else ""
+            lines.append(f"{one.cell.strategy}{where}: {one.outcome}{why}")
+    return list(dict.fromkeys(lines))

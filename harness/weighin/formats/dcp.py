@@ -1,0 +1,176 @@
+"""The folder that ``torch.distributed.checkpoint.save`` writes: ``.metadata`` and ``*.distcp``.
+
+Each tensor is a ``torch.save`` archive of its own inside ``__0_0.distcp``; the metadata says where.
+Tied keys point at one archive. torch's own writer holds whole tensors: this one writes the same
+files piece by piece, and ``torch.distributed.checkpoint.load`` reads them.
+"""
+
+import os
+import pickle
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from weighin import atomic as durable
+from weighin.errors import CheckpointError
+from weighin.formats import pt
+from weighin.formats.base import Part, Pieces, Progress, TensorPlan, TensorSlice
+from weighin.formats.sniff import plain, shown
+
+if TYPE_CHECKING:
+    from weighin.formats.dcp_metadata import Block, Stored
+
+NAME = "dcp"
+SUFFIX = ""
+
+DATA_NAME: Final = "__0_0.distcp"
+_METADATA_NAME: Final = ".metadata"
+_ALIGNMENT: Final = 64
+
+
+def matches(path: Path) -> bool:
+    """Tell whether ``path`` is a folder with dcp's metadata."""
+    return (path / _METADATA_NAME).is_file()
+
+
+def files(path: Path) -> list[Path]:
+    """Return the metadata and all files of data."""
+    return [path / _METADATA_NAME, *sorted(path.glob("*.distcp"))]
+
+
+def read(path: Path) -> list[TensorSlice]:
+    """Return where each tensor lies inside the files of data.
+
+    Raises:
+        CheckpointError: damaged metadata, parts that do not tile their tensor, or a damaged archive.
+    """
+    from weighin.formats import dcp_metadata
+
+    known: dict[tuple[str, int], TensorSlice] = {}
+    return [_slice(path, stored, known) for stored in dcp_metadata.read(path)]
+
+
+def _slice(path: Path, stored: "Stored", known: dict[tuple[str, int], TensorSlice]) -> TensorSlice:
+    from weighin.formats.dcp_pickle import AGAIN
+
+    parts = []
+    for block in stored.blocks:
+        place = block.file, block.offset
+        if place not in known:
+            known[place] = _read_archive(path, stored.key, block)
+        where = replace(known[place], name=stored.key)
+        if (where.shape, where.dtype_name) != (block.shape, stored.dtype):
+            raise CheckpointError(
+                f"{where.file}: {shown(stored.key)} is {where.shape} of torch.{where.dtype_name} there, "
+                f"but {block.shape} of torch.{stored.dtype} in {_METADATA_NAME}",
+                AGAIN,
+            )
+        parts.append(Part(block.start, where))
+    if len(parts) == 1:
+        return parts[0].where
+    stride = tuple(prod(stored.shape[n + 1 :]) for n in range(len(stored.shape)))
+    return replace(parts[0].where, shape=stored.shape, stride=stride, parts=tuple(parts))
+
+
+def _read_archive(folder: Path, key: str, stored: "Block") -> TensorSlice:
+    from weighin.formats.dcp_pickle import AGAIN
+    from weighin.formats.file_view import FileView
+
+    path = folder / stored.file
+    if Path(stored.file).name != stored.file or "\0" in stored.file:
+        raise CheckpointError(
+            f"{folder / _METADATA_NAME}: the file of {shown(key)} lies outside the folder: "
+            f"{shown(stored.file)}",
+            AGAIN,
+        )
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait
+            raise CheckpointError(f"{path}: not a file", AGAIN)
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if stored.offset + stored.length > size:
+                raise CheckpointError(
+                    f"{path}: truncated: {shown(key)} ends at byte "
+                    f"{stored.offset + stored.length:,}, the file at {size:,}",
+                    AGAIN,
+                )
+            view = FileView(file.fileno(), stored.offset, stored.length)
+            where = pt.read_one(path, key, view)
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder / plain(stored.file)}: cannot be read: {error.strerror}", AGAIN
+        ) from error
+    return replace(
+        where,
+        offset=where.offset + stored.offset,
+        storage_offset=where.storage_offset + stored.offset,
+    )
+
+
+def write(
+    target: Path,
+    tensors: Sequence[TensorPlan],
+    pieces: Pieces,
+    progress: Progress | None = None,
+) -> None:
+    """Write the file of data, then the metadata."""
+    from weighin.formats import zip_writer as writing
+
+    target.mkdir()
+    scratch = target / "archive"  # the name that torch gives archives without a path
+    places: dict[str, tuple[int, int]] = {}
+    jobs = []
+    with (target / DATA_NAME).open("x+b") as file:
+        flusher = writing._Flusher(file.fileno(), progress)
+        at = 0
+        for plan in tensors:
+            if plan.shared_with is not None:
+                places[plan.name] = places[plan.shared_with]
+                continue
+            blank = writing.placeholder(plan.shape, plan.dtype)
+            record, length = writing.embed(blank, scratch, file.fileno(), at)
+            jobs.append(
+                partial(writing.fill, file.fileno(), record, partial(pieces, plan.name), flusher)
+            )
+            places[plan.name] = at, length
+            at += -(-length // _ALIGNMENT) * _ALIGNMENT
+        writing.run_parallel(jobs)
+        writing.finish(file.fileno())
+    scratch.unlink(missing_ok=True)
+    durable.write_bytes(target / _METADATA_NAME, _metadata(tensors, places))
+
+
+def _metadata(tensors: Sequence[TensorPlan], places: Mapping[str, tuple[int, int]]) -> bytes:
+    # A third of a second, and only to write: the reader has stand-ins.
+    import torch
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        StorageMeta,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    described, stored = {}, {}
+    for plan in tensors:
+        shape, zeros = torch.Size(plan.shape), torch.Size([0] * len(plan.shape))
+        described[plan.name] = TensorStorageMetadata(
+            TensorProperties(dtype=plan.dtype), shape, [ChunkStorageMetadata(zeros, shape)]
+        )
+        index = MetadataIndex(plan.name, zeros, 0)
+        stored[index] = _StorageInfo(DATA_NAME, *places[plan.name])
+    has_version = any(one.name == "version" for one in fields(Metadata))  # not in torch 2.6
+    metadata = Metadata(
+        state_dict_metadata=described,  # type: ignore[arg-type]
+        planner_data={plan.name: (plan.name,) for plan in tensors},
+        storage_data=stored,
+        storage_meta=StorageMeta(),
+        **({"version": "1.0.0"} if has_version else {}),
+    )
+    return pickle.dumps(metadata)

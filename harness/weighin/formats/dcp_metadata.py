@@ -1,0 +1,153 @@
+"""Which tensors ``.metadata`` of ``torch.distributed.checkpoint`` names, and where they lie."""
+
+from dataclasses import dataclass
+from itertools import combinations
+from math import prod
+from operator import le
+from pathlib import Path
+from typing import Any, Final
+
+from weighin.errors import CheckpointError
+from weighin.formats import dcp_pickle
+from weighin.formats.dcp_pickle import AGAIN, MetadataIndex, StandIn, TensorMetadata
+from weighin.formats.dtypes import ITEM_BYTES
+from weighin.formats.sniff import shown
+
+FILE_NAME: Final = ".metadata"
+_MOST_BLOCKS: Final = 2_000  # of one tensor: each is compared with each
+_MERGE: Final = "merge it first: python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE.pt"
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A block of a tensor: an archive of its own inside a file, whose places are in bytes."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor and its blocks: one that is all of it, or several that tile it."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+    blocks: tuple[Block, ...]
+
+
+def read(folder: Path) -> list[Stored]:
+    """Return all tensors in the metadata's order.
+
+    Raises:
+        CheckpointError: not such metadata, damaged, or it holds more than whole tensors.
+    """
+    path = folder / FILE_NAME
+    metadata = dcp_pickle.load(path)
+    tensors, places = metadata.field("state_dict_metadata"), metadata.field("storage_data")
+    if not (isinstance(tensors, dict) and isinstance(places, dict) and tensors):
+        raise CheckpointError(f"{path}: damaged: names no tensors or no places", AGAIN)
+    by_key: dict[str, list[tuple[Any, Any]]] = {}
+    for index, place in places.items():
+        key = index.field("fqn") if isinstance(index, MetadataIndex) else None
+        if not isinstance(key, str):
+            raise CheckpointError(f"{path}: damaged: a place belongs to no key", AGAIN)
+        by_key.setdefault(key, []).append((index.field("offset"), place))
+    return [_stored(path, key, one, by_key.get(key, [])) for key, one in tensors.items()]
+
+
+def _stored(path: Path, key: Any, tensor: Any, places: list[tuple[Any, Any]]) -> Stored:
+    if not isinstance(key, str):
+        raise CheckpointError(f"{path}: damaged: a key that is no text: {shown(key)}", AGAIN)
+    if not isinstance(tensor, TensorMetadata):
+        raise CheckpointError(
+            f"{path}: not a flat state dict of tensors: {shown(key)} is something else",
+            "save the weights alone: torch.distributed.checkpoint.save(model.state_dict(), ...)",
+        )
+    chunks, properties = tensor.field("chunks"), tensor.field("properties")
+    state = properties.state if isinstance(properties, StandIn) else None
+    dtype = state[0] if isinstance(state, tuple) and state else None
+    shape = tensor.field("size")
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES or not places:
+        raise CheckpointError(f"{path}: damaged: {shown(key)} has no dtype or no place", AGAIN)
+    if not _are_sizes(shape):
+        raise CheckpointError(f"{path}: damaged: the shape or place of {shown(key)}", AGAIN)
+    shape = tuple(shape)
+    if not (isinstance(chunks, list) and len(chunks) > 1) and len(places) == 1:
+        begin = (0,) * len(shape)
+        return Stored(key, shape, dtype, (_block(path, key, begin, shape, places[0][1]),))
+    blocks = _blocks(path, key, chunks, places)
+    _check_tiles(path, key, shape, blocks)
+    return Stored(key, shape, dtype, tuple(blocks))
+
+
+def _block(
+    path: Path, key: str, start: tuple[int, ...], shape: tuple[int, ...], place: Any
+) -> Block:
+    if not isinstance(place, StandIn):
+        raise CheckpointError(f"{path}: damaged: {shown(key)} has no dtype or no place", AGAIN)
+    file, offset, length = (place.field(name) for name in ("relative_path", "offset", "length"))
+    if place.field("transform_descriptors"):
+        raise CheckpointError(
+            f"{path}: {shown(key)} was transformed (compressed) when saved", _MERGE
+        )
+    if not (_are_sizes((offset, length)) and isinstance(file, str)):
+        raise CheckpointError(f"{path}: damaged: the shape or place of {shown(key)}", AGAIN)
+    return Block(start, shape, file, offset, length)
+
+
+def _blocks(path: Path, key: str, chunks: Any, places: list[tuple[Any, Any]]) -> list[Block]:
+    """Return the blocks of a tensor that is stored in several, each with the place of its start."""
+    by_start = {tuple(start): place for start, place in places if _are_sizes(start)}
+    found = []
+    for chunk in chunks if isinstance(chunks, list) else []:
+        start, shape = (
+            (chunk.field("offsets"), chunk.field("sizes"))
+            if isinstance(chunk, StandIn)
+            else (None, None)
+        )
+        if start is None or shape is None or not (_are_sizes(start) and _are_sizes(shape)):
+            raise CheckpointError(f"{path}: damaged: the shape or place of {shown(key)}", AGAIN)
+        if tuple(start) not in by_start:
+            raise CheckpointError(
+                f"{path}: the part of {shown(key)} at {tuple(start)} is missing", AGAIN
+            )
+        found.append(_block(path, key, tuple(start), tuple(shape), by_start[tuple(start)]))
+    if len(found) != len(places):
+        raise CheckpointError(
+            f"{path}: {shown(key)} has {len(places)} places for {len(found)} parts", AGAIN
+        )
+    return found
+
+
+def _check_tiles(path: Path, key: str, shape: tuple[int, ...], blocks: list[Block]) -> None:
+    """Raise CheckpointError unless the blocks cover the tensor, and no element twice."""
+    for one in blocks:
+        ends = [at + size for at, size in zip(one.start, one.shape, strict=False)]
+        inside = len(one.start) == len(one.shape) == len(shape) and all(map(le, ends, shape))
+        if not inside:
+            raise CheckpointError(
+                f"{path}: the part of {shown(key)} at {one.start} lies outside of {shape}", AGAIN
+            )
+    if len(blocks) > _MOST_BLOCKS:
+        raise CheckpointError(f"{path}: {shown(key)} is stored in {len(blocks):,} parts", _MERGE)
+    solid = [one for one in blocks if prod(one.shape)]
+    for one, other in combinations(solid, 2):
+        if all(
+            a < b + n and b < a + m
+            for a, m, b, n in zip(one.start, one.shape, other.start, other.shape, strict=True)
+        ):
+            raise CheckpointError(
+                f"{path}: the parts of {shown(key)} at {one.start} and {other.start} overlap", AGAIN
+            )
+    if sum(prod(one.shape) for one in solid) != prod(shape):  # inside, and none twice: a gap
+        raise CheckpointError(f"{path}: the parts of {shown(key)} leave a gap in {shape}", AGAIN)
+
+
+def _are_sizes(values: object) -> bool:
+    return isinstance(values, tuple) and all(
+        type(value) is int and 0 <= value < 2**63 for value in values
+    )

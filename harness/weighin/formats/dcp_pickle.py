@@ -1,0 +1,169 @@
+"""``.metadata`` of ``torch.distributed.checkpoint``: a pickle, read without running any of it.
+
+The names that the pickle refers to become stand-ins that keep what they are given; a name that
+does not belong to such a file ends the reading. Nothing of torch.distributed is imported.
+"""
+
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+from weighin.errors import CheckpointError
+from weighin.formats.dtypes import ITEM_BYTES, MOST_DIMENSIONS
+from weighin.formats.sniff import shown
+
+MOST_BYTES: Final = 64 * 1024**2
+_MOST_INSTRUCTIONS: Final = 3_000_000
+AGAIN: Final = "copy or download the folder again, or convert its source again"
+
+
+class StandIn:
+    """Keeps the arguments and the state of an object of another class."""
+
+    state: Any = None
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def field(self, name: str) -> Any:
+        return self.state.get(name) if isinstance(self.state, dict) else None
+
+
+class _Size(tuple[Any, ...]):
+    """A torch.Size; copies no more than one can hold."""
+
+    __slots__ = ()
+
+    def __new__(cls, sizes: Any = ()) -> "_Size":
+        if len(sizes) > MOST_DIMENSIONS:
+            raise ValueError(f"a shape of {len(sizes):,} dimensions")
+        return super().__new__(cls, sizes)
+
+
+class _Ordered(dict[Any, Any]):
+    """An OrderedDict, which such metadata only have empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
+class Metadata(StandIn):
+    pass
+
+
+class TensorMetadata(StandIn):
+    pass
+
+
+class MetadataIndex(StandIn):
+    pass
+
+
+_METADATA: Final = "torch.distributed.checkpoint.metadata"
+# Only classes, and only ones whose attributes a pickle cannot set.
+_KNOWN: Final[dict[tuple[str, str], type]] = {
+    (_METADATA, "Metadata"): Metadata,
+    (_METADATA, "TensorStorageMetadata"): TensorMetadata,
+    (_METADATA, "BytesStorageMetadata"): StandIn,
+    (_METADATA, "ChunkStorageMetadata"): StandIn,
+    (_METADATA, "TensorProperties"): StandIn,
+    (_METADATA, "MetadataIndex"): MetadataIndex,
+    (_METADATA, "StorageMeta"): StandIn,
+    (_METADATA, "_MEM_FORMAT_ENCODING"): StandIn,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): StandIn,
+    ("torch.serialization", "_get_layout"): StandIn,
+    ("torch", "Size"): _Size,
+    ("pathlib", "PosixPath"): StandIn,
+    ("pathlib", "WindowsPath"): StandIn,
+    ("pathlib._local", "PosixPath"): StandIn,
+    ("pathlib._local", "WindowsPath"): StandIn,
+    ("collections", "OrderedDict"): _Ordered,
+    ("builtins", "getattr"): StandIn,  # Python 3.11.0 to 3.11.3 names a member of an enum so
+}
+
+
+class _Forbidden(Exception):
+    """The pickle refers to something that is no part of such metadata."""
+
+
+# What allocates the length that it is told, hashes nested tuples for ever, or is of no use here.
+_REFUSED: Final = frozenset(
+    code[0]
+    for code in (
+        pickle.BYTEARRAY8, pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET, pickle.PERSID,
+        pickle.BINPERSID, pickle.INST, pickle.OBJ, pickle.EXT1, pickle.EXT2, pickle.EXT4,
+    )
+)  # fmt: skip
+
+
+def _guarded(code: int, handler: Callable[["_Unpickler"], None]) -> Callable[["_Unpickler"], None]:
+    """Return a handler that is counted, and whose dicts have keys that are quick to hash, each once."""
+
+    def handle(unpickler: "_Unpickler") -> None:
+        unpickler.left -= 1  # each instruction can make an object of 100 bytes out of one byte
+        if unpickler.left < 0:
+            raise ValueError(f"more than {_MOST_INSTRUCTIONS:,} instructions")
+        if code == pickle.SETITEM[0]:
+            _check_keys(unpickler.stack[-3], unpickler.stack[-2:-1])
+        elif code == pickle.SETITEMS[0]:
+            _check_keys(unpickler.metastack[-1][-1], unpickler.stack[::2])
+        handler(unpickler)
+
+    return handle
+
+
+def _check_keys(target: Any, keys: list[Any]) -> None:
+    if not isinstance(target, dict):
+        raise TypeError("something is set in what is no dict")
+    new = set()
+    for key in keys:
+        if not isinstance(key, str | int | MetadataIndex):
+            raise TypeError(f"a key of a dict is a {type(key).__name__}")
+        if key in target or key in new:
+            raise ValueError(f"{shown(key)} occurs twice")
+        new.add(key)
+
+
+# The one in Python: the one in C allocates as much memo as a crafted pickle asks for.
+class _Unpickler(pickle._Unpickler):
+    left = _MOST_INSTRUCTIONS
+    stack: list[Any]  # what was pushed since the last mark
+    metastack: list[list[Any]]  # what was pushed before each mark
+    dispatch: ClassVar = {
+        code: _guarded(code, handler)  # type: ignore[arg-type, misc]
+        for code, handler in pickle._Unpickler.dispatch.items()
+        if code not in _REFUSED
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name in ITEM_BYTES:
+            return name
+        if (module, name) not in _KNOWN:
+            raise _Forbidden(f"{module}.{name}")
+        return _KNOWN[module, name]
+
+
+def load(path: Path) -> Metadata:
+    try:
+        with path.open("rb") as file:
+            metadata = _Unpickler(io.BytesIO(file.read(MOST_BYTES))).load()
+    except _Forbidden as error:
+        raise CheckpointError(
+            f"{path}: holds more than tensors, and was NOT executed: it refers to {error}",
+            "save a flat state dict of tensors with torch.distributed.checkpoint.save",
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}", AGAIN) from error
+    except Exception as error:  # a damaged pickle fails in any way
+        what = str(error).partition("\n")[0][:200]
+        raise CheckpointError(
+            f"{path}: damaged metadata: {type(error).__name__}: {what}", AGAIN
+        ) from error
+    if not isinstance(metadata, Metadata):
+        raise CheckpointError(f"{path}: no metadata of torch.distributed.checkpoint", AGAIN)
+    return metadata

@@ -1,0 +1,142 @@
+"""One file for each layer or submodule, in a folder with an index that keeps the order.
+
+``index.json``::
+
+    {"format": "per_module", "version": 1,
+     "files": {"trf_blocks.0.pt": ["trf_blocks.0.norm1.scale", ...], ...},
+     "shared": {"head.weight": "tok_emb.weight"},
+     "order": ["tok_emb.weight", "trf_blocks.0.norm1.scale", ...]}
+
+A key belongs to the module that its path names up to its first number (``trf_blocks.3``), or to
+its first component (``tok_emb``). Each file is a flat state dict. A tied key lies in the file of
+the first key of its group and shares its storage there, as ``shared`` says.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from weighin.errors import CheckpointError
+from weighin.formats import folder_index, pt
+from weighin.formats.base import Pieces, Progress, TensorPlan, TensorSlice
+from weighin.formats.folder_index import INDEX_NAME, file_name
+from weighin.formats.sniff import shown
+
+NAME = "per_module"
+SUFFIX = ""
+
+_NUMBERED: Final = re.compile(r"(.*?\.\d+)\..")
+
+
+def matches(path: Path) -> bool:
+    """Tell whether ``path`` is a folder whose index names this layout."""
+    return folder_index.says(path, NAME)
+
+
+def files(path: Path) -> list[Path]:
+    """Return the index and every file that it names."""
+    return sorted([path / INDEX_NAME, *read_index(path)])
+
+
+def read(path: Path) -> list[TensorSlice]:
+    """Return where each tensor lies, in the state dict's order.
+
+    Raises:
+        CheckpointError: a damaged index, or a file that is missing, damaged, or has other keys.
+    """
+    found: dict[str, TensorSlice] = {}
+    for file, keys in read_index(path).items():
+        state = {where.name: where for where in pt.read(file)}
+        if list(state) != keys:
+            odd = next(iter(set(state) ^ set(keys)), keys[0])
+            raise CheckpointError(
+                f"{file}: has other keys than {INDEX_NAME} says, such as {shown(odd)}",
+                "convert the checkpoint again: weighin convert CHECKPOINT OUT --format per_module",
+            )
+        found |= state
+    index = _read(path)
+    for key, first in index["shared"].items():
+        one, other = found[key], found[first]
+        if (one.file, one.offset, one.shape) != (other.file, other.offset, other.shape):
+            raise _damaged(path, f"{shown(key)} is tied to {shown(first)} but lies elsewhere")
+    return [found[key] for key in index["order"]]
+
+
+def write(
+    target: Path,
+    tensors: Sequence[TensorPlan],
+    pieces: Pieces,
+    progress: Progress | None = None,
+) -> None:
+    """Write one file for each module, then the index."""
+    from weighin.formats.zip_writer import placeholders, write_pt
+
+    groups: dict[str, list[TensorPlan]] = {}
+    for plan in tensors:
+        groups.setdefault(module_of(plan.shared_with or plan.name), []).append(plan)
+    target.mkdir()
+    for module, plans in groups.items():
+        write_pt(target / file_name(module), placeholders(plans), pieces, progress)
+    files = {module: [one.name for one in plans] for module, plans in groups.items()}
+    shared = {plan.name: plan.shared_with for plan in tensors if plan.shared_with is not None}
+    write_index(target, files, shared, [plan.name for plan in tensors])
+
+
+def write_index(
+    folder: Path,
+    modules: Mapping[str, Sequence[str]],
+    shared: Mapping[str, str],
+    order: Sequence[str],
+) -> None:
+    """Write the index: the keys of each module, the ties as for ``per_param``, and all keys."""
+    files = {file_name(module): list(keys) for module, keys in modules.items()}
+    fields = {"files": files, "shared": dict(shared), "order": list(order)}
+    folder_index.write(folder, NAME, fields)
+
+
+def module_of(key: str) -> str:
+    """Return the layer or submodule of a key: "trf_blocks.3", "tok_emb"."""
+    numbered = _NUMBERED.match(key)
+    return numbered[1] if numbered else key.partition(".")[0]
+
+
+def read_index(folder: Path) -> dict[Path, list[str]]:
+    """Return the files, and the keys that each holds; every key lies in one file.
+
+    Raises:
+        CheckpointError: no index, a damaged one, or a file that is missing or lies elsewhere.
+    """
+    index = _read(folder)
+    owners: dict[str, str] = {}
+    for name, keys in index["files"].items():
+        folder_index.check_name(folder, NAME, name, "a module")
+        if not _are_keys(keys):
+            raise _damaged(folder, f"the keys of file {shown(name)} are no list of texts")
+        for key in keys:
+            if owners.setdefault(key, name) != name or keys.count(key) > 1:
+                raise _damaged(folder, f"{shown(key)} occurs twice")
+    _check_order(folder, index, owners)
+    return {folder / name: keys for name, keys in index["files"].items()}
+
+
+def _check_order(folder: Path, index: Mapping[str, Any], owners: Mapping[str, str]) -> None:
+    order = index["order"]
+    if not _are_keys(order) or len(order) != len(owners) or set(order) != set(owners):
+        raise _damaged(folder, "'order' does not name the keys of 'files', each once")
+    for key, first in index["shared"].items():
+        if key not in owners or not isinstance(first, str) or owners.get(first) != owners[key]:
+            raise _damaged(folder, f"{shown(key)} is tied to {shown(first)} but has another file")
+
+
+def _are_keys(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(key, str) for key in value)
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    fields = {"files": dict, "shared": dict, "order": list}
+    return folder_index.read(folder, NAME, "one file per module", fields)
+
+
+def _damaged(folder: Path, what: str) -> CheckpointError:
+    return folder_index.damaged(folder, NAME, what)

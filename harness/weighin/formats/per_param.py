@@ -1,0 +1,114 @@
+"""One file for each state-dict key, in a folder with an index that keeps the order.
+
+``index.json``::
+
+    {"format": "per_param", "version": 1,
+     "tensors": {"tok_emb.weight": "tok_emb.weight.pt", ...},
+     "shared": {"head.weight": "tok_emb.weight"}}
+
+``tensors`` names every key; a key that is tied to an earlier one names that one's file, and
+``shared`` says so.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from weighin.formats import folder_index, pt
+from weighin.formats.base import Pieces, Progress, TensorPlan, TensorSlice
+from weighin.formats.folder_index import INDEX_NAME, file_name
+from weighin.formats.sniff import shown
+
+NAME = "per_param"
+SUFFIX = ""
+
+
+def matches(path: Path) -> bool:
+    """Tell whether ``path`` is a folder with an index; ``read`` says where it is another's."""
+    return (path / INDEX_NAME).is_file()
+
+
+def files(path: Path) -> list[Path]:
+    """Return the index and every file that it names."""
+    return sorted({path / INDEX_NAME, *read_index(path).values()})
+
+
+def read(path: Path) -> list[TensorSlice]:
+    """Return where each tensor lies; tied ones lie in one file.
+
+    Raises:
+        CheckpointError: a damaged index, or a file that is missing or holds anything but a tensor.
+    """
+    found: list[TensorSlice] = []
+    known: dict[Path, TensorSlice] = {}
+    for key, file in read_index(path).items():
+        if file not in known:
+            known[file] = pt.read_one(file, key)
+        found.append(replace(known[file], name=key))
+    return found
+
+
+def write(
+    target: Path,
+    tensors: Sequence[TensorPlan],
+    pieces: Pieces,
+    progress: Progress | None = None,
+) -> None:
+    """Write one file for each tensor that is not tied to an earlier one, then the index."""
+    from weighin.formats.zip_writer import placeholder, run_parallel, write_tensor
+
+    def write_one(plan: TensorPlan) -> None:
+        file = target / file_name(plan.name)
+        write_tensor(file, placeholder(plan.shape, plan.dtype), pieces(plan.name), progress)
+
+    target.mkdir()
+    run_parallel(partial(write_one, plan) for plan in tensors if plan.shared_with is None)
+    shared = {plan.name: plan.shared_with for plan in tensors if plan.shared_with is not None}
+    write_index(target, [plan.name for plan in tensors], shared)
+
+
+def write_index(folder: Path, keys: Iterable[str], shared: Mapping[str, str]) -> None:
+    """Write the index; ``shared`` maps a tied key to the first key of its group."""
+    tensors = {key: file_name(shared.get(key, key)) for key in keys}
+    folder_index.write(folder, NAME, {"tensors": tensors, "shared": dict(shared)})
+
+
+def read_index(folder: Path) -> dict[str, Path]:
+    """Return each key's file, in the state dict's order; tied keys have the same file.
+
+    Raises:
+        CheckpointError: no index, a damaged one, a file that is missing or lies elsewhere, or
+            a file that two keys share which are not tied.
+    """
+    index = _read(folder)
+    tensors, shared = index["tensors"], index["shared"]
+    if not tensors:
+        raise folder_index.damaged(folder, NAME, "names no tensors")
+    owners: dict[str, str] = {}
+    for key, name in tensors.items():
+        folder_index.check_name(folder, NAME, name, shown(key))
+        owner = owners.setdefault(name, key)
+        if owner != key and shared.get(key) != owner:
+            raise folder_index.damaged(
+                folder,
+                NAME,
+                f"{shown(owner)} and {shown(key)} are not tied but share {shown(name)}",
+            )
+    for key, first in shared.items():
+        if key not in tensors or owners.get(tensors[key]) != first:
+            raise folder_index.damaged(
+                folder, NAME, f"{shown(key)} is tied to {shown(first)} but has another file"
+            )
+    return {key: folder / name for key, name in tensors.items()}
+
+
+def read_shared(folder: Path) -> dict[str, str]:
+    """Return which key is tied to which earlier one; raises CheckpointError as ``read_index``."""
+    return dict(_read(folder)["shared"])
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    fields = {"tensors": dict, "shared": dict}
+    return folder_index.read(folder, NAME, "one file per parameter", fields)

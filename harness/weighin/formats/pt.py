@@ -1,0 +1,139 @@
+"""One zip file, as ``torch.save(model.state_dict(), path)`` writes it since torch 1.6.
+
+Neither torch nor Python's own pickle reads it here: ``archive`` says where the records lie, and
+``state_pickle`` what the tensors in them are.
+"""
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Final
+
+from weighin.errors import CheckpointError
+from weighin.formats import state_pickle
+from weighin.formats.base import Pieces, Progress, Slices, TensorPlan, TensorSlice
+from weighin.formats.dtypes import ITEM_BYTES
+from weighin.formats.sniff import AGAIN, first_bytes, shown
+from weighin.formats.tensor_refs import TensorRef, check_storages, flat, type_name
+from weighin.formats.zip_directory import Archive, Record, check_file
+
+if TYPE_CHECKING:
+    from weighin.formats.file_view import FileView
+
+NAME = "pt"
+SUFFIX = ".pt"
+
+_PICKLE: Final = "/data.pkl"
+_BYTE_ORDER: Final = "/byteorder"
+
+
+def matches(path: Path) -> bool:
+    """Tell whether ``path`` is a zip file."""
+    return first_bytes(path).startswith(b"PK")
+
+
+def files(path: Path) -> list[Path]:
+    """Return the file itself."""
+    return [path]
+
+
+def read(path: Path) -> list[TensorSlice]:
+    """Return where each tensor of a flat state dict lies; takes 0.03 s for GPT-2 XL.
+
+    Raises:
+        CheckpointError: not a zip that ``torch.save`` wrote, not a flat dict of tensors,
+            compressed records, or a tensor that lies outside its record.
+    """
+    check_file(path)
+    with _opened(path) as file:
+        value, records = _read_value(path, file)
+    tensors = flat(path, value)
+    check_storages(path, tensors)
+    slices = Slices(_slice(path, name, tensor, records) for name, tensor in tensors.items())
+    slices.metadata = getattr(value, "metadata", None)
+    return slices
+
+
+def read_one(path: Path, name: str, archive: "FileView | None" = None) -> TensorSlice:
+    """Return where the one tensor of a file lies, under ``name``.
+
+    With ``archive``, an archive inside that file, places count from the archive's start.
+
+    Raises:
+        CheckpointError: as ``read``, or the file holds something else.
+    """
+    if archive is None:
+        check_file(path)
+        with _opened(path) as file:
+            value, records = _read_value(path, file)
+    else:
+        value, records = _read_value(path, archive)
+    if not isinstance(value, TensorRef):
+        raise CheckpointError(f"{path}: holds a {type_name(value)}, not a tensor", AGAIN)
+    return _slice(path, name, value, records)
+
+
+def write(
+    target: Path,
+    tensors: Sequence[TensorPlan],
+    pieces: Pieces,
+    progress: Progress | None = None,
+) -> None:
+    """Write ``torch.save``'s own file; tied tensors share a storage in it."""
+    from weighin.formats.zip_writer import placeholders, write_pt
+
+    write_pt(target, placeholders(tensors), pieces, progress)
+
+
+def _opened(path: Path) -> IO[bytes]:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}", AGAIN) from error
+
+
+def _read_value(path: Path, file: "IO[bytes] | FileView") -> tuple[Any, dict[str, Record]]:
+    """Return what was pickled, and the records of the storages by their keys."""
+    archive = Archive(path, file)
+    pickles = [name for name in archive.records if name.endswith(_PICKLE) and name.count("/") == 1]
+    if len(pickles) != 1:
+        raise CheckpointError(
+            f"{path}: {'several' if pickles else 'no'} data.pkl in the archive", AGAIN
+        )
+    root = pickles[0].removesuffix(_PICKLE)
+    if f"{root}{_BYTE_ORDER}" in archive.records:
+        order = archive.read(f"{root}{_BYTE_ORDER}", 16)
+        if order != b"little":
+            raise CheckpointError(
+                f"{path}: written on a big-endian machine",
+                "load the file and save it again with torch.save",
+            )
+    text = archive.read(pickles[0], state_pickle.MOST_BYTES)
+    value = state_pickle.load(path, io.BytesIO(text), archive.records[pickles[0]].start)
+    prefix = f"{root}/data/"
+    return value, {
+        name.removeprefix(prefix): record
+        for name, record in archive.records.items()
+        if name.startswith(prefix)
+    }
+
+
+def _slice(path: Path, name: str, tensor: TensorRef, records: dict[str, Record]) -> TensorSlice:
+    storage = tensor.storage
+    record = records.get(storage.key, Record(0, 0))
+    if storage.nbytes > record.size:
+        raise CheckpointError(
+            f"{path}: damaged: the storage of {shown(name)} has {storage.nbytes:,} bytes, "
+            f"its record in the file {record.size:,}",
+            AGAIN,
+        )
+    return TensorSlice(
+        name=name,
+        shape=tensor.shape,
+        stride=tensor.stride,
+        dtype_name=tensor.dtype,
+        file=path,
+        offset=record.start + tensor.offset * ITEM_BYTES[tensor.dtype],
+        storage_offset=record.start,
+        storage_bytes=storage.nbytes,
+    )

@@ -1,0 +1,199 @@
+"""One file as torch wrote it before 1.6: pickles one behind the other, then the storages.
+
+::
+
+    pickle   0x1950a86a20f9469cfc6c, the format's mark
+    pickle   1001, its version
+    pickle   {"little_endian": True, ...}
+    pickle   the state dict; a tensor names its storage by a key
+    pickle   [key, ...], the order of the storages
+    for each: 8 bytes, its number of elements; then its bytes
+
+It cannot be mapped, and torch.load reads it whole. ``torch.save(..., _use_new_zipfile_serialization
+=False)`` still writes it.
+"""
+
+import io
+import os
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
+
+from weighin.errors import CheckpointError, ConfigError
+from weighin.formats import state_pickle
+from weighin.formats.base import Pieces, Progress, Slices, TensorPlan, TensorSlice
+from weighin.formats.dtypes import ITEM_BYTES
+from weighin.formats.sniff import AGAIN, check_present, first_bytes, shown
+from weighin.formats.tensor_refs import StorageRef, TensorRef, check_storages, flat
+
+if TYPE_CHECKING:
+    import torch
+
+NAME: Final = "pt_legacy"
+SUFFIX: Final = ".pth"
+
+_MAGIC: Final = 0x1950A86A20F9469CFC6C
+_VERSION: Final = 1001
+_PICKLE_PROTOCOL: Final = 2
+
+
+def matches(path: Path) -> bool:
+    """Tell whether a file begins with the format's mark, pickled."""
+    return _MAGIC.to_bytes(10, "little") in first_bytes(path)[:32]
+
+
+def files(path: Path) -> list[Path]:
+    """Return the one file of the checkpoint."""
+    check_present(path)
+    return [path]
+
+
+def read(path: Path) -> list[TensorSlice]:
+    """Return all tensors in the state dict's order; tied ones lie in one storage.
+
+    Raises:
+        CheckpointError: names the file, what is wrong, and where. Nothing is executed.
+    """
+    check_present(path)
+    try:
+        with path.open("rb") as file:
+            tensors, keys = _read_pickles(path, file)
+            starts = _storage_starts(path, file, check_storages(path, tensors), keys)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}", AGAIN) from error
+    slices = Slices(slice_of(path, name, tensor, starts) for name, tensor in tensors.items())
+    slices.metadata = getattr(tensors, "metadata", None)
+    return slices
+
+
+def slice_of(path: Path, name: str, tensor: TensorRef, starts: dict[str, int]) -> TensorSlice:
+    """Return the slice of a tensor whose storage begins at ``starts`` of its key."""
+    start = starts[tensor.storage.key]
+    return TensorSlice(
+        name=name,
+        shape=tensor.shape,
+        stride=tensor.stride,
+        dtype_name=tensor.dtype,
+        file=path,
+        offset=start + tensor.offset * ITEM_BYTES[tensor.dtype],
+        storage_offset=start,
+        storage_bytes=tensor.storage.nbytes,
+    )
+
+
+def _read_pickles(path: Path, file: BinaryIO) -> tuple[dict[str, TensorRef], list[str]]:
+    magic, version, system = (state_pickle.load(path, file) for _ in range(3))
+    if magic != _MAGIC:
+        raise _damaged(path, "it does not begin with the mark of torch before 1.6")
+    if version != _VERSION:
+        raise _damaged(path, f"format version {shown(version)}, this weighin reads {_VERSION}")
+    if not isinstance(system, dict) or system.get("little_endian") is not True:
+        raise CheckpointError(
+            f"{path}: written on a big-endian machine",
+            "load the file with torch.load and save it again with torch.save",
+        )
+    tensors = flat(path, state_pickle.load(path, file))
+    keys = state_pickle.load(path, file)
+    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+        raise _damaged(path, "the list of its storages is none")
+    return tensors, keys
+
+
+def _storage_starts(
+    path: Path, file: BinaryIO, storages: dict[str, StorageRef], keys: list[str]
+) -> dict[str, int]:
+    """Return where the bytes of each storage begin; each lies inside the file."""
+    if len(set(keys)) != len(keys) or set(keys) != set(storages):
+        raise _damaged(path, "the list of its storages is not that of its tensors")
+    file_bytes = os.fstat(file.fileno()).st_size
+    starts: dict[str, int] = {}
+    at = file.tell()
+    for key in keys:
+        word = os.pread(file.fileno(), 8, at)
+        start, storage = at + 8, storages[key]
+        at = start + storage.nbytes
+        if len(word) < 8 or at > file_bytes:
+            raise CheckpointError(
+                f"{path}: truncated: storage {shown(key)} ends at byte {at:,}, "
+                f"the file at {file_bytes:,}",
+                AGAIN,
+            )
+        if int.from_bytes(word, "little") != storage.numel:
+            raise _damaged(
+                path,
+                f"storage {shown(key)} at byte {start - 8:,} has "
+                f"{int.from_bytes(word, 'little'):,} elements, its tensors {storage.numel:,}",
+            )
+        starts[key] = start
+    return starts
+
+
+def write(
+    target: Path,
+    tensors: Sequence[TensorPlan],
+    pieces: Pieces,
+    progress: Progress | None = None,
+) -> None:
+    """Write a file that does not exist yet; tied tensors share a storage in it.
+
+    Raises:
+        ConfigError: a dtype that torch had no storage type for before 1.6.
+    """
+    from weighin.formats.raw import plan_bytes, write_raw
+
+    _check_dtypes(tensors)
+    head, stored = _head(tensors)
+    fixed, places, at = {0: head}, [], len(head)
+    for plan in stored:
+        numel = plan_bytes(plan) // plan.dtype.itemsize
+        fixed[at] = numel.to_bytes(8, "little")
+        places.append((plan, at + 8))
+        at += 8 + plan_bytes(plan)
+    write_raw(target, fixed, places, pieces, progress)
+
+
+def _head(tensors: Sequence[TensorPlan]) -> tuple[bytes, list[TensorPlan]]:
+    """Return all pickles, and the tensors in the order of their storages."""
+    from weighin.formats.zip_writer import placeholder
+
+    head = io.BytesIO()
+    system = {"protocol_version": _VERSION, "little_endian": True}
+    system["type_sizes"] = {"short": 2, "int": 4, "long": 4}  # type: ignore[assignment]
+    for value in (_MAGIC, _VERSION, system):
+        pickle.dump(value, head, protocol=_PICKLE_PROTOCOL)
+    state: dict[str, torch.Tensor] = {}
+    for plan in tensors:
+        first = plan.shared_with
+        state[plan.name] = state[first] if first else placeholder(plan.shape, plan.dtype)
+    stored = [plan for plan in tensors if plan.shared_with is None]
+    keys = {state[plan.name].untyped_storage()._cdata: str(n) for n, plan in enumerate(stored)}
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, value: Any) -> Any:
+            import torch
+
+            if not isinstance(value, torch.storage.TypedStorage):
+                return None
+            kind = getattr(torch, value._pickle_storage_type())  # type: ignore[no-untyped-call]
+            key, numel = keys[value._untyped_storage._cdata], value._size()  # type: ignore[no-untyped-call]
+            return "storage", kind, key, "cpu", numel, None
+
+    Pickler(head, protocol=_PICKLE_PROTOCOL).dump(state)
+    pickle.dump(list(keys.values()), head, protocol=_PICKLE_PROTOCOL)
+    return head.getvalue(), stored
+
+
+def _check_dtypes(tensors: Sequence[TensorPlan]) -> None:
+    from torch.storage import _dtype_to_storage_type_map
+
+    for plan in tensors:
+        if plan.dtype not in _dtype_to_storage_type_map():
+            raise ConfigError(
+                f"tensor {shown(plan.name)}: torch before 1.6 had no dtype {plan.dtype}",
+                "write format pt, which has every dtype of torch",
+            )
+
+
+def _damaged(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"{path}: damaged: {what}", AGAIN)

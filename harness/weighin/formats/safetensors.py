@@ -1,0 +1,194 @@
+"""One safetensors file: a JSON header and the tensors' bytes; no pickle, nothing to execute.
+
+The format has no sharing. A tied tensor is written once, under the first of its names; the other
+names go into ``__metadata__`` as {name: first name}, as Hugging Face's ``save_model`` does it, and
+``read`` gives them back. Where tied names are not the last ones, ``weighin.order`` in the metadata
+keeps the order of all. Other programs see the first names, and their metadata.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from weighin.errors import CheckpointError, ConfigError
+from weighin.formats.base import Pieces, Progress, TensorPlan, TensorSlice
+from weighin.formats.safetensors_header import (
+    DTYPES,
+    METADATA,
+    MOST_HEADER_BYTES,
+    Entry,
+    Header,
+    read_header,
+)
+from weighin.formats.sniff import AGAIN, first_bytes, shown
+
+if TYPE_CHECKING:
+    from weighin.formats.raw import Place
+
+NAME: Final = "safetensors"
+SUFFIX: Final = ".safetensors"
+
+_ALIGNMENT: Final = 64  # of the data's start: whole cache lines, as torch.save aligns
+_FORMAT: Final = "format"  # {"format": "pt"} says which library wrote a file; no tie
+_ORDER: Final = "weighin.order"
+_NAMES: Final = {torch_name: name for name, torch_name in DTYPES.items()}
+
+
+def matches(path: Path) -> bool:
+    """Tell whether a file is called .safetensors, or begins like one."""
+    head = first_bytes(path)
+    if not head:
+        return False
+    length = int.from_bytes(head[:8], "little")
+    return path.suffix == SUFFIX or (head[8:10] in {b'{"', b"{}"} and length <= MOST_HEADER_BYTES)
+
+
+def files(path: Path) -> list[Path]:
+    """Return the one file of the checkpoint; raises CheckpointError as ``read``."""
+    read_header(path)
+    return [path]
+
+
+def read(path: Path) -> list[TensorSlice]:
+    """Return all tensors in the header's order, tied names where they were.
+
+    Raises:
+        CheckpointError: names the file, what is wrong, and where.
+    """
+    header = read_header(path)
+    slices = {entry.name: _slice(path, entry.name, entry) for entry in header.entries}
+    entries = {entry.name: entry for entry in header.entries}
+    for name, first in _ties(header).items():
+        slices[name] = _slice(path, name, entries[first])
+    if _ORDER not in header.metadata:
+        return list(slices.values())
+    return [slices[name] for name in _order(path, header.metadata[_ORDER], slices)]
+
+
+def write(
+    target: Path,
+    tensors: Sequence[TensorPlan],
+    pieces: Pieces,
+    progress: Progress | None = None,
+) -> None:
+    """Write a file that does not exist yet; see ``base.Layout.write``.
+
+    Raises:
+        ConfigError: a dtype that the format does not have, or a tensor called __metadata__.
+    """
+    from weighin.formats.raw import write_raw  # imports torch, as the lines below do
+
+    head, places = layout_of(tensors)
+    write_raw(target, {0: head}, places, pieces, progress)
+
+
+def layout_of(tensors: Sequence[TensorPlan]) -> "tuple[bytes, list[Place]]":
+    """Return the file's bytes before the data, and where each tensor's data go.
+
+    Wide dtypes lie before narrow ones, so that each tensor is aligned to its elements; the header
+    keeps the tensors' own order.
+
+    Raises:
+        ConfigError: as ``write``.
+    """
+    from weighin.formats.raw import plan_bytes
+
+    stored = [plan for plan in tensors if plan.shared_with is None]
+    begins: dict[str, int] = {}
+    at = 0
+    for plan in sorted(stored, key=lambda plan: -plan.dtype.itemsize):
+        begins[plan.name] = at
+        at += plan_bytes(plan)
+    header: dict[str, Any] = {METADATA: _metadata(tensors)}
+    for plan in stored:
+        begin = begins[plan.name]
+        header[plan.name] = {
+            "dtype": _dtype_name(plan),
+            "shape": list(plan.shape),
+            "data_offsets": [begin, begin + plan_bytes(plan)],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    if len(text) > MOST_HEADER_BYTES:
+        raise ConfigError(
+            f"the header of {len(stored):,} tensors takes {len(text):,} bytes, safetensors allows "
+            f"{MOST_HEADER_BYTES:,}",
+            "write several files: weighin convert CHECKPOINT OUT --format sharded",
+        )
+    head = len(text).to_bytes(8, "little") + text
+    return head, [(plan, len(head) + begins[plan.name]) for plan in stored]
+
+
+def _dtype_name(plan: TensorPlan) -> str:
+    name = _NAMES.get(str(plan.dtype).removeprefix("torch."))
+    if name is None:
+        raise ConfigError(
+            f"tensor {shown(plan.name)}: safetensors has no dtype {plan.dtype}",
+            "write format pt, which has every dtype of torch",
+        )
+    if plan.name == METADATA:
+        raise ConfigError(
+            f"a tensor is called {METADATA}, which safetensors keeps for itself",
+            "write format pt, which takes every name",
+        )
+    return name
+
+
+def _metadata(tensors: Sequence[TensorPlan]) -> dict[str, str]:
+    ties = {plan.name: plan.shared_with for plan in tensors if plan.shared_with is not None}
+    reserved = [name for name in ties if name in {_FORMAT, _ORDER}]
+    if reserved:
+        raise ConfigError(
+            f"the tied tensor {reserved[0]!r} has a name that the metadata keep for themselves",
+            "write format pt, which takes every name",
+        )
+    metadata = {_FORMAT: "pt", **ties}
+    names = [plan.name for plan in tensors]
+    if ties and names[-len(ties) :] != list(ties):
+        metadata[_ORDER] = json.dumps(names)
+    return metadata
+
+
+def _ties(header: Header) -> dict[str, str]:
+    names = {entry.name for entry in header.entries}
+    return {
+        name: first
+        for name, first in header.metadata.items()
+        if name not in names and first in names and name not in {_FORMAT, _ORDER}
+    }
+
+
+def _order(path: Path, text: str, slices: dict[str, TensorSlice]) -> list[str]:
+    try:
+        names = json.loads(text)
+    except (ValueError, RecursionError):
+        names = None
+    fits = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if not fits or sorted(names) != sorted(slices):
+        raise CheckpointError(
+            f"{path}: {METADATA}: {_ORDER} is not a list of the file's names", AGAIN
+        )
+    return list(names)
+
+
+def _slice(path: Path, name: str, entry: Entry) -> TensorSlice:
+    return TensorSlice(
+        name=name,
+        shape=entry.shape,
+        stride=_row_major(entry.shape),
+        dtype_name=entry.dtype,
+        file=path,
+        offset=entry.begin,
+        storage_offset=entry.begin,
+        storage_bytes=entry.end - entry.begin,
+    )
+
+
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))

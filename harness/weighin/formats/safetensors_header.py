@@ -1,0 +1,214 @@
+"""A safetensors file's header: which tensors there are and where they lie. Standard library only.
+
+::
+
+    8 bytes   N, little-endian
+    N bytes   JSON: {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}
+    the rest  the tensors' bytes, without a hole; data_offsets count from here
+
+The JSON is read entry by entry, so that a crafted header costs no more memory than the tensors
+that it names.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+from weighin.errors import CheckpointError
+from weighin.formats.dtypes import ITEM_BYTES, LARGEST, is_sizes
+from weighin.formats.sniff import AGAIN, check_present, short, shown
+
+METADATA: Final = "__metadata__"
+
+DTYPES: Final = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
+    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
+    "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
+    "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
+}  # fmt: skip
+"""The format's names of dtypes, and torch's."""
+
+MOST_HEADER_BYTES: Final = 100_000_000  # the format's own limit
+MOST_TENSORS: Final = 200_000  # in one file; some 100 MiB of Python objects
+MOST_METADATA_BYTES: Final = 8 * 1024**2
+_MOST_ENTRY_BYTES: Final = 64 * 1024
+
+# Possessive (*+): a crafted header must not make the expression remember ways to go back.
+_STRING: Final = rb'"(?:[^"\\]|\\.)*+"'
+_ITEM: Final = re.compile(
+    rb"\s*+(" + _STRING + rb")\s*+:\s*+(\{(?:[^{}\"]|" + _STRING + rb")*+\})\s*+([,}])", re.DOTALL
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor: ``dtype`` as torch calls it, ``begin`` and ``end`` in bytes from the file's start."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What the header of one file says; ``entries`` in the header's own order."""
+
+    entries: tuple[Entry, ...]
+    metadata: dict[str, str]
+
+
+def read_header(path: Path) -> Header:
+    """Return what is in a file; every tensor lies inside it, and none over another.
+
+    Raises:
+        CheckpointError: names the file, what is wrong, and where.
+    """
+    check_present(path)
+    try:
+        with path.open("rb") as file:
+            file_bytes = os.fstat(file.fileno()).st_size
+            length = _length(path, file.read(8), file_bytes)
+            text = file.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}", AGAIN) from error
+    if len(text) != length:
+        raise _damaged(path, "the file became shorter while it was read")
+    data_start = 8 + length
+    entries: dict[str, Entry] = {}
+    metadata: dict[str, str] = {}
+    names = set()
+    for name, value in _items(path, text):
+        if name in names:
+            raise _damaged(path, f"{shown(name)} occurs twice in the header")
+        names.add(name)
+        if name == METADATA:
+            metadata = _metadata(path, value)
+        elif len(entries) == MOST_TENSORS:
+            raise _damaged(path, f"more than {MOST_TENSORS:,} tensors in one file")
+        else:
+            entries[name] = _entry(path, name, value, data_start)
+    _check_cover(path, list(entries.values()), data_start, file_bytes)
+    return Header(tuple(entries.values()), metadata)
+
+
+def _length(path: Path, head: bytes, file_bytes: int) -> int:
+    if len(head) < 8:
+        raise _damaged(path, f"truncated: {file_bytes} bytes, but the header's length takes 8")
+    length = int.from_bytes(head, "little")
+    if length > MOST_HEADER_BYTES:
+        raise _damaged(
+            path,
+            f"not a safetensors file, or damaged: its first 8 bytes announce a header of {length:,} "
+            f"bytes, and the format allows {MOST_HEADER_BYTES:,}",
+        )
+    if 8 + length > file_bytes:
+        raise _damaged(
+            path, f"truncated: the header ends at byte {8 + length:,}, the file at {file_bytes:,}"
+        )
+    return length
+
+
+def _items(path: Path, text: bytes) -> Iterator[tuple[str, bytes]]:
+    """Yield the name and the JSON text of each entry of the header."""
+    if text[:1] != b"{":
+        raise _damaged(path, f"the header does not begin with '{{' but with {text[:8]!r}")
+    at, last = 1, b","
+    if text[1:].strip() == b"}":
+        return
+    while last == b",":
+        item = _ITEM.match(text, at)
+        if item is None:
+            raise _damaged(path, f"the header is not the JSON of tensors at byte {8 + at:,}")
+        if item.end(1) - item.start(1) > _MOST_ENTRY_BYTES:
+            raise _damaged(path, f"a name of more than {_MOST_ENTRY_BYTES:,} bytes at {8 + at:,}")
+        yield _loads(path, item[1], at), item[2]
+        at, last = item.end(), item[3]
+    if text[at:].strip():
+        raise _damaged(path, f"the header goes on behind its end at byte {8 + at:,}")
+
+
+def _loads(path: Path, text: bytes, at: int | str) -> Any:
+    try:
+        return _DECODER.decode(text.decode())
+    except (ValueError, RecursionError) as error:
+        where = f"at byte {8 + at:,}" if isinstance(at, int) else f"in {at}"
+        reason = "it nests too deep" if isinstance(error, RecursionError) else error
+        raise _damaged(path, f"the header is not JSON {where}: {reason}") from error
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return found
+
+
+_DECODER: Final = json.JSONDecoder(object_pairs_hook=_no_duplicates)
+
+
+def _metadata(path: Path, text: bytes) -> dict[str, str]:
+    if len(text) > MOST_METADATA_BYTES:
+        raise _damaged(
+            path, f"{METADATA} takes {len(text):,} bytes of at most {MOST_METADATA_BYTES:,}"
+        )
+    found: dict[str, str] = _loads(path, text, METADATA)
+    for key, value in found.items():
+        if not isinstance(value, str):
+            raise _damaged(path, f"{METADATA}: {shown(key)} is not a string")
+    return found
+
+
+def _entry(path: Path, name: str, text: bytes, data_start: int) -> Entry:
+    if len(text) > _MOST_ENTRY_BYTES:
+        raise _damaged(path, f"tensor {shown(name)}: its entry takes {len(text):,} bytes")
+    fields = _loads(path, text, f"tensor {shown(name)}")
+    dtype = fields.get("dtype")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise _damaged(path, f"tensor {shown(name)}: dtype {short(dtype)} is none that torch has")
+    shape, offsets = fields.get("shape"), fields.get("data_offsets")
+    if not is_sizes(shape):
+        raise _damaged(path, f"tensor {shown(name)}: {short(shape)} is not a shape")
+    if not is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise _damaged(path, f"tensor {shown(name)}: {short(offsets)} are not offsets")
+    kind = DTYPES[dtype]
+    begin, end = offsets
+    needed = prod(shape) * ITEM_BYTES[kind]
+    if prod(max(size, 1) for size in shape) * ITEM_BYTES[kind] > LARGEST or needed != end - begin:
+        raise _damaged(
+            path,
+            f"tensor {shown(name)}: {dtype} of shape {short(shape)} takes {needed:,} bytes, "
+            f"its offsets leave {end - begin:,}",
+        )
+    return Entry(name, kind, tuple(shape), data_start + begin, data_start + end)
+
+
+def _check_cover(path: Path, entries: list[Entry], data_start: int, file_bytes: int) -> None:
+    """The tensors fill the rest of the file, none over another: the format demands it."""
+    at, before = data_start, "the header"
+    for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
+        if entry.begin != at:
+            what = "overlaps" if entry.begin < at else "leaves a hole behind"
+            raise _damaged(
+                path, f"tensor {shown(entry.name)} at byte {entry.begin:,} {what} {before}"
+            )
+        if entry.end > file_bytes:
+            raise _damaged(
+                path,
+                f"truncated: tensor {shown(entry.name)} ends at byte {entry.end:,}, "
+                f"the file at {file_bytes:,}",
+            )
+        at, before = entry.end, f"tensor {shown(entry.name)}"
+    if at != file_bytes:
+        raise _damaged(path, f"{file_bytes - at:,} bytes behind {before} belong to no tensor")
+
+
+def _damaged(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"{path}: {what}", AGAIN)

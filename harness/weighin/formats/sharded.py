@@ -1,0 +1,180 @@
+"""Hugging Face's shards: a folder of numbered files, and an index that says which key lies where.
+
+::
+
+    model-00001-of-00002.safetensors      or  pytorch_model-00001-of-00002.bin
+    model-00002-of-00002.safetensors          pytorch_model-00002-of-00002.bin
+    model.safetensors.index.json              pytorch_model.bin.index.json
+        {"metadata": {"total_size": 123}, "weight_map": {"key": "model-00001-of-00002.safetensors"}}
+
+A tied name lies in the shard of its first name. safetensors keeps it in the shard's own metadata,
+so it is not in the map. Where ties change the order of the state dict, ``weighin.order`` in the
+index's metadata keeps it.
+
+Shards must be plain names in the folder. They may be links that lead elsewhere: that is how
+Hugging Face's cache keeps them, and only whoever owns the folder can make one.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from weighin.atomic import sync_folder, write_text
+from weighin.errors import CheckpointError
+from weighin.formats import pt, safetensors
+from weighin.formats.base import Layout, Pieces, Progress, TensorPlan, TensorSlice
+from weighin.formats.bounded_json import read_object
+from weighin.formats.sniff import shown
+
+MAX_SHARD_BYTES: Final = 5 * 1024**3
+"""What one shard holds at most, unless a single tensor is larger; the field's usual 5 GB."""
+
+_ORDER: Final = "weighin.order"
+_AGAIN: Final = "download the missing or damaged files again, or convert the checkpoint again"
+
+
+class Sharded:
+    """A layout of shards that are each a checkpoint of layout ``shard``."""
+
+    SUFFIX = ""
+
+    def __init__(self, name: str, stem: str, suffix: str, shard: Layout) -> None:
+        self.NAME = name
+        self.index_name = f"{stem}{suffix}.index.json"
+        self._stem, self._suffix, self._shard = stem, suffix, shard
+        self._ties_in_map = shard.NAME == "pt"  # where two keys can name one storage
+
+    def matches(self, path: Path) -> bool:
+        """Tell whether a folder has an index of such shards."""
+        return path.is_dir() and (path / self.index_name).is_file()
+
+    def files(self, path: Path) -> list[Path]:
+        """Return the index and all shards; raises CheckpointError as ``read``."""
+        shards = dict.fromkeys(self._weight_map(path)[0].values())
+        return [path / self.index_name, *(path / name for name in shards)]
+
+    def read(self, path: Path) -> list[TensorSlice]:
+        """Return all tensors in the index's order, tied names where they were.
+
+        Raises:
+            CheckpointError: names the index or the shard, what is wrong, and where.
+        """
+        weight_map, order = self._weight_map(path)
+        found: dict[str, TensorSlice] = {}
+        for name in dict.fromkeys(weight_map.values()):
+            for place in self._read_shard(path / name, weight_map):
+                if place.name in found:
+                    where = f"{shown(place.name)} is in shard {found[place.name].file.name!r} too"
+                    raise CheckpointError(f"{path / name}: {where}", _AGAIN)
+                found[place.name] = place
+        for key, name in weight_map.items():
+            if key not in found:
+                raise self._damaged(path, f"{shown(key)} is not in its shard {shown(name)}")
+        names = order or [*weight_map, *(key for key in found if key not in weight_map)]
+        if sorted(names) != sorted(found):
+            raise self._damaged(path, f"{_ORDER} is not a list of the checkpoint's names")
+        return [found[name] for name in names]
+
+    def write(
+        self,
+        target: Path,
+        tensors: Sequence[TensorPlan],
+        pieces: Pieces,
+        progress: Progress | None = None,
+        *,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+    ) -> None:
+        """Write a folder that does not exist yet, its index last; see ``base.Layout.write``."""
+        from weighin.formats.raw import plan_bytes
+
+        shards = split(tensors, max_shard_bytes)
+        target.mkdir()
+        weight_map: dict[str, str] = {}
+        for number, shard in enumerate(shards, 1):
+            name = f"{self._stem}-{number:05d}-of-{len(shards):05d}{self._suffix}"
+            self._shard.write(target / name, shard, pieces, progress)
+            weight_map |= {
+                plan.name: name for plan in shard if plan.shared_with is None or self._ties_in_map
+            }
+        sizes = [plan_bytes(plan) for plan in tensors if plan.shared_with is None]
+        metadata: dict[str, Any] = {"total_size": sum(sizes)}
+        names = [plan.name for plan in tensors]
+        if list(weight_map) != names:
+            metadata[_ORDER] = names
+        index = {"metadata": metadata, "weight_map": weight_map}
+        sync_folder(target)
+        write_text(target / self.index_name, json.dumps(index, indent=2) + "\n")
+
+    def _weight_map(self, path: Path) -> tuple[dict[str, str], list[str] | None]:
+        """Return each key's shard, all of them files, and the order of all keys if it is said."""
+        index = read_object(path / self.index_name, _AGAIN)
+        weight_map, metadata = index.get("weight_map"), index.get("metadata")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise self._damaged(path, "damaged index: no 'weight_map'")
+        order = metadata.get(_ORDER) if isinstance(metadata, dict) else None
+        if order is not None and not _is_names(order):
+            raise self._damaged(path, f"{_ORDER} is not a list of the checkpoint's names")
+        checked: set[str] = set()
+        for key, name in weight_map.items():
+            if not isinstance(name, str) or not name or Path(name).name != name or "\0" in name:
+                raise self._damaged(
+                    path, f"the shard of {shown(key)} lies outside the folder: {shown(name)}"
+                )
+            if name not in checked and not _is_file(path / name):
+                raise self._damaged(path, f"shard {shown(name)} of {shown(key)} is missing")
+            checked.add(name)
+        return weight_map, order
+
+    def _read_shard(self, shard: Path, weight_map: dict[str, str]) -> list[TensorSlice]:
+        """Return a shard's tensors; raises CheckpointError where the index does not know one."""
+        places = self._shard.read(shard)
+        # A tie of safetensors lies where a tensor does that is in the map.
+        known = {place.offset for place in places if weight_map.get(place.name) == shard.name}
+        for place in places:
+            home = weight_map.get(place.name)
+            tied = home is None and not self._ties_in_map and place.offset in known
+            if home != shard.name and not tied:
+                where = f"in {shown(home)}" if home else "nowhere"
+                what = f"{shown(place.name)} is here, by the index {where}"
+                raise CheckpointError(f"{shard}: {what}", _AGAIN)
+        return places
+
+    def _damaged(self, path: Path, what: str) -> CheckpointError:
+        return CheckpointError(f"{path / self.index_name}: {what}", _AGAIN)
+
+
+def split(tensors: Sequence[TensorPlan], max_bytes: int) -> list[list[TensorPlan]]:
+    """Return the tensors in shards, filled in order; a tied name goes where its first name is."""
+    from weighin.formats.raw import plan_bytes
+
+    shards: list[list[TensorPlan]] = [[]]
+    homes: dict[str, list[TensorPlan]] = {}
+    filled = 0
+    for plan in tensors:
+        if plan.shared_with is not None:
+            homes[plan.shared_with].append(plan)
+            continue
+        size = plan_bytes(plan)
+        if shards[-1] and filled + size > max_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(plan)
+        homes[plan.name] = shards[-1]
+        filled += size
+    return shards
+
+
+def _is_names(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name that no file can have
+        return False
+
+
+SHARDED: Final = Sharded("sharded", "model", safetensors.SUFFIX, safetensors)
+SHARDED_PT: Final = Sharded("sharded_pt", "pytorch_model", ".bin", pt)

@@ -1,0 +1,213 @@
+"""Reads a pickled state dict without unpickling it: only what ``torch.save`` writes for tensors.
+
+A machine of our own for the instructions of pickle protocol 2, which is what torch's weights-only
+unpickler accepts. That one still calls constructors such as ``bytearray(10**12)``, and Python's own
+allocates what a crafted length asks for; here nothing is imported or called, every length is
+compared with what is there, and the number of objects is bounded.
+"""
+
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+from weighin.errors import CheckpointError
+from weighin.formats import tensor_refs
+from weighin.formats.sniff import AGAIN
+from weighin.formats.tensor_refs import Malformed, Named, NotTensors, WholeModule
+
+MOST_BYTES: Final = 32 * 1024**2
+"""Of one pickle: 200 times that of GPT-2 XL."""
+
+_MOST_PUSHED: Final = 3_000_000  # each some 40 bytes, and
+_MOST_OBJECTS: Final = 1_000_000  # of them lists, dicts, tuples and strings, each some 100
+_LONGEST_NAME: Final = 1000
+_LOOK_AHEAD_BYTES: Final = 1000
+_MARK: Final = object()
+
+
+def load(path: Path, file: BinaryIO, base: int = 0) -> Any:
+    """Return the next pickled value of ``file``, with tensors and storages as inert records.
+
+    ``base`` is where ``file`` begins in the file at ``path``, for messages.
+
+    Raises:
+        CheckpointError: damaged, or it holds more than tensors; names the byte.
+    """
+    machine = _Machine(file)
+    start = base + file.tell()
+    try:
+        return machine.run()
+    except WholeModule as error:
+        raise CheckpointError(
+            f"{path}: holds a whole pickled module ({error}), which only executing its code could"
+            " load: it was NOT executed",
+            "where you trust that code, load it with it and save plain weights:"
+            " torch.save(model.state_dict(), ...)",
+        ) from None
+    except NotTensors as error:
+        raise CheckpointError(
+            f"{path}: holds more than tensors, and was NOT executed: it refers to {error}",
+            "save plain weights where you trust the file: torch.save(model.state_dict(), ...)",
+        ) from None
+    except (Malformed, IndexError, KeyError, struct.error, UnicodeDecodeError) as error:
+        what = error if isinstance(error, Malformed) else "an instruction finds nothing to work on"
+        at = base + file.tell()
+        raise CheckpointError(
+            f"{path}: damaged: the pickle from byte {start:,} cannot be read at byte {at:,}: {what}",
+            AGAIN,
+        ) from error
+
+
+class _Machine:
+    """The pickle machine: a stack, marks on it, and a memo."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._stack: list[Any] = []
+        self._memo: dict[int, Any] = {}
+        self._left_bytes, self._left_objects = MOST_BYTES, _MOST_OBJECTS
+        self._do: dict[int, Callable[[], None]] = {
+            **_constants(self),
+            ord("c"): self._global, ord("R"): self._reduce, ord("b"): self._build,
+            ord("Q"): self._persistent, ord("\x81"): self._object, ord("\x80"): self._protocol,
+            ord("("): lambda: self._push(_MARK), ord("t"): self._tuple,
+            ord("\x85"): lambda: self._tuple_of(1), ord("\x86"): lambda: self._tuple_of(2),
+            ord("\x87"): lambda: self._tuple_of(3),
+            ord("]"): lambda: self._new([]), ord("}"): lambda: self._new({}),
+            ord("\x8f"): lambda: self._new([]),  # a set; only its place matters
+            ord("a"): lambda: self._extend([self._pop()]), ord("e"): lambda: self._extend(self._marked()),
+            ord("s"): lambda: self._update([self._pop(), self._pop()][::-1]),
+            ord("u"): lambda: self._update(self._marked()),
+            ord("X"): lambda: self._new(self._read(self._integer("<I")).decode("utf-8", "surrogatepass")),
+            ord("U"): lambda: self._new(self._read(self._integer("<B")).decode()),
+            ord("\x8a"): lambda: self._new(int.from_bytes(self._read(self._integer("<B")), "little", signed=True)),
+            ord("h"): lambda: self._push(self._memo[self._integer("<B")]),
+            ord("j"): lambda: self._push(self._memo[self._integer("<I")]),
+            ord("q"): lambda: self._memo.__setitem__(self._integer("<B"), self._top()),
+            ord("r"): lambda: self._memo.__setitem__(self._integer("<I"), self._top()),
+        }  # fmt: skip
+
+    def run(self) -> Any:
+        for _ in range(_MOST_PUSHED):
+            instruction = self._read(1)[0]
+            if instruction == ord("."):
+                return self._pop()
+            action = self._do.get(instruction)
+            if action is None:
+                raise Malformed(f"instruction {instruction:#04x}, which no state dict needs")
+            action()
+        raise Malformed(f"more than {_MOST_PUSHED:,} instructions")
+
+    def _read(self, size: int) -> bytes:
+        self._left_bytes -= size
+        if self._left_bytes < 0:
+            raise Malformed(f"longer than {MOST_BYTES:,} bytes")
+        data = self._file.read(size)
+        if len(data) != size:
+            raise Malformed("truncated: the file ends")
+        return data
+
+    def _integer(self, form: str) -> int:
+        return int(struct.unpack(form, self._read(struct.calcsize(form)))[0])
+
+    def _push(self, value: Any) -> None:
+        self._stack.append(value)
+
+    def _new(self, value: Any) -> None:
+        self._count(1)
+        self._stack.append(value)
+
+    def _count(self, objects: int) -> None:
+        self._left_objects -= objects
+        if self._left_objects < 0:
+            raise Malformed(f"more than {_MOST_OBJECTS:,} objects")
+
+    def _pop(self) -> Any:
+        value = self._stack.pop()
+        if value is _MARK:
+            raise Malformed("a mark stands where a value should")
+        return value
+
+    def _top(self) -> Any:
+        if self._stack[-1] is _MARK:
+            raise Malformed("a mark stands where a value should")
+        return self._stack[-1]
+
+    def _marked(self) -> list[Any]:
+        """Return what lies above the last mark, and take it and the mark away."""
+        for at in range(len(self._stack) - 1, -1, -1):
+            if self._stack[at] is _MARK:
+                values = self._stack[at + 1 :]
+                del self._stack[at:]
+                return values
+        raise Malformed("a mark is missing")
+
+    def _tuple(self) -> None:
+        self._new(tuple(self._marked()))
+
+    def _tuple_of(self, size: int) -> None:
+        self._new(tuple([self._pop() for _ in range(size)][::-1]))
+
+    def _extend(self, values: list[Any]) -> None:
+        target = self._top()
+        if not isinstance(target, list):
+            raise Malformed("something is appended to what is no list")
+        target += values
+
+    def _update(self, values: list[Any]) -> None:
+        target = self._top()
+        if not isinstance(target, dict) or len(values) % 2:
+            raise Malformed("something is set in what is no dict")
+        for key, value in zip(values[::2], values[1::2], strict=True):
+            tensor_refs.put(target, key, value)
+
+    def _protocol(self) -> None:
+        self._read(1)
+
+    def _global(self) -> None:
+        module, name = self._line(), self._line()
+        self._new(Named(f"{module}.{name}"))
+
+    def _line(self) -> str:
+        line = self._file.readline(_LONGEST_NAME)
+        self._left_bytes -= len(line)
+        if not line.endswith(b"\n"):
+            raise Malformed("the name of a function or class does not end")
+        return line[:-1].decode()
+
+    def _reduce(self) -> None:
+        arguments, function = self._pop(), self._pop()
+        if isinstance(arguments, tuple):  # an OrderedDict of a list is a copy, call for call
+            self._count(sum(len(each) for each in arguments if isinstance(each, list)))
+        self._new(tensor_refs.call(function, arguments))
+
+    def _object(self) -> None:
+        """Refuse an object of a class: its first attributes, which follow, tell a module."""
+        self._pop()
+        tensor_refs.create(self._pop(), self._file.read(_LOOK_AHEAD_BYTES))
+
+    def _build(self) -> None:
+        """Set on the value below what is said of it: the metadata of a state dict."""
+        state, target = self._pop(), self._top()
+        if not isinstance(target, dict):
+            raise Malformed(f"a state is given to a {tensor_refs.type_name(target)}")
+        if isinstance(target, tensor_refs.StateDict):
+            target.build(state)
+
+    def _persistent(self) -> None:
+        self._new(tensor_refs.storage(self._pop()))
+
+
+def _constants(machine: _Machine) -> dict[int, Callable[[], None]]:
+    push, integer = machine._push, machine._integer
+    return {
+        ord("N"): lambda: push(None),
+        ord("\x88"): lambda: push(True),
+        ord("\x89"): lambda: push(False),
+        ord(")"): lambda: push(()),
+        ord("J"): lambda: push(integer("<i")),
+        ord("K"): lambda: push(integer("<B")),
+        ord("M"): lambda: push(integer("<H")),
+        ord("G"): lambda: push(struct.unpack(">d", machine._read(8))[0]),
+    }

@@ -1,0 +1,207 @@
+"""The zip archive that ``torch.save`` writes: where its records lie. Standard library only.
+
+Written by ourselves because a crafted archive makes Python's ``zipfile`` read a directory of any
+size at once, and torch's own reader is C++. Only what torch writes is accepted: stored records,
+each inside the file, none over another, no name twice.
+"""
+
+import os
+import shlex
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from io import DEFAULT_BUFFER_SIZE
+from itertools import islice
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Final
+
+from weighin.errors import CheckpointError
+from weighin.formats.sniff import AGAIN, check_present, shown
+
+if TYPE_CHECKING:
+    from weighin.formats.file_view import FileView
+
+MOST_DIRECTORY_BYTES: Final = 32 * 1024**2
+MOST_RECORDS: Final = 250_000
+
+_END: Final = struct.Struct(
+    "<4s4H2LH"
+)  # magic, disks, entries, directory's size and start, comment
+_END64: Final = struct.Struct("<4sQ2H2L4Q")
+_LOCATOR64: Final = struct.Struct("<4sLQL")
+_ENTRY: Final = struct.Struct("<4s6H3L5H2L")
+_LOCAL: Final = struct.Struct("<4s5H3L2H")
+_LONGEST_COMMENT: Final = 65_535
+_ENCRYPTED: Final = 1
+_LEGACY_MAGIC: Final = 0x1950A86A20F9469CFC6C.to_bytes(10, "little")  # torch before 1.6
+_SAVE_AGAIN: Final = "load the file and save it again with torch.save"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One record: where its bytes start in the file, and how many they are."""
+
+    start: int
+    size: int
+
+
+class Archive:
+    """The records of one archive, checked. ``file`` must stay open while it is read from."""
+
+    def __init__(self, path: Path, file: "IO[bytes] | FileView") -> None:
+        """Read the directory; ``path`` is for messages.
+
+        Raises:
+            CheckpointError: names the file, what is wrong, and where.
+        """
+        self._path, self._file = path, file
+        self._size = file.seek(0, os.SEEK_END)
+        at, length = self._directory()
+        self.records: dict[str, Record] = {}
+        entries = list(islice(self._entries(self._read(at, length)), MOST_RECORDS + 1))
+        self._announce(local_at for _, local_at, _ in entries)
+        for name, local_at, size in entries:
+            if name in self.records:
+                raise self._damaged(f"record {shown(name)} occurs twice")
+            if len(self.records) == MOST_RECORDS:
+                raise self._damaged(f"more than {MOST_RECORDS:,} records")
+            self.records[name] = self._record(name, local_at, size, at)
+        self._check_apart()
+
+    def read(self, name: str, at_most: int) -> bytes:
+        """Return the bytes of a record.
+
+        Raises:
+            CheckpointError: it is missing, or longer than ``at_most``.
+        """
+        record = self.records.get(name)
+        if record is None:
+            raise self._damaged(f"record {shown(name)} is missing")
+        if record.size > at_most:
+            raise self._damaged(
+                f"record {shown(name)} has {record.size:,} bytes, at most {at_most:,} make sense"
+            )
+        return self._read(record.start, record.size)
+
+    def _directory(self) -> tuple[int, int]:
+        """Return where the central directory begins, and its length."""
+        tail_at = max(0, self._size - _END.size - _LONGEST_COMMENT)
+        tail = self._read(tail_at, self._size - tail_at)
+        end_at = tail.rfind(b"PK\5\6")
+        if end_at < 0 or len(tail) - end_at < _END.size:
+            raise CheckpointError(f"{self._path}: truncated: the zip archive has no end", AGAIN)
+        *_, length, at, _comment = _END.unpack_from(tail, end_at)
+        limit = tail_at + end_at
+        if end_at >= _LOCATOR64.size and tail[end_at - _LOCATOR64.size :].startswith(b"PK\6\7"):
+            limit = _LOCATOR64.unpack_from(tail, end_at - _LOCATOR64.size)[2]
+            magic, *_, length, at = _END64.unpack(self._read(limit, _END64.size))
+            if magic != b"PK\6\6":
+                raise self._damaged(f"there is no end of the directory at byte {limit:,}")
+        if length > MOST_DIRECTORY_BYTES:
+            raise self._damaged(
+                f"a directory of {length:,} bytes, at most {MOST_DIRECTORY_BYTES:,} make sense"
+            )
+        if at + length > limit:
+            raise self._damaged(f"the directory at byte {at:,} lies outside the archive")
+        return at, length
+
+    def _entries(self, directory: bytes) -> Iterator[tuple[str, int, int]]:
+        """Yield each record's name, the place of its own header, and its size."""
+        at = 0
+        while at < len(directory):
+            if len(directory) - at < _ENTRY.size:
+                raise self._damaged("the directory ends in the middle of an entry")
+            fields = _ENTRY.unpack_from(directory, at)
+            flags, method, packed, size = fields[3], fields[4], fields[8], fields[9]
+            name_bytes, extra_bytes, comment_bytes, local_at = *fields[10:13], fields[16]
+            at += _ENTRY.size
+            name = directory[at : at + name_bytes].decode("utf-8", "surrogateescape")
+            extra = directory[at + name_bytes : at + name_bytes + extra_bytes]
+            at += name_bytes + extra_bytes + comment_bytes
+            if fields[0] != b"PK\1\2" or at > len(directory):
+                raise self._damaged("the directory has an entry that is none")
+            if method:
+                raise CheckpointError(
+                    f"{self._path}: record {shown(name)} is compressed", _SAVE_AGAIN
+                )
+            size, packed, local_at = self._wide(name, extra, [size, packed, local_at])
+            if packed != size or flags & _ENCRYPTED:
+                raise self._damaged(f"record {shown(name)} is not stored as it is")
+            yield name, local_at, size
+
+    def _wide(self, name: str, extra: bytes, values: list[int]) -> list[int]:
+        """Return the values of an entry, those of 64 bits from its extra field."""
+        wanted = [place for place, value in enumerate(values) if value == 0xFFFFFFFF]
+        at = 0
+        while wanted and at + 4 <= len(extra):
+            kind, length = struct.unpack_from("<2H", extra, at)
+            if kind == 1 and 8 * len(wanted) <= min(length, len(extra) - at - 4):
+                wide = struct.unpack_from(f"<{len(wanted)}Q", extra, at + 4)
+                for place, value in zip(wanted, wide, strict=True):
+                    values[place] = value
+                return values
+            at += 4 + length
+        if wanted:
+            raise self._damaged(f"record {shown(name)} does not say how long it is")
+        return values
+
+    def _announce(self, places: Iterable[int]) -> None:
+        """Let the disk look for all headers at once: read one by one, each would wait for it."""
+        try:
+            descriptor = self._file.fileno()
+        except OSError:
+            return  # inside another file, where there are few
+        if hasattr(os, "posix_fadvise"):
+            for at in places:
+                if at < self._size:
+                    os.posix_fadvise(descriptor, at, DEFAULT_BUFFER_SIZE, os.POSIX_FADV_WILLNEED)
+
+    def _record(self, name: str, local_at: int, size: int, directory_at: int) -> Record:
+        """Return where a record's bytes lie, by the header before them."""
+        if local_at + _LOCAL.size <= directory_at:
+            header = _LOCAL.unpack(self._read(local_at, _LOCAL.size))
+            start = local_at + _LOCAL.size + header[9] + header[10]
+            if header[0] == b"PK\3\4" and start + size <= directory_at:
+                return Record(start, size)
+        raise self._damaged(f"record {shown(name)} at byte {local_at:,} lies outside the archive")
+
+    def _check_apart(self) -> None:
+        end, before = 0, ""
+        for name, record in sorted(self.records.items(), key=lambda item: item[1].start):
+            if record.start < end:
+                raise self._damaged(f"record {shown(name)} lies over record {shown(before)}")
+            end, before = record.start + record.size, name
+
+    def _read(self, at: int, size: int) -> bytes:
+        if at + size > self._size:
+            raise self._damaged(f"truncated: it ends at byte {self._size:,}, not {at + size:,}")
+        self._file.seek(at)
+        data = self._file.read(size) or b""
+        if len(data) != size:
+            raise self._damaged("the file became shorter while it was read")
+        return data
+
+    def _damaged(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self._path}: damaged: {what}", AGAIN)
+
+
+def check_file(path: Path) -> None:
+    """Raise CheckpointError where ``path`` cannot be a zip checkpoint, with what it is instead."""
+    head = check_present(path)
+    if not head.startswith(b"PK"):
+        raise _not_a_zip(path, head)
+
+
+def _not_a_zip(path: Path, head: bytes) -> CheckpointError:
+    if _LEGACY_MAGIC in head[:32]:
+        line = "import sys, torch; p = sys.argv[1]; torch.save(torch.load(p, weights_only=True), p + '.new')"
+        return CheckpointError(
+            f"{path}: written in the format of torch before 1.6, which cannot be mapped",
+            f'convert it: python -c "{line}" {shlex.quote(str(path))}',
+        )
+    if path.suffix == ".safetensors":
+        return CheckpointError(
+            f"{path}: called .safetensors, but neither that nor a file that torch.save wrote",
+            AGAIN,
+        )
+    return CheckpointError(f"{path}: not a checkpoint that torch.save wrote", AGAIN)

@@ -1,0 +1,163 @@
+"""The baseline file: what was measured, and what may change. Committed, and read in diffs.
+
+Above the line that begins with ``# measured`` it belongs to its owner, comments and all; below,
+``--update`` writes it (``weighin.gate.freeze``): sorted, one figure a line.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from shlex import quote
+from typing import Annotated, Final, Literal
+
+from pydantic import BeforeValidator, Field, StrictInt
+
+from weighin.errors import ConfigError, HarnessError, SchemaTooNew
+from weighin.gate import budgets, expected
+from weighin.gate.budgets import Budget
+from weighin.gate.expected import Expectation
+from weighin.records.machine import Policy, Setting
+from weighin.records.metrics import METRICS, Metric, Tolerance, named
+from weighin.records.series import Figure, Series
+from weighin.suite import config
+
+SCHEMA: Final = 1
+
+
+def _as_mapping(value: object) -> object:
+    return {} if value is None else value  # a key with nothing behind it
+
+
+def _as_list(value: object) -> object:
+    return [] if value is None else value
+
+
+_Map = BeforeValidator(_as_mapping)
+
+
+def _as_choice(value: object) -> object:
+    return None if value in (False, "off") else value  # YAML reads a bare off as false
+
+
+class _Tolerance(config.Strict):
+    relative: Annotated[float | None, Field(ge=0, allow_inf_nan=False)] = None
+    absolute: str | int | None = None
+    direction: Literal["lower", "higher", "both"] | None = None
+
+
+_Choice = Annotated[_Tolerance | None, BeforeValidator(_as_choice)]
+_Range = Annotated[list[StrictInt], Field(min_length=3, max_length=3)]
+
+
+class _Series(config.Strict):
+    outcome: str
+    repeats: Annotated[int, Field(ge=1)]
+    model_bytes: StrictInt | None = None
+    figures: Annotated[dict[str, StrictInt | _Range], _Map] = Field(default_factory=dict)
+    phases: Annotated[dict[str, dict[str, StrictInt]], _Map] = Field(default_factory=dict)
+
+
+class _Measured(config.Strict):
+    environment: Annotated[dict[str, str | int | float | bool | None], _Map] = Field(
+        default_factory=dict
+    )
+    series: Annotated[dict[str, _Series], _Map] = Field(default_factory=dict)
+
+
+class _File(config.Strict):
+    schema_: Annotated[int, Field(alias="schema", ge=1)]
+    metrics: Annotated[dict[str, _Choice], _Map] = Field(default_factory=dict)
+    budgets: Annotated[list[str], BeforeValidator(_as_list)] = Field(default_factory=list)
+    expect: Annotated[dict[str, str], _Map] = Field(default_factory=dict)
+    environment: Annotated[dict[str, Policy], _Map] = Field(default_factory=dict)
+    measured: _Measured = _Measured()
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What may change. ``tolerances`` has only the metrics that are judged."""
+
+    tolerances: dict[str, Tolerance]
+    budgets: tuple[Budget, ...] = ()
+    policies: dict[str, Policy] | None = None
+    expected: tuple[Expectation, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """A baseline file: its rules, and the series that were measured, by name."""
+
+    rules: Rules
+    environment: dict[str, Setting]
+    series: dict[str, Series]
+
+
+def default_rules() -> Rules:
+    """Return what holds where no baseline says otherwise."""
+    return Rules({name: metric.tolerance for name, metric in METRICS.items()})
+
+
+def read(path: Path) -> Baseline:
+    """Read a baseline file.
+
+    Raises:
+        ConfigError: it is not there or cannot be used; names the key.
+        SchemaTooNew: a later version wrote it.
+    """
+    if not path.exists():
+        raise ConfigError(
+            f"there is no baseline {path}",
+            f"write it from a run that is as it should be: weighin check RUN --baseline {quote(str(path))} --update",
+        )
+    content = config.read_mapping(path)
+    schema = content.get("schema")
+    if isinstance(schema, int) and schema > SCHEMA:
+        raise SchemaTooNew(
+            f"{path}: written by a later weighin (schema {schema}; this one knows {SCHEMA})",
+            "pip install --upgrade weighin",
+        )
+    file = config.validate(_File, content, str(path))
+    try:
+        rules = _rules(file)
+    except HarnessError as error:
+        raise ConfigError(f"{path}: {error.message}", error.repair) from None
+    series = {name: _as_series(one) for name, one in file.measured.series.items()}
+    return Baseline(rules, dict(file.measured.environment), series)
+
+
+def _rules(file: _File) -> Rules:
+    tolerances = dict(default_rules().tolerances)
+    for name, chosen in file.metrics.items():
+        metric = named(name)
+        if chosen:
+            tolerances[metric.name] = _tolerance(metric, chosen)
+        else:
+            tolerances.pop(metric.name, None)
+    return Rules(
+        tolerances,
+        tuple(budgets.parse(text) for text in file.budgets),
+        dict(file.environment),
+        tuple(expected.of_file(selector, outcome) for selector, outcome in file.expect.items()),
+    )
+
+
+def _tolerance(metric: Metric, chosen: _Tolerance) -> Tolerance:
+    """Return the default with what is chosen in place of it; a share alone stands alone."""
+    result = metric.tolerance
+    if chosen.relative is not None or chosen.absolute is not None:
+        absolute = chosen.absolute or 0
+        result = replace(
+            result,
+            relative=chosen.relative or 0.0,
+            absolute=metric.parse(absolute) if isinstance(absolute, str) else absolute,
+        )
+    return replace(result, direction=chosen.direction) if chosen.direction else result
+
+
+def _as_series(one: _Series) -> Series:
+    figures = {
+        name: Figure(*value) if isinstance(value, list) else Figure(value, value, value)
+        for name, value in one.figures.items()
+    }
+    return Series(
+        one.outcome, one.repeats, one.model_bytes, figures=figures, phases=dict(one.phases)
+    )

@@ -1,0 +1,120 @@
+"""Absolute budgets as expressions: ``peak_rss <= 1.1 x model``, ``floor <= 8GiB``.
+
+::
+
+    budget  = [pattern ":"] metric ("<=" | "<") term {"+" term}
+    term    = size | duration | [number "x"] ("model" | "limit")
+    pattern = shell wildcards on any word of a series' name, such as a strategy's
+
+What is printed of a budget can be read again.
+"""
+
+import re
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Final, Literal
+
+from weighin.errors import ConfigError
+from weighin.records.metrics import Metric, named
+from weighin.records.series import Series, selects
+
+Reference = Literal["model", "limit"]
+
+_BUDGET: Final = re.compile(
+    r"\s*(?:(?P<pattern>\S+?)\s*:)?\s*(?P<metric>\w+)\s*(?P<sign><=|<)\s*(?P<bound>[^<>=]+?)\s*"
+)
+_SHARE: Final = re.compile(
+    r"(?:(?P<factor>\d+(?:\.\d*)?|\.\d+)\s*[x*]\s*)?(?P<reference>model|limit)"
+)
+_EXAMPLES: Final = (
+    'write it as in "peak_rss <= 1.1 x model", "floor <= 8GiB" or'
+    ' "streaming: anon <= model + 300MiB"'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """A fixed amount in the metric's unit, or so many times the model or the RAM limit."""
+
+    amount: int = 0
+    factor: float = 0.0
+    reference: Reference | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a metric must not exceed, in every series that ``pattern`` matches."""
+
+    metric: Metric
+    sign: Literal["<=", "<"]
+    terms: tuple[Term, ...]
+    pattern: str = "*"
+
+    def __str__(self) -> str:
+        """The budget in its one normal form; ``parse`` reads it back."""
+        scope = "" if self.pattern == "*" else f"{self.pattern}: "
+        bound = " + ".join(self._shown(term) for term in self.terms)
+        return f"{scope}{self.metric.name} {self.sign} {bound}"
+
+    def covers(self, name: str) -> bool:
+        """Tell whether a series of this name is meant."""
+        return selects(self.pattern, name)
+
+    def bound(self, series: Series) -> int | None:
+        """Return the bound for a series in the metric's unit; None where it has no such thing."""
+        total = 0.0
+        for term in self.terms:
+            if term.reference is None:
+                total += term.amount
+                continue
+            base = series.model_bytes if term.reference == "model" else series.limit_bytes
+            if base is None:
+                return None
+            total += term.factor * base
+        return round(total)
+
+    def is_kept(self, value: int, bound: int) -> bool:
+        """Tell whether a figure is within a bound."""
+        return value <= bound if self.sign == "<=" else value < bound
+
+    def _shown(self, term: Term) -> str:
+        if term.reference is None:
+            return self.metric.precise(term.amount)
+        if term.factor == 1:
+            return term.reference
+        factor = f"{Decimal(repr(term.factor)):f}".removesuffix(".0")
+        return f"{factor} x {term.reference}"
+
+
+def parse(text: str) -> Budget:
+    """Return the budget that ``text`` writes out.
+
+    Raises:
+        ConfigError: it is no such expression, or compares a metric with what has another unit.
+        UnknownName: there is no such metric.
+    """
+    match = _BUDGET.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"cannot read the budget {text!r}", _EXAMPLES)
+    metric = named(match["metric"])
+    terms = tuple(_term(part.strip(), metric, text) for part in match["bound"].split("+"))
+    sign: Literal["<=", "<"] = "<=" if match["sign"] == "<=" else "<"
+    return Budget(metric, sign, terms, match["pattern"] or "*")
+
+
+def _term(text: str, metric: Metric, budget: str) -> Term:
+    share = _SHARE.fullmatch(text)
+    if share is None:
+        try:
+            return Term(amount=metric.parse(text))
+        except ConfigError as error:
+            raise ConfigError(
+                f"cannot read the budget {budget!r}: {error.message}", error.repair or _EXAMPLES
+            ) from None
+    if metric.unit != "bytes":
+        raise ConfigError(
+            f"cannot read the budget {budget!r}: {metric.name} is a time, and {share['reference']} a size",
+            f'write a duration, as in "{metric.name} <= 10 s"',
+        )
+    reference: Reference = "model" if share["reference"] == "model" else "limit"
+    return Term(factor=float(share["factor"] or 1), reference=reference)

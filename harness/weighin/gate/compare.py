@@ -1,0 +1,203 @@
+"""``weighin compare``: the same series in several runs, beside each other: two commits, two torches.
+
+Says what changed beyond the noise of the first run's repeats and the metric's tolerance; judges
+nothing.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from string import ascii_uppercase
+from typing import Final
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from weighin.errors import ConfigError
+from weighin.gate.check import Measured, read_runs
+from weighin.gate.evaluate import judge_figure
+from weighin.gate.lines import Line, Verdict
+from weighin.gate.tables import short_names
+from weighin.records.machine import differences
+from weighin.records.metrics import METRICS, Metric, named
+from weighin.records.series import Series
+from weighin.text import markdown, one_line
+
+_STYLES: Final = {Verdict.REGRESSED: "bold red", Verdict.IMPROVED: "green"}
+_SHORT_COMMIT: Final = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One metric of one series in every run; ``lines`` judge each run after the first against it.
+
+    A text is None where a run has no such figure; so is a line where either of the two has none.
+    """
+
+    series: str
+    what: str
+    texts: tuple[str | None, ...]
+    lines: tuple[Line | None, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Several runs: what each is, and their figures row by row. ``common`` is true of all."""
+
+    headings: tuple[str, ...]
+    rows: tuple[Row, ...]
+    common: str
+    warnings: tuple[str, ...] = ()
+
+
+def compare(folders: Sequence[Path], metrics: Sequence[str] = ()) -> Comparison:
+    """Compare runs with the first of them.
+
+    Series are matched by all that varies within a run; what is one thing in each whole run, and
+    another in another, such as the isolation, is said of the run instead.
+
+    Raises:
+        ConfigError: fewer than two runs, or more than letters to name them by.
+        RecordError: one is no run.
+    """
+    if not 2 <= len(folders) <= len(ascii_uppercase):
+        raise ConfigError(
+            f"cannot compare {len(folders)} run{'s' * (len(folders) != 1)}",
+            "name two or more: weighin compare results/RUN_A results/RUN_B",
+        )
+    chosen = [named(name) for name in metrics] or list(METRICS.values())
+    runs = [read_runs([folder]) for folder in folders]
+    own = _own_words(runs)
+    keyed = [{_key(name, own): one for name, one in run.series.items()} for run in runs]
+    names, common = short_names(name for series in keyed for name in series)
+    rows = [
+        row
+        for name, short in names.items()
+        for row in _rows(short, [series.get(name) for series in keyed], chosen)
+    ]
+    return Comparison(
+        headings=tuple(_headings(folders, runs, own)),
+        rows=tuple(rows),
+        common=common,
+        warnings=tuple(warning for run in runs for warning in run.warnings),
+    )
+
+
+def terminal(comparison: Comparison) -> RenderableType:
+    """Return the comparison for a terminal: values, and below each how it differs from A."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
+    table.add_column("series", overflow="fold")
+    table.add_column("metric", no_wrap=True)
+    for letter in _letters(comparison):
+        table.add_column(letter, justify="right")
+    last = None
+    for row in comparison.rows:
+        cells = [Text(row.texts[0] or "-")]
+        for text, line in zip(row.texts[1:], row.lines, strict=True):
+            cells.append(_cell(text, line))
+        table.add_row(row.series if row.series != last else "", row.what, *cells)
+        last = row.series
+    parts: list[RenderableType] = [Text(heading) for heading in comparison.headings]
+    parts.append(table)
+    if comparison.common:
+        parts.append(Text(f"all: {comparison.common}", style="dim"))
+    parts.append(Text(_summary(comparison), style="bold"))
+    return Group(*parts)
+
+
+def write_markdown(comparison: Comparison) -> str:
+    """Return the comparison as Markdown; what changed beyond noise is bold."""
+    heads = ["series", "metric", *_letters(comparison)]
+    rows = [heads, ["---", "---", *("---:" for _ in _letters(comparison))]]
+    for row in comparison.rows:
+        cells = [markdown(row.texts[0] or "-")]
+        for text, line in zip(row.texts[1:], row.lines, strict=True):
+            change = markdown(_change(line))
+            changed = line is not None and line.verdict in _STYLES
+            cells.append(
+                markdown(text or "-") + (f" **{change}**" if changed else f" {change}").rstrip()
+            )
+        rows.append([markdown(row.series), markdown(row.what), *cells])
+    lines = [f"- {markdown(heading)}" for heading in comparison.headings]
+    table = [f"| {' | '.join(row)} |" for row in rows]
+    end = [f"All: {markdown(comparison.common)}", ""] if comparison.common else []
+    return "\n".join([*lines, "", *table, "", *end, markdown(_summary(comparison)), ""])
+
+
+def _rows(name: str, series: Sequence[Series | None], metrics: Iterable[Metric]) -> Iterator[Row]:
+    outcomes = [one.outcome if one else None for one in series]
+    if any(outcome != "ok" for outcome in outcomes):
+        yield Row(name, "outcome", tuple(outcomes), (None,) * (len(series) - 1))
+    for metric in metrics:
+        figures = [one.figures.get(metric.name) if one else None for one in series]
+        if not any(figures):
+            continue
+        first = figures[0]
+        lines = tuple(
+            judge_figure(name, metric, metric.tolerance, first, other, ())
+            if first and other
+            else None
+            for other in figures[1:]
+        )
+        texts = tuple(metric.text(figure.median) if figure else None for figure in figures)
+        yield Row(name, metric.title, texts, lines)
+
+
+def _cell(text: str | None, line: Line | None) -> Text:
+    cell = Text(text or "-")
+    if line and line.was and line.now is not None:
+        share = f"\n{(line.now - line.was) / line.was * 100:+.1f} %"
+        cell.append(share, style=_STYLES.get(line.verdict, "dim"))
+    return cell
+
+
+def _change(line: Line | None) -> str:
+    if line is None or line.metric is None or line.was is None or line.now is None:
+        return ""
+    return line.metric.change(line.was, line.now)
+
+
+def _summary(comparison: Comparison) -> str:
+    verdicts = [line.verdict for row in comparison.rows for line in row.lines if line]
+    worse, better = verdicts.count(Verdict.REGRESSED), verdicts.count(Verdict.IMPROVED)
+    return (
+        f"{len(verdicts)} figures compared with A: {worse} larger and {better} smaller beyond noise"
+    )
+
+
+def _letters(comparison: Comparison) -> str:
+    return ascii_uppercase[: len(comparison.headings)]
+
+
+def _own_words(runs: Sequence[Measured]) -> set[int]:
+    """Return the places in a series' name that hold one word in each run, but not one in all."""
+    words = [[name.split(" ") for name in run.series] for run in runs]
+    shortest = min(len(name) for names in words for name in names)
+    own = set()
+    for place in range(shortest):
+        found = [{name[place] for name in names} for names in words]
+        if all(len(one) == 1 for one in found) and len(set.union(*found)) > 1:
+            own.add(place)
+    return own
+
+
+def _key(name: str, own: set[int]) -> str:
+    """Return a series' name without what is one run's own; the words keep their places."""
+    return " ".join("" if place in own else word for place, word in enumerate(name.split(" ")))
+
+
+def _headings(folders: Sequence[Path], runs: Sequence[Measured], own: set[int]) -> Iterator[str]:
+    """Yield what each run is: its folder, its commit, and how it differs from the first."""
+    for letter, folder, run in zip(ascii_uppercase, folders, runs, strict=False):
+        words = next(iter(run.series)).split(" ")
+        facts = [words[place] for place in sorted(own)]
+        for key, before in (("git_commit", "commit "), ("torch", "torch ")):
+            if value := run.environment.get(key):
+                facts.append(
+                    f"{before}{str(value)[:_SHORT_COMMIT] if key == 'git_commit' else value}"
+                )
+        found = differences(runs[0].environment, run.environment, {})
+        facts += [str(one) for one in found if one.name != "torch"]
+        yield one_line(f"{letter} = {folder}: {', '.join(facts) or 'nothing known of where'}")

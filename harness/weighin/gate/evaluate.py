@@ -1,0 +1,174 @@
+"""The judgement: every series and metric beside its baseline and its budgets, the worst first."""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from weighin.gate.baseline import Baseline, Rules
+from weighin.gate.budgets import Budget
+from weighin.gate.lines import Growth, Judgement, Line, Verdict
+from weighin.gate.outcomes import Outcomes
+from weighin.records.machine import Difference, Setting, differences, spoils_times
+from weighin.records.metrics import METRICS, Metric, Tolerance
+from weighin.records.series import Figure, Series
+
+_ORDER = tuple(Verdict)
+
+
+def judge(
+    baseline: Baseline | None,
+    rules: Rules,
+    environment: Mapping[str, Setting],
+    series: Mapping[str, Series],
+) -> Judgement:
+    """Compare what was measured with a baseline, where there is one, and with the budgets."""
+    outcomes = Outcomes(
+        baseline.series if baseline else None, series, rules.budgets, rules.expected
+    )
+    lines = list(outcomes.lines())
+    found: list[Difference] = []
+    notes = list(outcomes.notes())
+    if baseline:
+        found = differences(baseline.environment, environment, rules.policies or {})
+        lines += _settings(found)
+        tolerances = rules.tolerances
+        if spoils_times(found):
+            tolerances = {n: t for n, t in tolerances.items() if METRICS[n].portable}
+            if len(tolerances) < len(rules.tolerances):
+                notes.append(
+                    "times are not judged: they were measured on another machine or setting"
+                )
+        for name in baseline.series:
+            was, now = baseline.series.get(name), series.get(name)
+            lines += _figures(name, was, now, tolerances) if was and now else []
+    for budget in rules.budgets:
+        lines += _budget(budget, series)
+        notes += _without_figure(budget, series)
+    if baseline and not baseline.series.keys() & series.keys():
+        first, other = next(iter(baseline.series), "nothing"), next(iter(series), "nothing")
+        notes.append(f"no series is in both: the baseline has {first}, the run {other}, for one")
+    notes += _noisy(baseline, rules) if baseline else []
+    ordered = sorted(lines, key=lambda line: (_ORDER.index(line.verdict), -line.excess))
+    return Judgement(tuple(ordered), tuple(found), tuple(notes))
+
+
+def _settings(found: Iterable[Difference]) -> Iterator[Line]:
+    for one in found:
+        verdict = Verdict.DIFFERS if one.policy == "fail" else Verdict.CHANGED
+        yield Line(verdict, "environment", one.name, str(one))
+
+
+def _figures(
+    name: str, was: Series, now: Series, tolerances: Mapping[str, Tolerance]
+) -> Iterator[Line]:
+    if was.model_bytes and now.model_bytes and was.model_bytes != now.model_bytes:
+        text = f"another model: {was.model_bytes:,} bytes -> {now.model_bytes:,} bytes"
+        yield Line(Verdict.DIFFERS, name, "model", text)
+        return
+    if not (was.is_ok and now.is_ok):
+        return  # the peak of a cell that was cut off says nothing of its need
+    for metric_name, tolerance in tolerances.items():
+        metric = METRICS[metric_name]
+        before, after = was.figures.get(metric_name), now.figures.get(metric_name)
+        if before and after:
+            phases = _growth(metric, was, now)
+            yield judge_figure(name, metric, tolerance, before, after, phases)
+        elif before:
+            yield Line(Verdict.MISSING, name, metric.title, f"{metric.title} was not measured")
+
+
+def judge_figure(
+    name: str,
+    metric: Metric,
+    tolerance: Tolerance,
+    was: Figure,
+    now: Figure,
+    phases: tuple[Growth, ...],
+) -> Line:
+    """Judge one figure: the median of the repeats, against the band of the baseline's repeats."""
+    allowance = tolerance.allowance(was.median)
+    above, below = now.median - was.high - allowance, was.low - allowance - now.median
+    bad, good = (below, above) if tolerance.direction == "higher" else (above, below)
+    if tolerance.direction == "both":
+        bad, good = max(above, below), -1
+    verdict = Verdict.REGRESSED if bad > 0 else Verdict.IMPROVED if good > 0 else Verdict.SAME
+    return Line(
+        verdict,
+        name,
+        metric.title,
+        metric=metric,
+        was=was.median,
+        now=now.median,
+        allowed=now.median - above if bad == above else now.median + below,
+        excess=bad / max(was.median, 1),
+        phases=phases,
+    )
+
+
+def _growth(metric: Metric, was: Series, now: Series) -> tuple[Growth, ...]:
+    """Return how the figure that explains a metric changed, phase by phase, in their order."""
+    key = metric.in_phase
+    highest = max((figures.get(key, 0) for figures in was.phases.values()), default=0)
+    found = []
+    for phase, figures in now.phases.items():
+        if (value := figures.get(key)) is not None:
+            before = was.phases.get(phase, {}).get(key)
+            base = before if before is not None else highest if metric.unit == "bytes" else 0
+            found.append(Growth(phase, before, value, value - base))
+    return tuple(found)
+
+
+def _budget(budget: Budget, series: Mapping[str, Series]) -> Iterator[Line]:
+    """Judge one budget; one that no figure was compared with is missing, not kept."""
+    compared = False
+    for name, one in series.items():
+        figure, bound = one.figures.get(budget.metric.name), budget.bound(one)
+        if not budget.covers(name):
+            continue
+        if budget.metric.name == "floor" and one.is_ok and one.no_floor:
+            compared = True
+            yield Line(Verdict.MISSING, name, str(budget), f"no floor was found: {one.no_floor}")
+            continue
+        if figure is None or bound is None:
+            continue
+        compared = True
+        kept = budget.is_kept(figure.high, bound)
+        yield Line(
+            Verdict.SAME if kept else Verdict.OVER_BUDGET,
+            name,
+            str(budget),
+            metric=budget.metric,
+            was=bound,
+            now=figure.high,
+            allowed=bound,
+            excess=(figure.high - bound) / max(bound, 1),
+        )
+    if not compared:
+        text = f"{budget}: nothing that was measured has such a figure"
+        yield Line(Verdict.MISSING, "budget", str(budget), text)
+
+
+def _without_figure(budget: Budget, series: Mapping[str, Series]) -> list[str]:
+    """Name the series that a budget covers and says nothing of, where it says something of others."""
+    names = [name for name, one in series.items() if budget.covers(name) and one.is_ok]
+    lacking = [
+        name
+        for name in names
+        if budget.metric.name not in series[name].figures or budget.bound(series[name]) is None
+    ]
+    if not lacking or len(lacking) == len(names):
+        return []
+    return [f"{budget}: there is no such figure of {', '.join(lacking)}"]
+
+
+def _noisy(baseline: Baseline, rules: Rules) -> list[str]:
+    """Name the bands of the baseline that hide more than a tolerance would."""
+    found = []
+    for name, one in baseline.series.items():
+        for metric_name, figure in one.figures.items():
+            tolerance = rules.tolerances.get(metric_name)
+            if tolerance and figure.high - figure.median > 2 * tolerance.allowance(figure.median):
+                metric = METRICS[metric_name]
+                found.append(
+                    f"the baseline's repeats of {name} spread from {metric.text(figure.low)} to"
+                    f" {metric.text(figure.high)} in {metric.title}: smaller regressions are not seen"
+                )
+    return found

@@ -1,0 +1,110 @@
+"""A judgement for other programs: GitHub's annotations, JUnit XML, and JSON."""
+
+import json
+from collections.abc import Iterator
+from typing import Final
+from xml.etree import ElementTree as ET
+
+from weighin.gate.lines import FAILING, Judgement, Line, Verdict
+from weighin.gate.tables import phase_lines, summary
+from weighin.text import one_line
+
+_LEVELS: Final = dict.fromkeys(FAILING, "error") | {
+    Verdict.CHANGED: "warning",
+    Verdict.IMPROVED: "notice",
+    Verdict.NEW: "notice",
+}
+
+
+def describe(line: Line) -> str:
+    """Return a line as one sentence: what, from where to where, and in which phase."""
+    metric = line.metric
+    if metric is None or line.was is None or line.now is None:
+        return one_line(line.text)
+    words = f"{line.what}: {metric.text(line.was)} -> {metric.text(line.now)}, {metric.change(line.was, line.now)}"
+    if line.allowed is not None:
+        words += f"; allowed {metric.text(line.allowed)}"
+    if line.grown and line.verdict in FAILING:
+        words += f"; grew in {one_line(line.grown.phase)} by {metric.change(0, line.grown.step).lstrip('+')}"
+    return words
+
+
+def annotations(judgement: Judgement, file: str | None = None) -> Iterator[str]:
+    """Yield GitHub workflow commands, one line each; ``file`` is where they are shown: the baseline.
+
+    https://docs.github.com/actions/reference/workflow-commands-for-github-actions
+    """
+    for line in judgement.lines:
+        if level := _LEVELS.get(line.verdict):
+            title = _property(f"{line.verdict}: {line.series}")
+            place = f"file={_property(file)}," if file else ""
+            yield f"::{level} {place}title={title}::{_data(describe(line))}"
+
+
+def junit(judgement: Judgement) -> str:
+    """Return JUnit XML: a test case a line, whose class is the series; failures hold the phases.
+
+    As Jenkins, GitLab and GitHub's test reporters read it (junit-10.xsd).
+    """
+    suite = ET.Element(
+        "testsuite",
+        name="weighin check",
+        tests=str(len(judgement.lines)),
+        failures=str(len(judgement.failed)),
+        errors="0",
+        skipped="0",
+        time="0",
+    )
+    for line in judgement.lines:
+        case = ET.SubElement(
+            suite, "testcase", classname=one_line(line.series), name=one_line(line.what), time="0"
+        )
+        if line.verdict in FAILING:
+            failure = ET.SubElement(
+                case, "failure", type=line.verdict.replace(" ", "_"), message=describe(line)
+            )
+            failure.text = "\n".join(phase_lines(line)) if line.phases else describe(line)
+        elif line.verdict is not Verdict.SAME:
+            ET.SubElement(case, "system-out").text = f"{line.verdict}: {describe(line)}"
+    root = ET.Element("testsuites")
+    root.append(suite)
+    ET.indent(root)
+    return ET.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def as_json(judgement: Judgement) -> str:
+    """Return the judgement as JSON: ``passed``, ``summary``, and every line with its figures."""
+    lines = [
+        {
+            "verdict": line.verdict,
+            "failed": line.verdict in FAILING,
+            "series": line.series,
+            "metric": line.metric.name if line.metric else None,
+            "unit": line.metric.unit if line.metric else None,
+            "what": line.what,
+            "text": line.text,
+            "baseline": line.was,
+            "now": line.now,
+            "allowed": line.allowed,
+            "grew_in": line.grown.phase if line.grown else None,
+            "phases": [
+                {"phase": one.phase, "baseline": one.was, "now": one.now} for one in line.phases
+            ],
+        }
+        for line in judgement.lines
+    ]
+    content = {
+        "passed": not judgement.failed,
+        "summary": summary(judgement),
+        "notes": list(judgement.notes),
+        "lines": lines,
+    }
+    return json.dumps(content, indent=1) + "\n"
+
+
+def _data(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _data(text).replace(":", "%3A").replace(",", "%2C")

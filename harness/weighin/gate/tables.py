@@ -1,0 +1,191 @@
+"""A judgement as text: a table for the terminal, Markdown for a step summary. The worst line first."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from weighin.gate.lines import FAILING, Judgement, Line, Verdict
+from weighin.records.series import FORMAT, STRATEGY
+from weighin.text import markdown, one_line
+
+_HEADINGS: Final = ("", "series", "what", "baseline", "now", "change", "allowed", "grew in")
+_NUMBERS: Final = range(3, 7)
+_STYLES: Final = dict.fromkeys(FAILING, "bold red") | {
+    Verdict.CHANGED: "yellow",
+    Verdict.IMPROVED: "green",
+    Verdict.NEW: "cyan",
+    Verdict.EXPECTED: "dim",
+    Verdict.SAME: "dim",
+}
+_MARKS: Final = dict.fromkeys(FAILING, "❌") | {
+    Verdict.CHANGED: "⚠️",
+    Verdict.IMPROVED: "✅",
+    Verdict.NEW: "🆕",
+    Verdict.EXPECTED: "✅",
+    Verdict.SAME: "✅",
+}
+
+
+def terminal(judgement: Judgement, *, whole: bool = False) -> RenderableType:
+    """Return the judgement for a terminal; lines that are as they were only where ``whole``."""
+    shown = _shown(judgement, whole)
+    names, common = short_names(line.series for line in shown)
+    parts = [_sentence(line, names) for line in shown if not _has_figures(line) and _fails(line)]
+    if figures := [line for line in shown if _has_figures(line)]:
+        parts.append(_terminal_table(figures, names))
+    parts += [_sentence(line, names) for line in shown if not (_has_figures(line) or _fails(line))]
+    for line in _explained(judgement):
+        parts.append(Text(f"{names[line.series]}, {line.what}, by phase", style="bold"))
+        parts += [Text(f"  {text}") for text in phase_lines(line)]
+    if common:
+        parts.append(Text(f"all: {common}", style="dim"))
+    parts += [Text(f"note: {note}") for note in judgement.notes]
+    parts.append(Text(summary(judgement), style="bold red" if judgement.failed else "bold green"))
+    return Group(*parts)
+
+
+def write_markdown(judgement: Judgement, *, title: str = "weighin check") -> str:
+    """Return the judgement as Markdown: what fails first, all that is as it was folded away."""
+    names, common = short_names(line.series for line in judgement.lines)
+    mark = "❌" if judgement.failed else "✅"
+    parts = [f"## {mark} {title}\n\n{markdown(summary(judgement))}"]
+    notable = [line for line in judgement.lines if line.verdict is not Verdict.SAME]
+    if notable:
+        parts.append(_markdown_table(notable, names))
+    for line in _explained(judgement):
+        head = markdown(f"{names[line.series]}, {line.what}, by phase")
+        parts.append(f"**{head}**\n\n```\n" + "\n".join(phase_lines(line)) + "\n```")
+    if same := [line for line in judgement.lines if line.verdict is Verdict.SAME]:
+        table = _markdown_table(same, names)
+        parts.append(
+            f"<details><summary>{len(same)} figures as they were</summary>\n\n{table}\n\n</details>"
+        )
+    parts += [f"- {markdown(note)}" for note in judgement.notes]
+    if common:
+        parts.append(markdown(f"All: {common}"))
+    return "\n\n".join(parts) + "\n"
+
+
+def summary(judgement: Judgement) -> str:
+    """Return the judgement in one line of words."""
+    counts = Counter(line.verdict for line in judgement.lines)
+    words = [f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict]]
+    return f"gate {'failed' if judgement.failed else 'passed'}: {', '.join(words) or 'nothing to judge'}"
+
+
+def short_names(names: Iterable[str]) -> tuple[dict[str, str], str]:
+    """Return a short name for each series, and the words that all of them have in common."""
+    full = {name: name.split(" ") for name in names}
+    series = [words for words in full.values() if len(words) > FORMAT]  # not "environment"
+    common = set(series[0]).intersection(*series[1:]) if series else set()
+    common -= {"", *(words[STRATEGY] for words in series)}
+    formats = {(words[STRATEGY], words[FORMAT]) for words in series}
+    # One format for each strategy: the strategy says it.
+    said = {FORMAT} if len(formats) == len({strategy for strategy, _ in formats}) else set()
+    short = {
+        name: " ".join(
+            word
+            for index, word in enumerate(words)
+            if len(words) <= FORMAT or (word not in common and index not in said)
+        )
+        for name, words in full.items()
+    }
+    return short, " ".join(word for word in series[0] if word in common) if series else ""
+
+
+def phase_lines(line: Line) -> list[str]:
+    """Return how a metric changed in each phase, as lines of one width; the one that grew marked."""
+    metric = line.metric
+    assert metric is not None
+    rows = [("phase", "baseline", "now", "change")]
+    for one in line.phases:
+        was = "-" if one.was is None else metric.text(one.was)
+        change = "new" if one.was is None else metric.change(one.was, one.now)
+        rows.append((one_line(one.phase), was, metric.text(one.now), change))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    grown = line.grown.phase if line.grown else None
+    return [
+        f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]:>{widths[3]}}"
+        + ("  <- grew" if index and line.phases[index - 1].phase == grown else "")
+        for index, row in enumerate(rows)
+    ]
+
+
+def _terminal_table(lines: Sequence[Line], names: dict[str, str]) -> Table:
+    """Return the figures in rows of two lines, so that they fit a terminal of 80 columns."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
+    table.add_column("", overflow="fold")
+    table.add_column("what", overflow="fold", min_width=12)
+    for heading in ("baseline\nnow", "change", "allowed"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("grew in", overflow="fold", min_width=10)
+    for line in lines:
+        name, what, was, now, change, allowed, grew = _cells(line, names[line.series])
+        table.add_row(
+            Text(line.verdict, style=_STYLES[line.verdict]).append(f"\n{name}", style="default"),
+            *map(Text, (what, f"{was}\n{now}", change.replace(" (", "\n("), allowed, grew)),
+        )
+    return table
+
+
+def _sentence(line: Line, names: dict[str, str]) -> RenderableType:
+    head = Text(f"{line.verdict} ", style=_STYLES[line.verdict])
+    return head.append(f"{names[line.series]}: {one_line(line.text)}", style="default")
+
+
+def _has_figures(line: Line) -> bool:
+    return line.now is not None
+
+
+def _fails(line: Line) -> bool:
+    return line.verdict in FAILING
+
+
+def _shown(judgement: Judgement, whole: bool) -> Sequence[Line]:
+    if whole:
+        return judgement.lines
+    notable = [line for line in judgement.lines if line.verdict is not Verdict.SAME]
+    return notable or judgement.lines[:1]  # the one that came nearest to its bound
+
+
+def _explained(judgement: Judgement) -> Iterator[Line]:
+    """Yield the worst line of each series that fails, where its phases are known."""
+    seen = set()
+    for line in judgement.failed:
+        if line.phases and line.series not in seen:
+            seen.add(line.series)
+            yield line
+
+
+def _cells(line: Line, name: str) -> list[str]:
+    """Return a line's cells behind the verdict, as plain text."""
+    numbers, grew = ["", "", "", ""], ""
+    metric = line.metric
+    if metric and line.now is not None:
+        if line.was is not None:
+            numbers = [
+                metric.text(line.was),
+                metric.text(line.now),
+                metric.change(line.was, line.now),
+                "",
+            ]
+        if line.allowed is not None:
+            numbers[3] = metric.text(line.allowed)
+        if line.grown and line.verdict in FAILING:
+            grew = f"{one_line(line.grown.phase)}\n{metric.change(0, line.grown.step)}"
+    return [name, line.what if metric else one_line(line.text), *numbers, grew]
+
+
+def _markdown_table(lines: Sequence[Line], names: dict[str, str]) -> str:
+    heads = ["verdict", *_HEADINGS[1:]]
+    sides = ["---:" if index in _NUMBERS else "---" for index in range(8)]
+    rows = [heads, sides]
+    for line in lines:
+        cells = [f"{_MARKS[line.verdict]} {line.verdict}", *_cells(line, names[line.series])]
+        rows.append([markdown(one_line(cell)) for cell in cells])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -1,0 +1,84 @@
+"""Where this user may make memory cgroups: at the top, or in a subtree that was handed over.
+
+cgroup v2 lets an ordinary user limit memory in a *delegated* subtree. The systemd user manager
+gives one to whoever asks: ``enter`` starts this very command again inside such a scope.
+See "Delegation" in the kernel's admin-guide/cgroup-v2.rst, and systemd's CGROUP_DELEGATION.md.
+"""
+
+import errno
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from weighin.probes.cgroup import memory_cgroup_of, memory_hierarchy
+
+PARENT_LEAF = "weighin-parent"
+"""Where this process moves to: a group that hands controllers down may hold no process itself."""
+
+_ENTERED = "WEIGHIN_DELEGATED"
+
+
+@cache
+def groups_root() -> Path | None:
+    """Return the folder in which groups with a memory limit can be made; None where there is none.
+
+    May move this process, and what shares its delegated group, into a leaf of that group.
+    """
+    hierarchy = memory_hierarchy()
+    if hierarchy is None:
+        return None
+    version, mount = hierarchy
+    if version == 1:
+        return mount if os.access(mount, os.W_OK) else None
+    candidates = [mount]
+    if own := memory_cgroup_of(os.getpid()):
+        candidates.append(own.parent if own.name == PARENT_LEAF else own)
+    return next((folder for folder in candidates if _hands_memory_down(folder)), None)
+
+
+def helps() -> bool:
+    """Tell whether the systemd user manager would give this user what he lacks."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    return (
+        _ENTERED not in os.environ
+        and bool(shutil.which("systemd-run"))
+        and Path(runtime, "systemd", "private").exists()
+        and (memory_hierarchy() or (0,))[0] == 2
+        and groups_root() is None
+    )
+
+
+def enter(arguments: Sequence[str]) -> None:
+    """Become ``python -m weighin ARGUMENTS`` inside a delegated scope; the pid stays the same."""
+    scope = ("systemd-run", "--user", "--scope", "--quiet", "--collect", "-p", "Delegate=yes")
+    command = (*scope, "--", sys.executable, "-m", "weighin", *arguments)
+    os.environ[_ENTERED] = "1"
+    os.execvp(command[0], command)  # noqa: S606 (no shell is wanted)
+
+
+def _hands_memory_down(folder: Path) -> bool:
+    """Make ``folder`` give its groups the memory controller, if this user may."""
+    control = folder / "cgroup.subtree_control"
+    try:
+        if "memory" in control.read_text().split():
+            return os.access(folder, os.W_OK)
+        try:
+            control.write_text("+memory")
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                raise
+            _move_to_leaf(folder)
+            control.write_text("+memory")
+    except OSError:  # not ours
+        return False
+    return True
+
+
+def _move_to_leaf(folder: Path) -> None:
+    leaf = folder / PARENT_LEAF
+    leaf.mkdir(exist_ok=True)
+    for pid in (folder / "cgroup.procs").read_text().split():
+        (leaf / "cgroup.procs").write_text(pid)

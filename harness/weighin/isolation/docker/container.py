@@ -1,0 +1,224 @@
+"""A worker in a container: where it is seen from outside, how it ended, and its removal."""
+
+import contextlib
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from math import ceil
+from pathlib import Path
+from typing import Final
+
+import docker
+import requests.exceptions
+from docker.errors import APIError, NotFound
+
+from weighin.isolation.base import Exit
+from weighin.isolation.docker.engine import (
+    ENGINE_ERRORS,
+    explain_refusal,
+    explained,
+    first_line,
+    is_gone,
+)
+from weighin.isolation.docker.image import PYTHON
+from weighin.isolation.docker.remote_observer import InsideObserver
+from weighin.isolation.docker.stream import StreamChannel
+from weighin.probes.cgroup import MemoryCgroup, memory_cgroup_of, read_kernel
+from weighin.text import one_line
+
+_BIRTH_TIMEOUT_S: Final = 2.0
+_WATCHER_TIMEOUT_S: Final = 10.0
+_REMOVE_ATTEMPTS: Final = 50
+_CREATE_ATTEMPTS: Final = 10  # a second: far more than what a create takes
+_NEWS_ATTEMPTS: Final = 5
+_PAUSE_S: Final = 0.1
+
+ELSEWHERE: Final = "the engine's processes are not among those of this machine"
+ENDED: Final = "the worker ended before it was seen"
+
+
+class DockerRunning:
+    """A started worker; see ``weighin.isolation.base.Running``."""
+
+    def __init__(
+        self,
+        client: docker.APIClient,
+        container: str,
+        channel: StreamChannel,
+        *,
+        on_close: Callable[[], None],
+        known_exit: Exit | None = None,
+    ) -> None:
+        self.channel = channel
+        self._client = client
+        self._container = container
+        self._on_close = on_close
+        self._exit = known_exit
+        self._keeper: int | None = None
+        self.pid: int | None = None
+        self.cgroup: Path | None = None
+        self.unseen = ENDED
+        if known_exit is None:
+            self._look()
+
+    def observe_inside(self, interval_s: float) -> InsideObserver | None:
+        """Start a watcher in the container where its processes cannot be seen from here."""
+        if self.unseen != ELSEWHERE:
+            return None
+        command = [
+            PYTHON,
+            "-P",
+            "-m",
+            "weighin.isolation.docker.container_observer",
+            str(interval_s),
+        ]
+        try:
+            started = self._client.exec_create(self._container, command, stdin=True)["Id"]
+            channel = StreamChannel(self._client.exec_start(started, socket=True))
+        except ENGINE_ERRORS as error:
+            if (response := getattr(error, "response", None)) is not None:
+                response.close()  # the SDK leaves its socket open
+            self.unseen += f", and no watcher could be started there: {first_line(error)}"
+            return None
+        hello = b""
+        with contextlib.suppress(TimeoutError):
+            hello = channel.receive(_WATCHER_TIMEOUT_S) or b""
+        if re.fullmatch(rb'{"watching":\d+}', hello):
+            return InsideObserver(channel, self._raise_limit)
+        # Where the engine could not even start it, it says so in the place of events.
+        said = (channel.chatter or hello).decode(errors="replace").strip().splitlines()
+        self.unseen += (
+            f", and the watcher there saw no worker: {one_line(said[-1]) if said else '-'}"
+        )
+        channel.close()
+        return None
+
+    def wait(self, timeout_s: float) -> Exit:
+        """Return how the worker ended; its container and cgroup stay until ``close``.
+
+        Raises:
+            TimeoutError: it still runs after that time.
+        """
+        if self._exit is None:
+            deadline = time.monotonic() + timeout_s
+            code = self.channel.wait(timeout_s)
+            if code is None:  # the keeper is gone too: killed with all the group, or by kill()
+                code = self._wait_for_container(deadline)
+            killed = code - 128 if code > 128 else None
+            self._exit = Exit(
+                code=code if killed is None else None,
+                signal=killed,
+                oom_killed=killed == signal.SIGKILL and self._oom_killed(),
+            )
+        return self._exit
+
+    def kill(self) -> None:
+        """Kill the worker and its children. Unseen ones die with their container and its counters."""
+        try:
+            for pid in self._members():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if self.cgroup is not None:
+                return
+        except PermissionError:  # an engine without root, or with user namespaces
+            pass
+        with explained("kill a container"), contextlib.suppress(APIError):  # it has ended
+            self._client.kill(self._container, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Remove the container, with all that runs in it. May be called twice."""
+        self.channel.close()
+        self._on_close()
+
+    def _raise_limit(self) -> None:
+        with contextlib.suppress(*ENGINE_ERRORS):  # then the kill only takes longer
+            self._client.update_container(self._container, mem_limit=-1, memswap_limit=-1)
+
+    def _look(self) -> None:
+        """Find the worker's pid and cgroup on this machine, where they can be seen."""
+        state = self._client.inspect_container(self._container)["State"]
+        if not (keeper := int(state["Pid"])):
+            return
+        if not is_here(self._container, keeper):
+            self.unseen = ELSEWHERE
+            return
+        self._keeper = keeper
+        self.cgroup = memory_cgroup_of(keeper)
+        if self.cgroup is None:
+            self.unseen = "the container's memory cgroup is not mounted here"
+            return
+        deadline = time.monotonic() + _BIRTH_TIMEOUT_S
+        while not (members := self._members()):
+            with contextlib.suppress(TimeoutError):
+                self.channel.wait(0.001)
+                return
+            if time.monotonic() > deadline:
+                return
+        self.pid, self.unseen = members[0], ""
+
+    def _members(self) -> list[int]:
+        """Return the pids in the container but for the keeper's, oldest first."""
+        if self.cgroup is None:
+            return []
+        try:
+            pids = [int(pid) for pid in (self.cgroup / "cgroup.procs").read_text().split()]
+        except OSError:  # the container has ended
+            return []
+        return sorted(pid for pid in pids if pid != self._keeper)
+
+    def _wait_for_container(self, deadline: float) -> int:
+        left = max(deadline - time.monotonic(), 1.0)
+        try:
+            return int(self._client.wait(self._container, timeout=ceil(left))["StatusCode"])
+        except NotFound:  # somebody removed it
+            return 128 + signal.SIGKILL
+        except (requests.exceptions.ReadTimeout, requests.exceptions.ConnectionError) as error:
+            if is_gone(error):
+                raise explain_refusal(error, "say how a container ended") from error
+            raise TimeoutError from None
+        except ENGINE_ERRORS as error:
+            raise explain_refusal(error, "say how a container ended") from error
+
+    def _oom_killed(self) -> bool:
+        """Ask the kernel's counter; where it cannot be seen, the engine, which learns it later."""
+        if self.cgroup and (kills := MemoryCgroup(self.cgroup).read_oom_kills()) is not None:
+            return kills > 0
+        for _ in range(_NEWS_ATTEMPTS):
+            try:
+                if self._client.inspect_container(self._container)["State"]["OOMKilled"]:
+                    return True
+            except ENGINE_ERRORS:
+                break
+            time.sleep(_PAUSE_S)
+        return False
+
+
+def is_here(container: str, pid: int) -> bool:
+    """Tell whether a container's process is one of this machine's, where pids may mean others."""
+    try:
+        return container in read_kernel(Path(f"/proc/{pid}/cgroup"))
+    except OSError:
+        return False
+
+
+def remove(client: docker.APIClient, container: str, *, certain: bool) -> None:
+    """Remove a container, with all that runs in it, and return when it is gone.
+
+    ``certain`` tells that it exists; else a request to create it may still be under way.
+    """
+    with explained(f"remove the container {container}"):
+        for attempt in range(1, _REMOVE_ATTEMPTS + 1):
+            try:
+                client.remove_container(container, v=True, force=True)
+            except NotFound:
+                if certain or attempt >= _CREATE_ATTEMPTS:
+                    return
+            except APIError as error:
+                being_removed = error.status_code == requests.codes.conflict
+                if not being_removed or attempt == _REMOVE_ATTEMPTS:
+                    raise
+            else:
+                return
+            time.sleep(_PAUSE_S)

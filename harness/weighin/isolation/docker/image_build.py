@@ -1,0 +1,151 @@
+"""Building the image: its room is looked at before, each step is told, and nothing of it stays."""
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import docker
+
+from weighin.errors import IsolationUnavailable
+from weighin.isolation.docker import wheels
+from weighin.isolation.docker.engine import ENGINE_ERRORS
+from weighin.units import format_bytes
+
+DEFAULT_BASE: Final = "python:3.11-slim-bookworm"
+Progress = Callable[[str], None]
+
+_LABELS: Final = ("weighin.stage=install", "weighin.image=1")
+_PYTHON_REPAIR: Final = f"use a base image with python3 and its venv module, such as {DEFAULT_BASE}"
+_ROOM_REPAIR: Final = (
+    "free some space (docker system df says what takes it), or use --isolation cgroup or"
+    " --isolation process"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """An image to build: its tag and base, and the pins and the text that it is made of."""
+
+    tag: str
+    base: str
+    pins: tuple[str, ...]
+    dockerfile: str
+
+
+def build(client: docker.APIClient, order: Order, progress: Progress) -> None:
+    """Build an image, and remove what a build leaves, whether it ends well or not.
+
+    Raises:
+        IsolationUnavailable: no room for it, no wheels, or the engine's own error.
+    """
+    _prune(client)  # a build that was killed leaves what takes the room of this one
+    installed = wheels.installed_bytes(order.pins)
+    progress(
+        f"building {order.tag} on {order.base}, once for this torch and this base:"
+        f" {format_bytes(installed)}, and twice that while it is built"
+    )
+    # Twice: the first stage's, and the copy of it that stays.
+    _check_room(client, order, 2 * installed)
+    target = probe(client, order.base)
+    try:
+        with tempfile.TemporaryDirectory(prefix="weighin-image-") as name:
+            context = Path(name)
+            progress("fetching the wheels of torch and of what it needs")
+            wheels.download(order.pins, target, context, progress)
+            (context / "constraints.txt").unlink(missing_ok=True)
+            (context / "Dockerfile").write_text(order.dockerfile)
+            size = sum(file.stat().st_size for file in (context / "wheels").iterdir())
+            _check_room(client, order, 2 * installed + size)
+            progress(f"sending {format_bytes(size)} of wheels to the engine")
+            for line in _steps(client, order, context):
+                progress(line)
+    except OSError as error:
+        if isinstance(error, ENGINE_ERRORS):  # requests' errors are OSErrors too
+            raise
+        raise IsolationUnavailable(
+            f"the image's wheels cannot be written: {error}",
+            "make room there, or set TMPDIR to a folder with room for twice torch's wheels",
+        ) from error
+    finally:
+        _prune(client)
+
+
+def probe(client: docker.APIClient, base: str) -> wheels.Target:
+    """Return which wheels the base image's Python takes."""
+    from weighin.isolation.docker.image import run_python  # it builds with this module
+
+    return wheels.read_target(run_python(client, base, "python3", wheels.PROBE))
+
+
+def free_bytes(folder: Path) -> int:
+    """Return what is free on a folder's disk."""
+    return shutil.disk_usage(folder).free
+
+
+def _check_room(client: docker.APIClient, order: Order, needed_bytes: int) -> None:
+    """Refuse a build that the engine's disk has no room for; one that is not here is not asked."""
+    root = Path(client.info().get("DockerRootDir") or "/nowhere")
+    try:
+        free = free_bytes(root)
+    except OSError:  # an engine on another machine, or in one of its own
+        return
+    if free < needed_bytes:
+        torch = next((pin for pin in order.pins if pin.startswith("torch==")), order.tag)
+        raise IsolationUnavailable(
+            f"the image of {torch.replace('==', ' ')} needs {format_bytes(needed_bytes)} in {root},"
+            f" the Docker engine's folder, where {format_bytes(free)} are free",
+            _ROOM_REPAIR,
+        )
+
+
+def _steps(client: docker.APIClient, order: Order, context: Path) -> Iterator[str]:
+    """Build the image; yields the line of each step as it begins."""
+    step = said = ""
+    for event in client.build(
+        path=str(context),
+        tag=order.tag,
+        buildargs={"BASE_IMAGE": order.base},
+        network_mode="none",
+        rm=True,
+        forcerm=True,
+        decode=True,
+    ):
+        if "error" in event:
+            raise _failed(order, str(event["error"]).strip(), step, said)
+        line = last_line(str(event.get("stream", "")), "")
+        if line.startswith("Step "):
+            step, said = line, ""
+            yield line
+        elif line and not line.startswith(" ---> "):
+            said = line
+
+
+def _failed(order: Order, error: str, step: str, said: str) -> IsolationUnavailable:
+    where = f" (in {step})" if step else ""
+    last = f": {said}" if said and said not in error else ""
+    is_full = "no space left" in error or "quota exceeded" in error
+    return IsolationUnavailable(
+        f"the image {order.tag} cannot be built: {error}{where}{last}",
+        _ROOM_REPAIR if is_full else _PYTHON_REPAIR,
+    )
+
+
+def _prune(client: docker.APIClient) -> None:
+    """Remove untagged images and ended containers of our builds: by label, nobody else's."""
+    for label in _LABELS:
+        with contextlib.suppress(*ENGINE_ERRORS):  # why the build failed is what counts
+            client.prune_containers(filters={"label": label})  # type: ignore[no-untyped-call]
+    for label in _LABELS:
+        with contextlib.suppress(*ENGINE_ERRORS):
+            client.prune_images(  # type: ignore[no-untyped-call]
+                filters={"dangling": True, "label": label}
+            )
+
+
+def last_line(text: str, otherwise: str = "no output") -> str:
+    """Return the last line that is not blank."""
+    return next((line for line in reversed(text.splitlines()) if line.strip()), otherwise)

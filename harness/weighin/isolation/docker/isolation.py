@@ -1,0 +1,241 @@
+"""Run the worker in a Docker container: the limits that a user's own deployment has.
+
+Containers have no network, no capabilities, no swap and a read-only root. The worker is a child
+of a tiny shell (``docker_channel.KEEPER``), so that the cgroup outlives it until it was read.
+``/tmp`` (also HOME) and ``/dev/shm`` are small tmpfs: what is written there is charged to the
+cell, as tmpfs always is.
+"""
+
+import atexit
+import contextlib
+import os
+import secrets
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, Final
+
+import docker
+from docker.errors import APIError
+from docker.types import DeviceRequest, LogConfig, Mount
+
+from weighin.cell import Job
+from weighin.errors import IsolationUnavailable
+from weighin.isolation.base import Exit
+from weighin.isolation.docker.container import DockerRunning, remove
+from weighin.isolation.docker.engine import (
+    ENGINE_ERRORS,
+    HOST_LABEL,
+    OWNER_LABEL,
+    check_engine,
+    connect,
+    explain_refusal,
+    explained,
+    killed_at_birth,
+    owner_labels,
+)
+from weighin.isolation.docker.image import BASE_VARIABLE, PYTHON, ensure_image
+from weighin.isolation.docker.image_build import DEFAULT_BASE, Progress
+from weighin.isolation.docker.mounts import CODE, Bind, place
+from weighin.isolation.docker.stream import KEEPER, StreamChannel
+from weighin.probes.cgroup import is_alive
+from weighin.probes.environment import settings
+from weighin.protocol import encode_job
+from weighin.units import MIB
+
+_TMPFS_BYTES: Final = 64 * MIB  # /tmp and /dev/shm, each: Docker's own size for the latter
+_PIDS: Final = 4096  # threads count: torch starts one a processor, and more
+_KILLED_AT_BIRTH: Final = Exit(code=None, signal=9, oom_killed=True)
+_NOT_PASSED: Final = ("NVIDIA_", "LD_PRELOAD")  # NVIDIA's hook reads its own; no such file inside
+
+
+class DockerIsolation:
+    """Docker containers, one a cell.
+
+    ``base_image`` is what the image is built on: WEIGHIN_BASE_IMAGE or python:3.11-slim-bookworm
+    where it is None.
+    """
+
+    name = "docker"
+    limits = True
+
+    def __init__(self, base_image: str | None = None) -> None:
+        self._base = base_image or os.environ.get(BASE_VARIABLE) or DEFAULT_BASE
+        self._image: str | None = None
+        self._info: dict[str, Any] | None = None
+        self._containers: set[str] = set()
+        atexit.register(self._remove_all)
+
+    def check(self) -> None:
+        """Raise IsolationUnavailable where no engine answers that can hold a RAM limit."""
+        check_engine(self._engine_info())
+
+    def prepare(self, progress: Progress = lambda _: None, /) -> None:
+        """Build the image where it is missing.
+
+        Raises:
+            IsolationUnavailable: no base image, no wheels, or a build that failed.
+        """
+        self._image = ensure_image(self._client, self._base, progress)
+
+    def start(self, job: Job) -> DockerRunning:
+        """Start one worker for this job; a limit below what a start needs is an exit, no error.
+
+        Raises:
+            IsolationUnavailable: the engine refused.
+        """
+        if self._image is None:
+            self.prepare()
+        assert self._image is not None
+        inside, binds = place(job)
+        running = self._start(
+            (PYTHON, "-P", "-m", "weighin.worker"),
+            image=self._image,
+            binds=binds,
+            limit_bytes=job.cell.ram_limit_bytes,
+            gpu=job.cell.device.startswith("cuda"),
+            labels={"weighin.cell": job.cell.id},
+        )
+        running.channel.send(encode_job(inside))
+        return running
+
+    def remove_stale(self) -> list[str]:
+        """Remove the containers that dead processes of this machine left behind."""
+        removed = []
+        here = owner_labels()[HOST_LABEL]
+        with explained("list the containers"):
+            found = self._client.containers(all=True, filters={"label": f"{HOST_LABEL}={here}"})
+        for container in found:
+            name, owner = container["Names"][0].lstrip("/"), container["Labels"][OWNER_LABEL]
+            if not is_alive(owner):
+                remove(self._client, name, certain=True)
+                removed.append(f"container {name} of process {owner.partition('-')[0]}")
+        return removed
+
+    def describe(self) -> dict[str, str]:
+        """Return the engine's version, its cgroups and storage, and the image."""
+        info = self._engine_info()
+        found = {
+            "engine": info.get("ServerVersion"),
+            "cgroup_driver": info.get("CgroupDriver"),
+            "cgroup_version": info.get("CgroupVersion"),
+            "storage_driver": info.get("Driver"),
+            "base_image": self._base,
+            "image": self._image,
+        }
+        return {name: str(value) for name, value in found.items() if value}
+
+    @cached_property
+    def _client(self) -> docker.APIClient:
+        return connect()
+
+    def _engine_info(self) -> dict[str, Any]:
+        if self._info is None:
+            with explained("describe itself"):
+                self._info = dict(self._client.info())
+        return self._info
+
+    def _start(
+        self,
+        command: Sequence[str],
+        *,
+        image: str,
+        binds: Sequence[Bind] = (),
+        limit_bytes: int | None = None,
+        gpu: bool = False,
+        labels: dict[str, str] | None = None,
+    ) -> DockerRunning:
+        """Start ``command`` as a worker. The container is attached before it starts: nothing is lost."""
+        client, name = self._client, f"weighin-{os.getpid()}-{secrets.token_hex(4)}"
+        host = self._host_config(binds, limit_bytes, gpu=gpu)
+        created, channel = False, None
+        self._containers.add(name)  # before it exists: whatever interrupts us, it is removed
+        try:
+            container = client.create_container(
+                image,
+                ["sh", "-c", KEEPER, "weighin", *command],
+                name=name,
+                host_config=host,
+                stdin_open=True,
+                user=self._user(),
+                working_dir="/tmp",  # noqa: S108 (inside the container)
+                environment=_environment(),
+                labels=owner_labels() | (labels or {}),
+            )["Id"]
+            created = True
+            streams = {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
+            channel = StreamChannel(client.attach_socket(container, params=streams))
+            if not (born := self._run(container, limited=limit_bytes is not None)):
+                channel.end()
+            return DockerRunning(
+                client,
+                container,
+                channel,
+                on_close=lambda: self._remove(name),
+                known_exit=None if born else _KILLED_AT_BIRTH,
+            )
+        except BaseException as error:
+            if channel is not None:
+                channel.close()
+            self._remove(name, certain=created or isinstance(error, APIError))
+            if isinstance(error, ENGINE_ERRORS):
+                raise explain_refusal(error, "run a container") from error
+            raise
+
+    def _run(self, container: str, *, limited: bool) -> bool:
+        """Start a created container; tells whether it lived."""
+        try:
+            self._client.start(container)
+        except APIError as error:
+            if limited and killed_at_birth(error):
+                return False
+            raise
+        return True
+
+    def _host_config(
+        self, binds: Sequence[Bind], limit_bytes: int | None, *, gpu: bool
+    ) -> dict[str, Any]:
+        limit: dict[str, Any] = {}
+        if limit_bytes is not None:
+            limit = {"mem_limit": limit_bytes, "memswap_limit": limit_bytes}  # equal: no swap
+            if self._engine_info().get("CgroupVersion", "1") == "1":  # v2 has no such setting
+                limit["mem_swappiness"] = 0
+        return self._client.create_host_config(
+            **limit,
+            network_mode="none",
+            ipc_mode="private",
+            read_only=True,
+            cap_drop=["ALL"],
+            security_opt=["no-new-privileges"],
+            pids_limit=_PIDS,
+            shm_size=_TMPFS_BYTES,
+            tmpfs={"/tmp": f"size={_TMPFS_BYTES},mode=1777"},  # noqa: S108 (inside the container)
+            log_config=LogConfig(type="none"),
+            mounts=[
+                Mount(bind.target, str(bind.source), "bind", read_only=not bind.writable)
+                for bind in binds
+            ],
+            device_requests=[DeviceRequest(count=-1, capabilities=[["gpu"]])] if gpu else None,
+        )
+
+    def _user(self) -> str | None:
+        """Return the caller's uid:gid. With a rootless engine, root inside already is the caller."""
+        options = self._engine_info().get("SecurityOptions") or []
+        if any("name=rootless" in option for option in options) or not hasattr(os, "getuid"):
+            return None
+        return f"{os.getuid()}:{os.getgid()}"
+
+    def _remove(self, name: str, *, certain: bool = True) -> None:
+        if name in self._containers:
+            remove(self._client, name, certain=certain)
+            self._containers.discard(name)
+
+    def _remove_all(self) -> None:
+        with contextlib.suppress(IsolationUnavailable):  # no engine any more: nothing to remove
+            for name in tuple(self._containers):
+                self._remove(name)
+
+
+def _environment() -> dict[str, str]:
+    """Return the worker's environment: with the caller's settings of allocators and threads."""
+    passed = {name: value for name, value in settings().items() if not name.startswith(_NOT_PASSED)}
+    return passed | {"PYTHONPATH": CODE, "PYTHONDONTWRITEBYTECODE": "1", "HOME": "/tmp"}  # noqa: S108

@@ -1,0 +1,85 @@
+"""The parent's side of a watcher that runs in the worker's container (``weighin.isolation.docker.container_observer``)."""
+
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from weighin.isolation.channel import Channel
+from weighin.probes.observer import Look
+from weighin.record import Memory, Sample
+
+_TURN_S = 0.01  # one thread has the channel: what is asked waits no longer than this
+_ANSWER_TIMEOUT_S = 10.0
+
+
+class InsideObserver:
+    """Asks the watcher behind ``channel``; a watcher that died answers nothing, and breaks nothing."""
+
+    def __init__(self, channel: Channel, lift: Callable[[], None]) -> None:
+        """``lift`` has the engine lift the cell's limit: inside, nobody may."""
+        self.raise_limit = lift
+        self.oom_kills: int | None = None
+        self.last_peak_rss_bytes: int | None = None
+        self.watcher: Memory | None = None
+        self._channel = channel
+        self._samples: list[Sample] = []
+        self._questions: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="watcher", daemon=True)
+        self._thread.start()
+
+    def look(self) -> Look:
+        return Look(**self._ask("look", {}))
+
+    def reset_peak(self) -> bool:
+        return bool(self._ask("reset", False))
+
+    def kill(self) -> bool:
+        return bool(self._ask("kill", 0))
+
+    def stop(self) -> list[Sample]:
+        end = self._ask("end", {})
+        self.oom_kills = end.get("oom_kills")
+        self.last_peak_rss_bytes = end.get("last_peak_rss_bytes")
+        self.watcher = Memory(**end["memory"]) if end else None
+        self._thread.join(_ANSWER_TIMEOUT_S)
+        self._channel.close()
+        return self._samples
+
+    def _ask(self, word: str, otherwise: Any) -> Any:
+        if not self._thread.is_alive():
+            return otherwise
+        self._questions.put(f"{word}\n".encode())
+        try:
+            answer = self._answers.get(timeout=2 * _ANSWER_TIMEOUT_S)
+        except queue.Empty:
+            return otherwise
+        return otherwise if answer is None else answer[word]
+
+    def _run(self) -> None:
+        """Pass questions on and take in what comes, until the watcher ends or falls silent."""
+        asked_s: float | None = None
+        try:
+            while True:
+                if asked_s is None and not self._questions.empty():
+                    self._channel.send(self._questions.get())
+                    asked_s = time.monotonic()
+                try:
+                    line = self._channel.receive(_TURN_S)
+                except TimeoutError:
+                    if asked_s and time.monotonic() - asked_s > _ANSWER_TIMEOUT_S:
+                        return
+                    continue
+                if line is None:
+                    return
+                said = json.loads(line)
+                if "samples" in said:
+                    self._samples += [Sample(*values) for values in said["samples"]]
+                else:
+                    self._answers.put(said)
+                    asked_s = None
+        finally:
+            self._answers.put(None)  # whoever waits, waits no more

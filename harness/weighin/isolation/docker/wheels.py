@@ -1,0 +1,172 @@
+"""The wheels of what a worker imports: the very builds that this environment has."""
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from weighin.errors import IsolationUnavailable
+from weighin.units import format_bytes
+
+_SAY_EVERY_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A Python that wheels are for. ``glibc`` is the minor version: 36 for glibc 2.36."""
+
+    python: str
+    machine: str
+    glibc: int
+
+    def pip_flags(self, host: "Target | None") -> list[str]:
+        """Return what pip on ``host`` (None: no Linux) must be told to fetch for this target."""
+        alike = host and (self.python, self.machine) == (host.python, host.machine)
+        if host and alike and self.glibc >= host.glibc:
+            return []
+        platforms = [f"manylinux_2_{minor}_{self.machine}" for minor in range(self.glibc, 4, -1)]
+        platforms.append(f"manylinux2014_{self.machine}")
+        flags = ["--implementation", "cp", "--python-version", self.python]
+        return flags + [flag for name in platforms for flag in ("--platform", name)]
+
+
+def read_target(words: str) -> Target:
+    """Return what ``PROBE`` printed, as a target."""
+    major, minor, machine, *libc = words.split()
+    version = libc[1] if len(libc) > 1 else "2.17"
+    return Target(f"{major}.{minor}", machine, int(version.split(".")[1]))
+
+
+PROBE = (
+    "import sys, platform; print(*sys.version_info[:2], platform.machine(), *platform.libc_ver())"
+)
+"""Code that prints, on any Python 3, what ``read_target`` reads."""
+
+
+def installed_pins(requirements: Path) -> tuple[str, ...]:
+    """Return pins ("torch==2.13.0+cpu") of what is installed here of a requirements file.
+
+    With all that it depends on, so that the image and this environment are the same.
+    """
+    lines = requirements.read_text().splitlines()
+    todo = [line for line in lines if line and not line.startswith("#")]
+    versions: dict[str, str] = {}
+    while todo:
+        requirement = todo.pop()
+        name = re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0].lower().replace("_", "-")
+        if name in versions or "extra ==" in requirement:
+            continue
+        try:
+            distribution = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:  # for another platform or Python
+            continue
+        versions[name] = distribution.version
+        todo += distribution.requires or []
+    return tuple(f"{name}=={version}" for name, version in sorted(versions.items()))
+
+
+def installed_bytes(pins: tuple[str, ...]) -> int:
+    """Return what the distributions of ``pins`` take here, in bytes: as much as in an image."""
+    size = 0
+    for pin in pins:
+        try:
+            distribution = importlib.metadata.distribution(pin.partition("==")[0])
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        for file in distribution.files or []:
+            with contextlib.suppress(OSError):  # listed, but not there
+                size += Path(str(distribution.locate_file(file))).stat().st_size
+    return size
+
+
+def download(
+    pins: tuple[str, ...], target: Target, folder: Path, say: Callable[[str], None]
+) -> None:
+    """Fetch the wheels of ``pins`` for ``target`` into ``folder/wheels``, with this Python's pip.
+
+    ``say`` is told from time to time how much is there.
+
+    Raises:
+        IsolationUnavailable: there is no pip, or it finds no such wheel.
+    """
+    constraints = folder / "constraints.txt"
+    constraints.write_text("\n".join(pins) + "\n")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--only-binary=:all:"]
+    command += ["--disable-pip-version-check", "--constraint", str(constraints)]
+    # Only the roots by name: a pin of this platform may not exist for the target's.
+    roots = [pin for pin in pins if pin.startswith(("torch==", "numpy==", "safetensors=="))]
+    command += ["--dest", str(folder / "wheels"), *target.pip_flags(_host()), *roots]
+    (unfinished := folder / "unfinished").mkdir()
+    try:
+        code, stderr = _run(command, unfinished, lambda: say(_fetched(folder)))
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    if code:
+        raise explain_pip(stderr, pins)
+
+
+def _run(command: list[str], temporary: Path, tell: Callable[[], None]) -> tuple[int, str]:
+    """Run pip to its end with a temporary folder of its own; return its exit code and its errors."""
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            env=os.environ | {"TMPDIR": str(temporary)},
+        )
+        try:
+            while True:
+                try:
+                    code = process.wait(_SAY_EVERY_S)
+                    break
+                except subprocess.TimeoutExpired:
+                    tell()
+        finally:
+            process.kill()  # nothing to end where it has ended by itself
+            process.wait()
+        errors.seek(0)
+        return code, errors.read().decode(errors="replace")
+
+
+def _fetched(folder: Path) -> str:
+    size = 0
+    for file in folder.rglob("*"):
+        with contextlib.suppress(OSError):  # pip has just moved it
+            size += file.stat().st_size if file.is_file() else 0
+    return f"fetched {format_bytes(size)} of wheels"
+
+
+def explain_pip(stderr: str, pins: tuple[str, ...]) -> IsolationUnavailable:
+    """Return why pip could not fetch the wheels, with the repair."""
+    if "No module named pip" in stderr:
+        return IsolationUnavailable(
+            "the wheels for the image cannot be fetched: this environment has no pip",
+            f"{sys.executable} -m ensurepip",
+        )
+    torch = next((pin for pin in pins if pin.startswith("torch==")), "")
+    build = torch.partition("+")[2]
+    index = f"https://download.pytorch.org/whl/{build}" if build else "URL"
+    lines = [line for line in stderr.splitlines() if line.strip()] or ["no word from it"]
+    errors = [line for line in lines if line.startswith("ERROR:")]
+    return IsolationUnavailable(
+        f"pip cannot fetch the wheels for the image: {(errors or lines)[-1].removeprefix('ERROR: ')}",
+        f"name the index that torch came from: export PIP_EXTRA_INDEX_URL={index}",
+    )
+
+
+def _host() -> Target | None:
+    if platform.system() != "Linux":
+        return None
+    return read_target(
+        f"{sys.version_info.major} {sys.version_info.minor} {platform.machine()} "
+        + " ".join(platform.libc_ver())
+    )

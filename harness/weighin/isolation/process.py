@@ -1,0 +1,119 @@
+"""Run the worker as a plain process: nothing is limited, everything is measured."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from weighin.cell import Job
+from weighin.errors import IsolationUnavailable, StillRunning
+from weighin.isolation import process_tree as family
+from weighin.isolation.base import Exit
+from weighin.isolation.channel import PipeChannel
+from weighin.protocol import encode_job
+
+_PATIENCE_S = 10.0  # from SIGKILL to the end of what was killed
+CODE_ROOT = Path(__file__).resolve().parents[2]
+WORKER = (sys.executable, "-P", "-m", "weighin.worker")
+
+
+class ProcessIsolation:
+    """Plain processes, one a cell."""
+
+    name = "process"
+    limits = False
+
+    def check(self) -> None:
+        """Raise IsolationUnavailable where there is no /proc to measure with."""
+        if not Path("/proc/self/clear_refs").exists():
+            raise IsolationUnavailable(
+                "this system has no /proc/PID/clear_refs: peaks cannot be measured",
+                "run on Linux, or use --isolation docker",
+            )
+
+    def prepare(self, _progress: Callable[[str], None] = lambda _: None, /) -> None:
+        return
+
+    def start(self, job: Job) -> "LocalRunning":
+        """Start a worker; the caller has refused RAM limits, which a plain process cannot hold."""
+        running = LocalRunning(WORKER)
+        running.channel.send(encode_job(job))
+        return running
+
+    def remove_stale(self) -> list[str]:
+        """Kill what the workers of dead runs started: they themselves ended with their parent."""
+        return family.end_orphans()
+
+    def describe(self) -> dict[str, str]:
+        return {}
+
+
+class LocalRunning:
+    """A worker that is a child of this process, in a session (and so a process group) of its own."""
+
+    def __init__(self, command: tuple[str, ...], cgroup: Path | None = None) -> None:
+        self._mark = family.new_mark()
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+            env=os.environ | {"PYTHONPATH": str(CODE_ROOT)} | family.environment(self._mark),
+        )
+        streams = (self._process.stdin, self._process.stdout, self._process.stderr)
+        assert all(streams)
+        # The channel owns its descriptors: Popen must not close them a second time.
+        stdin, stdout, stderr = (os.dup(stream.fileno()) for stream in streams if stream)
+        self.channel = PipeChannel(stdin, stdout, stderr, _open_process(self._process.pid))
+        for stream in streams:
+            if stream:
+                stream.close()
+        self.pid: int | None = self._process.pid
+        self.cgroup = cgroup
+        self.unseen = "" if cgroup else "a plain process has no cgroup of its own"
+        self._closed = False
+
+    def observe_inside(self, interval_s: float) -> None:
+        """Return None: a child of this process can always be seen."""
+
+    def wait(self, timeout_s: float) -> Exit:
+        try:
+            code = self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError from None
+        return Exit(code) if code >= 0 else Exit(None, signal=-code)
+
+    def kill(self) -> None:
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:  # it has ended by itself
+            return
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self.kill()
+        try:
+            self._process.wait(_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            pid = self._process.pid
+            raise StillRunning(
+                f"the worker, process {pid}, does not end, not even by SIGKILL"
+            ) from None
+        finally:
+            self.channel.close()
+            if self.cgroup is None:
+                family.end(self._mark)
+
+
+def _open_process(pid: int) -> int | None:
+    """Return a descriptor that becomes readable when the process ends; None before Linux 5.3."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return None

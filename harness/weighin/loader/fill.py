@@ -1,0 +1,241 @@
+"""Filling memory from stretches of files: what lies in it, and the threads that read it."""
+
+import os
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Final, Protocol
+
+import torch
+
+from weighin.formats.base import TensorSlice
+from weighin.loader.direct_io import (
+    BUFFER_BYTES,
+    COPIED_BYTES,
+    DISK_THREADS,
+    PIECE_BYTES,
+    PieceReader,
+    copies_by_mapping,
+)
+from weighin.loader.huge_pages import HUGE_PAGE_BYTES
+from weighin.loader.reads import Piece, PieceFiller, Runs, cut
+from weighin.loader.scratch import Lent, buffer_in, lend
+
+READ_BYTES: Final = 16 * HUGE_PAGE_BYTES
+"""How much a thread reads at once where nothing is converted: it takes the lock seldom."""
+
+_MOST_CACHE_THREADS: Final = 4
+
+
+class Fillable(Protocol):
+    """Memory and the reads that fill it."""
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """What is filled: one tensor, or the bytes of several."""
+        ...
+
+    @property
+    def members(self) -> Sequence[torch.Tensor]:
+        """The tensors that lie in it."""
+        ...
+
+    @property
+    def converts(self) -> bool:
+        """Whether a file holds another dtype."""
+        ...
+
+    @property
+    def source_bytes(self) -> int:
+        """How much is read of files."""
+        ...
+
+    def pieces(self, most_bytes: int) -> Iterator[Piece]:
+        """Yield the reads to make, none into more memory than that."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fill:
+    """One tensor of a checkpoint, and the tensor of the same shape that gets its values."""
+
+    source: TensorSlice
+    memory: torch.Tensor
+
+    @property
+    def members(self) -> Sequence[torch.Tensor]:
+        return (self.memory,)
+
+    @property
+    def converts(self) -> bool:
+        return self.memory.dtype != self.source.dtype
+
+    @property
+    def source_bytes(self) -> int:
+        return self.source.nbytes
+
+    def pieces(self, most_bytes: int) -> Iterator[Piece]:
+        """Yield the reads to make, block after block, none into more memory than that."""
+        if not self.memory.numel():
+            return
+        for where, target in self._blocks():
+            order = file_order(where)
+            assert order is not None
+            yield from _cut(where, where.offset, target.permute(order), most_bytes)
+
+    def _blocks(self) -> Iterator[tuple[TensorSlice, torch.Tensor]]:
+        """Yield each stretch of a file with the part of the tensor that lies there."""
+        if not self.source.parts:
+            yield self.source, self.memory
+        for part in self.source.parts:
+            place = tuple(
+                slice(at, at + size) for at, size in zip(part.start, part.where.shape, strict=True)
+            )
+            yield part.where, self.memory[place]
+
+
+def is_readable(source: TensorSlice) -> bool:
+    """Tell whether the elements lie one behind the other in the file, in any order of the dimensions."""
+    places = [part.where for part in source.parts] or [source]
+    return all(file_order(one) is not None for one in places)
+
+
+def file_order(where: TensorSlice) -> list[int] | None:
+    """Return the dimensions from the one that is outermost in the file to the innermost.
+
+    None where the elements have gaps between them, or lie on one another.
+    """
+    order = sorted(range(len(where.shape)), key=lambda n: (-where.stride[n], n))
+    shape, stride = (tuple(values[n] for n in order) for values in (where.shape, where.stride))
+    return order if replace(where, shape=shape, stride=stride).contiguous else None
+
+
+def _cut(
+    source: TensorSlice, offset: int, target: torch.Tensor, most_bytes: int
+) -> Iterator[Piece]:
+    """Yield the reads that fill ``target`` from one stretch of the file, which begins at ``offset``."""
+    if target.is_contiguous():
+        yield from cut(source, offset, target, most_bytes)
+        return
+    row_bytes = target[0].numel() * source.dtype.itemsize
+    rows = PIECE_BYTES // max(row_bytes, target[0].nbytes)
+    for first in range(0, len(target), rows or 1):
+        at = offset + first * row_bytes
+        if rows:
+            yield Piece(source, at, target[first : first + rows])
+        else:
+            yield from _cut(source, at, target[first], most_bytes)
+
+
+@contextmanager
+def being_filled(stretches: Sequence[Fillable], threads: int | None) -> Iterator[None]:
+    """Read all stretches into their memory while the block runs; its end waits for the last.
+
+    The first error, here or in the block, ends it. Whoever runs Python meanwhile is held up by each
+    read for a moment, and each read by him. Torch computes on one thread at a time, here and in the
+    block.
+
+    Args:
+        threads: how many read; None: as many as suit what is cached.
+    """
+    if not stretches:
+        yield
+        return
+    cached = begin_cached(stretches)
+    threads = threads or (_cache_threads() if cached else DISK_THREADS)
+    lent = Lent((), copies(stretches, threads)) if cached else lend(stretches, READ_BYTES, threads)
+    runs = Runs(lent.borrowers, READ_BYTES)
+    failed = threading.Event()
+
+    def work(lender: Piece | None) -> None:
+        with PieceFiller(buffer_in(lender) if lender else None) as filler:
+            while not failed.is_set() and (run := runs.take(filler.most_converted_bytes)):
+                filler.fill(run)
+        if lender and not failed.is_set():
+            with PieceFiller(None) as filler:
+                filler.fill([lender])
+
+    def work_or_fail(lender: Piece | None) -> None:
+        try:
+            work(lender)
+        except BaseException:
+            failed.set()
+            raise
+
+    with _one_thread_each, ThreadPoolExecutor(threads) as pool:
+        lenders = [*lent.lenders, *[None] * threads][:threads]
+        futures = [pool.submit(work_or_fail, lender) for lender in lenders]
+        try:
+            yield
+        except BaseException:
+            failed.set()
+            raise
+        for future in futures:
+            future.result()
+
+
+def copies(stretches: Iterable[Fillable], threads: int) -> Iterator[Piece]:
+    """Yield the reads of what is cached: equal shares where each thread has enough to copy at once."""
+    for one in stretches:
+        shares = one.memory.nbytes // (threads * COPIED_BYTES) * threads
+        if one.converts or not shares or not copies_by_mapping():
+            yield from one.pieces(READ_BYTES)
+        else:
+            pages = ceil(one.memory.nbytes / shares / HUGE_PAGE_BYTES)
+            yield from one.pieces(pages * HUGE_PAGE_BYTES)
+
+
+def _cache_threads() -> int:
+    """Return how many threads copy what is cached: two that share a processor hold each other up."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux
+    processors = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return min(_MOST_CACHE_THREADS, processors)
+
+
+class _OneThreadEach:
+    """Keeps torch from starting threads for each of ours, which would wait for each other.
+
+    The number is the process's: of loads at once, the last one puts it back.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loads = self._threads = 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._loads:
+                self._threads = torch.get_num_threads()
+                torch.set_num_threads(1)
+            self._loads += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._loads -= 1
+            if not self._loads:
+                torch.set_num_threads(self._threads)
+
+
+_one_thread_each = _OneThreadEach()
+
+
+def begin_cached(stretches: Sequence[Fillable]) -> bool:
+    """Tell whether the page cache holds the front of the largest stretch, of at least one."""
+    largest = max(stretches, key=lambda one: one.memory.nbytes)
+    first = next(largest.pieces(READ_BYTES), None)
+    if first is None:
+        return True
+    with closing(PieceReader()) as reader:
+        return reader.is_cached(first.source.file, first.offset, first.source_bytes)
+
+
+def buffer_bytes(stretches: Iterable[Fillable], threads: int | None, *, gpu: bool) -> int:
+    """Return the most memory that filling holds beside the stretches, in bytes: of all threads."""
+    threads = threads or DISK_THREADS
+    read = (one.source_bytes for one in stretches)
+    used = sum(min(size, ceil(size / READ_BYTES) * BUFFER_BYTES) for size in read)
+    pinned = threads * 2 * PIECE_BYTES if gpu else 0
+    return min(threads * BUFFER_BYTES, used) + pinned

@@ -1,0 +1,152 @@
+"""A checkpoint as a state dict without values, and torch's own way of handing it to a model."""
+
+import mmap
+import re
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from weighin.errors import CheckpointError, HarnessError
+from weighin.formats.base import TensorSlice
+from weighin.formats.sniff import plain
+from weighin.loader import fill as filling
+from weighin.loader.fill import Fill, file_order, is_readable
+from weighin.loader.huge_pages import MAP_NORESERVE, TENSOR_ALIGNMENT
+from weighin.models.deferred import Load, WriteLog
+
+FILLED_DEVICES: Final = frozenset({"cpu", "cuda"})
+"""Whose memory is filled piece by piece; any other's by torch, from a copy in host memory."""
+
+_SHOWN: Final = 3
+_MISFIT: Final = re.compile(r"size mismatch for (.+?): copying a param")
+
+
+def lazy_state(log: WriteLog, slices: Sequence[TensorSlice]) -> dict[str, torch.Tensor]:
+    """Return a state dict of tensors that have no values, but are promised them by ``log``.
+
+    Their memory has addresses only, until somebody looks. Metadata of the modules' versions is there
+    where the file has it.
+
+    Raises:
+        CheckpointError: the elements of a block do not lie one behind the other, in any order of its
+            dimensions; ``torch.distributed.checkpoint`` writes no such.
+    """
+    for one in slices:
+        _check_blocks(one)
+    sizes = [-(-_extent(one) * one.dtype.itemsize // TENSOR_ALIGNMENT) for one in slices]
+    length = sum(sizes) * TENSOR_ALIGNMENT
+    memory = mmap.mmap(-1, max(length, 1), flags=mmap.MAP_PRIVATE | MAP_NORESERVE)
+    state: OrderedDict[str, torch.Tensor] = OrderedDict()
+    offset = 0
+    for one, size in zip(slices, sizes, strict=True):
+        if count := _extent(one):
+            flat = torch.frombuffer(memory, dtype=one.dtype, count=count, offset=offset)
+            tensor = flat.as_strided(one.shape, one.stride)
+        else:
+            tensor = torch.empty_strided(one.shape, one.stride, dtype=one.dtype)
+        log.promise(tensor, one)
+        state[one.name] = tensor
+        offset += size * TENSOR_ALIGNMENT
+    metadata = getattr(slices, "metadata", None)
+    if metadata is not None:
+        state._metadata = metadata  # type: ignore[attr-defined]
+    return state
+
+
+def read_at_once(load: Load) -> None:
+    """Give one tensor its values now, whatever view of the file they are."""
+    source, target = source_of(load), load.target
+    direct = target.device.type in FILLED_DEVICES
+    if direct and source is not None and is_readable(source):
+        _fill(source, target)
+        return
+    promised, view = load.promise, load.source
+    count = _extent(promised) if not promised.parts else promised.nbytes // promised.dtype.itemsize
+    flat = torch.empty(count, dtype=promised.dtype)
+    if promised.parts:
+        _fill(promised, flat.view(promised.shape))
+    else:
+        _fill(replace(promised, shape=(count,), stride=(1,)), flat)
+    if torch._debug_has_internal_overlap(target) == 1:  # the promised tensor itself, expanded
+        target = target.as_strided((count,), (1,), target.storage_offset())
+        target.copy_(flat)
+        return
+    target.copy_(flat.as_strided(view.shape, view.stride(), view.storage_offset()))
+
+
+def _fill(source: TensorSlice, target: torch.Tensor) -> None:
+    with filling.being_filled([Fill(source, target)], 1):
+        pass
+
+
+def source_of(load: Load) -> TensorSlice | None:
+    """Return where in the file a load's values lie; None for a view of a tensor in several blocks."""
+    promised: TensorSlice = load.promise
+    view = load.source
+    same = (tuple(view.shape), view.stride()) == (promised.shape, promised.stride)
+    if same and not view.storage_offset() and view.dtype == promised.dtype:
+        return promised
+    if promised.parts or view.dtype != promised.dtype:
+        return None
+    offset = promised.offset + int(view.storage_offset()) * view.element_size()
+    return replace(promised, shape=tuple(view.shape), stride=tuple(view.stride()), offset=offset)
+
+
+def load_state(model: torch.nn.Module, state: dict[str, torch.Tensor], checkpoint: Path) -> None:
+    """Hand a state dict to a model, as torch does it.
+
+    Raises:
+        CheckpointError: missing or unexpected keys, other shapes; or a module's own code fails.
+    """
+    keys = set(state)
+    try:
+        model.load_state_dict(state)
+    except HarnessError:
+        raise
+    except Exception as error:
+        if not str(error).startswith("Error(s) in loading state_dict"):
+            raise CheckpointError(
+                f"{checkpoint}: a module of this model cannot load it: {type(error).__name__}: {error}",
+                "choose the model that this checkpoint was saved from, or see what its own code raises: "
+                "model.load_state_dict(torch.load(...))",
+            ) from error
+        wanted = model.state_dict(keep_vars=True).keys()
+        problems = {
+            "missing": wanted - keys,
+            "unexpected": keys - wanted,
+            "of another shape": set(_MISFIT.findall(str(error))),
+        }
+        said = [
+            f"{len(names)} {what} ({_some(names)})" for what, names in problems.items() if names
+        ]
+        raise CheckpointError(
+            f"{checkpoint}: does not fit this model, keys: {'; '.join(said) or error}",
+            "choose the model that this checkpoint was saved from",
+        ) from error
+
+
+def _check_blocks(one: TensorSlice) -> None:
+    for part in one.parts:
+        where = part.where
+        if file_order(where) is None:
+            raise CheckpointError(
+                f"{where.file}: the part of {one.name!r} at byte {where.offset:,} has gaps between its "
+                "elements",
+                f"write its tensors whole: weighin convert {where.file.parent} WHOLE --format dcp",
+            )
+
+
+def _some(names: Iterable[str]) -> str:
+    found = sorted(names)
+    return ", ".join(map(plain, found[:_SHOWN])) + ", ..." * (len(found) > _SHOWN)
+
+
+def _extent(one: TensorSlice) -> int:
+    """Return how many elements lie from a tensor's first to its last."""
+    if 0 in one.shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(one.shape, one.stride, strict=True))

@@ -1,0 +1,240 @@
+"""One read: a piece of a file into a piece of memory, converted and copied to the GPU on the way."""
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from weighin.formats.base import TensorSlice
+from weighin.loader.direct_io import LARGEST_ELEMENT_BYTES, PIECE_BYTES, PieceReader
+from weighin.loader.huge_pages import HUGE_PAGE_BYTES, memory_of
+from weighin.loader.in_place_cast import read_shrinking, shrinks
+from weighin.loader.mapped_copy import WINDOW_BYTES
+
+MOST_BETWEEN_BYTES: Final = 64 * 1024
+"""How much of a file that nobody asked for one read may take between two others."""
+
+_MOST_PIECES: Final = 256  # each takes up to two of the buffers of one call, which takes 1024
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """One read: ``target`` is filled, in row-major order, with what lies at ``offset``."""
+
+    source: TensorSlice
+    offset: int
+    target: torch.Tensor
+
+    @property
+    def source_bytes(self) -> int:
+        return self.target.numel() * self.source.dtype.itemsize
+
+    @property
+    def end(self) -> int:
+        """Where in the file it ends."""
+        return self.offset + self.source_bytes
+
+    @property
+    def plain(self) -> bool:
+        """Whether the file's bytes are the target's own."""
+        target = self.target
+        return (
+            target.dtype == self.source.dtype
+            and target.is_contiguous()
+            and not target.is_cuda
+            and target.numel() > 0
+        )
+
+    @property
+    def buffered(self) -> bool:
+        """Whether it passes a buffer on its way, where it can lie beside its neighbours in the file."""
+        return (
+            not self.plain
+            and not self.target.is_cuda
+            and self.target.numel() > 0
+            and self.offset % self.source.dtype.itemsize == 0
+        )
+
+    def parts(self, most_bytes: int) -> Iterator["Piece"]:
+        """Yield this read in parts of which none takes more than ``most_bytes`` of the file."""
+        if self.source_bytes <= most_bytes:
+            yield self
+            return
+        size = self.source.dtype.itemsize
+        count = most_bytes // size
+        for number, part in enumerate(torch.split(self.target.view(-1), count)):
+            yield Piece(self.source, self.offset + number * count * size, part)
+
+
+def cut(source: TensorSlice, offset: int, target: torch.Tensor, most_bytes: int) -> Iterator[Piece]:
+    """Yield the reads that fill a contiguous ``target`` with what lies at ``offset``.
+
+    They are cut where its huge pages are: two threads that touch one at once would both clear it.
+    On a GPU none outgrows a pinned buffer.
+    """
+    flat, size, start = target.view(-1), target.dtype.itemsize, target.data_ptr()
+    most = min(PIECE_BYTES, most_bytes) if target.is_cuda else most_bytes
+    page = min(HUGE_PAGE_BYTES, most)
+    first = 0
+    while first < len(flat):
+        end = (start + first * size + most) // page * page
+        last = min((end - start) // size, len(flat))
+        yield Piece(source, offset + first * source.dtype.itemsize, flat[first:last])
+        first = last
+
+
+class Runs:
+    """Pieces to read, taken by several threads as what can be one read: neighbours in a file.
+
+    Args:
+        most_bytes: that a run takes together, where nothing is converted.
+    """
+
+    def __init__(self, pieces: Iterable[Piece], most_bytes: int) -> None:
+        self._pieces = iter(pieces)
+        self._most_bytes = most_bytes
+        self._lock = threading.Lock()
+        self._next = next(self._pieces, None)
+
+    def take(self, most_converted_bytes: int) -> list[Piece]:
+        """Return the next run, none if nothing is left.
+
+        Args:
+            most_converted_bytes: of a run that is converted, and so passes the taker's buffer.
+        """
+        run: list[Piece] = []
+        with self._lock:
+            while (piece := self._next) is not None:
+                most = self._most_bytes if piece.plain else most_converted_bytes
+                if run and not _follows(run, piece, most):
+                    break
+                run.append(piece)
+                self._next = next(self._pieces, None)
+        return run
+
+
+def _follows(run: list[Piece], piece: Piece, most_bytes: int) -> bool:
+    alike = (run[-1].plain and piece.plain) or (run[-1].buffered and piece.buffered)
+    return (
+        alike
+        and piece.source.file == run[0].source.file
+        and 0 <= piece.offset - run[-1].end <= MOST_BETWEEN_BYTES
+        and piece.end - _aligned(run[0].offset) <= most_bytes
+        and len(run) < _MOST_PIECES
+    )
+
+
+def _aligned(offset: int) -> int:
+    """Return where to begin to read for every number of a run to be aligned in a buffer."""
+    return offset - offset % LARGEST_ELEMENT_BYTES
+
+
+class PieceFiller:
+    """Fills pieces of memory, on one thread: with a reader of files, and a way to the GPU.
+
+    Args:
+        buffer: page-aligned memory by way of which to read what is converted; else a small one of
+            its own.
+    """
+
+    def __init__(self, buffer: memoryview | None) -> None:
+        self._pieces = PieceReader(buffer)
+        self._borrows = buffer is not None
+        self._gpu: _GpuCopier | None = None
+
+    def __enter__(self) -> "PieceFiller":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pieces.close()
+        if self._gpu:
+            self._gpu.finish()
+
+    @property
+    def most_converted_bytes(self) -> int:
+        """Of a run that is converted."""
+        return self._pieces.piece_bytes
+
+    def fill(self, run: Sequence[Piece]) -> None:
+        """Read pieces, one or a run, into place, converted and copied to the GPU where they must be."""
+        if run[0].plain:
+            places = [(memory_of(piece.target), piece.offset) for piece in run]
+            self._pieces.read_together(run[0].source.file, places)
+            return
+        if len(run) > 1:
+            self._convert_run(run)
+            return
+        (piece,) = run
+        if piece.target.is_cuda:
+            self._gpu = self._gpu or _GpuCopier(piece.target.device)
+            with self._gpu.copying_to(piece.target) as pinned:
+                self._read(Piece(piece.source, piece.offset, pinned))
+        else:
+            self._read(piece)
+
+    def _convert_run(self, run: Sequence[Piece]) -> None:
+        file, start, end = run[0].source.file, _aligned(run[0].offset), run[-1].end
+        if self._pieces.is_cached(file, start, end - start):
+            for piece in run:
+                self._read(piece)
+            return
+        found = self._pieces.piece(file, start, end - start)
+        for piece in run:
+            _convert(piece, found[piece.offset - start : piece.end - start])
+
+    def _read(self, piece: Piece) -> None:
+        source, offset, target = piece.source, piece.offset, piece.target
+        if piece.plain:
+            self._pieces.read(source.file, memory_of(target), offset)
+        elif offset % source.dtype.itemsize:
+            self._convert_copies(piece)  # what lies odd is copied before it is read as numbers
+        elif self._pieces.is_cached(source.file, offset, piece.source_bytes):
+            for part in piece.parts(WINDOW_BYTES):
+                with self._pieces.looking(source.file, part.offset, part.source_bytes) as found:
+                    _convert(part, found)
+        elif not self._borrows and shrinks(source, target):
+            done = read_shrinking(self._pieces, source, offset, target)
+            offset += done * source.dtype.itemsize
+            self._convert_copies(Piece(source, offset, target.view(-1)[done:]))
+        else:
+            self._convert_copies(piece)
+
+    def _convert_copies(self, piece: Piece) -> None:
+        for part in piece.parts(self._pieces.piece_bytes):
+            _convert(part, self._pieces.piece(part.source.file, part.offset, part.source_bytes))
+
+
+def _convert(piece: Piece, found: memoryview) -> None:
+    """Give the target the values that were found."""
+    if piece.target.numel():
+        values = torch.frombuffer(found, dtype=piece.source.dtype)
+        piece.target.copy_(values.view(piece.target.shape))
+
+
+class _GpuCopier:
+    """Two pinned buffers and a stream: one buffer is filled while the other is copied."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(device))  # the memory is from there
+        self._buffers = [torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in "ab"]
+        self._copied = [torch.cuda.Event() for _ in "ab"]  # type: ignore[no-untyped-call]
+        self._turn = 0
+
+    @contextmanager
+    def copying_to(self, target: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Give a pinned tensor to fill; copies it to ``target`` afterwards, without waiting."""
+        turn, self._turn = self._turn, 1 - self._turn
+        self._copied[turn].synchronize()
+        pinned = self._buffers[turn][: target.nbytes].view(target.dtype).view(target.shape)
+        yield pinned
+        with torch.cuda.stream(self._stream):
+            target.copy_(pinned, non_blocking=True)
+            self._copied[turn].record(self._stream)
+
+    def finish(self) -> None:
+        """Wait for the copies under way."""
+        self._stream.synchronize()

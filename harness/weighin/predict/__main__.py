@@ -1,0 +1,101 @@
+"""Predict cells: ``python -m weighin.predict``, one JSON request a line, one JSON answer a line.
+
+Imports torch as a worker does, once; then every cell runs in a fork of its own, whose heap is a
+fresh worker's. Nothing is read of a checkpoint but its structure.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import traceback
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch  # noqa: F401 (as a worker does, before any fork)
+
+from weighin.cell import Cell, ModelSpec
+from weighin.checkpoint.manifest import read_manifest
+from weighin.models.skeleton import resolve_builder
+from weighin.probes.process import memory_of, read_status
+from weighin.record import Memory
+from weighin.text import one_line
+from weighin.worker.warmup import settle_math
+
+_PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
+_PR_SET_THP_DISABLE: Final = 41
+
+
+def main() -> None:
+    settle_math()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a builder or a strategy prints is no answer
+    for line in sys.stdin:
+        request = json.loads(line)
+        request["baseline"] = asdict(memory_of(read_status()))
+        print(json.dumps(_apart(request)), file=answers, flush=True)
+
+
+def _apart(request: dict[str, Any]) -> dict[str, Any]:
+    """Answer one request from a fork; whatever ends the fork becomes its answer."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        prctl = ctypes.CDLL(None).prctl
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # never outlives the parent
+        # What is small is written for real, and must not bring a huge page of what is not.
+        prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0)
+        os.close(reading)
+        answer = _answer(request)
+        with os.fdopen(writing, "w") as pipe:
+            json.dump(answer, pipe)
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        text = pipe.read()
+    _, status = os.waitpid(child, 0)
+    if text:
+        found: dict[str, Any] = json.loads(text)
+        return found
+    return {"cannot": f"the symbolic run ended with status {os.waitstatus_to_exitcode(status)}"}
+
+
+def _answer(request: dict[str, Any]) -> dict[str, Any]:
+    try:
+        fields = request["cell"]
+        cell = Cell(**{**fields, "model": ModelSpec(**fields["model"])})
+        if "make" in request:
+            return _make(cell, request["make"])
+        return _predict(cell, request)
+    except Exception as error:
+        traceback.print_exc()
+        return {"cannot": f"{type(error).__name__}: {one_line(str(error))}"}
+
+
+def _make(cell: Cell, make: dict[str, Any]) -> dict[str, Any]:
+    from weighin.predict.sparse import make_sparse, write_manifest
+
+    source = Path(make["source"]) if make["source"] else None
+    folder = Path(make["folder"])
+    own = make["own"]  # where the user's own checkpoint has the right layout already
+    path = source if own else make_sparse(cell.model, cell.format, make["dtype"], folder, source)
+    manifest = write_manifest(cell.model, folder)
+    return {"checkpoint": str(path), "manifest": str(manifest)}
+
+
+def _predict(cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
+    builder = resolve_builder(cell.model.builder)
+    from weighin.predict.simulate import run
+
+    manifest = read_manifest(Path(request["manifest"]))  # as a worker does: it leaves its heap so
+    now = replace(Memory(**request["baseline"]), anon_bytes=memory_of(read_status()).anon_bytes)
+    checkpoint, strategy = Path(request["checkpoint"]), Path(request["strategy_path"])
+    found = asdict(run(cell, builder, checkpoint, strategy, now, request["read_ahead_bytes"]))
+    del manifest
+    return found
+
+
+if __name__ == "__main__":
+    main()

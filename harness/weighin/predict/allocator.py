@@ -1,0 +1,150 @@
+"""A model of PyTorch's CUDA caching allocator: what it allocates and reserves for given requests.
+
+Written after c10/cuda/CUDACachingAllocator.cpp of torch 2.13 with its default settings (one
+stream, no expandable segments, no ``max_split_size_mb``, no rounding to powers of two).
+"""
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+from typing import Final
+
+from weighin.units import MIB
+
+_MIN_BLOCK_BYTES: Final = 512  # kMinBlockSize: every size is rounded up to a multiple
+_SMALL_BYTES: Final = MIB  # kSmallSize: the largest request of the small pool
+_SMALL_SEGMENT_BYTES: Final = 2 * MIB  # kSmallBuffer
+_MIN_LARGE_BYTES: Final = 10 * MIB  # kMinLargeAlloc: from here on a segment of its own
+_LARGE_SEGMENT_BYTES: Final = 20 * MIB  # kLargeBuffer: for what lies between
+_ROUND_LARGE_BYTES: Final = 2 * MIB  # kRoundLarge
+
+_KINDS: Final = ("requested", "allocated", "reserved")
+
+
+class CudaOutOfMemory(Exception):
+    """The allocator has no room for a request, even with its cache emptied."""
+
+
+@dataclass(slots=True, eq=False)
+class CudaBlock:
+    """A stretch of a segment. Neighbours are linked, so that free ones can be merged."""
+
+    address: int
+    size: int
+    small: bool
+    free: bool = True
+    requested: int = 0
+    before: "CudaBlock | None" = None
+    after: "CudaBlock | None" = None
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.size, self.address  # best fit: the smallest, then the lowest
+
+
+class CachingAllocator:
+    """Blocks and segments of one device, and their current and highest sums, in bytes.
+
+    ``limit_bytes`` is what ``set_per_process_memory_fraction`` allows to be reserved.
+    """
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        self.limit_bytes = limit_bytes
+        self.current = dict.fromkeys(_KINDS, 0)
+        self.peak = dict.fromkeys(_KINDS, 0)
+        self._free: dict[bool, list[tuple[tuple[int, int], CudaBlock]]] = {True: [], False: []}
+        self._next_address = 0
+
+    def malloc(self, requested: int) -> CudaBlock:
+        """Return a block for so many bytes, which are more than none.
+
+        Raises:
+            CudaOutOfMemory: the limit forbids it.
+        """
+        size = -(-requested // _MIN_BLOCK_BYTES) * _MIN_BLOCK_BYTES
+        small = size <= _SMALL_BYTES
+        block = self._best_fit(size, small) or self._new_segment(size, small)
+        rest = block.size - size
+        if rest >= _MIN_BLOCK_BYTES if small else rest > _SMALL_BYTES:
+            self._split(block, size)
+        block.free, block.requested = False, requested
+        self._count("requested", requested)
+        self._count("allocated", block.size)  # with what was too little to be split off
+        return block
+
+    def free(self, block: CudaBlock) -> None:
+        """Take a block back and merge it with free neighbours; its segment stays reserved."""
+        self._count("requested", -block.requested)
+        self._count("allocated", -block.size)
+        block.free = True
+        for other in (block.before, block.after):
+            if other is not None and other.free:
+                self._take(other)
+        block = self._merge(block)
+        insort(self._free[block.small], (block.key, block), key=lambda item: item[0])
+
+    def empty_cache(self) -> None:
+        """Give back every segment that is free as a whole."""
+        for pool in self._free.values():
+            for item in [one for one in pool if not (one[1].before or one[1].after)]:
+                pool.remove(item)
+                self._count("reserved", -item[1].size)
+
+    def reset_peaks(self) -> None:
+        """Begin new peaks at what is held now."""
+        self.peak = dict(self.current)
+
+    def _best_fit(self, size: int, small: bool) -> CudaBlock | None:
+        pool = self._free[small]
+        at = bisect_left(pool, (size, -1), key=lambda item: item[0])
+        return pool.pop(at)[1] if at < len(pool) else None
+
+    def _new_segment(self, size: int, small: bool) -> CudaBlock:
+        if small:
+            length = _SMALL_SEGMENT_BYTES
+        elif size < _MIN_LARGE_BYTES:
+            length = _LARGE_SEGMENT_BYTES
+        else:
+            length = -(-size // _ROUND_LARGE_BYTES) * _ROUND_LARGE_BYTES
+        limit = self.limit_bytes
+        if limit is not None and self.current["reserved"] + length > limit:
+            self.empty_cache()
+            if self.current["reserved"] + length > limit:
+                raise CudaOutOfMemory(
+                    f"{size:,} bytes beside {self.current['reserved']:,} reserved"
+                )
+        self._count("reserved", length)
+        block = CudaBlock(self._next_address, length, small)
+        self._next_address += length
+        return block
+
+    def _split(self, block: CudaBlock, size: int) -> None:
+        rest = CudaBlock(block.address + size, block.size - size, block.small)
+        rest.before, rest.after = block, block.after
+        if block.after is not None:
+            block.after.before = rest
+        block.after, block.size = rest, size
+        insort(self._free[rest.small], (rest.key, rest), key=lambda item: item[0])
+
+    def _take(self, block: CudaBlock) -> None:
+        """Remove a free block from its pool."""
+        pool = self._free[block.small]
+        pool.pop(bisect_left(pool, block.key, key=lambda item: item[0]))
+
+    @staticmethod
+    def _merge(block: CudaBlock) -> CudaBlock:
+        """Return the block joined with its free neighbours."""
+        if block.before is not None and block.before.free:
+            first = block.before
+            first.size += block.size
+            first.after = block.after
+            block = first
+        if block.after is not None and block.after.free:
+            block.size += block.after.size
+            block.after = block.after.after
+        if block.after is not None:
+            block.after.before = block
+        return block
+
+    def _count(self, kind: str, change: int) -> None:
+        self.current[kind] += change
+        self.peak[kind] = max(self.peak[kind], self.current[kind])

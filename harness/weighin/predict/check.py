@@ -1,0 +1,133 @@
+"""Predictions beside what a run measured, cell by cell."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from shlex import quote
+from statistics import median
+from typing import Any
+
+from weighin.errors import HarnessError, RecordError
+from weighin.predict.client import predict
+from weighin.predict.prediction import Prediction
+from weighin.probes import environment
+from weighin.record import Outcome, Result
+from weighin.records import run_folder as journal
+from weighin.run import trust
+from weighin.suite import registry
+from weighin.suite.matrix import Planned
+from weighin.suite.registry import StrategyInfo
+
+_FIGURES = {
+    "host_anon_peak_bytes": "anon_sampled_bytes",
+    "host_file_peak_bytes": "file_sampled_bytes",
+    "cuda_requested_bytes": "cuda_requested_bytes",
+    "cuda_allocated_bytes": "cuda_allocated_bytes",
+    "cuda_reserved_bytes": "cuda_reserved_bytes",
+}
+_ALTERNATIVES = {
+    "host_anon_peak_bytes": (
+        "host_anon_peak_bytes",
+        "host_anon_least_bytes",
+        "host_anon_most_bytes",
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """One series of a run: ``figures`` as (name, predicted bytes, measured bytes).
+
+    Of the three anonymous peaks that are predicted, it is the one that came true.
+    """
+
+    prediction: Prediction
+    figures: tuple[tuple[str, int, int], ...]
+
+
+def check(run: Path, *, trusted: bool = False) -> list[Checked]:
+    """Predict every series of a run that has an ok cell, and set it beside the median of those.
+
+    Raises:
+        RecordError: no run, or nothing in it was ok. HarnessError: as ``predict``.
+        ConfigError: the run names foreign code, which is not ``trusted``.
+    """
+    series: dict[str, list[Result]] = {}
+    for result in journal.read(run).results:
+        if result.outcome is Outcome.OK and result.cell.operation == "load":
+            series.setdefault(result.cell.series, []).append(result)
+    if not series:
+        raise RecordError(f"{run} has no load that is ok", "predict the model itself")
+    paths, checkpoint = _settings(run)
+    if not trusted:
+        cells = [results[0].cell for results in series.values()]
+        used = {cell.strategy for cell in cells}
+        trust.check(
+            trust.foreign(cells, {name: paths[name] for name in used if name in paths}),
+            place=run,
+            again=f"weighin predict --check {quote(str(run))}",
+            repair="or predict the model itself",
+        )
+    planned = [
+        Planned.of(results[0].cell, _strategy(results[0].cell.strategy, paths))
+        for results in series.values()
+    ]
+    found = predict(planned, checkpoint=checkpoint)
+    return [
+        Checked(one, tuple(_figures(one, results)))
+        for one, results in zip(found, series.values(), strict=True)
+    ]
+
+
+def as_json(checked: Sequence[Checked]) -> dict[str, Any]:
+    """Return all of it, for programs."""
+    return {
+        "schema": 1,
+        "predicted_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "environment": environment.code(),
+        "checked": [
+            {
+                "strategy": one.prediction.strategy,
+                "model": one.prediction.cell.model.title,
+                "format": one.prediction.cell.format,
+                "dtype": one.prediction.cell.dtype,
+                "device": one.prediction.cell.device,
+                "ram_limit_bytes": one.prediction.cell.ram_limit_bytes,
+                "options": one.prediction.cell.options,
+                "cannot": one.prediction.cannot,
+                "floor_bytes": one.prediction.floor_bytes,
+                "figures": {
+                    name: {"predicted": predicted, "measured": measured}
+                    for name, predicted, measured in one.figures
+                },
+            }
+            for one in checked
+        ],
+    }
+
+
+def _figures(prediction: Prediction, results: list[Result]) -> Iterator[tuple[str, int, int]]:
+    for name, measured in _FIGURES.items():
+        sizes = [getattr(result.peaks, measured) for result in results]
+        known = [size for size in sizes if size is not None]
+        alternatives = _ALTERNATIVES.get(name, (name,))
+        predicted = {one: getattr(prediction, one) for one in alternatives}
+        if known and None not in predicted.values():
+            found = round(median(known))
+            nearest = min(predicted, key=lambda one: abs(predicted[one] - found))
+            yield nearest, predicted[nearest], found
+
+
+def _settings(run: Path) -> tuple[dict[str, str], Path | None]:
+    """Return the strategies' files and the user's checkpoint; published runs have no plan."""
+    try:
+        settings = journal.read_plan(run).settings
+    except HarnessError:
+        return {}, None
+    checkpoint = settings.get("checkpoint")
+    return settings.get("strategy_paths", {}), Path(checkpoint) if checkpoint else None
+
+
+def _strategy(name: str, paths: dict[str, str]) -> StrategyInfo:
+    return registry.read_strategy(Path(paths[name])) if name in paths else registry.strategy(name)

@@ -1,0 +1,280 @@
+"""What every operation of a symbolic run does to the ledger, instead of to memory."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from math import prod
+from typing import Any, Final
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from weighin.predict.ledger import Ledger
+from weighin.predict.storage import SMALL_BYTES, Place
+
+_EMPTY: Final = frozenset({
+    "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted",
+})  # fmt: skip
+_METADATA: Final = frozenset({"set_", "resize_", "resize_as_", "detach_", "_resize_output_"})
+_FILLED: Final = frozenset({"zeros", "ones", "full", "rand", "randn", "randint", "eye"})
+_LIKE: Final = frozenset({
+    "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like",
+    "new_zeros", "new_ones", "new_full",
+})  # fmt: skip
+_RANDOM: Final = frozenset({
+    "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "cauchy_", "log_normal_",
+    "geometric_", "rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal",
+})  # fmt: skip
+_SAME: Final = frozenset({"clone", "_to_copy", "triu", "tril"})  # of the shape of the input
+
+
+class CannotFollow(Exception):
+    """The run did something whose memory the ledger does not know."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One operation with its arguments, and all tensors among them."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: list[torch.Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        leaves = tree_leaves((self.args, self.kwargs))
+        tensors = [one for one in leaves if isinstance(one, torch.Tensor)]
+        object.__setattr__(self, "inputs", tensors)
+
+    @property
+    def name(self) -> str:
+        return _name(self.func)
+
+    @property
+    def has_no_memory(self) -> bool:
+        """Whether it happens on the meta device alone."""
+        target = self.kwargs.get("device")
+        if target is not None:
+            return torch.device(target).type == "meta"
+        return bool(self.inputs) and all(one.is_meta for one in self.inputs)
+
+    @property
+    def written(self) -> list[torch.Tensor]:
+        """The tensors that it writes to, by its schema."""
+        names = [one.name for one in self.func._schema.arguments]
+        given = dict(zip(names, self.args, strict=False)) | self.kwargs
+        return [
+            tensor
+            for argument in self.func._schema.arguments
+            if argument.alias_info and argument.alias_info.is_write
+            for tensor in tree_leaves(given.get(argument.name))
+            if isinstance(tensor, torch.Tensor)
+        ]
+
+    def run(self) -> Any:
+        return self.func(*self.args, **self.kwargs)
+
+
+def _name(func: Any) -> str:
+    name: str = func._schema.name
+    return name.removeprefix("aten::")
+
+
+@cache
+def _kind(func: Any) -> str:
+    """Sort an operation by its schema: metadata, empty, filled, like, writes, or computes."""
+    name = _name(func)
+    if name in _METADATA or torch.Tag.inplace_view in func.tags:
+        return "metadata"
+    if any(one.alias_info and one.alias_info.is_write for one in func._schema.arguments):
+        return "writes"
+    if any(one.alias_info for one in func._schema.returns):
+        return "metadata"  # a view
+    for names, kind in ((_EMPTY, "empty"), (_FILLED, "filled"), (_LIKE, "like")):
+        if name in names:
+            return kind
+    return "computes"
+
+
+class Operations(TorchDispatchMode):
+    """Runs what only makes views or asks for memory; of the rest, tells the ledger what it touches."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._ledger = ledger
+        self._handlers: dict[str, Callable[[Call], Any]] = {
+            "metadata": self._metadata,
+            "empty": self._empty,
+            "filled": self._filled,
+            "like": self._like,
+            "writes": self._writes,
+            "computes": self._computes,
+        }
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the wrapper against dynamo would import it: 820 modules, 68 MiB
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        call = Call(func, args, kwargs or {})
+        if call.has_no_memory:
+            return call.run()
+        ledger = self._ledger
+        inherited: Place | None = None
+        if ledger.forced_place is None and any(
+            one.ndim and ledger.place_of(one) == "cuda" for one in call.inputs
+        ):
+            inherited = "cuda"  # results are where the inputs are
+        with ledger.placed(inherited):
+            return self._handlers[_kind(func)](call)
+
+    def _metadata(self, call: Call) -> Any:
+        result = call.run()
+        for one in tree_leaves(result):
+            if isinstance(one, torch.Tensor):
+                self._ledger.place_of(one)
+        return result
+
+    def _empty(self, call: Call) -> Any:
+        if call.kwargs.get("pin_memory"):
+            raise CannotFollow("it makes empty pinned tensors")
+        return self._allocate(call.func(*call.args, **{**call.kwargs, "device": "meta"}))
+
+    def _filled(self, call: Call) -> Any:
+        """A factory; a large result is kept without values."""
+        if call.name == "eye":
+            size = [one for one in call.args if isinstance(one, int)] * 2
+            size = size[:2]
+        else:
+            size = next(list(one) for one in call.args if isinstance(one, list | tuple))
+        dtype = call.kwargs.get("dtype")
+        if dtype is None and call.name in ("full", "randint"):
+            dtype = torch.int64 if call.name == "randint" else torch.tensor(call.args[1]).dtype
+        dtype = dtype or torch.get_default_dtype()
+        if prod(size) * dtype.itemsize <= SMALL_BYTES:
+            return self._really(call)
+        result = self._allocate(torch.empty(size, dtype=dtype, device="meta"))
+        self._write(result, call.name)
+        return result
+
+    def _like(self, call: Call) -> Any:
+        size = call.args[1] if call.name.startswith("new_") else call.args[0].shape
+        dtype = call.kwargs.get("dtype") or call.args[0].dtype
+        result = self._allocate(torch.empty(size, dtype=dtype, device="meta"))
+        self._write(result, call.name)
+        return result
+
+    def _writes(self, call: Call) -> Any:
+        written = call.written
+        if self._all_real(call.inputs):
+            return call.run()
+        for one in call.inputs:
+            if not any(one is other for other in written):
+                self._read(one)
+        if call.name == "copy_":
+            self._convert_on_cpu(written[0], call.args[1])
+        for one in written:
+            self._write(one, call.name)
+        returns = call.func._schema.returns
+        if len(returns) > 1:
+            return tuple(written)
+        return written[0] if returns else None
+
+    def _convert_on_cpu(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """A copy to the GPU converts on the CPU first (ATen's copy_kernel_cuda)."""
+        ledger = self._ledger
+        if target.dtype != source.dtype and ledger.place_of(target) == "cuda":
+            with ledger.holding(target.nbytes if ledger.place_of(source) != "cuda" else 0):
+                pass
+
+    def _computes(self, call: Call) -> Any:
+        if self._all_real(call.inputs):
+            return self._really(call)
+        for one in call.inputs:
+            self._read(one)
+        if call.name == "_local_scalar_dense":  # one element: torch.asarray looks at the first
+            if self._ledger.place_of(call.inputs[0]) != "file":
+                raise CannotFollow("it looks at the values of tensors that were not read")
+            return call.run()
+        shapes: Any
+        if call.name in _SAME:
+            dtype = call.kwargs.get("dtype") or call.args[0].dtype
+            shapes = torch.empty_like(call.args[0], dtype=dtype, device="meta")
+        else:
+            shapes = self._shapes(call)
+        results = tree_map(
+            lambda one: self._allocate(one) if isinstance(one, torch.Tensor) else one, shapes
+        )
+        for one in tree_leaves(results):
+            if isinstance(one, torch.Tensor):
+                self._write(one, call.name)
+        return results
+
+    def _shapes(self, call: Call) -> Any:
+        """Return the results on the meta device; what that imports is not the strategy's."""
+        before, modules = self._ledger.own_anon_bytes, len(sys.modules)
+        try:
+            args, kwargs = tree_map(
+                lambda one: one.to("meta") if isinstance(one, torch.Tensor) else one,
+                (call.args, call.kwargs),
+            )
+            if "device" in kwargs:
+                kwargs["device"] = "meta"
+            return call.func(*args, **kwargs)
+        except (NotImplementedError, RuntimeError) as error:
+            raise CannotFollow(f"{call.func}: {error}") from error
+        finally:
+            self._ledger.other_anon_bytes += self._ledger.own_anon_bytes - before
+            self._ledger.work["modules"] -= len(sys.modules) - modules
+
+    def _really(self, call: Call) -> Any:
+        """Run an operation on small values; what is large of its results is kept without values."""
+
+        def keep(one: Any) -> Any:
+            if not isinstance(one, torch.Tensor):
+                return one
+            if one.is_meta or one.untyped_storage().nbytes() <= SMALL_BYTES:
+                self._ledger.place_of(one)
+                return one
+            large = self._allocate(torch.empty_like(one, device="meta"))
+            self._write(large, call.name)
+            return large
+
+        return tree_map(keep, call.run())
+
+    def _all_real(self, inputs: list[torch.Tensor]) -> bool:
+        """Tell whether all tensors hold the values that a real run would have."""
+        blocks = [self._ledger.block_of(one) for one in inputs if not one.is_meta]
+        return all(block.real and block.known for block in blocks)
+
+    def _read(self, tensor: torch.Tensor) -> None:
+        if not tensor.is_meta:
+            self._ledger.read(tensor)
+
+    def _write(self, tensor: torch.Tensor, operation: str) -> None:
+        ledger = self._ledger
+        ledger.write(tensor)
+        if ledger.place_of(tensor) != "cuda":
+            kind = "random_bytes" if operation in _RANDOM else "written_bytes"
+            ledger.work[kind] += tensor.nbytes
+
+    def _allocate(self, like: torch.Tensor) -> torch.Tensor:
+        """Return memory that is not written yet, for a tensor on the meta device."""
+        ledger = self._ledger
+        nbytes = like.untyped_storage().nbytes()
+        if nbytes > SMALL_BYTES:
+            blank = torch.empty(0, dtype=like.dtype, device="cpu")
+            result = blank.set_(ledger.reserve(nbytes), 0, like.shape, like.stride())
+        else:
+            result = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
+        ledger.block_of(result, allocated=True)
+        ledger.update()
+        return result

@@ -1,0 +1,154 @@
+"""A GPU that is not there: whatever is asked of "cuda" happens to storages that the ledger places there.
+
+Torch without CUDA refuses to make or to move a tensor to "cuda". So each call that names that
+device is made for the CPU while the ledger is told where its results pretend to be, and whoever
+asks a tensor for its device is told the same.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final
+from unittest.mock import patch
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _device
+
+from weighin.predict.dispatch import CannotFollow
+from weighin.predict.ledger import Ledger
+
+_CUDA: Final = torch.device("cuda", 0)
+_PRIORITY: Final = 15  # of torch.load's handlers: between that of the CPU (10) and of CUDA (20)
+
+
+class Devices(TorchFunctionMode):
+    """Rewrites calls that name "cuda", and answers for the tensors that pretend to be there."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self._ledger = ledger
+        self._own: dict[Any, Callable[..., Any]] = {
+            torch.Tensor.device.__get__: self._device,
+            torch.Tensor.is_cuda.__get__: self._is_cuda,  # type: ignore[attr-defined]
+            torch.Tensor.is_cpu.__get__: self._is_cpu,  # type: ignore[attr-defined]
+            torch.Tensor.get_device: self._get_device,
+            torch.Tensor.to: self._to,
+            torch.Tensor.cuda: self._cuda,
+            torch.Tensor.cpu: self._cpu,
+            torch.Tensor.pin_memory: self._pin_memory,
+        }
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        own = self._own.get(func)
+        if own is not None:
+            return own(*args, **kwargs)
+        target = kwargs.get("device")
+        if target is None and func in _device._device_constructors():
+            target = _device.CURRENT_DEVICE  # "with torch.device(...)" is asked after this mode
+        if target is None:
+            return func(*args, **kwargs)
+        if not _is_cuda(target):
+            with self._ledger.placed("host" if torch.device(target).type == "cpu" else None):
+                return func(*args, **kwargs)
+        with self._ledger.placed("cuda"):
+            return func(*args, **{**kwargs, "device": "cpu"})
+
+    def _device(self, tensor: torch.Tensor) -> torch.device:
+        return _CUDA if self._is_cuda(tensor) else torch.device("meta" if tensor.is_meta else "cpu")
+
+    def _is_cuda(self, tensor: torch.Tensor) -> bool:
+        return self._ledger.place_of(tensor) == "cuda"
+
+    def _is_cpu(self, tensor: torch.Tensor) -> bool:
+        return not tensor.is_meta and not self._is_cuda(tensor)
+
+    def _get_device(self, tensor: torch.Tensor) -> int:
+        return 0 if self._is_cuda(tensor) else -1
+
+    def _cuda(self, tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return self._to(tensor, _CUDA)
+
+    def _cpu(self, tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return self._to(tensor, torch.device("cpu"))
+
+    def _pin_memory(self, tensor: torch.Tensor, *_: Any) -> torch.Tensor:
+        """Copy into page-locked memory, of which the host's allocator gives nothing back."""
+        with self._ledger.placed("pinned"):
+            pinned = torch.empty_like(tensor, device="cpu")
+        pinned.copy_(tensor)
+        return pinned
+
+    def _to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """``Tensor.to``: allocates on the other device and copies, where it is another."""
+        copy = kwargs.pop("copy", False)
+        if args and isinstance(args[0], torch.Tensor):
+            args = (self._device(args[0]), args[0].dtype, *args[1:])
+        device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        if device is None or device.type == self._device(tensor).type:
+            return tensor.to(dtype or tensor.dtype, copy=copy, memory_format=memory_format)
+        if device.type == "meta" or tensor.is_meta:
+            return tensor.to(device, dtype or tensor.dtype)
+        with self._ledger.placed("cuda" if device.type == "cuda" else "host"):
+            moved = torch.empty_like(tensor, dtype=dtype, device="cpu", requires_grad=False)
+        moved.copy_(tensor.detach())
+        return moved
+
+
+@contextmanager
+def pretended(ledger: Ledger) -> Iterator[None]:
+    """Let the code inside find one GPU, whose memory is the ledger's."""
+    allocator = ledger.cuda
+    assert allocator is not None
+    answers: dict[str, Callable[..., Any]] = {
+        # Each is a function of its own: torch._dynamo refuses one object with two names.
+        "synchronize": lambda *_: None,
+        "init": lambda *_: None,
+        "set_device": lambda *_: None,
+        "ipc_collect": lambda *_: None,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "empty_cache": allocator.empty_cache,
+        "memory_allocated": lambda *_: allocator.current["allocated"],
+        "memory_reserved": lambda *_: allocator.current["reserved"],
+        "max_memory_allocated": lambda *_: allocator.peak["allocated"],
+        "max_memory_reserved": lambda *_: allocator.peak["reserved"],
+    }
+    with ExitStack() as stack:
+        for name, answer in answers.items():
+            stack.enter_context(patch.object(torch.cuda, name, answer))
+        stack.enter_context(_deserialized())
+        stack.enter_context(Devices(ledger))
+        yield
+
+
+@contextmanager
+def _deserialized() -> Iterator[None]:
+    """``torch.load(map_location="cuda")``: each storage is read to the CPU, moved, and freed."""
+
+    def move(storage: Any, location: str) -> Any:
+        if not location.startswith("cuda"):
+            return None
+        moved = torch.empty(storage.nbytes(), dtype=torch.uint8, device=_CUDA)
+        moved.copy_(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage))
+        return moved.untyped_storage()
+
+    torch.serialization.register_package(_PRIORITY, lambda _: None, move)
+    yield
+
+
+def _is_cuda(device: Any) -> bool:
+    if isinstance(device, int) and not isinstance(device, bool):
+        return True
+    kind = torch.device(device)
+    if kind.index:
+        raise CannotFollow(f"it uses {kind}; one GPU is pretended")
+    return kind.type == "cuda"

@@ -1,0 +1,121 @@
+"""A model of glibc's malloc for large blocks: which lie in the heap, and which pages stay there.
+
+After malloc/malloc.c of glibc 2.36 with its default settings. Small blocks are left out. Mostly they
+sit in the rests beside large ones, so that a hole between two blocks in use takes no block of its
+own size again; in some processes they lie elsewhere, and it does; in some one lies above all large
+blocks, and nothing below goes back to the kernel. Each is modelled throughout.
+"""
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+from typing import Final
+
+from weighin.predict.extents import PAGE_BYTES, HeapPages
+from weighin.units import KIB, MIB
+
+_FIRST_THRESHOLD_BYTES: Final = 128 * KIB  # DEFAULT_MMAP_THRESHOLD, and DEFAULT_TRIM_THRESHOLD
+_LAST_THRESHOLD_BYTES: Final = 32 * MIB  # DEFAULT_MMAP_THRESHOLD_MAX
+_HEAD_BYTES: Final = 16  # before each block
+_ALIGNING_BYTES: Final = (
+    64 + 32
+)  # torch asks for 64-byte alignment: posix_memalign takes so much more
+_TOP_PAD_BYTES: Final = 128 * KIB  # DEFAULT_TOP_PAD: what trimming leaves
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """A stretch of the heap, in use or free, between its neighbours; or a map of its own."""
+
+    address: int
+    size: int
+    in_heap: bool
+    free: bool = False
+    before: "Chunk | None" = None
+    after: "Chunk | None" = None
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.size, self.address
+
+
+class Heap:
+    """Chunks of one process; ``pages`` are those of the heap that were written, in model addresses.
+
+    Args:
+        reuses: whether a hole takes a block of its own size again.
+        pinned: whether a small block lies at the top, so that what is free below stays a hole.
+    """
+
+    def __init__(self, *, reuses: bool = False, pinned: bool = False) -> None:
+        self.pages = HeapPages()
+        self._pinned = pinned
+        self._added_bytes = _ALIGNING_BYTES if reuses else _HEAD_BYTES
+        self._threshold = _FIRST_THRESHOLD_BYTES
+        self._trim_threshold = _FIRST_THRESHOLD_BYTES
+        self._top = 0
+        self._last: Chunk | None = None  # the chunk just below the top
+        self._holes: list[tuple[tuple[int, int], Chunk]] = []
+
+    def malloc(self, nbytes: int) -> Chunk:
+        """Return a chunk for so many bytes."""
+        wanted = nbytes + _ALIGNING_BYTES
+        if wanted >= self._threshold:
+            return Chunk(0, nbytes, in_heap=False)
+        at = bisect_left(self._holes, (wanted, -1), key=lambda item: item[0])
+        if at < len(self._holes):
+            return self._from_hole(self._holes.pop(at)[1], nbytes + self._added_bytes)
+        chunk = Chunk(self._top, nbytes + self._added_bytes, in_heap=True, before=self._last)
+        if self._last:
+            self._last.after = chunk
+        self._last = chunk
+        self._top += chunk.size
+        return chunk
+
+    def free(self, chunk: Chunk) -> None:
+        """Take a chunk back; gives the top of the heap to the kernel when it has grown large."""
+        if not chunk.in_heap:
+            if self._threshold < chunk.size <= _LAST_THRESHOLD_BYTES:
+                self._threshold, self._trim_threshold = chunk.size + PAGE_BYTES, 2 * chunk.size
+            return
+        chunk.free = True
+        for other in (chunk.before, chunk.after):
+            if other and other.free:
+                self._holes.pop(bisect_left(self._holes, other.key, key=lambda item: item[0]))
+        first = chunk.before if chunk.before and chunk.before.free else chunk
+        last = chunk.after if chunk.after and chunk.after.free else chunk
+        first.size = last.address + last.size - first.address
+        first.after = last.after
+        if first.after:
+            first.after.before = first
+        elif self._pinned:
+            self._last = first
+        else:
+            self._lower_top(first)
+            return
+        insort(self._holes, (first.key, first), key=lambda item: item[0])
+
+    def trim(self) -> None:
+        """Give back every page that no chunk in use covers, as ``malloc_trim`` does."""
+        for _, hole in self._holes:
+            self.pages.remove(hole.address, hole.size)
+        self.pages.remove_from(self._top)
+
+    def _from_hole(self, hole: Chunk, size: int) -> Chunk:
+        """Return the beginning of a hole; the rest of it stays one."""
+        rest = Chunk(hole.address + size, hole.size - size, True, True, hole, hole.after)
+        if hole.after:
+            hole.after.before = rest
+        else:
+            self._last = rest
+        hole.after, hole.size, hole.free = rest, size, False
+        insort(self._holes, (rest.key, rest), key=lambda item: item[0])
+        return hole
+
+    def _lower_top(self, chunk: Chunk) -> None:
+        """Join the last chunk to the top; glibc trims the top where it is above its threshold."""
+        self._last = chunk.before
+        if self._last:
+            self._last.after = None
+        self._top = chunk.address
+        if self.pages.end - self._top >= self._trim_threshold:
+            self.pages.remove_from(self._top + _TOP_PAD_BYTES)

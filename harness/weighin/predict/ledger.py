@@ -1,0 +1,262 @@
+"""The ledger of a symbolic run: every storage, where it lies, and which of its pages were written.
+
+Storages are real ones, so that everything that asks for addresses, views or sharing works; but
+large ones are never written, and so take no memory. The ledger adds up what they would have taken.
+"""
+
+import ctypes
+import mmap
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from weighin.loader.huge_pages import MAP_NORESERVE
+from weighin.predict.allocator import CachingAllocator
+from weighin.predict.heap import Heap
+from weighin.predict.prediction import PredictedPhase
+from weighin.predict.storage import SMALL_BYTES, Block, MappedFile, Place, StorageRef, extent
+from weighin.probes.process import memory_of, read_status
+from weighin.record import Memory
+
+_ATTRIBUTE: Final = "_weighin_block"
+"""Where a storage has its block: the Python object of a storage lives as long as its memory."""
+
+
+class Ledger:
+    """Current sums and peaks of one symbolic run, in bytes.
+
+    Attributes:
+        work: what costs time, by the names of ``Work``.
+        least_anon_bytes: the peak in a process whose heap takes every hole again: the lowest there is.
+        most_anon_bytes: the peak in a process whose heap gives nothing back: the highest.
+        other_anon_bytes: of this process's own growth, what only the symbolic run needs.
+    """
+
+    def __init__(self, cuda: CachingAllocator | None, baseline: Memory) -> None:
+        self.cuda = cuda
+        self.work: Counter[str] = Counter()
+        self.other_anon_bytes = 0
+        self.pinned_bytes = 0
+        self.peak_anon_bytes = 0
+        self.least_anon_bytes = 0
+        self.most_anon_bytes = 0
+        self.peak_tensor_bytes = 0
+        self.peak_file_bytes = 0
+        self.copies: dict[str, int] = {}
+        self.phases: list[PredictedPhase] = []
+        self.forced_place: Place | None = None
+        # A chain, and no dict: the tables of dicts that come and go would pin the heap's top.
+        self._last: Block | None = None
+        self._files: list[MappedFile] = []
+        self._heap, self._tight_heap, self._pinned_heap = self._heaps = (
+            Heap(),
+            Heap(reuses=True),
+            Heap(pinned=True),
+        )
+        self._free_pinned: Counter[int] = Counter()
+        self._mapped_anon_bytes = 0
+        self._phase_peaks = (0, 0)
+        self.baseline = baseline
+
+    # -- storages
+
+    def block_of(self, tensor: torch.Tensor, *, allocated: bool = False) -> Block:
+        """Return the block of a tensor's storage; registers one that is new.
+
+        ``allocated`` tells that it comes from torch's own allocator just now.
+        """
+        storage = tensor.untyped_storage()
+        block: Block | None = getattr(storage, _ATTRIBUTE, None)
+        return block or self._register(storage, allocated)
+
+    @contextmanager
+    def placed(self, place: Place | None) -> Iterator[None]:
+        """Let what is allocated inside be at ``place``; None leaves it as it is."""
+        before = self.forced_place
+        self.forced_place = place or before
+        try:
+            yield
+        finally:
+            self.forced_place = before
+
+    def place_of(self, tensor: torch.Tensor) -> Place:
+        """Return where a tensor pretends to be."""
+        return "meta" if tensor.is_meta else self.block_of(tensor).place
+
+    def _register(self, storage: torch.UntypedStorage, allocated: bool) -> Block:
+        address, nbytes = storage.data_ptr(), storage.nbytes()
+        place: Place = self.forced_place or "host"
+        if any(one.address <= address < one.address + one.nbytes for one in self._files):
+            place = "file"
+        block = Block(place, address, nbytes, real=nbytes <= SMALL_BYTES and place != "file")
+        if place == "cuda" and nbytes and self.cuda is not None:
+            block.cuda = self.cuda.malloc(nbytes)
+        elif place == "pinned":
+            self._pin(nbytes)
+        elif place == "host" and allocated and not block.real:
+            block.chunks = tuple(heap.malloc(nbytes) for heap in self._heaps)
+        block.storage = StorageRef(storage, self._freed)
+        block.storage.block = block
+        block.before, self._last = self._last, block
+        if block.before:
+            block.before.after = block
+        setattr(storage, _ATTRIBUTE, block)
+        return block
+
+    def _pin(self, nbytes: int) -> None:
+        """Take page-locked memory: torch's host allocator keeps what is freed (CachingHostAllocator)."""
+        size = _pinned_size(nbytes)
+        if self._free_pinned[size]:
+            self._free_pinned[size] -= 1
+        else:
+            self.pinned_bytes += size
+
+    def _freed(self, storage: weakref.ref[torch.UntypedStorage]) -> None:
+        assert isinstance(storage, StorageRef)
+        block = storage.block
+        if block.after:
+            block.after.before = block.before
+        else:
+            self._last = block.before
+        if block.before:
+            block.before.after = block.after
+        block.storage = None
+        if block.cuda is not None:
+            assert self.cuda
+            self.cuda.free(block.cuda)
+            return
+        if block.place == "pinned":
+            self._free_pinned[_pinned_size(block.nbytes)] += 1
+            return
+        for heap, chunk in zip(self._heaps, block.chunks, strict=False):
+            heap.free(chunk)
+        self._mapped_anon_bytes -= block.pages.nbytes  # what is in the heap may stay there
+
+    # -- memory that is touched
+
+    def write(self, tensor: torch.Tensor) -> None:
+        """Tell that a tensor's elements would have been written; a small one is, with zeros."""
+        block = self.block_of(tensor)
+        block.known = False
+        if block.real:
+            ctypes.memset(tensor.data_ptr(), 0, extent(tensor)[1])
+        elif block.place == "host":
+            start, length = extent(tensor)
+            if block.chunks and block.chunks[0].in_heap:
+                fresh, *_ = (
+                    heap.pages.add(start - block.address + chunk.address, length)
+                    for heap, chunk in zip(self._heaps, block.chunks, strict=True)
+                )
+                self.work["fresh_bytes"] += fresh
+            else:
+                self._touch(block, start, length)
+        elif block.place == "file":  # a private map: what is written becomes anonymous
+            self._touch(block, *extent(tensor))
+        self.update()
+
+    def _touch(self, block: Block, start: int, length: int) -> None:
+        new = block.pages.add(start, length)
+        self._mapped_anon_bytes += new
+        self.work["fresh_bytes"] += new
+
+    def read(self, tensor: torch.Tensor) -> None:
+        """Tell that a tensor's elements were read: pages of mapped files come into memory."""
+        block = self.block_of(tensor)
+        if block.place == "file":
+            start, length = extent(tensor)
+            file = next(f for f in self._files if f.address <= start < f.address + f.nbytes)
+            self.work["mapped_bytes"] += file.pages.add(start, length)
+            self.update()
+
+    @contextmanager
+    def holding(self, nbytes: int) -> Iterator[None]:
+        """Hold so much more anonymous memory: buffers of code that is not run here."""
+        self._mapped_anon_bytes += nbytes
+        self.update()
+        try:
+            yield
+        finally:
+            self._mapped_anon_bytes -= nbytes
+
+    def trimmed(self) -> None:
+        """Tell that ``malloc_trim`` gave back all free pages of the heap."""
+        for heap in self._heaps:
+            heap.trim()
+
+    def reserve(self, nbytes: int) -> torch.UntypedStorage:
+        """Return a storage with addresses and no memory, which the machine need not have."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        area = mmap.mmap(-1, nbytes, flags=flags)
+        return torch.frombuffer(area, dtype=torch.uint8).untyped_storage()
+
+    def map_file(self, path: str, nbytes: int) -> torch.UntypedStorage:
+        """Return a storage over a private map of a file, as ``UntypedStorage.from_file`` does."""
+        with Path(path).open("rb") as file:
+            mapped = mmap.mmap(
+                file.fileno(),
+                nbytes,
+                flags=mmap.MAP_PRIVATE | MAP_NORESERVE,
+                prot=mmap.PROT_READ | mmap.PROT_WRITE,
+            )
+        storage = torch.frombuffer(mapped, dtype=torch.uint8).untyped_storage()
+        one = MappedFile(path, storage.data_ptr(), nbytes)
+        self._files.append(one)
+        weakref.finalize(mapped, self._files.remove, one).atexit = False
+        return storage
+
+    # -- sums
+
+    @property
+    def own_anon_bytes(self) -> int:
+        """The anonymous memory that this process really has: imports, objects, small tensors."""
+        return memory_of(read_status()).anon_bytes
+
+    @property
+    def anon_bytes(self) -> int:
+        """The anonymous memory of the pretended process, now."""
+        return self.own_anon_bytes - self.other_anon_bytes + self.tensor_bytes
+
+    @property
+    def tensor_bytes(self) -> int:
+        """What of it tensors hold, now; small ones, which this process really has, are left out."""
+        return self._heap.pages.nbytes + self._mapped_anon_bytes + self.pinned_bytes
+
+    @property
+    def file_bytes(self) -> int:
+        """The mapped pages of files, now."""
+        return self.baseline.file_bytes + sum(one.pages.nbytes for one in self._files)
+
+    def update(self) -> None:
+        """Take the sums of now into the peaks."""
+        anon, file = self.anon_bytes, self.file_bytes
+        outside = anon - self._heap.pages.nbytes
+        self.least_anon_bytes = max(self.least_anon_bytes, outside + self._tight_heap.pages.nbytes)
+        self.most_anon_bytes = max(self.most_anon_bytes, outside + self._pinned_heap.pages.nbytes)
+        self.peak_anon_bytes = max(self.peak_anon_bytes, anon)
+        self.peak_tensor_bytes = max(self.peak_tensor_bytes, self.tensor_bytes)
+        self.peak_file_bytes = max(self.peak_file_bytes, file)
+        self._phase_peaks = max(self._phase_peaks[0], anon), max(self._phase_peaks[1], file)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Keep the peaks of what runs inside."""
+        self._phase_peaks = (0, 0)
+        self.update()
+        if self.cuda:
+            self.cuda.reset_peaks()
+        yield
+        self.update()
+        figures = {
+            f"cuda_{kind}_bytes": n for kind, n in (self.cuda.peak if self.cuda else {}).items()
+        }
+        self.phases.append(PredictedPhase(name, *self._phase_peaks, **figures))
+
+
+def _pinned_size(nbytes: int) -> int:
+    """Return the power of two that page-locked memory is rounded up to."""
+    return 1 << max(nbytes - 1, 0).bit_length()

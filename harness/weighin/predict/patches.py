@@ -1,0 +1,113 @@
+"""Where a load leaves torch's operations: each place says to the ledger what is done there.
+
+Files are read by C++ (``torch.load``) or by threads of our own (streaming); neither passes
+through an operation. Everything else of a strategy runs as it is written.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from weighin.predict.ledger import Ledger
+
+
+@contextmanager
+def declared(ledger: Ledger) -> Iterator[None]:
+    """Let every way to read a checkpoint's tensors tell the ledger, and read none of their bytes."""
+    with ExitStack() as stack:
+        for place in (
+            _archives(ledger),
+            _maps(ledger),
+            _legacy(ledger),
+            _streaming(ledger),
+            _trim(ledger),
+        ):
+            stack.enter_context(place)
+        yield
+
+
+def _archives(ledger: Ledger) -> Any:
+    """``torch.load`` of a zip: each record is read into a storage of its own."""
+    original = torch._C.PyTorchFileReader
+
+    class Reader(original):  # type: ignore[misc, valid-type]
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            ledger.work["archives"] += 1
+
+        def get_storage_from_record(self, _name: str, nbytes: int, _kind: Any) -> torch.Tensor:
+            return _read_storage(ledger, nbytes)
+
+    return patch.object(torch._C, "PyTorchFileReader", Reader)
+
+
+def _read_storage(ledger: Ledger, nbytes: int) -> torch.Tensor:
+    bytes_ = torch.empty(nbytes, dtype=torch.uint8)
+    _filled(ledger, bytes_)
+    return bytes_
+
+
+def _filled(ledger: Ledger, tensor: torch.Tensor) -> None:
+    """Tell that a tensor was filled from a file."""
+    ledger.write(tensor)
+    ledger.work["read_bytes"] += tensor.nbytes
+
+
+def _maps(ledger: Ledger) -> Any:
+    """``torch.load(mmap=True)`` and safetensors: a private map of the whole file."""
+
+    def from_file(filename: Any, shared: bool = False, nbytes: int = 0) -> Any:  # noqa: ARG001 (torch's names)
+        return ledger.map_file(str(filename), nbytes)
+
+    return patch.object(torch.UntypedStorage, "from_file", staticmethod(from_file))
+
+
+def _legacy(ledger: Ledger) -> Any:
+    """``torch.load`` of a file from before torch 1.6: storages are made first and filled last."""
+
+    def set_from_file(
+        self: torch.UntypedStorage, file: Any, offset: Any, _direct: bool, _element_size: int
+    ) -> torch.UntypedStorage:
+        if offset is not None:
+            file.seek(offset)
+        file.seek(8 + self.nbytes(), 1)  # the number of elements, and they
+        whole = torch.empty(0, dtype=torch.uint8).set_(self)
+        _filled(ledger, whole)
+        return self
+
+    return patch.object(torch.UntypedStorage, "_set_from_file", set_from_file, create=True)
+
+
+def _streaming(ledger: Ledger) -> Any:
+    """``load_streaming``: threads that read into memory which was allocated before."""
+    from weighin.loader import fill as filling
+
+    @contextmanager
+    def being_filled(stretches: Sequence[filling.Fillable], threads: int | None) -> Iterator[None]:
+        yield
+        with ledger.holding(filling.buffer_bytes(stretches, threads, gpu=ledger.cuda is not None)):
+            for one in stretches:
+                fresh = ledger.work["fresh_bytes"]
+                for tensor in one.members:
+                    ledger.write(tensor)
+                ledger.work["fresh_bytes"] = fresh  # in huge pages: few faults, and the zeroing
+                ledger.work["written_bytes"] += one.memory.nbytes
+                ledger.work["read_direct_bytes"] += one.source_bytes
+
+    return patch.object(filling, "being_filled", being_filled)
+
+
+def _trim(ledger: Ledger) -> Any:
+    """``malloc_trim`` gives pages back of which the ledger must know."""
+    from weighin.models import skeleton as building
+
+    original: Callable[[], None] = building.give_back_heap
+
+    def give_back_heap() -> None:
+        original()
+        ledger.trimmed()
+
+    return patch.object(building, "give_back_heap", give_back_heap)

@@ -1,0 +1,138 @@
+"""One symbolic run: the strategy's own code, from its import to the touch of every byte."""
+
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from weighin.cell import Cell
+from weighin.predict.allocator import CachingAllocator
+from weighin.predict.dispatch import Operations
+from weighin.predict.fake_cuda import pretended
+from weighin.predict.ledger import Ledger
+from weighin.predict.patches import declared
+from weighin.predict.prediction import ABOVE_PEAK_BYTES, PredictedPhase, Work
+from weighin.predict.reasons import reasons
+from weighin.record import Memory
+from weighin.units import MIB
+from weighin.worker.loading import WorkerLoad, import_strategy
+from weighin.worker.touch import identity, named_tensors, touch
+
+_PAGE_TABLE_SHARE: Final = 512  # of memory in huge pages, too
+_WINDOWS_IN_FLIGHT: Final = 4  # measured: 3 to 5 of 8 MiB, whether 1, 2 or 4 threads touch a file
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What one symbolic run found; the fields of ``Prediction`` without its cell."""
+
+    model_bytes: int
+    baseline_anon_bytes: int
+    host_anon_peak_bytes: int
+    host_anon_least_bytes: int
+    host_anon_most_bytes: int
+    tensor_peak_bytes: int
+    host_file_peak_bytes: int
+    in_flight_bytes: int
+    floor_bytes: int
+    cuda_requested_bytes: int | None
+    cuda_allocated_bytes: int | None
+    cuda_reserved_bytes: int | None
+    disk_read_bytes: int
+    work: Work
+    phases: tuple[PredictedPhase, ...]
+    reasons: tuple[str, ...]
+
+
+def run(
+    cell: Cell,
+    builder: Callable[..., torch.nn.Module],
+    checkpoint: Path,
+    strategy: Path,
+    baseline: Memory,
+    read_ahead_bytes: int,
+) -> Run:
+    """Run the strategy of a cell without values, and return what it would have taken.
+
+    Args:
+        baseline: of the process that this one was forked from: a fork has no file pages yet.
+        read_ahead_bytes: of the disk, where a page of a mapped file is not in memory.
+    """
+    device = torch.device(cell.device)
+    ledger = Ledger(
+        CachingAllocator(cell.vram_limit_bytes) if device.type == "cuda" else None, baseline
+    )
+    job = WorkerLoad(
+        checkpoint=checkpoint,
+        device=device,
+        dtype=getattr(torch, cell.dtype),
+        options=cell.options,
+        model=cell.model,
+        builder=builder,
+        marks=ledger,
+    )
+    gpu = pretended(ledger) if ledger.cuda else nullcontext()
+    with declared(ledger), gpu, Operations(ledger):
+        modules = len(sys.modules)
+        model = import_strategy(strategy)(job)
+        ledger.work["modules"] += len(sys.modules) - modules
+    tensors = {identity(one): one for one in named_tensors(model).values()}
+    with ledger.phase("touch"):
+        for one in tensors.values():
+            ledger.read(one)
+        if device.type == "cpu":
+            _touch(ledger)
+    model_bytes = sum(one.nbytes for one in tensors.values())
+    mapped = any(ledger.place_of(one) == "file" for one in tensors.values())
+    return _figures(ledger, model_bytes, mapped * _WINDOWS_IN_FLIGHT * read_ahead_bytes)
+
+
+def _touch(ledger: Ledger) -> None:
+    """Read two real tensors as the worker reads a model: what that takes stays in this process."""
+    before = ledger.own_anon_bytes
+    tensors = {name: torch.zeros(8 * MIB, dtype=torch.uint8) for name in "ab"}
+    ledger.other_anon_bytes += ledger.own_anon_bytes - before
+    touch(tensors)
+    ledger.update()
+
+
+def _figures(ledger: Ledger, model_bytes: int, in_flight_bytes: int) -> Run:
+    """Sum up; ``in_flight_bytes`` are file pages that are being read, which no limit takes back."""
+    highest: dict[str, Any] = {
+        f"cuda_{kind}_bytes": max(getattr(phase, f"cuda_{kind}_bytes") for phase in ledger.phases)
+        if ledger.cuda
+        else None
+        for kind in ("requested", "allocated", "reserved")
+    }
+    work = Work(**ledger.work)
+    most_bytes = max(ledger.most_anon_bytes, ledger.peak_anon_bytes)
+    return Run(
+        model_bytes=model_bytes,
+        baseline_anon_bytes=ledger.baseline.anon_bytes,
+        host_anon_peak_bytes=ledger.peak_anon_bytes,
+        host_anon_least_bytes=min(ledger.least_anon_bytes, ledger.peak_anon_bytes),
+        host_anon_most_bytes=most_bytes,
+        tensor_peak_bytes=ledger.peak_tensor_bytes,
+        host_file_peak_bytes=ledger.peak_file_bytes,
+        in_flight_bytes=in_flight_bytes,
+        floor_bytes=most_bytes
+        + most_bytes // _PAGE_TABLE_SHARE
+        + ABOVE_PEAK_BYTES
+        + in_flight_bytes,
+        disk_read_bytes=work.disk_read_bytes,
+        work=work,
+        phases=tuple(ledger.phases),
+        reasons=tuple(
+            reasons(
+                model_bytes,
+                ledger.peak_tensor_bytes,
+                ledger.peak_file_bytes - ledger.baseline.file_bytes,
+                highest["cuda_requested_bytes"],
+            )
+        ),
+        **highest,
+    )

@@ -1,0 +1,60 @@
+"""A checkpoint with its structure and no values: sparse files that take no room on the disk."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from weighin import formats as layouts
+from weighin.cell import ModelSpec
+from weighin.checkpoint import generate as making
+from weighin.checkpoint import reader as reading
+from weighin.checkpoint.describe import describe, in_checkpoint
+from weighin.checkpoint.manifest import Manifest
+from weighin.checkpoint.piecewise import tensor_checksums
+from weighin.formats.zip_writer import leaving_holes
+
+
+def make_sparse(
+    model: ModelSpec, fmt: str, dtype: str | None, folder: Path, source: Path | None = None
+) -> Path:
+    """Write a checkpoint in layout ``fmt`` without its values; return its path.
+
+    It has the tensors of ``source``, another checkpoint, or else of ``model``. ``dtype`` is of
+    its floating-point tensors; None keeps their own.
+
+    Raises:
+        ConfigError: the builder cannot be used. CheckpointError: ``source`` cannot be read.
+    """
+    if source is not None:
+        _, slices = layouts.read(source)
+        tensors = reading.plans(slices)
+    else:
+        described = describe(model.builder, model.kwargs, real_buffers="non_persistent")
+        tensors = making.plans(in_checkpoint(described))
+    if dtype is not None:
+        kind = getattr(torch, dtype)
+        tensors = [
+            replace(one, dtype=kind) if one.dtype.is_floating_point else one for one in tensors
+        ]
+    target = layouts.checkpoint_in(folder, fmt)
+    target.parent.mkdir(parents=True)
+    with leaving_holes():
+        layouts.named(fmt).write(target, tensors, _nothing)
+    return target
+
+
+def write_manifest(model: ModelSpec, folder: Path) -> Path:
+    """Write the manifest that a worker would read, with checksums of nothing; return its path."""
+    described = describe(model.builder, model.kwargs, real_buffers="non_persistent")
+    blank = tensor_checksums(torch.zeros(1))
+    entries = tuple(one.entry(blank) for one in described)
+    path = folder / "manifest.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    Manifest(model.name, model.builder, "predicted", entries).write(path)
+    return path
+
+
+def _nothing(_name: str) -> Iterator[torch.Tensor]:
+    yield from ()

@@ -1,0 +1,167 @@
+"""What ``weighin predict`` prints: tables for people, and the same as JSON."""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any, Final
+
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
+from rich.table import Table
+
+from weighin.cell import Cell
+from weighin.predict.check import Checked
+from weighin.predict.prediction import Prediction
+from weighin.units import GIB, MIB, format_bytes
+
+SCHEMA: Final = 1
+
+_ERROR_SHARE: Final = 0.01  # of a predicted anonymous peak, and
+_ERROR_BYTES: Final = 16 * MIB
+_OTHER_PEAKS: Final = {
+    "host_anon_least_bytes": "the heap uses again what large blocks left",
+    "host_anon_most_bytes": "a small block keeps what large ones left in the heap",
+}
+_PEAKS: Final = {
+    "host_anon_peak_bytes": "anonymous",
+    "host_anon_least_bytes": "anonymous, low",
+    "host_anon_most_bytes": "anonymous, high",
+    "host_file_peak_bytes": "mapped files",
+    "cuda_requested_bytes": "CUDA requested",
+    "cuda_allocated_bytes": "CUDA allocated",
+    "cuda_reserved_bytes": "CUDA reserved",
+}
+
+
+def as_json(found: Sequence[Prediction]) -> dict[str, Any]:
+    """Return all that was predicted; bytes are integers, None is what was not followed."""
+    return {"schema": SCHEMA, "predictions": [one_as_json(one) for one in found]}
+
+
+def one_as_json(one: Prediction) -> dict[str, Any]:
+    """Return one prediction, its cell's own fields first."""
+    cell = one.cell
+    fields = asdict(one)
+    del fields["cell"]
+    return {
+        "strategy": cell.strategy,
+        "model": cell.model.title,
+        "format": cell.format,
+        "device": cell.device,
+        "dtype": cell.dtype,
+        "options": cell.options,
+        **fields,
+    }
+
+
+def tables(found: Sequence[Prediction], *, phases: bool) -> Iterable[Table | str]:
+    """Yield a table for each model, and a line for each strategy that could not be followed."""
+    for model in dict.fromkeys(one.cell.model.title for one in found):
+        of_model = [one for one in found if one.cell.model.title == model]
+        followed = [one for one in of_model if not one.cannot]
+        if followed:
+            yield _table(model, followed, phases)
+        for why, ones in itertools.groupby(followed, key=lambda one: "; ".join(one.reasons)):
+            if why:
+                yield f"{escape(', '.join(map(_name, ones)))}: {escape(why)}"
+        for peak, why in _OTHER_PEAKS.items():
+            for size, ones in itertools.groupby(
+                followed, key=lambda one: _gib(_other_peak(one, peak))
+            ):
+                if size:
+                    yield (
+                        f"{escape(', '.join(map(_name, ones)))}: in some processes {size} GiB "
+                        f"anonymous, where {why}"
+                    )
+        for one in of_model:
+            if one.cannot:
+                yield f"{escape(one.strategy)} ({one.cell.format}) is not predicted: {escape(one.cannot)}"
+    yield "Predicted from a run without values; weighin bench measures, predict --check compares."
+
+
+def _other_peak(one: Prediction, peak: str) -> int | None:
+    """Return another anonymous peak where it differs from the usual one by more than its error."""
+    usual, other = one.host_anon_peak_bytes, getattr(one, peak)
+    if not usual or not other or abs(other - usual) <= usual * _ERROR_SHARE + _ERROR_BYTES:
+        return None
+    return int(other)
+
+
+def _table(model: str, found: Sequence[Prediction], phases: bool) -> Table:
+    first = found[0]
+    on_gpu = first.cuda_allocated_bytes is not None
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("strategy", overflow="fold")
+    table.add_column("reads", overflow="fold")
+    table.title = (
+        f"{escape(model)} ({format_bytes(first.model_bytes or 0)}) · device {first.cell.device}"
+        f" · {first.cell.dtype} · predicted peaks, GiB"
+    )
+    columns = ["anony-\nmous", "file\npages", "RAM\nfloor"]
+    columns += ["CUDA re-\nquested", "allo-\ncated", "re-\nserved"] if on_gpu else []
+    for name in [*columns, "disk\nread"]:
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in found:
+        sizes = [one.host_anon_peak_bytes, one.host_file_peak_bytes, one.floor_bytes]
+        if on_gpu:
+            sizes += [one.cuda_requested_bytes, one.cuda_allocated_bytes, one.cuda_reserved_bytes]
+        sizes.append(one.disk_read_bytes)
+        table.add_row(escape(_name(one)), one.cell.format, *map(_gib, sizes))
+        if phases:
+            for phase in one.phases:
+                inside = [phase.host_anon_peak_bytes, phase.host_file_peak_bytes, None]
+                if on_gpu:
+                    inside += [
+                        phase.cuda_requested_bytes,
+                        phase.cuda_allocated_bytes,
+                        phase.cuda_reserved_bytes,
+                    ]
+                table.add_row(f"[dim]  {escape(phase.name)}[/]", "", *map(_gib, inside), "")
+    return table
+
+
+def check_table(checked: Sequence[Checked]) -> Table:
+    """Return each figure that was measured beside the prediction of it.
+
+    What all cells have in common stands in the title.
+    """
+    names = [_parts(one.prediction.cell) for one in checked]
+    common = [parts.count(parts[0]) == len(parts) for parts in zip(*names, strict=True)]
+    title = " · ".join(part for part, same in zip(names[0], common, strict=True) if same and part)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, title=escape(title), title_justify="left")
+    table.add_column("cell")
+    table.add_column("peak", no_wrap=True)
+    for heading in ("predicted\nMiB", "measured\nMiB", "difference\nMiB", "\n%"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for one, parts in zip(checked, names, strict=True):
+        name = " ".join(part for part, same in zip(parts, common, strict=True) if part and not same)
+        if one.prediction.cannot:
+            table.add_row(escape(f"{name}: {one.prediction.cannot}"))
+        for figure, predicted, measured in one.figures:
+            table.add_row(
+                escape(name),
+                _PEAKS[figure],
+                f"{predicted / MIB:,.1f}",
+                f"{measured / MIB:,.1f}",
+                f"{(predicted - measured) / MIB:+,.1f}",
+                f"{(predicted - measured) / measured:+.2%}" if measured else "-",
+            )
+            name = ""
+    return table
+
+
+def _parts(cell: Cell) -> tuple[str, ...]:
+    options = " ".join(f"{key}={value}" for key, value in sorted(cell.options.items()))
+    fmt = cell.format if cell.format != cell.strategy else ""
+    return cell.model.title, cell.strategy, options, fmt, cell.dtype, f"device {cell.device}"
+
+
+def _name(one: Prediction) -> str:
+    return one.strategy + "".join(f" {key}={value}" for key, value in one.cell.options.items())
+
+
+def _gib(size: int | None) -> str:
+    """Return GiB with three decimals, of 100 and more with one: four digits are enough to compare."""
+    if size is None:
+        return ""
+    return f"{size / GIB:.1f}" if size >= 100 * GIB else f"{size / GIB:.3f}"

@@ -1,0 +1,1 @@
+"""What the kernel, the driver and the machine say."""

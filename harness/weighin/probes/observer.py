@@ -1,0 +1,122 @@
+"""What is seen of a running worker from outside it: samples of its life, and its cgroup's figures.
+
+``LocalObserver`` reads the files of this machine. Where the worker runs on another one, a watcher
+in its container does the same there (``weighin.isolation.docker.container_observer``), and ``weighin.isolation.docker.remote_observer`` asks it.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from weighin.probes.cgroup import MemoryCgroup, PeakMark, pressure_file_of
+from weighin.probes.sampler import Sampler
+from weighin.record import Memory, Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The figures of the worker's cgroup at one instant; all None where it has none.
+
+    ``peak_bytes`` is the mark since it was last put back, or since the group's birth.
+    """
+
+    usage_bytes: int | None = None
+    peak_bytes: int | None = None
+    refaults: int | None = None
+    some_ns: int | None = None
+    full_ns: int | None = None
+    oom_kills: int | None = None
+    limit_events: dict[str, int] | None = None
+
+
+class Observer(Protocol):
+    """Looks at one worker until ``stop``."""
+
+    @property
+    def oom_kills(self) -> int | None:
+        """The count of kills as it was last seen: the group may be gone before it is asked."""
+        ...
+
+    @property
+    def last_peak_rss_bytes(self) -> int | None:
+        """The worker's ``VmHWM`` as it was last seen."""
+        ...
+
+    @property
+    def watcher(self) -> Memory | None:
+        """What the observer itself holds of the worker's limit; None where it is outside it."""
+        ...
+
+    def look(self) -> Look:
+        """Read the cgroup's figures now."""
+        ...
+
+    def reset_peak(self) -> bool:
+        """Put the cgroup's mark back to its present charge; tells whether the kernel did so."""
+        ...
+
+    def raise_limit(self) -> None:
+        """Lift the limit, so that a thrashing worker dies at once when it is killed."""
+        ...
+
+    def kill(self) -> bool:
+        """Kill the worker and all that it started; False where that is the isolation's to do."""
+        ...
+
+    def stop(self) -> list[Sample]:
+        """End the sampling; returns all samples, oldest first."""
+        ...
+
+
+class LocalObserver:
+    """Looks at a process of this machine, and at its memory cgroup where it has one of its own."""
+
+    watcher: Memory | None = None
+
+    def __init__(self, pid: int, cgroup: Path | None, interval_s: float) -> None:
+        self._cgroup = MemoryCgroup(cgroup, pressure_file_of(pid)) if cgroup else None
+        self._mark = PeakMark(self._cgroup) if self._cgroup else None
+        self._sampler = Sampler(pid, self._cgroup, interval_s)
+        self._sampler.start()
+
+    @property
+    def oom_kills(self) -> int | None:
+        return self._sampler.oom_kills
+
+    @property
+    def last_peak_rss_bytes(self) -> int | None:
+        return self._sampler.last_peak_rss_bytes
+
+    def look(self) -> Look:
+        if self._cgroup is None or self._mark is None:
+            return Look()
+        some_ns, full_ns = self._cgroup.read_pressure_ns()
+        return Look(
+            usage_bytes=self._cgroup.read_usage(),
+            peak_bytes=self._mark.read(),
+            refaults=self._cgroup.read_refaults(),
+            some_ns=some_ns,
+            full_ns=full_ns,
+            oom_kills=self._cgroup.read_oom_kills(),
+            limit_events=self._cgroup.read_limit_events(),
+        )
+
+    def reset_peak(self) -> bool:
+        return self._mark is not None and self._mark.reset()
+
+    def raise_limit(self) -> None:
+        if self._cgroup:
+            self._cgroup.raise_limit()
+
+    def kill(self) -> bool:
+        return False
+
+    def take(self) -> list[Sample]:
+        """Return the samples since the last call, and forget them."""
+        return self._sampler.take()
+
+    def stop(self) -> list[Sample]:
+        samples = self._sampler.stop()
+        if self._mark:
+            self._mark.close()
+        return samples

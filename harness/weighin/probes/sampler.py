@@ -1,0 +1,132 @@
+"""Looks at a running worker from outside, every few milliseconds, in a thread of the parent.
+
+Samples draw the picture; they miss short peaks, so every peak comes from the kernel's own marks.
+The thread runs outside the measured process and outside its cgroup and holds the files open:
+one look costs about 50 us.
+"""
+
+import contextlib
+import csv
+import os
+import threading
+import time
+from dataclasses import fields
+from pathlib import Path
+
+from weighin.probes.cgroup import MemoryCgroup, parse_field
+from weighin.probes.process import parse_faults, parse_status
+from weighin.record import Sample
+
+DEFAULT_INTERVAL_S = 0.005
+
+
+class Sampler:
+    """Samples one process and its cgroup from ``start`` until it ends or ``stop`` is called."""
+
+    def __init__(
+        self, pid: int, cgroup: MemoryCgroup | None, interval_s: float = DEFAULT_INTERVAL_S
+    ) -> None:
+        self.samples: list[Sample] = []
+        self.oom_kills: int | None = None
+        self.last_peak_rss_bytes: int | None = None
+        self._interval_s = interval_s
+        self._stop = threading.Event()
+        self._cgroup = cgroup
+        paths: dict[str, Path] = {
+            "status": Path(f"/proc/{pid}/status"),
+            "stat": Path(f"/proc/{pid}/stat"),
+        }
+        if cgroup:
+            paths |= {
+                "usage": cgroup.usage_path,
+                "memory": cgroup.stat_path,
+                "oom": cgroup.oom_path,
+            }
+        self._files: dict[str, int] = {}
+        for name, path in paths.items():
+            with contextlib.suppress(FileNotFoundError):  # it may have ended by now
+                self._files[name] = os.open(path, os.O_RDONLY)
+        self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> list[Sample]:
+        """End the thread and return all samples, oldest first."""
+        self._stop.set()
+        self._thread.join()
+        for file in self._files.values():
+            os.close(file)
+        self._files.clear()
+        return self.samples
+
+    def take(self) -> list[Sample]:
+        """Return the samples since the last call, oldest first, and forget them."""
+        taken = self.samples[:]
+        del self.samples[: len(taken)]  # the thread may have added one meanwhile
+        return taken
+
+    def _run(self) -> None:
+        due = time.monotonic()
+        while not self._stop.is_set():
+            try:
+                self.samples.append(self._look())
+            except (ProcessLookupError, KeyError):  # it has ended: a zombie's status has no memory
+                self._look_for_oom_kills()
+                return
+            due = max(due + self._interval_s, time.monotonic())
+            self._stop.wait(due - time.monotonic())
+
+    def _look(self) -> Sample:
+        now = time.monotonic_ns()
+        status = parse_status(self._read("status"))
+        self.last_peak_rss_bytes = status["VmHWM"]
+        minor, major = parse_faults(self._read("stat"))
+        self._look_for_oom_kills()
+        return Sample(
+            t_ns=now,
+            rss_bytes=status["VmRSS"],
+            anon_bytes=status["RssAnon"],
+            file_bytes=status["RssFile"],
+            shmem_bytes=status["RssShmem"],
+            swap_bytes=status.get("VmSwap", 0),
+            minor_faults=minor,
+            major_faults=major,
+            cgroup_bytes=self._read_number("usage"),
+            cgroup_file_bytes=self._read_file_cache(),
+        )
+
+    def _look_for_oom_kills(self) -> None:
+        """Keep the last count seen: an engine may remove the group as soon as its worker is dead."""
+        if "oom" in self._files:
+            with contextlib.suppress(OSError):
+                self.oom_kills = parse_field(self._read("oom"), "oom_kill")
+
+    def _read_number(self, name: str) -> int | None:
+        if name not in self._files:
+            return None
+        try:
+            return int(self._read(name))
+        except OSError:  # the group is gone before its process's files are
+            return None
+
+    def _read_file_cache(self) -> int | None:
+        if "memory" not in self._files:
+            return None
+        name = "cache" if self._cgroup and self._cgroup.version == 1 else "file"
+        try:
+            return parse_field(self._read("memory"), name)
+        except OSError:
+            return None
+
+    def _read(self, name: str) -> str:
+        return os.pread(self._files[name], 16384, 0).decode()
+
+
+def write_samples(path: Path, samples: list[Sample]) -> None:
+    """Write samples as CSV, a line each; figures that were not measured stay empty."""
+    names = [field.name for field in fields(Sample)]
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(names)
+        writer.writerows([getattr(sample, name) for name in names] for sample in samples)

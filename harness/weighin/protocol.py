@@ -1,0 +1,59 @@
+"""What parent and worker say to each other: one JSON object a line, in both directions.
+
+The parent sends the job first, then one empty line for each mark that it has taken. The worker
+sends events; each is one ``write()``, so that a kill loses at most the line being written.
+
+=============  ==============================================================  ===========
+event          fields                                                          acknowledged
+=============  ==============================================================  ===========
+baseline       t_ns, memory, import_ns, environment                            yes
+begin          name, t_ns                                                      no
+cuda           points: [[t_ns, allocated bytes, driver-used bytes], ...]       no
+note           text: why a figure does not mean what it says                   no
+trace          requested_bytes, reserved_bytes at its start,
+               events: [[t_ns, action, bytes], ...]; several of these          no
+phase          all fields of ``Phase`` but peak_cgroup_bytes                   yes
+loaded         load_ns, without the time spent in marks                        no
+ready          t_ns, touch_ns; of a save also written: all fields of Written   no
+failed         outcome, message, summary (of the allocator, where it refused)  no
+done           first_use_ns, marks_ns                                          no
+=============  ==============================================================  ===========
+"""
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from weighin.cell import Body, Cell, Job, ModelSpec
+
+ACKNOWLEDGEMENT = b"\n"
+
+
+def encode_job(job: Job) -> bytes:
+    """Return the job as the line that a worker reads first."""
+    return json.dumps(asdict(job)).encode() + b"\n"
+
+
+def decode_job(line: bytes) -> Job:
+    """Return the job that ``encode_job`` wrote."""
+    fields: dict[str, Any] = json.loads(line)
+    cell = fields.pop("cell")
+    model = ModelSpec(**cell.pop("model"))
+    python_path = tuple(fields.pop("python_path"))
+    if body := fields.pop("body"):
+        body = Body(body["path"], tuple(body["pytest_arguments"]))
+    return Job(cell=Cell(model=model, **cell), python_path=python_path, body=body, **fields)
+
+
+def encode_event(event: dict[str, Any]) -> bytes:
+    """Return an event as one line."""
+    return json.dumps(event, separators=(",", ":")).encode() + b"\n"
+
+
+def decode_event(line: bytes) -> dict[str, Any] | None:
+    """Return the event, or None for a line that is none (a strategy found the descriptor)."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and "event" in event else None

@@ -1,0 +1,290 @@
+"""How fast this machine reads, touches fresh memory, copies and initialises: measured once.
+
+``weighin recommend`` predicts times from it. Each figure is the best of three rounds, which take
+turns: whatever else runs only slows them. Files are read cold, and their pages are proven gone before.
+"""
+
+import ctypes
+import json
+import mmap
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Final
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from weighin.atomic import write_text
+from weighin.checkpoint import cache
+from weighin.errors import ConfigError, HarnessError
+from weighin.loader.direct_io import DISK_THREADS, PIECE_BYTES, PieceReader
+from weighin.probes import environment, page_cache
+from weighin.run import page_preconditioning as steady
+from weighin.text import one_line
+from weighin.units import GIB, MIB
+
+SCHEMA: Final = 2
+FILE: Final = "calibration.json"
+
+_FILE_BYTES: Final = 512 * MIB
+_MEMORY_BYTES: Final = 512 * MIB
+_ROUNDS: Final = 3
+_TORCH_TIMEOUT_S: Final = 300
+_TORCH: Final = """
+import json, sys, tempfile, time, torch
+from torch import nn
+known = len(sys.modules)
+start = time.perf_counter()
+nn.Embedding(1, 1, device="meta")  # imports a part of torch
+module_s = (time.perf_counter() - start) / max(1, len(sys.modules) - known)
+with tempfile.NamedTemporaryFile() as file:
+    torch.save(torch.zeros(1), file.name)
+    torch.load(file.name)
+    start = time.perf_counter()
+    for _ in range(100):
+        torch.load(file.name)
+    archive_s = (time.perf_counter() - start) / 100
+weights = torch.empty(32 * 1024**2)
+weights.fill_(0)
+start = time.perf_counter()
+nn.init.normal_(weights)
+init_s = time.perf_counter() - start
+init_bytes_per_s = weights.nbytes / init_s
+found = {"archive_s": archive_s, "module_s": module_s, "init_bytes_per_s": init_bytes_per_s}
+print(json.dumps(found))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Bytes a second, and seconds.
+
+    Attributes:
+        read_bytes_per_s: one thread through the page cache, from a file that is not in it.
+        read_direct_bytes_per_s: eight threads around the page cache, as ``streaming`` reads.
+        map_bytes_per_s: pages of a map, from a file that is not in the page cache.
+        fault_bytes_per_s: writing to fresh memory, in pages of the usual size.
+        copy_bytes_per_s: from memory to memory that were both used before.
+        init_bytes_per_s: random numbers, as a module's constructor draws them.
+        archive_s: opening a file with ``torch.load``, in seconds.
+        module_s: importing one of Python's modules, in seconds.
+    """
+
+    read_bytes_per_s: float
+    read_direct_bytes_per_s: float
+    map_bytes_per_s: float
+    fault_bytes_per_s: float
+    copy_bytes_per_s: float
+    init_bytes_per_s: float
+    archive_s: float
+    module_s: float
+
+    def slowed(self, times: float) -> "Calibration":
+        """Return the calibration of a machine on which everything takes ``times`` as long."""
+        figures = asdict(self).items()
+        return Calibration(**{
+            name: value / times if name.endswith("_per_s") else value * times
+            for name, value in figures
+        })  # fmt: skip
+
+
+def stored() -> Calibration | None:
+    """Return this machine's calibration; None where there is none, or it is of another machine."""
+    try:
+        found = json.loads((cache.folder() / FILE).read_text())
+        figures = {one.name: float(found["figures"][one.name]) for one in fields(Calibration)}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if found.get("schema") != SCHEMA or found.get("machine") != _machine():
+        return None
+    return Calibration(**figures)
+
+
+def calibrate(say: Callable[[str], None]) -> Calibration:
+    """Measure this machine and keep what was found in the cache's folder; takes about 20 s.
+
+    Raises:
+        ConfigError: the cache's folder cannot be written, or is not on a disk.
+    """
+    folder = cache.folder()
+    say(f"calibrating this machine once: reading and writing 512 MiB in {folder}")
+    rounds: dict[str, list[float]] = {}
+    with _file(folder) as path:
+        steady.touch_and_free(2 * _MEMORY_BYTES)
+        for _ in range(_ROUNDS):
+            once = {
+                "read_bytes_per_s": _cold(path, _read_buffered),
+                "read_direct_bytes_per_s": _cold(path, _read_direct),
+                "map_bytes_per_s": _cold(path, _read_mapped),
+                "fault_bytes_per_s": _fault(),
+                "copy_bytes_per_s": _copy(),
+            }
+            for name, value in once.items():
+                rounds.setdefault(name, []).append(value)
+    for _ in range(_ROUNDS):
+        for name, value in _ask_torch().items():
+            rounds.setdefault(name, []).append(value)
+    best = {
+        name: max(values) if name.endswith("_per_s") else min(values)
+        for name, values in rounds.items()
+    }
+    found = Calibration(**best)
+    content = {"schema": SCHEMA, "machine": _machine(), "figures": asdict(found), "rounds": rounds}
+    write_text(folder / FILE, json.dumps(content, indent=1))
+    return found
+
+
+def table(found: Calibration) -> Table:
+    """Return a calibration as a doctor's table."""
+    shown = Table("what", "this machine", "what it is", box=SIMPLE_HEAD, pad_edge=False)
+    shown.title = f"calibration, kept in {cache.folder() / FILE}"
+    for name, what in _WORDS.items():
+        value = getattr(found, name)
+        size = f"{value / GIB:.2f} GiB/s" if name.endswith("_per_s") else f"{value * 1e3:.2f} ms"
+        shown.add_row(name, size, what)
+    return shown
+
+
+_WORDS: Final = {
+    "read_bytes_per_s": "a cold file, by one thread through the page cache",
+    "read_direct_bytes_per_s": "a cold file, by eight threads around the page cache",
+    "map_bytes_per_s": "a cold file, as pages of a map",
+    "fault_bytes_per_s": "writing to fresh memory",
+    "copy_bytes_per_s": "from memory to memory",
+    "init_bytes_per_s": "random numbers, as constructors draw them",
+    "archive_s": "opening a file with torch.load",
+    "module_s": "importing one of Python's modules",
+}
+
+
+def _machine() -> dict[str, Any]:
+    found = environment.machine()
+    return {name: found[name] for name in ("machine", "cpu", "cpus", "ram_bytes", "kernel")}
+
+
+@contextmanager
+def _file(folder: Path) -> Iterator[Path]:
+    """Give a file of random bytes that is on the disk, and remove it."""
+    block = os.urandom(MIB)  # the same again and again: no disk compresses across a MiB
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".calibration-") as file:
+            for _ in range(_FILE_BYTES // MIB):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+            yield Path(file.name)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot calibrate in {folder}: {error.strerror}",
+            "choose another folder: WEIGHIN_CACHE=/path weighin ...",
+        ) from None
+
+
+def _cold(path: Path, read: Callable[[Path], None]) -> float:
+    left = page_cache.drop([path])
+    if left is None:
+        raise ConfigError(
+            f"cannot calibrate in {path.parent}: this kernel does not tell what it caches",
+            "calibrate on Linux itself, outside of this sandbox",
+        )
+    if left:
+        raise ConfigError(
+            f"{path.parent} keeps its pages in memory: it is no disk",
+            "choose a folder on one: WEIGHIN_CACHE=/path weighin ...",
+        )
+    start = time.perf_counter()
+    read(path)
+    return _FILE_BYTES / (time.perf_counter() - start)
+
+
+def _read_buffered(path: Path) -> None:
+    piece = bytearray(MIB)
+    with path.open("rb", buffering=0) as file:
+        while file.readinto(piece):
+            pass
+
+
+def _read_direct(path: Path) -> None:
+    def read(first: int) -> None:
+        reader, target = PieceReader(), memoryview(bytearray(PIECE_BYTES))
+        try:
+            for offset in range(first * PIECE_BYTES, _FILE_BYTES, DISK_THREADS * PIECE_BYTES):
+                reader.read(path, target, offset)
+        finally:
+            reader.close()
+
+    with ThreadPoolExecutor(DISK_THREADS) as pool:
+        list(pool.map(read, range(DISK_THREADS)))
+
+
+def _read_mapped(path: Path) -> None:
+    """Copy out of a map, on a thread a processor, as every byte of a mapped model is read."""
+    threads = os.cpu_count() or 1
+    with (
+        path.open("rb") as file,
+        mmap.mmap(
+            file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+        ) as area,
+    ):
+        view = ctypes.c_char.from_buffer(area)
+        base, share = ctypes.addressof(view), _FILE_BYTES // threads
+
+        def read(thread: int) -> None:
+            piece = ctypes.create_string_buffer(MIB)
+            for offset in range(thread * share, (thread + 1) * share - MIB + 1, MIB):
+                ctypes.memmove(piece, base + offset, MIB)
+
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(read, range(threads)))
+        del view  # the mapping cannot be closed while a pointer into it lives
+
+
+def _fault() -> float:
+    with mmap.mmap(-1, _MEMORY_BYTES, flags=mmap.MAP_PRIVATE) as area:
+        start = time.perf_counter()
+        _fill(area)
+        return _MEMORY_BYTES / (time.perf_counter() - start)
+
+
+def _copy() -> float:
+    half = _MEMORY_BYTES // 2
+    with mmap.mmap(-1, _MEMORY_BYTES, flags=mmap.MAP_PRIVATE) as area:
+        _fill(area)
+        view = ctypes.c_char.from_buffer(area)
+        address = ctypes.addressof(view)
+        start = time.perf_counter()
+        ctypes.memmove(address + half, address, half)
+        taken_s = time.perf_counter() - start
+        del view  # the mapping cannot be closed while a pointer into it lives
+        return half / taken_s
+
+
+def _fill(area: mmap.mmap) -> None:
+    view = ctypes.c_char.from_buffer(area)
+    ctypes.memset(ctypes.addressof(view), 1, len(area))
+    del view
+
+
+def _ask_torch() -> dict[str, float]:
+    """Return what only a process that imports torch can tell."""
+    asked = subprocess.run(
+        [sys.executable, "-c", _TORCH],
+        capture_output=True,
+        text=True,
+        timeout=_TORCH_TIMEOUT_S,
+        check=False,
+    )
+    if asked.returncode:
+        last = (asked.stderr.strip().splitlines() or ["?"])[-1]
+        raise HarnessError(f"cannot calibrate: torch does not run: {one_line(last)}")
+    found: dict[str, float] = json.loads(asked.stdout)
+    return found

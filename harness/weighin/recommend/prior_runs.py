@@ -1,0 +1,111 @@
+"""What this machine has measured already: the records of runs, for one model and one device."""
+
+import statistics
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from weighin.cell import Cell
+from weighin.probes import environment
+from weighin.record import Outcome, Result
+from weighin.records import run_folder as journal
+
+_REPEATS: Final = 2  # as few as show a noise
+_SAME_MACHINE: Final = ("machine", "cpu", "cpus", "ram_bytes")
+
+
+@dataclass(slots=True)
+class Evidence:
+    """What was measured of one strategy with one layout.
+
+    Attributes:
+        ok_limits: under which RAM limits it ended ok, in bytes; None is no limit.
+        killed_limits: under which it was killed for memory.
+        anon_bytes: its largest anonymous peak where it ended ok (sampled).
+        ready_s: how long it took each time that it ended ok, by the RAM limit.
+    """
+
+    ok_limits: list[int | None] = field(default_factory=list)
+    killed_limits: list[int] = field(default_factory=list)
+    anon_bytes: int | None = None
+    cuda_reserved_bytes: int | None = None
+    ready_s: dict[int | None, list[float]] = field(default_factory=dict)
+
+    def take(self, result: Result) -> None:
+        """Add one record."""
+        cell, peaks = result.cell, result.peaks
+        if result.outcome is Outcome.OOM_KILLED and cell.ram_limit_bytes is not None:
+            self.killed_limits.append(cell.ram_limit_bytes)
+        if result.outcome is not Outcome.OK:
+            return
+        self.ok_limits.append(cell.ram_limit_bytes)
+        self.anon_bytes = max(self.anon_bytes or 0, peaks.anon_sampled_bytes or 0) or None
+        self.cuda_reserved_bytes = peaks.cuda_reserved_bytes
+        if result.ready_ns is not None:
+            self.ready_s.setdefault(cell.ram_limit_bytes, []).append(result.ready_ns / 1e9)
+
+    def fits(self, limit_bytes: int) -> bool | None:
+        """Tell whether it lives under a RAM limit, as far as was tried; None where it was not."""
+        if any(limit is not None and limit <= limit_bytes for limit in self.ok_limits):
+            return True
+        if any(limit >= limit_bytes for limit in self.killed_limits):
+            return False
+        return None
+
+    def median_ready_s(self, limit_bytes: int | None) -> float | None:
+        """Return how long it took to be ready: under this RAM limit, or under the one next to it.
+
+        That is the smallest above it, and only where there is none the largest below: a load
+        that reads its file again and again takes many times as long as it would take here.
+        """
+        seconds = self._ready_s_near(limit_bytes)
+        return statistics.median(seconds) if seconds else None
+
+    def noise_s(self, limit_bytes: int | None) -> float | None:
+        """Return the median distance of the repeats from ``median_ready_s``; None without repeats.
+
+        One repeat that something else slowed down moves it little, as it moves the median.
+        """
+        seconds = self._ready_s_near(limit_bytes)
+        if len(seconds) < _REPEATS:
+            return None
+        middle = statistics.median(seconds)
+        return statistics.median(abs(one - middle) for one in seconds)
+
+    def _ready_s_near(self, limit_bytes: int | None) -> list[float]:
+        if not self.ready_s:
+            return []
+        tried = sorted(self.ready_s, key=_size)
+        at = next((one for one in tried if _size(one) >= _size(limit_bytes)), tried[-1])
+        return self.ready_s[at]
+
+
+def _size(limit_bytes: int | None) -> float:
+    return float("inf") if limit_bytes is None else limit_bytes
+
+
+def find(folders: Iterable[Path], wanted: Cell) -> dict[tuple[str, str], Evidence]:
+    """Return what runs in these folders measured on this machine, by strategy and layout.
+
+    ``wanted`` says of which model, device and dtype; cells with options do not count.
+    """
+    here = environment.machine()
+    found: dict[tuple[str, str], Evidence] = {}
+    for result in _results(folders):
+        cell = result.cell
+        same_machine = all(result.environment.get(key) == here[key] for key in _SAME_MACHINE)
+        same_load = (cell.model, cell.device, cell.dtype, cell.cache, cell.options) == (
+            wanted.model, wanted.device, wanted.dtype, wanted.cache, {},
+        )  # fmt: skip
+        if same_machine and same_load and cell.operation == "load" and not cell.vram_limit_bytes:
+            found.setdefault((cell.strategy, cell.format), Evidence()).take(result)
+    return found
+
+
+def _results(folders: Iterable[Path]) -> Iterator[Result]:
+    for folder in folders:
+        runs = [folder] if (folder / journal.RECORDS).exists() else sorted(folder.glob("*/"))
+        for run in runs:
+            if (run / journal.RECORDS).exists():
+                yield from journal.read(run).results

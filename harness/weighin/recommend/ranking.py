@@ -1,0 +1,224 @@
+"""What fits under the limits, what does not and why, and how long it should take."""
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from weighin.predict.prediction import Prediction
+from weighin.recommend.calibration import Calibration
+from weighin.recommend.prior_runs import Evidence
+from weighin.suite.registry import StrategyInfo
+from weighin.units import MIB, format_bytes
+
+MEASURED: Final = "measured"
+SAVED_AS: Final = "saved as "
+"""How a wish for another layout begins; any other wish is a package."""
+
+_DOUBT_SHARE, _DOUBT_BYTES = 0.02, 32 * MIB  # how exactly floors are predicted
+_OURS: Final = frozenset({"streaming"})
+_PACKAGES: Final = {"safetensors_mmap": "safetensors", "safetensors_copy": "safetensors", "sharded": "safetensors"}  # fmt: skip
+
+
+class Verdict(StrEnum):
+    """Whether a way of loading works under the limits, in the order in which to try them."""
+
+    FITS = "fits"
+    THRASHES = "reads again and again"
+    BARELY = "fits barely"
+    CLOSE = "too close to tell"
+    TOO_LARGE = "does not fit"
+    UNKNOWN = "not known"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What there is, in bytes; None is no limit."""
+
+    ram_bytes: int | None = None
+    vram_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way of loading, judged.
+
+    Attributes:
+        need_bytes: of RAM: the smallest limit under which it works.
+        margin_bytes: what the limit leaves; None without a limit.
+        ready_s: until every byte was read through once.
+        noise_s: how far its repeats are from ``ready_s``; None where that shows no noise.
+        memory_from, time_from: "measured" or "predicted"; empty where nothing is known.
+        asks: what it wants beside the checkpoint as it is, in a few words each.
+    """
+
+    strategy: str
+    format: str
+    verdict: Verdict
+    why: str
+    need_bytes: int | None = None
+    margin_bytes: int | None = None
+    cuda_bytes: int | None = None
+    ready_s: float | None = None
+    memory_from: str = ""
+    time_from: str = ""
+    asks: tuple[str, ...] = ()
+    noise_s: float | None = None
+
+
+def judge(
+    info: StrategyInfo,
+    prediction: Prediction,
+    evidence: Evidence | None,
+    calibration: Calibration | None,
+    limits: Limits,
+    layout: str,
+) -> Candidate:
+    """Return what is to be said of one strategy; ``layout`` is that of the checkpoint at hand."""
+    cell, ready_s, time_from = prediction.cell, None, ""
+    measured_s = evidence.median_ready_s(limits.ram_bytes) if evidence else None
+    if measured_s is not None:
+        ready_s, time_from = measured_s, MEASURED
+    elif calibration and not prediction.cannot:
+        ready_s, time_from = predicted_ready_s(prediction, calibration), "predicted"
+    need, memory_from = prediction.floor_bytes, "predicted"
+    if evidence and evidence.anon_bytes is not None:
+        need, memory_from = evidence.anon_bytes + prediction.above_peak_bytes, "measured"
+    cuda = prediction.cuda_reserved_bytes
+    if evidence and evidence.cuda_reserved_bytes is not None:
+        cuda = evidence.cuda_reserved_bytes
+    tried = evidence.fits(limits.ram_bytes) if evidence and limits.ram_bytes else None
+    if tried is not None:
+        memory_from = "measured"
+    verdict, why = _verdict(prediction, need, cuda, tried, limits)
+    return Candidate(
+        strategy=info.name,
+        format=cell.format,
+        verdict=verdict,
+        why=why,
+        need_bytes=need,
+        margin_bytes=None if need is None or not limits.ram_bytes else limits.ram_bytes - need,
+        cuda_bytes=cuda,
+        ready_s=ready_s,
+        memory_from=memory_from if need is not None else "",
+        time_from=time_from,
+        asks=tuple(_asks(info, cell.format, layout)),
+        noise_s=evidence.noise_s(limits.ram_bytes) if evidence else None,
+    )
+
+
+def predicted_ready_s(prediction: Prediction, calibration: Calibration) -> float:
+    """Return how long a load should take until it is ready, from all that it does."""
+    work, machine = prediction.work, calibration
+    stays_in_memory = max(0, (prediction.model_bytes or 0) - work.mapped_bytes)
+    return (
+        work.read_bytes / machine.read_bytes_per_s
+        + work.read_direct_bytes / machine.read_direct_bytes_per_s
+        + work.mapped_bytes / machine.map_bytes_per_s
+        + work.fresh_bytes / machine.fault_bytes_per_s
+        + work.written_bytes / machine.copy_bytes_per_s
+        + work.random_bytes / machine.init_bytes_per_s
+        + work.archives * machine.archive_s
+        + work.modules * machine.module_s
+        + stays_in_memory / machine.copy_bytes_per_s  # reading every byte once
+    )
+
+
+def slowness(measured: Iterable[tuple[Prediction, Evidence]], calibration: Calibration) -> float:
+    """Return how many times as long as predicted the loads took that were measured: the median.
+
+    A busy machine's times stand beside times that were predicted for a quiet one, unless these are
+    made as slow. 1 where nothing was measured. Takes the times under the largest limit of each.
+    """
+    ratios = [
+        seconds / predicted_s
+        for prediction, evidence in measured
+        if (predicted_s := predicted_ready_s(prediction, calibration))
+        and (seconds := evidence.median_ready_s(None)) is not None
+    ]
+    return statistics.median(ratios) if ratios else 1.0
+
+
+def _verdict(
+    prediction: Prediction,
+    need: int | None,
+    cuda: int | None,
+    tried: bool | None,
+    limits: Limits,
+) -> tuple[Verdict, str]:
+    if need is None:
+        return Verdict.UNKNOWN, prediction.cannot or "nothing is known of its memory"
+    if limits.vram_bytes and cuda is not None and cuda > limits.vram_bytes:
+        return Verdict.TOO_LARGE, f"takes {format_bytes(cuda, digits=1)} of the GPU"
+    verdict = Verdict.FITS
+    if limits.ram_bytes is not None:
+        verdict = _under(limits.ram_bytes, prediction, need, tried)
+    if verdict is Verdict.THRASHES:
+        pages = format_bytes(prediction.model_bytes or 0, digits=1)
+        return verdict, f"its {pages} of file pages do not fit: each pass reads them again"
+    return verdict, _held(prediction, need)
+
+
+def _under(ram_bytes: int, prediction: Prediction, need: int, tried: bool | None) -> Verdict:
+    """Return how it lives under a RAM limit; ``tried`` is what records say of that, if anything."""
+    least, edge = _edges(prediction, need)
+    if tried is False or (tried is None and least > ram_bytes + doubt_bytes(least)):
+        return Verdict.TOO_LARGE
+    if edge > ram_bytes - doubt_bytes(edge):
+        return Verdict.BARELY if tried else Verdict.CLOSE
+    if _stays_mapped(prediction) and edge + (prediction.model_bytes or 0) > ram_bytes:
+        return Verdict.THRASHES
+    return Verdict.FITS
+
+
+def _edges(prediction: Prediction, need: int) -> tuple[int, int]:
+    """Return below which limit it dies in every process, and above which it lives in every one.
+
+    As predicted, unless ``need`` refutes it: two measurements differ by some MiB, and by more where
+    the heap decides. A limit near the edge would name one strategy before a run and another one
+    after it.
+    """
+    least, most = prediction.floor_least_bytes, prediction.floor_bytes
+    if least and most and least - doubt_bytes(least) <= need <= most + doubt_bytes(most):
+        return least, most
+    return need, need
+
+
+def doubt_bytes(need: int) -> int:
+    """Return how far a floor may be from where it was predicted."""
+    return _DOUBT_BYTES + int(_DOUBT_SHARE * need)
+
+
+def _held(prediction: Prediction, need: int) -> str:
+    """Return in one phrase what it keeps: "keeps two copies: 12.9 GiB"."""
+    size, model = format_bytes(need, digits=1), prediction.model_bytes
+    if _stays_mapped(prediction):
+        return f"keeps pages of the file, and {size}"
+    # An import's memory, and that of objects, are no copies: a tiny model has more of them.
+    beside = (prediction.floor_bytes or 0) - (prediction.tensor_peak_bytes or 0)
+    if not model or need - beside < model // 2:
+        return f"keeps {size}"
+    copies = (need - beside) / model
+    if 0.85 <= copies < 1.25:
+        return f"keeps one copy: {size}"
+    if 1.75 <= copies < 2.25:
+        return f"keeps two copies: {size}"
+    return f"keeps {copies:.1f} times the model: {size}"
+
+
+def _stays_mapped(prediction: Prediction) -> bool:
+    """Tell whether the model that it leaves is pages of a file."""
+    if prediction.cell.device != "cpu" or not prediction.model_bytes:
+        return False
+    held, mapped = prediction.tensor_peak_bytes or 0, prediction.work.mapped_bytes
+    return held < prediction.model_bytes // 2 < mapped
+
+
+def _asks(info: StrategyInfo, fmt: str, layout: str) -> list[str]:
+    asked = [] if fmt == layout else [f"{SAVED_AS}{fmt}"]
+    if info.name in _PACKAGES:
+        asked.append(_PACKAGES[info.name])
+    if info.name in _OURS:
+        asked.append("weighin")
+    return asked

@@ -1,0 +1,209 @@
+"""The code to paste: a strategy's own ``load``, written out as a plain function without a Job.
+
+What the strategy's file takes from us is written out too, where it is short; a strategy that is
+ours through and through keeps its imports.
+"""
+
+import ast
+import textwrap
+from pathlib import Path
+from typing import Final
+
+from weighin.suite.registry import StrategyInfo
+
+_PACKAGE: Final = Path(__file__).resolve().parents[1]
+_KEPT: Final = ("weighin.loader.load", "weighin.models.skeleton")
+"""What is too much to write out: the strategies that need it are ours."""
+
+_INSTALLED: Final = {"safetensors": "safetensors", "weighin": "weighin"}
+"""What an import with this word in it needs beside torch, as pip calls it."""
+
+_RESET: Final = '''
+def reset_buffers(model, build_model, device, dtype):
+    """Give buffers that are in no checkpoint the values that the constructor gives them."""
+    if not any(module._non_persistent_buffers_set for module in model.modules()):
+        return
+
+    def to_meta(module, name, parameter):
+        if parameter is not None:
+            return torch.nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+
+    hook = torch.nn.modules.module.register_module_parameter_registration_hook(to_meta)
+    try:
+        fresh = build_model()
+    finally:
+        hook.remove()
+    for module, other in zip(model.modules(), fresh.modules()):
+        for name in module._non_persistent_buffers_set:
+            if (buffer := other._buffers[name]) is not None:
+                kind = dtype if buffer.is_floating_point() else buffer.dtype
+                module._buffers[name] = buffer.to(device, kind)
+'''
+_READ_PER_PARAM: Final = '''
+def read_index(folder):
+    """Return each key's file, in the state dict's order."""
+    index = json.loads((Path(folder) / "index.json").read_text())
+    return {key: Path(folder) / name for key, name in index["tensors"].items()}
+'''
+_READ_PER_MODULE: Final = '''
+def read_index(folder):
+    """Return the files, each of which is a state dict."""
+    index = json.loads((Path(folder) / "index.json").read_text())
+    return [Path(folder) / name for name in index["files"]]
+'''
+_SHARDS: Final = '''
+def shards_of(folder):
+    """Return the shards that the index names."""
+    (index,) = Path(folder).glob("*.index.json")
+    names = json.loads(index.read_text())["weight_map"].values()
+    return [index, *(Path(folder) / name for name in dict.fromkeys(names))]
+'''
+_WRITTEN_OUT: Final = {
+    ("weighin.formats.per_param", "read_index"): _READ_PER_PARAM,
+    ("weighin.formats.per_module", "read_index"): _READ_PER_MODULE,
+    ("weighin.checkpoint", "layouts"): _SHARDS,
+}
+
+
+class CannotWriteOut(Exception):
+    """The strategy uses its Job, or us, in a way that no plain function can have."""
+
+
+def snippet(
+    info: StrategyInfo, *, device: str = "cpu", dtype: str = "float32", checkpoint: str = "model.pt"
+) -> str:
+    """Return the strategy as Python that runs as it stands.
+
+    Raises:
+        CannotWriteOut: says what cannot be written out.
+    """
+    tree = ast.parse(info.path.read_text(encoding="utf-8"))
+    plain = _Plain(convert=dtype != "float32")
+    imports, functions = ["import torch"], []
+    parts: list[str] = []
+    for node in tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            kept, written = _import(node)
+            imports += kept
+            parts += written
+        elif isinstance(node, ast.FunctionDef):
+            functions.append(_function(node, plain, device, dtype))
+    if plain.resets:
+        parts.append(_RESET)
+    if any("json." in part for part in parts):
+        imports += ["import json", "from pathlib import Path"]
+    body = "\n\n\n".join(part.strip("\n") for part in [*parts, *functions])
+    lines = sorted(dict.fromkeys(imports), key=lambda line: (line.startswith("from"), line))
+    needed = [name for word, name in _INSTALLED.items() if any(word in line for line in lines)]
+    if needed:
+        lines.insert(0, f"# pip install torch {' '.join(needed)}")
+    use = f"# model = load_model(build_model, {checkpoint!r})   # build_model() returns your model"
+    return "\n".join(lines) + f"\n\n\n{body}\n\n\n{use}\n"
+
+
+def _import(node: ast.Import | ast.ImportFrom) -> tuple[list[str], list[str]]:
+    """Return what an import becomes: imports that stay, and functions that are written out."""
+    if isinstance(node, ast.Import):
+        return [ast.unparse(node)], []
+    module = node.module or ""
+    if not module.startswith("weighin"):
+        return ([] if module == "__future__" else [ast.unparse(node)]), []
+    if module == "weighin.contract":
+        return [], []
+    if module in _KEPT:
+        return [ast.unparse(node)], []
+    written = []
+    for alias in node.names:
+        if (module, alias.name) in _WRITTEN_OUT:
+            written.append(_WRITTEN_OUT[module, alias.name])
+        elif module == "weighin.models.tied_weights":
+            written.append(_source(module, alias.name))
+        else:
+            raise CannotWriteOut(f"it imports {alias.name} from {module}")
+    return [], written
+
+
+def _source(module: str, name: str) -> str:
+    path = _PACKAGE.joinpath(*module.split(".")[1:]).with_suffix(".py")
+    text = path.read_text(encoding="utf-8")
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            return ast.get_source_segment(text, node) or ""
+    raise CannotWriteOut(f"{module} has no {name}")
+
+
+def _function(node: ast.FunctionDef, plain: "_Plain", device: str, dtype: str) -> str:
+    is_load = node.name == "load"
+    plain.job = node.args.args[0].arg if is_load and node.args.args else None
+    new = ast.fix_missing_locations(plain.visit(node))
+    for one in ast.walk(new):
+        if isinstance(one, ast.Name) and is_load and one.id == plain.job:
+            raise CannotWriteOut(f"line {one.lineno} of {node.name}() needs the job itself")
+    if not is_load:
+        return ast.unparse(new)
+    body = textwrap.indent("\n".join(ast.unparse(part) for part in new.body), "    ")
+    head = f'def load_model(build_model, checkpoint, device="{device}", dtype=torch.{dtype}):'
+    return f"{head}\n{body}"
+
+
+class _Plain(ast.NodeTransformer):
+    """Takes the Job out of a function: its phases go, its attributes become arguments."""
+
+    def __init__(self, *, convert: bool) -> None:
+        self.job: str | None = None
+        self.resets = False
+        self._convert = convert
+
+    def visit_With(self, node: ast.With) -> ast.AST | list[ast.stmt]:
+        self.generic_visit(node)
+        node.items = [one for one in node.items if not self._is_call(one.context_expr, "phase")]
+        return node if node.items else node.body
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        if self._is_call(node, "build_model"):
+            return _expression("build_model().to(dtype)" if self._convert else "build_model()")
+        if self._is_call(node, "reset_buffers"):
+            self.resets = True
+            model = ast.unparse(node.args[0])
+            return _expression(f"reset_buffers({model}, build_model, device, dtype)")
+        if isinstance(node.func, ast.Attribute) and self._is_attribute(node.func.value, "options"):
+            default = node.args[1] if len(node.args) > 1 else ast.Constant(None)
+            return self.visit(default)  # type: ignore[no-any-return]
+        if (
+            ast.unparse(node.func) == "load_streaming"
+        ):  # a job's builder knows the dtype, a user's not
+            node.keywords.append(ast.keyword("dtype", ast.Name("dtype", ast.Load())))
+        if ast.unparse(node.func) == "layouts.files":
+            node.func = ast.Name("shards_of", ast.Load())
+        node.keywords = [
+            one for one in node.keywords
+            if one.arg is not None or not self._is_attribute(one.value, "options")
+        ]  # fmt: skip
+        return self.generic_visit(node)
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node.test, ast.Constant):
+            return node.body if node.test.value else node.orelse
+        return node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        for name in ("checkpoint", "device", "dtype", "build_model"):
+            if self._is_attribute(node, name):
+                return ast.Name(name, node.ctx)
+        return self.generic_visit(node)
+
+    def _is_call(self, node: ast.expr, name: str) -> bool:
+        return isinstance(node, ast.Call) and self._is_attribute(node.func, name)
+
+    def _is_attribute(self, node: ast.expr, name: str) -> bool:
+        return (
+            isinstance(node, ast.Attribute)
+            and node.attr == name
+            and isinstance(node.value, ast.Name)
+            and node.value.id == self.job
+        )
+
+
+def _expression(text: str) -> ast.expr:
+    return ast.parse(text, mode="eval").body

@@ -1,0 +1,167 @@
+"""What can be judged: each metric's unit, how exact it is, and how much it may change.
+
+The default tolerances come from repeated runs of every strategy; docs/ci.md has their spread. Where the record has no figure for a metric, it is None and nothing is judged.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from weighin.errors import UnknownName
+from weighin.record import Phase, Result
+from weighin.units import (
+    GIB,
+    MIB,
+    format_bytes,
+    format_exact,
+    format_seconds,
+    parse_bytes,
+    parse_seconds,
+)
+
+Direction = Literal["lower", "higher", "both"]
+"""What is better: less, more, or (``both``) neither: every change is a regression."""
+
+_BEFORE_LOAD: Final = ("import", "prepare")  # the worker's own phases before its baseline
+# In which every byte is read, or put on the disk: its end is the instant ``ready``.
+_LAST: Final = {"load": "touch", "save": "sync"}
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How much a metric may get worse: the larger of a share and an amount, and the noise band.
+
+    ``relative`` is a share of the baseline, ``absolute`` bytes or nanoseconds.
+    """
+
+    relative: float
+    absolute: int
+    direction: Direction = "lower"
+
+    def allowance(self, was: int) -> int:
+        """Return by how much a figure may differ from ``was``, in its unit."""
+        return max(round(self.relative * was), self.absolute)
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One figure of a result; ``in_phase`` names the figure of a phase that explains it.
+
+    ``portable`` tells whether it can be compared between machines of one kind: a time cannot.
+    """
+
+    name: str
+    unit: Literal["bytes", "ns"]
+    in_phase: str
+    exact: bool
+    tolerance: Tolerance
+    read: Callable[[Result], int | None] = lambda _: None
+    portable: bool = True
+
+    @property
+    def title(self) -> str:
+        """The name as it is printed; it says where a figure was sampled."""
+        return self.name if self.exact or self.unit == "ns" else f"{self.name} (sampled)"
+
+    def text(self, value: int) -> str:
+        """Return a figure as it is read: "1.549 GiB", "736.9 MiB", "2.31 s"."""
+        if self.unit == "ns":
+            return format_seconds(value)
+        return format_bytes(value, digits=3 if abs(value) >= GIB else 1)
+
+    def precise(self, value: int) -> str:
+        """Return a figure so that ``parse`` gives back the very same: "1536MiB", "2.5 s"."""
+        if self.unit == "bytes":
+            return format_exact(value)
+        return f"{value // 10**9}.{value % 10**9:09}".rstrip("0").rstrip(".") + " s"
+
+    def parse(self, text: str) -> int:
+        """Return a figure of this metric that was written as text, in bytes or nanoseconds."""
+        return parse_bytes(text) if self.unit == "bytes" else parse_seconds(text)
+
+    def change(self, was: int, now: int) -> str:
+        """Return a change with its sign: "+35.2 MiB (+2.2 %)"."""
+        step = now - was
+        if not step:
+            return "±0"
+        text = (
+            format_bytes(abs(step), digits=1) if self.unit == "bytes" else format_seconds(abs(step))
+        )
+        sign = "+" if step > 0 else "-"
+        share = f" ({sign}{abs(step) / was * 100:.1f} %)" if was else ""
+        return f"{sign}{text}{share}"
+
+
+def _above_import(result: Result) -> int | None:
+    peak, before = result.peaks.rss_bytes, result.baseline
+    return None if peak is None or before is None else peak - before.rss_bytes
+
+
+def _ready_anon(result: Result) -> int | None:
+    last = _LAST[result.cell.operation]
+    ready = next((phase for phase in result.phases if phase.name == last), None)
+    return ready.end.anon_bytes if ready else None
+
+
+_HEAP: Final = Tolerance(relative=0.01, absolute=16 * MIB)
+_CACHE: Final = Tolerance(relative=0.04, absolute=128 * MIB)
+_ALLOCATOR: Final = Tolerance(relative=0.0, absolute=0)
+_FLOOR: Final = Tolerance(relative=0.03, absolute=24 * MIB)
+_TIME: Final = Tolerance(relative=3.0, absolute=5_000_000_000)  # what a busy machine does
+
+METRICS: Final = {
+    metric.name: metric
+    for metric in (
+        Metric("peak_rss", "bytes", "peak_rss", True, _HEAP, lambda r: r.peaks.rss_bytes),
+        Metric("above_import", "bytes", "peak_rss", True, _HEAP, _above_import),
+        Metric("anon", "bytes", "peak_rss", False, _HEAP, lambda r: r.peaks.anon_sampled_bytes),
+        Metric("ready_anon", "bytes", "end_anon", True, _HEAP, _ready_anon),
+        Metric("peak_cgroup", "bytes", "peak_cgroup", True, _CACHE, lambda r: r.peaks.cgroup_bytes),
+        Metric("cuda_requested", "bytes", "cuda_requested", True, _ALLOCATOR, lambda r: r.peaks.cuda_requested_bytes),
+        Metric("cuda_allocated", "bytes", "cuda_allocated", True, _ALLOCATOR, lambda r: r.peaks.cuda_allocated_bytes),
+        Metric("cuda_reserved", "bytes", "cuda_reserved", True, _ALLOCATOR, lambda r: r.peaks.cuda_reserved_bytes),
+        # Of a whole search, not of one result: weighin.records.series reads it.
+        Metric("floor", "bytes", "peak_rss", True, _FLOOR),
+        Metric("load", "ns", "time", True, _TIME, lambda r: r.load_ns, portable=False),
+        Metric("ready", "ns", "time", True, _TIME, lambda r: r.ready_ns, portable=False),
+    )
+}  # fmt: skip
+
+PHASE_FIGURES: Final[dict[str, Callable[[Phase], int | None]]] = {
+    "peak_rss": lambda phase: phase.peak_rss_bytes,
+    "end_anon": lambda phase: phase.end.anon_bytes,
+    "peak_cgroup": lambda phase: phase.peak_cgroup_bytes,
+    "cuda_requested": lambda phase: phase.peak_cuda_requested_bytes,
+    "cuda_allocated": lambda phase: phase.peak_cuda_allocated_bytes,
+    "cuda_reserved": lambda phase: phase.peak_cuda_reserved_bytes,
+    "time": lambda phase: phase.end_ns - phase.start_ns,
+}
+"""What is known of each phase; ``Metric.in_phase`` is a key of it."""
+
+ALIASES: Final = {"rss": "peak_rss", "cgroup": "peak_cgroup", "cuda": "cuda_allocated"}
+
+
+def named(name: str) -> Metric:
+    """Return a metric by its name or its alias.
+
+    Raises:
+        UnknownName: there is none of that name.
+    """
+    metric = METRICS.get(ALIASES.get(name, name))
+    if metric is None:
+        raise UnknownName("metric", name, METRICS)
+    return metric
+
+
+def phases_of_load(result: Result) -> list[tuple[str, Phase]]:
+    """Return the phases from the baseline until ready, each with a name that is there once."""
+    names = [phase.name for phase in result.phases]
+    start = max((names.index(name) + 1 for name in _BEFORE_LOAD if name in names), default=0)
+    last = _LAST[result.cell.operation]
+    end = names.index(last) + 1 if last in names else len(names)
+    found: list[tuple[str, Phase]] = []
+    for index in range(start, end):
+        number = names[start:index].count(names[index]) + 1
+        name = names[index] if number == 1 else f"{names[index]} {number}"
+        found.append((name, result.phases[index]))
+    return found

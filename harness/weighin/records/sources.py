@@ -1,0 +1,114 @@
+"""Which of our sources decide a cell's figures, and a hash of them, without importing any.
+
+They are the strategy's file, the model's builder and the worker, with what they import of ours: the
+loader, the layouts, the models. The vocabulary (``record.py`` and its like) decides no figure, and how
+a cell is watched from outside stands in the record's commit alone.
+"""
+
+import ast
+import hashlib
+from collections.abc import Iterable, Iterator
+from functools import cache
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Final
+
+from weighin.cell import Cell, Operation
+
+_PACKAGE: Final = Path(__file__).resolve().parents[1]
+_WORKER: Final = "weighin.worker.__main__"
+_DECIDING: Final = (
+    "worker",
+    "loader",
+    "checkpoint",
+    "formats",
+    "models",
+)  # folders of this package
+# A test's own body is no strategy; what saves, and reads back, takes no part in a load.
+_NOT_FOLLOWED: Final[dict[Operation, tuple[str, ...]]] = {
+    "load": ("weighin.worker.body", "weighin.worker.saving"),
+    "save": ("weighin.worker.body",),
+}
+_HASH_DIGITS: Final = 16
+
+
+def deciding(strategy: Path, cell: Cell) -> list[Path]:
+    """Return the files that decide the figures of a cell, whose strategy is in the file, sorted.
+
+    Of a user's own code the strategy's file alone.
+    """
+    roots = (_WORKER, cell.model.builder.partition(":")[0])
+    todo = [strategy.resolve(), *(path for name in roots for path in _files(name, cell.operation))]
+    found: set[Path] = set()
+    while todo:
+        path = todo.pop()
+        if path not in found:
+            found.add(path)
+            for name in _imported(path, path.stat().st_mtime_ns):
+                todo += _files(name, cell.operation)
+    folders = [_PACKAGE / name for name in _DECIDING]
+    ours = (path for path in found if any(path.is_relative_to(folder) for folder in folders))
+    return sorted({strategy.resolve(), *ours})
+
+
+def hashed(strategy: Path, cell: Cell) -> str | None:
+    """Return a hash of those files: of their names below the package, and their bytes.
+
+    None where one of them cannot be read, or is no Python: then the cell itself will fail.
+    """
+    try:
+        lines = sorted(
+            f"{_name(path)}\0{_digest(path, path.stat().st_mtime_ns)}\n"
+            for path in deciding(strategy, cell)
+        )
+    except (OSError, SyntaxError, ValueError):
+        return None
+    return hashlib.sha256("".join(lines).encode()).hexdigest()[:_HASH_DIGITS]
+
+
+def _name(path: Path) -> str:
+    """Return the file's name as it is in every copy of this project, wherever that lies."""
+    return str(path.relative_to(_PACKAGE)) if path.is_relative_to(_PACKAGE) else path.name
+
+
+@cache
+def _digest(path: Path, _changed_ns: int) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@cache
+def _imported(path: Path, _changed_ns: int) -> frozenset[str]:
+    """Return the names of all that a file imports, anywhere in it."""
+    return frozenset(_names(ast.parse(path.read_bytes(), filename=str(path))))
+
+
+def _names(node: ast.AST) -> Iterator[str]:
+    """Yield the modules that are imported below a node, but for types only."""
+    if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+        children: Iterable[ast.AST] = node.orelse
+    else:
+        children = ast.iter_child_nodes(node)
+    if isinstance(node, ast.Import):
+        yield from (one.name for one in node.names)
+    if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+        yield from (f"{node.module}.{one.name}" for one in node.names)
+    for child in children:
+        yield from _names(child)
+
+
+def _files(name: str, operation: Operation) -> list[Path]:
+    """Return the files that run where a module of this package is imported; none of any other.
+
+    ``name`` may go on with what is taken out of the module.
+    """
+    top, *rest = name.split(".")
+    if top != _PACKAGE.name or name.startswith(_NOT_FOLLOWED[operation]):
+        return []
+    files, folder = [_PACKAGE / "__init__.py"], _PACKAGE
+    for part in rest:
+        spec = PathFinder.find_spec(part, [str(folder)])
+        if spec is None or spec.origin is None:
+            break
+        files.append(Path(spec.origin))
+        folder = folder / part
+    return files

@@ -1,0 +1,139 @@
+"""The survival matrix of a sweep: what becomes of each strategy under each limit.
+
+Computed from results alone, for tables and pictures: rows are series without their limit, columns
+are limits, and each field holds its cell with the verdict on it (``weighin.records.verdict``).
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median_low
+from typing import Final
+
+from weighin.cell import Cell
+from weighin.record import Outcome, Result
+from weighin.records.verdict import Judgement, Verdict, judge_all, used_ns
+from weighin.units import format_seconds
+
+_LEAST_LIMITS: Final = 2
+_SEVERITY: Final = {Verdict.SURVIVES: 0, Verdict.THRASHES: 1, Verdict.KILLED: 3}
+_FAILED: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One field: the cell that stands for its repeats, and the verdict on it.
+
+    That is the one of median time where all ended alike, else the worst; ``alike`` of ``repeats``
+    had the same verdict. ``spent_ns`` is the time until ready, and used where it was.
+    """
+
+    result: Result
+    judgement: Judgement | None
+    spent_ns: int | None
+    alike: int
+    repeats: int
+
+    @property
+    def words(self) -> str:
+        """What the field says: a time where it ended ok, and the verdict where it is no good one."""
+        outcome, verdict = self.result.outcome, self.judgement and self.judgement.verdict
+        if verdict is Verdict.KILLED:
+            text = "killed"
+        elif outcome is Outcome.OK and self.spent_ns is not None:
+            text = format_seconds(self.spent_ns)
+            text += " thrashes" if verdict is Verdict.THRASHES else ""
+        else:
+            text = f"{outcome} thrashes" if verdict is Verdict.THRASHES else str(outcome)
+        return text if self.alike == self.repeats else f"{text} ({self.alike} of {self.repeats})"
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """The fields of one scene, by row and limit. ``limits`` fall from left to right, None first."""
+
+    scene: Cell
+    rows: tuple[Cell, ...]
+    limits: tuple[int | None, ...]
+    fields: dict[tuple[int, int], Field]
+
+    def field(self, row: int, column: int) -> Field | None:
+        return self.fields.get((row, column))
+
+    @property
+    def model_bytes(self) -> int | None:
+        sizes = [field.result.model_bytes for field in self.fields.values()]
+        return next((size for size in sizes if size), None)
+
+    def label(self, row: int) -> str:
+        """Return a row's name: the strategy, and what tells it from others of that name."""
+        cell = self.rows[row]
+        same = [other for other in self.rows if other.strategy == cell.strategy]
+        words = [cell.strategy]
+        if any(other.format != cell.format for other in same):
+            words.append(cell.format)
+        if any(other.options != cell.options for other in same):
+            words += [f"{key}={value}" for key, value in cell.options.items()]
+        return " ".join(words)
+
+
+def matrices(results: Iterable[Result]) -> list[Matrix]:
+    """Return a matrix for each scene (model, device, dtype ...) with two limits or more."""
+    cells = list(results)
+    judgements = judge_all(cells)
+    found = []
+    for scene in _unique(_scene(one.cell) for one in cells):
+        ours = [one for one in cells if _scene(one.cell) == scene]
+        limits = {one.cell.ram_limit_bytes for one in ours}
+        if len(limits - {None}) >= _LEAST_LIMITS:
+            found.append(_matrix(scene, ours, limits, judgements))
+    return found
+
+
+def _matrix(
+    scene: Cell,
+    ours: Sequence[Result],
+    limits: set[int | None],
+    judgements: dict[str, Judgement | None],
+) -> Matrix:
+    ordered = sorted(limits, key=lambda limit: float("inf") if limit is None else limit)[::-1]
+    rows = _unique(_row(one.cell) for one in ours)
+    fields = {}
+    for number, row in enumerate(rows):
+        for column, limit in enumerate(ordered):
+            repeats = [
+                one for one in ours if _row(one.cell) == row and one.cell.ram_limit_bytes == limit
+            ]
+            if repeats:
+                fields[number, column] = _field(repeats, judgements)
+    return Matrix(scene, tuple(rows), tuple(ordered), fields)
+
+
+def _field(repeats: Sequence[Result], judgements: dict[str, Judgement | None]) -> Field:
+    def severity(one: Result) -> int:
+        said = judgements[one.cell.id]
+        if said is None:
+            return 0 if one.outcome is Outcome.OK else _FAILED
+        return _SEVERITY[said.verdict]
+
+    worst = max(severity(one) for one in repeats)
+    alike = [one for one in repeats if severity(one) == worst]
+    times = [spent for one in alike if (spent := used_ns(one)) is not None]
+    middle = median_low(times) if times else None
+    chosen = next((one for one in alike if used_ns(one) == middle), alike[0])
+    return Field(chosen, judgements[chosen.cell.id], used_ns(chosen), len(alike), len(repeats))
+
+
+def _scene(cell: Cell) -> Cell:
+    return replace(_row(cell), strategy="", format="", options={})
+
+
+def _row(cell: Cell) -> Cell:
+    return replace(cell, ram_limit_bytes=None, repeat=0)
+
+
+def _unique(cells: Iterable[Cell]) -> list[Cell]:
+    found: list[Cell] = []
+    for cell in cells:
+        if cell not in found:
+            found.append(cell)
+    return found

@@ -1,0 +1,176 @@
+"""How a cell lived under its limit: it survives, it thrashes, or it is killed. The one rule.
+
+* **killed**: it did not end ok, and the kernel's counters say that it killed a process of the cell
+  for lack of memory; or the CUDA allocator refused.
+* **thrashes**: its memory met the limit, and it lost time for lack of memory. A cell whose cgroup
+  peaked below its limit (the soft one, where it has one) does not thrash, whatever else it shows:
+  pages that the kernel took back for the machine's sake say nothing of this limit. Where the peak
+  is not known, it may have met the limit. Either of two signs says that time was lost:
+
+  - Its tasks waited for memory during ``STALLED_SHARE`` of the load or more (PSI some).
+  - At least ``REFAULTS_PER_MODEL`` of the model's size was read again after the kernel had taken it
+    back (refaults), and it took ``SLOWDOWN`` times as long as without a limit, or did not end in
+    the time allowed. Where there is no ok cell without a limit, the one of the same series under
+    the highest limit above stands for it; where there is none, refaults decide nothing.
+
+* **survives**: it ended ok, and did not thrash. Page cache that fills the limit is no reason.
+
+All else has no verdict: nothing was limited, or it failed for another reason than memory. Time,
+refaults and the peak are those of the load until ready and of the forward passes after it; PSI is
+the load's.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from statistics import median_low
+from typing import Final
+
+from weighin.cell import Cell
+from weighin.record import Outcome, Result
+from weighin.units import format_bytes, format_seconds
+
+REFAULTS_PER_MODEL: Final = 0.10
+STALLED_SHARE: Final = 0.20
+SLOWDOWN: Final = 2.0
+
+
+class Verdict(StrEnum):
+    """How a cell lived under its limit."""
+
+    SURVIVES = "survives"
+    THRASHES = "thrashes"
+    KILLED = "killed"
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """A verdict, and the figures that decided it, in words."""
+
+    verdict: Verdict
+    reason: str
+
+
+def judge(result: Result, reference_ns: int | None = None) -> Judgement | None:
+    """Return the verdict on a cell; ``reference_ns`` is the time that it would take in peace.
+
+    None where the rule says nothing; see the module.
+    """
+    if result.cell.ram_limit_bytes is None:
+        return None
+    if killed := _killed(result):
+        return Judgement(Verdict.KILLED, killed)
+    reread, pages = _reread(result)
+    slow, times = _slow(result, reference_ns)
+    stalled, waits = _stalled(result)
+    looks_so, below = stalled or (reread and slow), _below(result)
+    reason = "; ".join([*(below if looks_so else []), *times, *pages, *waits])
+    if result.outcome in (Outcome.OK, Outcome.TIMEOUT) and looks_so and not below:
+        return Judgement(Verdict.THRASHES, reason)
+    return Judgement(Verdict.SURVIVES, reason) if result.outcome is Outcome.OK else None
+
+
+def judge_all(results: Iterable[Result]) -> dict[str, Judgement | None]:
+    """Return the verdict on each cell of a run, by its id, compared with the run's own cells."""
+    cells = list(results)
+    times: dict[str, dict[float, list[int]]] = {}
+    for one in cells:
+        if one.outcome is Outcome.OK and (spent_ns := used_ns(one)) is not None:
+            by_limit = times.setdefault(_unlimited(one.cell), {})
+            by_limit.setdefault(_height(one.cell), []).append(spent_ns)
+    found = {}
+    for one in cells:
+        by_limit = times.get(_unlimited(one.cell), {})
+        top = max(by_limit, default=0.0)
+        is_above = top > _height(one.cell)
+        found[one.cell.id] = judge(one, median_low(by_limit[top]) if is_above else None)
+    return found
+
+
+def used_ns(result: Result) -> int | None:
+    """Return the time until the model was ready, and used where it was; None where it was not."""
+    if result.ready_ns is None:
+        return None
+    return result.ready_ns + ((result.cost.first_use_ns if result.cost else None) or 0)
+
+
+def refaults(result: Result) -> int | None:
+    """Return the pages that were read again, of the load and the forward passes after it."""
+    loading = result.faults.workingset_refault_file if result.faults else None
+    if loading is None:
+        return None
+    using = [phase.workingset_refault_file for phase in result.phases if phase.name == "forward"]
+    return loading + sum(pages for pages in using if pages is not None)
+
+
+def highest_charge(result: Result) -> int | None:
+    """Return the cgroup's peak, of the load and the forward passes, in bytes; None if not known."""
+    if result.peaks.cgroup_bytes is None:
+        return None
+    using = [phase.peak_cgroup_bytes or 0 for phase in result.phases if phase.name == "forward"]
+    return max([result.peaks.cgroup_bytes, *using])
+
+
+def _below(result: Result) -> list[str]:
+    """Say that the cell never met its limit, the soft one where it has one; nothing if it may have."""
+    cell, charge = result.cell, highest_charge(result)
+    limits = [limit for limit in (cell.ram_limit_bytes, cell.ram_high_bytes) if limit is not None]
+    if charge is None or charge >= min(limits, default=0):
+        return []
+    return [f"never met its limit: {format_bytes(charge, digits=2)} at most"]
+
+
+def _killed(result: Result) -> str:
+    """Return how it was killed for lack of memory; empty where it was not."""
+    if result.outcome is Outcome.CUDA_OOM:
+        return result.message or "the CUDA allocator refused"
+    if result.outcome is Outcome.OOM_KILLED:
+        return result.message or "killed by the kernel for lack of memory"
+    if result.outcome is not Outcome.OK and result.oom_kills:
+        return f"the kernel killed {result.oom_kills} of its processes for lack of memory"
+    return ""
+
+
+def _reread(result: Result) -> tuple[bool, list[str]]:
+    """Tell whether much of the model was read again, and by which figures."""
+    is_much, signs = False, []
+    if (pages := refaults(result)) is not None and result.model_bytes:
+        share = pages * result.page_bytes / result.model_bytes
+        is_much = share >= REFAULTS_PER_MODEL
+        again = format_bytes(pages * result.page_bytes, digits=2)
+        signs.append(f"{again} read again ({share:.2f}x the model)")
+    if result.faults:
+        signs.append(f"{result.faults.major} major faults")
+    return is_much, signs
+
+
+def _stalled(result: Result) -> tuple[bool, list[str]]:
+    """Tell whether the cell waited long for memory, and by which figures."""
+    spent_ns = result.ready_ns or (result.cost and result.cost.wall_ns)
+    if result.pressure is None or result.pressure.some_ns is None or not spent_ns:
+        return False, []
+    some = result.pressure.some_ns / spent_ns
+    full = (result.pressure.full_ns or 0) / spent_ns
+    return some >= STALLED_SHARE, [
+        f"waited for memory {some:.0%} of the load (all tasks {full:.0%})"
+    ]
+
+
+def _slow(result: Result, reference_ns: int | None) -> tuple[bool, list[str]]:
+    """Tell whether the cell took much longer than in peace, and by which figures."""
+    spent_ns = used_ns(result)
+    if result.outcome is Outcome.TIMEOUT:
+        return True, [result.message]
+    if spent_ns is None or not reference_ns:
+        return False, [] if spent_ns is None else [format_seconds(spent_ns)]
+    ratio = spent_ns / reference_ns
+    peace = format_seconds(reference_ns)
+    return ratio >= SLOWDOWN, [f"{format_seconds(spent_ns)}, {ratio:.1f}x the {peace} in peace"]
+
+
+def _unlimited(cell: Cell) -> str:
+    return replace(cell, ram_limit_bytes=None).series
+
+
+def _height(cell: Cell) -> float:
+    return float("inf") if cell.ram_limit_bytes is None else cell.ram_limit_bytes

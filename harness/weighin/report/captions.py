@@ -1,0 +1,198 @@
+"""The words around a report's figures: what all its cells share, and what each figure is."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import pandas as pd
+
+from weighin.record import Outcome, Result
+from weighin.records.machine import policy_of, settings_of
+from weighin.report.dataframe import DIMENSIONS, known, varying
+from weighin.units import format_bytes, format_exact
+
+# Environment keys that a caption prints, with the word before each; any of them may be missing.
+_MACHINE: Final = {"machine": "", "cpu": "", "kernel": "Linux ", "cgroup_version": "cgroup v", "torch": "torch "}  # fmt: skip
+
+_COMMIT_DIGITS: Final = 10  # as many as `weighin compare` shows
+_DOING: Final = {"load": "loading", "save": "saving"}
+_COMPUTED: Final = {
+    "loading": "Exact, computed: above import = (peak RSS - RSS after import torch) / the model's size.",
+    "saving": "Exact, computed: above the model = (peak RSS - RSS with the model loaded) / the model's size.",
+}
+_TIMES: Final = {
+    "loading": "load: until the strategy returned; ready: until every byte was read through once.",
+    "saving": "save: until the strategy returned; on the disk: until every file was synced (fsync).",
+}
+
+
+def size(value: int | None) -> str:
+    """Return a limit as it reads in a sentence: "8 GiB", "6500 MiB"."""
+    return re.sub(r"(?<=\d)(?=[A-Z])", " ", format_exact(int(value))) if value else "none"
+
+
+def dimension(name: str, value: Any, model_bytes: int | None = None) -> str:
+    """Return one dimension's value as a caption says it: "RAM limit 8 GiB", "cold page cache"."""
+    value = known(value)
+    if name == "operation":
+        return _DOING[value]
+    if name == "model":
+        return f"{value} ({format_bytes(model_bytes)})" if model_bytes else str(value)
+    if name in ("ram_limit_bytes", "vram_limit_bytes"):
+        whose = "RAM" if name == "ram_limit_bytes" else "GPU"
+        return f"no {whose} limit" if value is None else f"{whose} limit {size(value)}"
+    if name == "cache":
+        return f"{value} page cache"
+    if name == "dtype":
+        return str(value)
+    return f"{name} {value}" if value else f"no {name}"
+
+
+def model_size(frame: pd.DataFrame) -> int | None:
+    """Return the model's size in bytes, or None where no row has it or they differ."""
+    sizes = frame["model_bytes"].dropna().unique()
+    return int(sizes[0]) if len(sizes) == 1 else None
+
+
+def shared(frame: pd.DataFrame, results: Sequence[Result], without: Sequence[str] = ()) -> str:
+    """Return what all rows have in common and where they were measured, as one line."""
+    if frame.empty:
+        return "No cells were measured."
+    first = frame.iloc[0]
+    changing = {*varying(frame), *without}
+    if first["operation"] == "load":
+        changing.add("operation")  # what all of this is about
+    words = [
+        dimension(name, first[name], model_size(frame))
+        for name in DIMENSIONS
+        if name not in changing
+        and frame[name].nunique(dropna=False) == 1
+        and (known(first[name]) or name == "ram_limit_bytes")
+    ]
+    return " · ".join([*words, *machine([result.environment for result in results]), code(results)])
+
+
+def code(results: Sequence[Result]) -> str:
+    """Return of which commit the figures are, and of which days: "commit d71778a29d, 2026-11-23".
+
+    What was skipped was not measured, and says nothing.
+    """
+    measured = [one for one in results if one.outcome is not Outcome.SKIPPED] or results
+    return when_and_what([(one.environment, one.started_at) for one in measured])
+
+
+def when_and_what(made: Sequence[tuple[Mapping[str, Any], str]]) -> str:
+    """Return the same of anything that was made by our code: its environments, and when each was."""
+    commits = list(dict.fromkeys(_commit(environment) for environment, _ in made))
+    days = sorted({day[:10] for _, day in made} - {""})
+    when = " to ".join(dict.fromkeys((days[0], days[-1]))) if days else "date unknown"
+    return f"{'commit' if len(commits) == 1 else 'commits'} {', '.join(commits)}, {when}"
+
+
+def _commit(environment: Mapping[str, Any]) -> str:
+    commit = environment.get("git_commit")
+    changed = " with changes" if environment.get("git_dirty") else ""
+    return f"{str(commit)[:_COMMIT_DIGITS]}{changed}" if commit else "unknown"
+
+
+def doing(frame: pd.DataFrame) -> str:
+    """Return what the cells did: "loading", "saving", or "loading and saving"."""
+    return " and ".join(_DOING[name] for name in _DOING if (frame["operation"] == name).any())
+
+
+def until(frame: pd.DataFrame) -> str:
+    """Return what the measured stretch of the cells ended with."""
+    return "every byte was on the disk" if doing(frame) == "saving" else "every byte was read"
+
+
+def ending(row: Any) -> str:
+    """Return what became of a series, and in which phase where it was cut off in one."""
+    is_whole = row["outcome"] in {Outcome.OK, Outcome.SKIPPED, Outcome.WRONG_WEIGHTS}
+    phase = None if is_whole else known(row["last_phase"])
+    return f"{row['outcome']} in {phase}" if phase else str(row["outcome"])
+
+
+def machine(environments: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return where the cells ran; what differs between them is left out."""
+    described = [environment for environment in environments if environment]
+    words = []
+    for key, before in _MACHINE.items():
+        values = {str(environment[key]) for environment in described if environment.get(key)}
+        if len(values) == 1:
+            value = values.pop()
+            words.append(value if value.startswith(before.strip() or "\0") else before + value)
+    return words
+
+
+def mixed_machines(environments: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a warning where cells of one run were measured on what is not the same machine."""
+    seen: dict[str, list[str]] = {}
+    for name, value in (pair for one in environments for pair in settings_of([one]).items()):
+        # What a skipped cell did not look at is no difference.
+        is_told = name == "git_commit" or policy_of(name, {}) != "ignore"
+        if is_told and value is not None and str(value) not in seen.setdefault(name, []):
+            seen[name].append(str(value))
+    differing = [
+        f"{name} ({', '.join(values)})" for name, values in seen.items() if len(values) > 1
+    ]
+    if not differing:
+        return []
+    return [
+        f"the cells were not measured on one machine with one software: {'; '.join(differing)}."
+        " Compare their figures with care, their times not at all"
+    ]
+
+
+def warnings(results: Sequence[Result], of_the_file: Sequence[str]) -> list[str]:
+    """Return what may be wrong with the run: its file first, then its machines, then its cells."""
+    said: dict[str, list[str]] = {}
+    for result in results:
+        for warning in result.warnings:
+            said.setdefault(warning, []).append(result.cell.id)
+    of_cells = [f"{text} ({', '.join(_few(cells))})" for text, cells in said.items()]
+    mixed = mixed_machines([result.environment for result in results])
+    return [*of_the_file, *mixed, *of_cells]
+
+
+def note_figures(*, doing: str, cuda: bool, repeats: int) -> list[str]:
+    """Return what each column of the summary is and how exact, one sentence a line."""
+    lines = [
+        "Exact, the kernel's own high-water marks: peak RSS, cgroup peak (includes page cache).",
+        *(line for name, line in _COMPUTED.items() if name in doing),
+        "Sampled, so it may miss short spikes: anonymous.",
+        *(line for name, line in _TIMES.items() if name in doing),
+        "Not ok: the figures are what the cell had reached when last seen, not what it needs.",
+    ]
+    if cuda:
+        lines[1:1] = [
+            "Exact, the allocator's own marks, of the load alone: CUDA requested (what tensors asked"
+            " for), allocated (rounded up to blocks), reserved (held of the driver).",
+            "Sampled: CUDA driver, the driver's own figure; it holds the context too.",
+            "pinned: page-locked host memory, the mark of its own allocator.",
+        ]
+    if repeats > 1:
+        lines.append(f"Median of up to {repeats} repeats, with the whole range.")
+    return lines
+
+
+def _few(names: Sequence[str]) -> list[str]:
+    return list(names) if len(names) <= 4 else [*names[:3], f"and {len(names) - 3} more"]
+
+
+def note_unused(results: Sequence[Result]) -> list[str]:
+    """Return which models were never called though a pass was asked for: what their ok leaves open."""
+    builders = {
+        one.cell.model.name: one.cell.model.builder.partition(":")[0]
+        for one in results
+        if one.outcome is Outcome.OK and one.cell.operation == "load" and _is_unused(one)
+    }
+    return [
+        f"{name}: no forward pass, so ok says that every weight is right, not that the model runs:"
+        f" {module} gives no example_inputs (docs/models.md)."
+        for name, module in builders.items()
+    ]
+
+
+def _is_unused(result: Result) -> bool:
+    is_called = any(phase.name == "forward" for phase in result.phases)
+    return result.cell.passes > 0 and result.cost is not None and not is_called

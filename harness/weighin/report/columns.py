@@ -1,0 +1,78 @@
+"""The columns that every table of a run has: which figures, called what, and how they are printed."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import pandas as pd
+
+from weighin.report import captions
+from weighin.report.dataframe import known
+from weighin.report.markdown import plain
+from weighin.units import GIB
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A column of numbers: the frame's column, its heading, and how it is printed."""
+
+    key: str
+    heading: str
+    unit: str
+    scale: int = 1
+    digits: int = 2
+
+
+_FIGURES: Final = (
+    Figure("load_s", "load", "s"),
+    Figure("ready_s", "ready", "s"),
+    Figure("peak_rss_bytes", "peak RSS", "GiB", GIB, 3),
+    Figure("above_import_per_model", "above import", "x model"),
+    Figure("anon_sampled_bytes", "anonymous (sampled)", "GiB", GIB, 3),
+    Figure("unreclaimable_sampled_bytes", "unreclaimable (sampled)", "GiB", GIB, 3),
+    Figure("peak_cgroup_bytes", "cgroup peak", "GiB", GIB, 3),
+    Figure("peak_cuda_requested_bytes", "CUDA requested", "GiB", GIB, 3),
+    Figure("peak_cuda_allocated_bytes", "CUDA allocated", "GiB", GIB, 3),
+    Figure("peak_cuda_reserved_bytes", "CUDA reserved", "GiB", GIB, 3),
+    Figure("cuda_driver_sampled_bytes", "CUDA driver (sampled)", "GiB", GIB, 3),
+    Figure("peak_pinned_bytes", "pinned", "GiB", GIB, 3),
+    Figure("written_bytes", "written", "GiB", GIB, 3),
+    Figure("written_files", "files", "", 1, 0),
+)
+_WHERE_MEASURED: Final = frozenset(
+    ["unreclaimable_sampled_bytes", *(figure.key for figure in _FIGURES[-7:])]
+)
+# What the same figures are called where the cells saved.
+_OF_SAVES: Final = {
+    "load_s": "save",
+    "ready_s": "on the disk",
+    "above_import_per_model": "above the model",
+}
+HEADINGS: Final = {"ram_limit_bytes": "RAM limit", "vram_limit_bytes": "GPU limit"}
+
+
+def figures_of(frame: pd.DataFrame) -> list[Figure]:
+    """Return the columns of numbers for these series, called as their operation calls them."""
+    called = _OF_SAVES if captions.doing(frame) == "saving" else {}
+    return [
+        replace(figure, heading=called.get(figure.key, figure.heading))
+        for figure in _FIGURES
+        if figure.key not in _WHERE_MEASURED or frame[figure.key].notna().any()
+    ]
+
+
+def name_text(name: str, row: "pd.Series[Any]") -> str:
+    """Return what a series has of a dimension, as it is printed."""
+    value = known(row[name])
+    return captions.size(value) if name in HEADINGS else plain(str(value or "-"))
+
+
+def number_text(value: Any, figure: Figure) -> str:
+    """Return a figure without its unit; "-" where it is missing."""
+    value = known(value)
+    return "-" if value is None else f"{value / figure.scale:.{figure.digits}f}"
+
+
+def range_text(row: "pd.Series[Any]", figure: Figure) -> str:
+    """Return the smallest and the largest of the repeats; nothing where they print alike."""
+    low, high = (number_text(row[f"{figure.key}{end}"], figure) for end in ("_min", "_max"))
+    return "" if low == high else f"{low}..{high}"

@@ -1,0 +1,196 @@
+"""Results as pandas tables: a row for each cell, and a row for each series of repeats.
+
+Figures keep the record's units: bytes as integers, times in seconds without rounding; a figure
+that was not measured is NA.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from io import StringIO
+from pathlib import Path, PurePath
+from typing import Any, Final
+
+import pandas as pd
+
+from weighin.cell import Cell
+from weighin.record import Outcome, Result
+from weighin.units import format_exact
+
+# What tells one series from another, but for the strategy; in the order of columns.
+DIMENSIONS: Final = (
+    "operation", "model", "device", "ram_limit_bytes", "vram_limit_bytes",
+    "format", "dtype", "cache", "isolation", "options",
+)  # fmt: skip
+BYTES: Final = (
+    "peak_rss_bytes", "above_import_bytes", "anon_sampled_bytes", "file_sampled_bytes",
+    "peak_cgroup_bytes", "peak_cuda_requested_bytes", "peak_cuda_allocated_bytes",
+    "peak_cuda_reserved_bytes", "cuda_driver_sampled_bytes", "peak_pinned_bytes",
+    "baseline_rss_bytes", "model_bytes",
+    "written_bytes", "written_disk_bytes", "written_files", "unreclaimable_sampled_bytes",
+)  # fmt: skip
+NUMBERS: Final = ("load_s", "ready_s", "above_import_per_model")
+FIGURES: Final = ("load_s", "ready_s", *BYTES, "above_import_per_model")
+_LARGEST: Final = float(2**63)  # what no counter of the kernel reaches
+_LIMITS: Final = ("ram_limit_bytes", "vram_limit_bytes")
+_TEXTS: Final = ("group", "strategy", *DIMENSIONS, "outcome", "last_phase", "message")
+
+
+def cells(results: Iterable[Result]) -> pd.DataFrame:
+    """Return one row a cell, in the order of the records.
+
+    A cell that was measured twice (its record was repeated) counts with its last record.
+    ``above_import_bytes`` is the exact peak RSS less the RSS after ``import torch`` (of a save: with
+    the model in memory), and ``above_import_per_model`` that divided by the model's size.
+    """
+    rows = {result.cell.id: _row(result) for result in results}
+    columns = [*_TEXTS, "repeat", *FIGURES]
+    # As objects: pandas would make floats of integers beside None, and 2**53 + 1 is none.
+    frame = pd.DataFrame(list(rows.values()), columns=columns, dtype=object)
+    types = dict.fromkeys((*BYTES, *_LIMITS), "Int64") | dict.fromkeys(NUMBERS, "Float64")
+    types |= {"repeat": "Int64"} | {name: "object" for name in _TEXTS if name not in _LIMITS}
+    return frame.astype(types)
+
+
+def series(results: Iterable[Result]) -> pd.DataFrame:
+    """Return one row a series: the median of each figure over its repeats, and the range.
+
+    The range of a figure ``x`` is in ``x_min`` and ``x_max``. Where some repeats are ok and some
+    are not, the figures are those of the ok ones, and ``outcome`` counts all: "ok 2, timeout 1".
+    """
+    frame = cells(results)
+    rows = [_summary(group) for _, group in frame.groupby("group", sort=False)]
+    ranges = [f"{name}{end}" for name in FIGURES for end in ("", "_min", "_max")]
+    return pd.DataFrame(rows, columns=[*_TEXTS, "repeats", "ok", *ranges]).astype(
+        dict.fromkeys(_TEXTS, "object")
+        | dict.fromkeys(_LIMITS, "Int64")
+        | dict.fromkeys(ranges, "Float64")
+    )
+
+
+def samples(run: Path, result: Result) -> pd.DataFrame | None:
+    """Return the cell's samples, or None where there are none to read.
+
+    Columns are the fields of ``record.Sample``; a torn last line is left out, and what no sampler
+    can have written.
+    """
+    if result.samples_path is None or not _is_inside(PurePath(result.samples_path)):
+        return None
+    try:
+        text = (run / result.samples_path).read_text(encoding="utf-8")
+        frame = pd.read_csv(StringIO(text[: text.rfind("\n") + 1]))
+    except (OSError, ValueError):  # ValueError: not UTF-8, empty, or no table
+        return None
+    needed = ["t_ns", "rss_bytes", "anon_bytes", "file_bytes", "shmem_bytes"]
+    if not set(needed) <= set(frame.columns):
+        return None
+    frame = possible(frame).dropna(subset=needed)
+    return None if frame.empty else frame.sort_values("t_ns", ignore_index=True)
+
+
+def possible(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of counters that a kernel can have written; what is missing may be."""
+    numbers = frame.apply(pd.to_numeric, errors="coerce")
+    kept: pd.DataFrame = numbers[
+        (numbers.isna() | (numbers.ge(0) & numbers.lt(_LARGEST))).all(axis=1)
+    ]
+    return kept
+
+
+def varying(frame: pd.DataFrame) -> list[str]:
+    """Return the dimensions in which the rows of ``frame`` differ.
+
+    What a strategy's name already says, such as the one format that it reads, is left out.
+    """
+    per_strategy = frame.groupby("strategy")
+    return [
+        name
+        for name in DIMENSIONS
+        if frame[name].nunique(dropna=False) > 1
+        and (name != "format" or (per_strategy[name].nunique(dropna=False) > 1).any())
+    ]
+
+
+def known(value: Any) -> Any:
+    """Return a value out of a frame as Python has it: None for NA."""
+    return None if pd.isna(value) else value
+
+
+def _is_inside(path: PurePath) -> bool:
+    """Tell whether a path of a record stays in the run's folder: records come from elsewhere, too."""
+    return not path.is_absolute() and ".." not in path.parts
+
+
+def _row(result: Result) -> dict[str, Any]:
+    cell, peaks, written = result.cell, result.peaks, result.written
+    baseline = result.baseline.rss_bytes if result.baseline else None
+    above = None if baseline is None or peaks.rss_bytes is None else peaks.rss_bytes - baseline
+    ratio = above / result.model_bytes if above is not None and result.model_bytes else None
+    return {
+        "group": cell.series,
+        "strategy": cell.strategy,
+        "operation": cell.operation,
+        "model": cell.model.title,
+        "device": cell.device,
+        "ram_limit_bytes": cell.ram_limit_bytes,
+        "vram_limit_bytes": cell.vram_limit_bytes,
+        "format": cell.format,
+        "dtype": cell.dtype,
+        "cache": cell.cache,
+        "isolation": cell.isolation,
+        "options": ", ".join(_options(cell)),
+        "outcome": result.outcome.value,
+        "last_phase": result.last_phase,
+        "message": result.message,
+        "repeat": cell.repeat,
+        "load_s": None if result.load_ns is None else result.load_ns / 1e9,
+        "ready_s": None if result.ready_ns is None else result.ready_ns / 1e9,
+        "peak_rss_bytes": peaks.rss_bytes,
+        "above_import_bytes": above,
+        "above_import_per_model": ratio,
+        "anon_sampled_bytes": peaks.anon_sampled_bytes,
+        "unreclaimable_sampled_bytes": peaks.unreclaimable_sampled_bytes,
+        "file_sampled_bytes": peaks.file_sampled_bytes,
+        "peak_cgroup_bytes": peaks.cgroup_bytes,
+        "peak_cuda_requested_bytes": peaks.cuda_requested_bytes,
+        "peak_cuda_allocated_bytes": peaks.cuda_allocated_bytes,
+        "peak_cuda_reserved_bytes": peaks.cuda_reserved_bytes,
+        "cuda_driver_sampled_bytes": peaks.cuda_driver_sampled_bytes,
+        "peak_pinned_bytes": peaks.pinned_bytes,
+        "baseline_rss_bytes": baseline,
+        "model_bytes": result.model_bytes,
+        "written_bytes": written.file_bytes if written else None,
+        "written_disk_bytes": written.disk_bytes if written else None,
+        "written_files": written.files if written else None,
+    }
+
+
+def _summary(group: pd.DataFrame) -> dict[str, Any]:
+    good = group[group["outcome"] == Outcome.OK.value]
+    counted = good if len(good) else group
+    bad = group[group["outcome"] != Outcome.OK.value]
+    shown = bad if len(bad) else group
+    row = {name: group[name].iloc[0] for name in _TEXTS}
+    row |= {name: shown[name].iloc[0] for name in ("last_phase", "message")}
+    row |= {"outcome": _outcome(list(group["outcome"])), "repeats": len(group), "ok": len(good)}
+    for name in FIGURES:
+        column = counted[name]
+        row |= {name: column.median(), f"{name}_min": column.min(), f"{name}_max": column.max()}
+    return row
+
+
+def _outcome(outcomes: Sequence[str]) -> str:
+    counts = {outcome: outcomes.count(outcome) for outcome in outcomes}
+    if len(counts) == 1:
+        return outcomes[0]
+    return ", ".join(f"{outcome} {count}" for outcome, count in counts.items())
+
+
+def _options(cell: Cell) -> Iterator[str]:
+    """Yield what was set for a cell beside its dimensions: a soft limit, the strategy's options."""
+    if cell.ram_high_bytes is not None:
+        yield f"ram_high={format_exact(cell.ram_high_bytes)}"
+    yield from (f"{key}={_short(value)}" for key, value in sorted(cell.options.items()))
+
+
+def _short(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)

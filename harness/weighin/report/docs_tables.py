@@ -1,0 +1,104 @@
+"""Puts published results into our own pages: ``python -m weighin.report.docs_tables PAGE...``.
+
+The published runs' own report.md are written, too.
+
+A page holds blocks; what stands between their two lines is written here, from the records alone.
+A block names a run and what of it is told: nothing for the table of all series, ``relative`` for
+that with times as multiples, ``survival``, ``floors`` or ``passes``; or several searches for
+floors, to be compared (``agreement``); or runs whose predictions are compared with what was
+measured (``checked``); or it is the notebook's GPU table, predicted, because
+nothing was measured on one::
+
+    <!-- results/published/gpt2-xl-8GiB -->
+    ...
+    <!-- end -->
+    <!-- results/published/gpt2-xl-survival survival -->
+    ...
+    <!-- end -->
+    <!-- predicted configs/suites/notebook.yaml -->
+    ...
+    <!-- end -->
+"""
+
+import re
+import sys
+from collections.abc import Sequence
+from io import StringIO
+from pathlib import Path
+from typing import Final
+
+from weighin.record import Result
+from weighin.records import run_folder as journal
+from weighin.report.checked import markdown_checked
+from weighin.report.document import write_markdown
+from weighin.report.floors import markdown_agreement, markdown_floors
+from weighin.report.passes import markdown_passes
+from weighin.report.predicted import markdown_predicted
+from weighin.report.relative import markdown_relative
+from weighin.report.survival import markdown_survival
+from weighin.report.tables import markdown_table
+
+_BLOCK: Final = re.compile(
+    r"<!-- (?P<runs>results/published/\S+(?: results/published/\S+)*)(?: (?P<part>[a-z]+))? -->\n"
+    r".*?<!-- end -->",
+    re.DOTALL,
+)
+_PREDICTED: Final = re.compile(
+    r"(?P<first><!-- predicted configs/suites/notebook.yaml -->\n).*?<!-- end -->", re.DOTALL
+)
+_PARTS: Final = {
+    None: markdown_table,
+    "relative": markdown_relative,
+    "survival": markdown_survival,
+    "floors": markdown_floors,
+    "passes": markdown_passes,
+}
+
+
+def fill(page: str, root: Path) -> str:
+    """Return the page with every block filled from the runs that it names, below ``root``.
+
+    Raises:
+        RecordError: a run that a block names is not there, or is damaged.
+    """
+
+    def block(match: re.Match[str]) -> str:
+        runs: dict[str, Sequence[Result]] = {
+            run: journal.read(root / run).results for run in match["runs"].split()
+        }
+        first = match[0].partition("\n")[0]
+        return f"{first}\n{_told(match['part'], runs, root)}\n<!-- end -->"
+
+    def predicted(match: re.Match[str]) -> str:
+        return f"{match['first']}{markdown_predicted()}\n<!-- end -->"
+
+    return _PREDICTED.sub(predicted, _BLOCK.sub(block, page))
+
+
+def report(run: Path) -> str:
+    """Return report.md of a published run, with those pictures that lie beside it."""
+    records, file = journal.read(run), StringIO()
+    images = sorted(path.name for path in run.glob("*.png"))
+    write_markdown(records.results, file, warnings=records.warnings, images=images)
+    return file.getvalue()
+
+
+def _told(part: str | None, runs: dict[str, Sequence[Result]], root: Path) -> str:
+    if part == "checked":
+        return markdown_checked({root / run: found for run, found in runs.items()})
+    if part == "agreement":
+        return markdown_agreement({run.rpartition("/")[2]: found for run, found in runs.items()})
+    (results,) = runs.values()
+    return _PARTS[part](results)
+
+
+def main() -> None:
+    for name in sys.argv[1:]:
+        page = Path(name)
+        page.write_text(fill(page.read_text(), Path.cwd()))
+    for records in Path("results/published").glob("*/records.jsonl"):
+        (records.parent / "report.md").write_text(report(records.parent))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""A run's report as markdown."""
+
+from collections.abc import Sequence
+from typing import TextIO
+
+from weighin.record import Result
+from weighin.report import captions, sections
+from weighin.report.dataframe import series
+from weighin.report.markdown import escaped, plain
+
+
+def write_markdown(
+    results: Sequence[Result],
+    file: TextIO,
+    *,
+    warnings: Sequence[str] = (),
+    images: Sequence[str] = (),
+) -> None:
+    """Write the report of a run as markdown; ``images`` are linked below."""
+    frame = series(results)
+    models = ", ".join(dict.fromkeys(frame["model"])) or "nothing"
+    doing = captions.doing(frame).capitalize() or "Loading"
+    title = f"{doing} {escaped(plain(models))}"
+    print(f"# {title}\n\n{escaped(captions.shared(frame, results))}", file=file)
+    for section in sections.of(results, warnings):
+        print(f"\n## {escaped(section.heading)}\n\n{section.markdown()}", file=file)
+    for image in images:
+        print(f"\n![{image.rpartition('.')[0]}]({image})", file=file)

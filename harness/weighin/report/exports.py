@@ -1,0 +1,193 @@
+"""A run for other programs: benchmark dashboards, Prometheus, and data frames.
+
+A series has the name that ``weighin check`` compares it by, and the figures of its ok repeats: the
+median, the lowest and the highest. What is not ok is counted, since its figures say nothing.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from io import BytesIO
+from typing import TYPE_CHECKING, Any, Final
+
+from weighin.cell import Cell
+from weighin.errors import ConfigError
+from weighin.record import Outcome, Result
+from weighin.records.machine import settings_of
+from weighin.records.metrics import METRICS, Metric
+from weighin.records.series import Run, Series, name_of, summarise
+from weighin.report import dataframe as frame
+from weighin.text import one_line
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric as Family
+
+_NOT_OK: Final = "not_ok_repeats"
+_NS: Final = 1e9
+
+
+def bencher(results: Sequence[Result]) -> str:
+    """Return Bencher Metric Format: JSON that ``bencher run --adapter json`` reads.
+
+    https://bencher.dev/docs/reference/bencher-metric-format
+    """
+    found: dict[str, dict[str, dict[str, int]]] = {}
+    for name, series in summarise([Run(_run(results))]).items():
+        found[name] = {_NOT_OK: {"value": _not_ok(results, name)}}
+        for metric, figure in _figures(series):
+            found[name][_measure(metric)] = {
+                "value": figure.median,
+                "lower_value": figure.low,
+                "upper_value": figure.high,
+            }
+    return json.dumps(found, indent=1, ensure_ascii=False) + "\n"
+
+
+def github_action_benchmark(results: Sequence[Result]) -> str:
+    """Return the JSON of github-action-benchmark's tool ``customSmallerIsBetter``.
+
+    https://github.com/benchmark-action/github-action-benchmark
+    """
+    found: list[dict[str, Any]] = []
+    for name, series in summarise([Run(_run(results))]).items():
+        found.append({"name": f"{name} {_NOT_OK}", "unit": "repeats", "value": _not_ok(results, name), "extra": f"{series.repeats} repeats: {series.outcome}"})  # fmt: skip
+        for metric, figure in _figures(series):
+            entry: dict[str, Any] = {
+                "name": f"{name} {metric.name}",
+                "unit": metric.unit,
+                "value": figure.median,
+                "extra": f"{'exact' if metric.exact else 'sampled'}, median of the ok repeats of {series.repeats}",
+            }
+            if figure.low != figure.high:
+                entry["range"] = f"{figure.low}..{figure.high}"
+            found.append(entry)
+    return json.dumps(found, indent=1, ensure_ascii=False) + "\n"
+
+
+def openmetrics(results: Sequence[Result]) -> str:
+    """Return OpenMetrics text, which Prometheus and its relatives read.
+
+    Bytes and seconds. https://prometheus.io/docs/specs/om/open_metrics_spec
+    """
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.openmetrics.exposition import generate_latest
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collected(_families(_run(results))))
+    text: bytes = generate_latest(registry)  # type: ignore[no-untyped-call]
+    return text.decode()
+
+
+def parquet(results: Sequence[Result]) -> bytes:
+    """Return a Parquet file with one row a cell: the figures of ``frame.cells``, unrounded.
+
+    Raises:
+        ConfigError: pyarrow is not installed.
+    """
+    try:
+        import pyarrow  # noqa: F401  # an extra: 170 MB that few need
+    except ImportError:
+        raise ConfigError(
+            "parquet needs pyarrow, which is not installed", "pip install 'weighin[parquet]'"
+        ) from None
+    file = BytesIO()
+    table = frame.cells(results).drop(columns="group")
+    table.to_parquet(file, engine="pyarrow", index=False)
+    return file.getvalue()
+
+
+class _Collected:
+    """What prometheus_client wants to ask for metrics."""
+
+    def __init__(self, families: Iterable["Family"]) -> None:
+        self._families = list(families)
+
+    def collect(self) -> Iterator["Family"]:
+        yield from self._families
+
+
+def _families(results: Sequence[Result]) -> Iterator["Family"]:
+    from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
+
+    cells = {name_of(result.cell): result.cell for result in results}
+    summary = summarise([Run(results)])
+    if not results:
+        return
+    first = _labels(next(iter(cells.values())))
+    for metric in METRICS.values():
+        unit = "bytes" if metric.unit == "bytes" else "seconds"
+        scale = 1 if metric.unit == "bytes" else _NS
+        how = "exact" if metric.exact else "sampled"
+        says = f"{metric.name.replace('_', ' ')} of the ok repeats, {how}"
+        family = GaugeMetricFamily(
+            f"weighin_{metric.name}", says, labels=[*first, "statistic"], unit=unit
+        )
+        for name, series in summary.items():
+            if figure := series.figures.get(metric.name):
+                labels = list(_labels(cells[name]).values())
+                for statistic in ("low", "median", "high"):
+                    value = getattr(figure, statistic)
+                    family.add_metric([*labels, statistic], value if scale == 1 else value / scale)
+        if family.samples:
+            yield family
+    counted = GaugeMetricFamily("weighin_repeats", "cells of each series by outcome", labels=[*first, "outcome"])  # fmt: skip
+    for name, outcomes in _outcomes(results).items():
+        for outcome in Outcome:
+            counted.add_metric([*_labels(cells[name]).values(), outcome.value], outcomes[outcome])
+    yield counted
+    about = InfoMetricFamily("weighin_run", "where the cells were measured")
+    settings = settings_of(result.environment for result in results if result.environment)
+    words = {_label_name(key): str(value) for key, value in settings.items() if value is not None}
+    about.add_metric([], words)
+    yield about
+
+
+def _labels(cell: Cell) -> dict[str, str]:
+    """Return what tells a series from others, as labels: the same ones for each."""
+    options = ",".join(f"{key}={value}" for key, value in sorted(cell.options.items()))
+    return {
+        "model": one_line(cell.model.title),
+        "strategy": one_line(cell.strategy),
+        "format": one_line(cell.format),
+        "dtype": cell.dtype,
+        "device": cell.device,
+        "cache": cell.cache,
+        "isolation": cell.isolation,
+        "ram_limit_bytes": str(cell.ram_limit_bytes or ""),
+        "ram_high_bytes": str(cell.ram_high_bytes or ""),
+        "vram_limit_bytes": str(cell.vram_limit_bytes or ""),
+        "passes": str(cell.passes),
+        "options": one_line(options),
+    }
+
+
+def _label_name(key: str) -> str:
+    letters = [letter if letter.isascii() and letter.isalnum() else "_" for letter in key]
+    return "".join(letters).lstrip("0123456789_") or "setting"
+
+
+def _measure(metric: Metric) -> str:
+    return f"{metric.name}_{metric.unit}"
+
+
+def _figures(series: Series) -> Iterator[tuple[Metric, Any]]:
+    for name, figure in series.figures.items():
+        yield METRICS[name], figure
+
+
+def _run(results: Sequence[Result]) -> list[Result]:
+    """Return what was run: a cell that was skipped is no benchmark."""
+    last = {result.cell.id: result for result in results}
+    return [result for result in last.values() if result.outcome is not Outcome.SKIPPED]
+
+
+def _outcomes(results: Sequence[Result]) -> dict[str, Counter[Outcome]]:
+    found: dict[str, Counter[Outcome]] = {}
+    for result in results:
+        found.setdefault(name_of(result.cell), Counter())[result.outcome] += 1
+    return found
+
+
+def _not_ok(results: Sequence[Result], name: str) -> int:
+    outcomes = _outcomes(_run(results))[name]
+    return outcomes.total() - outcomes[Outcome.OK]

@@ -1,0 +1,217 @@
+"""RAM floors as a table: for the terminal, and as markdown."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from weighin.record import Result
+from weighin.records.floor import KILLED, Floor, Life, floors
+from weighin.report import captions
+from weighin.report.dataframe import series
+from weighin.report.markdown import escaped, table_lines
+from weighin.units import GIB, MIB, format_seconds
+
+HEADINGS: Final = (
+    ("strategy", ""),
+    ("RAM floor", "GiB"),
+    ("floor", "x model"),
+    ("above import", "x model"),
+    ("one step", "below"),
+    ("at the floor", "ready"),
+    ("at 1.1x", "ready"),
+    ("no limit", "ready"),
+)
+NAMES: Final = 1
+STYLES: Final = {"survives": "green", "thrashes": "yellow", "killed": "red"}
+
+
+def are_there(results: Sequence[Result]) -> bool:
+    """Tell whether some floor was found in these results."""
+    return any(floor.bytes is not None for floor in floors(results))
+
+
+def terminal_floors(results: Sequence[Result]) -> RenderableType:
+    """Return the floors for a terminal, with the figures behind each verdict."""
+    found = floors(results)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
+    for index, (heading, unit) in enumerate(HEADINGS):
+        text = Text("\n".join([*heading.split(), unit]) if unit else heading)
+        table.add_column(text, justify="left" if index < NAMES else "right", overflow="fold")
+    for floor in found:
+        table.add_row(*(_styled(text) for text in row(floor, found)))
+    parts: list[RenderableType] = [table]
+    parts += [Text(line) for line in reasons(found)]
+    parts += [Text(line, style="dim") for line in (caption(results), *notes(found))]
+    return Group(*parts)
+
+
+def markdown_floors(results: Sequence[Result]) -> str:
+    """Return the floors as a markdown table, with the caption below."""
+    found = floors(results)
+    heads = [f"{heading} {unit}".strip() for heading, unit in HEADINGS]
+    rows = [row(floor, found) for floor in found]
+    return "\n".join([*table_lines(heads, rows, names=NAMES), "", escaped(caption(results))])
+
+
+def markdown_reasons(results: Sequence[Result]) -> str:
+    """Return ``markdown_floors`` with the figures behind each verdict, and what the columns are."""
+    found = floors(results)
+    lines = [*reasons(found), *notes(found)]
+    return "\n".join([markdown_floors(results), "", *(f"- {escaped(line)}" for line in lines)])
+
+
+def markdown_agreement(runs: Mapping[str, Sequence[Result]]) -> str:
+    """Return the floors of several searches side by side, by strategy, and how far they are apart.
+
+    ``runs`` are their results by their names.
+    """
+    found = {name: {one.cell.strategy: one for one in floors(r)} for name, r in runs.items()}
+    names = list(dict.fromkeys(strategy for run in found.values() for strategy in run))
+    rows = []
+    for strategy in names:
+        ours = [run.get(strategy) for run in found.values()]
+        known = [size for floor in ours if floor and (size := floor.bytes) is not None]
+        apart = max(known) - min(known) if len(known) > 1 else None
+        share = f" ({apart / min(known):.1%})" if apart is not None else ""
+        rows.append([strategy, *map(_agreeing, ours), _scaled(apart, MIB, 0) + share])
+    heads = ["floor, MiB", *found, "apart, MiB"]
+    said = (
+        "One step below, the load was killed for lack of memory, unless another end stands there."
+    )
+    everything = [result for results in runs.values() for result in results]
+    return "\n".join(
+        [*table_lines(heads, rows, names=1), "", said, "", escaped(caption(everything))]
+    )
+
+
+def _agreeing(floor: Floor | None) -> str:
+    """Return a floor in MiB, and how it failed below where that was no kill."""
+    if floor is None or floor.bytes is None:
+        return "-"
+    return _scaled(floor.bytes, MIB, 0) + (f" ({floor.below})" if floor.below != KILLED else "")
+
+
+def as_dict(floor: Floor) -> dict[str, Any]:
+    """Return a floor for programs: bytes and nanoseconds, None where something was not found."""
+    cell = floor.cell
+    lives = {"unlimited": floor.unlimited, "at_floor": floor.at_floor, "with_room": floor.with_room}
+    return {
+        "strategy": cell.strategy,
+        "model": cell.model.title,
+        "isolation": cell.isolation,
+        "device": cell.device,
+        "dtype": cell.dtype,
+        "format": cell.format,
+        "options": cell.options,
+        "floor_bytes": floor.bytes,
+        "message": floor.message,
+        "step_bytes": floor.step_bytes,
+        "below": floor.below,
+        "passed": floor.passed,
+        "failed": floor.failed,
+        "model_bytes": floor.model_bytes,
+        "import_bytes": floor.import_bytes,
+        "floor_per_model": floor.per_model,
+        "above_import_per_model": floor.above_import_per_model,
+        "cells": floor.cells,
+    } | {name: _life_as_dict(life) for name, life in lives.items()}
+
+
+def _life_as_dict(life: Life | None) -> dict[str, Any] | None:
+    if life is None:
+        return None
+    said = life.judgement
+    return {
+        "limit_bytes": life.limit_bytes,
+        "ready_ns": life.ready_ns,
+        "verdict": said.verdict.value if said else None,
+        "reason": said.reason if said else "",
+    }
+
+
+def reasons(found: Iterable[Floor]) -> list[str]:
+    """Return, one line each, why there is no floor, and the figures that decided each verdict."""
+    lines = []
+    for floor in found:
+        if floor.message:
+            lines.append(f"{floor.cell.strategy}: no floor: {floor.message}")
+        for where, life in (("at the floor", floor.at_floor), ("at 1.1x", floor.with_room)):
+            if life and life.judgement:
+                said = life.judgement
+                lines.append(f"{floor.cell.strategy} {where} {said.verdict}: {said.reason}")
+    return lines
+
+
+def notes(found: Sequence[Floor]) -> list[str]:
+    """Return what the columns are."""
+    cells = sum(floor.cells for floor in found)
+    return [
+        "RAM floor: the smallest limit, swap off, under which the strategy loaded, every byte was read"
+        " and compared, three times out of three; one step below, it was killed for lack of memory,"
+        " or did not end in the time that is named.",
+        "above import: the floor less the anonymous memory after `import torch`, over the model's size.",
+        f"ready: until every byte was read through once, in the median cell. {cells} cells in all.",
+    ]
+
+
+def caption(results: Sequence[Result]) -> str:
+    """Return what all cells have in common, but for the limit."""
+    return captions.shared(series(results), results, without=("ram_limit_bytes",))
+
+
+def row(floor: Floor, found: Sequence[Floor]) -> list[str]:
+    return [
+        label(floor, found),
+        _scaled(floor.bytes, GIB, 3),
+        _scaled(floor.per_model, 1, 2),
+        _scaled(floor.above_import_per_model, 1, 2),
+        _below(floor),
+        _lived(floor.at_floor),
+        _lived(floor.with_room),
+        _lived(floor.unlimited),
+    ]
+
+
+def _below(floor: Floor) -> str:
+    """Return how far below the floor a cell ran out of memory, and how."""
+    return f"{_scaled(floor.step_bytes, MIB, 0)} MiB: {floor.below}" if floor.bytes else "-"
+
+
+def label(floor: Floor, found: Sequence[Floor]) -> str:
+    """Return the strategy's name, with what tells it from others of that name."""
+    cell = floor.cell
+    same = [other.cell for other in found if other.cell.strategy == cell.strategy]
+    words = [cell.strategy]
+    for name in ("format", "options", "model", "isolation"):
+        value = getattr(cell, name)
+        if any(getattr(other, name) != value for other in same):
+            words.append(
+                ", ".join(f"{k}={v}" for k, v in value.items())
+                if name == "options"
+                else getattr(value, "title", value)
+            )
+    return " ".join(words)
+
+
+def _scaled(value: float | None, scale: int, digits: int) -> str:
+    return "-" if value is None else f"{value / scale:.{digits}f}"
+
+
+def _lived(life: Life | None) -> str:
+    if life is None:
+        return "-"
+    words = [life.judgement.verdict.value] if life.judgement else []
+    return " ".join(["-" if life.ready_ns is None else format_seconds(life.ready_ns), *words])
+
+
+def _styled(text: str) -> Text:
+    """Return a cell in lines as narrow as its words, so that nine columns fit 80 letters."""
+    before, _, last = text.rpartition(" ")
+    if last in STYLES:
+        return Text(f"{before}\n{last}", style=STYLES[last])
+    return Text(re.sub(r": (timed out) (after) ", r":\n\1\n\2\n", text))

@@ -1,0 +1,255 @@
+"""A metric over the runs of a folder, with the steps in it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from weighin.errors import ConfigError, RecordError
+from weighin.records import run_folder as journal
+from weighin.records.machine import Difference, Setting, differences, settings_of
+from weighin.records.metrics import Metric, named
+from weighin.records.series import Figure, Run, summarise
+from weighin.report.change_points import find_steps
+
+_COMMIT_LETTERS: Final = 9
+_SEVERAL: Final = 2  # runs that a step must last where one run's figure may be off
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One run: its folder's name, when it began, and where it was measured."""
+
+    name: str
+    started_at: str
+    settings: Mapping[str, Setting]
+
+    @property
+    def commit(self) -> str:
+        """The commit, cut; with a + where tracked files differed from it."""
+        commit = str(self.settings.get("git_commit") or "")[:_COMMIT_LETTERS]
+        return commit + ("+" if commit and self.settings.get("git_dirty") else "")
+
+    @property
+    def torch(self) -> str:
+        return str(self.settings.get("torch") or "")
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One series in one run; ``figure`` is None where no repeat was ok."""
+
+    moment: Moment
+    outcome: str
+    figure: Figure | None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A change that lasts, from the run ``index`` of a line on; figures are medians around it.
+
+    ``moved`` is what differs between the two runs at the step: the machine, torch, the commit.
+    """
+
+    index: int
+    was: int
+    now: int
+    moved: list[Difference]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One series over the runs in which it was measured."""
+
+    series: str
+    points: list[Point]
+    steps: list[Step]
+    turns: list[tuple[int, str, str]]
+    """Where the outcome changed: the place in ``points``, what it was, what it became."""
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """A metric over runs, in the order of time."""
+
+    metric: Metric
+    moments: list[Moment]
+    lines: list[Line]
+    warnings: list[str]
+
+
+def read(folder: Path, metric: str, words: Sequence[str] = ()) -> History:
+    """Return the history of a metric over every run below ``folder``.
+
+    ``words`` keeps the series whose names have them all. Runs that cannot be read are warnings.
+
+    Raises:
+        UnknownName: there is no such metric.
+        ConfigError: there is no run, or no series is left.
+    """
+    chosen = named(metric)
+    runs, warnings = _runs(folder)
+    if not runs:
+        raise ConfigError(
+            f"{folder} holds no run with a record",
+            "name a folder that holds runs, such as results, or one run's own",
+        )
+    points: dict[str, list[Point]] = {}
+    for moment, results in runs:
+        for name, series in summarise([Run(results)]).items():
+            if all(word in name for word in words) and series.outcome != "skipped":
+                point = Point(moment, series.outcome, series.figures.get(chosen.name))
+                points.setdefault(name, []).append(point)
+    if not points:
+        raise ConfigError(
+            f"no series of {folder} has {' and '.join(map(repr, words))} in its name",
+            "weighin history without --series shows them all",
+        )
+    lines = [_line(name, found, chosen) for name, found in points.items()]
+    lines.sort(key=lambda line: (-len(line.steps) - len(line.turns), line.series))
+    return History(chosen, [moment for moment, _ in runs], lines, warnings)
+
+
+def terminal_table(history: History) -> RenderableType:
+    """Return a line for each series: first and last figure, and what changed, where."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
+    table.add_column("series", overflow="fold")
+    for heading in ("runs", "first", "last", "change"):
+        table.add_column(heading, justify="right")
+    parts: list[RenderableType] = [
+        Text(f"{history.metric.title} over {len(history.moments)} runs", style="bold"),
+        table,
+    ]
+    for line in history.lines:
+        shown = [point.figure.median for point in line.points if point.figure]
+        texts = ["-", "-", "-"]
+        if shown:
+            was, now = shown[0], shown[-1]
+            texts = [history.metric.text(was), history.metric.text(now), history.metric.change(was, now)]  # fmt: skip
+        table.add_row(Text(line.series), str(len(line.points)), *texts)
+        parts += [Text(text) for text in describe(line, history.metric)]
+    parts += [Text(text, style="yellow") for text in _changes(history.moments)]
+    if not any(line.steps or line.turns for line in history.lines):
+        parts.append(Text("no step: nothing changed its level"))
+    parts += [Text(text, style="dim") for text in notes(history)]
+    return Group(*parts)
+
+
+def describe(line: Line, metric: Metric) -> list[str]:
+    """Return a sentence for each step and each change of outcome of a series."""
+    said = []
+    for step in line.steps:
+        before, after = (line.points[index].moment for index in (step.index - 1, step.index))
+        change = metric.change(step.was, step.now)
+        text = f"{line.series}: {change} since {after.name} ({metric.text(step.was)} -> {metric.text(step.now)})"
+        if after.commit and after.commit != before.commit:
+            text += f", commit {before.commit or 'not known'} -> {after.commit}"
+        if step.moved:
+            text += f"; there also {'; '.join(map(str, step.moved))}"
+        said.append(text)
+    for index, was, now in line.turns:
+        said.append(f"{line.series}: {was} -> {now} since {line.points[index].moment.name}")
+    return said
+
+
+def notes(history: History) -> list[str]:
+    """Return how figures and steps were come by."""
+    how = "exact" if history.metric.exact else "sampled"
+    lines = [
+        f"{history.metric.name}: {how}; the median of a run's ok repeats.",
+        "Steps: PELT with least squares (ruptures); a step must outweigh the gate's tolerance.",
+    ]
+    if history.metric.unit == "ns":
+        lines.append("Times of different runs differ for many reasons: a step is a hint, no proof.")
+    return lines
+
+
+def draw(history: History, path: Path) -> Path:
+    """Draw the history as PNG or SVG, by the name's end; returns the path.
+
+    Raises:
+        ConfigError: the name has another end.
+        RecordError: the file cannot be written.
+    """
+    from weighin.report import history_plot
+
+    kind = path.suffix.removeprefix(".").lower()
+    if kind not in {"png", "svg"}:
+        raise ConfigError(f"cannot draw {path}", "name a file that ends in .png or .svg")
+    try:
+        with path.open("wb") as file:
+            history_plot.save(history, file, kind)
+    except OSError as error:
+        raise RecordError(
+            f"cannot write {path}: {error.strerror}", "name another file with --out"
+        ) from error
+    return path
+
+
+def _runs(folder: Path) -> tuple[list[tuple[Moment, Sequence[Any]]], list[str]]:
+    """Read every run below a folder, oldest first."""
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{folder} is no folder", "name a folder that holds runs, such as results"
+        )
+    runs, warnings = [], []
+    for path in sorted(folder.rglob(journal.RECORDS)):
+        try:
+            records = journal.read_whole(path.parent)
+        except RecordError as error:
+            warnings.append(f"{error.message}: this run is left out")
+            continue
+        warnings += records.warnings
+        if not records.results:
+            continue
+        results = records.results
+        name = str(path.parent.relative_to(folder)) if path.parent != folder else folder.name
+        environments = [result.environment for result in results if result.environment]
+        started = min((r.started_at for r in results if r.started_at), default="")
+        runs.append((Moment(name, started, settings_of(environments)), results))
+    return sorted(runs, key=lambda run: (run[0].started_at, run[0].name)), warnings
+
+
+def _line(name: str, points: list[Point], metric: Metric) -> Line:
+    measured = [index for index, point in enumerate(points) if point.figure]
+    figures = [figure.median for point in points if (figure := point.figure)]
+    steps = []
+    if figures:
+        allowance = metric.tolerance.allowance(round(median(figures)))
+        is_certain = metric.exact and metric.unit == "bytes"
+        places = find_steps(figures, allowance, 1 if is_certain else _SEVERAL)
+        edges = [0, *places, len(figures)]
+        for before, start, end in zip(edges, edges[1:], edges[2:], strict=False):
+            was, now = (round(median(figures[a:b])) for a, b in ((before, start), (start, end)))
+            index = measured[start]
+            steps.append(
+                Step(index, was, now, changed(points[index - 1].moment, points[index].moment))
+            )
+    turns = [
+        (index, before.outcome, after.outcome)
+        for index, (before, after) in enumerate(pairwise(points), start=1)
+        if before.outcome != after.outcome
+    ]
+    return Line(name, points, steps, turns)
+
+
+def _changes(moments: Sequence[Moment]) -> list[str]:
+    """Return, a line each, where runs were measured elsewhere or with other software than before."""
+    return [
+        f"measured elsewhere since {after.name}: {'; '.join(map(str, moved))}"
+        for before, after in pairwise(moments)
+        if (moved := changed(before, after))
+    ]
+
+
+def changed(before: Moment, after: Moment) -> list[Difference]:
+    """Return what of machine and software differs between two runs, where both say what it was."""
+    found = differences(before.settings, after.settings, {})
+    return [one for one in found if one.was is not None and one.now is not None]

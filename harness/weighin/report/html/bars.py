@@ -1,0 +1,123 @@
+"""The peaks of a run as bars that lie in the page's own boxes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import pandas as pd
+
+from weighin.record import Outcome
+from weighin.report import captions
+from weighin.report import style as look
+from weighin.report.dataframe import known
+from weighin.report.html.geometry import Axis
+from weighin.units import GIB
+
+_PER_CENT: Final = 100.0
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """An exact figure on a bar, with its range; places are per cent of the bar's room."""
+
+    kind: str
+    at: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    id: str
+    label: str
+    colour: str
+    is_ok: bool
+    anonymous: float
+    file: float
+    marks: list[Mark]
+    words: str
+    tip: str
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A reference across all bars; one that lies beyond the axis has no place."""
+
+    kind: str
+    text: str
+    at: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    title: str
+    bars: list[Bar]
+    lines: list[Line]
+    ticks: list[tuple[float, str]]
+
+
+def build(frame: pd.DataFrame, ids: Mapping[str, str]) -> list[Panel]:
+    """Return a panel for each setting in which series can be compared, all on one axis."""
+    if frame.empty:
+        return []
+    scenes = list(look.scenes(frame))
+    axis = Axis(max(look.extent_gib(group) for _, group in scenes) * 1.02, 0.0, _PER_CENT)
+    return [_panel(title, group, axis, ids) for title, group in scenes]
+
+
+def _panel(title: str, group: pd.DataFrame, axis: Axis, ids: Mapping[str, str]) -> Panel:
+    labels = look.row_labels(group)
+    bars = [
+        _bar(label, row, axis, ids[row["group"]])
+        for label, (_, row) in zip(labels, group.iterrows(), strict=True)
+    ]
+    lines = []
+    if model := captions.model_size(group):
+        lines.append(Line("model", f"model {model / GIB:.3f} GiB", axis.at(model / GIB)))
+    if limit := known(group["ram_limit_bytes"].iloc[0]):
+        at = axis.at(limit / GIB) if limit / GIB <= axis.top else None
+        beyond = "" if at is not None else " →"
+        lines.append(Line("limit", f"RAM limit {captions.size(limit)}{beyond}", at))
+    return Panel(title, bars, lines, axis.ticks())
+
+
+def _bar(label: str, row: Any, axis: Axis, name: str) -> Bar:
+    anonymous, file = known(row["anon_sampled_bytes"]), known(row["file_sampled_bytes"])
+    start = axis.at((anonymous or 0) / GIB)
+    end = axis.at(((anonymous or 0) + (file or 0)) / GIB)
+    marks = [
+        _mark(kind, row, key, axis)
+        for kind, key in (("rss", "peak_rss_bytes"), ("cuda", "peak_cuda_allocated_bytes"))
+        if known(row[key]) is not None
+    ]
+    is_ok = row["outcome"] == Outcome.OK.value
+    peak = known(row["peak_rss_bytes"])
+    words = "not measured" if peak is None else f"{peak / GIB:.3f} GiB"
+    words += "" if is_ok else f" · {captions.ending(row)}"
+    return Bar(
+        name, label, look.colour(row["strategy"]), is_ok, start, round(end - start, 1), marks,
+        words, _tip(label, row),
+    )  # fmt: skip
+
+
+def _mark(kind: str, row: Any, key: str, axis: Axis) -> Mark:
+    at, low, high = (axis.at(row[f"{key}{end}"] / GIB) for end in ("", "_min", "_max"))
+    return Mark(kind, at, low, high)
+
+
+def _tip(label: str, row: Any) -> str:
+    """Return all figures of a bar in words, exact ones first."""
+    lines = [f"{label}: {captions.ending(row)}"]
+    for key, words in (
+        ("peak_rss_bytes", "peak RSS {} GiB (exact)"),
+        ("peak_cgroup_bytes", "cgroup peak {} GiB (exact, with page cache)"),
+        ("peak_cuda_allocated_bytes", "CUDA peak {} GiB (exact)"),
+        ("anon_sampled_bytes", "anonymous {} GiB (sampled)"),
+        ("file_sampled_bytes", "file-backed {} GiB (sampled)"),
+    ):
+        value, low, high = (known(row[f"{key}{end}"]) for end in ("", "_min", "_max"))
+        if value is not None:
+            text = f"{value / GIB:.3f}"
+            text += f" ({low / GIB:.3f} to {high / GIB:.3f})" if low != high else ""
+            lines.append(words.format(text))
+    return "\n".join(lines)

@@ -1,0 +1,98 @@
+"""Time over peak: what each way of loading pays in memory and in time, with the Pareto front."""
+
+from dataclasses import dataclass
+from typing import Final
+
+import pandas as pd
+
+from weighin.report import style as look
+from weighin.report.html.geometry import Axis, Label, pareto_front, path, place_labels
+from weighin.units import GIB
+
+WIDTH: Final = 520
+HEIGHT: Final = 300
+FONT: Final = 13
+_LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 506.0, 14.0, 256.0
+# The memory that a scatter can be over; the first is shown first.
+_FIGURES: Final = (
+    ("peak_rss_bytes", "peak RSS, GiB (exact)"),
+    ("anon_sampled_bytes", "anonymous memory, GiB (sampled)"),
+    ("peak_cuda_allocated_bytes", "CUDA peak, GiB (exact)"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    x: float
+    y: float
+    colour: str
+    label: Label
+    is_front: bool
+    tip: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    x_title: str
+    x_ticks: list[tuple[float, str]]
+    y_ticks: list[tuple[float, str]]
+    points: list[Point]
+    front: str
+    front_names: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Scatter:
+    """One setting; a plot for each figure of memory that was measured there."""
+
+    title: str
+    plots: list[Plot]
+
+
+def build(frame: pd.DataFrame) -> list[Scatter]:
+    """Return a scatter for each setting in which at least two series are ready in all repeats."""
+    if frame.empty:
+        return []
+    found = []
+    for title, group in look.scenes(frame):
+        good = group[(group["ok"] == group["repeats"]) & group["ready_s"].notna()]
+        plots = [_plot(good, key, words) for key, words in _FIGURES if good[key].notna().sum() > 1]
+        if plots:
+            found.append(Scatter(title, plots))
+    return found
+
+
+def _plot(good: pd.DataFrame, key: str, words: str) -> Plot:
+    shown = good[good[key].notna()].reset_index(drop=True)
+    data = [(float(row[key]) / GIB, float(row["ready_s"])) for _, row in shown.iterrows()]
+    across = Axis(max(x for x, _ in data) * 1.08, _LEFT, _RIGHT)
+    up = Axis(max(y for _, y in data) * 1.12, _BOTTOM, _TOP)
+    names = look.row_labels(shown)
+    front = pareto_front(data)
+    places = [(across.at(x), up.at(y), name) for (x, y), name in zip(data, names, strict=True)]
+    labels = place_labels(places, WIDTH, _BOTTOM, FONT)
+    points = [
+        Point(
+            across.at(x),
+            up.at(y),
+            look.colour(strategy),
+            label,
+            (x, y) in front,
+            _tip(label.text, x, y, words, is_front=(x, y) in front),
+        )
+        for (x, y), label, strategy in zip(data, labels, shown["strategy"], strict=True)
+    ]
+    steps = [(across.at(front[0][0]), _TOP)]
+    for x, y in front:
+        steps += [(across.at(x), steps[-1][1]), (across.at(x), up.at(y))]
+    steps.append((_RIGHT, steps[-1][1]))
+    on_front = [label.text for label, point in zip(labels, points, strict=True) if point.is_front]
+    return Plot(words, across.ticks(6), up.ticks(), points, path(steps), on_front)
+
+
+def _tip(name: str, memory: float, ready_s: float, words: str, *, is_front: bool) -> str:
+    what, _, how = words.partition(", GiB ")
+    lines = [name, f"{what} {memory:.3f} GiB {how}", f"ready in {ready_s:.2f} s"]
+    if is_front:
+        lines.append("on the front: nothing here is better in both")
+    return "\n".join(lines)

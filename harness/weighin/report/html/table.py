@@ -1,0 +1,100 @@
+"""The summary as a table that can be sorted and filtered."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import pandas as pd
+
+from weighin.record import Outcome
+from weighin.report import captions
+from weighin.report import style as look
+from weighin.report.columns import HEADINGS, Figure, figures_of, name_text, number_text, range_text
+from weighin.report.dataframe import known, varying
+from weighin.report.markdown import plain
+
+_SIGNS: Final = {Outcome.OK.value: "✓", Outcome.SKIPPED.value: "-"}
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    heading: str
+    unit: str
+    is_number: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Datum:
+    """One cell of the table; ``key`` is what it is sorted by, empty where nothing was measured."""
+
+    text: str
+    key: str
+    spread: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One series; ``outcome`` is its first word, for colours and the filter."""
+
+    id: str
+    colour: str
+    outcome: str
+    data: list[Datum]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A filter: the column that it looks at, and what there is to choose from."""
+
+    heading: str
+    column: int
+    values: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    columns: list[Column]
+    rows: list[Row]
+    choices: list[Choice]
+
+
+def ids(frame: pd.DataFrame) -> dict[str, str]:
+    """Return by which name the page knows each series: its row, its bar, its timeline."""
+    return {group: f"s{index}" for index, group in enumerate(frame["group"])}
+
+
+def build(frame: pd.DataFrame) -> Table:
+    """Return one row a series; what all have in common is no column."""
+    names = ["strategy", *varying(frame)]
+    figures = figures_of(frame)
+    columns = [Column(HEADINGS.get(name, name), "", is_number=False) for name in names]
+    columns.append(Column("outcome", "", is_number=False))
+    columns += [Column(f.heading, f.unit, is_number=True) for f in figures]
+    known_as = ids(frame)
+    rows = [_row(row, names, figures, known_as) for _, row in frame.iterrows()]
+    choices = []
+    for index, column in enumerate(columns[: len(names) + 1]):
+        texts = list(dict.fromkeys(row.data[index].text for row in rows))
+        if column.heading == "outcome":
+            texts = list(dict.fromkeys(row.outcome for row in rows))
+        if 1 < len(texts) <= 40:  # a longer list is no help: the search field is
+            choices.append(Choice(column.heading, index, texts))
+    return Table(columns, rows, choices)
+
+
+def _row(row: Any, names: list[str], figures: list[Figure], ids: Mapping[str, str]) -> Row:
+    data = []
+    for name in names:
+        text = name_text(name, row)
+        # Without a limit there is more room than with any: it comes last.
+        limit = known(row[name]) if name == "ram_limit_bytes" else None
+        key = str(limit or 2**63) if name == "ram_limit_bytes" else text
+        data.append(Datum(text, key))
+    outcome = str(row["outcome"]).split(" ", maxsplit=1)[0]
+    sign = _SIGNS.get(row["outcome"], "✗")
+    data.append(Datum(f"{sign} {plain(captions.ending(row))}", outcome))
+    for figure in figures:
+        value = known(row[figure.key])
+        key = "" if value is None else repr(float(value))
+        data.append(Datum(number_text(value, figure), key, range_text(row, figure)))
+    return Row(ids[row["group"]], look.colour(row["strategy"]), outcome, data)

@@ -1,0 +1,202 @@
+"""Resident memory over time, one drawing a series; each phase says on hover what it held."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import pandas as pd
+
+from weighin.record import Outcome, Phase, Result
+from weighin.report import captions
+from weighin.report import style as look
+from weighin.report import timeline_data as tracks
+from weighin.report.html.geometry import Axis, path
+from weighin.units import GIB, format_seconds
+
+WIDTH: Final = 460
+HEIGHT: Final = 196
+TOP: Final = 22.0
+BOTTOM: Final = 166.0
+_LEFT, _RIGHT = 40.0, 452.0
+_POINTS: Final = 200  # two pixels each, and 60 drawings stay far below 2 MB
+_HEADROOM: Final = 1.18  # above the data and the limit, for the names of phases
+_TARGET: Final = 4.0  # the least that a pointer can find
+_LETTER: Final = 6.2  # width of a phase's letter in the drawing
+_SECTIONS: Final = ("model", "device")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A phase as drawn: its band, its exact peak as a line, and what it says on hover."""
+
+    name: str
+    start: float
+    width: float
+    target: float  # where it can be pointed at: a very short one pushes its neighbour aside
+    target_width: float
+    peak_y: float | None
+    is_named: bool
+    tip: str
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Memory over time of one cell. Areas are SVG paths, from the top of the stack down."""
+
+    id: str
+    label: str
+    colour: str
+    ending: str
+    note: str
+    areas: list[tuple[str, str]]
+    outline: str
+    spans: list[Span]
+    limit_y: float | None
+    limit_text: str
+    cut: tuple[float, float] | None
+    x_ticks: list[tuple[float, str]]
+    y_ticks: list[tuple[float, str]]
+    span_s: float
+    top_gib: float
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Drawings on the same axes."""
+
+    title: str
+    timelines: list[Timeline]
+
+
+@dataclass(frozen=True, slots=True)
+class _Axes:
+    time: Axis
+    memory: Axis
+
+
+def build(
+    run: Path, results: Sequence[Result], frame: pd.DataFrame, ids: Mapping[str, str]
+) -> list[Group]:
+    """Return the first repeat of each series; what is on one model and device shares its axes."""
+    if frame.empty:
+        return []
+    chosen = tracks.choose(run, results, frame)
+    changing = [name for name in _SECTIONS if frame[name].nunique(dropna=False) > 1]
+    frame = frame.reset_index(drop=True)
+    places = frame.groupby(changing, sort=False) if changing else [((), frame)]
+    groups = []
+    for values, members in places:
+        mine = [chosen[index] for index in members.index]
+        pairs = zip(changing, values, strict=True)
+        title = " · ".join(captions.dimension(name, value) for name, value in pairs)
+        axes = _Axes(
+            Axis(tracks.longest(mine), _LEFT, _RIGHT),
+            Axis(tracks.highest(mine) * _HEADROOM, BOTTOM, TOP),
+        )
+        drawn = [
+            _timeline(track, name, axes)
+            for track, name in zip(mine, [ids[group] for group in members["group"]], strict=True)
+        ]
+        groups.append(Group(title, drawn))
+    return groups
+
+
+def _timeline(track: tracks.Track, name: str, axes: _Axes) -> Timeline:
+    result, limit = track.result, track.result.cell.ram_limit_bytes
+    is_near = limit is not None and limit / GIB <= axes.memory.top
+    areas, outline = _areas(track, axes)
+    note = f"goes on until {track.end_s:.0f} s →" if track.end_s > axes.time.top else ""
+    if track.table is None:
+        note = "not run" if result.outcome is Outcome.SKIPPED else "no samples"
+    return Timeline(
+        id=name,
+        label=track.label,
+        colour=look.colour(result.cell.strategy),
+        ending=captions.ending({"outcome": result.outcome.value, "last_phase": result.last_phase}),
+        note=note,
+        areas=areas,
+        outline=outline,
+        spans=_spans(track, axes),
+        limit_y=axes.memory.at(limit / GIB) if limit and is_near else None,
+        limit_text=f"RAM limit {captions.size(limit)}" if limit else "no RAM limit",
+        cut=_cut(track, axes),
+        x_ticks=axes.time.ticks(6),
+        y_ticks=axes.memory.ticks(4),
+        span_s=axes.time.top,
+        top_gib=axes.memory.top,
+    )
+
+
+def _areas(track: tracks.Track, axes: _Axes) -> tuple[list[tuple[str, str]], str]:
+    """Return the stacked parts as closed paths, the whole first, and the line of all of it."""
+    if track.table is None:
+        return [], ""
+    seconds = (track.table["t_ns"] - track.zero_ns) / 1e9
+    thin = tracks.thin(track.table[seconds <= axes.time.top].reset_index(drop=True), _POINTS)
+    if thin.empty:
+        return [], ""
+    xs = [axes.time.at(t) for t in (thin["t_ns"] - track.zero_ns) / 1e9]
+    lines = {}
+    height = thin["anon_bytes"] * 0
+    for part in tracks.PARTS:
+        height = height + thin[part]
+        lines[part] = list(zip(xs, (axes.memory.at(v / GIB) for v in height), strict=True))
+    shown = [part for part in tracks.PARTS if part == "anon_bytes" or thin[part].any()]
+    base = [(xs[-1], BOTTOM), (xs[0], BOTTOM)]
+    areas = [
+        (part.removesuffix("_bytes"), path([*lines[part], *base]) + "Z") for part in shown[::-1]
+    ]
+    return areas, path(lines[tracks.PARTS[-1]])
+
+
+def _spans(track: tracks.Track, axes: _Axes) -> list[Span]:
+    found: list[Span] = []
+    for index, (name, start, end) in enumerate(tracks.spans(track)):
+        if start > axes.time.top:
+            break
+        ended = track.result.phases[index] if index < len(track.result.phases) else None
+        left, right = axes.time.at(start), axes.time.at(end)
+        width = round(right - left, 1)
+        target = max(left, found[-1].target + found[-1].target_width) if found else left
+        found.append(
+            Span(
+                name=name,
+                start=left,
+                width=width,
+                target=round(target, 1),
+                target_width=round(max(right - target, _TARGET), 1),
+                peak_y=axes.memory.at(ended.peak_rss_bytes / GIB) if ended else None,
+                is_named=width > _LETTER * len(name) + 4,
+                tip=_tip(name, start, end, ended, track.result.outcome),
+            )
+        )
+    return found
+
+
+def _tip(name: str, start: float, end: float, ended: Phase | None, outcome: Outcome) -> str:
+    when = f"from {start:.2f} s to {end:.2f} s ({format_seconds(round((end - start) * 1e9))})"
+    if ended is None:
+        return f"{name}: {when}\ncut off: {outcome}"
+    lines = [f"{name}: {when}", f"peak RSS {ended.peak_rss_bytes / GIB:.3f} GiB (exact)"]
+    for value, words in (
+        (ended.peak_cgroup_bytes, "cgroup peak"),
+        (ended.peak_cuda_allocated_bytes, "CUDA peak"),
+    ):
+        if value is not None:
+            lines.append(f"{words} {value / GIB:.3f} GiB (exact)")
+    memory = ended.end
+    left = (
+        f"at its end: anonymous {memory.anon_bytes / GIB:.3f}, file {memory.file_bytes / GIB:.3f}"
+    )
+    left += f", shared {memory.shmem_bytes / GIB:.3f}" if memory.shmem_bytes else ""
+    return "\n".join([*lines, left + " GiB (exact)", f"{ended.major_faults} major page faults"])
+
+
+def _cut(track: tracks.Track, axes: _Axes) -> tuple[float, float] | None:
+    """Return where the cell was cut off; None where it was not, or nothing was drawn there."""
+    is_off = track.end_s > axes.time.top
+    if track.table is None or is_off or track.result.outcome not in tracks.CUT_OFF:
+        return None
+    last = float(track.table["rss_bytes"].iloc[-1]) / GIB
+    return axes.time.at(track.end_s), axes.memory.at(last)

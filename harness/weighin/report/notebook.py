@@ -1,0 +1,160 @@
+"""The notebook's published figures beside ours: for runs of configs/suites/notebook.yaml."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import yaml
+from pydantic import BaseModel, ConfigDict
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from weighin.record import Outcome, Result
+from weighin.report import captions
+from weighin.report.dataframe import series
+from weighin.report.markdown import escaped, table_lines
+from weighin.suite.registry import data_folder, model
+from weighin.units import GIB
+
+ABOUT: Final = (
+    "It prints GB for GiB. GPU: the allocator's peak of allocated bytes, exact in both. Host: the"
+    " notebook looked at RSS every 0.1 s from a thread of the same process, in which all methods"
+    " ran one after the other; ours is the kernel's own mark, of a fresh process for each."
+)
+NAMES: Final = 2
+HEADINGS: Final = (
+    "method", "strategy", "GPU published GiB", "GPU GiB", "host published GiB",
+    "host: peak RSS above import GiB", "anonymous (sampled) GiB", "file-backed (sampled) GiB",
+)  # fmt: skip
+
+
+class Method(BaseModel):
+    """One line of the published table. ``phase`` is the phase that it is the peak of, if not all."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    method: str
+    strategy: str
+    phase: str | None = None
+    gpu_gib: float
+    host_gib: float | None
+    host_why: str
+
+
+class Published(BaseModel):
+    """The published table, and the model that it is of."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str
+    methods: tuple[Method, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ours:
+    """What we have for one method, in bytes; None where we have nothing."""
+
+    gpu_allocated_bytes: int | None
+    host_above_import_bytes: int | None = None
+    anon_bytes: int | None = None
+    file_bytes: int | None = None
+
+
+def published() -> Published:
+    """Return the published figures."""
+    path = data_folder("configs") / "published" / "notebook.yaml"
+    return Published.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+
+
+def are_there(results: Sequence[Result]) -> bool:
+    """Tell whether some cell is one of the notebook's methods."""
+    table = published()
+    return any(_is_notebooks(one, table) for one in results)
+
+
+def terminal_notebook(results: Sequence[Result]) -> RenderableType:
+    """Return why our figures differ from the published ones, a line a method."""
+    lines = [f"{name}: {what}" for name, what in differences(results)]
+    return Group(*map(Text, lines), Text(caption(results), style="dim"))
+
+
+def markdown_notebook(results: Sequence[Result]) -> str:
+    """Return the published table with our figures beside it, and why each differs."""
+    return "\n".join(_section(results))
+
+
+def _rows(results: Sequence[Result]) -> list[tuple[Method, Ours]]:
+    table = published()
+    found = {one.cell.strategy: one for one in results if _is_notebooks(one, table)}
+    return [(method, _measured(method, found.get(method.strategy))) for method in table.methods]
+
+
+def _section(results: Sequence[Result]) -> Iterator[str]:
+    yield from (ABOUT, "", *table_lines(HEADINGS, rows(results), names=NAMES), "")
+    yield from (f"- **{name}**: {what}" for name, what in differences(results))
+    yield from ("", escaped(caption(results)))
+
+
+def caption(results: Sequence[Result]) -> str:
+    """Return what the measured cells have in common."""
+    return captions.shared(series(results), results)
+
+
+def rows(results: Sequence[Result]) -> Iterator[list[str]]:
+    """Yield what stands in each row of the table: a method, what was published, and what is ours."""
+    for method, ours in _rows(results):
+        yield [
+            method.method,
+            method.strategy + (f", phase {method.phase}" if method.phase else ""),
+            f"{method.gpu_gib:.1f}",
+            _both(ours.gpu_allocated_bytes),
+            "-" if method.host_gib is None else f"{method.host_gib:.1f}",
+            *map(_gib, (ours.host_above_import_bytes, ours.anon_bytes, ours.file_bytes)),
+        ]
+
+
+def differences(results: Sequence[Result]) -> Iterator[tuple[str, str]]:
+    """Yield of each method why our figures differ from the published ones."""
+    for method, ours in _rows(results):
+        if ours.gpu_allocated_bytes is None:
+            yield method.method, "nothing was measured."
+            continue
+        same = f"{ours.gpu_allocated_bytes / GIB:.1f}" == f"{method.gpu_gib:.1f}"
+        gpu = "equal to the printed digit" if same else "differs from the published figure"
+        yield method.method, f"GPU {gpu}. Host: {method.host_why}."
+
+
+def _is_notebooks(result: Result, table: Published) -> bool:
+    cell, wanted = result.cell, model(table.model)
+    return (
+        (cell.model.builder, cell.model.kwargs) == (wanted.builder, wanted.kwargs)
+        and cell.device.startswith("cuda")
+        and (cell.dtype, cell.options) == ("float32", {})
+        and cell.strategy in {method.strategy for method in table.methods}
+    )
+
+
+def _measured(method: Method, result: Result | None) -> Ours:
+    if result is None:
+        return Ours(None)
+    if method.phase:
+        phases = [one for one in result.phases if one.name == method.phase]
+        return Ours(phases[0].peak_cuda_allocated_bytes if phases else None)
+    if result.outcome is not Outcome.OK:
+        return Ours(None)
+    peaks, baseline = result.peaks, result.baseline
+    above = None
+    if peaks.rss_bytes is not None and baseline is not None:
+        above = peaks.rss_bytes - baseline.rss_bytes
+    return Ours(
+        peaks.cuda_allocated_bytes, above, peaks.anon_sampled_bytes, peaks.file_sampled_bytes
+    )
+
+
+def _gib(size: int | None) -> str:
+    return "-" if size is None else f"{size / GIB:.3f}"
+
+
+def _both(size: int | None) -> str:
+    """Return a size as the notebook prints it, and with our digits."""
+    return "-" if size is None else f"{size / GIB:.1f} ({size / GIB:.3f})"

@@ -1,0 +1,96 @@
+"""The forward passes after a load: the time and the major faults of each, as a table."""
+
+from collections.abc import Sequence
+from statistics import median_low
+from typing import Final
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from weighin.record import Phase, Result
+from weighin.report import captions
+from weighin.report.dataframe import known, series, varying
+from weighin.report.markdown import escaped, table_lines
+from weighin.units import format_seconds
+
+NOTE: Final = (
+    "Each pass: its time, its major faults (waits for the disk), and how much of the model was read"
+    " again in it (refaults, whose pages were in memory before)."
+)
+
+
+def are_there(results: Sequence[Result]) -> bool:
+    """Tell whether some model was used more than once."""
+    return any(len(_passes(one)) > 1 for one in results)
+
+
+def terminal_passes(results: Sequence[Result]) -> RenderableType:
+    """Return the passes of each series for a terminal."""
+    names, rows = table(results)
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
+    for index, heading in enumerate(headings(names, rows)):
+        drawn.add_column(
+            heading, justify="left" if index < len(names) else "right", overflow="fold"
+        )
+    for row in rows:
+        drawn.add_row(*row)
+    return Group(drawn, Text(NOTE, style="dim"), Text(caption(results), style="dim"))
+
+
+def markdown_passes(results: Sequence[Result]) -> str:
+    """Return the same as a markdown table."""
+    names, rows = table(results)
+    lines = table_lines(headings(names, rows), rows, names=len(names))
+    return "\n".join([*lines, "", escaped(NOTE), "", escaped(caption(results))])
+
+
+def caption(results: Sequence[Result]) -> str:
+    """Return what all cells have in common."""
+    return captions.shared(series(results), results)
+
+
+def headings(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    most = max(len(row) for row in rows) - len(names)
+    return [*names, *(f"pass {number + 1}" for number in range(most))]
+
+
+def table(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
+    """Return the names of the columns that tell the series apart, and a row for each series.
+
+    Of repeats, the one whose passes took the median time stands for all.
+    """
+    frame = series(results)
+    extra = varying(frame)
+    rows = []
+    for _, row in frame.iterrows():
+        repeats = [one for one in results if one.cell.series == row["group"] and _passes(one)]
+        if not repeats:
+            continue
+        middle = median_low(_spent_ns(one) for one in repeats)
+        chosen = next(one for one in repeats if _spent_ns(one) == middle)
+        words = [
+            captions.size(known(row[n])) if n == "ram_limit_bytes" else str(row[n]) for n in extra
+        ]
+        rows.append([row["strategy"], *words, *(_said(p, chosen) for p in _passes(chosen))])
+    width = max(map(len, rows))
+    heads = ["strategy", *("RAM limit" if name == "ram_limit_bytes" else name for name in extra)]
+    return heads, [row + ["-"] * (width - len(row)) for row in rows]
+
+
+def _said(phase: Phase, result: Result) -> str:
+    words = [format_seconds(phase.end_ns - phase.start_ns), f"{phase.major_faults} faults"]
+    if phase.workingset_refault_file is not None and result.model_bytes:
+        words.append(
+            f"{phase.workingset_refault_file * result.page_bytes / result.model_bytes:.2f}x again"
+        )
+    return ", ".join(words)
+
+
+def _passes(result: Result) -> list[Phase]:
+    return [phase for phase in result.phases if phase.name == "forward"]
+
+
+def _spent_ns(result: Result) -> int:
+    return sum(phase.end_ns - phase.start_ns for phase in _passes(result))

@@ -1,0 +1,139 @@
+"""The peaks of a run as bars.
+
+Bars are the largest samples of anonymous and file-backed memory; the marker is the exact peak RSS.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import pandas as pd
+
+from weighin.record import Outcome, Result
+from weighin.report import captions
+from weighin.report import style as look
+from weighin.report.dataframe import known, series
+from weighin.units import GIB
+
+if TYPE_CHECKING:  # matplotlib takes half a second to import
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_ROW_IN: Final = 0.42
+_MARGIN: Final = 1.3  # room right of the bars for what became of them
+
+
+def draw_peaks(results: Sequence[Result]) -> "Figure":
+    """Return bars of each series' memory, with its exact peak, the limit and the model's size."""
+    frame = series(results)
+    if frame.empty:
+        return look.empty_figure("Memory while loading")
+    scenes = list(look.scenes(frame))
+    shown = scenes[: look.MAX_PANELS]
+    heights = [len(group) + 1.6 for _, group in shown]
+    figure, grid = look.new_figure(
+        sum(heights) * _ROW_IN, len(shown), 1, height_ratios=heights, sharex=True
+    )
+    right = max(look.extent_gib(group) for _, group in shown)
+    for axes, (title, group) in zip(grid[:, 0], shown, strict=True):
+        _panel(axes, group, right)
+        axes.set_title(look.verbatim(title), fontsize=9, loc="left", pad=18)
+    grid[-1, 0].set_xlabel(f"memory of the {captions.doing(frame)} process, GiB", fontsize=9)
+    lines = [
+        captions.shared(frame, results, without=("model", "ram_limit_bytes")),
+        "Bars: the largest samples of each part, which need not fall together, and may miss short "
+        f"spikes. Marker and number: the kernel's exact peak RSS until {captions.until(frame)}.",
+    ]
+    if (frame["outcome"] != Outcome.OK.value).any():
+        lines.append(
+            "Hatched: not ok; its figures are what was last seen of it, not what it needs."
+        )
+    if frame["repeats"].max() > 1:
+        lines.append("Medians of the repeats; the line through a marker is the whole range.")
+    if len(scenes) > len(shown):
+        lines.append(f"{len(scenes) - len(shown)} more panels are not drawn: see summary.csv.")
+    title = look.headline(frame, f"Peak memory while {captions.doing(frame)}")
+    look.dress(figure, title, _legend(frame), lines)
+    return figure
+
+
+def _panel(axes: "Axes", group: pd.DataFrame, right: float) -> None:
+    labels = [look.verbatim(label) for label in look.row_labels(group)]
+    for place, (_, row) in enumerate(group.iterrows()):
+        _bar(axes, place, row, right)
+    axes.set_yticks(range(len(labels)), labels)
+    axes.set_ylim(len(labels) - 0.4, -0.6)
+    axes.set_xlim(0, right * _MARGIN)
+    look.tidy(axes)
+    axes.tick_params(axis="y", length=0, labelsize=9)
+    _references(axes, group, right)
+
+
+def _bar(axes: "Axes", place: int, row: Any, right: float) -> None:
+    """Draw one series: two parts, the exact peak with its range, and what became of it."""
+    shade, is_ok = look.colour(row["strategy"]), row["outcome"] == Outcome.OK.value
+    style: dict[str, Any] = {"height": 0.62, "hatch": "" if is_ok else "////", **look.EDGE}
+    anonymous = (known(row["anon_sampled_bytes"]) or 0) / GIB
+    file_backed = (known(row["file_sampled_bytes"]) or 0) / GIB
+    axes.barh(place, anonymous, color=shade, label="anonymous", **style)
+    axes.barh(place, file_backed, left=anonymous, color=look.tint(shade), label="file", **style)
+    end = max(anonymous + file_backed, *_marks(axes, place, row))
+    peak = known(row["peak_rss_bytes"])
+    words = [] if peak is None else [f"{peak / GIB:.2f}"]
+    words += [] if is_ok else [captions.ending(row)]
+    # On white, because the words may lie across the limit's line.
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+    said = look.verbatim("  ".join(words))
+    gap = right * 0.015
+    axes.text(
+        end + gap, place, said, va="center", fontsize=8, color=look.INK, bbox=box, zorder=5
+    )  # fmt: skip
+
+
+def _marks(axes: "Axes", place: int, row: Any) -> tuple[float, float]:
+    """Draw the exact peaks; return how far they go in GiB: of the process, of the GPU."""
+    rss = cuda = 0.0
+    style: dict[str, Any] = {"color": "black", "linestyle": "", "markersize": 5, "zorder": 4}
+    if (peak := known(row["peak_rss_bytes"])) is not None:
+        low, rss = row["peak_rss_bytes_min"] / GIB, row["peak_rss_bytes_max"] / GIB
+        axes.plot([low, rss], [place, place], color="black", linewidth=1.2, label="range")
+        axes.plot(peak / GIB, place, marker="D", mfc="white", label="peak RSS", **style)
+    if (allocated := known(row["peak_cuda_allocated_bytes"])) is not None:
+        cuda = allocated / GIB
+        axes.plot(cuda, place, marker="^", label="CUDA peak", **style)
+    return rss, cuda
+
+
+def _references(axes: "Axes", group: pd.DataFrame, right: float) -> None:
+    """Draw the model's size and the RAM limit as lines, named above the panel."""
+    limit, model = known(group["ram_limit_bytes"].iloc[0]), captions.model_size(group)
+    across = axes.get_xaxis_transform()
+    style: dict[str, Any] = {"transform": across, "va": "bottom", "fontsize": 8, "color": look.INK}
+    if model:
+        axes.axvline(model / GIB, color=look.INK, linestyle=":", linewidth=1.2, zorder=2.5)
+        side = "left" if limit and limit < model else "right"
+        axes.text(model / GIB, 1.02, f"model {model / GIB:.3f} GiB", ha=side, **style)
+    if limit and limit / GIB <= right * _MARGIN:
+        axes.axvline(limit / GIB, color="black", linestyle="--", linewidth=1.4, zorder=3)
+        side = "right" if model and limit < model else "left"
+        axes.text(limit / GIB, 1.02, f"RAM limit {captions.size(limit)}", ha=side, **style)
+    elif limit:
+        axes.text(right * _MARGIN, 1.02, f"RAM limit {captions.size(limit)} →", ha="right", **style)
+
+
+def _legend(frame: pd.DataFrame) -> list[Any]:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    marker: dict[str, Any] = {"linestyle": "", "color": "black", "markersize": 5}
+    handles: list[Any] = [
+        Patch(facecolor=look.GREY, label="anonymous (sampled)", **look.EDGE),
+        Patch(
+            facecolor=look.tint(look.GREY), label="file-backed, reclaimable (sampled)", **look.EDGE
+        ),
+        Line2D([], [], marker="D", markerfacecolor="white", label="peak RSS (exact)", **marker),
+    ]
+    if (frame["outcome"] != Outcome.OK.value).any():
+        handles.append(Patch(facecolor="white", hatch="////", label="not ok", **look.EDGE))
+    if frame["peak_cuda_allocated_bytes"].notna().any():
+        handles.append(Line2D([], [], marker="^", label="CUDA peak, on the GPU (exact)", **marker))
+    return handles

@@ -1,0 +1,58 @@
+"""The notebook's published GPU figures beside predicted ones: for where no GPU was at hand."""
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from weighin.cell import Cell
+from weighin.predict.client import predict
+from weighin.predict.prediction import PredictedPhase, Prediction
+from weighin.report.notebook import Method, Published, published
+from weighin.suite import registry
+from weighin.suite.matrix import Planned
+from weighin.units import GIB
+
+HEADINGS: Final = (
+    "method", "strategy", "published, GB", "predicted: allocated GiB", "requested GiB",
+    "reserved GiB",
+)  # fmt: skip
+CAPTION: Final = "Predicted by the code as it is, each time that these pages are filled."
+
+
+def markdown_predicted() -> str:
+    """Return the published table with the CUDA peaks that the allocator's rules give; takes 10 s."""
+    table = published()
+    return "\n".join([*lines(table, predict([*_planned(table)])), "", CAPTION])
+
+
+def lines(table: Published, found: Sequence[Prediction]) -> Iterator[str]:
+    """Yield the table in markdown; a method that could not be followed has no figures."""
+    of = {one.strategy: one for one in found}
+    yield f"| {' | '.join(HEADINGS)} |"
+    yield "| --- | --- |" + " ---: |" * (len(HEADINGS) - 2)
+    for method in table.methods:
+        peaks = _peaks(method, of[method.strategy])
+        sizes: list[int | None] = [
+            getattr(peaks, f"cuda_{kind}_bytes") if peaks else None
+            for kind in ("allocated", "requested", "reserved")
+        ]
+        strategy = method.strategy + (f", phase {method.phase}" if method.phase else "")
+        cells = [method.method, strategy, f"{method.gpu_gib:.1f}", *map(_gib, sizes)]
+        yield f"| {' | '.join(cells)} |"
+
+
+def _planned(table: Published) -> Iterator[Planned]:
+    spec = registry.model(table.model)
+    for name in dict.fromkeys(method.strategy for method in table.methods):
+        info = registry.strategy(name)
+        cell = Cell(spec, name, "process", device="cuda", format=info.formats[0])
+        yield Planned.of(cell, info)
+
+
+def _peaks(method: Method, found: Prediction) -> Prediction | PredictedPhase | None:
+    if method.phase is None:
+        return found
+    return next((one for one in found.phases if one.name == method.phase), None)
+
+
+def _gib(size: int | None) -> str:
+    return "-" if size is None else f"{size / GIB:.3f}"

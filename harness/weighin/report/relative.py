@@ -1,0 +1,58 @@
+"""The series of a run with their times as multiples of the first one's: for pages of shared machines.
+
+Memory figures are what they are on any machine. Times of one run can be compared with each other, and
+with no other run's; as multiples nobody takes them for more.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+import pandas as pd
+
+from weighin.record import Result
+from weighin.report import captions
+from weighin.report.columns import HEADINGS, Figure, figures_of, name_text, number_text, range_text
+from weighin.report.dataframe import series, varying
+from weighin.report.markdown import escaped, plain, table_lines
+
+_TIMES: Final = ("load_s", "ready_s")
+_SAME: Final = ("operation", "model", "device")  # times under different ones are not compared
+
+
+def markdown_relative(results: Sequence[Result]) -> str:
+    """Return the table, with the first line's own times below it."""
+    frame = series(results)
+    if frame.empty:
+        return captions.shared(frame, results)
+    names, figures = ["strategy", *varying(frame)], figures_of(frame)
+    rows = []
+    for _, row in _divided(frame).iterrows():
+        texts = [*(name_text(name, row) for name in names), plain(captions.ending(row))]
+        for figure in figures:
+            spread = range_text(row, figure)
+            texts.append(number_text(row[figure.key], figure) + (f" ({spread})" if spread else ""))
+        rows.append(texts)
+    heads = [*(HEADINGS.get(name, name) for name in names), "outcome"]
+    heads += [f"{one.heading} {_unit(one)}".strip() for one in figures]
+    lines = table_lines(heads, rows, names=len(names) + 1)
+    first = frame.iloc[0]
+    own = (
+        f"{one.heading} {number_text(first[one.key], replace(one, digits=1))} s"
+        for one in figures
+        if one.key in _TIMES
+    )
+    note = f"Times are multiples of the first line's: {', '.join(own)}."
+    return "\n".join([*lines, "", escaped(note), "", escaped(captions.shared(frame, results))])
+
+
+def _divided(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return the frame with each time over that of the first series that has one."""
+    alike = frame.groupby(list(_SAME), sort=False)
+    firsts = {key: alike[key].transform("first") for key in _TIMES}
+    columns = ((key, f"{key}{end}") for key in _TIMES for end in ("", "_min", "_max"))
+    return frame.assign(**{column: frame[column] / firsts[key] for key, column in columns})
+
+
+def _unit(figure: Figure) -> str:
+    return "x" if figure.key in _TIMES else figure.unit

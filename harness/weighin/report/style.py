@@ -1,0 +1,171 @@
+"""The look that all figures share: size, colours, title above, caption below.
+
+Every strategy has one colour everywhere, and nothing is told by colour alone.
+"""
+
+import hashlib
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
+
+import pandas as pd
+
+from weighin.report import captions
+from weighin.report.dataframe import known, varying
+from weighin.units import GIB
+
+if TYPE_CHECKING:  # matplotlib takes half a second to import
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH_IN: Final = 9.0  # 1800 pixels at this resolution: sharp at the 900 of a README
+DPI: Final = 200
+MAX_PANELS: Final = 12
+INK: Final = "#333333"
+GREY: Final = "#7F7F7F"
+EDGE: Final[dict[str, Any]] = {"edgecolor": INK, "linewidth": 0.6}
+# A panel for each combination of these; formats and options are told in the rows' names.
+SCENE: Final = (
+    "operation", "model", "device", "ram_limit_bytes", "vram_limit_bytes", "dtype", "cache", "isolation",
+)  # fmt: skip
+
+# Okabe and Ito's colours, safe for colour-blind readers; then Tol's muted ones for other names.
+_COLOURS: Final = {
+    "baseline": GREY,
+    "sequential": "#E69F00",
+    "meta_copy": "#D55E00",
+    "mmap_assign": "#0072B2",
+    "per_param": "#009E73",
+    "streaming": "#CC79A7",
+    "load_assign": "#56B4E9",
+    "per_param_mmap": "#117733",
+    "per_module": "#999933",
+    "dcp": "#332288",
+    "safetensors_mmap": "#44AA99",
+    "safetensors_copy": "#882255",
+    "sharded": "#DDCC77",
+    "torch_save": "#E69F00",
+    "safetensors": "#882255",
+}
+_FALLBACK: Final = (
+    "#88CCEE", "#CC6677", "#AA4499", "#661100", "#6699CC", "#888888",
+)  # fmt: skip
+_LINE_IN: Final = 0.16
+_TITLE_IN: Final = 0.34
+_LEGEND_ROW_IN: Final = 0.24
+
+
+def colour(strategy: str) -> str:
+    """Return the colour of a strategy, the same in every figure of every run."""
+    digest = hashlib.sha256(strategy.encode()).digest()
+    return _COLOURS.get(strategy, _FALLBACK[digest[0] % len(_FALLBACK)])
+
+
+def tint(shade: str) -> tuple[float, float, float]:
+    """Return a light version of a colour: what is file-backed is drawn in it."""
+    from matplotlib.colors import to_rgb
+
+    red, green, blue = (1 - 0.38 * (1 - part) for part in to_rgb(shade))
+    return red, green, blue
+
+
+def verbatim(text: str) -> str:
+    """Return text that matplotlib does not read as mathematics."""
+    return text.replace("$", r"\$")
+
+
+def save(figure: "Figure", file: BinaryIO, kind: str) -> None:
+    """Write ``figure`` as ``kind``: png, or svg with its text as text and no date in it."""
+    from matplotlib import rc_context
+
+    about = {"Date": None} if kind == "svg" else None
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "weighin"}):
+        figure.savefig(file, format=kind, dpi=DPI, facecolor="white", metadata=about)
+
+
+def new_figure(height_in: float, rows: int, columns: int, **options: Any) -> tuple["Figure", Any]:
+    """Return a figure of our width, without pyplot's global state, and its axes as an array.
+
+    ``height_in`` is that of the panels; ``dress`` adds room for the words around them.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False, **options)
+
+
+def tidy(axes: "Axes") -> None:
+    """Take away what carries no data."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=8, colors=INK)
+
+
+def dress(figure: "Figure", title: str, handles: Sequence[Any], lines: Sequence[str]) -> None:
+    """Put the title and the legend above the panels, and the caption below them."""
+    wrapped = [part for line in lines for part in textwrap.wrap(verbatim(line), 145)]
+    columns = len(handles) if len(handles) <= 4 else 3
+    legend_rows = -(-len(handles) // columns) if handles else 0
+    above = _TITLE_IN + _LEGEND_ROW_IN * legend_rows
+    below = _LINE_IN * len(wrapped) + 0.1
+    height = figure.get_figheight() + above + below
+    figure.set_figheight(height)
+    if engine := figure.get_layout_engine():
+        engine.set(rect=(0, below / height, 1, 1 - (above + below) / height))  # type: ignore[call-arg]
+    title_y, legend_y = 1 - 0.08 / height, 1 - _TITLE_IN / height
+    figure.text(0.008, title_y, verbatim(title), va="top", fontsize=11, fontweight="bold")
+    figure.text(0.008, 0.06 / height, "\n".join(wrapped), va="bottom", fontsize=7.5, color=INK)
+    if handles:
+        figure.legend(
+            handles=handles, loc="upper left", bbox_to_anchor=(0.0, legend_y), ncols=columns,
+            fontsize=8, frameon=False, columnspacing=1.4, handlelength=1.8, borderaxespad=0.2,
+        )  # fmt: skip
+
+
+def headline(frame: pd.DataFrame, subject: str) -> str:
+    """Return the figure's title: the subject, and the model and the limit where they are one."""
+    changing, first = varying(frame), frame.iloc[0]
+    size = captions.model_size(frame)
+    model = "" if "model" in changing else " " + captions.dimension("model", first["model"], size)
+    limit = captions.dimension("ram_limit_bytes", first["ram_limit_bytes"])
+    return f"{subject}{model}" + ("" if "ram_limit_bytes" in changing else f", {limit}")
+
+
+def scenes(frame: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
+    """Split the series into those that can be compared, each with what sets it apart."""
+    by = [name for name in SCENE if name in varying(frame)]
+    if not by:
+        yield "", frame
+        return
+    for values, group in frame.groupby(by, sort=False, dropna=False):
+        size = captions.model_size(group)
+        pairs = zip(by, values, strict=True)
+        yield " · ".join(captions.dimension(name, value, size) for name, value in pairs), group
+
+
+def extent_gib(group: pd.DataFrame) -> float:
+    """Return how far to the right a panel's axis must go for the data, in GiB."""
+    parts = group["anon_sampled_bytes"].fillna(0) + group["file_sampled_bytes"].fillna(0)
+    marks = ("peak_rss_bytes_max", "peak_cuda_allocated_bytes", "model_bytes")
+    data = max([parts.max(), *(group[name].fillna(0).max() for name in marks)])
+    limit = known(group["ram_limit_bytes"].iloc[0]) or 0
+    # A limit far beyond the data would squeeze the bars: it is named at the edge instead.
+    return float(max(data, limit if limit <= 2 * data else 0)) / GIB or 1.0
+
+
+def empty_figure(title: str) -> "Figure":
+    """Return a figure for a run without cells."""
+    figure, grid = new_figure(0.8, 1, 1)
+    grid[0][0].axis("off")
+    grid[0][0].text(0.5, 0.5, "no cells were measured", ha="center", va="center", color=INK)
+    dress(figure, title, [], [])
+    return figure
+
+
+def row_labels(group: pd.DataFrame) -> list[str]:
+    """Return a name for each row: the strategy, with format and options where one has several."""
+    labels = []
+    for _, row in group.iterrows():
+        same = group[group["strategy"] == row["strategy"]]
+        extra = [row[name] for name in ("format", "options") if same[name].nunique() > 1]
+        labels.append(" ".join([str(row["strategy"]), *(str(word) for word in extra if word)]))
+    return labels

@@ -1,0 +1,190 @@
+"""The survival matrix as a picture, and the curve of time over limit."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final
+
+from weighin.record import Outcome, Result
+from weighin.records.survival import Field, Matrix, matrices
+from weighin.records.verdict import Verdict, refaults
+from weighin.report import captions
+from weighin.report import style as look
+from weighin.report.survival import RULE, caption, heading, notes
+from weighin.units import GIB, format_seconds
+
+if TYPE_CHECKING:  # matplotlib takes half a second to import
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Tints of Okabe and Ito's colours; each verdict is also written out.
+FILLS: Final = {Verdict.SURVIVES: "#BFE5D8", Verdict.THRASHES: "#F7D488", Verdict.KILLED: "#EDB9A0"}
+_UNJUDGED: Final = "#F2F2F2"
+
+
+def draw_survival(results: Sequence[Result]) -> "Figure":
+    """Return the matrices: a field for each strategy and limit, coloured by its verdict."""
+    shown = matrices(results)[: look.MAX_PANELS]
+    heights = [0.55 * len(matrix.rows) + 0.7 for matrix in shown]
+    figure, grid = look.new_figure(sum(heights), len(shown), 1, height_ratios=heights)
+    for axes, matrix in zip(grid[:, 0], shown, strict=True):
+        _draw_matrix(axes, matrix)
+    first = shown[0]
+    lines = [
+        *notes(results)[:1],
+        f"{RULE} 1x reread: as many bytes as the model has were read again.",
+        caption(first, results),
+    ]
+    look.dress(
+        figure, f"Which ways of loading survive how little RAM? {_model(first)}", _legend(), lines
+    )
+    return figure
+
+
+def draw_times(results: Sequence[Result]) -> "Figure":
+    """Return the time over the limit of each strategy; where a line ends, it was killed."""
+    shown = matrices(results)[: look.MAX_PANELS]
+    figure, grid = look.new_figure(3.6 * len(shown), len(shown), 1)
+    handles: dict[str, Any] = {}
+    for axes, matrix in zip(grid[:, 0], shown, strict=True):
+        handles |= _draw_times(axes, matrix)
+    lines = [*notes(results)[:1], RULE, caption(shown[0], results)]
+    title = f"What a lower limit costs: {_model(shown[0])}"
+    look.dress(figure, title, [*handles.values(), *_signs()], lines)
+    return figure
+
+
+def _draw_matrix(axes: "Axes", matrix: Matrix) -> None:
+    from matplotlib.patches import Rectangle
+
+    columns, rows = len(matrix.limits), len(matrix.rows)
+    for row in range(rows):
+        for column in range(columns):
+            field = matrix.field(row, column)
+            fill = FILLS[field.judgement.verdict] if field and field.judgement else _UNJUDGED
+            axes.add_patch(
+                Rectangle((column, row), 1, 1, facecolor=fill, edgecolor="white", linewidth=2)
+            )
+            above, below = field_words(field)
+            style: dict[str, Any] = {"ha": "center", "va": "center", "color": look.INK}
+            axes.text(column + 0.5, row + (0.32 if below else 0.5), above, fontsize=9, **style)
+            axes.text(column + 0.5, row + 0.72, below, fontsize=6.5, linespacing=1.0, **style)
+    axes.set_xlim(0, columns)
+    axes.set_ylim(rows, 0)
+    axes.set_xticks([n + 0.5 for n in range(columns)], [heading(limit) for limit in matrix.limits])
+    axes.set_yticks(
+        [n + 0.5 for n in range(rows)], [look.verbatim(matrix.label(n)) for n in range(rows)]
+    )
+    axes.xaxis.tick_top()
+    axes.tick_params(length=0, labelsize=9, colors=look.INK)
+    axes.spines[:].set_visible(False)
+    _draw_model_size(axes, matrix)
+
+
+def _draw_model_size(axes: "Axes", matrix: Matrix) -> None:
+    """Mark where the limits become smaller than the model."""
+    size = matrix.model_bytes
+    if not size:
+        return
+    for column, (left, right) in enumerate(pairwise(matrix.limits), start=1):
+        if right is not None and right < size <= (left or float("inf")):
+            axes.axvline(column, color="black", linewidth=1.6, linestyle="--")
+            words = f" less RAM than the model's {size / GIB:.2f} GiB →"
+            axes.text(column, len(matrix.rows) + 0.08, words, fontsize=8, va="top", color=look.INK)
+
+
+def field_words(field: Field | None) -> tuple[str, str]:
+    """Return the two lines of a field: its time or its end, and what it read again or where."""
+    if field is None:
+        return "-", ""
+    result, verdict = field.result, field.judgement and field.judgement.verdict
+    if verdict is Verdict.KILLED:
+        return "killed", f"in {result.last_phase}" if result.last_phase else ""
+    if result.outcome is not Outcome.OK or field.spent_ns is None:
+        return str(result.outcome), "thrashes" if verdict is Verdict.THRASHES else ""
+    time, pages = format_seconds(field.spent_ns), refaults(result)
+    again = (
+        ""
+        if pages is None or not result.model_bytes
+        else f"{pages * result.page_bytes / result.model_bytes:.1f}x"
+    )
+    if verdict is Verdict.THRASHES:
+        return time, f"thrashes\n{again} reread" if again else "thrashes"
+    return time, f"{again} reread" if again and again != "0.0x" else ""
+
+
+def _draw_times(axes: "Axes", matrix: Matrix) -> dict[str, Any]:
+    """Draw one line a strategy; returns the legend's handles by name."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    columns, handles = len(matrix.limits), {}
+    for row, cell in enumerate(matrix.rows):
+        shade, name = look.colour(cell.strategy), matrix.label(row)
+        fields = [matrix.field(row, column) for column in range(columns)]
+        points = [
+            (column, field.spent_ns / 1e9, field)
+            for column, field in enumerate(fields)
+            if field and field.result.outcome is Outcome.OK and field.spent_ns
+        ]
+        (handles[name],) = axes.plot(
+            [x for x, _, _ in points], [y for _, y, _ in points],
+            color=shade, linewidth=1.8, label=look.verbatim(name),
+        )  # fmt: skip
+        for x, y, field in points:
+            is_slow = bool(field.judgement and field.judgement.verdict is Verdict.THRASHES)
+            axes.plot(
+                x, y, color=shade, marker="^" if is_slow else "o", markersize=7 if is_slow else 5
+            )
+        if points and points[-1][0] + 1 < columns:
+            x, y, _ = points[-1]
+            axes.plot([x, x + 1], [y, y], color=shade, linewidth=1, linestyle=":")
+            axes.plot(x + 1, y, color=shade, marker="x", markersize=7, markeredgewidth=2)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(
+        FixedLocator([0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000])
+    )
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.set_xticks(range(columns), [heading(limit) for limit in matrix.limits])
+    axes.set_xlim(-0.3, columns - 0.7)
+    axes.set_xlabel("RAM limit", fontsize=9)
+    axes.set_ylabel("time, s", fontsize=9)
+    axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
+    look.tidy(axes)
+    _draw_size_on_curve(axes, matrix)
+    return handles
+
+
+def _draw_size_on_curve(axes: "Axes", matrix: Matrix) -> None:
+    size = matrix.model_bytes
+    for column, (left, right) in enumerate(pairwise(matrix.limits)):
+        if size and right is not None and right < size <= (left or float("inf")):
+            axes.axvline(column + 0.5, color="black", linewidth=1.2, linestyle="--", zorder=0)
+            words = f" less RAM than the model's {size / GIB:.2f} GiB →"
+            across = axes.get_xaxis_transform()
+            axes.text(column + 0.5, 1.01, words, transform=across, fontsize=8, color=look.INK)
+
+
+def _model(matrix: Matrix) -> str:
+    return captions.dimension("model", matrix.scene.model.title, matrix.model_bytes)
+
+
+def _legend() -> list[Any]:
+    from matplotlib.patches import Patch
+
+    words = {
+        Verdict.SURVIVES: "survives",
+        Verdict.THRASHES: "thrashes: reads the model again and again",
+        Verdict.KILLED: "killed for lack of memory",
+    }
+    return [Patch(facecolor=FILLS[verdict], label=text) for verdict, text in words.items()]
+
+
+def _signs() -> list[Any]:
+    from matplotlib.lines import Line2D
+
+    style: dict[str, Any] = {"linestyle": "", "color": look.INK}
+    return [
+        Line2D([], [], marker="o", markersize=5, label="survives", **style),
+        Line2D([], [], marker="^", markersize=7, label="thrashes", **style),
+        Line2D([], [], marker="x", markersize=7, markeredgewidth=2, label="killed", **style),
+    ]

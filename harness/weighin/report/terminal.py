@@ -1,0 +1,124 @@
+"""The summary of a run for a terminal: as wide as there is room, and no figure cut off."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal, NamedTuple, TypeVar
+
+import pandas as pd
+from rich import box
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from weighin.record import Outcome, Result
+from weighin.report import captions
+from weighin.report.tables import TextTable, text_tables
+
+T = TypeVar("T")
+
+_STYLES: Final = {outcome.value: "red" for outcome in Outcome} | {"ok": "green", "skipped": "dim"}
+# What tells cells of one strategy apart and explains itself: it stands below the name.
+_BELOW_NAME: Final = frozenset(("format", "options"))
+_NAME_COLUMNS: Final = 12  # of each word of a name, before figures come closer together
+_ANY_WIDTH: Final = 10_000  # columns
+
+
+class _Layout(NamedTuple):
+    """How a table makes room."""
+
+    apart: int = 0  # blanks left and right of a column
+    range_rows: bool = True  # "from" and "to" are rows of their own
+    folds: bool = False  # figures, too
+
+
+# The first that fits is taken.
+_LAYOUTS: Final = (_Layout(1, False), _Layout(0, False), _Layout(), _Layout(folds=True))
+
+
+def cells(frame: pd.DataFrame, results: Sequence[Result]) -> RenderableType:
+    """Return a row a series, in as many tables as there are operations, models and devices."""
+    parts: list[RenderableType] = []
+    for table in map(_stacked, text_tables(frame)):
+        if table.heading:
+            parts.append(Text(table.heading, style="underline"))
+        parts.append(_Fitted(table))
+    return Group(*parts, Text(captions.shared(frame, results), style="dim"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Fitted:
+    """A table that takes the layout that its console has room for.
+
+    ``rich`` alone takes from the names all that they have, and then cuts figures: 6.77 for 6.776.
+    """
+
+    section: TextTable
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        short = _with_short_names(self.section)
+        anywhere = options.update(width=_ANY_WIDTH)
+        for layout in _LAYOUTS:
+            needed = Measurement.get(console, anywhere, _table(short, layout)).minimum
+            if needed <= options.max_width:
+                break
+        yield _table(self.section, layout)
+
+
+def _table(section: TextTable, layout: _Layout) -> Table:
+    padding = (0, layout.apart)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=padding, collapse_padding=True)
+    for index, (heading, unit) in enumerate(section.columns):
+        is_name = index < section.names
+        # Narrow headings, so that eight columns of numbers fit a terminal.
+        label = Text("\n".join([*heading.split(), unit]) if unit else heading)
+        side: Literal["left", "right"] = "left" if is_name else "right"
+        stays = not (is_name or layout.folds)
+        table.add_column(label, justify=side, overflow="fold", no_wrap=stays)
+    for row, ranges in zip(section.rows, section.ranges, strict=True):
+        if not layout.range_rows:
+            table.add_row(*(_styled(*pair) for pair in zip(row, ranges, strict=True)))
+            continue
+        table.add_row(*map(_styled, row))
+        if any(ranges):
+            lows, _, highs = zip(*(spread.partition("..") for spread in ranges), strict=True)
+            outcome = section.names - 1
+            for what, ends in (("from", lows), ("to", highs)):
+                table.add_row(*ends[:outcome], what, *ends[section.names :], style="dim")
+    return table
+
+
+def _styled(text: str, spread: str = "") -> Text:
+    styled = Text(text, style=_STYLES.get(text.partition(" in ")[0], ""))
+    return styled.append(f"\n{spread}", style="dim") if spread else styled
+
+
+def _with_short_names(section: TextTable) -> TextTable:
+    """Return the section with as much of its names as has to fit."""
+    rows = []
+    for row in section.rows:
+        names = (name.partition("\n")[0].split() for name in row[: section.names])
+        short = [" ".join(word[:_NAME_COLUMNS] for word in words) for words in names]
+        rows.append([*short, *row[section.names :]])
+    return replace(section, rows=rows)
+
+
+def _stacked(section: TextTable) -> TextTable:
+    """Return the section with what explains itself below the strategies' names, which leaves room."""
+    below = [at for at, (heading, _) in enumerate(section.columns) if heading in _BELOW_NAME]
+    rows = []
+    for row in section.rows:
+        said = [row[at] for at in below if row[at] not in ("-", row[0])]
+        rows.append(["\n".join([row[0], *said]), *_without(row[1:], below, 1)])
+    return replace(
+        section,
+        columns=_without(section.columns, below),
+        names=section.names - len(below),
+        rows=rows,
+        ranges=[_without(ranges, below) for ranges in section.ranges],
+    )
+
+
+def _without(row: Sequence[T], places: Sequence[int], first: int = 0) -> list[T]:
+    """Return a row whose places are counted from ``first``, less some of them."""
+    return [one for at, one in enumerate(row, first) if at not in places]

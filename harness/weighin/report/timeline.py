@@ -1,0 +1,198 @@
+"""Resident memory over time, one small panel a series, on shared axes."""
+
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import pandas as pd
+
+from weighin.record import Outcome, Result
+from weighin.report import captions
+from weighin.report import style as look
+from weighin.report.dataframe import series
+from weighin.report.timeline_data import (
+    CUT_OFF,
+    PARTS,
+    Track,
+    choose,
+    highest,
+    longest,
+    spans,
+    thin,
+)
+from weighin.units import GIB, format_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_HEADROOM: Final = 1.4  # above the data, for the names of phases
+_POINTS: Final = 800  # about the pixels of a panel; an SVG holds each of them
+_CHARACTER: Final = 0.0145  # of a panel's width, at the size in which phases are named
+
+
+def draw_timeline(run: Path, results: Sequence[Result]) -> "Figure":
+    """Return RSS over time of the first repeat of each series, phases shaded and named.
+
+    A cell without readable samples keeps its panel, which says so.
+    """
+    if not results:
+        return look.empty_figure("Memory over time while loading")
+    frame = series(results)
+    tracks = choose(run, results, frame)
+    shown = tracks[: look.MAX_PANELS]
+    columns = min(2, len(shown))
+    rows = -(-len(shown) // columns)
+    figure, grid = look.new_figure(rows * 2.2 + 0.2, rows, columns, sharex=True, sharey=True)
+    span, top = longest(shown), highest(shown)
+    for axes, track in zip(grid.flat, shown, strict=False):
+        axes.set_xlim(0, span)
+        axes.set_ylim(0, top * _HEADROOM)
+        _panel(axes, track, span)
+    for axes in grid.flat[len(shown) :]:
+        axes.axis("off")
+    for axes in grid[:, 0]:
+        axes.set_ylabel("RSS, GiB", fontsize=9)
+    for axes in grid.flat[max(0, len(shown) - columns) : len(shown)]:
+        axes.tick_params(labelbottom=True)  # also where the panel below is empty
+    for axes in grid.flat[(rows - 1) * columns : len(shown)]:
+        axes.set_xlabel("time since the worker started, s", fontsize=9)
+    title = look.headline(frame, f"Memory over time while {captions.doing(frame)}")
+    look.dress(figure, title, _legend(shown, top * _HEADROOM), _caption(frame, results, tracks))
+    return figure
+
+
+def _panel(axes: "Axes", track: Track, span: float) -> None:
+    look.tidy(axes)
+    axes.set_title(
+        look.verbatim(f"{track.label}: {track.result.outcome}"), fontsize=9, loc="left", pad=13
+    )
+    _limit(axes, track.result.cell.ram_limit_bytes)
+    if track.table is None:
+        why = "not run" if track.result.outcome is Outcome.SKIPPED else "no samples"
+        axes.text(0.5, 0.4, why, transform=axes.transAxes, ha="center", fontsize=9, color=look.INK)
+        if not track.end_s:
+            return
+    else:
+        _areas(axes, track, track.table)
+    if track.gpu is not None:
+        _gpu_line(axes, track, track.gpu)
+    _phases(axes, track, span)
+    if track.result.outcome in CUT_OFF:
+        _cut(axes, track, span)
+
+
+def _limit(axes: "Axes", limit: int | None) -> None:
+    """Draw the RAM limit, or say that it lies beyond the axis."""
+    if limit and limit / GIB <= axes.get_ylim()[1]:
+        axes.axhline(limit / GIB, color="black", linestyle="--", linewidth=1.2, zorder=3)
+    elif limit:
+        said = f"RAM limit {captions.size(limit)} ↑"
+        axes.annotate(said, (0.99, 0.86), xycoords="axes fraction", ha="right", fontsize=7)
+
+
+def _areas(axes: "Axes", track: Track, table: pd.DataFrame) -> None:
+    """Stack anonymous, file-backed and shared memory."""
+    drawn_points = thin(table, _POINTS)
+    seconds = (drawn_points["t_ns"] - track.zero_ns) / 1e9
+    shade = look.colour(track.result.cell.strategy)
+    colours: list[Any] = [shade, look.tint(shade), "white"]
+    layers = [drawn_points[name] / GIB for name in PARTS]
+    drawn = axes.stackplot(seconds, *layers, colors=colours, labels=PARTS)
+    drawn[2].set_hatch("....")
+    axes.plot(seconds, sum(layers), color=look.INK, linewidth=0.8)
+
+
+def _gpu_line(axes: "Axes", track: Track, table: pd.DataFrame) -> None:
+    step = -(-len(table) // _POINTS)
+    thin = table.loc[table.groupby(table.index // step)["bytes"].idxmax()]
+    seconds = (thin["t_ns"] - track.zero_ns) / 1e9
+    style: dict[str, Any] = {"color": "black", "linewidth": 1, "zorder": 3, "label": "GPU"}
+    axes.step(seconds, thin["bytes"] / GIB, where="post", **style)
+
+
+def _phases(axes: "Axes", track: Track, span: float) -> None:
+    """Shade every other phase and name it; what is too short for a name is listed above the panel."""
+    short = []
+    style: dict[str, Any] = {
+        "transform": axes.get_xaxis_transform(),
+        "va": "top",
+        "fontsize": 7,
+        "color": look.INK,
+    }
+    for index, (name, start, end) in enumerate(spans(track)):
+        if index % 2 == 0:
+            axes.axvspan(start, end, color="#EEEEEE", linewidth=0, zorder=0)
+        width = (min(end, span) - start) / span
+        if width >= _CHARACTER * (len(name) + 1):
+            axes.text((start + min(end, span)) / 2, 0.97, look.verbatim(name), ha="center", **style)
+        elif width >= 0.03:
+            axes.text(
+                (start + end) / 2, 0.97, look.verbatim(name), ha="center", rotation=90, **style
+            )
+        else:
+            short.append(f"{name} {format_seconds(round((end - start) * 1e9))}")
+    if short:
+        note = textwrap.shorten("short phases: " + ", ".join(short), 88, placeholder=" …")
+        axes.text(
+            0, 1.02, look.verbatim(note), transform=axes.transAxes, fontsize=6.5, color=look.INK
+        )
+
+
+def _cut(axes: "Axes", track: Track, span: float) -> None:
+    """Mark where the cell was cut off."""
+    table, outcome = track.table, track.result.outcome
+    if track.end_s > span:
+        axes.annotate(
+            f"{outcome} at {track.end_s:.0f} s →",
+            (0.99, 0.72),
+            xycoords="axes fraction",
+            ha="right",
+            fontsize=8,
+        )
+        return
+    height = float(table["rss_bytes"].iloc[-1]) / GIB if table is not None else 0.0
+    axes.plot(track.end_s, height, "X", color="black", markersize=9, zorder=5, label="cut off")
+    side = "right" if track.end_s > span / 2 else "left"
+    axes.annotate(
+        look.verbatim(f"{outcome} in {track.result.last_phase or 'no phase'}"),
+        (track.end_s, height), xytext=(-7 if side == "right" else 7, 4),
+        textcoords="offset points", ha=side, va="bottom", fontsize=8,
+    )  # fmt: skip
+
+
+def _legend(tracks: Sequence[Track], top: float) -> list[Any]:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    handles: list[Any] = [
+        Patch(facecolor=look.GREY, label="anonymous", **look.EDGE),
+        Patch(facecolor=look.tint(look.GREY), label="file-backed, reclaimable", **look.EDGE),
+    ]
+    if any(track.table is not None and track.table["shmem_bytes"].any() for track in tracks):
+        handles.append(Patch(facecolor="white", hatch="....", label="shared", **look.EDGE))
+    if any(track.gpu is not None for track in tracks):
+        handles.append(Line2D([], [], color="black", linewidth=1, label="on the GPU"))
+    limits = [track.result.cell.ram_limit_bytes for track in tracks]
+    if any(limit and limit / GIB <= top for limit in limits):
+        handles.append(Line2D([], [], color="black", linestyle="--", label="RAM limit"))
+    if any(track.result.outcome in CUT_OFF for track in tracks):
+        handles.append(Line2D([], [], marker="X", color="black", linestyle="", label="cut off"))
+    return handles
+
+
+def _caption(frame: pd.DataFrame, results: Sequence[Result], tracks: Sequence[Track]) -> list[str]:
+    lines = [
+        captions.shared(frame, results, without=("model", "ram_limit_bytes")),
+        "All memory is sampled from outside the worker, and may miss short spikes. Bands: phases between marks.",
+    ]
+    if any(track.result.trace_path for track in tracks):
+        lines.append("On the GPU, traced: requested bytes, exact: every event of the allocator.")
+    elif any(track.gpu is not None for track in tracks):
+        lines.append("On the GPU: allocated bytes, sampled.")
+    if frame["repeats"].max() > 1:
+        lines[1] += " The first repeat of each."
+    if len(tracks) > look.MAX_PANELS:
+        lines.append(f"{len(tracks) - look.MAX_PANELS} more panels are not drawn: see samples/.")
+    return lines

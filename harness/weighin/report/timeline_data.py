@@ -1,0 +1,119 @@
+"""What a timeline shows of each series: its first repeat's samples and phases, on shared axes."""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import pandas as pd
+
+from weighin.record import Outcome, Result
+from weighin.report import captions
+from weighin.report import style as look
+from weighin.report.dataframe import cells, possible, samples
+from weighin.units import GIB
+
+# Outcomes that cut a cell off: a timeline marks where.
+CUT_OFF: Final = frozenset(
+    {
+        Outcome.OOM_KILLED,
+        Outcome.CUDA_OOM,
+        Outcome.TIMEOUT,
+        Outcome.STRATEGY_FAILED,
+        Outcome.MEASUREMENT_FAILED,
+    }
+)
+_TRACED: Final = ("t_ns", "requested_bytes")
+PARTS: Final = ("anon_bytes", "file_bytes", "shmem_bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """One cell's memory over time: what to call it, and seconds from its first mark.
+
+    ``gpu`` has the columns t_ns and bytes: exact of a trace, else what was sampled.
+    """
+
+    label: str
+    result: Result
+    table: pd.DataFrame | None
+    zero_ns: int
+    end_s: float
+    gpu: pd.DataFrame | None = None
+
+
+def choose(run: Path, results: Sequence[Result], frame: pd.DataFrame) -> list[Track]:
+    """Return the first repeat of each series of ``frame``, with its samples."""
+    table = cells(results)
+    last = {result.cell.id: result for result in results}
+    first = dict(zip(reversed(table["group"].tolist()), reversed(list(last.values())), strict=True))
+    labels = look.row_labels(frame)
+    scene = [name for name in look.SCENE if frame[name].nunique(dropna=False) > 1]
+    tracks = []
+    for label, (_, row) in zip(labels, frame.iterrows(), strict=True):
+        result = first[row["group"]]
+        words = [captions.dimension(name, row[name]) for name in scene]
+        tracks.append(_track(" · ".join([label, *words]), run, result))
+    return tracks
+
+
+def spans(track: Track) -> list[tuple[str, float, float]]:
+    """Return the phases as (name, start, end) in seconds; the one that was cut off, too."""
+    ended = [
+        (p.name, (p.start_ns - track.zero_ns) / 1e9, (p.end_ns - track.zero_ns) / 1e9)
+        for p in track.result.phases
+    ]
+    last = track.result.last_phase
+    if track.result.outcome in CUT_OFF and last and last not in {name for name, _, _ in ended}:
+        ended.append((last, ended[-1][2] if ended else 0.0, track.end_s))
+    return ended
+
+
+def longest(tracks: Sequence[Track]) -> float:
+    """Return the shared time axis in seconds: a time-out must not squeeze all others."""
+    ended = [t.end_s for t in tracks if t.result.outcome is not Outcome.TIMEOUT and t.end_s]
+    most = max((track.end_s for track in tracks), default=0.0)
+    return min(most, 2 * max(ended)) * 1.02 if ended else most or 1.0
+
+
+def highest(tracks: Sequence[Track]) -> float:
+    """Return the shared memory axis in GiB, with the limit on it where it is near the data."""
+    tables = [track.table for track in tracks if track.table is not None]
+    peaks = [phase.peak_rss_bytes for track in tracks for phase in track.result.phases]
+    gpu = [float(track.gpu["bytes"].max()) for track in tracks if track.gpu is not None]
+    data = max([*(float(table["rss_bytes"].max()) for table in tables), *peaks, *gpu], default=0.0)
+    limits = [track.result.cell.ram_limit_bytes or 0 for track in tracks]
+    near = [limit for limit in limits if not data or limit <= 2 * data]
+    return max([data, *near]) / GIB or 1.0
+
+
+def thin(table: pd.DataFrame, points: int) -> pd.DataFrame:
+    """Return at most ``points`` looks: of each bin the one with the most memory, so that no spike is lost."""
+    step = -(-len(table) // points)
+    return table.loc[table.groupby(table.index // step)["rss_bytes"].idxmax()]
+
+
+def _track(label: str, run: Path, result: Result) -> Track:
+    table = samples(run, result)
+    starts = [phase.start_ns for phase in result.phases]
+    ends = [phase.end_ns for phase in result.phases]
+    if table is not None:
+        starts.append(int(table["t_ns"].iloc[0]))
+        ends.append(int(table["t_ns"].iloc[-1]))
+    zero = min(starts, default=0)
+    end_s = (max(ends, default=0) - zero) / 1e9
+    return Track(label, result, table, zero, end_s, _gpu(run, result, table))
+
+
+def _gpu(run: Path, result: Result, table: pd.DataFrame | None) -> pd.DataFrame | None:
+    """Return the GPU's memory over time: the trace's, or the samples'; None where there is none."""
+    if result.trace_path is not None:
+        with contextlib.suppress(OSError, ValueError):  # ValueError: no table, or other columns
+            traced = possible(pd.read_csv(run / result.trace_path, usecols=_TRACED)).dropna()
+            if not traced.empty:
+                return traced.rename(columns={"requested_bytes": "bytes"})
+    if table is None or "cuda_allocated_bytes" not in table:
+        return None
+    seen = table[["t_ns", "cuda_allocated_bytes"]].dropna()
+    return None if seen.empty else seen.rename(columns={"cuda_allocated_bytes": "bytes"})

@@ -1,0 +1,108 @@
+"""Writes a run's report into its folder, in the formats that are asked for."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from io import BytesIO, StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from weighin.errors import RecordError, UnknownName
+from weighin.record import Result
+from weighin.records import run_folder as journal
+from weighin.report import exports, tables, timeline
+from weighin.report import peaks_plot as plots
+from weighin.report import style as look
+from weighin.report.document import write_markdown
+from weighin.report.findings import findings
+from weighin.report.html import page as html
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+DEFAULT: Final = ("md", "html", "csv", "png")
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What a report is made of; ``formats`` are those that it is written in."""
+
+    folder: Path
+    results: Sequence[Result]
+    warnings: Sequence[str]
+    formats: Sequence[str]
+
+
+def write(run: Path, formats: Iterable[str] = DEFAULT) -> list[Path]:
+    """Write the report of a run into its folder; return the paths. See ``write_report``."""
+    wanted = tuple(dict.fromkeys(formats))
+    for name in wanted:
+        if name not in FORMATS:
+            raise UnknownName("format", name, FORMATS)
+    records = journal.read_whole(run)
+    material = _Run(run, records.results, records.warnings, wanted)
+    paths = []
+    for name in wanted:
+        paths += [_write(run / file, text) for file, text in FORMATS[name](material).items()]
+    return paths
+
+
+def _markdown(run: _Run) -> dict[str, bytes]:
+    file = StringIO()
+    there = [one for one in ("png", "svg") if one in run.formats]
+    images = [f"{name}.{there[0]}" for name in _pictures(run)] if there else []
+    write_markdown(run.results, file, warnings=run.warnings, images=images)
+    return {"report.md": file.getvalue().encode()}
+
+
+def _page(run: _Run) -> dict[str, bytes]:
+    return {"report.html": html.render(run.folder, run.results, run.warnings).encode()}
+
+
+def _csv(run: _Run) -> dict[str, bytes]:
+    file = StringIO(newline="")
+    tables.write_summary(run.results, file)
+    return {"summary.csv": file.getvalue().encode()}
+
+
+def _drawn(run: _Run, kind: str) -> dict[str, bytes]:
+    drawn = {}
+    for name, draw in _pictures(run).items():
+        file = BytesIO()
+        look.save(draw(), file, kind)
+        drawn[f"{name}.{kind}"] = file.getvalue()
+    return drawn
+
+
+def _pictures(run: _Run) -> "dict[str, Callable[[], Figure]]":
+    """Return what draws each picture of a run, by its name: what was found, and all cells."""
+    found = [picture for one in findings(run.results) for picture in one.pictures]
+    return {name: partial(draw, run.results) for name, draw in found} | {
+        "peaks": lambda: plots.draw_peaks(run.results),
+        "timeline": lambda: timeline.draw_timeline(run.folder, run.results),
+    }
+
+
+# What each format writes, by file name.
+FORMATS: Final[dict[str, Callable[[_Run], dict[str, bytes]]]] = {
+    "md": _markdown,
+    "html": _page,
+    "csv": _csv,
+    "png": lambda run: _drawn(run, "png"),
+    "svg": lambda run: _drawn(run, "svg"),
+    "bmf": lambda run: {"bmf.json": exports.bencher(run.results).encode()},
+    "gha": lambda run: {"gha.json": exports.github_action_benchmark(run.results).encode()},
+    "openmetrics": lambda run: {"openmetrics.txt": exports.openmetrics(run.results).encode()},
+    "parquet": lambda run: {"cells.parquet": exports.parquet(run.results)},
+}
+
+
+def _write(path: Path, content: bytes) -> Path:
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise RecordError(
+            f"cannot write {path}: {error.strerror}",
+            "free some space, or copy the run to a folder that you may write",
+        ) from error
+    return path

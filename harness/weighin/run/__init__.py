@@ -1,0 +1,1 @@
+"""One run: its cells in order, each worker supervised."""

@@ -1,0 +1,154 @@
+"""Measures one cell: a cold cache, a fresh worker, a watch over it, and the Result of it all."""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from weighin.cell import Job
+from weighin.errors import HarnessError
+from weighin.isolation.base import Isolation, Running
+from weighin.probes import page_cache
+from weighin.probes.allocator_trace import Trace, write_trace
+from weighin.probes.sampler import DEFAULT_INTERVAL_S, write_samples
+from weighin.record import Result, Sample
+from weighin.records import run_folder as journal
+from weighin.records import sources
+from weighin.run import interrupts as stopping
+from weighin.run import page_preconditioning as steady
+from weighin.run.supervisor import Watch
+from weighin.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What all cells of a run share: how, and where to, they are measured."""
+
+    isolation: Isolation
+    run: Path
+    environment: dict[str, Any]
+    interval_s: float = DEFAULT_INTERVAL_S
+    steady: bool = False
+    on_phase: Callable[[str], None] = lambda _: None
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A cell's result, to be recorded first, and what lies beside its record.
+
+    ``trouble`` is what was found after the measurement, and keeps the run from going on.
+    """
+
+    result: Result
+    samples: Sequence[Sample] = ()
+    trace: Trace | None = None
+    trouble: HarnessError | None = None
+
+    def finish(self, run: Path) -> None:
+        """Write the samples and the trace into the run's folder, then raise the trouble.
+
+        Raises:
+            RecordError: they cannot be written; nothing of them stays.
+        """
+        if self.result.samples_path:
+            path = run / self.result.samples_path
+            _write_beside(path, partial(write_samples, path, list(self.samples)))
+        if self.result.trace_path and self.trace:
+            path = run / self.result.trace_path
+            _write_beside(path, partial(write_trace, path, self.trace))
+        if self.trouble:
+            raise self.trouble
+
+
+def measure(setting: Setting, job: Job, files: Sequence[Path], model_bytes: int | None) -> Result:
+    """Run one cell that no run records; see ``take``. Its samples are in the setting's folder."""
+    measured = take(setting, job, files, model_bytes)
+    measured.finish(setting.run)
+    return measured.result
+
+
+def take(setting: Setting, job: Job, files: Sequence[Path], model_bytes: int | None) -> Measured:
+    """Run one cell to its end and return what was measured.
+
+    ``files`` are the checkpoint's, in the parent's paths: their cached pages are dropped first,
+    for a warm cell too, which then reads them inside its own cgroup.
+    """
+    # Before anything is measured: what decides the figures may be edited while the cell runs.
+    sources_hash = None if job.body else sources.hashed(Path(job.strategy_path), job.cell)
+    started_at, start_ns = datetime.now(UTC).isoformat(timespec="milliseconds"), time.monotonic_ns()
+    cached_bytes = page_cache.drop(files)
+    size = (model_bytes or 0) if setting.steady else 0
+    # What the worker itself takes before its baseline: the model of a save, the cache of a warm load.
+    spare = size if job.cell.operation == "save" or job.cell.cache == "warm" else 0
+    with ExitStack() as memory:
+        # Two copies of the model, and its file in the page cache: no strategy here takes more.
+        touched = memory.enter_context(steady.held(3 * size, spare)) if size else None
+        before_load = partial(steady.give_back, memory) if size else None
+        with stopping.put_off():
+            running = setting.isolation.start(job)
+            try:
+                watch = Watch(running, setting.interval_s, setting.on_phase, before_load)
+                try:
+                    watch.follow(job.timeout_s)
+                    ended = watch.end()
+                finally:
+                    watch.close()
+            except BaseException:
+                running.close()
+                raise
+            trouble = _close(running)
+    result = watch.result(job, ended)
+    warnings = result.warnings
+    warnings += _doubts(cached_bytes)
+    if trace := watch.story.trace:
+        warnings += tuple(trace.doubts(result.peaks.cuda_requested_bytes))
+    assert result.cost
+    result = replace(
+        result,
+        cost=replace(result.cost, wall_ns=time.monotonic_ns() - start_ns),
+        model_bytes=model_bytes,
+        cached_bytes_at_start=cached_bytes,
+        touched_bytes_before=touched,
+        samples_path=f"samples/{job.cell.id}.csv" if watch.samples else None,
+        trace_path=f"traces/{job.cell.id}.csv" if trace else None,
+        started_at=started_at,
+        sources_hash=sources_hash,
+        environment=setting.environment | watch.story.environment,
+        warnings=warnings,
+    )
+    return Measured(result, watch.samples, trace, trouble)
+
+
+def _close(running: Running) -> HarnessError | None:
+    """Remove every trace of a worker; returns what could not be removed: its result is known."""
+    try:
+        running.close()
+    except HarnessError as trouble:
+        return trouble
+    return None
+
+
+def _write_beside(path: Path, write: Callable[[], None]) -> None:
+    with journal.writing(path, "; the record of its cell is kept"):
+        try:
+            write()
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+
+
+def _doubts(cached_bytes: int | None) -> tuple[str, ...]:
+    """Return the warnings of a checkpoint that is not proven to be out of the page cache."""
+    if cached_bytes is None:
+        return (
+            "not known whether the checkpoint was dropped from the page cache: Linux tells only"
+            " who owns its files or may write them",
+        )
+    if cached_bytes:
+        left = format_bytes(cached_bytes)
+        return (f"{left} of the checkpoint could not be dropped from the page cache",)
+    return ()

@@ -1,0 +1,165 @@
+"""What a worker's events tell: its phases, its baseline, how far it came, and how it ended."""
+
+import signal
+from dataclasses import dataclass, field
+from typing import Any
+
+from weighin.isolation.base import Exit
+from weighin.probes.allocator_trace import Trace
+from weighin.record import Cost, Faults, Memory, Outcome, Phase, Written
+from weighin.text import one_line
+
+_SAID_LENGTH = 200
+_LOST_CHILD = "the kernel killed a process of the worker's for lack of memory"
+
+
+@dataclass(slots=True)
+class Story:
+    """The events of one worker so far. Filled by ``weighin.run.supervisor`` as they come."""
+
+    baseline: Memory | None = None
+    baseline_ns: int = 0
+    ready_at_ns: int | None = None
+    phases: list[Phase] = field(default_factory=list)
+    current: str | None = None
+    facts: dict[str, int | None] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    cuda_points: list[tuple[int, int, int]] = field(default_factory=list)
+    written: Written | None = None
+    notes: list[str] = field(default_factory=list)
+    trace: Trace | None = None
+    failure: tuple[Outcome, str] | None = None
+    allocator_summary: str = ""
+    done: bool = False
+    _in_phase: bool = False
+    _before_load: int = 0  # how many of the phases lie before the baseline
+    _until_loaded: int | None = None  # how many of them lie before ``loaded``
+    _until_ready: int | None = None  # ... and before ``ready``
+
+    @property
+    def is_ready(self) -> bool:
+        return self.ready_at_ns is not None
+
+    def take(self, kind: str, fields: dict[str, Any]) -> None:
+        """Take in an event that needs nothing from outside (see worker/protocol.py)."""
+        if kind == "begin":
+            self.current, self._in_phase = fields["name"], True
+        elif kind == "cuda":
+            self.cuda_points += [
+                (t, allocated, driver) for t, allocated, driver in fields["points"]
+            ]
+        elif kind == "note":
+            self.notes.append(fields["text"])
+        elif kind == "trace":
+            self.trace = self.trace or Trace(fields["requested_bytes"], fields["reserved_bytes"])
+            self.trace.events += [(t, action, size) for t, action, size in fields["events"]]
+        elif kind == "failed":
+            self.failure = Outcome(fields["outcome"]), fields["message"]
+            self.allocator_summary = fields.get("summary", "")
+        elif kind == "ready":
+            self.ready_at_ns, self._until_ready = fields["t_ns"], len(self.phases)
+            self.facts["touch_ns"] = fields["touch_ns"]
+            self.written = Written(**fields["written"]) if "written" in fields else None
+        elif kind in ("loaded", "done"):
+            if kind == "loaded":
+                self._until_loaded = len(self.phases)
+            self.facts |= fields
+            self.done = kind == "done"
+
+    def take_baseline(self, fields: dict[str, Any], cgroup_bytes: int | None) -> None:
+        """Take in the baseline event: what comes from here on is the load's."""
+        self.baseline = Memory(**fields["memory"] | {"cgroup_bytes": cgroup_bytes})
+        self.baseline_ns, self._before_load = fields["t_ns"], len(self.phases)
+        self.environment = fields["environment"]
+        self.facts["import_ns"] = fields["import_ns"]
+        self.current = None  # the phases so far were the harness's own
+
+    def take_phase(self, phase: Phase) -> None:
+        """Take in a phase that has ended, completed by what was read outside."""
+        self.phases.append(phase)
+        self._in_phase = False
+
+    def where(self) -> str:
+        """Return how far it came, in words: "in phase 'read'"."""
+        if self.current is None:
+            return "before its first phase"
+        return f"{'in' if self._in_phase else 'after'} phase {self.current!r}"
+
+    def load_phases(self) -> list[Phase]:
+        """Return the phases from the baseline until ``ready``, or as far as it came."""
+        return self.phases[self._before_load : self._until_ready] if self.baseline else []
+
+    def cuda_phases(self) -> list[Phase]:
+        """Return the phases of the load alone: on a GPU the checksums take memory of their own."""
+        return self.load_phases()[: (self._until_loaded or len(self.phases)) - self._before_load]
+
+    def load_ns(self) -> int | None:
+        return self.facts.get("load_ns")
+
+    def ready_ns(self) -> int | None:
+        """Return the time of the load and of reading every byte once; None before that.
+
+        Of a save: the time of the save, and until every byte was on the disk.
+        """
+        load_ns, touch_ns = self.load_ns(), self.facts.get("touch_ns")
+        return None if load_ns is None or touch_ns is None else load_ns + touch_ns
+
+    def cost(self) -> Cost:
+        """Return where the time went, as far as the worker knows: ``wall_ns`` is still 0."""
+        names = ("import_ns", "load_ns", "touch_ns", "first_use_ns", "marks_ns")
+        return Cost(wall_ns=0, **{name: self.facts.get(name) for name in names})
+
+    def faults(self, refaults: int | None) -> Faults | None:
+        """Return the page faults of the load; ``refaults`` were counted by its cgroup."""
+        phases = self.load_phases()
+        if not phases:
+            return None
+        minor = sum(phase.minor_faults for phase in phases)
+        return Faults(minor, sum(phase.major_faults for phase in phases), refaults)
+
+    def judge(
+        self,
+        ended: Exit,
+        oom_kills: int | None,
+        chatter: bytes,
+        machine_oom_kills: int | None = None,
+    ) -> tuple[Outcome, str]:
+        """Return the outcome of a worker that ended by itself, and one line on why it is not ok.
+
+        Out of memory is what the kernel's counter says, never what a peak suggests: of the worker,
+        or of one that it had started, where it could not go on without it.
+        ``machine_oom_kills`` counts for a worker that has no cgroup of its own.
+        """
+        if self.done:
+            return Outcome.OK, ""
+        if self.failure:
+            outcome, message = self.failure
+            if oom_kills and outcome is Outcome.STRATEGY_FAILED:
+                outcome, message = Outcome.OOM_KILLED, f"{_LOST_CHILD}, and then: {message}"
+            return outcome, message
+        if ended.signal == signal.SIGKILL and (oom_kills or ended.oom_killed):
+            return Outcome.OOM_KILLED, f"killed by the kernel for lack of memory {self.where()}"
+        if ended.signal == signal.SIGKILL and oom_kills is None and machine_oom_kills:
+            why = "killed by the kernel when the whole machine ran out of memory"
+            return Outcome.OOM_KILLED, f"{why}, {self.where()}"
+        how = f"ended with exit code {ended.code}"
+        if ended.still_runs:
+            how = "does not end, not even by SIGKILL,"
+        elif ended.signal:
+            how = f"was ended by {_name(ended.signal)}"
+        said = chatter.decode(errors="replace").strip().splitlines()
+        if said and ended.signal and said[-1].startswith(signal.strsignal(ended.signal) or "?"):
+            said.pop()  # a container's shell says the same again
+        last = f": {one_line(said[-1], _SAID_LENGTH)}" if said else ""
+        if oom_kills and ended.signal is None and not ended.still_runs:
+            return Outcome.OOM_KILLED, f"{_LOST_CHILD}, and then it {how} {self.where()}{last}"
+        known = self.baseline is not None and not ended.still_runs
+        outcome = Outcome.STRATEGY_FAILED if known else Outcome.MEASUREMENT_FAILED
+        return outcome, f"the worker {how} {self.where()}{last}"
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"

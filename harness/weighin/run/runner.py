@@ -1,0 +1,275 @@
+"""Runs a plan cell by cell: prepares what cells share, measures each one, records it at once."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from weighin import formats as layouts
+from weighin.cell import Cell, Job
+from weighin.checkpoint import cache
+from weighin.errors import ConfigError, HarnessError, Interrupted
+from weighin.isolation.base import Isolation, Running
+from weighin.probes import environment
+from weighin.protocol import ACKNOWLEDGEMENT, decode_event
+from weighin.record import SCHEMA, Memory, Outcome, Result
+from weighin.records import run_folder as journal
+from weighin.run import interrupts as stopping
+from weighin.run import save_target as saving
+from weighin.run.bytecode import compile_code
+from weighin.run.cell_runner import Measured, Setting, take
+from weighin.run.run_lock import only_run
+from weighin.suite.matrix import Planned
+from weighin.text import one_line
+from weighin.units import format_bytes, format_exact
+
+_PROBE_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What the run tells while it works; each field is called with what happens next."""
+
+    preparing: Callable[[str, float | None], None] = lambda _text, _share: None
+    building: Callable[[str], None] = lambda _: None
+    starting: Callable[[Cell], None] = lambda _: None
+    phase: Callable[[str], None] = lambda _: None
+    narrowed: Callable[[str], None] = lambda _: None
+    finished: Callable[[Result], None] = lambda _: None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run to perform: cells, where their records go, and what they load.
+
+    A run that ``is_new`` leaves no folder where it fails before its first record. ``patience_s``
+    is how long it waits for another run on this machine to end.
+    """
+
+    folder: Path
+    planned: Sequence[Planned]
+    isolation: Isolation
+    seed: int = 0
+    checkpoint: Path | None = None
+    timeout_s: float = 600.0
+    steady: bool = False
+    trace: bool = False
+    is_new: bool = False
+    patience_s: float = 0
+
+
+Following = Callable[[Sequence[Result]], Planned | None]
+"""What to measure next, given all results of the run so far; None ends the run."""
+
+
+def run(task: Run, progress: Progress, following: Following | None = None) -> list[Result]:
+    """Run every cell that has no record yet, in the plan's order; returns the results of all.
+
+    With ``following``, the cells are found on the way: it is asked before each. What is planned
+    then only says which checkpoints they need.
+
+    Raises:
+        HarnessError: what keeps cells from being run at all. What happens inside a cell is its
+            outcome, and the run goes on.
+    """
+    try:
+        _run(task, progress, following)
+    except Interrupted:
+        raise  # it can be resumed, even before its first cell
+    except HarnessError:
+        if task.is_new:
+            journal.discard_unmeasured(task.folder)
+        raise
+    return list(journal.read(task.folder).results)
+
+
+def _run(task: Run, progress: Progress, following: Following | None) -> None:
+    task.isolation.check()
+    with only_run(task.patience_s), stopping.stoppable():
+        for line in [*task.isolation.remove_stale(), *saving.remove_leftovers()]:
+            progress.preparing(f"removed what a dead run left: {line}", None)
+        results = list(journal.read(task.folder).results)
+        if following is None:
+            todo = {cell.id for cell in journal.pending([p.cell for p in task.planned], results)}
+            needed = [planned for planned in task.planned if planned.cell.id in todo]
+            cells = iter(needed)
+        else:
+            needed = list(task.planned)
+            cells = _found(following, results)
+        bench: _Bench | None = None
+        for planned in cells:
+            stopping.check()
+            if bench is None and any(not one.skip for one in needed):
+                bench = _set_up(task, needed, progress)
+            with journal.room(task.folder):
+                if planned.skip or bench is None:
+                    found = bench.setting.environment if bench else {}
+                    measured = Measured(_skipped(planned, found))
+                else:
+                    progress.starting(planned.cell)
+                    measured = bench.measure(planned)
+                with stopping.put_off():
+                    journal.append(task.folder, measured.result)
+                    results.append(measured.result)
+                    progress.finished(measured.result)
+                    measured.finish(task.folder)
+
+
+def _found(following: Following, results: Sequence[Result]) -> Iterator[Planned]:
+    while (planned := following(results)) is not None:
+        yield planned
+
+
+@dataclass(frozen=True, slots=True)
+class _Bench:
+    """All that the cells of a run share, made ready."""
+
+    task: Run
+    setting: Setting
+    prepared: dict[tuple[str, str], cache.Prepared]
+
+    def measure(self, planned: Planned) -> Measured:
+        checkpoint = self.prepared[_checkpoint_key(self.task, planned.cell)]
+        files = layouts.files(checkpoint.path)
+        model_bytes = checkpoint.manifest().model_bytes(planned.cell.dtype)
+        job = _job(self.task, planned, self.prepared)
+        if planned.cell.operation == "load":
+            return take(self.setting, job, files, model_bytes)
+        with saving.target(model_bytes) as folder:
+            measured = take(self.setting, replace(job, target=str(folder)), files, model_bytes)
+            return replace(measured, result=saving.with_warnings(measured.result, folder))
+
+
+def _set_up(task: Run, needed: Sequence[Planned], progress: Progress) -> _Bench:
+    compile_code()
+    prepared = _prepare_checkpoints(task, needed, progress)
+    progress.preparing(f"preparing {task.isolation.name}", None)
+    task.isolation.prepare(progress.building)
+    with journal.writing(samples := task.folder / "samples"):
+        samples.mkdir(exist_ok=True)
+    first = next(planned for planned in needed if not planned.skip)
+    progress.preparing("importing torch once, to know what an import needs", None)
+    baseline = _probe(task, _job(task, first, prepared))
+    _check_limits(needed, baseline)
+    setting = Setting(
+        isolation=task.isolation,
+        run=task.folder,
+        environment=_environment(task.isolation),
+        steady=task.steady,
+        on_phase=progress.phase,
+    )
+    return _Bench(task, setting, prepared)
+
+
+def _prepare_checkpoints(
+    task: Run, planned: Sequence[Planned], progress: Progress
+) -> dict[tuple[str, str], cache.Prepared]:
+    """Make or find the checkpoint of every model in every format that some cell needs."""
+    prepared: dict[tuple[str, str], cache.Prepared] = {}
+    for one in planned:
+        key = _checkpoint_key(task, one.cell)
+        if not one.skip and key not in prepared:
+            prepared[key] = cache.ensure(
+                one.cell.model,
+                key[1],
+                seed=task.seed,
+                checkpoint=task.checkpoint,
+                progress=progress.preparing,
+                python_path=_python_path(one.cell),
+            )
+            for warning in prepared[key].warnings:
+                progress.preparing(warning, None)
+    return prepared
+
+
+def _job(task: Run, planned: Planned, prepared: dict[tuple[str, str], cache.Prepared]) -> Job:
+    checkpoint = prepared[_checkpoint_key(task, planned.cell)]
+    return Job(
+        cell=planned.cell,
+        checkpoint=str(checkpoint.path),
+        manifest=str(checkpoint.manifest_path),
+        strategy_path=str(planned.strategy.path),
+        python_path=_python_path(planned.cell),
+        timeout_s=task.timeout_s,
+        trace=task.trace,
+    )
+
+
+def _python_path(cell: Cell) -> tuple[str, ...]:
+    """Return where a user's own builder is imported from: the folder that the run started in."""
+    return () if cell.model.builder.startswith("weighin.models.") else (str(Path.cwd()),)
+
+
+def _probe(task: Run, job: Job) -> Memory:
+    """Run a worker as far as its baseline, without a limit; returns what it holds there.
+
+    It also reads torch's libraries into the page cache, which would else be charged to the first
+    cell, and finds out whether workers run at all before any cell is recorded.
+    """
+    cell = replace(job.cell, ram_limit_bytes=None, cache="cold", operation="load")
+    unlimited = replace(job, cell=cell)
+    deadline = time.monotonic() + _PROBE_TIMEOUT_S
+    with stopping.put_off(), closing(task.isolation.start(unlimited)) as running:
+        while line := _receive(running, deadline):
+            event = decode_event(line) or {"event": ""}
+            if event["event"] == "baseline":
+                return Memory(**event["memory"])
+            if event["event"] == "phase":
+                running.channel.send(ACKNOWLEDGEMENT)
+            if event["event"] == "failed":
+                raise ConfigError(f"no cell can run: {event['message']}")
+        said = running.channel.chatter.decode(errors="replace").strip().splitlines()
+    raise HarnessError(
+        f"a worker under {task.isolation.name} ends before it has imported torch"
+        + (f": {one_line(said[-1])}" if said else ""),
+        "weighin doctor says what works on this machine",
+    )
+
+
+def _receive(running: Running, deadline: float) -> bytes | None:
+    try:
+        with stopping.allowed():
+            return running.channel.receive(max(0.0, deadline - time.monotonic()))
+    except TimeoutError:
+        raise HarnessError(
+            f"a worker has not imported torch within {_PROBE_TIMEOUT_S:.0f} s",
+            "free the machine of other work, and try again",
+        ) from None
+
+
+def _check_limits(planned: Sequence[Planned], baseline: Memory) -> None:
+    """Refuse limits that say nothing: below a bare import, or above the machine."""
+    for limit in {one.cell.ram_limit_bytes for one in planned} - {None}:
+        assert limit is not None
+        need = baseline.anon_bytes + baseline.shmem_bytes  # files can be read again: they need none
+        if limit < need:
+            raise ConfigError(
+                f"--ram {format_exact(limit)} is less than `import torch` alone takes here"
+                f" ({format_bytes(need)})",
+                f"give at least {format_bytes(2 * need)}, and room for the weights",
+            )
+
+
+def _skipped(planned: Planned, found: dict[str, Any]) -> Result:
+    return Result(
+        schema=SCHEMA,
+        cell=planned.cell,
+        outcome=Outcome.SKIPPED,
+        message=planned.skip,
+        started_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        environment=found,
+    )
+
+
+def _environment(isolation: Isolation) -> dict[str, Any]:
+    return environment.machine() | environment.code() | {"isolation": isolation.describe()}
+
+
+def _checkpoint_key(task: Run, cell: Cell) -> tuple[str, str]:
+    """Return the model and the format that are read; a save may read what there is already."""
+    if cell.operation == "load":
+        return cell.model.title, cell.format
+    return cell.model.title, layouts.detect(task.checkpoint).NAME if task.checkpoint else "pt"

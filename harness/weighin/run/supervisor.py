@@ -1,0 +1,303 @@
+"""Watches one running worker: answers its marks, samples it, and reads what outlives it.
+
+The worker's events say what it did; the kernel's counters, read here from outside while the
+worker waits at a mark or after it has died, say what it cost.
+"""
+
+import bisect
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from weighin.cell import Job
+from weighin.isolation.base import Exit, Running
+from weighin.probes.cgroup import read_machine_oom_kills
+from weighin.probes.gpu_memory import DriverMemory, NvmlUnavailable
+from weighin.probes.observer import LocalObserver, Look, Observer
+from weighin.protocol import ACKNOWLEDGEMENT, decode_event
+from weighin.record import SCHEMA, Faults, Memory, Outcome, Peaks, Phase, Pressure, Result, Sample
+from weighin.run import interrupts as stopping
+from weighin.run.event_log import Story
+from weighin.units import format_bytes
+
+_Point = TypeVar("_Point", bound=tuple[int, ...])
+
+_GRACE_S = 10.0  # from the end of a worker's events to its own end
+
+
+class Watch:
+    """One running worker, from its start until nothing of it is left to read."""
+
+    def __init__(
+        self,
+        running: Running,
+        interval_s: float,
+        on_phase: Callable[[str], None],
+        before_load: Callable[[], None] | None = None,
+    ) -> None:
+        self.story = Story()
+        self.samples: list[Sample] = []
+        self._running = running
+        self._on_phase = on_phase
+        self._before_load = before_load
+        self._timed_out = False
+        self._peak_bytes: int | None = None
+        self._driver: DriverMemory | None = None
+        self._at_baseline = self._at_end = Look()
+        self._at_ready: Look | None = None
+        self._oom_kills: int | None = None
+        self._machine_oom_kills = read_machine_oom_kills()
+        self._observer: Observer | None = (
+            LocalObserver(running.pid, running.cgroup, interval_s)
+            if running.pid
+            else running.observe_inside(interval_s)
+        )
+        self._at_mark = self._look()
+
+    def follow(self, timeout_s: float) -> None:
+        """Answer the worker's events until they end, or kill it where the time is over."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                with stopping.allowed():
+                    line = self._running.channel.receive(max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                self._timed_out = True
+                self._kill()
+                return
+            if line is None:
+                return
+            if event := decode_event(line):
+                self._take(event.pop("event"), event)
+
+    def end(self) -> Exit:
+        """Wait for the worker's end, and read the counters that outlive it."""
+        try:
+            ended = self._running.wait(_GRACE_S)
+        except TimeoutError:  # its events ended, but something of it still runs
+            self._kill()
+            try:
+                ended = self._running.wait(_GRACE_S)
+            except TimeoutError:  # it waits in the kernel, where no signal reaches it
+                ended = Exit(None, still_runs=True)
+        self._at_end = self._look()
+        self._oom_kills = self._at_end.oom_kills
+        if not self.story.is_ready:
+            self._raise_peak(self._at_end.peak_bytes)
+        return ended
+
+    def close(self) -> None:
+        """End the sampling; what was seen is in ``samples``."""
+        driver = self._driver.stop() if self._driver else None
+        if self._observer:
+            self.samples = _with_cuda(self._observer.stop(), self.story.cuda_points, driver)
+            if self._oom_kills is None:
+                self._oom_kills = self._observer.oom_kills
+
+    def result(self, job: Job, ended: Exit) -> Result:
+        """Return what is known now that it is over."""
+        story, totals = self.story, self._at_ready or self._at_end
+        if self._timed_out:
+            outcome = Outcome.TIMEOUT
+            message = f"still running after {job.timeout_s:g} s, {story.where()}"
+        else:
+            outcome, message = story.judge(
+                ended,
+                self._oom_kills,
+                self._running.channel.chatter,
+                _grown(self._machine_oom_kills, read_machine_oom_kills()),
+            )
+        return Result(
+            schema=SCHEMA,
+            cell=job.cell,
+            outcome=outcome,
+            message=message,
+            last_phase=None if outcome is Outcome.OK else story.current,
+            baseline=story.baseline,
+            peaks=self._peaks(),
+            phases=tuple(story.phases),
+            load_ns=story.load_ns(),
+            ready_ns=story.ready_ns(),
+            faults=self._faults(totals),
+            pressure=self._pressure(totals),
+            oom_kills=self._oom_kills,
+            limit_events=self._at_end.limit_events,
+            exit_code=ended.code if ended.signal is None else 128 + ended.signal,
+            written=story.written,
+            cost=story.cost(),
+            watcher=self._observer.watcher if self._observer else None,
+            allocator_summary=story.allocator_summary,
+            warnings=tuple(self._warnings(outcome, ended)),
+        )
+
+    def _take(self, kind: str, fields: dict[str, Any]) -> None:
+        if kind == "baseline":
+            if self._before_load:
+                self._before_load()
+            self._at_baseline = self._look()
+            self.story.take_baseline(fields, self._at_baseline.usage_bytes)
+            self._watch_driver()
+            if self._observer and self._observer.reset_peak():
+                self._peak_bytes = None
+            self._running.channel.send(ACKNOWLEDGEMENT)
+        elif kind == "phase":
+            self._take_phase(fields)
+            self._running.channel.send(ACKNOWLEDGEMENT)
+        else:
+            self.story.take(kind, fields)
+            if kind == "ready":
+                self._at_ready = self._at_mark
+            if kind == "begin":
+                self._on_phase(fields["name"])
+
+    def _take_phase(self, fields: dict[str, Any]) -> None:
+        look = self._look()
+        end, peak = replace(Memory(**fields["end"]), cgroup_bytes=look.usage_bytes), look.peak_bytes
+        if not self.story.is_ready:
+            self._raise_peak(peak)
+        if not (self._observer and self._observer.reset_peak()):
+            peak = None  # the mark is older than this phase
+        before, self._at_mark = self._at_mark, look
+        seen = {
+            "end": end,
+            "peak_cgroup_bytes": peak,
+            "workingset_refault_file": _grown(before.refaults, look.refaults),
+        }
+        self.story.take_phase(Phase(**fields | seen))
+
+    def _watch_driver(self) -> None:
+        """Look at the worker's memory as the driver counts it; note what is measured instead."""
+        environment, pid = self.story.environment, self._running.pid
+        if "gpu" not in environment:
+            return
+        try:
+            self._driver = DriverMemory(environment["gpu_uuid"], pid)
+        except NvmlUnavailable as reason:
+            environment["cuda_driver_source"] = "cudaMemGetInfo"
+            self.story.notes.append(
+                f"the driver's figure is of all processes on the GPU, not of this one: {reason}"
+            )
+        else:
+            environment["cuda_driver_source"] = "NVML, this process"
+            environment["gpu_driver"] = self._driver.driver_version
+
+    def _raise_peak(self, peak: int | None) -> None:
+        self._peak_bytes = _largest((self._peak_bytes, peak))
+
+    def _peaks(self) -> Peaks:
+        story, phases = self.story, self.story.load_phases()
+        on_gpu = story.cuda_phases()
+        rss: list[int | None] = [phase.peak_rss_bytes for phase in phases]
+        if self._observer and not (story.is_ready or story.failure):
+            # The interrupted phase's own mark died with it: this is how it was last seen.
+            rss.append(self._observer.last_peak_rss_bytes)
+        last_ns = story.ready_at_ns or math.inf
+        seen: list[Memory | Sample] = [phase.end for phase in phases]
+        if story.baseline:
+            seen += [one for one in self.samples if story.baseline_ns <= one.t_ns <= last_ns]
+        return Peaks(
+            rss_bytes=_largest(rss),
+            cgroup_bytes=self._peak_bytes,
+            anon_sampled_bytes=_largest(one.anon_bytes for one in seen),
+            file_sampled_bytes=_largest(one.file_bytes for one in seen),
+            unreclaimable_sampled_bytes=_unreclaimable(seen),
+            cuda_requested_bytes=_largest(phase.peak_cuda_requested_bytes for phase in on_gpu),
+            cuda_allocated_bytes=_largest(phase.peak_cuda_allocated_bytes for phase in on_gpu),
+            cuda_reserved_bytes=_largest(phase.peak_cuda_reserved_bytes for phase in on_gpu),
+            cuda_driver_sampled_bytes=_largest(
+                one.cuda_driver_bytes for one in seen if isinstance(one, Sample)
+            ),
+            pinned_bytes=_largest(phase.peak_pinned_bytes for phase in on_gpu),
+        )
+
+    def _faults(self, totals: Look) -> Faults | None:
+        refaults = _grown(self._at_baseline.refaults, totals.refaults)
+        known = self.story.faults(refaults)
+        if self.story.baseline is None or self.story.is_ready:
+            return known
+        # Cut off in a phase, whose own count died with it: this is how it was last seen.
+        phases = self.story.load_phases()
+        since_ns = phases[-1].end_ns if phases else self.story.baseline_ns
+        seen = [one for one in self.samples if one.t_ns >= since_ns]
+        if not seen:
+            return known
+        before, first, last = known or Faults(0, 0), seen[0], seen[-1]
+        return Faults(
+            before.minor + last.minor_faults - first.minor_faults,
+            before.major + last.major_faults - first.major_faults,
+            refaults,
+        )
+
+    def _pressure(self, totals: Look) -> Pressure | None:
+        before, after = self._at_baseline, totals
+        some, full = _grown(before.some_ns, after.some_ns), _grown(before.full_ns, after.full_ns)
+        return None if some is None and full is None else Pressure(some, full)
+
+    def _warnings(self, outcome: Outcome, ended: Exit) -> list[str]:
+        warnings = [self._running.unseen] if self._running.unseen else []
+        if self._observer and (watcher := self._observer.watcher):
+            weight = (
+                f"{format_bytes(watcher.rss_bytes)} (anonymous: {format_bytes(watcher.anon_bytes)})"
+            )
+            warnings[0] += (
+                f": a watcher in the container looked, and the cell was charged its {weight}"
+            )
+        warnings += self.story.notes
+        if ended.still_runs:
+            warnings.append("the worker still ran when this was recorded: SIGKILL did not end it")
+        if self._oom_kills and outcome is not Outcome.OOM_KILLED:
+            killed = f"{self._oom_kills} process{'es' * (self._oom_kills > 1)}"
+            warnings.append(f"the kernel killed {killed} of this cell for lack of memory")
+        return warnings
+
+    def _look(self) -> Look:
+        return self._observer.look() if self._observer else Look()
+
+    def _kill(self) -> None:
+        """Kill the worker with its limit lifted: one that thrashes would take long to die."""
+        if self._observer:
+            self._observer.raise_limit()
+        if not (self._observer and self._observer.kill()):
+            self._running.kill()
+
+
+def _with_cuda(
+    samples: list[Sample],
+    points: list[tuple[int, int, int]],
+    driver_points: list[tuple[int, int]] | None,
+) -> list[Sample]:
+    """Return the samples with the latest look at the GPU before each of them.
+
+    The driver's figure is that of ``driver_points``, or the worker's own where there are none.
+    """
+    if not points:
+        return samples
+    joined = []
+    for sample in samples:
+        _, allocated, driver = _latest(points, sample.t_ns) or (0, None, None)
+        if driver_points is not None:
+            driver = (_latest(driver_points, sample.t_ns) or (0, None))[1]
+        joined.append(replace(sample, cuda_allocated_bytes=allocated, cuda_driver_bytes=driver))
+    return joined
+
+
+def _latest(points: Sequence[_Point], t_ns: int) -> _Point | None:
+    index = bisect.bisect_right(points, t_ns, key=lambda point: point[0]) - 1
+    return points[index] if index >= 0 else None
+
+
+def _unreclaimable(seen: Sequence[Memory | Sample]) -> int | None:
+    """Return the most that was anonymous or shared at once; None where nothing was shared."""
+    if not any(one.shmem_bytes for one in seen):
+        return None
+    return max(one.anon_bytes + one.shmem_bytes for one in seen)
+
+
+def _largest(values: Iterable[int | None]) -> int | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _grown(before: int | None, after: int | None) -> int | None:
+    return None if before is None or after is None else after - before

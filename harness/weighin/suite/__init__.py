@@ -1,0 +1,1 @@
+"""YAML to cells; strategies and models by name, found without importing torch."""

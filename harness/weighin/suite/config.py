@@ -1,0 +1,244 @@
+"""YAML files -> what they describe. Errors name the file, the key and the nearest right one."""
+
+import re
+from collections.abc import Iterator
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args
+
+import yaml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictInt,
+    ValidationError,
+    ValidationInfo,
+)
+from pydantic_core import ErrorDetails
+
+from weighin.cell import ModelSpec
+from weighin.errors import ConfigError
+from weighin.units import parse_bytes
+
+DEFAULT_STRATEGIES = (
+    "baseline",
+    "sequential",
+    "meta_copy",
+    "mmap_assign",
+    "per_param",
+    "streaming",
+)
+
+DEFAULT_SAVING = ("torch_save", "per_param", "per_module", "sharded", "safetensors", "dcp")
+
+
+DTYPES = {
+    "float32": "float32",
+    "fp32": "float32",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "float16": "float16",
+    "fp16": "float16",
+}
+"""What floating-point tensors can become, by the names that one may write."""
+
+
+def _as_dtype(value: object) -> object:
+    return DTYPES.get(value, value) if isinstance(value, str) else value
+
+
+def _as_list(value: object) -> list[object]:
+    return value if isinstance(value, list) else [value]
+
+
+def _as_limit(value: object) -> object:
+    """Read one RAM limit: a size as text, bytes as a number, or "none" for no limit."""
+    if isinstance(value, str) and value.lower() == "none":
+        return None
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        return value
+    try:
+        return parse_bytes(str(value))
+    except ConfigError as error:
+        raise ValueError(error.message, error.repair) from None
+
+
+def _as_device(value: str) -> str:
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", value):
+        raise ValueError(f"{value!r} is no device", "write cpu, cuda or cuda:1")
+    return value
+
+
+def _as_builder(value: str) -> str:
+    if not re.fullmatch(r"[\w.]+:\w+", value):
+        raise ValueError(f"{value!r} is no builder", "write package.module:function")
+    return value
+
+
+_Kind = TypeVar("_Kind", bound=BaseModel)
+_Limit = Annotated[StrictInt | None, BeforeValidator(_as_limit)]
+
+
+class Strict(BaseModel):
+    """A mapping whose keys are all known."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class _ModelFile(Strict):
+    name: str
+    builder: Annotated[str, AfterValidator(_as_builder)]
+    kwargs: dict[str, Any] = {}
+    description: str = ""
+
+
+class SuiteStrategy(Strict):
+    """One strategy of a suite, with its options."""
+
+    name: str
+    options: dict[str, Any] = {}
+
+
+def _as_strategies(value: object) -> object:
+    items = _as_list(value)
+    return [{"name": item} if isinstance(item, str) else item for item in items]
+
+
+def _check_cache(value: str, known: ValidationInfo) -> str:
+    if value == "warm" and known.data.get("operation") == "save":
+        raise ValueError("a save reads no checkpoint that could be warm", "leave it out")
+    return value
+
+
+def _check_passes(value: int, known: ValidationInfo) -> int:
+    if value > 1 and known.data.get("operation") == "save":
+        raise ValueError("a save does not use the model", "leave it out")
+    return value
+
+
+def _default_strategies(operation: str) -> list[SuiteStrategy]:
+    names = DEFAULT_SAVING if operation == "save" else DEFAULT_STRATEGIES
+    return [SuiteStrategy(name=name) for name in names]
+
+
+class Suite(Strict):
+    """A matrix of cells: every model x limit x strategy, ``repeats`` times."""
+
+    models: Annotated[list[str], BeforeValidator(_as_list), Field(min_length=1)]
+    operation: Literal["load", "save"] = "load"
+    strategies: Annotated[list[SuiteStrategy], BeforeValidator(_as_strategies)] = Field(
+        default_factory=lambda known: _default_strategies(known.get("operation", "load")),
+        min_length=1,
+    )
+    ram: Annotated[list[_Limit], BeforeValidator(_as_list), Field(min_length=1)] = [None]
+    vram: Annotated[list[_Limit], BeforeValidator(_as_list), Field(min_length=1)] = [None]
+    ram_high: _Limit = None
+    device: Annotated[str, AfterValidator(_as_device)] = "cpu"
+    isolation: Literal["auto", "docker", "cgroup", "process"] = "auto"
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], BeforeValidator(_as_dtype)] = (
+        "float32"
+    )
+    cache: Annotated[Literal["cold", "warm"], AfterValidator(_check_cache)] = "cold"
+    format: Annotated[list[str], BeforeValidator(_as_list)] = []
+    first_use: Literal["forward", "none"] = "forward"
+    passes: Annotated[int, AfterValidator(_check_passes)] = Field(1, ge=1)
+    repeats: int = Field(1, ge=1)
+    timeout_s: float = Field(600, gt=0, allow_inf_nan=False)
+    steady: bool = False
+    trace: bool = False
+    description: str = ""
+
+    @property
+    def forward_passes(self) -> int:
+        """How often the model is used once it is ready."""
+        return self.passes if self.first_use == "forward" else 0
+
+
+def read_model(path: Path) -> ModelSpec:
+    """Read a model's YAML file.
+
+    Raises:
+        ConfigError: unreadable, not YAML, or a wrong key or value; names it.
+    """
+    model = validate(_ModelFile, read_mapping(path), str(path))
+    return ModelSpec(model.name, model.builder, model.kwargs)
+
+
+def read_suite(path: Path) -> Suite:
+    """Read a suite's YAML file; raises ConfigError as ``read_model`` does."""
+    return validate(Suite, read_mapping(path), str(path))
+
+
+def check_suite(options: dict[str, Any]) -> Suite:
+    """Return the options of a command line as a suite; raises ConfigError with the option's name."""
+    return validate(Suite, options, "")
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Return the mapping that a YAML file holds; raises ConfigError with the file and the line."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or " ".join(str(error).split())
+        raise ConfigError(f"{path}{line}: not YAML: {problem}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: not a mapping of keys to values")
+    return content
+
+
+def validate(kind: type[_Kind], content: dict[str, Any], file: str) -> _Kind:
+    """Return the content of ``file`` (or of a command line, where that is empty) as ``kind``.
+
+    Raises:
+        ConfigError: a wrong key or value; names it, and the nearest right one.
+    """
+    try:
+        return kind.model_validate(content)
+    except ValidationError as error:
+        # An unknown key first: it is often the one that is said to be missing, misspelt.
+        first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
+    key = ".".join(part for part in first["loc"] if isinstance(part, str)) or str(first["loc"][-1])
+    place = f"{file}: {key}" if file else f"--{key.removesuffix('_s')}"
+    what, repair = _complaint(first, _kind_at(kind, first["loc"][:-1]))
+    raise ConfigError(f"{place}: {what}", repair)
+
+
+def _kind_at(kind: type[BaseModel], place: tuple[int | str, ...]) -> type[BaseModel]:
+    """Return the innermost model on the way to a place inside ``kind``."""
+    for part in place:
+        if isinstance(part, str) and part in kind.model_fields:
+            kind = next(_models_in(kind.model_fields[part].annotation), kind)
+    return kind
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _models_in(inner)
+
+
+def _complaint(error: ErrorDetails, kind: type[BaseModel]) -> tuple[str, str]:
+    """Return what is wrong in a mapping of this kind, and the repair."""
+    keys = [field.alias or name for name, field in kind.model_fields.items()]
+    known = f"known keys: {', '.join(keys)}"
+    if error["type"] == "value_error":
+        what, repair = error["ctx"]["error"].args
+        return what, repair
+    if error["type"] == "missing":
+        return "missing", known
+    if error["type"] == "too_short":
+        return "empty", "name at least one, or leave the key out"
+    if error["type"] in ("extra_forbidden", "invalid_key"):
+        near = get_close_matches(str(error["loc"][-1]), keys, n=1)
+        return "unknown key", f"did you mean {near[0]!r}? {known}" if near else known
+    return f"{error['msg'][0].lower()}{error['msg'][1:]}, got {error['input']!r}", ""

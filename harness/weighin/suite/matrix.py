@@ -1,0 +1,100 @@
+"""A matrix becomes cells, in the order in which they run, with the reason where one is skipped."""
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from weighin.cell import CacheState, Cell, ModelSpec, Operation
+from weighin.suite.registry import StrategyInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A cell that is to run, or not: ``skip`` is the reason, empty where it runs."""
+
+    cell: Cell
+    strategy: StrategyInfo
+    skip: str = ""
+
+    @classmethod
+    def of(cls, cell: Cell, info: StrategyInfo) -> "Planned":
+        """Return the cell with the reason why its strategy cannot run it, if there is one."""
+        kind = cell.device.partition(":")[0]
+        to, read = ("load to", "read") if cell.operation == "load" else ("save from", "write")
+        skip = "" if kind in info.devices else f"{info.name} does not {to} {kind}"
+        if cell.format not in info.formats:
+            skip = f"{info.name} does not {read} {cell.format}, only {', '.join(info.formats)}"
+        return cls(cell, info, skip)
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """What to combine. ``ram_limits`` and ``vram_limits`` in bytes; None is no limit.
+
+    ``formats`` are those that are asked for: each strategy loads all of them that it reads (or
+    saves all that it writes). Where none are, each takes the first that it names.
+    """
+
+    models: tuple[ModelSpec, ...]
+    strategies: tuple[tuple[StrategyInfo, dict[str, Any]], ...]
+    ram_limits: tuple[int | None, ...]
+    isolation: str
+    device: str = "cpu"
+    dtype: str = "float32"
+    cache: CacheState = "cold"
+    repeats: int = 1
+    passes: int = 1
+    ram_high_bytes: int | None = None
+    formats: tuple[str, ...] = ()
+    operation: Operation = "load"
+    vram_limits: tuple[int | None, ...] = (None,)
+
+
+def plan(matrix: Matrix) -> list[Planned]:
+    """Return the cells of a matrix, each once. Repeats are interleaved: A B C A B C, never A A."""
+    planned = [
+        _planned(matrix, repeat, model, limits, info, options, fmt)
+        for repeat, model, *limits, (info, options) in product(
+            range(matrix.repeats),
+            matrix.models,
+            matrix.ram_limits,
+            matrix.vram_limits,
+            matrix.strategies,
+        )
+        for fmt in _formats(matrix, info)
+    ]
+    return list({one.cell.id: one for one in planned}.values())
+
+
+def _formats(matrix: Matrix, info: StrategyInfo) -> list[str]:
+    """Return the formats to load; one that the strategy cannot read where it reads none of them."""
+    readable = [fmt for fmt in matrix.formats if fmt in info.formats]
+    return readable or [*matrix.formats, *info.formats][:1]
+
+
+def _planned(
+    matrix: Matrix,
+    repeat: int,
+    model: ModelSpec,
+    limits: list[int | None],
+    info: StrategyInfo,
+    options: dict[str, Any],
+    fmt: str,
+) -> Planned:
+    cell = Cell(
+        model=model,
+        strategy=info.name,
+        isolation=matrix.isolation,
+        ram_limit_bytes=limits[0],
+        vram_limit_bytes=limits[1],
+        device=matrix.device,
+        dtype=matrix.dtype,
+        format=fmt,
+        cache=matrix.cache,
+        options=options,
+        passes=matrix.passes if matrix.operation == "load" else 0,
+        ram_high_bytes=matrix.ram_high_bytes,
+        repeat=repeat,
+        operation=matrix.operation,
+    )
+    return Planned.of(cell, info)

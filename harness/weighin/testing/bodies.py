@@ -1,0 +1,226 @@
+"""A test's own body, or a function, in a fresh worker: the same marks, limits and watch as a load.
+
+Runs as a plain process or in a cgroup. In a container there is nothing of what a test imports.
+"""
+
+import json
+import pickle
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from weighin.cell import Body, Cell, Job, ModelSpec
+from weighin.errors import ConfigError, HarnessError, IsolationUnavailable, UnknownName
+from weighin.isolation import select as choice
+from weighin.isolation.base import Isolation
+from weighin.probes import environment
+from weighin.record import Memory, Outcome, Result
+from weighin.run.cell_runner import Setting, measure
+from weighin.testing.phases import phase_table
+from weighin.units import format_bytes, parse_bytes
+
+Call = tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]
+
+_KINDS: Final = ("cgroup", "process")
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """What ``limit_peak`` says: how much more than before it a body may hold at its peak."""
+
+    size: str
+    metric: str = "rss"
+    ram: str | None = None
+    timeout_s: float = 600.0
+    device: str = "cpu"
+
+
+def above_baseline(result: Result, metric: str) -> int | None:
+    """Return the peak of a result above its baseline, in bytes; None where it was not measured.
+
+    ``rss`` and ``cgroup`` are the kernel's marks, ``cuda`` is the allocator's; ``anon`` is sampled.
+
+    Raises:
+        UnknownName: there is no such metric.
+    """
+    peaks, before = result.peaks, result.baseline or Memory(0, 0, 0, 0)
+    figures = {
+        "rss": (peaks.rss_bytes, before.rss_bytes),
+        "anon": (peaks.anon_sampled_bytes, before.anon_bytes),
+        "cgroup": (peaks.cgroup_bytes, before.cgroup_bytes),
+        "cuda": (peaks.cuda_allocated_bytes, before.cuda_allocated_bytes),
+    }
+    if metric not in figures:
+        raise UnknownName("metric", metric, figures)
+    peak, start = figures[metric]
+    return None if peak is None or start is None else peak - start
+
+
+def measure_call(call: Call, *, ram: str | None, isolation: str, timeout_s: float) -> Result:
+    """Call a function in a fresh worker and return what that took.
+
+    Raises:
+        ConfigError: the function, or an argument, cannot be sent to another process.
+        IsolationUnavailable: nothing here can run it so.
+    """
+    function = getattr(call[0], "__qualname__", str(call[0]))
+    try:
+        content = pickle.dumps(call)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"{function} cannot be called in another process: {error}",
+            "measure a function of a module's top level, with arguments that pickle takes",
+        ) from None
+    with tempfile.TemporaryDirectory(prefix="weighin-test-") as folder:
+        (path := Path(folder) / "call.pickle").write_bytes(content)
+        limit = Limit("1", ram=ram, timeout_s=timeout_s)
+        return _run(Path(folder), Body(str(path)), function, limit, isolation)
+
+
+def run_item(item: pytest.Item, limit: Limit) -> list[pytest.TestReport]:
+    """Run a test in a fresh worker; returns its reports, failed where the peak is above the limit."""
+    from weighin.testing.plugin import isolation_of
+
+    try:
+        allowed = parse_bytes(limit.size)
+        above_baseline(Result(1, _cell("", "", limit), Outcome.OK), limit.metric)
+        with tempfile.TemporaryDirectory(prefix="weighin-test-") as folder:
+            path = Path(folder) / "reports.json"
+            body = Body(str(path), _arguments(item))
+            result = _run(Path(folder), body, item.name, limit, isolation_of(item.config))
+            reports = _read_reports(item.config, path)
+    except HarnessError as error:
+        return [_failed(item, str(error))]
+    if not reports:
+        return [_failed(item, _died(result), result)]
+    return [_judged(item, report, result, limit, allowed) for report in reports]
+
+
+def _run(folder: Path, body: Body, name: str, limit: Limit, isolation: str) -> Result:
+    chosen = _isolation(isolation, limited=limit.ram is not None)
+    job = Job(
+        cell=_cell(name, chosen.name, limit),
+        checkpoint="",
+        manifest="",
+        strategy_path="",
+        python_path=tuple(folder or str(Path.cwd()) for folder in sys.path),
+        timeout_s=limit.timeout_s,
+        body=body,
+    )
+    (folder / "samples").mkdir()
+    setting = Setting(chosen, folder, environment.machine())
+    return measure(setting, job, files=(), model_bytes=None)
+
+
+def _cell(name: str, isolation: str, limit: Limit) -> Cell:
+    ram = parse_bytes(limit.ram) if limit.ram else None
+    spec = ModelSpec("none", "none:none")
+    return Cell(spec, name, isolation, ram_limit_bytes=ram, device=limit.device)
+
+
+def _isolation(name: str, *, limited: bool) -> Isolation:
+    """Return the isolation for a body: the cgroup, or a plain process where that cannot be had."""
+    if name == "docker":
+        raise IsolationUnavailable(
+            "a test's own body cannot run in Docker: the image has nothing of what it imports",
+            "use --weighin-isolation cgroup or process, or measure a strategy: weighin.measure(...)",
+        )
+    if name != "auto":
+        return choice.choose(name, limited=limited)[0]
+    isolation = choice.named("cgroup")
+    try:
+        isolation.check()
+    except IsolationUnavailable:
+        if limited:
+            raise
+        isolation = choice.named("process")
+        isolation.check()
+    return isolation
+
+
+def _arguments(item: pytest.Item) -> tuple[str, ...]:
+    """Return the arguments of the pytest in the worker; the ini file's addopts are left out.
+
+    They would start coverage or xdist in the measured process, and write over this run's reports.
+    """
+    config = item.config
+    ini = ("-c", str(config.inipath)) if config.inipath else ()
+    root = ("--rootdir", str(config.rootpath), "-o", "addopts=", "-p", "no:cacheprovider")
+    path, _, rest = item.nodeid.partition("::")
+    node = f"{config.rootpath / path}::{rest}"
+    return (node, *ini, *root, "-q", *config.getini("weighin_body_args"))
+
+
+def _read_reports(config: pytest.Config, path: Path) -> list[pytest.TestReport]:
+    if not path.exists():
+        return []
+    hook = config.hook.pytest_report_from_serializable
+    found = json.loads(path.read_text(encoding="utf-8"))
+    reports: list[pytest.TestReport] = [hook(config=config, data=data) for data in found]
+    for report in reports:
+        if isinstance(report.longrepr, list):  # of a skip: JSON has no tuples
+            report.longrepr = tuple(report.longrepr)
+    return reports
+
+
+def _judged(
+    item: pytest.Item, report: pytest.TestReport, result: Result, limit: Limit, allowed: int
+) -> pytest.TestReport:
+    """Return the report, failed where the call passed but held too much; phases shown on failure."""
+    if report.when == "call" and report.passed:
+        held = above_baseline(result, limit.metric)
+        if held is None:
+            return _failed(item, _not_measured(result, limit), result)
+        if held > allowed:
+            return _failed(item, _too_much(result, limit, held, allowed), result)
+    if report.failed:
+        report.sections.append(_section(result))
+    return report
+
+
+def _too_much(result: Result, limit: Limit, held: int, allowed: int) -> str:
+    kind = "sampled" if limit.metric == "anon" else "exact"
+    lines = [
+        f"the test's body held {format_bytes(held)} of {limit.metric} ({kind}) above what was there"
+        f" before it; its limit is {format_bytes(allowed)}"
+    ]
+    before = result.baseline.rss_bytes if result.baseline else 0
+    highest = max(result.phases, key=lambda phase: phase.peak_rss_bytes, default=None)
+    if highest:
+        above = format_bytes(highest.peak_rss_bytes - before)
+        lines.append(f"the highest phase is {highest.name!r}: {above} of RSS above the start")
+    return "\n".join(lines)
+
+
+def _not_measured(result: Result, limit: Limit) -> str:
+    why = {"cgroup": "needs the cgroup isolation", "cuda": 'needs device="cuda"'}.get(limit.metric)
+    return f"{limit.metric} was not measured under the isolation {result.cell.isolation}: {why}"
+
+
+def _died(result: Result) -> str:
+    return (
+        f"the test's process ended before pytest could report: {result.outcome}: {result.message}"
+    )
+
+
+def _section(result: Result) -> tuple[str, str]:
+    after = replace(result, phases=tuple(one for one in result.phases if one.name != "import"))
+    return f"weighin: phases under {result.cell.isolation}", phase_table(after)
+
+
+def _failed(item: pytest.Item, message: str, result: Result | None = None) -> pytest.TestReport:
+    return pytest.TestReport(
+        nodeid=item.nodeid,
+        location=item.location,
+        keywords=dict.fromkeys(item.keywords, 1),
+        outcome="failed",
+        longrepr=message,
+        when="call",
+        sections=[_section(result)] if result else [],
+        duration=(result.cost.wall_ns / 1e9 if result and result.cost else 0.0),
+    )

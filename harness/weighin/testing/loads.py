@@ -1,0 +1,70 @@
+"""One load for a test: a run of one cell, in a folder that is gone afterwards."""
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from weighin.errors import HarnessError, Interrupted
+from weighin.record import Result
+from weighin.run import request as bench
+from weighin.run import runner
+from weighin.suite.config import check_suite
+
+PATIENCE_S = 600.0
+"""How long a test waits for another measurement on this machine: pytest may run several at once."""
+
+
+def measure_load(
+    strategy: str,
+    *,
+    model: str = "gpt2-small",
+    ram: str | None = None,
+    isolation: str = "auto",
+    timeout_s: float = 600.0,
+    device: str = "cpu",
+    dtype: str = "float32",
+    cache: str = "cold",
+    format: str | None = None,  # noqa: A002 (the name that suites and the command line have)
+    checkpoint: str | Path | None = None,
+    kwargs: dict[str, Any] | None = None,
+    options: dict[str, Any] | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Result:
+    """Load a model once, as ``weighin bench`` would; see ``weighin.testing.plugin``.
+
+    ``say`` is told each step of what may take minutes: the build of an image.
+
+    Raises:
+        HarnessError: it cannot be measured here, or by this name.
+    """
+    suite: dict[str, Any] = {
+        "models": [model],
+        "strategies": [{"name": strategy, "options": options or {}}],
+        "ram": [ram or "none"],
+        "isolation": isolation,
+        "device": device,
+        "dtype": dtype,
+        "cache": cache,
+        "timeout_s": timeout_s,
+    }
+    if format:
+        suite["format"] = [format]
+    with tempfile.TemporaryDirectory(prefix="weighin-test-") as folder:
+        request = bench.Request(
+            suite=check_suite(suite),
+            kwargs=kwargs or {},
+            checkpoint=Path(checkpoint) if checkpoint else None,
+            folder=Path(folder) / "run",
+        )
+        task, _ = bench.start(request)
+        try:
+            (result,) = runner.run(
+                replace(task, patience_s=PATIENCE_S), runner.Progress(building=say)
+            )
+        except Interrupted:
+            raise KeyboardInterrupt from None
+    if result.outcome == "measurement_failed":
+        raise HarnessError(f"{strategy} could not be measured: {result.message}")
+    return result

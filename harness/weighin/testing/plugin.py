@@ -1,0 +1,176 @@
+"""The pytest plugin: the ``weighin`` fixture, and tests whose own memory is limited.
+
+::
+
+    def test_loading_stays_small(weighin):
+        run = weighin.measure("mmap_assign", model="gpt2-small", ram="2g")
+        assert run.outcome == "ok" and run.peaks.rss_bytes <= 1.2 * run.model_bytes
+
+    @pytest.mark.limit_peak("1.5GiB", metric="anon")
+    def test_my_own_loader(): ...
+
+Does nothing until a test uses one of them: every pytest of an environment imports this module, so
+that it imports nothing of weighin itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from weighin.record import Result
+    from weighin.testing.bodies import Limit
+
+MARKER = "limit_peak"
+
+PHASES = pytest.StashKey[Callable[[str], AbstractContextManager[None]]]()
+"""In a worker that runs a test's body: what marks a phase of it."""
+
+MEASURED = pytest.StashKey[list["Result"]]()
+"""What a test has measured so far: shown where it fails."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("weighin", "memory of loading")
+    group.addoption(
+        "--weighin-isolation",
+        choices=("auto", "docker", "cgroup", "process"),
+        help="what holds measured workers; default: the ini option weighin_isolation, or auto",
+    )
+    parser.addini("weighin_isolation", "what holds measured workers", default="auto")
+    parser.addini(
+        "weighin_body_args",
+        "arguments of the pytest that runs a test with a limited peak; addopts are not passed on",
+        type="args",
+        default=[],
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers",
+        f'{MARKER}(size, metric="rss", ram=None, timeout_s=600): run the test\'s body in a fresh process,'
+        " and fail where it holds more than size above what was there before it;"
+        " metric: rss, anon, cgroup or cuda; ram: a limit that the kernel holds",
+    )
+
+
+class Weighin:
+    """The fixture: measures loads and functions in fresh workers, as ``weighin bench`` does."""
+
+    def __init__(self, request: pytest.FixtureRequest) -> None:
+        self._config = request.config
+        self._results = request.node.stash.setdefault(MEASURED, [])
+
+    def measure(
+        self,
+        what: str | Callable[..., object],
+        *arguments: Any,
+        ram: str | None = None,
+        isolation: str | None = None,
+        timeout_s: float = 600.0,
+        **options: Any,
+    ) -> Result:
+        """Measure one load, or one call of a function, and return its ``Result``.
+
+        Args:
+            what: a strategy's name or file ("./mine.py"), or a function of an importable module.
+            arguments: the function's; a strategy takes none.
+            ram: a limit such as "2g"; the kernel holds it (docker or cgroup).
+            isolation: "docker", "cgroup", "process" or "auto"; a function cannot run in Docker.
+            timeout_s: seconds after which the worker is ended: the outcome ``timeout``.
+            options: of a strategy ``model`` ("gpt2-small"), ``device``, ``dtype``, ``cache``,
+                ``format``, ``checkpoint``, ``kwargs`` of the model and ``options`` of the strategy;
+                of a function its keyword arguments.
+
+        Raises:
+            HarnessError: it cannot be measured. What happens to the load is the result's outcome.
+        """
+        from weighin.testing import bodies, loads
+
+        chosen = isolation or isolation_of(self._config)
+        if callable(what):
+            call = (what, arguments, options)
+            result = bodies.measure_call(call, ram=ram, isolation=chosen, timeout_s=timeout_s)
+        elif arguments:
+            raise TypeError("a strategy takes no arguments: give options by name")
+        else:
+            result = loads.measure_load(
+                what,
+                ram=ram,
+                isolation=chosen,
+                timeout_s=timeout_s,
+                say=lambda line: _say(self._config, line),
+                **options,
+            )
+        self._results.append(result)
+        return result
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Measure what runs inside as a phase; only where the test's own body is measured."""
+        phases = self._config.stash.get(PHASES, None)
+        return phases(name) if phases else nullcontext()
+
+
+def _say(config: pytest.Config, line: str) -> None:
+    """Print a line at once, past what captures the test's own output; under xdist nobody can."""
+    reporter = config.pluginmanager.getplugin("terminalreporter")
+    capture = config.pluginmanager.getplugin("capturemanager")
+    if reporter is None:
+        return
+    with capture.global_and_fixture_disabled() if capture else nullcontext():
+        reporter.ensure_newline()
+        reporter.write_line(f"weighin: {line}")
+
+
+@pytest.fixture
+def weighin(request: pytest.FixtureRequest) -> Weighin:
+    """Measure loads in fresh, limited processes: ``weighin.measure("mmap_assign", ram="2g")``."""
+    return Weighin(request)
+
+
+def isolation_of(config: pytest.Config) -> str:
+    """Return what the command line says, or the ini file."""
+    return str(config.getoption("weighin_isolation") or config.getini("weighin_isolation"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """Run a test whose peak is limited in a worker, and report what pytest there says of it."""
+    marker = item.get_closest_marker(MARKER)
+    if marker is None or PHASES in item.config.stash:
+        return None
+    from weighin.testing import bodies
+
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    for report in bodies.run_item(item, _limit(marker)):
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    # What earlier tests have set up is torn down here, as the usual protocol would.
+    item.session._setupstate.teardown_exact(nextitem)
+    return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Add the phases of all that a failed test has measured."""
+    report = yield
+    if report.failed and (results := item.stash.get(MEASURED, [])):
+        from weighin.testing.phases import phase_table
+
+        for result in results:
+            title = f"weighin: {result.cell.strategy} {result.outcome}"
+            report.sections.append((title, phase_table(result)))
+    return report
+
+
+def _limit(marker: pytest.Mark) -> Limit:
+    from weighin.testing.bodies import Limit
+
+    return Limit(*marker.args, **marker.kwargs)

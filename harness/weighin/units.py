@@ -1,0 +1,91 @@
+"""Sizes and durations as text and as integers: whatever is printed here can be parsed here."""
+
+import re
+from decimal import Decimal
+from typing import Final
+
+from weighin.errors import ConfigError
+
+KIB: Final = 1024
+MIB: Final = 1024**2
+GIB: Final = 1024**3
+TIB: Final = 1024**4
+
+_SUFFIXES: Final = (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB))
+_FACTORS: Final = {"": 1, "b": 1} | {
+    spelling: factor for name, factor in _SUFFIXES for spelling in (name.lower(), name[0].lower())
+}
+_DURATIONS: Final = {"ms": 1_000_000, "s": 1_000_000_000, "min": 60_000_000_000}
+_SIZE: Final = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[A-Za-z]*)\s*")
+
+
+def parse_bytes(text: str) -> int:
+    """Return the size that ``text`` names, in bytes: "8g", "8GiB", "6500m", "1.5 GiB", "4096".
+
+    Suffixes are powers of 1024. "GB" is refused: some tools mean 1000**3 by it, some 1024**3.
+
+    Raises:
+        ConfigError: no number, an unknown unit, or less than one byte.
+    """
+    match = _SIZE.fullmatch(text)
+    unit = match["unit"].lower() if match else ""
+    if match and unit in {"kb", "mb", "gb", "tb"}:
+        clear = f"{match['number']}{unit[0].upper()}iB"
+        raise ConfigError(
+            f"{text!r} is ambiguous: {unit.upper()} is 1000-based for some tools and 1024-based for others",
+            f"write {clear} (1024-based), or the number of bytes",
+        )
+    if match is None or unit not in _FACTORS:
+        raise ConfigError(
+            f"cannot read {text!r} as a size", "write a size such as 8GiB, 8g, 6500m or 4096"
+        )
+    size = (
+        round(float(match["number"]) * _FACTORS[unit])
+        if "." in match["number"]
+        else (int(match["number"]) * _FACTORS[unit])
+    )
+    if size < 1:
+        raise ConfigError(f"{text!r} is less than one byte", "write a size such as 8GiB or 6500m")
+    return size
+
+
+def format_bytes(size: int, *, digits: int = 3) -> str:
+    """Return ``size`` in the largest unit that it fills, with ``digits`` decimals: "6.290 GiB"."""
+    for suffix, factor in _SUFFIXES:
+        if abs(size) >= factor:
+            return f"{size / factor:.{digits}f} {suffix}"
+    return f"{size} B"
+
+
+def format_exact(size: int) -> str:
+    """Return ``size`` in the largest unit that divides it, so that nothing is lost: "6500MiB"."""
+    for suffix, factor in _SUFFIXES:
+        if size and size % factor == 0:
+            return f"{size // factor}{suffix}"
+    return f"{size}B"
+
+
+def format_seconds(nanoseconds: int) -> str:
+    """Return a duration with three digits, in seconds or milliseconds: "1.52 s", "12.3 ms"."""
+    value, unit = (
+        (nanoseconds / 1e9, "s") if nanoseconds >= 999_500_000 else (nanoseconds / 1e6, "ms")
+    )
+    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
+
+
+def parse_seconds(text: str) -> int:
+    """Return the duration that ``text`` names, in nanoseconds: "2.5 s", "150ms", "3 min".
+
+    Raises:
+        ConfigError: no number, no unit or an unknown one, or no time at all.
+    """
+    match = _SIZE.fullmatch(text)
+    factor = _DURATIONS.get(match["unit"].lower()) if match else None
+    if match is None or factor is None:
+        raise ConfigError(
+            f"cannot read {text!r} as a duration", "write a duration such as 2.5 s, 150 ms or 3 min"
+        )
+    nanoseconds = round(Decimal(match["number"]) * factor)
+    if nanoseconds < 1:
+        raise ConfigError(f"{text!r} is no time at all", "write a duration such as 2.5 s or 150 ms")
+    return nanoseconds

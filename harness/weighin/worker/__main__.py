@@ -1,0 +1,228 @@
+"""Run one cell: import torch, load once under marks, read every byte, verify, use the model.
+
+Or save once under marks, put every byte on the disk, read it back and verify it.
+
+Started by an isolation as ``python -m weighin.worker``; speaks the protocol of ``protocol.py``.
+What is imported before torch is the harness's own weight: pathlib, 1 MiB, comes after it.
+"""
+
+import contextlib
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from weighin.cell import Job
+from weighin.protocol import decode_job
+from weighin.record import Outcome
+from weighin.worker.connection import Lifeline
+from weighin.worker.failures import StrategyFailed, describe, fail, judge
+from weighin.worker.phases import Marks
+from weighin.worker.warmup import environment, read_through, settle_math
+
+if TYPE_CHECKING:
+    import torch
+
+    from weighin.worker.cuda import CudaMemory
+    from weighin.worker.inputs import Inputs
+    from weighin.worker.loading import WorkerLoad
+
+_TRACE_PIECE = 10_000  # events in one line: what fits a pipe's other end well
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What is imported and read before the baseline: the same for every strategy."""
+
+    load: "WorkerLoad"
+    inputs: "Inputs | None"
+    manifest: Any
+    passes: int
+    model: "torch.nn.Module | None" = None
+    """What is to be saved; a load has no model yet."""
+
+
+def main() -> None:
+    lifeline = Lifeline()
+    job = decode_job(lifeline.receive_job())
+    marks = Marks(lifeline)
+    if job.body:
+        from weighin.worker.body import run_body
+
+        run_body(job, job.body, lifeline, marks)
+    try:
+        prepared = prepare(job, lifeline, marks)
+    except Exception as error:
+        fail(lifeline, Outcome.MEASUREMENT_FAILED, f"before the load: {describe(error)}")
+    try:
+        if prepared.model is not None:
+            save(job, prepared.model, prepared, lifeline, marks)
+        else:
+            model = load(job, prepared, lifeline, marks)
+            check(model, prepared, lifeline, marks)
+    except BaseException as error:
+        outcome, message = judge(error, job.strategy_path)
+        if marks.cuda:
+            with contextlib.suppress(Exception):  # a GPU that has failed may not answer any more
+                tell_trace(lifeline, marks.cuda)
+        summary = marks.cuda.summary() if marks.cuda and outcome is Outcome.CUDA_OOM else ""
+        fail(lifeline, outcome, message, summary)
+    os._exit(0)  # at once: taking the interpreter down would only add to the harness's share
+
+
+def prepare(job: Job, lifeline: Lifeline, marks: Marks) -> Prepared:
+    """Import torch and the model's code, create the CUDA context, read the manifest; take the baseline."""
+    import_start_ns = time.monotonic_ns()
+    with marks.phase("import"):
+        import torch
+    import_ns = time.monotonic_ns() - import_start_ns
+    with marks.phase("prepare"):
+        from pathlib import Path
+
+        from weighin.checkpoint.manifest import read_manifest
+        from weighin.models.skeleton import resolve_builder
+        from weighin.worker.inputs import example_inputs
+        from weighin.worker.loading import WorkerLoad
+
+        sys.path[:0] = job.python_path
+        cell = job.cell
+        builder = resolve_builder(cell.model.builder)
+        device = torch.device(cell.device)
+        if device.type == "cuda":
+            from weighin.worker.cuda import CudaMemory
+
+            marks.cuda = CudaMemory(device, cell.vram_limit_bytes)
+            device = marks.cuda.device
+        inputs = example_inputs(builder, cell.model.kwargs, getattr(torch, cell.dtype))
+        load = WorkerLoad(
+            checkpoint=Path(job.checkpoint),
+            device=device,
+            dtype=getattr(torch, cell.dtype),
+            options=cell.options,
+            model=cell.model,
+            builder=builder,
+            marks=marks,
+        )
+        settle_math()
+        model = None
+        if cell.operation == "save":
+            from weighin.worker import saving
+
+            model = saving.load_model(load)
+        manifest = read_manifest(Path(job.manifest))
+        prepared = Prepared(load, inputs, manifest, cell.passes, model)
+        if cell.cache == "warm":
+            read_through(load.checkpoint)
+    marks.flush()
+    lifeline.send_and_wait(
+        "baseline",
+        t_ns=time.monotonic_ns(),
+        memory=asdict(marks.memory()),
+        import_ns=import_ns,
+        environment=environment(marks),
+    )
+    return prepared
+
+
+def load(job: Job, prepared: Prepared, lifeline: Lifeline, marks: Marks) -> "torch.nn.Module":
+    """Run the strategy and return the model that it leaves."""
+    import torch
+
+    model = run_strategy(job, prepared.load, lifeline, marks)
+    if not isinstance(model, torch.nn.Module):
+        what = "None" if model is None else f"a {type(model).__name__}"
+        raise StrategyFailed(f"load() returned {what}, not a torch.nn.Module")
+    return model
+
+
+def run_strategy(job: Job, seen: Any, lifeline: Lifeline, marks: Marks) -> Any:
+    """Call the strategy with what it sees; its own imports are a part of what it costs."""
+    from pathlib import Path
+
+    from weighin.worker.loading import import_strategy
+
+    if marks.cuda:
+        for note in marks.cuda.notes():
+            lifeline.send("note", text=note)
+        if job.trace:
+            marks.cuda.start_trace()
+    marks.restart()
+    marked_ns, start_ns = marks.spent_ns, time.monotonic_ns()
+    try:
+        returned = import_strategy(Path(job.strategy_path), job.cell.operation)(seen)
+        if marks.cuda:
+            marks.cuda.synchronize()
+    except BaseException as error:
+        raise StrategyFailed from error
+    load_ns = time.monotonic_ns() - start_ns - (marks.spent_ns - marked_ns)
+    marks.flush()
+    lifeline.send("loaded", load_ns=load_ns)
+    if marks.cuda:
+        tell_trace(lifeline, marks.cuda)
+        for note in marks.cuda.notes_at_end():
+            lifeline.send("note", text=note)
+    return returned
+
+
+def save(
+    job: Job, model: "torch.nn.Module", prepared: Prepared, lifeline: Lifeline, marks: Marks
+) -> None:
+    """Run the strategy, wait until all that it wrote is on the disk, and read it back."""
+    from pathlib import Path
+
+    from weighin.worker import saving
+
+    target, cell = Path(job.target), job.cell
+    seen = saving.WorkerSave(model, target, cell.format, cell.options, marks)
+    run_strategy(job, seen, lifeline, marks)
+    if not saving.files_in(target):
+        raise StrategyFailed("save() left no file in job.target")
+    marks.restart()
+    start_ns = time.monotonic_ns()
+    with marks.phase("sync"):
+        saving.sync(target)
+        end_ns = time.monotonic_ns()
+    written = asdict(saving.measure(target))
+    lifeline.send("ready", t_ns=end_ns, touch_ns=end_ns - start_ns, written=written)
+    with marks.phase("verify"):
+        saving.check(target, prepared.manifest, prepared.load.dtype)
+    lifeline.send("done", first_use_ns=None, marks_ns=marks.spent_ns)
+
+
+def check(model: "torch.nn.Module", prepared: Prepared, lifeline: Lifeline, marks: Marks) -> None:
+    """Read every byte of the model, compare it with the checkpoint's checksums, and use it."""
+    from weighin.worker import touch, verify
+
+    job = prepared.load
+    tensors = touch.named_tensors(model)
+    verify.check_structure(tensors, prepared.manifest, job.device, job.dtype)
+    marks.restart()
+    start_ns = time.monotonic_ns()
+    with marks.phase("touch"):
+        checksums = touch.touch(tensors)
+        end_ns = time.monotonic_ns()
+    lifeline.send("ready", t_ns=end_ns, touch_ns=end_ns - start_ns)
+    verify.check_values(checksums, prepared.manifest, job.dtype)
+    first_use_ns = None
+    for _ in range(prepared.passes):
+        if prepared.inputs is None:
+            break
+        start_ns = time.monotonic_ns()
+        with marks.phase("forward"):
+            verify.check_forward(model, prepared.inputs.to(job.device))
+            first_use_ns = (first_use_ns or 0) + time.monotonic_ns() - start_ns
+    lifeline.send("done", first_use_ns=first_use_ns, marks_ns=marks.spent_ns)
+
+
+def tell_trace(lifeline: Lifeline, cuda: "CudaMemory") -> None:
+    """Send the allocator's events, where they were asked for, some at a time."""
+    if (trace := cuda.take_trace()) is None:
+        return
+    events = trace.pop("events")
+    for start in range(0, max(1, len(events)), _TRACE_PIECE):
+        lifeline.send("trace", **trace, events=events[start : start + _TRACE_PIECE])
+
+
+if __name__ == "__main__":
+    main()

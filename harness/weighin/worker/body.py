@@ -1,0 +1,131 @@
+"""Run a test's own body, or a function, under marks: what a pytest of somebody else's measures.
+
+The baseline is taken just before the body, when torch, pytest and the test's fixtures are there:
+peaks above it are the body's own. What was freed before is given back to the kernel first, so that
+the body cannot hide in it.
+"""
+
+import ctypes
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any, NoReturn
+
+from weighin.cell import Body, Job
+from weighin.record import Outcome
+from weighin.worker.connection import Lifeline
+from weighin.worker.failures import describe, fail
+from weighin.worker.phases import Marks
+from weighin.worker.warmup import environment
+
+BODY = "body"
+"""The name of what a body does outside the phases that it marks itself."""
+
+
+class Measured:
+    """The marks around a body."""
+
+    def __init__(self, job: Job, lifeline: Lifeline, marks: Marks, import_ns: int) -> None:
+        self.marks = marks
+        self._lifeline = lifeline
+        self._job = job
+        self._import_ns = import_ns
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Take the baseline, and close the body at its end, also where it raises."""
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        if (device := self._job.cell.device).startswith("cuda"):
+            import torch
+
+            from weighin.worker.cuda import CudaMemory
+
+            self.marks.cuda = CudaMemory(torch.device(device))
+        self.marks.close_rest("prepare")
+        self._lifeline.send_and_wait(
+            "baseline",
+            t_ns=time.monotonic_ns(),
+            memory=asdict(self.marks.memory()),
+            import_ns=self._import_ns,
+            environment=environment(self.marks),
+        )
+        self.marks.restart()
+        self._lifeline.send("begin", name=BODY, t_ns=time.monotonic_ns())
+        start_ns, marked_ns = time.monotonic_ns(), self.marks.spent_ns
+        try:
+            yield
+        finally:
+            load_ns = time.monotonic_ns() - start_ns - (self.marks.spent_ns - marked_ns)
+            self.marks.close_rest(BODY)
+            self._lifeline.send("loaded", load_ns=load_ns)
+            self._lifeline.send("ready", t_ns=time.monotonic_ns(), touch_ns=0)
+
+
+def run_body(job: Job, body: Body, lifeline: Lifeline, marks: Marks) -> NoReturn:
+    """Run the body and end this process; its outcome and its marks went to the parent."""
+    start_ns = time.monotonic_ns()
+    with marks.phase("import"):
+        import torch  # noqa: F401 (every body's baseline holds it)
+    import_ns = time.monotonic_ns() - start_ns
+    sys.path += [folder for folder in job.python_path if folder not in sys.path]
+    measured = Measured(job, lifeline, marks, import_ns)
+    try:
+        message = _run_test(body, measured) if body.pytest_arguments else _call(body, measured)
+    except BaseException as error:
+        fail(lifeline, Outcome.STRATEGY_FAILED, describe(error))
+    if message:
+        lifeline.send("failed", outcome=Outcome.STRATEGY_FAILED, message=message)
+    else:
+        lifeline.send("done", first_use_ns=None, marks_ns=marks.spent_ns)
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _run_test(body: Body, measured: Measured) -> str:
+    """Run pytest on the one test; returns what failed, empty where nothing did."""
+    import pytest
+
+    from weighin.testing.plugin import PHASES
+
+    reports: list[Any] = []
+
+    class Plugin:
+        """Marks around the call alone; what pytest says of the test is kept for the one outside."""
+
+        def pytest_configure(self, config: pytest.Config) -> None:
+            config.stash[PHASES] = measured.marks.phase
+            self.config = config
+
+        @pytest.hookimpl(wrapper=True, trylast=True)
+        def pytest_pyfunc_call(self) -> Generator[None, object, object]:
+            with measured.running():
+                return (yield)
+
+        def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+            hook = self.config.hook.pytest_report_to_serializable
+            reports.append(hook(config=self.config, report=report))
+
+    os.environ.pop("PYTEST_ADDOPTS", None)
+    code = pytest.main(list(body.pytest_arguments), plugins=[Plugin()])
+    with open(body.path, "w", encoding="utf-8") as file:  # noqa: PTH123 (no pathlib in the worker)
+        json.dump(reports, file, default=str)
+    failed = [report["when"] for report in reports if report["outcome"] == "failed"]
+    if failed:
+        return f"the test failed in its {failed[0]}"
+    return "" if reports else f"pytest ended with exit code {int(code)}"
+
+
+def _call(body: Body, measured: Measured) -> str:
+    import pickle
+
+    with open(body.path, "rb") as file:  # noqa: PTH123
+        function, arguments, keywords = pickle.load(file)  # noqa: S301 (this user's, just written)
+    with measured.running():
+        function(*arguments, **keywords)
+    return ""

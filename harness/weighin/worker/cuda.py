@@ -1,0 +1,189 @@
+"""The CUDA allocator's own peaks: requested, allocated and reserved bytes of one device.
+
+Three different figures: what tensors asked for, that rounded up to blocks, and the segments that
+the allocator holds from the driver. The driver's own used memory is sampled beside them; page-locked
+host memory has an allocator, and a peak, of its own. All of it is read after the device has come
+to rest, so that a copy under way is neither missed nor left out of the time.
+"""
+
+import math
+import threading
+import time
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+
+from weighin.probes.allocator_trace import TRACE_EVENTS
+from weighin.record import Phase
+from weighin.units import format_bytes, format_exact
+
+_SAMPLE_INTERVAL_S: Final = 0.005
+_KINDS: Final = ("requested", "allocated", "reserved")
+
+
+class CudaMemory:
+    """The memory of one CUDA device, as this process's allocator counts it.
+
+    Creates the context first: its memory belongs to the baseline, not to the load.
+
+    Raises:
+        ValueError: ``limit_bytes`` is more than the device has.
+    """
+
+    def __init__(self, device: torch.device, limit_bytes: int | None = None) -> None:
+        # Else page-locked buffers and streams would make a second context, on the first device.
+        torch.cuda.set_device(device.index or 0)
+        self.device = torch.device("cuda", device.index or 0)
+        self._timeline: list[tuple[int, int, int]] = []
+        self._clock_offset_ns: int | None = None
+        self._traced_from = (0, 0)
+        torch.zeros(1, device=self.device)
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        if limit_bytes is not None:
+            self._limit(limit_bytes)
+        self.reset()
+        threading.Thread(target=self._sample, name="cuda sampler", daemon=True).start()
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated(self.device)
+
+    def reset(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+        if hasattr(torch.cuda, "reset_peak_host_memory_stats"):  # torch 2.8
+            torch.cuda.reset_peak_host_memory_stats()
+
+    def complete(self, phase: Phase) -> Phase:
+        """Return the phase with the allocator's peaks since the last reset."""
+        stats = torch.cuda.memory_stats(self.device)
+        requested, allocated, reserved = (stats.get(f"{kind}_bytes.all.peak") for kind in _KINDS)
+        return replace(
+            phase,
+            end=replace(phase.end, cuda_allocated_bytes=self.allocated()),
+            peak_cuda_requested_bytes=requested,
+            peak_cuda_allocated_bytes=allocated,
+            peak_cuda_reserved_bytes=reserved,
+            peak_pinned_bytes=_pinned_peak(),
+        )
+
+    def take_timeline(self) -> list[tuple[int, int, int]]:
+        """Return and forget the samples so far: (t_ns, allocated bytes, driver-used bytes)."""
+        taken, self._timeline = self._timeline, []
+        return taken
+
+    def start_trace(self) -> None:
+        """Let the allocator note every event from here on, without tracebacks."""
+        stats = torch.cuda.memory_stats(self.device)
+        self._traced_from = (
+            stats["requested_bytes.all.current"],
+            stats["reserved_bytes.all.current"],
+        )
+        self._clock_offset_ns = time.time_ns() - time.monotonic_ns()
+        torch.cuda.memory._record_memory_history("all", context=None, max_entries=TRACE_EVENTS)
+
+    def take_trace(self) -> dict[str, Any] | None:
+        """End the trace and return it, or None where none was begun.
+
+        ``events`` are (t_ns, action, bytes); ``requested_bytes`` and ``reserved_bytes`` are what
+        there was before the first of them.
+        """
+        if self._clock_offset_ns is None:
+            return None
+        traces = torch.cuda.memory._snapshot(self.device.index)["device_traces"]
+        torch.cuda.memory._record_memory_history(None)
+        offset_ns, self._clock_offset_ns = self._clock_offset_ns, None
+        events = [
+            (one["time_us"] * 1000 - offset_ns, one["action"], one["size"])
+            for one in traces[self.device.index]
+        ]
+        requested, reserved = self._traced_from
+        return {"requested_bytes": requested, "reserved_bytes": reserved, "events": events}
+
+    def summary(self) -> str:
+        """Return the allocator's own table of its state."""
+        return torch.cuda.memory_summary(self.device, abbreviated=True)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the device is. ``gpu_uuid`` is how the driver's own tools name it."""
+        properties = torch.cuda.get_device_properties(self.device)
+        uuid = getattr(properties, "uuid", None)
+        return {
+            "gpu": properties.name,
+            "gpu_bytes": properties.total_memory,
+            "gpu_uuid": None if uuid is None else f"GPU-{uuid}",
+            "cuda": torch.version.cuda,
+            "cuda_allocator": torch.cuda.get_allocator_backend(),
+        }
+
+    def notes(self) -> list[str]:
+        """Return what keeps a figure of this device from meaning what it says, with the reason."""
+        properties = torch.cuda.get_device_properties(self.device)
+        backend = torch.cuda.get_allocator_backend()
+        found = []
+        if getattr(properties, "is_integrated", 0):
+            found.append(
+                f"{properties.name} has no memory of its own: CUDA memory is a part of the RAM, and a"
+                " RAM limit may not count it"
+            )
+        if " MIG " in properties.name:
+            found.append(
+                f"{properties.name} is a part of a GPU (MIG): its memory is that part's, and times"
+                " depend on what runs in the other parts"
+            )
+        if backend != "native":
+            found.append(
+                f"the CUDA allocator is {backend}: its requested and reserved bytes are the driver's"
+                " pool's, not blocks and segments; unset PYTORCH_CUDA_ALLOC_CONF"
+            )
+        return found
+
+    def notes_at_end(self) -> list[str]:
+        """Return which other devices the load has used: no figure here counts them."""
+        peaks = {
+            index: torch.cuda.max_memory_allocated(index)
+            for index in range(torch.cuda.device_count())
+            if index != self.device.index
+        }
+        return [
+            f"the load also allocated {format_bytes(peak)} on cuda:{index}: all figures are"
+            f" those of {self.device}"
+            for index, peak in peaks.items()
+            if peak
+        ]
+
+    def _limit(self, limit_bytes: int) -> None:
+        """Let the allocator reserve so many bytes at most; the context is not counted."""
+        _, total = torch.cuda.mem_get_info(self.device)
+        if limit_bytes > total:
+            raise ValueError(
+                f"--vram {format_exact(limit_bytes)} is more than {self.device} has"
+                f" ({format_bytes(total)})"
+            )
+        # Torch multiplies again and cuts: without the next float up a byte could be missing.
+        fraction = min(1.0, math.nextafter(limit_bytes / total, 1.0))
+        torch.cuda.set_per_process_memory_fraction(fraction, self.device)
+
+    def _sample(self) -> None:
+        while True:
+            free, total = torch.cuda.mem_get_info(self.device)
+            self._timeline.append((time.monotonic_ns(), self.allocated(), total - free))
+            time.sleep(_SAMPLE_INTERVAL_S)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether a GPU had no memory: the caching allocator's error, or the driver's own."""
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        return True
+    # Page-locked memory and contexts come from the driver, whose refusal has a number.
+    is_drivers = isinstance(error, getattr(torch, "AcceleratorError", RuntimeError))
+    return is_drivers and str(error).startswith("CUDA error: out of memory")
+
+
+def _pinned_peak() -> int | None:
+    if not hasattr(torch.cuda, "host_memory_stats"):  # torch 2.8
+        return None
+    return int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0))

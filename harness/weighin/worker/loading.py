@@ -1,0 +1,51 @@
+"""What a strategy of this worker sees, made from the job; and the strategy itself."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from weighin.cell import ModelSpec, Operation
+from weighin.models.skeleton import construct, reset_buffers
+
+
+class Phases(Protocol):
+    """Whoever keeps the peaks of phases: marks in a worker, a ledger in a prediction."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """``weighin.contract.Load`` inside the measured process."""
+
+    checkpoint: Path
+    device: torch.device
+    dtype: torch.dtype
+    options: Mapping[str, Any]
+    model: ModelSpec
+    builder: Callable[..., torch.nn.Module]
+    marks: Phases
+
+    def build_model(self) -> torch.nn.Module:
+        return construct(lambda: self.builder(**self.model.kwargs), self.dtype)
+
+    def reset_buffers(self, model: torch.nn.Module) -> None:
+        reset_buffers(model, self.builder, self.model.kwargs, self.device, self.dtype)
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        return self.marks.phase(name)
+
+
+def import_strategy(path: Path, operation: Operation = "load") -> Callable[[Any], Any]:
+    """Return the ``load`` or ``save`` function of a strategy's file."""
+    spec = spec_from_file_location(f"weighin_strategy_{path.stem}", path)
+    assert spec and spec.loader
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    function: Callable[[Any], Any] = getattr(module, operation)
+    return function

@@ -1,0 +1,100 @@
+"""Phase marks: the kernel's and the allocator's high-water marks, read and put back.
+
+A mark reads VmHWM first and resets it then; the parent does the same with the cgroup's peak while
+the worker waits. Time spent in marks is kept apart, so that it can be taken out of the load's.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
+
+from weighin.probes.process import memory_of, parse_faults, read_status, read_text
+from weighin.record import Memory, Phase
+from weighin.worker.connection import Lifeline
+
+if TYPE_CHECKING:
+    from weighin.worker.cuda import CudaMemory
+
+UNNAMED = "other"
+"""The name of what a strategy does outside its phases."""
+
+_SHORTEST_GAP_NS = 1_000_000  # less than this between two phases goes to the second one
+
+
+class Marks:
+    """The marks of one worker, in the order in which it passes them."""
+
+    def __init__(self, lifeline: Lifeline) -> None:
+        self.spent_ns = 0
+        self.cuda: CudaMemory | None = None
+        self._lifeline = lifeline
+        self._current: str | None = None
+        self._start_ns = time.monotonic_ns()
+        self._faults = _read_faults()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measure what runs inside as a phase of this name; marks both its ends."""
+        if self._current is not None:
+            raise RuntimeError(
+                f"phase {name!r} begins inside {self._current!r}: phases do not nest"
+            )
+        self.flush()
+        self._current = name
+        self._lifeline.send("begin", name=name, t_ns=time.monotonic_ns())
+        try:
+            yield
+        finally:
+            self._current = None
+            self._close(name)
+
+    def flush(self) -> None:
+        """Close what ran since the last mark, outside any phase, where it is worth a mark."""
+        if time.monotonic_ns() - self._start_ns >= _SHORTEST_GAP_NS:
+            self._close(UNNAMED)
+
+    def close_rest(self, name: str) -> None:
+        """Close what ran since the last mark as a phase of this name, however short it was."""
+        self._close(name)
+
+    def restart(self) -> None:
+        """Leave out what ran since the last mark: it was the harness's own."""
+        self._faults = _read_faults()
+        self._start_ns = time.monotonic_ns()
+
+    def memory(self) -> Memory:
+        """Return this process's memory now."""
+        memory = memory_of(read_status())
+        return replace(memory, cuda_allocated_bytes=self.cuda.allocated()) if self.cuda else memory
+
+    def _close(self, name: str) -> None:
+        if self.cuda:
+            self.cuda.synchronize()
+        end_ns = time.monotonic_ns()
+        status = read_status()
+        minor, major = _read_faults()
+        phase = Phase(
+            name=name,
+            start_ns=self._start_ns,
+            end_ns=end_ns,
+            peak_rss_bytes=status["VmHWM"],
+            end=memory_of(status),
+            minor_faults=minor - self._faults[0],
+            major_faults=major - self._faults[1],
+        )
+        if self.cuda:
+            phase = self.cuda.complete(phase)
+            self._lifeline.send("cuda", points=self.cuda.take_timeline())
+        self._lifeline.send_and_wait("phase", **asdict(phase))
+        if self.cuda:
+            self.cuda.reset()
+        with open("/proc/self/clear_refs", "w") as file:  # noqa: PTH123 (pathlib takes 1 MiB)
+            file.write("5")
+        self.restart()
+        self.spent_ns += self._start_ns - end_ns
+
+
+def _read_faults() -> tuple[int, int]:
+    return parse_faults(read_text("/proc/self/stat"))
