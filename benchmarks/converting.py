@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from weighin import formats as layouts
+from weighin import formats
 from weighin.checkpoint import cache
 from weighin.suite import registry
 from weighin.suite.config import DTYPES
@@ -55,7 +55,7 @@ def main() -> None:
     )
     parser.add_argument("--model", default="gpt2-xl")
     parser.add_argument("--dtype", default="float32", choices=DTYPES, help="to convert to")
-    parser.add_argument("--formats", nargs="+", choices=layouts.NAMES, default=list(layouts.NAMES))
+    parser.add_argument("--formats", nargs="+", choices=formats.NAMES, default=list(formats.NAMES))
     options = parser.parse_args()
     source = cache.ensure(registry.model(options.model), "pt")
     manifest = source.manifest()
@@ -75,7 +75,7 @@ def convert(source: Path, fmt: str, dtype: str) -> dict[str, float]:
     """Return the peak above the import, in bytes, and the seconds of one conversion."""
     folder = Path(tempfile.mkdtemp(prefix="converting-", dir=cache.folder()))
     try:
-        target = folder / f"model{layouts.named(fmt).SUFFIX}"
+        target = folder / f"model{formats.named(fmt).SUFFIX}"
         command = [sys.executable, "-c", CHILD, str(source), str(target), fmt, dtype]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         found: dict[str, float] = json.loads(done.stdout)

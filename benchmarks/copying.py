@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from weighin.loader import direct_io as direct
+from weighin.loader import direct_io
 from weighin.loader.direct_io import PieceReader
 from weighin.loader.mapped_copy import ask_for_huge_pages, make_present
 from weighin.units import MIB
@@ -44,7 +44,7 @@ def copy_mapped(file: Path, target: memoryview, offset: int) -> None:
     make_present(target)
     reader = PieceReader()
     with reader.looking(file, offset, len(target)) as found:
-        direct.copy(target, found)
+        direct_io.copy(target, found)
     reader.close()
 
 
@@ -77,7 +77,7 @@ def seconds(way: str, file: Path, threads: int) -> tuple[float, float]:
     share = most or -(-size // threads // _HUGE_BYTES) * _HUGE_BYTES
     area = mmap.mmap(-1, size + _HUGE_BYTES, flags=mmap.MAP_PRIVATE)
     ask_for_huge_pages(area, 0, len(area))
-    lead = -direct.address_of(memoryview(area)) % _HUGE_BYTES
+    lead = -direct_io.address_of(memoryview(area)) % _HUGE_BYTES
     memory = memoryview(area)[lead : lead + size]
     offsets, lock = iter(range(0, size, share)), threading.Lock()
 

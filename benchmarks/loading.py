@@ -32,7 +32,7 @@ from typing import Any, cast
 from weighin.checkpoint import cache
 from weighin.loader.mapped_copy import ask_for_huge_pages
 from weighin.probes import page_cache
-from weighin.run import page_preconditioning as steady
+from weighin.run import page_preconditioning
 from weighin.run.bytecode import compile_code
 from weighin.suite import registry
 
@@ -178,10 +178,10 @@ def _in_fresh_process(job: dict[str, Any], read: Path, state: str) -> tuple[floa
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdout
-        with steady.held(memory_bytes):
+        with page_preconditioning.held(memory_bytes):
             process.stdout.readline()
             _prepare_cache(read, state)
-            time.sleep(steady.SETTLED_S)
+            time.sleep(page_preconditioning.SETTLED_S)
             _prepare_cache(read, state)  # some machines drop what nobody asked for lately
         output, _ = process.communicate("go\n")
     if process.returncode:

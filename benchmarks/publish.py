@@ -25,8 +25,7 @@ import yaml
 
 from weighin.probes import environment
 from weighin.record import Outcome, Result
-from weighin.records import run_folder as journal
-from weighin.records import sources
+from weighin.records import run_folder, sources
 from weighin.report import captions
 from weighin.report.checked import FILE as PREDICTED
 from weighin.report.freshness import since, standing
@@ -92,7 +91,7 @@ def read(root: Path, names: Sequence[str] = ()) -> list[Run]:
     for name, command in commands.items():
         if not names or name in names:
             folder = root / PUBLISHED / name
-            results = journal.read(folder).results if folder.exists() else ()
+            results = run_folder.read(folder).results if folder.exists() else ()
             runs.append(Run(name, tuple(shlex.split(command)), tuple(results)))
     return runs
 
@@ -163,7 +162,7 @@ def measure(run: Run) -> None:
     """Measure a run into results/publishing, or what is left of it."""
     folder = PUBLISHING / run.name
     verb, *rest = run.command
-    if (folder / journal.PLAN).exists():
+    if (folder / run_folder.PLAN).exists():
         _refuse_other_code(folder)
         arguments = [verb, "--resume", str(folder)]
     else:
@@ -172,13 +171,13 @@ def measure(run: Run) -> None:
     done = subprocess.run([sys.executable, "-m", "weighin", *arguments], check=False)
     if done.returncode:
         sys.exit(f"error: weighin ended with {done.returncode}. The same command goes on from here")
-    wrong = [one for one in journal.read(folder).results if one.outcome in _NO_FIGURES]
+    wrong = [one for one in run_folder.read(folder).results if one.outcome in _NO_FIGURES]
     if wrong:
         sys.exit(
             f"error: {folder}: {wrong[0].cell.strategy} is {wrong[0].outcome}: {wrong[0].message}"
         )
     before = {one.cell.isolation for one in run.results}
-    now = {one.cell.isolation for one in journal.read(folder).results}
+    now = {one.cell.isolation for one in run_folder.read(folder).results}
     if before and now != before:
         sys.exit(
             f"error: {folder} was measured with {', '.join(now)}, and the published one with"
@@ -193,7 +192,7 @@ _NO_FIGURES: Final = {
 
 def _refuse_other_code(folder: Path) -> None:
     now = environment.code()["git_commit"]
-    then = {one.environment.get("git_commit") for one in journal.read(folder).results}
+    then = {one.environment.get("git_commit") for one in run_folder.read(folder).results}
     if then - {now}:
         sys.exit(
             f"error: {folder} was begun at commit {', '.join(str(one)[:10] for one in then)}, and this"

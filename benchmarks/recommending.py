@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from weighin.cell import Cell
-from weighin.isolation import select as choice
+from weighin.isolation import select
 from weighin.recommend.answer import Advice, Known, Question, advise, gather
 from weighin.recommend.prior_runs import find
 from weighin.recommend.ranking import Limits, Verdict, doubt_bytes
 from weighin.record import Outcome, Result
-from weighin.records import run_folder as journal
+from weighin.records import run_folder
 from weighin.run.runner import Progress, Run, run
 from weighin.suite import registry
 from weighin.suite.config import DTYPES
@@ -79,7 +79,7 @@ def _tried(
 ) -> tuple[list[Promise], Sequence[Result]]:
     """Return what was promised, and what became of it: measured here, or in the run that is given."""
     if options.run:
-        results = journal.read(options.run).results
+        results = run_folder.read(options.run).results
         return [*_promised(known, limits, asked, results)], results
     promises = [
         *(Promise(one, lives=True) for one in known.planned),
@@ -102,7 +102,7 @@ def _limits(known: Known) -> Iterator[int]:
 
 def _limits_of(run: Path) -> list[int]:
     """Return the limits under which a run measured."""
-    limits = {one.cell.ram_limit_bytes for one in journal.read(run).results}
+    limits = {one.cell.ram_limit_bytes for one in run_folder.read(run).results}
     return sorted(limit for limit in limits if limit is not None)
 
 
@@ -157,9 +157,9 @@ def _changed(planned: Planned, **changes: Any) -> Planned:
 
 def _measure(folder: Path, promises: Sequence[Promise], isolation: str) -> list[Result]:
     planned = [one.planned for one in promises]
-    if not (folder / journal.PLAN).exists():
-        journal.write_plan(folder, [one.cell for one in planned], {})
-    task = Run(folder, planned, choice.choose(isolation, limited=True)[0])
+    if not (folder / run_folder.PLAN).exists():
+        run_folder.write_plan(folder, [one.cell for one in planned], {})
+    task = Run(folder, planned, select.choose(isolation, limited=True)[0])
     return run(task, Progress(starting=_say_cell))
 
 

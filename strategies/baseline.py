@@ -7,7 +7,7 @@ Options: map_location ("cpu" keeps the state dict in RAM; default: the device).
 
 import torch
 
-from weighin.contract import Load
+from weighin.strategy import Load
 
 FORMATS = ("pt",)
 DEVICES = ("cpu", "cuda")

@@ -8,8 +8,7 @@ Options: map_location ("cpu" reads all of it into RAM before the first copy; def
 
 import torch
 
-from weighin.contract import Load
-from weighin.models.tied_weights import retie, tied_names
+from weighin.strategy import Load, retie, tied_names
 
 FORMATS = ("pt", "pt_legacy")
 DEVICES = ("cpu", "cuda")

@@ -7,8 +7,7 @@ Options: map_location ("cpu" keeps the state dict in RAM; default: the device).
 
 import torch
 
-from weighin.contract import Load
-from weighin.models.tied_weights import retie, tied_names
+from weighin.strategy import Load, retie, tied_names
 
 FORMATS = ("pt",)
 DEVICES = ("cpu", "cuda")

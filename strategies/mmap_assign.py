@@ -8,8 +8,7 @@ Options: map_location ("cpu" maps all of it before the first copy to a GPU; defa
 
 import torch
 
-from weighin.contract import Load
-from weighin.models.tied_weights import retie, tied_names
+from weighin.strategy import Load, retie, tied_names
 
 FORMATS = ("pt",)
 DEVICES = ("cpu", "cuda")

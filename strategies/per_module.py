@@ -6,9 +6,8 @@ layout: one file for each layer or submodule.
 
 import torch
 
-from weighin.contract import Load
 from weighin.formats.per_module import read_index
-from weighin.models.tied_weights import retie, tied_names
+from weighin.strategy import Load, retie, tied_names
 
 FORMATS = ("per_module",)
 DEVICES = ("cpu", "cuda")

@@ -7,8 +7,7 @@ while they fit.
 import torch
 from safetensors import safe_open
 
-from weighin.contract import Load
-from weighin.models.tied_weights import retie, tied_names
+from weighin.strategy import Load, retie, tied_names
 
 FORMATS = ("safetensors",)
 DEVICES = ("cpu", "cuda")

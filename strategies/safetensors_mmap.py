@@ -6,8 +6,7 @@ Expected peak: no anonymous memory for the weights, as with mmap_assign; and no 
 import torch
 from safetensors.torch import load_file
 
-from weighin.contract import Load
-from weighin.models.tied_weights import retie, share_missing, tied_names
+from weighin.strategy import Load, retie, share_missing, tied_names
 
 FORMATS = ("safetensors",)
 DEVICES = ("cpu", "cuda")

@@ -8,7 +8,7 @@ Options: map_location (a device for the state dict; default "cpu"), pinned (true
 
 import torch
 
-from weighin.contract import Load
+from weighin.strategy import Load
 
 FORMATS = ("pt",)
 DEVICES = ("cpu", "cuda")

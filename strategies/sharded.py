@@ -9,9 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from weighin import formats as layouts
-from weighin.contract import Load
-from weighin.models.tied_weights import retie, tied_names
+from weighin.strategy import Load, files, retie, tied_names
 
 FORMATS = ("sharded", "sharded_pt")
 DEVICES = ("cpu", "cuda")
@@ -27,7 +25,7 @@ def load(job: Load) -> torch.nn.Module:
         retie(model, tied)
     with job.phase("copy"):
         targets = model.state_dict()
-        _index, *shards = layouts.files(job.checkpoint)
+        _index, *shards = files(job.checkpoint)
         for shard in shards:
             for name, tensor in load_shard(shard).items():
                 targets[name].copy_(tensor)

@@ -8,8 +8,7 @@ Options: threads (up to 4 at what is cached, else 16), granularity ("all", "modu
 
 import torch
 
-from weighin.contract import Load
-from weighin.loader.load import load_streaming
+from weighin.strategy import Load, load_streaming
 
 FORMATS = (
     "pt", "safetensors", "sharded", "sharded_pt", "per_param", "per_module", "dcp", "pt_legacy",

@@ -58,9 +58,9 @@ def _cgroup_missing() -> str:
 
 @cache
 def _cuda_missing() -> str:
-    from weighin.run import gpu_check as gpu
+    from weighin.run import gpu_check
 
-    return gpu.look().why
+    return gpu_check.look().why
 
 
 @cache

@@ -6,8 +6,7 @@ Expected peak: one copy of the weights, in one block of memory that all of them 
 import torch
 from fastsafetensors import fastsafe_open
 
-from weighin.contract import Load
-from weighin.models.skeleton import without_weights
+from weighin.strategy import Load, without_weights
 
 FORMATS = ("safetensors",)
 DEVICES = ("cpu", "cuda")

@@ -6,8 +6,7 @@ Expected peak: one copy of the weights, and what the streamer reads ahead.
 import torch
 from runai_model_streamer import SafetensorsStreamer
 
-from weighin.contract import Load
-from weighin.models.skeleton import without_weights
+from weighin.strategy import Load, without_weights
 
 FORMATS = ("safetensors",)
 DEVICES = ("cpu", "cuda")

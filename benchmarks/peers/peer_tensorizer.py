@@ -6,8 +6,7 @@ Expected peak: one copy of the weights.
 import torch
 from tensorizer import TensorDeserializer
 
-from weighin.contract import Load
-from weighin.models.skeleton import without_weights
+from weighin.strategy import Load, without_weights
 
 FORMATS = ("tensorizer",)
 DEVICES = ("cpu", "cuda")

@@ -28,6 +28,9 @@ from weighin.cell import Body, Cell, Job, ModelSpec
 
 ACKNOWLEDGEMENT = b"\n"
 
+BODY_PLUGIN = "weighin-body"
+"""In a worker that runs a test's body: the name by which its pytest knows what marks a phase."""
+
 
 def encode_job(job: Job) -> bytes:
     """Return the job as the line that a worker reads first."""

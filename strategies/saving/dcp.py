@@ -5,7 +5,7 @@ Expected peak: no copy of the weights. It syncs its files itself.
 
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
-from weighin.contract import Save
+from weighin.strategy import Save
 
 FORMATS = ("dcp",)
 DEVICES = ("cpu", "cuda")

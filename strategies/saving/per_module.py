@@ -5,10 +5,8 @@ Expected peak: no copy of the weights.
 
 import torch
 
-from weighin.contract import Save
-from weighin.formats.folder_index import file_name
 from weighin.formats.per_module import module_of, write_index
-from weighin.models.tied_weights import tied_names
+from weighin.strategy import Save, file_name, tied_names
 
 FORMATS = ("per_module",)
 DEVICES = ("cpu", "cuda")

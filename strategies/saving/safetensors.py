@@ -5,7 +5,7 @@ Expected peak: no copy of the weights; a tied weight is written once. No pickle.
 
 from safetensors.torch import save_model
 
-from weighin.contract import Save
+from weighin.strategy import Save
 
 FORMATS = ("safetensors",)
 DEVICES = ("cpu", "cuda")

@@ -10,9 +10,7 @@ import json
 import torch
 from safetensors.torch import save_file
 
-from weighin.contract import Save
-from weighin.formats.sharded import MAX_SHARD_BYTES
-from weighin.models.tied_weights import tied_names
+from weighin.strategy import MAX_SHARD_BYTES, Save, tied_names
 
 FORMATS = ("sharded", "sharded_pt")
 DEVICES = ("cpu", "cuda")

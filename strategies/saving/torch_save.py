@@ -9,7 +9,7 @@ Options: crc32 (true): whether the zip archive gets its checksums.
 import torch
 from torch.serialization import set_crc32_options
 
-from weighin.contract import Save
+from weighin.strategy import Save
 
 FORMATS = ("pt",)
 DEVICES = ("cpu", "cuda")

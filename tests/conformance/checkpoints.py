@@ -14,7 +14,7 @@ from standard import STANDARD
 from tensors import FLOATS, fill
 from torch import nn
 
-from weighin import formats as layouts
+from weighin import formats
 from weighin.checkpoint.piecewise import pieces_of
 from weighin.formats.base import TensorPlan
 from weighin.probes import page_cache
@@ -45,7 +45,7 @@ def checkpoints() -> st.SearchStrategy[Checkpoint]:
     """Draw how a checkpoint is made: most in torch's own formats, some damaged, few cold."""
     return st.builds(
         Checkpoint,
-        fmt=st.sampled_from(("pt", "pt", "pt", "pt_legacy", "safetensors", *layouts.NAMES)),
+        fmt=st.sampled_from(("pt", "pt", "pt", "pt_legacy", "safetensors", *formats.NAMES)),
         seed=st.integers(1, 100),
         dtype=st.sampled_from((None, None, None, *FLOATS)),
         storage=st.sampled_from((*STORAGES, "as they are", "apart")),
@@ -63,18 +63,18 @@ def make(recipe: Recipe, how: Checkpoint, folder: Path) -> tuple[Path, State]:
     """
     state = _state(recipe, how)
     fmt = how.fmt if _holds(how.fmt, state) else "pt"
-    path = folder / f"model{layouts.named(fmt).SUFFIX}"
+    path = folder / f"model{formats.named(fmt).SUFFIX}"
     _remove(path)
     if fmt in PT:
         torch.save(state, path, _use_new_zipfile_serialization=fmt == "pt")
         state = torch.load(path, weights_only=True)
     else:
-        layouts.named(fmt).write(
+        formats.named(fmt).write(
             path, _plans(state), lambda name: pieces_of(_contiguous(state[name]))
         )
         state = {name: _contiguous(tensor) for name, tensor in state.items()}
     if how.cold:
-        page_cache.drop(layouts.files(path))
+        page_cache.drop(formats.files(path))
     return path, state
 
 

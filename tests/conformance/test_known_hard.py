@@ -9,7 +9,7 @@ from cases import Case, check
 from checkpoints import make
 from known import KNOWN
 
-from weighin import formats as layouts
+from weighin import formats
 from weighin.loader.load import load_streaming
 
 
@@ -19,7 +19,7 @@ def test_it_loads_as_torch_does(behaviour: str, built: bool, disk: Path) -> None
     check(replace(KNOWN[behaviour], built=built), disk)
 
 
-@pytest.mark.parametrize("fmt", layouts.NAMES)
+@pytest.mark.parametrize("fmt", formats.NAMES)
 @pytest.mark.parametrize("behaviour", ["position tables", "GRU", "two parameters over one memory"])
 def test_it_loads_as_torch_does_from_every_format(fmt: str, behaviour: str, disk: Path) -> None:
     case = KNOWN[behaviour]

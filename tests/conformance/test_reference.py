@@ -16,7 +16,7 @@ from model_differences import differences, output_differences, same_bytes, torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from weighin import formats as layouts
+from weighin import formats
 from weighin.checkpoint.reader import read_pieces
 from weighin.errors import CheckpointError
 from weighin.formats.base import TensorSlice
@@ -144,10 +144,10 @@ def load_plainly(
     **_options: Any,
 ) -> nn.Module:
     """Load as torch does, with torch's means; what it refuses changes no tensor."""
-    if layouts.detect(path).NAME in PT:
+    if formats.detect(path).NAME in PT:
         state = torch.load(path, weights_only=True)
     else:
-        state = {one.name: read_whole(one) for one in layouts.read(path)[1]}
+        state = {one.name: read_whole(one) for one in formats.read(path)[1]}
     model = source if isinstance(source, nn.Module) else source()
     held = [one for one in (*model.parameters(), *model.buffers()) if not is_lazy(one)]
     before = [one.detach().clone() for one in held]

@@ -15,9 +15,9 @@ import atheris
 
 # Only what reads foreign bytes is worth guiding by: torch and the writers would drown it.
 with atheris.instrument_imports(include=["weighin.formats"]):
-    from weighin import formats as layouts
-    from weighin.formats import bounded_json as frugal_json
+    from weighin import formats
     from weighin.formats import (
+        bounded_json,
         dcp,
         dcp_metadata,
         dcp_pickle,
@@ -31,17 +31,17 @@ with atheris.instrument_imports(include=["weighin.formats"]):
         sharded,
         state_pickle,
         tensor_refs,
+        zip_directory,
     )
-    from weighin.formats import zip_directory as archive
 
 from weighin.errors import CheckpointError
 
 MODULES = (
-    archive,
+    zip_directory,
     dcp_metadata,
     dcp_pickle,
     folder_index,
-    frugal_json,
+    bounded_json,
     safetensors_header,
     state_pickle,
     tensor_refs,
@@ -103,7 +103,7 @@ class Fuzzer:
         assert peak_bytes() // 1024 < self.limit_kib, "more than 200 MiB of memory"
 
 
-def check(place: layouts.TensorSlice, root: Path) -> None:
+def check(place: formats.TensorSlice, root: Path) -> None:
     """Assert that a slice lies inside a file of the checkpoint."""
     size = place.file.stat().st_size
     assert root in {place.file, place.file.parent}, place
@@ -117,7 +117,7 @@ def check(place: layouts.TensorSlice, root: Path) -> None:
         assert end <= place.storage_offset + place.storage_bytes, place
 
 
-def make(path: Path, layout: layouts.Layout) -> Path:
+def make(path: Path, layout: formats.Layout) -> Path:
     """Write a small, sound checkpoint with tied weights and several dtypes."""
     import torch
 

@@ -16,12 +16,12 @@ import leftovers
 
 from weighin.cell import CacheState, Cell, Job, ModelSpec, Operation
 from weighin.checkpoint import cache as checkpoints
-from weighin.isolation import select as choice
+from weighin.isolation import select
 from weighin.isolation.base import Isolation, Running
 from weighin.isolation.cgroup import temporary_group
 from weighin.probes.cgroup import MemoryCgroup, PeakMark
 from weighin.record import Phase, Result
-from weighin.run import save_target as saving
+from weighin.run import save_target
 from weighin.run.cell_runner import Setting, measure
 from weighin.suite.registry import data_folder, model, read_strategy
 from weighin.units import MIB
@@ -64,7 +64,7 @@ _prepared: dict[str, Watched] = {}
 
 def prepared_isolation(name: str) -> Watched:
     if name not in _prepared:
-        isolation = choice.named(name)
+        isolation = select.named(name)
         isolation.check()
         isolation.prepare()
         _prepared[name] = Watched(isolation)
@@ -124,7 +124,7 @@ class Bench:
         setting = Setting(isolation, self.run, {}, on_phase=on_phase)
         paths = [checkpoint.path] if checkpoint.path.is_file() else [*checkpoint.path.iterdir()]
         model_bytes = checkpoint.manifest().model_bytes()
-        with saving.target(model_bytes) if operation == "save" else nullcontext("") as target:
+        with save_target.target(model_bytes) if operation == "save" else nullcontext("") as target:
             job = replace(job, target=str(target))
             result = measure(setting, job, [*paths, *files], model_bytes)
         assert leftovers.all_of(os.getpid(), str(self.strategies.parent)) == []

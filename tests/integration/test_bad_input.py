@@ -9,7 +9,7 @@ import pytest
 from commands import NOT_LIMITED, CommandLine, Ended
 
 from weighin.checkpoint import cache
-from weighin.cli import app as cli
+from weighin.cli import app
 from weighin.suite.registry import models, strategies
 
 MODELS = ", ".join(sorted(models()))
@@ -261,7 +261,7 @@ def test_a_full_disk_is_found_before_anything_is_written(
         "sys.argv", ["weighin", "bench", "gpt2-tiny", "--isolation", "process", "--out", "run"]
     )
     with pytest.raises(SystemExit) as caught:
-        cli.main()
+        app.main()
     printed = capsys.readouterr()
     assert (caught.value.code, printed.out) == (2, "")
     assert re.sub(r"needs \d\.\d+ MiB", "needs N MiB", printed.err) == (

@@ -6,7 +6,7 @@ import pytest
 from commands import CommandLine
 
 from weighin.record import Outcome, Result
-from weighin.records import run_folder as journal
+from weighin.records import run_folder
 
 pytestmark = [pytest.mark.cuda, pytest.mark.slow]
 
@@ -20,7 +20,7 @@ def measured(command: CommandLine, strategies: str, *options: str) -> dict[str, 
         "-s", strategies, "--out", "run", *options,
     )  # fmt: skip
     assert ended.code == 0, ended.err
-    results = journal.read(command.folder / "run").results
+    results = run_folder.read(command.folder / "run").results
     return {result.cell.strategy: result for result in results}
 
 
@@ -64,6 +64,6 @@ def test_page_locked_copies_are_seen(command: CommandLine) -> None:
     )
     ended = command.run("bench", "--suite", str(suite), "--out", "run")
     assert ended.code == 0, ended.err
-    pageable, pinned = journal.read(command.folder / "run").results
+    pageable, pinned = run_folder.read(command.folder / "run").results
     assert pageable.peaks.pinned_bytes == 0
     assert (pinned.peaks.pinned_bytes or 0) >= LARGEST_BYTES

@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from factories import make_cell, make_result, mixed_run, notebook_run, write_samples
 from sweeps import a_sweep
 
-from weighin.records import run_folder as journal
+from weighin.records import run_folder
 from weighin.report.html.page import render
 from weighin.units import GIB
 
@@ -291,7 +291,7 @@ def test_a_name_that_is_a_script_does_not_run(open_page) -> None:
 
 def test_the_published_run(open_page) -> None:
     run = ROOT / "results" / "published" / "gpt2-xl-8GiB"
-    results = journal.read(run).results
+    results = run_folder.read(run).results
     opened = open_page(list(results), run=run)
     said = opened.page.locator("#summary").inner_text()
     assert (

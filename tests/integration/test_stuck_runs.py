@@ -7,9 +7,8 @@ import pytest
 
 from weighin.errors import HarnessError, IsolationUnavailable, StillRunning
 from weighin.isolation.process import LocalRunning, ProcessIsolation
-from weighin.records import run_folder as journal
-from weighin.run import request as bench
-from weighin.run import runner
+from weighin.records import run_folder
+from weighin.run import request, runner
 from weighin.suite.config import check_suite
 
 STUCK = StillRunning("the worker, process 5, does not end, not even by SIGKILL")
@@ -48,7 +47,7 @@ def test_a_run_that_cannot_go_on_keeps_its_records_and_is_resumed(
     monkeypatch.setenv("WEIGHIN_CACHE", str(shared_cache))
     names = ["baseline", "sequential", "meta_copy"]
     suite = check_suite({"models": "gpt2-tiny", "strategies": names, "isolation": "process"})
-    task, _ = bench.start(bench.Request(suite, folder=tmp_path / "run"))
+    task, _ = request.start(request.Request(suite, folder=tmp_path / "run"))
     # The first worker only imports torch; the third is the second cell's.
     kinds = [LocalRunning, LocalRunning, kind]
     with monkeypatch.context() as patched:
@@ -59,14 +58,14 @@ def test_a_run_that_cannot_go_on_keeps_its_records_and_is_resumed(
             return start(self, job)
 
         patched.setattr(ProcessIsolation, "start", start_next)
-        with pytest.raises(type(error)) as caught, bench.resumable("bench", task):
+        with pytest.raises(type(error)) as caught, request.resumable("bench", task):
             runner.run(task, runner.Progress())
     assert caught.value.exit_code == code
     assert caught.value.repair.endswith(f"; then go on: weighin bench --resume {tmp_path / 'run'}")
-    results = journal.read(task.folder).results
+    results = run_folder.read(task.folder).results
     assert [(one.cell.strategy, one.outcome) for one in results] == [(name, "ok") for name in kept]
     for one in results:
         assert one.samples_path
         assert (task.folder / one.samples_path).exists()
-    runner.run(bench.resume(task.folder), runner.Progress())
-    assert [one.cell.strategy for one in journal.read(task.folder).results] == names
+    runner.run(request.resume(task.folder), runner.Progress())
+    assert [one.cell.strategy for one in run_folder.read(task.folder).results] == names

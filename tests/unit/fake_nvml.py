@@ -3,7 +3,7 @@
 import ctypes
 from typing import Any
 
-from weighin.probes import gpu_memory as nvml
+from weighin.probes import gpu_memory
 
 _TOO_SMALL = 7
 _POINTER = ctypes.c_void_p
@@ -20,7 +20,10 @@ class Nvml:
         by_uuid = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, _POINTER)
         version = ctypes.CFUNCTYPE(ctypes.c_int, _POINTER, ctypes.c_uint)
         listing = ctypes.CFUNCTYPE(
-            ctypes.c_int, _POINTER, ctypes.POINTER(ctypes.c_uint), ctypes.POINTER(nvml._Process)
+            ctypes.c_int,
+            _POINTER,
+            ctypes.POINTER(ctypes.c_uint),
+            ctypes.POINTER(gpu_memory._Process),
         )
         self.nvmlDeviceGetHandleByUUID = by_uuid(self._find)
         self.nvmlSystemGetDriverVersion = version(self._version)

@@ -9,7 +9,7 @@ from fakes import FakeRunning, begin, done, loaded, phase, ready
 
 from weighin.cell import Cell, Job, ModelSpec
 from weighin.isolation.base import Exit
-from weighin.probes import observer as observing
+from weighin.probes import observer
 from weighin.record import Result, Sample
 from weighin.run.supervisor import Watch
 
@@ -50,6 +50,6 @@ def watched(running: FakeRunning, say: Callable[[str], None] = lambda _: None) -
 @pytest.fixture(name="sampler")
 def fake_sampler(monkeypatch: pytest.MonkeyPatch) -> type[FakeSampler]:
     kind = type("Seen", (FakeSampler,), {})
-    monkeypatch.setattr(observing, "Sampler", kind)
-    monkeypatch.setattr(observing, "pressure_file_of", lambda pid: None)
+    monkeypatch.setattr(observer, "Sampler", kind)
+    monkeypatch.setattr(observer, "pressure_file_of", lambda pid: None)
     return kind

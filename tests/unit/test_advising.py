@@ -15,8 +15,7 @@ from rich.console import Console
 from weighin.cell import ModelSpec
 from weighin.errors import CheckpointError, UnknownName
 from weighin.predict.prediction import Prediction, Work
-from weighin.recommend import answer as advising
-from weighin.recommend import calibration as calibrating
+from weighin.recommend import answer, calibration
 from weighin.recommend.answer import Advice, Question, check_allowed, gather, of_checkpoint, parts
 from weighin.recommend.calibration import Calibration
 from weighin.recommend.prior_runs import Evidence
@@ -46,8 +45,8 @@ def asked(monkeypatch: MonkeyPatch) -> Asked:
         return [_predicted(one) for one in planned]
 
     speed = Calibration(GIB, GIB, GIB, GIB, GIB, GIB, 0, 0)
-    monkeypatch.setattr(advising, "predict", predict)
-    monkeypatch.setattr(calibrating, "stored", lambda: speed)
+    monkeypatch.setattr(answer, "predict", predict)
+    monkeypatch.setattr(calibration, "stored", lambda: speed)
     return found
 
 
@@ -68,7 +67,7 @@ def _predicted(one: Planned) -> Prediction:
 def advised(ram: int | None = None, **changes: Any) -> Advice:
     asked = {"model": MODEL, "limits": Limits(ram), "results": Path("nowhere")} | changes
     question = Question(**asked)
-    return advising.advise(question, gather(question, lambda _: None))
+    return answer.advise(question, gather(question, lambda _: None))
 
 
 def printed(advice: Advice, width: int = 160) -> str:
@@ -174,7 +173,7 @@ def test_a_checkpoint_of_ones_own_layout_needs_no_saving_again(
 
 def test_a_gpu_limit_is_said_and_held(asked: Asked) -> None:
     question = Question(MODEL, Limits(None, GIB), device="cuda", results=Path("nowhere"))
-    advice = advising.advise(question, gather(question, lambda _: None))
+    advice = answer.advise(question, gather(question, lambda _: None))
     assert {one.cell.device for one in asked[0]} == {"cuda"}
     assert {one.verdict for one in advice.candidates} == {Verdict.TOO_LARGE}
     assert "m as float32 on cuda, 1GiB of the GPU" in printed(advice)
@@ -182,7 +181,7 @@ def test_a_gpu_limit_is_said_and_held(asked: Asked) -> None:
 
 def test_records_come_first_and_say_so(monkeypatch: MonkeyPatch) -> None:
     lived = Evidence([None], [], 3 * GIB, None, {None: [7.0]})
-    monkeypatch.setattr(advising, "find", lambda *_: {("baseline", "pt"): lived})
+    monkeypatch.setattr(answer, "find", lambda *_: {("baseline", "pt"): lived})
     (found,) = [one for one in advised(8 * GIB).candidates if one.strategy == "baseline"]
     assert (found.need_bytes, found.memory_from) == (3 * GIB + 16 * MIB, "measured")
     assert (found.ready_s, found.time_from) == (7.0, "measured")
@@ -193,7 +192,7 @@ def test_a_machine_that_was_slow_when_it_measured_is_named_the_same(
 ) -> None:
     quiet = {one.strategy: one.ready_s for one in advised(8 * GIB).candidates}
     slow = Evidence([None], [], 100 * MIB, None, {None: [4.5 * (quiet["mmap_assign"] or 0)]})
-    monkeypatch.setattr(advising, "find", lambda *_: {("mmap_assign", "pt"): slow})
+    monkeypatch.setattr(answer, "find", lambda *_: {("mmap_assign", "pt"): slow})
     advice = advised(8 * GIB)
     assert advice.best
     assert advice.best.strategy == "mmap_assign"
@@ -202,15 +201,15 @@ def test_a_machine_that_was_slow_when_it_measured_is_named_the_same(
 
 
 def test_a_machine_that_was_never_calibrated_is(monkeypatch: MonkeyPatch) -> None:
-    speed = calibrating.stored()
-    monkeypatch.setattr(calibrating, "stored", lambda: None)
+    speed = calibration.stored()
+    monkeypatch.setattr(calibration, "stored", lambda: None)
     done: list[Callable[[str], None]] = []
 
     def calibrate(say: Callable[[str], None]) -> Calibration | None:
         done.append(say)
         return speed
 
-    monkeypatch.setattr(calibrating, "calibrate", calibrate)
+    monkeypatch.setattr(calibration, "calibrate", calibrate)
     advised()
     assert len(done) == 1
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from weighin.loader import alignment
-from weighin.loader import open_file as opened
+from weighin.loader import alignment, open_file
 from weighin.loader.alignment import LARGEST_ALIGNMENT, alignment_of
 from weighin.loader.direct_io import PIECE_BYTES, PieceReader
 from weighin.loader.vectored import ALIGNMENT, address_of
@@ -76,7 +75,7 @@ def test_a_file_with_large_blocks_is_read_in_these(
     file: Path, offset: int, size: int, lead: int, cold: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A disk refuses what is aligned otherwise."""
-    monkeypatch.setattr(opened, "alignment_of", lambda _: LARGEST_ALIGNMENT)
+    monkeypatch.setattr(open_file, "alignment_of", lambda _: LARGEST_ALIGNMENT)
     os_preadv = os.preadv
 
     def preadv(descriptor: int, buffers: list[memoryview], at: int) -> int:
@@ -108,7 +107,7 @@ def test_a_file_with_large_blocks_is_read_in_these(
 def test_a_file_that_must_go_through_the_cache_is_dropped_behind(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opened, "alignment_of", lambda _: 0)
+    monkeypatch.setattr(open_file, "alignment_of", lambda _: 0)
     page_cache.drop([file])
     reader, target = PieceReader(), bytearray(SIZE - 777)
     reader.read(file, memoryview(target), 777)

@@ -12,7 +12,7 @@ from test_html import Page
 from test_journal import results as any_result
 
 from weighin.record import Result
-from weighin.records import run_folder as journal
+from weighin.records import run_folder
 from weighin.report import exports, terminal_table
 from weighin.report.dataframe import series
 from weighin.report.document import write_markdown
@@ -52,5 +52,5 @@ def test_a_samples_path_that_leads_out_of_the_run_is_not_followed(tmp_path: Path
     other = make_result()
     write_samples(tmp_path / "other", other)
     result = make_result(samples_path=f"../other/{other.samples_path}")
-    journal.append(tmp_path / "run", result)
+    run_folder.append(tmp_path / "run", result)
     assert "no samples" in render(tmp_path / "run", [result])

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from weighin.errors import CheckpointError
-from weighin.formats import pt, state_pickle
-from weighin.formats import zip_directory as archive
+from weighin.formats import pt, state_pickle, zip_directory
 
 AGAIN = "copy or download the file again"
 Change = Callable[[bytearray, int, dict[str, int]], None]
@@ -116,7 +115,7 @@ def test_a_record_that_occurs_twice_is_refused(path) -> None:
 
 
 def test_endless_records_are_given_up(path, monkeypatch) -> None:
-    monkeypatch.setattr(archive, "MOST_RECORDS", 3)
+    monkeypatch.setattr(zip_directory, "MOST_RECORDS", 3)
     assert message_of(path) == "damaged: more than 3 records"
 
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from weighin import __version__
 from weighin.errors import ConfigError, HarnessError, SchemaTooNew
-from weighin.gate import baseline
-from weighin.gate import freeze as freezing
+from weighin.gate import baseline, freeze
 from weighin.gate.baseline import read
 from weighin.gate.freeze import update
 from weighin.record import Outcome
@@ -54,7 +53,7 @@ def test_the_whole_file(tmp_path: Path) -> None:
     path = tmp_path / "sub" / "baseline.yaml"
     difference = update(path, ENVIRONMENT, SERIES)
     text = path.read_text()
-    assert text == freezing._HEAD + (
+    assert text == freeze._HEAD + (
         f"# measured by weighin {__version__}; from here on written by:"
         " weighin check RUN --baseline FILE --update\n"
         "measured:\n"
@@ -152,7 +151,7 @@ def test_real_results_come_back_as_they_were(tmp_path: Path) -> None:
 def test_any_name_and_any_setting_come_back(name: str, value: str | int | bool | None) -> None:
     import yaml
 
-    line = f"{freezing._text(name)}: {freezing._text(value)}"
+    line = f"{freeze._text(name)}: {freeze._text(value)}"
     assert yaml.safe_load(line) == {name: value}
 
 

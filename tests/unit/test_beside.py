@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from weighin.checkpoint import staging as beside
+from weighin.checkpoint import staging
 from weighin.errors import ConfigError
 
 
@@ -20,7 +20,7 @@ def test_of_conversions_at_once_to_one_target_one_writes(tmp_path: Path) -> None
         with suppress(threading.BrokenBarrierError):
             start.wait()
         try:
-            with beside.growing_beside(target) as folder:
+            with staging.growing_beside(target) as folder:
                 with count:
                     inside += 1
                     most = max(most, inside)
@@ -51,5 +51,5 @@ def test_of_conversions_at_once_to_one_target_one_writes(tmp_path: Path) -> None
 
 def test_long_names_that_begin_alike_are_two_targets(tmp_path: Path) -> None:
     first, second = (tmp_path / ("x" * 150 + end) for end in "ab")
-    with beside.growing_beside(first) as one, beside.growing_beside(second) as two:
+    with staging.growing_beside(first) as one, staging.growing_beside(second) as two:
         assert one != two

@@ -15,11 +15,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from weighin import formats as layouts
+from weighin import formats
 from weighin.errors import CheckpointError
 from weighin.formats import dcp
 from weighin.formats.base import Part, TensorSlice
-from weighin.loader import fill as filling
+from weighin.loader import fill
 from weighin.loader.direct_io import PIECE_BYTES
 from weighin.loader.huge_pages import allocate
 from weighin.loader.load import Granularity, load_streaming
@@ -128,8 +128,8 @@ def test_blocks_become_the_tensor_that_they_tile(
     right = Model().state_dict()
     path = write(tmp_path / "split", right, CUTS[name])
     assert all(len(one.parts) > 1 for one in dcp.read(path) if len(one.shape) > 1)
-    monkeypatch.setattr(filling, "PIECE_BYTES", most)
-    monkeypatch.setattr(filling, "READ_BYTES", most)
+    monkeypatch.setattr(fill, "PIECE_BYTES", most)
+    monkeypatch.setattr(fill, "READ_BYTES", most)
     found = load_streaming(Model, path).state_dict()
     for key, tensor in right.items():
         assert torch.equal(found[key], tensor), key
@@ -181,7 +181,7 @@ def test_a_block_with_gaps_is_refused_with_its_place(
     where = a_slice(tmp_path / "__0_0.distcp", (4, 2), (4, 2))
     parts = (Part((0, 0), where), Part((0, 2), where))
     whole = replace(where, shape=(4, 4), stride=(4, 1), parts=parts)
-    monkeypatch.setattr(layouts, "read", lambda _: ("dcp", [whole]))
+    monkeypatch.setattr(formats, "read", lambda _: ("dcp", [whole]))
     with pytest.raises(CheckpointError) as caught:
         load_streaming(torch.nn.Linear(4, 4), tmp_path)
     assert str(caught.value) == (
@@ -220,14 +220,14 @@ def test_no_piece_and_nothing_that_it_becomes_outgrows_a_buffer(
     """A reader's own buffer has that size; cpu tensors themselves are filled by larger reads."""
     numel = PIECE_BYTES + 5
     where = TensorSlice("w", (numel,), (1,), source, Path("f"), 66, 66, 4 * numel)
-    stretch = filling.Fill(where, torch.empty(numel, dtype=dtype))
+    stretch = fill.Fill(where, torch.empty(numel, dtype=dtype))
     tall = torch.empty(2 * numel, dtype=dtype)
     parts = tuple(Part((0, at), replace(where, shape=(numel, 1), stride=(1, 1))) for at in (0, 1))
     split = replace(where, shape=(numel, 2), stride=(2, 1), parts=parts)
-    for one in (stretch, filling.Fill(split, tall.view(numel, 2))):
-        pieces = list(one.pieces(filling.READ_BYTES))
+    for one in (stretch, fill.Fill(split, tall.view(numel, 2))):
+        pieces = list(one.pieces(fill.READ_BYTES))
         assert sum(p.target.numel() for p in pieces) == one.memory.numel()
-        assert all(p.target.nbytes <= filling.READ_BYTES for p in pieces)
+        assert all(p.target.nbytes <= fill.READ_BYTES for p in pieces)
         for piece in pieces:
             buffered = list(piece.parts(PIECE_BYTES))
             assert all(part.source_bytes <= PIECE_BYTES for part in buffered)
@@ -247,12 +247,12 @@ def test_memory_begins_where_its_stretch_begins_in_a_page_of_the_file(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_huge_page_is_filled_by_two_pieces(dtype: torch.dtype) -> None:
     """Each of two threads would clear it."""
-    numel = 5 * filling.READ_BYTES // 4
+    numel = 5 * fill.READ_BYTES // 4
     where = TensorSlice("w", (numel,), (1,), "float32", Path("f"), 66, 66, 4 * numel)
     memory = allocate(numel, dtype, torch.device("cpu"))
-    pieces = list(filling.Fill(where, memory).pieces(filling.READ_BYTES))
+    pieces = list(fill.Fill(where, memory).pieces(fill.READ_BYTES))
     assert [p.target.data_ptr() % (2 * MIB) for p in pieces] == [0] * len(pieces)
-    assert 1 < len(pieces) <= 1 + -(-memory.nbytes // filling.READ_BYTES)
+    assert 1 < len(pieces) <= 1 + -(-memory.nbytes // fill.READ_BYTES)
     assert [p.offset - 66 for p in pieces] == [
         (p.target.data_ptr() - memory.data_ptr()) // dtype.itemsize * 4 for p in pieces
     ]

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from weighin.errors import ConfigError, HarnessError
 from weighin.probes import environment
-from weighin.recommend import calibration as calibrating
+from weighin.recommend import calibration
 from weighin.recommend.calibration import FILE, Calibration, calibrate, stored, table
 from weighin.units import GIB, MIB
 
@@ -25,15 +25,15 @@ def folder(disk: Path, tmp_path: Path, monkeypatch: MonkeyPatch) -> Path:
 
 @pytest.fixture
 def small(monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrating, "_FILE_BYTES", 8 * MIB)
-    monkeypatch.setattr(calibrating, "_MEMORY_BYTES", 8 * MIB)
+    monkeypatch.setattr(calibration, "_FILE_BYTES", 8 * MIB)
+    monkeypatch.setattr(calibration, "_MEMORY_BYTES", 8 * MIB)
     answers = iter([(0.003, 0.5 * GIB), (0.001, 0.25 * GIB), (0.002, GIB)])
 
     def ask() -> dict[str, float]:
         seconds, drawn = next(answers)
         return {"archive_s": seconds, "module_s": 2 * seconds, "init_bytes_per_s": drawn}
 
-    monkeypatch.setattr(calibrating, "_ask_torch", ask)
+    monkeypatch.setattr(calibration, "_ask_torch", ask)
 
 
 @pytest.mark.usefixtures("small")
@@ -78,7 +78,7 @@ def test_a_damaged_calibration_is_none(folder: Path, text: str) -> None:
 def test_an_older_calibration_is_none(folder: Path) -> None:
     figures = dict.fromkeys(Calibration.__dataclass_fields__, 1.0)
     folder.mkdir()
-    older = {"schema": calibrating.SCHEMA - 1, "machine": calibrating._machine()}
+    older = {"schema": calibration.SCHEMA - 1, "machine": calibration._machine()}
     (folder / FILE).write_text(json.dumps(older | {"figures": figures}))
     assert stored() is None
 
@@ -95,14 +95,14 @@ def test_a_cache_that_cannot_be_written_is_an_error(
 
 
 def test_a_torch_that_does_not_run_is_an_error(monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrating, "_TORCH", "raise SystemExit('no wheel for this machine')")
+    monkeypatch.setattr(calibration, "_TORCH", "raise SystemExit('no wheel for this machine')")
     with pytest.raises(HarnessError) as caught:
-        calibrating._ask_torch()
+        calibration._ask_torch()
     assert caught.value.message == "cannot calibrate: torch does not run: no wheel for this machine"
 
 
 def test_torch_tells_what_only_it_can() -> None:
-    found = calibrating._ask_torch()
+    found = calibration._ask_torch()
     assert found.keys() == {"archive_s", "module_s", "init_bytes_per_s"}
     assert all(value > 0 for value in found.values())
 

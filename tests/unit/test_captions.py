@@ -11,7 +11,7 @@ from test_floors_report import a_search
 from test_notebook import gpu_cell
 
 from weighin.record import Result
-from weighin.records import run_folder as journal
+from weighin.records import run_folder
 from weighin.report import captions
 from weighin.report.floors import markdown_agreement, markdown_floors
 from weighin.report.notebook import markdown_notebook
@@ -88,6 +88,6 @@ def test_the_notebooks_table_says_them_too() -> None:
 
 @pytest.mark.parametrize("records", PUBLISHED, ids=lambda path: path.parent.name)
 def test_the_commit_of_every_published_table_is_known(records: Path) -> None:
-    results: Sequence[Result] = journal.read(records.parent).results
+    results: Sequence[Result] = run_folder.read(records.parent).results
     assert "unknown" not in captions.code(results)
     assert captions.code(results) in (records.parent / "report.md").read_text()

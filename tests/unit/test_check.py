@@ -8,23 +8,23 @@ from factories import make_cell, make_result
 from test_judging import STREAMING, grown
 from typer.testing import CliRunner
 
-from weighin.cli import app as cli
+from weighin.cli import app
 from weighin.errors import HarnessError
 from weighin.gate import check
 from weighin.record import Outcome, Result
-from weighin.records import run_folder as journal
+from weighin.records import run_folder
 
 
 def run_of(folder: Path, *results: Result) -> Path:
     for result in results:
-        journal.append(folder, result)
+        run_folder.append(folder, result)
     return folder
 
 
 def typed(*arguments: object, **variables: str) -> tuple[int, str]:
     """The exit code and what is shown; of an error that is ours, its exit code and its text."""
     environment = {"COLUMNS": "80", "NO_COLOR": "1"} | variables
-    result = CliRunner().invoke(cli.app, [str(one) for one in arguments], env=environment)
+    result = CliRunner().invoke(app.app, [str(one) for one in arguments], env=environment)
     if isinstance(result.exception, HarnessError):
         return result.exception.exit_code, str(result.exception)
     return result.exit_code, re.sub(r"\x1b\[[0-9;]*m", "", result.output)
@@ -129,7 +129,7 @@ def test_a_record_that_was_torn_is_said(good: Path, baseline: Path) -> None:
 
 def test_what_cannot_be_checked(good: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
-    journal.write_plan(empty, [STREAMING])
+    run_folder.write_plan(empty, [STREAMING])
     assert typed("check", good) == (
         2,
         'nothing to check against\nname a file with --baseline, or a bound with --budget "peak_rss <= 8GiB"',

@@ -8,7 +8,7 @@ import pytest
 from test_floors_report import a_search
 
 from weighin.errors import RecordError
-from weighin.records import run_folder as journal
+from weighin.records import run_folder
 from weighin.report.docs_tables import fill
 from weighin.units import MIB
 
@@ -30,7 +30,7 @@ def predicted(strategy: str, floor_mib: int, anon_mib: tuple[int, int], cannot: 
 def test_a_block_says_how_far_predictions_and_measurements_are_apart(tmp_path: Path) -> None:
     run = tmp_path / "results" / "published" / "x"
     for result in a_search():
-        journal.append(run, result)
+        run_folder.append(run, result)
     told = {
         "schema": 1,
         "predicted_at": "2026-11-24T01:02:03+00:00",
@@ -53,7 +53,7 @@ def test_a_block_says_how_far_predictions_and_measurements_are_apart(tmp_path: P
 
 def test_a_run_without_predictions_says_how_to_make_them(tmp_path: Path) -> None:
     run = tmp_path / "results" / "published" / "x"
-    journal.append(run, a_search()[0])
+    run_folder.append(run, a_search()[0])
     with pytest.raises(RecordError) as caught:
         fill(BLOCK, tmp_path)
     assert f"make them: weighin predict --check {run} --json > {run}/predicted.json" in str(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from weighin import formats as layouts
+from weighin import formats
 from weighin.checkpoint.manifest import Manifest, TensorEntry, read_manifest
 from weighin.errors import CheckpointError, UnknownName
 from weighin.formats import per_param, pt
@@ -78,17 +78,17 @@ def test_layouts_by_what_is_there(tmp_path) -> None:
     torch.save({"w": torch.ones(2)}, file)
     folder.mkdir()
     with pytest.raises(CheckpointError, match="split: a folder in which no checkpoint is known"):
-        layouts.detect(folder)
+        formats.detect(folder)
     per_param.write(folder / "a", [TensorPlan("w", (2,), torch.float32)], lambda _: [torch.ones(2)])
-    assert layouts.detect(file).NAME == "pt"
-    assert layouts.detect(folder / "a").NAME == "per_param"
-    assert layouts.files(file) == [file]
+    assert formats.detect(file).NAME == "pt"
+    assert formats.detect(folder / "a").NAME == "per_param"
+    assert formats.files(file) == [file]
     (folder / "a" / "notes.txt").touch()
-    assert layouts.files(folder / "a") == [folder / "a" / "index.json", folder / "a" / "w.pt"]
+    assert formats.files(folder / "a") == [folder / "a" / "index.json", folder / "a" / "w.pt"]
     with pytest.raises(CheckpointError, match="none: no such file"):
-        layouts.detect(tmp_path / "none")
+        formats.detect(tmp_path / "none")
     with pytest.raises(UnknownName, match="no checkpoint format is called 'per-param'"):
-        layouts.named("per-param")
+        formats.named("per-param")
 
 
 def test_offsets_lead_to_the_values(tmp_path) -> None:
@@ -252,7 +252,7 @@ def test_a_whole_pickled_module_is_refused_with_its_class_and_the_way_out(
     value = {"epoch": 3, "model": module} if inside else module
     torch.save(value, path, _use_new_zipfile_serialization=is_zip)
     with pytest.raises(CheckpointError) as caught:
-        layouts.read(path)
+        formats.read(path)
     assert caught.value.message == (
         f"{path}: holds a whole pickled module ({Net.__module__}.Net), which only executing its code"
         " could load: it was NOT executed"
@@ -267,7 +267,7 @@ def test_an_object_that_is_no_module_is_named_by_its_class(tmp_path: Path) -> No
     path = tmp_path / "settings.pt"
     torch.save({"weight": torch.zeros(2), "settings": Settings()}, path)
     with pytest.raises(CheckpointError) as caught:
-        layouts.read(path)
+        formats.read(path)
     assert caught.value.message == (
         f"{path}: holds more than tensors, and was NOT executed: it refers to"
         f" {Settings.__module__}.Settings"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from weighin.errors import IsolationUnavailable, UnknownName
-from weighin.isolation import select as choice
+from weighin.isolation import select
 from weighin.isolation.cgroup import CgroupIsolation
 from weighin.isolation.docker.isolation import DockerIsolation
 from weighin.isolation.process import ProcessIsolation
@@ -68,14 +68,14 @@ def test_auto_takes_the_first_that_works_and_says_why(
     tried: list[str],
 ) -> None:
     order = machine(*working)
-    isolation, why = choice.choose("auto", limited=limited)
+    isolation, why = select.choose("auto", limited=limited)
     assert (isolation.name, why, order) == (chosen, note, tried)
 
 
 def test_auto_never_takes_a_plain_process_for_a_limit(machine: Callable[..., list[str]]) -> None:
     tried = machine("process")
     with pytest.raises(IsolationUnavailable) as caught:
-        choice.choose("auto", limited=True)
+        select.choose("auto", limited=True)
     assert str(caught.value) == (
         "nothing here can hold a RAM limit: no engine answers; this user may make no group\n"
         "start one or run as root"
@@ -86,7 +86,7 @@ def test_auto_never_takes_a_plain_process_for_a_limit(machine: Callable[..., lis
 def test_a_machine_on_which_nothing_works(machine: Callable[..., list[str]]) -> None:
     machine()
     with pytest.raises(IsolationUnavailable) as caught:
-        choice.choose("auto", limited=False)
+        select.choose("auto", limited=False)
     assert str(caught.value) == (
         "no isolation works here: no engine answers; this user may make no group;"
         " there is no /proc\n"
@@ -94,29 +94,29 @@ def test_a_machine_on_which_nothing_works(machine: Callable[..., list[str]]) -> 
     )
 
 
-@pytest.mark.parametrize("name", choice.NAMES)
+@pytest.mark.parametrize("name", select.NAMES)
 def test_one_that_was_named_is_checked_and_needs_no_note(
     machine: Callable[..., list[str]], name: str
 ) -> None:
     tried = machine(name)
-    isolation, note = choice.choose(name, limited=False)
+    isolation, note = select.choose(name, limited=False)
     assert (isolation.name, note, tried) == (name, "", [name])
 
 
-@pytest.mark.parametrize("name", choice.NAMES)
+@pytest.mark.parametrize("name", select.NAMES)
 def test_one_that_was_named_and_is_missing_is_never_replaced(
     machine: Callable[..., list[str]], name: str
 ) -> None:
     machine()
     with pytest.raises(IsolationUnavailable) as caught:
-        choice.choose(name, limited=False)
+        select.choose(name, limited=False)
     assert caught.value is MISSING[name]
 
 
 def test_a_plain_process_refuses_a_limit(machine: Callable[..., list[str]]) -> None:
     tried = machine("docker", "cgroup", "process")
     with pytest.raises(IsolationUnavailable) as caught:
-        choice.choose("process", limited=True)
+        select.choose("process", limited=True)
     assert str(caught.value) == (
         "--isolation process cannot hold a RAM limit: nothing would be limited\n"
         "use --isolation docker or cgroup, or leave --ram out"
@@ -126,16 +126,16 @@ def test_a_plain_process_refuses_a_limit(machine: Callable[..., list[str]]) -> N
 
 def test_an_unknown_isolation_gets_the_nearest() -> None:
     with pytest.raises(UnknownName) as caught:
-        choice.named("cgruop")
+        select.named("cgruop")
     assert str(caught.value) == (
         "no isolation is called 'cgruop'\n"
         "did you mean 'cgroup'? known: auto, cgroup, docker, process"
     )
 
 
-@pytest.mark.parametrize("name", choice.NAMES)
+@pytest.mark.parametrize("name", select.NAMES)
 def test_each_name_is_its_isolations_own(name: str) -> None:
-    isolation = choice.named(name)
+    isolation = select.named(name)
     assert isinstance(isolation, KINDS[name])
     assert isolation.name == name
     assert isolation.limits == (name != "process")
@@ -155,7 +155,7 @@ def test_whether_a_cgroup_is_wanted(
     machine: Callable[..., list[str]], name: str, working: tuple[str, ...], wanted: bool
 ) -> None:
     machine(*working)
-    assert choice.wants_cgroup(name) is wanted
+    assert select.wants_cgroup(name) is wanted
 
 
 def test_a_system_without_clear_refs_cannot_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,9 +179,9 @@ def test_a_system_without_clear_refs_cannot_be_measured(monkeypatch: pytest.Monk
 def test_a_soft_limit_that_cannot_be_set_is_refused(
     monkeypatch: pytest.MonkeyPatch, name: str, hierarchy: tuple[int, Path] | None, here: str
 ) -> None:
-    monkeypatch.setattr(choice, "memory_hierarchy", lambda: hierarchy)
+    monkeypatch.setattr(select, "memory_hierarchy", lambda: hierarchy)
     with pytest.raises(IsolationUnavailable) as caught:
-        choice.check_soft_limit(KINDS[name]())
+        select.check_soft_limit(KINDS[name]())
     assert str(caught.value) == (
         f"a soft limit (--ram-high) is memory.high of cgroup v2, set with --isolation cgroup: {here}\n"
         "leave --ram-high out, or use a machine with cgroup v2 and --isolation cgroup"
@@ -189,5 +189,5 @@ def test_a_soft_limit_that_cannot_be_set_is_refused(
 
 
 def test_a_soft_limit_of_a_version_2_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "memory_hierarchy", lambda: (2, Path("/c")))
-    choice.check_soft_limit(CgroupIsolation())
+    monkeypatch.setattr(select, "memory_hierarchy", lambda: (2, Path("/c")))
+    select.check_soft_limit(CgroupIsolation())

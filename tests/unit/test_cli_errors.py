@@ -11,7 +11,7 @@ from factories import make_result, mixed_run
 
 from weighin.cli import app as cli
 from weighin.errors import ConfigError, HarnessError, Interrupted, IsolationUnavailable, UnknownName
-from weighin.records import run_folder as journal
+from weighin.records import run_folder
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def test_the_folder_of_a_report_that_is_no_run(run: Callable[..., tuple[object, 
 def test_formats_and_metrics_that_do_not_exist(
     run: Callable[..., tuple[object, str]], tmp_path: Path
 ) -> None:
-    journal.append(tmp_path, make_result())
+    run_folder.append(tmp_path, make_result())
     code, text = run("report", str(tmp_path), "--format", "md,htm", shown=True)
     assert (code, text) == (
         2,
@@ -162,8 +162,8 @@ def test_what_is_whole_of_a_damaged_run_is_reported(
     run: Callable[..., tuple[object, str]], tmp_path: Path
 ) -> None:
     for result in mixed_run()[:3]:
-        journal.append(tmp_path, result)
-    records = tmp_path / journal.RECORDS
+        run_folder.append(tmp_path, result)
+    records = tmp_path / run_folder.RECORDS
     first, second, third = records.read_text().splitlines()
     edited = json.loads(second) | {"outcome": "okay"}
     records.write_text("\n".join([first, json.dumps(edited), third, '{"schema": 99}', '{"sch']))
@@ -195,9 +195,9 @@ def test_what_is_whole_of_a_damaged_run_is_reported(
 def test_a_run_of_which_nothing_is_whole(
     run: Callable[..., tuple[object, str]], tmp_path: Path
 ) -> None:
-    (tmp_path / journal.RECORDS).write_text('{"schema": 99}\n')
+    (tmp_path / run_folder.RECORDS).write_text('{"schema": 99}\n')
     assert run("report", str(tmp_path)) == (
         2,
-        f"error: {tmp_path / journal.RECORDS}, line 1: written by a later weighin (schema 99; this one"
+        f"error: {tmp_path / run_folder.RECORDS}, line 1: written by a later weighin (schema 99; this one"
         " knows 1)\npip install --upgrade weighin\n",
     )

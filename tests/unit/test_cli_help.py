@@ -7,7 +7,7 @@ import typer
 from typer.testing import CliRunner
 
 from weighin import __version__
-from weighin.cli import app as cli
+from weighin.cli import app
 
 VERBS = {
     ("bench",): (
@@ -113,7 +113,7 @@ VERBS = {
 
 def shown(*arguments: str) -> tuple[int, str]:
     """The exit code and what a terminal of 80 columns without colours shows."""
-    result = CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "80", "NO_COLOR": "1"})
+    result = CliRunner().invoke(app.app, arguments, env={"COLUMNS": "80", "NO_COLOR": "1"})
     return result.exit_code, re.sub(r"\x1b\[[0-9;]*m", "", result.output)
 
 
@@ -134,7 +134,7 @@ def test_each_example_is_one_line_to_paste(verb: tuple[str, ...]) -> None:
 
 
 def test_every_verb_is_known_here() -> None:
-    verbs = {(name,) for name in typer.main.get_command(cli.app).commands if name != "cache"}
+    verbs = {(name,) for name in typer.main.get_command(app.app).commands if name != "cache"}
     assert verbs | {("cache", "list"), ("cache", "clear")} == set(VERBS)
 
 

@@ -13,9 +13,8 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from weighin import formats as layouts
-from weighin.checkpoint import convert as converting
-from weighin.checkpoint import convert_request as conversion
+from weighin import formats
+from weighin.checkpoint import convert, convert_request
 from weighin.errors import CheckpointError, ConfigError, HarnessError, UnknownName
 from weighin.formats import per_param
 from weighin.units import MIB
@@ -79,23 +78,23 @@ def source(tmp_path) -> Path:
     return path
 
 
-def order(fmt: str = "per_param", **changes: object) -> converting.Order:
+def order(fmt: str = "per_param", **changes: object) -> convert.Order:
     fields = {"dtype": None, "split_above_bytes": 2**40, "max_shard_bytes": 2**40}
-    return converting.Order(fmt=fmt, **fields | changes)
+    return convert.Order(fmt=fmt, **fields | changes)
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def wish(source: Path, target: Path, **changes: object) -> conversion.Wish:
+def wish(source: Path, target: Path, **changes: object) -> convert_request.Wish:
     fields = {"fmt": "pt", "dtype": None, "split_above": "5GiB", "max_shard_size": "5GiB"}
-    return conversion.Wish(source, target, **fields | {"verify": False} | changes)
+    return convert_request.Wish(source, target, **fields | {"verify": False} | changes)
 
 
 def test_the_source_is_not_touched(source) -> None:
     before = source.read_bytes(), source.stat().st_mtime_ns
-    converting.convert(source, source.with_name("new"), order())
+    convert.convert(source, source.with_name("new"), order())
     assert (source.read_bytes(), source.stat().st_mtime_ns) == before
 
 
@@ -107,12 +106,12 @@ def test_a_kill_leaves_no_target_and_the_next_conversion_removes_what_it_left(so
         assert process.stdout.readline() == "piece\n"
         (left,) = source.parent.glob(".new.weighin-*")
         with pytest.raises(ConfigError) as caught:
-            converting.convert(source, target, order())
+            convert.convert(source, target, order())
         assert caught.value.message == f"another weighin is writing {target}"
         os.kill(process.pid, signal.SIGKILL)
     assert not target.exists()
     assert left.is_dir()
-    converting.convert(source, target, order())
+    convert.convert(source, target, order())
     assert names(source.parent) == ["model.pt", "new"]
 
 
@@ -120,20 +119,20 @@ def test_an_error_leaves_nothing(source, monkeypatch) -> None:
     def fail(where: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(converting, "read_pieces", fail)
+    monkeypatch.setattr(convert, "read_pieces", fail)
     with pytest.raises(OSError, match="No space left"):
-        converting.convert(source, source.with_name("new"), order())
+        convert.convert(source, source.with_name("new"), order())
     assert names(source.parent) == ["model.pt"]
 
 
 def test_what_must_not_be_written_over_is_refused(source, tmp_path) -> None:
     def complaint(source: Path, target: Path) -> str:
         with pytest.raises(ConfigError) as caught:
-            converting.convert(source, target, order())
+            convert.convert(source, target, order())
         return str(caught.value)
 
     folder, link = tmp_path / "folder", tmp_path / "link"
-    converting.convert(source, folder, order())
+    convert.convert(source, folder, order())
     link.symlink_to(tmp_path / "nowhere")
     for target in (source, folder, link):
         assert complaint(source, target) == (
@@ -150,17 +149,17 @@ def test_what_must_not_be_written_over_is_refused(source, tmp_path) -> None:
 def test_a_checkpoint_without_tensors_is_not_converted(tmp_path: Path) -> None:
     torch.save({}, tmp_path / "empty.pt")
     with pytest.raises(CheckpointError) as caught:
-        converting.convert(
-            tmp_path / "empty.pt", tmp_path / "new", converting.Order("dcp", None, 2**40, 2**40)
+        convert.convert(
+            tmp_path / "empty.pt", tmp_path / "new", convert.Order("dcp", None, 2**40, 2**40)
         )
     assert caught.value.message == f"{tmp_path}/empty.pt: holds no tensors"
     assert not (tmp_path / "new").exists()
 
 
 def test_auto_splits_above_the_threshold_and_not_at_it() -> None:
-    assert converting.choose("auto", 100, 100) == "safetensors"
-    assert converting.choose("auto", 101, 100) == "sharded"
-    assert converting.choose("dcp", 101, 100) == "dcp"
+    assert convert.choose("auto", 100, 100) == "safetensors"
+    assert convert.choose("auto", 101, 100) == "sharded"
+    assert convert.choose("dcp", 101, 100) == "dcp"
 
 
 def test_auto_counts_the_bytes_as_they_are_written(source) -> None:
@@ -168,8 +167,8 @@ def test_auto_counts_the_bytes_as_they_are_written(source) -> None:
     half = {"dtype": torch.bfloat16, "max_shard_bytes": 1000}
     for above, made in ((size, "safetensors"), (size - 1, "sharded")):
         target = source.with_name(made)
-        converting.convert(source, target, order("auto", split_above_bytes=above, **half))
-        assert made == layouts.detect(target).NAME
+        convert.convert(source, target, order("auto", split_above_bytes=above, **half))
+        assert made == formats.detect(target).NAME
 
 
 @pytest.mark.parametrize("harm", ["value", "key", "nothing"])
@@ -190,10 +189,10 @@ def test_verify_finds_a_single_wrong_byte_and_a_missing_key(source, monkeypatch,
     monkeypatch.setattr(per_param, "write", harmful)
     target = source.with_name("new")
     if harm == "nothing":
-        converting.convert(source, target, order(verify=True))
+        convert.convert(source, target, order(verify=True))
         return
     with pytest.raises(CheckpointError) as caught:
-        converting.convert(source, target, order(verify=True))
+        convert.convert(source, target, order(verify=True))
     what = {
         "value": "other values than the source in head",
         "key": "other names, shapes, dtypes or ties than the source",
@@ -204,10 +203,10 @@ def test_verify_finds_a_single_wrong_byte_and_a_missing_key(source, monkeypatch,
 
 def test_a_source_that_ends_too_early_is_named(source) -> None:
     target = source.with_name("split")
-    converting.convert(source, target, order("safetensors"))
+    convert.convert(source, target, order("safetensors"))
     os.truncate(target, target.stat().st_size - 1)
     with pytest.raises(CheckpointError):
-        converting.convert(target, source.with_name("new"), order())
+        convert.convert(target, source.with_name("new"), order())
     assert names(source.parent) == ["model.pt", "split"]
 
 
@@ -223,7 +222,7 @@ def test_memory_stays_far_below_the_largest_tensor_and_300_mib(tmp_path, fmt: st
 def test_the_command_says_what_it_made(source) -> None:
     target = source.with_name("half.pt")
     console = Console(stderr=True)
-    said = conversion.convert(wish(source, target, dtype="bf16", verify=True), console)
+    said = convert_request.convert(wish(source, target, dtype="bf16", verify=True), console)
     assert said.startswith(f"{target}: pt from pt, {target.stat().st_size / 1024:.3f} KiB in ")
     assert "read as" not in said
     assert said.endswith("every tensor's checksum verified")
@@ -231,15 +230,15 @@ def test_the_command_says_what_it_made(source) -> None:
 
 
 def test_the_command_refuses_before_it_starts_anything(source, monkeypatch) -> None:
-    monkeypatch.setattr(conversion, "run_maker", None)
+    monkeypatch.setattr(convert_request, "run_maker", None)
     with pytest.raises(UnknownName) as caught:
-        conversion.convert(wish(source, source.with_name("new"), fmt="per-param"), Console())
+        convert_request.convert(wish(source, source.with_name("new"), fmt="per-param"), Console())
     assert caught.value.message == "no checkpoint format is called 'per-param'"
     with pytest.raises(UnknownName) as caught:
-        conversion.convert(wish(source, source.with_name("new"), dtype="bfloat"), Console())
+        convert_request.convert(wish(source, source.with_name("new"), dtype="bfloat"), Console())
     assert caught.value.message == "no dtype is called 'bfloat'"
     with pytest.raises(HarnessError, match=r"'5GB' is ambiguous"):
-        conversion.convert(wish(source, source.with_name("new"), split_above="5GB"), Console())
+        convert_request.convert(wish(source, source.with_name("new"), split_above="5GB"), Console())
 
 
 def test_an_interrupted_command_leaves_nothing(source, monkeypatch) -> None:
@@ -250,19 +249,21 @@ def test_an_interrupted_command_leaves_nothing(source, monkeypatch) -> None:
         (left / "half").touch()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(conversion, "run_maker", run)
+    monkeypatch.setattr(convert_request, "run_maker", run)
     with pytest.raises(KeyboardInterrupt):
-        conversion.convert(wish(source, source.with_name("new")), Console())
+        convert_request.convert(wish(source, source.with_name("new")), Console())
     assert names(source.parent) == ["model.pt"]
 
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
     source, monkeypatch
 ) -> None:
-    monkeypatch.setattr(conversion.shutil, "disk_usage", lambda _: type("", (), {"free": 1000}))
+    monkeypatch.setattr(
+        convert_request.shutil, "disk_usage", lambda _: type("", (), {"free": 1000})
+    )
     target = source.with_name("new")
     with pytest.raises(ConfigError) as caught:
-        conversion.convert(wish(source, target), Console())
+        convert_request.convert(wish(source, target), Console())
     assert caught.value.message == (
         f"{target} needs 12.715 KiB, and 1000 B are free in {source.parent}"
     )
@@ -279,7 +280,7 @@ def test_help_says_when_auto_splits() -> None:
 
 def test_two_conversions_to_one_folder_do_not_disturb_each_other(source) -> None:
     threads = [
-        threading.Thread(target=converting.convert, args=(source, source.with_name(name), order()))
+        threading.Thread(target=convert.convert, args=(source, source.with_name(name), order()))
         for name in ("a", "b")
     ]
     started = time.monotonic()

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from weighin import formats as layouts
-from weighin.checkpoint import convert as converting
+from weighin import formats
+from weighin.checkpoint import convert
 from weighin.loader.load import load_streaming
 
 BASE = torch.arange(1000.0)
@@ -39,8 +39,8 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "views.pt"
 
 
-def order(fmt: str, dtype: torch.dtype | None = None) -> converting.Order:
-    return converting.Order(fmt, dtype, 2**40, 2**12, verify=True)
+def order(fmt: str, dtype: torch.dtype | None = None) -> convert.Order:
+    return convert.Order(fmt, dtype, 2**40, 2**12, verify=True)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -48,9 +48,9 @@ def order(fmt: str, dtype: torch.dtype | None = None) -> converting.Order:
 def test_views_are_converted_to_their_values(
     source: Path, fmt: str, dtype: torch.dtype | None, tmp_path: Path
 ) -> None:
-    there = tmp_path / f"there{layouts.named(fmt).SUFFIX}"
-    converting.convert(source, there, order(fmt, dtype))
-    converting.convert(there, tmp_path / "back.pt", order("pt"))
+    there = tmp_path / f"there{formats.named(fmt).SUFFIX}"
+    convert.convert(source, there, order(fmt, dtype))
+    convert.convert(there, tmp_path / "back.pt", order("pt"))
     back, right = torch.load(tmp_path / "back.pt"), torch.load(source)
     assert list(back) == list(right)
     for name, tensor in right.items():
@@ -62,8 +62,8 @@ def test_views_are_converted_to_their_values(
 def test_an_expanded_tensor_may_be_longer_than_a_piece(tmp_path: Path) -> None:
     state = {"w": torch.tensor([3], dtype=torch.uint8).expand(17 * 1024**2)}
     torch.save(state, tmp_path / "long.pt")
-    converting.convert(tmp_path / "long.pt", tmp_path / "there.safetensors", order("safetensors"))
-    converting.convert(tmp_path / "there.safetensors", tmp_path / "back.pt", order("pt"))
+    convert.convert(tmp_path / "long.pt", tmp_path / "there.safetensors", order("safetensors"))
+    convert.convert(tmp_path / "there.safetensors", tmp_path / "back.pt", order("pt"))
     assert torch.equal(torch.load(tmp_path / "back.pt")["w"], state["w"])
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from weighin.probes import cgroup as counters
+from weighin.probes import cgroup
 from weighin.probes import process as process_memory
 from weighin.record import Memory
 
@@ -46,9 +46,9 @@ def test_a_mount_point_of_any_bytes_ends_nothing(
         b"26 1 0:24 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
         b"27 1 0:25 / " + name + b"/unified rw - cgroup2 cgroup2 rw\n"
     )
-    monkeypatch.setattr(counters, "_MOUNTS", mounts)
-    assert counters.memory_hierarchy() == (1, Path("/sys/fs/cgroup/memory"))
-    assert counters.pressure_hierarchy() == Path(os.fsdecode(name)) / "unified"
+    monkeypatch.setattr(cgroup, "_MOUNTS", mounts)
+    assert cgroup.memory_hierarchy() == (1, Path("/sys/fs/cgroup/memory"))
+    assert cgroup.pressure_hierarchy() == Path(os.fsdecode(name)) / "unified"
 
 
 def test_a_zombies_status_has_no_memory() -> None:
@@ -93,43 +93,43 @@ def test_faults_of_this_process_are_the_kernels_count() -> None:
 @pytest.mark.parametrize("kernel", HYBRIDS)
 def test_mounts_of_a_hybrid_machine(kernel: str) -> None:
     root = Path("/sys/fs/cgroup")
-    assert counters.parse_mounts(text(kernel, "mountinfo")) == (root / "memory", root / "unified")
+    assert cgroup.parse_mounts(text(kernel, "mountinfo")) == (root / "memory", root / "unified")
 
 
 def test_mounts_of_version_1() -> None:
     memory = Path("/sys/fs/cgroup/memory")
-    assert counters.parse_mounts(text("v1-6.1", "mountinfo")) == (memory, None)
+    assert cgroup.parse_mounts(text("v1-6.1", "mountinfo")) == (memory, None)
 
 
 @pytest.mark.parametrize("kernel", V2)
 def test_mounts_of_version_2(kernel: str) -> None:
-    assert counters.parse_mounts(text(kernel, "mountinfo")) == (None, Path("/sys/fs/cgroup"))
+    assert cgroup.parse_mounts(text(kernel, "mountinfo")) == (None, Path("/sys/fs/cgroup"))
 
 
 def test_mounts_without_cgroups() -> None:
-    assert counters.parse_mounts("22 27 0:21 / /proc rw - proc proc rw\n") == (None, None)
+    assert cgroup.parse_mounts("22 27 0:21 / /proc rw - proc proc rw\n") == (None, None)
 
 
 def test_a_v1_controller_whose_name_only_contains_memory_is_another() -> None:
     line = "35 31 0:32 / /sys/fs/cgroup/x rw - cgroup cgroup rw,name=memory\n"
-    assert counters.parse_mounts(line) == (None, None)
+    assert cgroup.parse_mounts(line) == (None, None)
 
 
 @pytest.mark.parametrize("kernel", HYBRIDS)
 def test_groups_of_a_process_on_a_hybrid_machine(kernel: str) -> None:
     lines = text(kernel, "cgroup")
-    assert counters.parse_group(lines, 1) == "/weighin.1234-5678.0"
-    assert counters.parse_group(lines, 2) == "/weighin.1234-5678.0"
+    assert cgroup.parse_group(lines, 1) == "/weighin.1234-5678.0"
+    assert cgroup.parse_group(lines, 2) == "/weighin.1234-5678.0"
 
 
 def test_the_v1_group_may_share_its_line_with_other_controllers() -> None:
-    assert counters.parse_group("4:cpu,memory:/a:b\n0::/c\n", 1) == "/a:b"
+    assert cgroup.parse_group("4:cpu,memory:/a:b\n0::/c\n", 1) == "/a:b"
 
 
 @pytest.mark.parametrize("kernel", V2)
 def test_the_group_of_a_process_on_version_2(kernel: str) -> None:
-    assert counters.parse_group(text(kernel, "cgroup"), 2) == "/weighin.1234-5678.0"
-    assert counters.parse_group(text(kernel, "cgroup"), 1) is None
+    assert cgroup.parse_group(text(kernel, "cgroup"), 2) == "/weighin.1234-5678.0"
+    assert cgroup.parse_group(text(kernel, "cgroup"), 1) is None
 
 
 @pytest.fixture
@@ -137,38 +137,38 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A v2 tree of plain files that the kernel is said to have mounted."""
     mounts = tmp_path / "mountinfo"
     mounts.write_text(f"31 23 0:28 / {tmp_path} rw - cgroup2 cgroup2 rw\n")
-    monkeypatch.setattr(counters, "_MOUNTS", mounts)
+    monkeypatch.setattr(cgroup, "_MOUNTS", mounts)
     (tmp_path / "cgroup.controllers").write_text("cpu io memory pids\n")
     return tmp_path
 
 
 def test_the_v2_hierarchy_where_it_has_the_memory_controller(tree: Path) -> None:
-    assert counters.memory_hierarchy() == (2, tree)
-    assert counters.pressure_hierarchy() == tree
+    assert cgroup.memory_hierarchy() == (2, tree)
+    assert cgroup.pressure_hierarchy() == tree
 
 
 def test_no_hierarchy_where_v2_lacks_the_memory_controller(tree: Path) -> None:
     (tree / "cgroup.controllers").write_text("cpu io pids\n")
-    assert counters.memory_hierarchy() is None
-    assert counters.memory_cgroup_of(os.getpid()) is None
+    assert cgroup.memory_hierarchy() is None
+    assert cgroup.memory_cgroup_of(os.getpid()) is None
 
 
 def test_the_folder_and_the_psi_file_of_a_process(
     tree: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(counters, "_group_of", lambda pid, version: "/cell")
-    assert counters.memory_cgroup_of(1) is None  # named, but not to be seen from here
+    monkeypatch.setattr(cgroup, "_group_of", lambda pid, version: "/cell")
+    assert cgroup.memory_cgroup_of(1) is None  # named, but not to be seen from here
     (tree / "cell").mkdir()
-    assert counters.memory_cgroup_of(1) == tree / "cell"
-    assert counters.pressure_file_of(1) is None  # PSI is off
+    assert cgroup.memory_cgroup_of(1) == tree / "cell"
+    assert cgroup.pressure_file_of(1) is None  # PSI is off
     (tree / "cell" / "memory.pressure").touch()
-    assert counters.pressure_file_of(1) == tree / "cell" / "memory.pressure"
+    assert cgroup.pressure_file_of(1) == tree / "cell" / "memory.pressure"
 
 
 def test_the_root_groups_psi_is_nobodys(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tree / "memory.pressure").touch()
-    monkeypatch.setattr(counters, "_group_of", lambda pid, version: "/")
-    assert counters.pressure_file_of(1) is None
+    monkeypatch.setattr(cgroup, "_group_of", lambda pid, version: "/")
+    assert cgroup.pressure_file_of(1) is None
 
 
 @pytest.mark.parametrize(
@@ -185,29 +185,29 @@ def test_the_folder_where_only_a_part_of_the_hierarchy_is_mounted(
     tree: Path, monkeypatch: pytest.MonkeyPatch, root: str, group: str, folder: str
 ) -> None:
     (tree / "mountinfo").write_text(f"31 23 0:28 {root} {tree} ro - cgroup2 cgroup2 rw\n")
-    monkeypatch.setattr(counters, "_group_of", lambda pid, version: group)
+    monkeypatch.setattr(cgroup, "_group_of", lambda pid, version: group)
     (tree / folder).mkdir(parents=True, exist_ok=True)
-    assert counters.memory_cgroup_of(1) == tree / folder
+    assert cgroup.memory_cgroup_of(1) == tree / folder
 
 
 def test_a_process_that_is_gone_has_no_groups_and_no_start() -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
-    assert counters.memory_cgroup_of(process.pid) is None
-    assert counters.pressure_file_of(process.pid) is None
-    assert counters.start_time(process.pid) is None
+    assert cgroup.memory_cgroup_of(process.pid) is None
+    assert cgroup.pressure_file_of(process.pid) is None
+    assert cgroup.start_time(process.pid) is None
 
 
 def test_a_process_is_named_for_good() -> None:
-    name = counters.this_process()
-    assert counters.is_alive(name)
+    name = cgroup.this_process()
+    assert cgroup.is_alive(name)
     pid, ticks = name.split("-")
-    assert not counters.is_alive(f"{pid}-{int(ticks) + 1}")  # another that got the same pid
-    assert not counters.is_alive(f"{pid}-None")
-    assert not counters.is_alive("somebody")
+    assert not cgroup.is_alive(f"{pid}-{int(ticks) + 1}")  # another that got the same pid
+    assert not cgroup.is_alive(f"{pid}-None")
+    assert not cgroup.is_alive("somebody")
 
 
 def test_the_start_of_a_process_whose_name_has_brackets(monkeypatch: pytest.MonkeyPatch) -> None:
     stat = text(HYBRID, "stat")
     monkeypatch.setattr(Path, "read_bytes", lambda path: stat.encode())
-    assert counters.start_time(28737) == 320618
+    assert cgroup.start_time(28737) == 320618

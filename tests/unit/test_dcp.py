@@ -20,9 +20,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from weighin import formats as layouts
-from weighin.checkpoint import convert as converting
-from weighin.checkpoint import reader as reading
+from weighin import formats
+from weighin.checkpoint import convert, reader
 from weighin.checkpoint.piecewise import pieces_of
 from weighin.checkpoint.reader import read_pieces
 from weighin.errors import CheckpointError
@@ -90,7 +89,7 @@ def test_we_read_what_torch_writes(tmp_path, state, single_file: bool) -> None:
             state,
             storage_writer=FileSystemWriter(folder, single_file_per_rank=single_file),
         )
-    assert layouts.detect(folder).NAME == "dcp"
+    assert formats.detect(folder).NAME == "dcp"
     found = {}
     for one in dcp.read(folder):
         pieces = [piece.clone() for piece in read_pieces(one)]
@@ -232,7 +231,7 @@ def test_a_tensor_in_several_blocks_is_read_as_torch_reads_it(split_in_three: Pa
         warnings.simplefilter("ignore")
         load(theirs, storage_reader=FileSystemReader(split_in_three))
     assert torch.equal(theirs["b"], GRID)
-    _, slices = layouts.read(split_in_three)
+    _, slices = formats.read(split_in_three)
     ours = {one.name: torch.cat(list(read_pieces(one))).reshape(one.shape) for one in slices}
     check_equal(ours, theirs)
 
@@ -240,8 +239,8 @@ def test_a_tensor_in_several_blocks_is_read_as_torch_reads_it(split_in_three: Pa
 def test_blocks_larger_than_a_piece_are_cut_as_any_tensor_is(
     split_in_three: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "PIECE_ELEMENTS", 16)
-    monkeypatch.setattr(reading, "_ROWS_BYTES", 15)
+    monkeypatch.setattr(reader, "PIECE_ELEMENTS", 16)
+    monkeypatch.setattr(reader, "_ROWS_BYTES", 15)
     one, _ = dcp.read(split_in_three)
     pieces = [piece.clone() for piece in read_pieces(one)]
     assert [len(piece) for piece in pieces] == [16, 16, 16, 16, 6]
@@ -249,9 +248,9 @@ def test_blocks_larger_than_a_piece_are_cut_as_any_tensor_is(
 
 
 def test_a_checkpoint_in_blocks_is_converted(split_in_three: Path, tmp_path: Path) -> None:
-    order = converting.Order("safetensors", None, 2**40, 2**40, verify=True)
+    order = convert.Order("safetensors", None, 2**40, 2**40, verify=True)
     threads = torch.get_num_threads()
-    converting.convert(split_in_three, tmp_path / "whole.safetensors", order)
+    convert.convert(split_in_three, tmp_path / "whole.safetensors", order)
     torch.set_num_threads(threads)
     assert torch.equal(load_file(tmp_path / "whole.safetensors")["b"], GRID)
 

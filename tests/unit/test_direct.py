@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from pytest import MonkeyPatch
 
 from weighin.errors import CheckpointError
-from weighin.loader import direct_io as direct
-from weighin.loader import mapped_copy as window
-from weighin.loader import open_file as opened
+from weighin.loader import direct_io, mapped_copy, open_file
 from weighin.loader.direct_io import PIECE_BYTES, PieceReader
 from weighin.loader.vectored import ALIGNMENT
 from weighin.probes import page_cache
@@ -70,12 +68,12 @@ def test_what_is_large_and_cached_is_copied_from_where_it_lies(
     linux: str,
     monkeypatch: MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(direct, "COPIED_BYTES", size)
-    monkeypatch.setattr(direct, "copies_by_mapping", lambda: True)
+    monkeypatch.setattr(direct_io, "COPIED_BYTES", size)
+    monkeypatch.setattr(direct_io, "copies_by_mapping", lambda: True)
     monkeypatch.setattr(os, "preadv", lambda *_: pytest.fail("it was read"))
     if linux != "of now":
         for advice in ("_MADV_POPULATE_READ", "_MADV_POPULATE_WRITE"):
-            monkeypatch.setattr(window, advice, 9999)
+            monkeypatch.setattr(mapped_copy, advice, 9999)
     file.read_bytes()
     target = memoryview(mmap.mmap(-1, SIZE + 99))[99:][:size]
     reader.read(file, target, offset)
@@ -99,7 +97,7 @@ def test_the_processor_says_which_way_of_copying_is_fast(
 ) -> None:
     if cpuinfo is not None:
         (tmp_path / "cpuinfo").write_text(cpuinfo)
-    assert direct.copies_by_mapping(tmp_path / "cpuinfo") == by_mapping
+    assert direct_io.copies_by_mapping(tmp_path / "cpuinfo") == by_mapping
 
 
 @pytest.mark.parametrize("by_mapping", [True, False])
@@ -107,11 +105,11 @@ def test_what_is_large_and_cached_comes_the_way_that_is_fast(
     reader: PieceReader, file: Path, by_mapping: bool, monkeypatch: MonkeyPatch
 ) -> None:
     looked: list[int] = []
-    looking = opened.OpenedFile.looking
-    monkeypatch.setattr(direct, "COPIED_BYTES", PIECE_BYTES)
-    monkeypatch.setattr(direct, "copies_by_mapping", lambda: by_mapping)
+    looking = open_file.OpenedFile.looking
+    monkeypatch.setattr(direct_io, "COPIED_BYTES", PIECE_BYTES)
+    monkeypatch.setattr(direct_io, "copies_by_mapping", lambda: by_mapping)
     monkeypatch.setattr(
-        opened.OpenedFile, "looking", lambda *how: looked.append(how[2]) or looking(*how)
+        open_file.OpenedFile, "looking", lambda *how: looked.append(how[2]) or looking(*how)
     )
     file.read_bytes()
     target = memoryview(bytearray(SIZE))
@@ -123,8 +121,8 @@ def test_what_is_large_and_cached_comes_the_way_that_is_fast(
 def test_a_file_that_ends_within_a_copy_is_an_error(
     reader: PieceReader, file: Path, monkeypatch: MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(direct, "COPIED_BYTES", 4096)
-    monkeypatch.setattr(direct, "copies_by_mapping", lambda: True)
+    monkeypatch.setattr(direct_io, "COPIED_BYTES", 4096)
+    monkeypatch.setattr(direct_io, "copies_by_mapping", lambda: True)
     file.read_bytes()
     with pytest.raises(CheckpointError) as caught:
         reader.read(file, memoryview(bytearray(5000)), SIZE - 4999)
@@ -235,7 +233,7 @@ def test_the_end_of_the_file(reader: PieceReader, file: Path, cold: bool) -> Non
 
 
 def test_where_the_file_system_refuses_direct_reads(file: Path, monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(opened, "_open_direct", lambda _: -1)
+    monkeypatch.setattr(open_file, "_open_direct", lambda _: -1)
     page_cache.drop([file])
     reader = PieceReader()
     assert read(reader, file, 777, PIECE_BYTES) == CONTENT[777 : 777 + PIECE_BYTES]
@@ -304,7 +302,7 @@ def test_a_disk_may_give_less_than_it_was_asked_for(
         if not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
             return os_preadv(descriptor, buffers, at)
         assert at % ALIGNMENT == 0
-        assert all(direct.address_of(buffer) % ALIGNMENT == 0 for buffer in buffers)
+        assert all(direct_io.address_of(buffer) % ALIGNMENT == 0 for buffer in buffers)
         return min(os_preadv(descriptor, buffers, at), short_bytes)
 
     page_cache.drop([file])

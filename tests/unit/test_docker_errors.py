@@ -17,8 +17,7 @@ from scripts import JOB
 from weighin.errors import IsolationUnavailable
 from weighin.isolation.base import Exit
 from weighin.isolation.docker import engine as docker_engine
-from weighin.isolation.docker import isolation as isolation_module
-from weighin.isolation.docker import wheels
+from weighin.isolation.docker import isolation, wheels
 from weighin.isolation.docker.container import DockerRunning, remove
 from weighin.isolation.docker.image import Recipe, find_base
 from weighin.isolation.docker.isolation import DockerIsolation
@@ -199,8 +198,8 @@ def started(
 ) -> tuple[RefusingEngine, DockerRunning | str]:
     """Start a worker on an engine that refuses; returns it, or what was said."""
     engine = RefusingEngine(reason)
-    monkeypatch.setattr(isolation_module, "connect", lambda: engine)
-    monkeypatch.setattr(isolation_module, "ensure_image", lambda *_: "weighin:x")
+    monkeypatch.setattr(isolation, "connect", lambda: engine)
+    monkeypatch.setattr(isolation, "ensure_image", lambda *_: "weighin:x")
     job = replace(JOB, cell=replace(JOB.cell, ram_limit_bytes=limit_bytes))
     try:
         return engine, DockerIsolation().start(job)

@@ -6,7 +6,7 @@ import pytest
 from test_counters import HYBRID
 from test_memory_cgroup import make_group
 
-from weighin.doctor import capabilities as doctor_figures
+from weighin.doctor import capabilities
 from weighin.doctor.capabilities import Finding, of_group, pressure
 from weighin.probes.cgroup import PeakMark
 
@@ -96,10 +96,10 @@ def test_pressure(
     on: bool,
     tree: str | None,
     version: int,
-    verdict: doctor_figures.Verdict,
+    verdict: capabilities.Verdict,
     detail: str,
 ) -> None:
     monkeypatch.setattr(Path, "exists", lambda path: on)
-    monkeypatch.setattr(doctor_figures, "pressure_hierarchy", lambda: Path(tree) if tree else None)
-    monkeypatch.setattr(doctor_figures, "memory_hierarchy", lambda: (version, Path("/m")))
+    monkeypatch.setattr(capabilities, "pressure_hierarchy", lambda: Path(tree) if tree else None)
+    monkeypatch.setattr(capabilities, "memory_hierarchy", lambda: (version, Path("/m")))
     assert pressure() == Finding("memory pressure (PSI)", verdict, detail)

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from weighin import formats as layouts
-from weighin.checkpoint import convert as converting
+from weighin import formats
+from weighin.checkpoint import convert
 from weighin.checkpoint.checksum import checksum
 from weighin.checkpoint.manifest import TensorEntry
 from weighin.checkpoint.piecewise import CELL_DTYPES, tensor_checksums
@@ -57,9 +57,9 @@ def test_what_torch_saves_is_read_or_refused_by_its_name(
     tensor = saved(name, tmp_path / "w.pt", legacy=legacy)
     if name not in ITEM_BYTES:
         with pytest.raises(CheckpointError, match=rf"(?i)refers to torch\.{name}"):
-            layouts.read(tmp_path / "w.pt")
+            formats.read(tmp_path / "w.pt")
         return
-    (one,) = layouts.read(tmp_path / "w.pt")[1]
+    (one,) = formats.read(tmp_path / "w.pt")[1]
     assert (one.dtype_name, one.nbytes) == (name, tensor.nbytes)
     found = torch.cat([raw(piece) for piece in read_pieces(one)])
     assert torch.equal(found, raw(tensor))
@@ -76,16 +76,16 @@ def test_every_dtype_is_converted_as_it_is_or_refused_by_its_name(
     name: str, fmt: str, tmp_path: Path
 ) -> None:
     torch.save({"w": values(name)}, tmp_path / "w.pt")
-    there = tmp_path / f"there{layouts.named(fmt).SUFFIX}"
-    order = converting.Order(fmt, None, 2**40, 2**40, verify=True)
+    there = tmp_path / f"there{formats.named(fmt).SUFFIX}"
+    order = convert.Order(fmt, None, 2**40, 2**40, verify=True)
     missing = {"safetensors": set(ITEM_BYTES) - set(DTYPES.values()), "pt_legacy": NEW}
     if name in missing.get(fmt.replace("sharded", "safetensors"), ()):
         with pytest.raises(ConfigError, match=rf"no dtype torch\.{name}"):
-            converting.convert(tmp_path / "w.pt", there, order)
+            convert.convert(tmp_path / "w.pt", there, order)
         assert not there.exists()
         return
-    converting.convert(tmp_path / "w.pt", there, order)
-    (one,) = layouts.read(there)[1]
+    convert.convert(tmp_path / "w.pt", there, order)
+    (one,) = formats.read(there)[1]
     assert one.dtype_name == name
     assert torch.equal(torch.cat([raw(p) for p in read_pieces(one)]), raw(values(name)))
 
@@ -98,7 +98,7 @@ def test_every_dtype_of_safetensors_is_read_as_its_own_library_wrote_it(
     if getattr(torch, name) not in library._TYPES.values():
         pytest.skip(f"this version of safetensors does not write {name}")
     library.save_file({"w": values(name)}, tmp_path / "w.safetensors")
-    (one,) = layouts.read(tmp_path / "w.safetensors")[1]
+    (one,) = formats.read(tmp_path / "w.safetensors")[1]
     assert one.dtype_name == name
     assert torch.equal(torch.cat([raw(p) for p in read_pieces(one)]), raw(values(name)))
 

@@ -12,7 +12,7 @@ from weighin.errors import DamagedRecord
 from weighin.probes import environment
 from weighin.recommend.prior_runs import Evidence, find
 from weighin.record import Outcome, Result
-from weighin.records import run_folder as journal
+from weighin.records import run_folder
 from weighin.units import GIB
 
 HERE = {"machine": "x86_64", "cpu": "Example CPU", "cpus": 2, "ram_bytes": 24 * GIB}
@@ -31,7 +31,7 @@ def measured(strategy: str = "streaming", **changes: Any) -> Result:
 
 def run(folder: Path, *results: Result) -> Path:
     for one in results:
-        journal.append(folder, one)
+        run_folder.append(folder, one)
     return folder
 
 
@@ -79,7 +79,7 @@ def test_a_newer_kernel_is_the_same_machine(tmp_path: Path) -> None:
 
 def test_a_damaged_run_is_an_error(tmp_path: Path) -> None:
     folder = run(tmp_path, measured())
-    (folder / journal.RECORDS).write_text("{}\n")
+    (folder / run_folder.RECORDS).write_text("{}\n")
     with pytest.raises(DamagedRecord):
         find([folder], WANTED)
 

@@ -9,8 +9,7 @@ from test_check import run_of, typed
 
 from weighin.cell import ModelSpec
 from weighin.errors import ConfigError
-from weighin.gate import check
-from weighin.gate import freeze as freezing
+from weighin.gate import check, freeze
 from weighin.gate.expected import Expectation, parse
 from weighin.record import Outcome, Result
 from weighin.records.series import name_of
@@ -43,7 +42,7 @@ def frozen(folder: Path, *results: Result, expect: str = "") -> Path:
     measured = check.read_runs([run_of(folder / "before", *results)])
     path = folder / "baseline.yaml"
     wanted = parse(expect) if expect else []
-    freezing.update(path, measured.environment, measured.series, wanted)
+    freeze.update(path, measured.environment, measured.series, wanted)
     return path
 
 
@@ -185,11 +184,11 @@ def test_a_repeat_that_is_killed_is_not_ok_however_many_others_are(tmp_path: Pat
 
 
 def test_a_wrong_load_under_a_limit_of_a_search_for_floors_passes_no_gate(tmp_path: Path) -> None:
-    from weighin.records import run_folder as journal
+    from weighin.records import run_folder
 
     free = make_cell("lossy", ram_limit_bytes=None)
     folder = tmp_path / "found"
-    journal.write_plan(folder, [free], {"within": 0.01})
+    run_folder.write_plan(folder, [free], {"within": 0.01})
     run_of(folder, make_result(free, SCRIPTS["streaming"]), WRONG)
     code, text = typed("check", folder, "--budget", "peak_rss <= 8GiB", COLUMNS="200")
     assert code == 1

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weighin.record import SCHEMA, Memory, Outcome, Peaks, Result
-from weighin.records import run_folder as journal
+from weighin.records import run_folder
 from weighin.records.floor import Bracket, bracket, floors
 from weighin.records.verdict import Verdict
 from weighin.report.floors import as_dict
@@ -177,7 +177,7 @@ def test_the_published_floors_say_which_rest_on_a_time_out() -> None:
     root = Path(__file__).parents[2] / "results" / "published"
     runs = ["gpt2-medium-floors", "gpt2-medium-floors-again", "gpt2-medium-floors-cgroup", "gpt2-xl-floors"]  # fmt: skip
     ends = [
-        {one.cell.strategy: one.below for one in floors(journal.read(root / run).results)}
+        {one.cell.strategy: one.below for one in floors(run_folder.read(root / run).results)}
         for run in runs
     ]
     assert [found.pop("mmap_assign") for found in ends] == [

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from weighin.errors import IsolationUnavailable
-from weighin.run import gpu_check as gpu
+from weighin.run import gpu_check
 from weighin.run.gpu_check import Gpu, Look
 from weighin.units import GIB
 
@@ -18,9 +18,9 @@ Answer = Callable[..., None]
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    gpu.look.cache_clear()
+    gpu_check.look.cache_clear()
     yield
-    gpu.look.cache_clear()
+    gpu_check.look.cache_clear()
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def answer(monkeypatch: pytest.MonkeyPatch) -> Answer:
 
     def answer(found: dict[str, Any] | None = None, stderr: str = "", returncode: int = 0) -> None:
         done = subprocess.CompletedProcess([], returncode, json.dumps(found or {}), stderr)
-        monkeypatch.setattr(gpu.subprocess, "run", lambda *_, **__: done)
+        monkeypatch.setattr(gpu_check.subprocess, "run", lambda *_, **__: done)
 
     return answer
 
@@ -41,12 +41,12 @@ def gpus(*sizes: int) -> dict[str, Any]:
 
 def complaint(device: str, limits: list[int | None] | None = None) -> str:
     with pytest.raises(IsolationUnavailable) as caught:
-        gpu.check(device, limits or [None])
+        gpu_check.check(device, limits or [None])
     return str(caught.value)
 
 
 def test_torch_is_asked_in_a_process_of_its_own() -> None:
-    seen = gpu.look()
+    seen = gpu_check.look()
     assert bool(seen.gpus) == torch.cuda.is_available()
     if torch.version.cuda is None:
         assert seen.why == f"this torch ({torch.__version__}) is built without CUDA"
@@ -54,9 +54,9 @@ def test_torch_is_asked_in_a_process_of_its_own() -> None:
 
 def test_all_gpus_are_listed(answer: Answer) -> None:
     answer(gpus(GIB, 2 * GIB))
-    assert gpu.look() == Look((Gpu("Example", GIB), Gpu("Example", 2 * GIB)))
-    gpu.check("cuda", [None, GIB])
-    gpu.check("cuda:1", [2 * GIB])
+    assert gpu_check.look() == Look((Gpu("Example", GIB), Gpu("Example", 2 * GIB)))
+    gpu_check.check("cuda", [None, GIB])
+    gpu_check.check("cuda:1", [2 * GIB])
 
 
 def test_a_torch_without_cuda(answer: Answer) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from weighin.errors import ConfigError, RecordError, UnknownName
 from weighin.record import Outcome, Result
-from weighin.records import run_folder as journal
+from weighin.records import run_folder
 from weighin.report import history
 from weighin.report.change_points import find_steps
 from weighin.units import GIB, MIB
@@ -32,7 +32,7 @@ def measured(day: int, peak: int, strategy: str = "streaming", **environment: An
 
 def write(folder: Path, results: list[Result]) -> None:
     for result in results:
-        journal.append(folder / f"run-{result.started_at[:10]}", result)
+        run_folder.append(folder / f"run-{result.started_at[:10]}", result)
 
 
 def said(found: history.History) -> str:
@@ -114,9 +114,9 @@ def test_an_outcome_that_changes_is_told(tmp_path: Path) -> None:
 
 def test_runs_that_cannot_be_read_are_left_out_with_a_warning(tmp_path: Path) -> None:
     write(tmp_path, [measured(1, GIB), measured(2, GIB), measured(3, GIB)])
-    newer = tmp_path / "run-2026-11-02" / journal.RECORDS
+    newer = tmp_path / "run-2026-11-02" / run_folder.RECORDS
     newer.write_text(json.dumps({"schema": 99}) + "\n")
-    with (tmp_path / "run-2026-11-03" / journal.RECORDS).open("a") as file:
+    with (tmp_path / "run-2026-11-03" / run_folder.RECORDS).open("a") as file:
         file.write('{"schema": 1, "cell')
     found = history.read(tmp_path, "peak_rss")
     assert [moment.name for moment in found.moments] == ["run-2026-11-01", "run-2026-11-03"]

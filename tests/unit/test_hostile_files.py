@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from weighin import formats as layouts
+from weighin import formats
 from weighin.errors import CheckpointError
 from weighin.formats.base import TensorPlan, TensorSlice
 
@@ -39,9 +39,9 @@ TEXTS = (
 def checkpoints(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("layouts")
     values = {plan.name: torch.ones(plan.shape, dtype=plan.dtype) for plan in PLANS}
-    for name in layouts.NAMES:
-        layouts.named(name).write(folder / name, PLANS, lambda key: [values[key]])
-    return {name: folder / name for name in layouts.NAMES}
+    for name in formats.NAMES:
+        formats.named(name).write(folder / name, PLANS, lambda key: [values[key]])
+    return {name: folder / name for name in formats.NAMES}
 
 
 @st.composite
@@ -80,13 +80,13 @@ def check(place: TensorSlice, root: Path) -> None:
         assert end <= place.storage_offset + place.storage_bytes <= place.file.stat().st_size
 
 
-@pytest.mark.parametrize("name", layouts.NAMES)
+@pytest.mark.parametrize("name", formats.NAMES)
 @settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_damaged_file_is_read_right_or_refused(
     checkpoints, name: str, data: st.DataObject
 ) -> None:
-    path, layout = checkpoints[name], layouts.named(name)
+    path, layout = checkpoints[name], formats.named(name)
     file = data.draw(st.sampled_from(layout.files(path)))
     sound = file.read_bytes()
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -104,7 +104,7 @@ def test_a_damaged_file_is_read_right_or_refused(
 
 def test_what_is_read_is_right_after_all_that(checkpoints) -> None:
     for path in checkpoints.values():
-        assert [place.name for place in layouts.read(path)[1]] == [plan.name for plan in PLANS]
+        assert [place.name for place in formats.read(path)[1]] == [plan.name for plan in PLANS]
 
 
 BOMBS = {
@@ -155,7 +155,7 @@ def test_a_key_that_takes_for_ever_to_hash_is_refused(tmp_path, name: str) -> No
     data = b"\x80\x02}q\1)q\0" + nested + b"h\1h\0K\1s."
     path.write_bytes((MAGIC if path.suffix == ".pth" else b"") + data)
     with pytest.raises(CheckpointError, match="a key of a dict is a tuple"):
-        layouts.read(path if path.parent == tmp_path else path.parent)
+        formats.read(path if path.parent == tmp_path else path.parent)
 
 
 def test_a_place_of_a_key_that_is_no_text_is_refused(checkpoints) -> None:
@@ -163,9 +163,9 @@ def test_a_place_of_a_key_that_is_no_text_is_refused(checkpoints) -> None:
     sound = path.read_bytes()
     at = sound.index(b"fqn\x94") + 4
     path.write_bytes(sound[:at] + b"}0" + sound[at:])  # an empty dict, taken away again
-    assert len(layouts.read(checkpoints["dcp"])[1]) == len(PLANS)
+    assert len(formats.read(checkpoints["dcp"])[1]) == len(PLANS)
     end = sound.index(b"\x8c\x06offset", at)
     path.write_bytes(sound[:at] + b"}" + sound[end:])
     with pytest.raises(CheckpointError):
-        layouts.read(checkpoints["dcp"])
+        formats.read(checkpoints["dcp"])
     path.write_bytes(sound)

@@ -15,8 +15,8 @@ import pytest
 import torch
 from harms import CASES, DATA, PLANS, Given, Harm
 
-from weighin import formats as layouts
-from weighin.checkpoint import convert as converting
+from weighin import formats
+from weighin.checkpoint import convert
 from weighin.errors import CheckpointError
 from weighin.formats.base import TensorPlan
 from weighin.loader.load import load_streaming
@@ -26,8 +26,8 @@ from weighin.loader.load import load_streaming
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sound")
     values = {plan.name: torch.ones(plan.shape, dtype=plan.dtype) for plan in PLANS}
-    for name in layouts.NAMES:
-        layout = layouts.named(name)
+    for name in formats.NAMES:
+        layout = formats.named(name)
         layout.write(folder / f"{name}{layout.SUFFIX}", PLANS, lambda key: [values[key]])
     return folder
 
@@ -57,7 +57,7 @@ def opened(audited: None) -> Iterator[list[str]]:
 @pytest.fixture
 def give(tmp_path: Path, sound: Path) -> Callable[[str], Given]:
     def given(layout: str) -> Given:
-        source = sound / f"{layout}{layouts.named(layout).SUFFIX}"
+        source = sound / f"{layout}{formats.named(layout).SUFFIX}"
         path = tmp_path / "given" / source.name
         path.parent.mkdir()
         outside = tmp_path / "outside" / "x"
@@ -71,7 +71,7 @@ def give(tmp_path: Path, sound: Path) -> Callable[[str], Given]:
 
 
 def test_the_matrix_has_every_layout() -> None:
-    assert set(DATA) == set(layouts.NAMES)
+    assert set(DATA) == set(formats.NAMES)
 
 
 @pytest.mark.parametrize(("layout", "harm"), CASES)
@@ -83,17 +83,17 @@ def test_harm_is_named_and_does_none(
     tmp_path: Path,
 ) -> None:
     given = give(layout)
-    assert [place.name for place in layouts.read(given.path)[1]] == [one.name for one in PLANS]
+    assert [place.name for place in formats.read(given.path)[1]] == [one.name for one in PLANS]
     assert str(given.data) in opened
     file, words = harm(given)
     before = sorted(tmp_path.rglob("*"))
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 3)})
     weight = model.get_parameter("a.weight").detach().clone()
-    order = converting.Order("per_param", None, 2**40, 2**40, verify=True)
+    order = convert.Order("per_param", None, 2**40, 2**40, verify=True)
     doors: list[Callable[[], object]] = [
-        lambda: layouts.read(given.path),
+        lambda: formats.read(given.path),
         lambda: load_streaming(model, given.path),
-        lambda: converting.convert(given.path, tmp_path / "new", order),
+        lambda: convert.convert(given.path, tmp_path / "new", order),
     ]
     del opened[:]
     threads = torch.get_num_threads()
@@ -116,14 +116,14 @@ def test_harm_is_named_and_does_none(
 KEYS = {"climbing": "../../x", "absolute": "/etc/passwd", "empty": "", "long": "x" * 10_000}
 
 
-@pytest.mark.parametrize("layout", layouts.NAMES)
+@pytest.mark.parametrize("layout", formats.NAMES)
 @pytest.mark.parametrize("kind", KEYS)
 def test_a_key_is_a_name_and_never_a_path(tmp_path: Path, layout: str, kind: str) -> None:
-    key, path = KEYS[kind], tmp_path / "in" / f"m{layouts.named(layout).SUFFIX}"
+    key, path = KEYS[kind], tmp_path / "in" / f"m{formats.named(layout).SUFFIX}"
     path.parent.mkdir()
     plans = [TensorPlan(key, (3,), torch.float32), TensorPlan("b", (2,), torch.float32)]
-    layouts.named(layout).write(path, plans, lambda name: [torch.full((3 - (name == "b"),), 5.0)])
-    assert [one.name for one in layouts.read(path)[1]] == [key, "b"]
+    formats.named(layout).write(path, plans, lambda name: [torch.full((3 - (name == "b"),), 5.0)])
+    assert [one.name for one in formats.read(path)[1]] == [key, "b"]
     with pytest.raises(CheckpointError) as caught:
         load_streaming(torch.nn.Linear(1, 1), path)
     assert caught.value.message.startswith(f"{path}: does not fit this model, keys: ")
@@ -131,9 +131,9 @@ def test_a_key_is_a_name_and_never_a_path(tmp_path: Path, layout: str, kind: str
     assert len(caught.value.message) < 1000
     threads = torch.get_num_threads()
     for fmt in ("per_param", "per_module", "sharded"):
-        order = converting.Order(fmt, None, 2**40, 2**40, verify=True)
-        converting.convert(path, tmp_path / fmt, order)
-        assert [one.name for one in layouts.read(tmp_path / fmt)[1]] == [key, "b"]
+        order = convert.Order(fmt, None, 2**40, 2**40, verify=True)
+        convert.convert(path, tmp_path / fmt, order)
+        assert [one.name for one in formats.read(tmp_path / fmt)[1]] == [key, "b"]
         assert all(one.parent == tmp_path / fmt for one in (tmp_path / fmt).rglob("*"))
     torch.set_num_threads(threads)
     assert {one.name for one in tmp_path.iterdir()} == {"in", "per_param", "per_module", "sharded"}

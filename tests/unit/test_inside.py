@@ -10,7 +10,7 @@ import pytest
 from fakes import FakeRunning
 from scripts import DONE, KILLED, watched
 
-from weighin.isolation.docker import remote_observer as inside
+from weighin.isolation.docker import remote_observer
 from weighin.isolation.docker.remote_observer import InsideObserver
 from weighin.probes.observer import Look
 from weighin.record import Memory, Outcome, Sample
@@ -102,7 +102,7 @@ def test_a_watcher_that_is_killed_with_its_worker_breaks_nothing(
 def test_a_watcher_that_falls_silent_is_not_waited_for_for_ever(
     channel: Channel, observer: InsideObserver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inside, "_ANSWER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(remote_observer, "_ANSWER_TIMEOUT_S", 0.05)
     channel.answers = None
     assert observer.look() == Look()
     assert observer.stop() == []

@@ -9,8 +9,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from weighin import formats as layouts
-from weighin.checkpoint import inspect as inspecting
+from weighin import formats
+from weighin.checkpoint import inspect
 from weighin.checkpoint.expected_memory import SHARD_BYTES, expected
 from weighin.cli.app import app
 from weighin.errors import CheckpointError, UnknownName
@@ -28,7 +28,7 @@ PLANS = [
 
 def make(path: Path, layout: str, plans: list[TensorPlan] = PLANS) -> Path:
     shapes = {plan.name: torch.zeros(plan.shape, dtype=plan.dtype) for plan in plans}
-    layouts.named(layout).write(path, plans, lambda name: [shapes[name]])
+    formats.named(layout).write(path, plans, lambda name: [shapes[name]])
     return path
 
 
@@ -38,9 +38,9 @@ def run(*arguments: str) -> str:
     return result.output
 
 
-@pytest.mark.parametrize("layout", layouts.NAMES)
+@pytest.mark.parametrize("layout", formats.NAMES)
 def test_every_layout_is_inspected_alike(tmp_path, layout: str) -> None:
-    found = inspecting.inspect(make(tmp_path / "m", layout))
+    found = inspect.inspect(make(tmp_path / "m", layout))
     assert found.layout == layout
     assert [(t.name, t.shape, t.dtype, t.bytes, t.shared_with) for t in found.tensors] == [
         ("embedding.weight", (10, 4), "float32", 160, None),
@@ -99,11 +99,11 @@ def test_a_name_can_neither_colour_nor_break_the_terminal(tmp_path) -> None:
 
 
 def test_an_unknown_order_and_an_unknown_file_are_named(tmp_path) -> None:
-    found = inspecting.inspect(make(tmp_path / "m.pt", "pt"))
+    found = inspect.inspect(make(tmp_path / "m.pt", "pt"))
     with pytest.raises(UnknownName, match="no order of tensors is called 'bytes'"):
-        inspecting.tables(found, sort="bytes")
+        inspect.tables(found, sort="bytes")
     with pytest.raises(CheckpointError, match="no such file"):
-        inspecting.inspect(tmp_path / "none")
+        inspect.inspect(tmp_path / "none")
 
 
 def test_of_a_file_of_100_gib_hardly_anything_is_read_and_without_torch(tmp_path) -> None:

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from weighin.cell import Cell, ModelSpec
 from weighin.errors import DamagedRecord, RecordError, SchemaTooNew
 from weighin.record import SCHEMA, Outcome, Peaks, Result
-from weighin.records import run_folder as journal
+from weighin.records import run_folder
 
 FIXTURE = Path(__file__).parent / "fixtures" / "records-schema1.jsonl"
 
 
 def edit(run: Path, number: int, change: dict[str, Any]) -> None:
     """Change keys of one record by hand, as a user with an editor would."""
-    path = run / journal.RECORDS
+    path = run / run_folder.RECORDS
     lines = path.read_text().splitlines()
     lines[number - 1] = json.dumps(json.loads(lines[number - 1]) | change)
     path.write_text("\n".join(lines) + "\n")
@@ -31,12 +31,12 @@ def edit(run: Path, number: int, change: dict[str, Any]) -> None:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     for result in mixed_run()[:3]:
-        journal.append(tmp_path / "run", result)
+        run_folder.append(tmp_path / "run", result)
     return tmp_path / "run"
 
 
 def test_what_was_appended_is_read_back(run: Path) -> None:
-    assert journal.read(run) == journal.Records(tuple(mixed_run()[:3]))
+    assert run_folder.read(run) == run_folder.Records(tuple(mixed_run()[:3]))
 
 
 def test_each_record_is_synced_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,13 +44,13 @@ def test_each_record_is_synced_to_disk(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(
         os, "fsync", lambda fd: synced.append(str(Path(f"/proc/self/fd/{fd}").readlink()))
     )
-    journal.append(tmp_path, make_result())
-    assert synced == [str(tmp_path / journal.RECORDS), str(tmp_path)]
+    run_folder.append(tmp_path, make_result())
+    assert synced == [str(tmp_path / run_folder.RECORDS), str(tmp_path)]
 
 
 def test_records_of_schema_1_are_still_read(tmp_path: Path) -> None:
-    shutil.copy(FIXTURE, tmp_path / journal.RECORDS)
-    results = journal.read(tmp_path).results
+    shutil.copy(FIXTURE, tmp_path / run_folder.RECORDS)
+    results = run_folder.read(tmp_path).results
     assert [r.outcome for r in results] == [
         Outcome.OK, Outcome.OOM_KILLED, Outcome.TIMEOUT, Outcome.SKIPPED,
         Outcome.STRATEGY_FAILED, Outcome.WRONG_WEIGHTS,
@@ -65,41 +65,41 @@ def test_records_of_schema_1_are_still_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kept", [1, 40, -2])
 def test_a_torn_last_line_is_a_warning_and_is_cut_by_the_next_append(run: Path, kept: int) -> None:
-    path = run / journal.RECORDS
+    path = run / run_folder.RECORDS
     *whole, last = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(whole) + last[:kept])
-    records = journal.read(run)
+    records = run_folder.read(run)
     assert records.results == tuple(mixed_run()[:2])
     assert records.warnings == (
         f"{path}, line 3 is torn (the run was cut off while writing it): its cell counts as not "
         f"measured; weighin bench --resume {run} repeats it",
     )
-    journal.append(run, make_result())
-    assert journal.read(run) == journal.Records((*mixed_run()[:2], make_result()))
+    run_folder.append(run, make_result())
+    assert run_folder.read(run) == run_folder.Records((*mixed_run()[:2], make_result()))
 
 
 def test_blocks_of_zeros_after_a_power_cut_are_a_torn_line(run: Path) -> None:
-    with (run / journal.RECORDS).open("ab") as file:
+    with (run / run_folder.RECORDS).open("ab") as file:
         file.write(bytes(512))
-    assert len(journal.read(run).warnings) == 1
-    journal.append(run, make_result())
-    assert len(journal.read(run).results) == 4
+    assert len(run_folder.read(run).warnings) == 1
+    run_folder.append(run, make_result())
+    assert len(run_folder.read(run).results) == 4
 
 
 def test_a_whole_last_line_without_newline_is_kept(run: Path) -> None:
-    path = run / journal.RECORDS
+    path = run / run_folder.RECORDS
     path.write_bytes(path.read_bytes().rstrip())
-    assert journal.read(run) == journal.Records(tuple(mixed_run()[:3]))
-    journal.append(run, make_result())
-    assert len(journal.read(run).results) == 4
+    assert run_folder.read(run) == run_folder.Records(tuple(mixed_run()[:3]))
+    run_folder.append(run, make_result())
+    assert len(run_folder.read(run).results) == 4
 
 
 def test_a_bad_line_in_the_middle_is_named_with_its_repair(run: Path) -> None:
-    path = run / journal.RECORDS
+    path = run / run_folder.RECORDS
     lines = path.read_text().splitlines()
     path.write_text("\n".join([lines[0], lines[1][:30], lines[2]]) + "\n")
     with pytest.raises(DamagedRecord) as caught:
-        journal.read(run)
+        run_folder.read(run)
     assert caught.value.message.startswith(f"{path}, line 2: not JSON: ")
     assert caught.value.repair == (
         f"delete the line and measure its cell again: sed -i 2d {path} && weighin bench --resume {run}"
@@ -120,74 +120,74 @@ def test_a_bad_line_in_the_middle_is_named_with_its_repair(run: Path) -> None:
 def test_a_wrong_type_names_its_field(run: Path, change: dict[str, Any], complaint: str) -> None:
     edit(run, 2, change)
     with pytest.raises(DamagedRecord) as caught:
-        journal.read(run)
-    assert caught.value.message == f"{run / journal.RECORDS}, line 2: {complaint}"
+        run_folder.read(run)
+    assert caught.value.message == f"{run / run_folder.RECORDS}, line 2: {complaint}"
 
 
 def test_a_later_schema_says_what_to_do(run: Path) -> None:
     edit(run, 1, {"schema": SCHEMA + 1, "peaks": "changed beyond recognition"})
     with pytest.raises(SchemaTooNew) as caught:
-        journal.read(run)
+        run_folder.read(run)
     assert str(caught.value) == (
-        f"{run / journal.RECORDS}, line 1: written by a later weighin (schema 2; this one knows 1)\n"
+        f"{run / run_folder.RECORDS}, line 1: written by a later weighin (schema 2; this one knows 1)\n"
         "pip install --upgrade weighin"
     )
 
 
 def test_unknown_keys_are_ignored(run: Path) -> None:
     edit(run, 1, {"added_later": {"any": "thing"}})
-    assert journal.read(run).results == tuple(mixed_run()[:3])
+    assert run_folder.read(run).results == tuple(mixed_run()[:3])
 
 
 def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(
         RecordError, match=r"holds no records\.jsonl: it is not the folder of a run"
     ):
-        journal.read(tmp_path)
+        run_folder.read(tmp_path)
 
 
 def test_a_run_without_a_finished_cell_is_empty(tmp_path: Path) -> None:
-    journal.write_plan(tmp_path, [make_cell()])
-    assert journal.read(tmp_path) == journal.Records(())
+    run_folder.write_plan(tmp_path, [make_cell()])
+    assert run_folder.read(tmp_path) == run_folder.Records(())
 
 
 def test_a_folder_that_cannot_be_written_has_a_repair(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RecordError) as caught:
-        journal.append(tmp_path / "file" / "run", make_result())
+        run_folder.append(tmp_path / "file" / "run", make_result())
     assert caught.value.message == (
-        f"cannot write {tmp_path / 'file' / 'run' / journal.RECORDS}: Not a directory;"
+        f"cannot write {tmp_path / 'file' / 'run' / run_folder.RECORDS}: Not a directory;"
         f" what was measured of {make_result().cell.id} is lost"
     )
     assert "--out FOLDER" in caught.value.repair
     with pytest.raises(RecordError):
-        journal.write_plan(tmp_path / "file", [])
+        run_folder.write_plan(tmp_path / "file", [])
 
 
 def test_a_figure_that_json_cannot_hold(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match="cannot be written as JSON"):
-        journal.append(tmp_path, make_result(make_cell(options={"rate": float("nan")})))
+        run_folder.append(tmp_path, make_result(make_cell(options={"rate": float("nan")})))
 
 
 def test_bytes_that_are_no_utf8_do_not_lose_the_record(tmp_path: Path) -> None:
-    journal.append(
+    run_folder.append(
         tmp_path, make_result(message=b"no file x\xff".decode("utf-8", "surrogateescape"))
     )
-    assert journal.read(tmp_path).results[0].message == "no file x?"
+    assert run_folder.read(tmp_path).results[0].message == "no file x?"
 
 
 def test_the_plan_comes_back_and_leaves_no_other_file(tmp_path: Path) -> None:
     cells = (make_cell("baseline"), make_cell("streaming", repeat=1))
-    journal.write_plan(tmp_path, cells, {"timeout_s": 60.0})
-    journal.write_plan(tmp_path, cells, {"timeout_s": 90.0})
-    assert journal.read_plan(tmp_path) == journal.Plan(SCHEMA, cells, {"timeout_s": 90.0})
-    assert [path.name for path in tmp_path.iterdir()] == [journal.PLAN]
+    run_folder.write_plan(tmp_path, cells, {"timeout_s": 60.0})
+    run_folder.write_plan(tmp_path, cells, {"timeout_s": 90.0})
+    assert run_folder.read_plan(tmp_path) == run_folder.Plan(SCHEMA, cells, {"timeout_s": 90.0})
+    assert [path.name for path in tmp_path.iterdir()] == [run_folder.PLAN]
 
 
 def test_a_damaged_plan_names_the_field(tmp_path: Path) -> None:
-    (tmp_path / journal.PLAN).write_text('{"schema": 1, "cells": [{"model": 3}]}')
+    (tmp_path / run_folder.PLAN).write_text('{"schema": 1, "cells": [{"model": 3}]}')
     with pytest.raises(DamagedRecord, match=r"plan\.json: cells\.0\.model: "):
-        journal.read_plan(tmp_path)
+        run_folder.read_plan(tmp_path)
 
 
 def test_pending_compares_whole_cells(tmp_path: Path) -> None:
@@ -198,8 +198,8 @@ def test_pending_compares_whole_cells(tmp_path: Path) -> None:
         make_cell("streaming", model=ModelSpec("gpt2-xl", "m:f", {"n_layer": 2})),
     ]
     for cell in (cells[0], cells[2]):
-        journal.append(tmp_path, make_result(cell))
-    assert journal.pending(cells, journal.read(tmp_path).results) == [cells[1], cells[3]]
+        run_folder.append(tmp_path, make_result(cell))
+    assert run_folder.pending(cells, run_folder.read(tmp_path).results) == [cells[1], cells[3]]
 
 
 # Written text loses what UTF-8 cannot hold: surrogates are the subject of a test above.
@@ -220,13 +220,13 @@ results = st.builds(
 @given(results)
 @settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 def test_every_result_survives_its_json(result: Result) -> None:
-    line = journal._encode(journal.asdict(result), "cell")
+    line = run_folder._encode(run_folder.asdict(result), "cell")
     assert b"\n" not in line
-    assert journal._parse_record(Path("records.jsonl"), 1, line) == result
+    assert run_folder._parse_record(Path("records.jsonl"), 1, line) == result
 
 
 def test_replacing_a_field_changes_the_identity() -> None:
-    assert journal.pending([replace(make_cell(), cache="warm")], [make_result()])
+    assert run_folder.pending([replace(make_cell(), cache="warm")], [make_result()])
 
 
 @pytest.mark.parametrize(
@@ -243,36 +243,36 @@ def test_what_no_measurement_can_say_is_refused(
 ) -> None:
     edit(run, 2, change)
     with pytest.raises(DamagedRecord) as caught:
-        journal.read(run)
-    assert caught.value.message == f"{run / journal.RECORDS}, line 2: {complaint}"
+        run_folder.read(run)
+    assert caught.value.message == f"{run / run_folder.RECORDS}, line 2: {complaint}"
 
 
 def test_a_phase_that_ends_before_it_starts_is_refused(run: Path) -> None:
-    record = json.loads((run / journal.RECORDS).read_text().splitlines()[0])
+    record = json.loads((run / run_folder.RECORDS).read_text().splitlines()[0])
     record["phases"][1]["end_ns"] = record["phases"][1]["start_ns"] - 1
     edit(run, 1, {"phases": record["phases"]})
     with pytest.raises(DamagedRecord, match=r"line 1: phases\.1\.end_ns: earlier than start_ns"):
-        journal.read(run)
+        run_folder.read(run)
 
 
 def test_a_users_own_arguments_may_be_negative(tmp_path: Path) -> None:
     spec = ModelSpec("m", "m:f", {"pad_bytes": -1})
-    journal.append(tmp_path, make_result(make_cell(model=spec, options={"gap_ns": -2})))
-    assert len(journal.read(tmp_path).results) == 1
+    run_folder.append(tmp_path, make_result(make_cell(model=spec, options={"gap_ns": -2})))
+    assert len(run_folder.read(tmp_path).results) == 1
 
 
 def test_what_is_whole_is_read_beside_the_damage(run: Path) -> None:
     edit(run, 2, {"outcome": "okay"})
-    records = journal.read_whole(run)
+    records = run_folder.read_whole(run)
     assert records.results == (mixed_run()[0], mixed_run()[2])
     assert isinstance(records.damage, DamagedRecord)
     assert records.warnings == (f"{records.damage.message}: this line is left out",)
 
 
 def test_many_damaged_lines_are_counted(run: Path) -> None:
-    with (run / journal.RECORDS).open("a") as file:
+    with (run / run_folder.RECORDS).open("a") as file:
         file.writelines('{"schema": 99}\n' for _ in range(12))
-    records = journal.read_whole(run)
+    records = run_folder.read_whole(run)
     assert len(records.results) == 3
-    assert records.warnings[-1] == f"7 more lines of {run / journal.RECORDS} are left out"
+    assert records.warnings[-1] == f"7 more lines of {run / run_folder.RECORDS} are left out"
     assert len(records.warnings) == 6

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from weighin import formats as layouts
-from weighin.checkpoint import convert as converting
-from weighin.checkpoint import sidecar
+from weighin import formats
+from weighin.checkpoint import convert, sidecar
 from weighin.checkpoint.checksum import checksum
 from weighin.checkpoint.piecewise import pieces_of
 from weighin.checkpoint.reader import plans, read_pieces
@@ -50,15 +49,15 @@ def write(fmt: str, folder: Path, state: dict[str, torch.Tensor]) -> Path:
         first = firsts.setdefault(tensor.data_ptr(), name) if tensor.numel() else name
         tied_to = first if first != name else None
         tensors.append(TensorPlan(name, tuple(tensor.shape), tensor.dtype, tied_to))
-    path = layouts.checkpoint_in(folder, fmt)
+    path = formats.checkpoint_in(folder, fmt)
     path.parent.mkdir(parents=True, exist_ok=True)
-    layouts.named(fmt).write(path, tensors, lambda name: pieces_of(state[name]))
+    formats.named(fmt).write(path, tensors, lambda name: pieces_of(state[name]))
     return path
 
 
 def content(path: Path) -> list[tuple[object, ...]]:
     """Return every tensor of a checkpoint: its name, shape, dtype, first tied name, checksum."""
-    _, slices = layouts.read(path)
+    _, slices = formats.read(path)
     found = []
     for one, plan in zip(slices, plans(slices), strict=True):
         pieces = [piece.clone() for piece in read_pieces(one)]
@@ -77,35 +76,35 @@ def expected(state: dict[str, torch.Tensor]) -> list[tuple[object, ...]]:
     return found
 
 
-def order(fmt: str, **changes: object) -> converting.Order:
+def order(fmt: str, **changes: object) -> convert.Order:
     fields = {"dtype": None, "split_above_bytes": 2**40, "max_shard_bytes": 4096, "verify": True}
-    return converting.Order(fmt=fmt, **fields | changes)
+    return convert.Order(fmt=fmt, **fields | changes)
 
 
 @pytest.mark.parametrize("state", [tied_state, gpt2_state, odd_state])
-@pytest.mark.parametrize("fmt", layouts.NAMES)
+@pytest.mark.parametrize("fmt", formats.NAMES)
 def test_what_is_written_is_read(tmp_path, fmt: str, state) -> None:
     torch.manual_seed(0)
     values = state()
     path = write(fmt, tmp_path / "made", values)
-    assert fmt == layouts.detect(path).NAME
+    assert fmt == formats.detect(path).NAME
     found = content(path)
     assert sorted(found, key=repr) == sorted(expected(values), key=repr)
     assert [one[0] for one in found] == list(values)
     outside = {file.relative_to(tmp_path).parts[0] for file in tmp_path.rglob("*")}
     assert outside == {"made"}
-    files = layouts.files(path)
+    files = formats.files(path)
     assert all(file.is_file() for file in files)
-    assert {one.file for one in layouts.read(path)[1]} <= set(files)
+    assert {one.file for one in formats.read(path)[1]} <= set(files)
 
 
-@pytest.mark.parametrize(("one", "other"), list(permutations(layouts.NAMES, 2)))
+@pytest.mark.parametrize(("one", "other"), list(permutations(formats.NAMES, 2)))
 def test_every_layout_becomes_every_other_with_equal_checksums(tmp_path, one, other) -> None:
     torch.manual_seed(0)
     values = tied_state()
     source = write(one, tmp_path / "made", values)
-    converting.convert(source, tmp_path / "converted", order(other))
-    assert other == layouts.detect(tmp_path / "converted").NAME
+    convert.convert(source, tmp_path / "converted", order(other))
+    assert other == formats.detect(tmp_path / "converted").NAME
     assert content(tmp_path / "converted") == expected(values)
     made = {"converted", "made"}
     sums = sidecar.find(tmp_path / "converted")
@@ -115,14 +114,14 @@ def test_every_layout_becomes_every_other_with_equal_checksums(tmp_path, one, ot
     }
 
 
-@pytest.mark.parametrize("fmt", layouts.NAMES)
+@pytest.mark.parametrize("fmt", formats.NAMES)
 def test_the_same_tensors_are_the_same_bytes(tmp_path, fmt: str) -> None:
     torch.manual_seed(0)
     values = tied_state()
     texts = []
     for name in ("a", "b"):
         path = write(fmt, tmp_path / name, values)
-        texts.append({file.name: file.read_bytes() for file in layouts.files(path)})
+        texts.append({file.name: file.read_bytes() for file in formats.files(path)})
     assert texts[0] == texts[1]
 
 
@@ -130,7 +129,7 @@ def test_dtypes_are_converted_on_the_way_and_only_of_floating_point(tmp_path) ->
     torch.manual_seed(0)
     values = tied_state() | {"steps": torch.tensor(7)}
     source = write("pt", tmp_path / "made", values)
-    converting.convert(source, tmp_path / "half", order("per_param", dtype=torch.bfloat16))
+    convert.convert(source, tmp_path / "half", order("per_param", dtype=torch.bfloat16))
     found = {
         name: (dtype, tied, total) for name, _, dtype, tied, total in content(tmp_path / "half")
     }
@@ -146,7 +145,7 @@ def test_views_and_transposed_tensors_become_contiguous(tmp_path) -> None:
     base = torch.arange(600.0).reshape(20, 30)
     state = {"t": base.t(), "part": base[3:7, 2:9], "last": base[:, ::7], "row": base[5]}
     torch.save(state, tmp_path / "views.pt")
-    converting.convert(tmp_path / "views.pt", tmp_path / "new.pt", order("pt"))
+    convert.convert(tmp_path / "views.pt", tmp_path / "new.pt", order("pt"))
     found = torch.load(tmp_path / "new.pt", weights_only=True)
     for name, value in state.items():
         assert torch.equal(found[name], value)

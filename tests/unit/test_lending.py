@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from weighin import formats as layouts
+from weighin import formats
 from weighin.formats.base import TensorSlice
-from weighin.loader import fill as filling
+from weighin.loader import fill
 from weighin.loader.fill import READ_BYTES, Fill, Fillable
 from weighin.loader.huge_pages import allocate, memory_of
 from weighin.loader.load import load_streaming
@@ -35,7 +35,7 @@ def fills(path: Path, dtype: torch.dtype | None) -> dict[str, Fill]:
     """Large ones begin where a huge page does: into how many parts they are cut depends on it."""
     return {
         one.name: Fill(one, allocate(one.shape[0], dtype or one.dtype, CPU))
-        for one in layouts.read(path)[1]
+        for one in formats.read(path)[1]
     }
 
 
@@ -127,7 +127,7 @@ def test_what_was_read_by_way_of_lent_memory_is_right_and_so_is_the_lender(
             memory_of(one.target)[:] = b"\xff" * one.target.nbytes
         return lent
 
-    monkeypatch.setattr(filling, "lend", noting)
+    monkeypatch.setattr(fill, "lend", noting)
     path, state = saved
     assert page_cache.drop([path]) == 0
     with torch.device("meta"):

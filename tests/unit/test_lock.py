@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from weighin.errors import ConfigError, HarnessError
-from weighin.run import run_lock as lock
+from weighin.run import run_lock
 
 HOLDS = (
     "from weighin.run.run_lock import only_run\nwith only_run(): print('held', flush=True); input()"
@@ -17,7 +17,7 @@ HOLDS = (
 
 def held(path: Path | None, **settings: str) -> subprocess.Popen[str]:
     """Start a process that holds the lock, and return once it does."""
-    variables = os.environ | settings | ({lock.VARIABLE: str(path)} if path else {})
+    variables = os.environ | settings | ({run_lock.VARIABLE: str(path)} if path else {})
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDS],
         env=variables,
@@ -31,27 +31,27 @@ def held(path: Path | None, **settings: str) -> subprocess.Popen[str]:
 
 
 def test_two_caches_share_one_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(lock.VARIABLE, str(path := tmp_path / "lock"))
+    monkeypatch.setenv(run_lock.VARIABLE, str(path := tmp_path / "lock"))
     first = held(path, WEIGHIN_CACHE=str(tmp_path / "one"))
     monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "two"))
-    with pytest.raises(HarnessError) as caught, lock.only_run():
+    with pytest.raises(HarnessError) as caught, run_lock.only_run():
         pytest.fail("both measured")
     assert str(caught.value) == (
         f"another run is measuring on this machine (it holds {path})\n"
         "wait until it has ended: two runs at once would measure each other"
     )
     first.communicate("\n")
-    with lock.only_run():
+    with run_lock.only_run():
         pass
 
 
 def test_a_run_waits_for_another_one_that_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(lock.VARIABLE, str(tmp_path / "lock"))
+    monkeypatch.setenv(run_lock.VARIABLE, str(tmp_path / "lock"))
     first = held(tmp_path / "lock")
     first.kill()  # the lock goes with its process
-    with lock.only_run(patience_s=30):
+    with run_lock.only_run(patience_s=30):
         pass
     first.communicate()
 
@@ -59,27 +59,27 @@ def test_a_run_waits_for_another_one_that_ends(
 def test_the_lock_is_where_every_user_finds_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(lock.VARIABLE)
+    monkeypatch.delenv(run_lock.VARIABLE)
     (shared := tmp_path / "shared").mkdir()
     shared.chmod(0o1777)
     (private := tmp_path / "private").mkdir(mode=0o755)
-    monkeypatch.setattr(lock, "_FOLDERS", (private, tmp_path / "gone", shared))
+    monkeypatch.setattr(run_lock, "_FOLDERS", (private, tmp_path / "gone", shared))
     monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "cache"))
-    assert lock.lock_path() == shared / "weighin-measuring.lock"
+    assert run_lock.lock_path() == shared / "weighin-measuring.lock"
 
 
 def test_another_user_can_take_the_lock_that_was_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(lock.VARIABLE, str(path := tmp_path / "lock"))
+    monkeypatch.setenv(run_lock.VARIABLE, str(path := tmp_path / "lock"))
     before = os.umask(0o077)
     try:
-        with lock.only_run():
+        with run_lock.only_run():
             assert path.stat().st_mode & 0o777 == 0o644
     finally:
         os.umask(before)
     path.chmod(0o444)  # as it is for who does not own it
-    with lock.only_run():
+    with run_lock.only_run():
         pass
 
 
@@ -88,8 +88,8 @@ def test_a_link_in_the_lock_s_place_is_not_followed(
 ) -> None:
     (tmp_path / "victim").write_text("kept")
     (tmp_path / "lock").symlink_to(tmp_path / "victim")
-    monkeypatch.setenv(lock.VARIABLE, str(tmp_path / "lock"))
-    with pytest.raises(ConfigError) as caught, lock.only_run():
+    monkeypatch.setenv(run_lock.VARIABLE, str(tmp_path / "lock"))
+    with pytest.raises(ConfigError) as caught, run_lock.only_run():
         pytest.fail("it was followed")
     assert str(caught.value) == (
         f"cannot open the lock of this machine's one run, {tmp_path / 'lock'}:"

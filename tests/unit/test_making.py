@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from weighin import formats as layouts
-from weighin.checkpoint import generate as making
+from weighin import formats
+from weighin.checkpoint import generate
 from weighin.checkpoint import index as indexing
 from weighin.checkpoint.checksum import checksum
 from weighin.checkpoint.manifest import Manifest, read_manifest
@@ -41,7 +41,7 @@ def _threads_as_before():
 
 def make(folder: Path, builder: str, kwargs: dict, fmt: str = "pt", seed: int = 0) -> Manifest:
     folder.mkdir()
-    made = making.make("m", builder, kwargs, seed=seed, fmt=fmt, folder=folder)
+    made = generate.make("m", builder, kwargs, seed=seed, fmt=fmt, folder=folder)
     assert read_manifest(folder / "manifest.json") == made.manifest
     assert set(made.seconds) == {"build", "write"}
     return made.manifest
@@ -112,15 +112,15 @@ def test_a_seed_gives_the_same_values_in_every_format_and_another_seed_others(tm
 
 def test_values_are_the_same_for_ever(tmp_path) -> None:
     """A wrong constant here would silently part old records from new ones."""
-    first = next(making.parameter_pieces(0, "a.weight", torch.empty(2, 2, device="meta")))
+    first = next(generate.parameter_pieces(0, "a.weight", torch.empty(2, 2, device="meta")))
     expected = torch.tensor([0.007854, -0.040794, 0.010506, -0.009473])
     torch.testing.assert_close(first, expected, atol=1e-6, rtol=0)
 
 
 def test_a_tensor_of_many_pieces_is_not_one_piece_again_and_again(monkeypatch) -> None:
-    monkeypatch.setattr(making, "PIECE_ELEMENTS", 32)
+    monkeypatch.setattr(generate, "PIECE_ELEMENTS", 32)
     meta = torch.empty(10, 10, device="meta")
-    pieces = [piece.clone() for piece in making.parameter_pieces(0, "w", meta)]
+    pieces = [piece.clone() for piece in generate.parameter_pieces(0, "w", meta)]
     assert [len(piece) for piece in pieces] == [32, 32, 32, 4]
     assert len({float(piece[0]) for piece in pieces}) == 4
 
@@ -132,7 +132,7 @@ def test_the_needed_space_is_asked_for_first_and_is_enough(tmp_path) -> None:
         assert not any(tmp_path.iterdir())
         asked.append(needed)
 
-    making.make(
+    generate.make(
         "m",
         "weighin.models.tied:tied",
         TIED,
@@ -196,12 +196,12 @@ def test_tied_names_with_different_values_are_refused(tmp_path) -> None:
         index(tmp_path / "model.pt", tmp_path)
 
 
-@pytest.mark.parametrize("fmt", layouts.NAMES)
+@pytest.mark.parametrize("fmt", formats.NAMES)
 def test_every_layout_is_made_read_back_and_converted_with_the_same_values(tmp_path, fmt) -> None:
     made = make_tied(tmp_path / "a", fmt=fmt)
-    own = layouts.checkpoint_in(tmp_path / "a", fmt)
+    own = formats.checkpoint_in(tmp_path / "a", fmt)
     assert index(own, tmp_path / "b", fmt=fmt).tensors == made.tensors
     assert [path.name for path in (tmp_path / "b").iterdir()] == ["manifest.json"]
     assert index(own, tmp_path / "c", fmt="pt").tensors == made.tensors
-    again = index(layouts.checkpoint_in(tmp_path / "a", fmt), tmp_path / "d", fmt="per_param")
+    again = index(formats.checkpoint_in(tmp_path / "a", fmt), tmp_path / "d", fmt="per_param")
     assert again.tensors == made.tensors

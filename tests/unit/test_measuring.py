@@ -14,7 +14,7 @@ from scripts import JOB
 from weighin.cell import Job
 from weighin.probes import page_cache
 from weighin.records import sources
-from weighin.run import page_preconditioning as steady
+from weighin.run import page_preconditioning
 from weighin.run.cell_runner import Setting, measure
 from weighin.units import MIB
 
@@ -108,8 +108,8 @@ def test_a_steady_load_gets_its_memory_when_it_begins(
         yield wanted_bytes
         seen.append("gives back")
 
-    monkeypatch.setattr(steady, "held", held)
-    monkeypatch.setattr(steady, "SETTLED_S", 0.0)
+    monkeypatch.setattr(page_preconditioning, "held", held)
+    monkeypatch.setattr(page_preconditioning, "SETTLED_S", 0.0)
     script = [
         lambda: seen.append("imports torch"),
         fakes.baseline(),
@@ -132,8 +132,8 @@ def test_a_steady_warm_load_finds_room_for_its_cache(
         asked.append((wanted_bytes, spare_bytes))
         return nullcontext(0)
 
-    monkeypatch.setattr(steady, "held", held)
-    monkeypatch.setattr(steady, "SETTLED_S", 0.0)
+    monkeypatch.setattr(page_preconditioning, "held", held)
+    monkeypatch.setattr(page_preconditioning, "SETTLED_S", 0.0)
     for cell in (replace(JOB.cell, cache="warm"), replace(JOB.cell, operation="save")):
         script = [fakes.baseline(), fakes.loaded(), ready(), done()]
         setting = Setting(_Isolation(script), tmp_path, {}, steady=True)

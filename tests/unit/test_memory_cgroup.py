@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from test_counters import KERNEL, V1, V2
 
-from weighin.probes import cgroup as counters
+from weighin.probes import cgroup
 from weighin.probes.cgroup import MemoryCgroup, PeakMark
 from weighin.units import MIB
 
@@ -95,7 +95,7 @@ def test_a_kernel_without_the_refault_counter_gives_none(tmp_path: Path) -> None
 
 def test_pressure_of_a_kernel_that_has_no_full_line() -> None:
     line = "some avg10=0.00 avg60=0.00 avg300=0.00 total=12\n"
-    assert counters.parse_pressure(line) == (12_000, None)
+    assert cgroup.parse_pressure(line) == (12_000, None)
 
 
 @pytest.mark.parametrize(("kernel", "written"), [("hybrid-6.18", "0"), ("v2-6.12", "reset\n")])

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from weighin import formats as layouts
+from weighin import formats
 from weighin.formats.base import TensorSlice
-from weighin.loader import direct_io as direct
-from weighin.loader import fill as filling
+from weighin.loader import direct_io, fill
 from weighin.loader.arena import Need, Neighbours, provide
 from weighin.loader.fill import READ_BYTES, Fill, being_filled
 from weighin.loader.huge_pages import HUGE_PAGE_BYTES, TENSOR_ALIGNMENT, Area
@@ -114,8 +113,8 @@ def test_neighbours_are_right_however_their_reads_are_cut(
     cold: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Shares of 8 MiB are copied at once, and what is small of the rest is read."""
-    monkeypatch.setattr(filling, "COPIED_BYTES", 8 * MIB)
-    monkeypatch.setattr(direct, "COPIED_BYTES", 8 * MIB)
+    monkeypatch.setattr(fill, "COPIED_BYTES", 8 * MIB)
+    monkeypatch.setattr(direct_io, "COPIED_BYTES", 8 * MIB)
     torch.manual_seed(0)
     sizes = [5 * MIB, 3, 9 * MIB + 1, 1000, 4 * MIB]  # bytes / 4
     state = {f"t{number}": torch.randn(size // 4 + 1) for number, size in enumerate(sizes)}
@@ -123,7 +122,7 @@ def test_neighbours_are_right_however_their_reads_are_cut(
     torch.save(state, tmp_path / "some.pt")
     if cold:
         assert page_cache.drop([tmp_path / "some.pt"]) == 0
-    slices = layouts.read(tmp_path / "some.pt")[1]
+    slices = formats.read(tmp_path / "some.pt")[1]
     given = needs(slices)
     found = list(provide(given))
     assert any(isinstance(one, Neighbours) for one in found)
@@ -139,10 +138,10 @@ def test_neighbours_are_right_however_their_reads_are_cut(
 def test_what_is_cached_is_copied_in_equal_shares_of_all_threads(
     mib: int, threads: int, shares: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(filling, "copies_by_mapping", lambda: True)
+    monkeypatch.setattr(fill, "copies_by_mapping", lambda: True)
     where = place("a", mib, 0)
     one = Fill(where, torch.empty(mib * MIB // 4))
-    sizes = [piece.target.nbytes for piece in filling.copies([one], threads)]
+    sizes = [piece.target.nbytes for piece in fill.copies([one], threads)]
     assert sum(sizes) == mib * MIB
     if shares:
         assert len(sizes) in (shares, shares + 1)  # memory that begins within a huge page
@@ -154,12 +153,12 @@ def test_what_is_cached_is_copied_in_equal_shares_of_all_threads(
 def test_what_this_processor_reads_faster_than_it_copies_is_read_piece_by_piece(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(filling, "copies_by_mapping", lambda: False)
+    monkeypatch.setattr(fill, "copies_by_mapping", lambda: False)
     one = Fill(place("a", 400, 0), torch.empty(400 * MIB // 4))
-    assert max(piece.target.nbytes for piece in filling.copies([one], 2)) <= READ_BYTES
+    assert max(piece.target.nbytes for piece in fill.copies([one], 2)) <= READ_BYTES
 
 
 def test_what_is_converted_is_not_copied_at_once() -> None:
     one = Fill(place("a", 800, 0), torch.empty(200 * MIB, dtype=torch.bfloat16))
-    pieces: list[Piece] = list(filling.copies([one], 2))
+    pieces: list[Piece] = list(fill.copies([one], 2))
     assert max(piece.target.nbytes for piece in pieces) <= READ_BYTES

@@ -6,7 +6,7 @@ from pathlib import Path
 from factories import make_cell, make_result, write_samples
 
 from weighin.record import Memory, Outcome, Peaks, Phase, Result
-from weighin.records import run_folder as journal
+from weighin.records import run_folder
 from weighin.report import notebook, write_report
 from weighin.suite.config import read_suite
 from weighin.suite.registry import data_folder, model
@@ -88,7 +88,7 @@ def test_other_runs_have_no_such_section() -> None:
 def test_the_report_of_such_a_run_holds_it(tmp_path: Path) -> None:
     result = gpu_cell("baseline", 12.832)
     write_samples(tmp_path, result)
-    journal.append(tmp_path, result)
+    run_folder.append(tmp_path, result)
     write_report(tmp_path)
     text = (tmp_path / "report.md").read_text()
     assert (

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 from fake_nvml import Nvml
 
-from weighin.probes import gpu_memory as nvml
+from weighin.probes import gpu_memory
 from weighin.probes.gpu_memory import DriverMemory, NvmlUnavailable
 
 _UNKNOWN_ERROR = 999
@@ -15,7 +15,7 @@ _UNKNOWN_ERROR = 999
 @pytest.fixture
 def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Nvml], Nvml]:
     def use(library: Nvml) -> Nvml:
-        monkeypatch.setattr(nvml.ctypes, "CDLL", lambda name: library)
+        monkeypatch.setattr(gpu_memory.ctypes, "CDLL", lambda name: library)
         return library
 
     return use
@@ -84,7 +84,7 @@ def test_a_machine_without_nvml_says_so(monkeypatch: pytest.MonkeyPatch) -> None
     def missing(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 
-    monkeypatch.setattr(nvml.ctypes, "CDLL", missing)
+    monkeypatch.setattr(gpu_memory.ctypes, "CDLL", missing)
     with pytest.raises(NvmlUnavailable) as caught:
         DriverMemory("GPU-ab", 1)
     assert str(caught.value) == "no NVML: libnvidia-ml.so.1: cannot open shared object file"

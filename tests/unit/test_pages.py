@@ -7,7 +7,7 @@ from sweeps import a_sweep
 
 from weighin.errors import RecordError
 from weighin.predict.prediction import PredictedPhase, Prediction
-from weighin.records import run_folder as journal
+from weighin.records import run_folder
 from weighin.report import notebook, predicted
 from weighin.report.docs_tables import fill, report
 from weighin.suite.matrix import Planned
@@ -31,7 +31,7 @@ def test_every_published_report_is_what_its_records_say(run: Path) -> None:
 
 
 def test_a_block_is_replaced_and_the_rest_is_not(tmp_path: Path) -> None:
-    journal.append(tmp_path / "results/published/x", make_result())
+    run_folder.append(tmp_path / "results/published/x", make_result())
     old = "a\n<!-- results/published/x -->\nstale\n<!-- end -->\nb"
     new = fill(old, tmp_path)
     assert new.startswith("a\n<!-- results/published/x -->\n| strategy | outcome | load s |")
@@ -42,7 +42,7 @@ def test_a_block_is_replaced_and_the_rest_is_not(tmp_path: Path) -> None:
 
 def test_a_block_can_tell_of_survival_or_compare_searches(tmp_path: Path) -> None:
     for result in a_sweep():
-        journal.append(tmp_path / "results/published/x", result)
+        run_folder.append(tmp_path / "results/published/x", result)
     survival, runs = "results/published/x survival", "results/published/x results/published/x"
     text = f"<!-- {survival} -->\n<!-- end -->\n<!-- {runs} agreement -->\n<!-- end -->\n"
     lines = fill(text, tmp_path).splitlines()

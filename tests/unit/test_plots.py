@@ -22,9 +22,8 @@ from factories import (
 from weighin.errors import RecordError
 from weighin.probes.allocator_trace import Trace, write_trace
 from weighin.record import Outcome, Result
-from weighin.records import run_folder as journal
-from weighin.report import style as look
-from weighin.report import write_report
+from weighin.records import run_folder
+from weighin.report import style, write_report
 from weighin.report.peaks_plot import draw_peaks
 from weighin.report.timeline import draw_timeline
 
@@ -106,9 +105,9 @@ def test_a_long_sweep_says_how_much_is_not_drawn(tmp_path: Path) -> None:
 
 
 def test_a_strategy_keeps_its_colour() -> None:
-    assert look.colour("mmap_assign") == "#0072B2"
-    assert look.colour("somebody_elses") == look.colour("somebody_elses")
-    assert len({look.colour(name) for name in SCRIPTS}) == len(SCRIPTS)
+    assert style.colour("mmap_assign") == "#0072B2"
+    assert style.colour("somebody_elses") == style.colour("somebody_elses")
+    assert len({style.colour(name) for name in SCRIPTS}) == len(SCRIPTS)
 
 
 def test_the_timeline_stacks_the_samples_and_names_the_phases(tmp_path: Path) -> None:
@@ -176,7 +175,7 @@ def test_dollars_in_names_are_not_mathematics(tmp_path: Path) -> None:
 
 
 def test_the_report_is_written_into_the_run(tmp_path: Path) -> None:
-    journal.append(tmp_path, make_result())
+    run_folder.append(tmp_path, make_result())
     sampled(tmp_path, [make_result()])
     paths = write_report(tmp_path)
     assert [path.name for path in paths] == [
@@ -187,7 +186,7 @@ def test_the_report_is_written_into_the_run(tmp_path: Path) -> None:
 
 
 def test_only_what_is_asked_for_is_written(tmp_path: Path) -> None:
-    journal.append(tmp_path, make_result())
+    run_folder.append(tmp_path, make_result())
     wanted = ["md", "svg", "bmf", "gha", "openmetrics", "parquet"]
     assert [path.name for path in write_report(tmp_path, wanted)] == [
         "report.md", "peaks.svg", "timeline.svg", "bmf.json", "gha.json", "openmetrics.txt",
@@ -199,7 +198,7 @@ def test_only_what_is_asked_for_is_written(tmp_path: Path) -> None:
 
 
 def test_an_svg_is_the_same_each_time_and_holds_its_text_as_text(tmp_path: Path) -> None:
-    journal.append(tmp_path, make_result())
+    run_folder.append(tmp_path, make_result())
     (first, _) = write_report(tmp_path, ["svg"])
     drawn = first.read_bytes()
     write_report(tmp_path, ["svg"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from weighin.cell import ModelSpec
-from weighin.predict import client as predicting
+from weighin.predict import client
 from weighin.predict.client import predict
 from weighin.predict.prediction import Prediction
 from weighin.suite import registry
@@ -72,7 +72,7 @@ def test_mapped_weights_are_pages_of_the_file() -> None:
 def test_a_floor_has_room_for_page_tables_and_for_what_is_read_ahead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(predicting, "read_ahead_bytes", lambda _folder: 3 * MIB)
+    monkeypatch.setattr(client, "read_ahead_bytes", lambda _folder: 3 * MIB)
     windows = {"mmap_assign": 4, "load_assign": 0}
     for one in predicted(*windows):
         most = one.host_anon_most_bytes

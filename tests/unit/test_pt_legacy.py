@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from weighin.errors import CheckpointError, ConfigError
-from weighin.formats import pt_legacy as layout
-from weighin.formats import state_pickle
+from weighin.formats import pt_legacy, state_pickle
 from weighin.formats.base import TensorPlan
 
 AGAIN = "copy or download the file again"
@@ -37,7 +36,7 @@ def write(path: Path) -> None:
         TensorPlan(name, tuple(t.shape), t.dtype, "embedding" if name == "head" else None)
         for name, t in STATE.items()
     ]
-    layout.write(path, plans, lambda name: [STATE[name]])
+    pt_legacy.write(path, plans, lambda name: [STATE[name]])
 
 
 def test_torch_reads_what_we_write_and_tied_weights_share(tmp_path) -> None:
@@ -57,7 +56,7 @@ def test_slices_lead_to_the_values(tmp_path, ours: bool) -> None:
     state = STATE if ours else STATE | {"view": EMBEDDING.t()[2:5]}
     write(path) if ours else save(state, path)
     data = path.read_bytes()
-    places = {place.name: place for place in layout.read(path)}
+    places = {place.name: place for place in pt_legacy.read(path)}
     assert list(places) == list(state)
     assert places["head"].storage_offset == places["embedding"].storage_offset
     for name, tensor in state.items():
@@ -74,16 +73,19 @@ def test_state_dicts_with_metadata_and_parameters_are_read(tmp_path) -> None:
     model = torch.nn.Linear(3, 4)
     for state in (model.state_dict(), dict(model.named_parameters())):
         save(state, tmp_path / "model.pth")
-        assert [place.name for place in layout.read(tmp_path / "model.pth")] == ["weight", "bias"]
+        assert [place.name for place in pt_legacy.read(tmp_path / "model.pth")] == [
+            "weight",
+            "bias",
+        ]
 
 
 def test_it_is_known_by_its_first_bytes(tmp_path) -> None:
     write(tmp_path / "a")
     torch.save(STATE, tmp_path / "b.pth")
-    assert layout.matches(tmp_path / "a")
-    assert layout.files(tmp_path / "a") == [tmp_path / "a"]
-    assert not layout.matches(tmp_path / "b.pth")
-    assert not layout.matches(tmp_path)
+    assert pt_legacy.matches(tmp_path / "a")
+    assert pt_legacy.files(tmp_path / "a") == [tmp_path / "a"]
+    assert not pt_legacy.matches(tmp_path / "b.pth")
+    assert not pt_legacy.matches(tmp_path)
 
 
 def test_a_dtype_of_later_times_is_refused_before_a_byte(tmp_path) -> None:
@@ -91,7 +93,7 @@ def test_a_dtype_of_later_times_is_refused_before_a_byte(tmp_path) -> None:
     with pytest.raises(
         ConfigError, match=r"'w': torch before 1\.6 had no dtype torch\.float8_e5m2"
     ):
-        layout.write(tmp_path / "m.pth", [plan], lambda _: [])
+        pt_legacy.write(tmp_path / "m.pth", [plan], lambda _: [])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -144,7 +146,7 @@ def test_what_is_no_state_dict_is_called_by_its_name(tmp_path, value, message, r
     path = tmp_path / "model.pth"
     save(value, path)
     with pytest.raises(CheckpointError) as caught:
-        layout.read(path)
+        pt_legacy.read(path)
     assert caught.value.message == f"{path}: {message}"
     assert caught.value.repair == repair
 
@@ -156,12 +158,12 @@ def test_a_truncated_file_is_named_with_its_place(tmp_path) -> None:
     end = len(data)
     path.write_bytes(data[:-4])
     with pytest.raises(CheckpointError) as caught:
-        layout.read(path)
+        pt_legacy.read(path)
     assert caught.value.message.startswith(f"{path}: truncated: storage '")
     assert caught.value.message.endswith(f"' ends at byte {end:,}, the file at {end - 4:,}")
     path.write_bytes(data[:60])
     with pytest.raises(CheckpointError) as caught:
-        layout.read(path)
+        pt_legacy.read(path)
     assert caught.value.message.startswith(f"{path}: damaged: the pickle from byte ")
     assert caught.value.message.endswith("cannot be read at byte 60: truncated: the file ends")
 
@@ -172,7 +174,7 @@ def test_a_storage_of_another_length_is_named(tmp_path) -> None:
     data = path.read_bytes()
     path.write_bytes(data[:-408] + struct.pack("<q", -1) + data[-400:])
     with pytest.raises(CheckpointError) as caught:
-        layout.read(path)
+        pt_legacy.read(path)
     assert caught.value.message.endswith("has 18,446,744,073,709,551,615 elements, its tensors 100")
 
 

@@ -14,12 +14,11 @@ import pytest
 from factories import make_cell, make_result
 
 from weighin.cell import Cell
-from weighin.cli import app as cli
-from weighin.isolation import select as choice
+from weighin.cli import app
+from weighin.isolation import select
 from weighin.isolation.process import ProcessIsolation
 from weighin.record import Outcome, Result
-from weighin.records import run_folder as journal
-from weighin.records import sources
+from weighin.records import run_folder, sources
 from weighin.report.freshness import standing
 from weighin.run import runner
 from weighin.suite import registry
@@ -121,7 +120,7 @@ def test_the_status_names_what_is_stale_with_commit_and_day(
     head = git(copy, "rev-parse", "HEAD")
     folder = copy / "results" / "published"
     for name, strategy in {"a": "baseline", "b": "streaming"}.items():
-        journal.append(folder / name, measured(strategy, head))
+        run_folder.append(folder / name, measured(strategy, head))
     (folder / "runs.yaml").write_text("a: bench a\nb: bench b\nc: floor c\n")
     change(copy, "harness/weighin/loader/load.py")
     git(copy, "add", ".")
@@ -174,7 +173,7 @@ def test_each_command_plans_the_cells_that_were_published(
     def stop(*_: object, **__: object) -> None:
         raise SystemExit(0)
 
-    monkeypatch.setattr(choice, "choose", lambda name, **_: (ProcessIsolation(), ""))
+    monkeypatch.setattr(select, "choose", lambda name, **_: (ProcessIsolation(), ""))
     monkeypatch.setattr(runner, "run", stop)
     monkeypatch.setattr("weighin.run.request._check_machine", lambda _: None)
     monkeypatch.chdir(ROOT)
@@ -182,9 +181,9 @@ def test_each_command_plans_the_cells_that_were_published(
         folder = tmp_path / run.name
         monkeypatch.setattr(sys, "argv", ["weighin", *run.command, "--out", str(folder)])
         with pytest.raises(SystemExit) as ended:
-            cli.main()
+            app.main()
         assert ended.value.code == 0
-        planned = series(journal.read_plan(folder).cells)
+        planned = series(run_folder.read_plan(folder).cells)
         is_search = run.command[0] == "floor"
         told = [one.cell for one in run.results if not is_search or not one.cell.ram_limit_bytes]
         assert series(told) <= planned
@@ -230,9 +229,9 @@ class Weighin:
     def __call__(self, command: list[str], **_: Any) -> Any:
         self.calls.append(command[3:])
         folder = Path(command[command.index("--out" if "--out" in command else "--resume") + 1])
-        journal.write_plan(folder, [one.cell for one in self.results])
+        run_folder.write_plan(folder, [one.cell for one in self.results])
         for one in self.results:
-            journal.append(folder, one)
+            run_folder.append(folder, one)
         return subprocess.CompletedProcess(command, self.code)
 
 

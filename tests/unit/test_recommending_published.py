@@ -8,13 +8,13 @@ from pytest import MonkeyPatch
 
 from weighin.predict.prediction import Prediction, Work
 from weighin.probes import environment
-from weighin.recommend import answer as advising
+from weighin.recommend import answer
 from weighin.recommend.answer import Known, Question, advise
 from weighin.recommend.calibration import Calibration
 from weighin.recommend.prior_runs import find
 from weighin.recommend.ranking import Limits, Verdict
 from weighin.record import Outcome, Result
-from weighin.records import run_folder as journal
+from weighin.records import run_folder
 from weighin.suite import registry
 from weighin.suite.matrix import Planned
 from weighin.units import GIB, MIB
@@ -62,10 +62,10 @@ def predicted(planned: Planned, size: int) -> Prediction:
 def test_after_a_full_run_the_measured_fastest_is_named(
     run: str, limit: int | None, monkeypatch: MonkeyPatch
 ) -> None:
-    results = list(journal.read(PUBLISHED / run).results)
+    results = list(run_folder.read(PUBLISHED / run).results)
     monkeypatch.setattr(environment, "machine", lambda: results[0].environment)
     question = Question(results[0].cell.model, Limits(limit), results=PUBLISHED / run)
-    planned = tuple(advising._planned(question, "pt"))
+    planned = tuple(answer._planned(question, "pt"))
     size = next(one.model_bytes for one in results if one.model_bytes)
     known = Known(
         planned,

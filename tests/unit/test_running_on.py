@@ -25,7 +25,7 @@ from weighin.isolation.cgroup import CgroupIsolation
 from weighin.isolation.process import LocalRunning, ProcessIsolation
 from weighin.probes import page_cache
 from weighin.record import Outcome, Sample
-from weighin.records import run_folder as journal
+from weighin.records import run_folder
 from weighin.run.cell_runner import Measured, Setting, take
 from weighin.run.request import resumable
 from weighin.run.runner import Run
@@ -47,29 +47,29 @@ def files_of_at_most(size_bytes: int) -> Iterator[None]:
 
 
 def test_a_record_that_finds_no_room_leaves_no_half_of_it(tmp_path: Path) -> None:
-    journal.append(tmp_path, make_result())
-    before = (tmp_path / journal.RECORDS).read_bytes()
+    run_folder.append(tmp_path, make_result())
+    before = (tmp_path / run_folder.RECORDS).read_bytes()
     with files_of_at_most(len(before) + 100), pytest.raises(RecordError) as caught:
-        journal.append(tmp_path, make_result(AGAIN))
-    assert (tmp_path / journal.RECORDS).read_bytes() == before
+        run_folder.append(tmp_path, make_result(AGAIN))
+    assert (tmp_path / run_folder.RECORDS).read_bytes() == before
     lost = make_result(AGAIN).cell.id
     assert caught.value.message == (
-        f"cannot write {tmp_path / journal.RECORDS}: File too large;"
+        f"cannot write {tmp_path / run_folder.RECORDS}: File too large;"
         f" what was measured of {lost} is lost"
     )
 
 
 def test_room_is_kept_while_a_cell_runs_and_given_back(tmp_path: Path) -> None:
-    with journal.room(tmp_path):
+    with run_folder.room(tmp_path):
         assert [path.stat().st_size for path in tmp_path.iterdir()] == [256 * 1024]
-        journal.append(tmp_path, make_result())
-        assert [path.name for path in tmp_path.iterdir()] == [journal.RECORDS]
-    assert [path.name for path in tmp_path.iterdir()] == [journal.RECORDS]
+        run_folder.append(tmp_path, make_result())
+        assert [path.name for path in tmp_path.iterdir()] == [run_folder.RECORDS]
+    assert [path.name for path in tmp_path.iterdir()] == [run_folder.RECORDS]
 
 
 def test_a_cell_without_room_for_its_record_is_not_begun(tmp_path: Path) -> None:
     small, refused = files_of_at_most(1000), pytest.raises(RecordError, match="File too large")
-    with small, refused, journal.room(tmp_path):
+    with small, refused, run_folder.room(tmp_path):
         pytest.fail("it was begun")
     assert list(tmp_path.iterdir()) == []
 
@@ -224,7 +224,7 @@ def test_what_stops_a_run_that_has_records_says_how_to_go_on(
     with pytest.raises(HarnessError), resumable("bench", Run(tmp_path, [], ProcessIsolation())):
         raise error
     assert error.repair == before, "there is nothing to go on with"
-    journal.append(tmp_path, make_result())
+    run_folder.append(tmp_path, make_result())
     for _ in range(2):
         with pytest.raises(HarnessError), resumable("floor", Run(tmp_path, [], ProcessIsolation())):
             raise error

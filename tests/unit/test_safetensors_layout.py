@@ -10,8 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_file, save_model
 
 from weighin.errors import CheckpointError, ConfigError
-from weighin.formats import safetensors as layout
-from weighin.formats import safetensors_header
+from weighin.formats import safetensors, safetensors_header
 from weighin.formats.base import TensorPlan
 
 torch.manual_seed(0)
@@ -38,7 +37,7 @@ def plans(state: dict[str, torch.Tensor], **ties: str) -> list[TensorPlan]:
 
 def write(path: Path, state: dict[str, torch.Tensor], **ties: str) -> list[int]:
     written: list[int] = []
-    layout.write(path, plans(state, **ties), lambda name: [state[name]], written.append)
+    safetensors.write(path, plans(state, **ties), lambda name: [state[name]], written.append)
     return written
 
 
@@ -66,7 +65,7 @@ def test_the_reference_library_reads_what_we_write(tmp_path) -> None:
 def test_we_read_what_the_reference_library_writes(tmp_path) -> None:
     path = tmp_path / "model.safetensors"
     save_file(STATE, path)
-    places = layout.read(path)
+    places = safetensors.read(path)
     assert {place.name for place in places} == set(STATE)
     for place in places:
         tensor = STATE[place.name]
@@ -79,7 +78,7 @@ def test_we_read_what_the_reference_library_writes(tmp_path) -> None:
 def test_order_and_ties_survive_and_the_data_are_aligned(tmp_path) -> None:
     path = tmp_path / "model.safetensors"
     write(path, STATE, head="embedding", last="wave")
-    places = {place.name: place for place in layout.read(path)}
+    places = {place.name: place for place in safetensors.read(path)}
     assert list(places) == [plan.name for plan in plans(STATE, head="embedding", last="wave")]
     assert places["head"].storage_offset == places["embedding"].storage_offset
     assert places["head"].contiguous
@@ -97,7 +96,7 @@ def tied_model() -> torch.nn.Module:
 def test_the_ties_of_save_model_are_read_and_load_model_reads_ours(tmp_path) -> None:
     theirs, ours, model = tmp_path / "a.safetensors", tmp_path / "b.safetensors", tied_model()
     save_model(model, str(theirs), metadata={"format": "pt"})
-    places = {place.name: place for place in layout.read(theirs)}
+    places = {place.name: place for place in safetensors.read(theirs)}
     assert set(places) == set(model.state_dict())
     assert places["1.weight"].offset == places["0.weight"].offset
     state = {name: value for name, value in model.state_dict().items() if name != "1.weight"}
@@ -110,7 +109,7 @@ def test_the_ties_of_save_model_are_read_and_load_model_reads_ours(tmp_path) -> 
 @pytest.mark.parametrize("numel", [9, 11])
 def test_pieces_of_another_length_are_refused(tmp_path, numel: int) -> None:
     with pytest.raises(ValueError, match="for a tensor of"):
-        layout.write(
+        safetensors.write(
             tmp_path / "m.safetensors",
             [TensorPlan("w", (10,), torch.float32)],
             lambda _: [torch.zeros(numel)],
@@ -136,7 +135,7 @@ def test_pieces_of_another_length_are_refused(tmp_path, numel: int) -> None:
 )
 def test_what_the_format_cannot_hold_is_refused_before_a_byte(tmp_path, plan, message) -> None:
     with pytest.raises(ConfigError) as caught:
-        layout.write(tmp_path / "m.safetensors", [plan], lambda _: [])
+        safetensors.write(tmp_path / "m.safetensors", [plan], lambda _: [])
     assert caught.value.message == message
     assert list(tmp_path.iterdir()) == []
 
@@ -210,7 +209,7 @@ def test_a_damaged_header_is_named_with_its_place(tmp_path, header, message) -> 
     path = tmp_path / "model.safetensors"
     damaged(path, header)
     with pytest.raises(CheckpointError) as caught:
-        layout.read(path)
+        safetensors.read(path)
     assert caught.value.message == f"{path}: {message}"
     assert caught.value.repair == "copy or download the file again"
 
@@ -232,7 +231,7 @@ def test_a_damaged_length_is_named(tmp_path, content: bytes, message: str) -> No
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
     with pytest.raises(CheckpointError) as caught:
-        layout.read(path)
+        safetensors.read(path)
     assert caught.value.message == f"{path}: {message}"
 
 
@@ -241,7 +240,7 @@ def test_a_header_of_endless_entries_is_given_up(tmp_path, monkeypatch) -> None:
     path = tmp_path / "model.safetensors"
     damaged(path, {str(n): entry(0, 0) for n in range(4)}, 0)
     with pytest.raises(CheckpointError, match="more than 3 tensors in one file"):
-        layout.read(path)
+        safetensors.read(path)
 
 
 def test_it_is_known_by_its_name_and_by_its_first_bytes(tmp_path) -> None:
@@ -249,11 +248,11 @@ def test_it_is_known_by_its_name_and_by_its_first_bytes(tmp_path) -> None:
     write(named, STATE)
     unnamed.write_bytes(named.read_bytes())
     torch.save(STATE, other)
-    assert layout.matches(named)
-    assert layout.matches(unnamed)
-    assert layout.files(named) == [named]
+    assert safetensors.matches(named)
+    assert safetensors.matches(unnamed)
+    assert safetensors.files(named) == [named]
     for path in (other, tmp_path, tmp_path / "none"):
-        assert not layout.matches(path)
+        assert not safetensors.matches(path)
 
 
 def test_a_sparse_file_of_100_gib_is_read_at_once(tmp_path) -> None:
@@ -261,4 +260,4 @@ def test_a_sparse_file_of_100_gib_is_read_at_once(tmp_path) -> None:
     damaged(path, {"a": entry(0, size)}, 0)
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size + size)
-    assert layout.read(path)[0].nbytes == size
+    assert safetensors.read(path)[0].nbytes == size

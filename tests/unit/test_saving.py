@@ -17,17 +17,17 @@ from torch import nn
 from torch.serialization import set_crc32_options
 
 from weighin.checkpoint.manifest import Manifest
-from weighin.cli import _progress as live
+from weighin.cli import _progress
 from weighin.errors import ConfigError
 from weighin.formats.per_param import read_shared
 from weighin.record import Outcome, Written
-from weighin.records import run_folder as journal
+from weighin.records import run_folder
 from weighin.records.metrics import phases_of_load
 from weighin.records.series import name_of
 from weighin.report.document import write_markdown
 from weighin.report.html.page import render
 from weighin.report.tables import markdown_table
-from weighin.run import save_target as saving
+from weighin.run import save_target
 from weighin.suite import registry
 from weighin.suite.config import DEFAULT_SAVING
 from weighin.units import GIB
@@ -173,7 +173,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_target_is_empty_and_is_removed_with_all_that_is_in_it(cache: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), saving.target(1) as folder:
+    with pytest.raises(KeyboardInterrupt), save_target.target(1) as folder:
         assert folder.parent == cache / "saving"
         assert list(folder.iterdir()) == []
         (folder / "part").write_bytes(b"x")
@@ -185,12 +185,12 @@ def test_what_a_killed_run_left_is_removed(cache: Path) -> None:
     left = cache / "saving" / "tmpx"
     left.mkdir(parents=True)
     (left / "model.pt").write_bytes(b"x")
-    assert saving.remove_leftovers() == [f"files of a save in {left}"]
-    assert saving.remove_leftovers() == []
+    assert save_target.remove_leftovers() == [f"files of a save in {left}"]
+    assert save_target.remove_leftovers() == []
 
 
 def test_a_disk_without_room_is_told_before_anything_is_written(cache: Path) -> None:
-    with pytest.raises(ConfigError) as caught, saving.target(2**60):
+    with pytest.raises(ConfigError) as caught, save_target.target(2**60):
         pass
     message, repair = str(caught.value).splitlines()
     assert message.startswith("a save needs ")
@@ -201,9 +201,9 @@ def test_a_disk_without_room_is_told_before_anything_is_written(cache: Path) -> 
 def test_files_that_are_memory_are_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saving.page_cache, "drop", lambda files: 5 * 2**20 * len(list(files)))
+    monkeypatch.setattr(save_target.page_cache, "drop", lambda files: 5 * 2**20 * len(list(files)))
     (tmp_path / "model.pt").write_bytes(b"x")
-    result = saving.with_warnings(make_result(), tmp_path)
+    result = save_target.with_warnings(make_result(), tmp_path)
     assert result.warnings[-1] == (
         "5.000 MiB of what was written could not be dropped from the page cache: on a tmpfs, files"
         " are memory of the cell; put the cache on a disk: WEIGHIN_CACHE=/path"
@@ -227,15 +227,15 @@ def saved_result(**changes: Any) -> Any:
 
 def test_a_save_survives_its_record(tmp_path: Path) -> None:
     result = saved_result()
-    journal.append(tmp_path, result)
-    assert journal.read(tmp_path).results == (result,)
+    run_folder.append(tmp_path, result)
+    assert run_folder.read(tmp_path).results == (result,)
 
 
 def test_records_that_are_older_than_saves_are_of_loads(tmp_path: Path) -> None:
     old = Path(__file__).parent / "fixtures" / "records-schema1.jsonl"
-    (tmp_path / journal.RECORDS).write_text(old.read_text())
+    (tmp_path / run_folder.RECORDS).write_text(old.read_text())
     assert '"operation"' not in old.read_text()
-    assert {one.cell.operation for one in journal.read(tmp_path).results} == {"load"}
+    assert {one.cell.operation for one in run_folder.read(tmp_path).results} == {"load"}
 
 
 def test_a_save_has_headings_of_its_own() -> None:
@@ -261,7 +261,7 @@ def test_loads_and_saves_of_one_run_get_a_table_each() -> None:
 
 def test_a_finished_save_is_one_line() -> None:
     result = replace(saved_result(), ready_ns=3_000_000_000)
-    assert "on the disk 3.00 s" in live.line(result)
+    assert "on the disk 3.00 s" in _progress.line(result)
 
 
 def test_a_gate_tells_a_save_from_a_load_and_ends_it_when_it_is_synced() -> None:

@@ -16,7 +16,7 @@ from test_notebook import gpu_cell
 
 from weighin import report
 from weighin.record import Outcome, Result
-from weighin.records import run_folder as journal
+from weighin.records import run_folder
 from weighin.report.document import write_markdown
 from weighin.report.html.page import render
 from weighin.report.sections import of
@@ -83,7 +83,7 @@ def same_everywhere(results: Sequence[Result], run: Path, warnings: Sequence[str
 @pytest.mark.parametrize("records", PUBLISHED, ids=lambda path: path.parent.name)
 def test_the_sections_of_a_published_run_are_the_same_everywhere(records: Path) -> None:
     run = records.parent
-    shown = same_everywhere(journal.read(run).results, run)
+    shown = same_everywhere(run_folder.read(run).results, run)
     assert {"All cells", "What the figures are"} <= shown
     assert ("RAM floors" in shown) == ("floors" in run.name)
     assert ("Survival" in shown) == ("survival" in run.name)

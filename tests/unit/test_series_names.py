@@ -11,7 +11,7 @@ from test_judging import STREAMING
 from weighin.cell import ModelSpec
 from weighin.gate import baseline
 from weighin.record import Result
-from weighin.records import run_folder as journal
+from weighin.records import run_folder
 from weighin.records.series import Run, name_of, summarise
 from weighin.report import history
 from weighin.report.dataframe import cells
@@ -78,8 +78,8 @@ def test_two_models_whose_builders_share_a_function_name_are_two_series(
 def test_a_model_known_by_its_name_keeps_it_in_every_record_that_we_have(
     tmp_path: Path, path: Path
 ) -> None:
-    (tmp_path / journal.RECORDS).write_bytes(path.read_bytes())
-    results = journal.read(tmp_path).results
+    (tmp_path / run_folder.RECORDS).write_bytes(path.read_bytes())
+    results = run_folder.read(tmp_path).results
     assert {one.cell.model.name for one in results} <= set(registry.models())
     for cell in (one.cell for one in results):
         assert name_of(cell).split(" ")[:2] == [cell.model.name, cell.strategy]

@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from weighin import formats as layouts
+from weighin import formats
 from weighin.errors import CheckpointError
-from weighin.formats import bounded_json as frugal_json
+from weighin.formats import bounded_json
 from weighin.formats.base import TensorPlan
 from weighin.formats.sharded import SHARDED, SHARDED_PT, Sharded, split
 
@@ -83,8 +83,8 @@ def test_names_are_those_of_the_convention(tmp_path) -> None:
 @BOTH
 def test_it_is_detected(tmp_path, layout: Sharded) -> None:
     folder = write(layout, tmp_path / "m")
-    assert layouts.detect(folder).NAME == layout.NAME
-    assert layouts.read(folder)[0] == layout.NAME
+    assert formats.detect(folder).NAME == layout.NAME
+    assert formats.read(folder)[0] == layout.NAME
 
 
 def test_shards_are_filled_in_order_and_a_large_tensor_has_its_own() -> None:
@@ -162,7 +162,7 @@ def test_a_damaged_index_is_named(tmp_path, text: str, message: str) -> None:
 
 
 def test_an_index_of_endless_length_is_not_read(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(frugal_json, "MOST_BYTES", 10)
+    monkeypatch.setattr(bounded_json, "MOST_BYTES", 10)
     (tmp_path / SHARDED.index_name).write_text('{"weight_map": {}}')
     with pytest.raises(CheckpointError, match="18 bytes are too many for an index"):
         SHARDED.read(tmp_path)

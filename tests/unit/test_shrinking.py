@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 
 from weighin.formats.base import TensorSlice
-from weighin.loader import in_place_cast as shrinking
+from weighin.loader import in_place_cast
 from weighin.loader.direct_io import PieceReader
 from weighin.loader.huge_pages import allocate
 from weighin.loader.in_place_cast import read_shrinking, shrinks
@@ -33,9 +33,9 @@ def where(file: Path, values: torch.Tensor, offset: int) -> TensorSlice:
 @pytest.fixture
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a few pages have what a few MiB have otherwise: every kind of step."""
-    monkeypatch.setattr(shrinking, "_LEAST_BYTES", 2 * ALIGNMENT)
-    monkeypatch.setattr(shrinking, "_FIRST_ELEMENTS", 8)
-    monkeypatch.setattr(shrinking, "_MOST_ELEMENTS", 256)
+    monkeypatch.setattr(in_place_cast, "_LEAST_BYTES", 2 * ALIGNMENT)
+    monkeypatch.setattr(in_place_cast, "_FIRST_ELEMENTS", 8)
+    monkeypatch.setattr(in_place_cast, "_MOST_ELEMENTS", 256)
 
 
 @pytest.mark.usefixtures("small_steps")

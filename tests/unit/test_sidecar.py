@@ -7,11 +7,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from weighin import formats as layouts
+from weighin import formats
 from weighin.checkpoint import convert as converting
-from weighin.checkpoint import convert_request as conversion
-from weighin.checkpoint import generate as making
-from weighin.checkpoint import sidecar
+from weighin.checkpoint import convert_request, generate, sidecar
 from weighin.checkpoint.checksum import checksum
 from weighin.errors import CheckpointError, ConfigError
 
@@ -47,7 +45,7 @@ def sums(path: Path) -> dict[str, str]:
 
 def harm(path: Path, name: str) -> None:
     """Change one bit of one tensor's values."""
-    (where,) = [one for one in layouts.read(path)[1] if one.name == name]
+    (where,) = [one for one in formats.read(path)[1] if one.name == name]
     data = bytearray(where.file.read_bytes())
     data[where.offset + 5] ^= 1
     where.file.write_bytes(data)
@@ -56,7 +54,7 @@ def harm(path: Path, name: str) -> None:
 WHOLE = {name: f"{str(one.dtype)[6:]} {checksum(one)}" for name, one in TIED.items()}
 
 
-@pytest.mark.parametrize("fmt", layouts.NAMES)
+@pytest.mark.parametrize("fmt", formats.NAMES)
 def test_verify_leaves_checksums_with_what_it_made(source: Path, fmt: str) -> None:
     assert sidecar.find(source) is None
     made = convert(source, "made", fmt, verify=True)
@@ -84,7 +82,7 @@ def test_checksums_are_carried_on_and_follow_a_cast(source: Path, verify: bool) 
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float16])
-@pytest.mark.parametrize("fmt", layouts.NAMES)
+@pytest.mark.parametrize("fmt", formats.NAMES)
 def test_one_bit_that_changed_since_is_found(source: Path, fmt: str, dtype) -> None:
     first = convert(source, "one", fmt, verify=True)
     convert(first, "sound", "pt", dtype=dtype)
@@ -107,8 +105,8 @@ def test_a_checkpoint_in_the_cache_is_compared_with_its_manifest(
     entry.mkdir(parents=True)
     kwargs = {"vocab_size": 32, "emb_dim": 8, "n_layers": 1, "n_heads": 1}
     for fmt in ("per_param", "pt"):
-        making.make("tied", "weighin.models.tied:tied", kwargs, seed=0, fmt=fmt, folder=entry)
-        path = layouts.checkpoint_in(entry, fmt)
+        generate.make("tied", "weighin.models.tied:tied", kwargs, seed=0, fmt=fmt, folder=entry)
+        path = formats.checkpoint_in(entry, fmt)
         assert sidecar.find(path) == entry / "manifest.json"
         target = tmp_path / f"{fmt}.half"
         order = converting.Order(
@@ -122,7 +120,7 @@ def test_a_checkpoint_in_the_cache_is_compared_with_its_manifest(
             if one["kind"] != "non_persistent_buffer"
         }
         assert sums(sidecar.beside(target)) == right
-        harm(path, layouts.read(path)[1][0].name)
+        harm(path, formats.read(path)[1][0].name)
         with pytest.raises(CheckpointError, match=r"has other values than .*manifest\.json says"):
             converting.convert(path, tmp_path / "no", order)
 
@@ -166,11 +164,13 @@ def test_checksums_of_a_target_that_is_gone_are_not_left_to_the_new_one(source: 
 
 def test_the_command_says_what_it_compared(source: Path) -> None:
     first = convert(source, "one", "per_module", verify=True)
-    wish = conversion.Wish(first, source.with_name("two.pt"), "pt", None, "5GiB", "5GiB", True)
-    said = conversion.convert(wish, Console(stderr=True))
+    wish = convert_request.Wish(first, source.with_name("two.pt"), "pt", None, "5GiB", "5GiB", True)
+    said = convert_request.convert(wish, Console(stderr=True))
     assert said.endswith(f", read as {first / sidecar.NAME} says, every tensor's checksum verified")
     assert sums(sidecar.beside(source.with_name("two.pt"))) == WHOLE
     harm(first, "a.weight")
-    wish = conversion.Wish(first, source.with_name("three"), "dcp", None, "5GiB", "5GiB", False)
+    wish = convert_request.Wish(
+        first, source.with_name("three"), "dcp", None, "5GiB", "5GiB", False
+    )
     with pytest.raises(CheckpointError, match="has other values than"):
-        conversion.convert(wish, Console(stderr=True))
+        convert_request.convert(wish, Console(stderr=True))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from weighin import formats as layouts
+from weighin import formats
 from weighin.checkpoint.piecewise import pieces_of
 from weighin.formats.base import TensorPlan
 from weighin.recommend.snippet import CannotWriteOut, snippet
@@ -57,9 +57,9 @@ def saved(folder: Path, fmt: str) -> Path:
     torch.save(state, folder / "whole.pt")
     plans = [TensorPlan(name, tuple(one.shape), one.dtype) for name, one in state.items()]
     plans[-1] = TensorPlan("last.weight", (3, 3), torch.float32, "first.weight")
-    path = layouts.checkpoint_in(folder, fmt)
+    path = formats.checkpoint_in(folder, fmt)
     path.parent.mkdir(exist_ok=True)
-    layouts.named(fmt).write(path, plans, lambda name: pieces_of(state[name]))
+    formats.named(fmt).write(path, plans, lambda name: pieces_of(state[name]))
     return path
 
 

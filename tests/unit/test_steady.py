@@ -2,20 +2,20 @@ import pytest
 
 from weighin.probes import environment
 from weighin.probes.process import read_status
-from weighin.run import page_preconditioning as steady
+from weighin.run import page_preconditioning
 from weighin.units import MIB
 
 
 def test_memory_is_touched_and_given_back() -> None:
     before = read_status()["VmRSS"]
-    assert steady.touch_and_free(64 * MIB) == 64 * MIB
+    assert page_preconditioning.touch_and_free(64 * MIB) == 64 * MIB
     assert read_status()["VmHWM"] >= before + 63 * MIB  # the kernel counts in batches
     assert read_status()["VmRSS"] < before + 8 * MIB
 
 
 def test_memory_is_held_until_the_end_of_the_block() -> None:
     before = read_status()["VmRSS"]
-    with steady.held(64 * MIB) as held_bytes:
+    with page_preconditioning.held(64 * MIB) as held_bytes:
         assert held_bytes == 64 * MIB
         assert read_status()["VmRSS"] > before + 63 * MIB
     assert read_status()["VmRSS"] < before + 8 * MIB
@@ -23,25 +23,25 @@ def test_memory_is_held_until_the_end_of_the_block() -> None:
 
 def test_no_more_is_touched_than_the_machine_can_spare(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "free_ram_bytes", lambda: 10 * MIB)
-    assert steady.touch_and_free(64 * MIB) == 8 * MIB
+    assert page_preconditioning.touch_and_free(64 * MIB) == 8 * MIB
 
 
 def test_what_others_will_need_is_left_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "free_ram_bytes", lambda: 20 * MIB)
-    with steady.held(64 * MIB, spare_bytes=10 * MIB) as held_bytes:
+    with page_preconditioning.held(64 * MIB, spare_bytes=10 * MIB) as held_bytes:
         assert held_bytes == 8 * MIB
-    with steady.held(64 * MIB, spare_bytes=30 * MIB) as held_bytes:
+    with page_preconditioning.held(64 * MIB, spare_bytes=30 * MIB) as held_bytes:
         assert held_bytes == 0
 
 
 def test_nothing_to_touch() -> None:
-    assert steady.touch_and_free(0) == 0
+    assert page_preconditioning.touch_and_free(0) == 0
 
 
 def test_ctrl_c_while_memory_is_touched_is_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(steady.ctypes, "memset", interrupt)
+    monkeypatch.setattr(page_preconditioning.ctypes, "memset", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        steady.touch_and_free(MIB)
+        page_preconditioning.touch_and_free(MIB)

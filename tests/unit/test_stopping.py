@@ -11,7 +11,7 @@ from fakes import FakeRunning
 from scripts import DONE, JOB
 
 from weighin.errors import Interrupted
-from weighin.run import interrupts as stopping
+from weighin.run import interrupts
 from weighin.run.cell_runner import Setting, measure
 
 
@@ -21,14 +21,14 @@ def stop(number: int = signal.SIGINT) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_is_one_error_that_says_what_is_left(number: int) -> None:
-    with pytest.raises(Interrupted) as caught, stopping.stoppable():
+    with pytest.raises(Interrupted) as caught, interrupts.stoppable():
         stop(number)
     assert (str(caught.value), caught.value.exit_code) == ("stopped; nothing is left running", 130)
 
 
 def test_a_second_stop_does_not_break_the_cleaning_up() -> None:
     cleaned = False
-    with pytest.raises(Interrupted), stopping.stoppable():
+    with pytest.raises(Interrupted), interrupts.stoppable():
         try:
             stop()
         finally:
@@ -40,10 +40,10 @@ def test_a_second_stop_does_not_break_the_cleaning_up() -> None:
 
 def test_a_stop_waits_for_what_must_not_be_half_done() -> None:
     done = []
-    with pytest.raises(Interrupted), stopping.stoppable(), stopping.put_off():
+    with pytest.raises(Interrupted), interrupts.stoppable(), interrupts.put_off():
         stop()
         done.append("started")
-        with stopping.put_off():
+        with interrupts.put_off():
             done.append("recorded")
         done.append("removed")
     assert done == ["started", "recorded", "removed"]
@@ -51,9 +51,9 @@ def test_a_stop_waits_for_what_must_not_be_half_done() -> None:
 
 def test_a_stop_is_taken_at_once_while_nothing_is_done_but_waiting() -> None:
     done = []
-    with pytest.raises(Interrupted), stopping.stoppable(), stopping.put_off():
+    with pytest.raises(Interrupted), interrupts.stoppable(), interrupts.put_off():
         try:
-            with stopping.allowed():
+            with interrupts.allowed():
                 stop()
                 done.append("waited")
         finally:
@@ -62,31 +62,31 @@ def test_a_stop_is_taken_at_once_while_nothing_is_done_but_waiting() -> None:
 
 
 def test_a_stop_that_came_before_the_waiting_is_not_slept_through() -> None:
-    with pytest.raises(Interrupted), stopping.stoppable(), stopping.put_off():
+    with pytest.raises(Interrupted), interrupts.stoppable(), interrupts.put_off():
         stop()
-        with stopping.allowed():
+        with interrupts.allowed():
             pytest.fail("waited")
 
 
 def test_an_error_on_its_way_is_not_replaced() -> None:
-    with pytest.raises(ValueError, match="first"), stopping.stoppable(), stopping.put_off():
+    with pytest.raises(ValueError, match="first"), interrupts.stoppable(), interrupts.put_off():
         stop()
         raise ValueError("first")
 
 
 def test_a_stop_that_was_swallowed_is_raised_again() -> None:
-    with pytest.raises(Interrupted), stopping.stoppable():
+    with pytest.raises(Interrupted), interrupts.stoppable():
         with suppress(Interrupted):  # as a destructor swallows what is raised in it
             stop()
-        stopping.check()
+        interrupts.check()
 
 
 def test_the_handlers_of_before_come_back() -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    with stopping.stoppable():
+    with interrupts.stoppable():
         assert signal.getsignal(signal.SIGINT) != before[0]
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
-    stopping.check()
+    interrupts.check()
 
 
 @pytest.mark.parametrize("step", ["start", "run", "close"])
@@ -108,6 +108,6 @@ def test_a_cell_that_is_stopped_is_closed_to_the_end(step: str, tmp_path: Path) 
             return Running([*DONE[:3], stop, *DONE[3:]] if step == "run" else [*DONE])
 
     setting = Setting(Isolation(), tmp_path, {})  # type: ignore[arg-type]
-    with pytest.raises(Interrupted), stopping.stoppable():
+    with pytest.raises(Interrupted), interrupts.stoppable():
         measure(setting, JOB, [], None)
     assert done == ["started", "closed"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from weighin import formats as layouts
+from weighin import formats
 from weighin.checkpoint.piecewise import pieces_of
 from weighin.errors import CheckpointError
 from weighin.formats.base import TensorPlan
@@ -39,9 +39,9 @@ def saved(folder: Path, fmt: str = "pt") -> Path:
         plans.append(
             TensorPlan(name, tuple(tensor.shape), tensor.dtype, first if first != name else None)
         )
-    path = layouts.checkpoint_in(folder, fmt)
+    path = formats.checkpoint_in(folder, fmt)
     path.parent.mkdir(parents=True, exist_ok=True)
-    layouts.named(fmt).write(path, plans, lambda name: pieces_of(state[name]))
+    formats.named(fmt).write(path, plans, lambda name: pieces_of(state[name]))
     return path
 
 
@@ -57,7 +57,7 @@ def assert_right(model: torch.nn.Module, dtype: torch.dtype = torch.float32) -> 
             assert torch.equal(found[name], tensor), name
 
 
-@pytest.mark.parametrize("fmt", layouts.NAMES)
+@pytest.mark.parametrize("fmt", formats.NAMES)
 def test_every_layout_gives_the_right_model(fmt: str, tmp_path: Path) -> None:
     assert_right(load_streaming(blank(), saved(tmp_path, fmt)))
 
@@ -67,7 +67,7 @@ def test_it_converts_on_the_way(dtype: torch.dtype, tmp_path: Path) -> None:
     assert_right(load_streaming(blank(), saved(tmp_path), dtype=dtype), dtype)
 
 
-@pytest.mark.parametrize("fmt", layouts.NAMES)
+@pytest.mark.parametrize("fmt", formats.NAMES)
 def test_a_function_that_builds_the_model_is_called_without_weights(
     fmt: str, tmp_path: Path
 ) -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from weighin import formats as layouts
+from weighin import formats
 from weighin.errors import CheckpointError
-from weighin.loader import fill as filling
+from weighin.loader import fill
 from weighin.loader.fill import Fillable
 from weighin.loader.load import Granularity, load_streaming
 from weighin.probes import page_cache
@@ -57,13 +57,13 @@ def test_reading_a_part_ends_before_the_next_begins(
     two: tuple[Two, Path], granularity: Granularity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[int] = []
-    being_filled = filling.being_filled
+    being_filled = fill.being_filled
 
     def noting(fills: Sequence[Fillable], threads: int | None) -> AbstractContextManager[None]:
         found.append(sum(len(one.members) for one in fills))
         return being_filled(fills, threads)
 
-    monkeypatch.setattr(filling, "being_filled", noting)
+    monkeypatch.setattr(fill, "being_filled", noting)
     load_streaming(Two, two[1], granularity=granularity)
     parts = {
         "all": [3],
@@ -111,12 +111,12 @@ def test_a_file_that_ends_early_is_an_error_while_the_model_is_built(
     two: tuple[Two, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, path = two
-    _, slices = layouts.read(path)
+    _, slices = formats.read(path)
     short = tmp_path / "short.pt"
     short.write_bytes(path.read_bytes()[: 20 * 1024**2])
     assert page_cache.drop([short]) == 0
     elsewhere = [replace(one, file=short) for one in slices]
-    monkeypatch.setattr(layouts, "read", lambda _: (None, elsewhere))
+    monkeypatch.setattr(formats, "read", lambda _: (None, elsewhere))
     with pytest.raises(CheckpointError, match=r"short\.pt: truncated: it ends before byte"):
         load_streaming(Two, short)
 
@@ -141,9 +141,9 @@ def test_a_disk_is_read_by_more_threads_than_the_cache(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _process: set(range(processors)))
     started: list[int] = []
-    pool = filling.ThreadPoolExecutor
+    pool = fill.ThreadPoolExecutor
     monkeypatch.setattr(
-        filling, "ThreadPoolExecutor", lambda count: started.append(count) or pool(count)
+        fill, "ThreadPoolExecutor", lambda count: started.append(count) or pool(count)
     )
     two[1].read_bytes()
     if cold:

@@ -13,7 +13,7 @@ from sweeps import a_sweep, swept
 
 from weighin import report
 from weighin.record import Faults, Outcome, Result
-from weighin.records import run_folder as journal
+from weighin.records import run_folder
 from weighin.records.survival import matrices
 from weighin.records.verdict import Verdict
 from weighin.report.passes import markdown_passes
@@ -153,7 +153,7 @@ def test_the_passes_of_each_series_as_markdown() -> None:
 
 def test_the_report_of_a_sweep_has_its_pictures(tmp_path: Any) -> None:
     for result in a_sweep():
-        journal.append(tmp_path, result)
+        run_folder.append(tmp_path, result)
     names = [path.name for path in report.write_report(tmp_path)]
     assert names == [
         "report.md", "report.html", "summary.csv", "survival.png", "time-over-limit.png", "peaks.png",

@@ -10,11 +10,10 @@ import pytest
 from factories import make_result
 
 from weighin.errors import ConfigError, Interrupted
-from weighin.predict import check as checking
+from weighin.predict import check
 from weighin.probes import environment
-from weighin.records import run_folder as journal
-from weighin.run import floor_search as searching
-from weighin.run import request as bench
+from weighin.records import run_folder
+from weighin.run import floor_search, request
 from weighin.run.request import Request, restore, start
 from weighin.suite.config import check_suite
 from weighin.units import GIB
@@ -75,13 +74,13 @@ def test_foreign_code_of_a_plan_is_shown_and_not_run_without_trust(
     planned()
     forge(change)
     with pytest.raises(ConfigError) as caught:
-        bench.resume(Path("run"))
+        request.resume(Path("run"))
     assert str(caught.value) == (
         "run/plan.json names code that is not weighin's own, and it would run here:"
         f" {shown(here)[change]}\n"
         "read it; if you trust it: weighin bench --resume run --trust; or start a new run"
     )
-    assert len(bench.resume(Path("run"), trusted=True).planned) == 1
+    assert len(request.resume(Path("run"), trusted=True).planned) == 1
 
 
 def test_a_search_for_floors_asks_for_trust_with_its_own_verb() -> None:
@@ -89,21 +88,21 @@ def test_a_search_for_floors_asks_for_trust_with_its_own_verb() -> None:
     forge(builder)
     forge(lambda plan: plan["settings"].update(within=0.01))
     with pytest.raises(ConfigError, match="weighin floor --resume run --trust"):
-        searching.resume(Path("run"))
-    assert searching.resume(Path("run"), trusted=True).within == 0.01
+        floor_search.resume(Path("run"))
+    assert floor_search.resume(Path("run"), trusted=True).within == 0.01
 
 
 @pytest.mark.parametrize("operation", ["load", "save"])
 def test_what_is_ours_needs_no_trust(operation: str) -> None:
     planned(operation=operation, strategies="all", models=["gpt2-tiny", "tied-tiny"])
-    assert bench.resume(Path("run")).planned
+    assert request.resume(Path("run")).planned
 
 
 def test_a_function_of_our_package_that_is_no_model_is_foreign() -> None:
     planned()
     forge(lambda plan: plan["cells"][0]["model"].update(builder="weighin.models.skeleton:os"))
     with pytest.raises(ConfigError, match=r"builder weighin\.models\.skeleton:os with"):
-        bench.resume(Path("run"))
+        request.resume(Path("run"))
 
 
 def test_a_strategy_that_is_a_pipe_or_gone_is_named_and_not_read(here: Path) -> None:
@@ -114,7 +113,7 @@ def test_a_strategy_that_is_a_pipe_or_gone_is_named_and_not_read(here: Path) -> 
     for name, what in (("pipe.py", "no strategy"), ("gone.py", "no such file")):
         forge(lambda plan, at=name: plan["settings"]["strategy_paths"].update(baseline=at))  # type: ignore[misc]
         with pytest.raises(ConfigError, match=rf"strategy {name} \({what}\)"):
-            bench.resume(Path("run"))
+            request.resume(Path("run"))
 
 
 def test_a_check_of_predictions_runs_nothing_foreign_without_trust(
@@ -122,18 +121,20 @@ def test_a_check_of_predictions_runs_nothing_foreign_without_trust(
 ) -> None:
     planned()
     forge(strategy)
-    journal.append(Path("run"), make_result(restore(Path("run"), trusted=True)[0].planned[0].cell))
+    run_folder.append(
+        Path("run"), make_result(restore(Path("run"), trusted=True)[0].planned[0].cell)
+    )
     with pytest.raises(ConfigError) as caught:
-        checking.check(Path("run"))
+        check.check(Path("run"))
     assert caught.value.message == (
         f"run names code that is not weighin's own, and it would run here: {shown(here)[strategy]}"
     )
     assert caught.value.repair == (
         "read it; if you trust it: weighin predict --check run --trust; or predict the model itself"
     )
-    monkeypatch.setattr(checking, "predict", lambda *_, **__: [])
+    monkeypatch.setattr(check, "predict", lambda *_, **__: [])
     with pytest.raises(ValueError, match="zip"):  # what was to be run was asked for
-        checking.check(Path("run"), trusted=True)
+        check.check(Path("run"), trusted=True)
 
 
 def test_a_stopped_run_with_code_of_ones_own_says_that_it_wants_trust() -> None:
@@ -144,6 +145,6 @@ def test_a_stopped_run_with_code_of_ones_own_says_that_it_wants_trust() -> None:
             folder=Path("run"),
         )
     )
-    with pytest.raises(Interrupted) as caught, bench.resumable("bench", task):
+    with pytest.raises(Interrupted) as caught, request.resumable("bench", task):
         raise Interrupted("stopped")
     assert caught.value.repair == "go on with it: weighin bench --resume run --trust"

@@ -10,7 +10,7 @@ import pytest
 from factories import SCRIPTS, make_cell, make_result
 
 from weighin.record import Cost, Faults, Outcome, Peaks, Pressure, Result
-from weighin.records import run_folder as journal
+from weighin.records import run_folder
 from weighin.records.verdict import (
     REFAULTS_PER_MODEL,
     SLOWDOWN,
@@ -146,7 +146,7 @@ def test_a_soft_limit_is_met_before_the_hard_one() -> None:
 
 @pytest.mark.parametrize("run", sorted(path.name for path in PUBLISHED.iterdir() if path.is_dir()))
 def test_no_published_cell_below_its_limit_thrashes(run: str) -> None:
-    results = journal.read(PUBLISHED / run).results
+    results = run_folder.read(PUBLISHED / run).results
     found = judge_all(results)
     for one in results:
         limit, said = one.cell.ram_limit_bytes, found[one.cell.id]
@@ -160,7 +160,7 @@ def test_no_published_cell_below_its_limit_thrashes(run: str) -> None:
     "run", ["gpt2-medium-floors", "gpt2-medium-floors-again", "gpt2-medium-floors-cgroup"]
 )
 def test_a_mapped_load_at_its_published_floor_still_thrashes(run: str) -> None:
-    results = journal.read(PUBLISHED / run).results
+    results = run_folder.read(PUBLISHED / run).results
     found = judge_all(results)
     at_floor = [
         found[one.cell.id]

@@ -9,7 +9,7 @@ from fakes import FakeRunning, begin, done, phase, ready
 from scripts import BASELINE, DONE, KILLED, FakeSampler, fake_sampler, watched
 
 from weighin.isolation.base import Exit
-from weighin.probes import observer as observing
+from weighin.probes import observer
 from weighin.probes.cgroup import MemoryCgroup
 from weighin.record import Outcome, Pressure
 
@@ -102,7 +102,7 @@ def test_pressure_is_what_the_load_added(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampler: type[FakeSampler]
 ) -> None:
     group = Group(tmp_path, 2)
-    monkeypatch.setattr(observing, "pressure_file_of", lambda pid: tmp_path / "memory.pressure")
+    monkeypatch.setattr(observer, "pressure_file_of", lambda pid: tmp_path / "memory.pressure")
     used = [begin("forward"), group.has(pressure_us=20), phase("forward"), done()]
     script = [*BASELINE, begin("touch"), group.has(pressure_us=9), phase("touch"), ready(), *used]
     result = watched(FakeRunning(script, pid=1, cgroup=group.start(pressure_us=4)))
@@ -113,7 +113,7 @@ def test_the_refaults_and_the_pressure_of_a_killed_load_are_all_that_it_had(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampler: type[FakeSampler]
 ) -> None:
     group = Group(tmp_path, 2)
-    monkeypatch.setattr(observing, "pressure_file_of", lambda pid: tmp_path / "memory.pressure")
+    monkeypatch.setattr(observer, "pressure_file_of", lambda pid: tmp_path / "memory.pressure")
     script = [
         *BASELINE,
         begin("read"),
@@ -133,7 +133,7 @@ def test_where_psi_is_off_there_is_no_pressure(tmp_path: Path, sampler: type[Fak
 def test_a_mark_that_cannot_be_reset_gives_the_total_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampler: type[FakeSampler]
 ) -> None:
-    monkeypatch.setattr(observing.PeakMark, "reset", lambda mark: False)  # v2 before Linux 6.12
+    monkeypatch.setattr(observer.PeakMark, "reset", lambda mark: False)  # v2 before Linux 6.12
     group = Group(tmp_path, 1)
     script = [
         begin("import"), group.has(peak=40), phase("import"), fakes.baseline(),

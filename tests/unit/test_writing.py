@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from weighin.checkpoint.piecewise import pieces_of
-from weighin.formats import pt
-from weighin.formats import zip_writer as writing
+from weighin.formats import pt, zip_writer
 from weighin.formats.zip_writer import placeholder, run_parallel, write_pt, write_tensor
 
 
@@ -114,10 +113,10 @@ def test_a_record_beyond_4_gib_has_its_checksum_in_the_right_place(tmp_path) -> 
     with torch.serialization.skip_data():
         torch.save(blanks, path)
     with path.open("r+b") as file:
-        large, record = writing.data_records(path, file.fileno())
+        large, record = zip_writer.data_records(path, file.fileno())
         assert large.size == 2**32 + 64
-        flusher = writing._Flusher(file.fileno(), None)
-        writing.fill(file.fileno(), record, lambda: [small], flusher)
+        flusher = zip_writer._Flusher(file.fileno(), None)
+        zip_writer.fill(file.fileno(), record, lambda: [small], flusher)
     with zipfile.ZipFile(path) as archive:
         assert archive.read("model/data/1") == small.numpy().tobytes()
     assert torch.equal(torch.load(path, weights_only=True, mmap=True)["small"], small)

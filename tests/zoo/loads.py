@@ -12,7 +12,7 @@ from outputs import output_of, unlike_outputs
 from safetensors.torch import save_model
 from torch import nn
 
-from weighin import formats as layouts
+from weighin import formats
 from weighin.checkpoint import convert as converting
 from weighin.errors import HarnessError
 from weighin.loader.load import load_streaming
@@ -38,10 +38,10 @@ def save(case: Case, donor: nn.Module, folder: Path) -> dict[str, Path]:
 def convert(files: dict[str, Path], folder: Path) -> tuple[dict[str, Path], list[Outcome]]:
     """Write the pt file as every other format with the project's own converter."""
     made, outcomes = {}, []
-    for fmt in layouts.NAMES:
+    for fmt in formats.NAMES:
         if fmt in files:
             continue
-        target = folder / f"converted-{fmt}{layouts.named(fmt).SUFFIX}"
+        target = folder / f"converted-{fmt}{formats.named(fmt).SUFFIX}"
         try:
             converting.convert(files["pt"], target, converting.Order(fmt, None, 1 << 40, 1 << 20))
             made[fmt] = target

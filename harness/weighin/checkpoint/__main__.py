@@ -47,21 +47,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> dict[str, float]:
     import_start = time.monotonic()
     # torch is imported here: `--help` and wrong options need not wait for it.
-    from weighin.checkpoint import convert as converting
-    from weighin.checkpoint import generate as making
-    from weighin.checkpoint import index as indexing
+    from weighin.checkpoint import convert, generate, index
 
     import_s = time.monotonic() - import_start
     if options.verb == "convert":
         order = _order(options)
         meter = _Meter(rounds=2 if order.verify else 1)
-        return {"import": import_s} | converting.convert(
+        return {"import": import_s} | convert.convert(
             options.source, options.target, order, permit=meter.permit, progress=meter.wrote
         )
     kwargs = json.loads(options.kwargs)
     meter = _Meter()
     if options.verb == "make":
-        seconds = making.make(
+        seconds = generate.make(
             options.model,
             options.builder,
             kwargs,
@@ -72,7 +70,7 @@ def _run(options: argparse.Namespace) -> dict[str, float]:
             progress=meter.wrote,
         ).seconds
     else:
-        seconds = indexing.index(
+        seconds = index.index(
             options.model,
             options.builder,
             kwargs,

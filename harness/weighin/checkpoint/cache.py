@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from weighin import atomic as durable
-from weighin import formats as layouts
+from weighin import atomic, formats
 from weighin.cell import ModelSpec
 from weighin.checkpoint import entries
 from weighin.checkpoint.entries import Stored, clear, folder, list_entries
@@ -68,7 +67,7 @@ class _Task:
     @property
     def in_place(self) -> bool:
         """Whether the user's own file is what is loaded, and only its manifest is cached."""
-        return self.checkpoint is not None and self.fmt == layouts.detect(self.checkpoint).NAME
+        return self.checkpoint is not None and self.fmt == formats.detect(self.checkpoint).NAME
 
 
 def ensure(
@@ -91,14 +90,14 @@ def ensure(
         ConfigError: the model's builder cannot be used, or the disk is too full.
         CheckpointError: the user's checkpoint cannot be used, or the maker was killed.
     """
-    layouts.named(fmt)
+    formats.named(fmt)
     origin: list[object] = [model.builder, model.kwargs]
     if checkpoint is not None:
         checkpoint = checkpoint.expanduser()
-        layouts.detect(checkpoint)
+        formats.detect(checkpoint)
         checkpoint = checkpoint.resolve()
         origin.append(str(checkpoint))
-        for file in layouts.files(checkpoint):
+        for file in formats.files(checkpoint):
             state = file.stat()
             origin += [file.name, state.st_size, state.st_mtime_ns]
     else:
@@ -139,13 +138,13 @@ def _prepared(task: _Task, *, made: bool, warnings: tuple[str, ...]) -> Prepared
         path = task.checkpoint
         os.utime(manifest_path)  # when it was last used
     else:
-        path = layouts.checkpoint_in(task.entry, task.fmt)
+        path = formats.checkpoint_in(task.entry, task.fmt)
         os.utime(task.entry / f"{task.fmt}.json")
     return Prepared(
         path=path,
         manifest_path=manifest_path,
         format=task.fmt,
-        files_bytes=sum(file.stat().st_size for file in layouts.files(path)),
+        files_bytes=sum(file.stat().st_size for file in formats.files(path)),
         made=made,
         warnings=warnings,
     )
@@ -187,9 +186,9 @@ def _publish(task: _Task, temporary: Path) -> None:
             if marker.name != "manifest.json":
                 entries.discard(task.entry, marker.stem)
     entries.discard(task.entry, task.fmt)
-    durable.rename(temporary / "manifest.json", task.entry / "manifest.json")
+    atomic.rename(temporary / "manifest.json", task.entry / "manifest.json")
     if not task.in_place:
-        durable.rename(temporary / task.fmt, task.entry / task.fmt)
+        atomic.rename(temporary / task.fmt, task.entry / task.fmt)
         entries.write_marker(task.entry, task.fmt)
 
 

@@ -19,8 +19,7 @@ from typing import Any, Final, cast
 
 import torch
 
-from weighin import atomic as durable
-from weighin import formats as layouts
+from weighin import atomic, formats
 from weighin.checkpoint import sidecar
 from weighin.checkpoint.generate import RECORD_BYTES
 from weighin.checkpoint.piecewise import RunningChecksum, dtype_name
@@ -79,14 +78,14 @@ def convert(
     torch.set_num_threads(1)  # the writers are the threads
     started = time.monotonic()
     check_target(source, target)
-    _, slices = layouts.read(source)
+    _, slices = formats.read(source)
     if not slices:
         raise CheckpointError(
             f"{source}: holds no tensors", "convert the checkpoint of a model with weights"
         )
     tensors = plans(slices, order.dtype)
     size = tensor_bytes(tensors)
-    layout = layouts.named(choose(order.fmt, size, order.split_above_bytes))
+    layout = formats.named(choose(order.fmt, size, order.split_above_bytes))
     if permit is not None:
         permit(size + RECORD_BYTES * len(tensors))
     known = sidecar.Known(source, order.checksums, slices) if order.checksums else None
@@ -102,9 +101,9 @@ def convert(
         if copier.summing:
             sidecar.write(sums, copier.sums())
         check_target(source, target)
-        durable.rename(new, target)
+        atomic.rename(new, target)
         if sums.exists():  # beside a file; a folder has taken its own along
-            durable.rename(sums, sidecar.beside(target))
+            atomic.rename(sums, sidecar.beside(target))
     return {
         "read": read - started,
         "write": written - read,
@@ -131,7 +130,7 @@ def choose(fmt: str, size: int, split_above_bytes: int) -> str:
     """Return the layout to write; raises UnknownName where none is called so."""
     if fmt == AUTO:
         return _SPLIT if size > split_above_bytes else _WHOLE
-    return layouts.named(fmt).NAME
+    return formats.named(fmt).NAME
 
 
 def tensor_bytes(tensors: Iterable[TensorPlan]) -> int:
@@ -198,7 +197,7 @@ class _Copier:
 
     def verify(self, new: Path, progress: Progress | None) -> None:
         """Read what was written, from the disk, and compare every tensor with the source's."""
-        _, slices = layouts.read(new)
+        _, slices = formats.read(new)
         if plans(slices) != list(self._plans.values()):
             raise _wrong(new, "other names, shapes, dtypes or ties than the source")
         lock = threading.Lock()

@@ -11,9 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from weighin import formats as layouts
-from weighin.checkpoint import sidecar
-from weighin.checkpoint import staging as beside
+from weighin import formats
+from weighin.checkpoint import sidecar, staging
 from weighin.checkpoint.subprocess_client import run_maker
 from weighin.errors import ConfigError, UnknownName
 from weighin.suite.config import DTYPES
@@ -39,7 +38,7 @@ def convert(wish: Wish, console: Console) -> str:
     Raises:
         HarnessError: nothing was made, and nothing is left of it.
     """
-    source = layouts.detect(wish.source).NAME
+    source = formats.detect(wish.source).NAME
     checksums = sidecar.find(wish.source)
     arguments = _arguments(wish, checksums)
 
@@ -58,8 +57,8 @@ def convert(wish: Wish, console: Console) -> str:
         except BaseException as error:
             _clean(wish.target, error)
             raise
-    size = sum(file.stat().st_size for file in layouts.files(wish.target))
-    made = layouts.detect(wish.target).NAME
+    size = sum(file.stat().st_size for file in formats.files(wish.target))
+    made = formats.detect(wish.target).NAME
     checked = f", read as {checksums} says" if checksums else ""
     checked += ", every tensor's checksum verified" if wish.verify else ""
     return (
@@ -72,14 +71,14 @@ def convert(wish: Wish, console: Console) -> str:
 def _clean(target: Path, error: BaseException) -> None:
     """Remove what the process left that was ended by Ctrl-C, or by the kernel."""
     try:
-        beside.remove_dead(target)
+        staging.remove_dead(target)
     except (ConfigError, OSError) as left:
         error.add_note(str(left))
 
 
 def _arguments(wish: Wish, checksums: Path | None) -> list[str]:
     if wish.fmt != "auto":
-        layouts.named(wish.fmt)
+        formats.named(wish.fmt)
     if wish.dtype is not None and wish.dtype not in DTYPES:
         raise UnknownName("dtype", wish.dtype, DTYPES)
     arguments = ["convert", f"--format={wish.fmt}"]

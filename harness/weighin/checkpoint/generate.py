@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import torch
 
-from weighin import formats as layouts
+from weighin import formats
 from weighin.checkpoint.describe import Described, buffer_checksums, describe, in_checkpoint
 from weighin.checkpoint.manifest import Manifest
 from weighin.checkpoint.piecewise import PIECE_ELEMENTS, Checksums, checksummed, pieces_of
@@ -62,7 +62,7 @@ def make(
     Raises:
         ConfigError: the builder cannot be used.
     """
-    layouts.named(fmt)
+    formats.named(fmt)
     map_large_tensors()
     torch.set_num_threads(1)  # the writers are the threads
     started = time.monotonic()
@@ -100,10 +100,10 @@ def write(
     progress: Progress | None,
 ) -> None:
     """Write a checkpoint into ``folder``, where ``checkpoint_in`` finds it."""
-    target = layouts.checkpoint_in(folder, fmt)
-    if layouts.named(fmt).SUFFIX:
+    target = formats.checkpoint_in(folder, fmt)
+    if formats.named(fmt).SUFFIX:
         target.parent.mkdir()
-    layouts.named(fmt).write(target, tensors, pieces, progress)
+    formats.named(fmt).write(target, tensors, pieces, progress)
 
 
 def parameter_pieces(seed: int, name: str, tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from weighin import formats as layouts
+from weighin import formats
 from weighin.checkpoint.describe import Described, buffer_checksums, describe, in_checkpoint
 from weighin.checkpoint.generate import RECORD_BYTES, Made, plans, write
 from weighin.checkpoint.manifest import Manifest
@@ -43,11 +43,11 @@ def index(
     Raises:
         CheckpointError: it cannot be read, or does not fit the model.
     """
-    layouts.named(fmt)
+    formats.named(fmt)
     map_large_tensors()
     torch.set_num_threads(1)  # the readers are the threads
     started = time.monotonic()
-    own, slices = layouts.read(checkpoint)
+    own, slices = formats.read(checkpoint)
     places = {one.name: one for one in slices}
     described = describe(builder, kwargs, real_buffers="non_persistent")
     check_fits(checkpoint, model, places, described)

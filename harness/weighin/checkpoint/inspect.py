@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from weighin import formats as layouts
+from weighin import formats
 from weighin.checkpoint.expected_memory import Expected, expected
 from weighin.errors import UnknownName
 from weighin.formats.base import TensorSlice
@@ -101,10 +101,10 @@ def inspect(path: Path) -> Inspected:
     Raises:
         CheckpointError: nothing that a layout knows, or damaged; names the file and the place.
     """
-    layout, slices = layouts.read(path)
+    layout, slices = formats.read(path)
     root = path if path.is_dir() else path.parent
     tensors = tuple(_tensors(root, slices))
-    files = tuple((_relative(file, root), file.stat().st_size) for file in layouts.files(path))
+    files = tuple((_relative(file, root), file.stat().st_size) for file in formats.files(path))
     sizes = {tensor.name: tensor.bytes for tensor in tensors if tensor.shared_with is None}
     needs = expected(registry.strategies().values(), layout, sizes)
     return Inspected(path, layout, files, tensors, tuple(needs))

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from weighin.checkpoint import cache
 from weighin.errors import HarnessError, UnknownName
-from weighin.isolation import select as choice
+from weighin.isolation import select
 from weighin.suite import registry
 from weighin.suite.config import read_model
 from weighin.units import format_bytes
@@ -64,9 +64,9 @@ def _models() -> Table:
 
 def _isolations() -> Table:
     table = Table("isolation", "works here", title="isolations")
-    for name in choice.NAMES:
+    for name in select.NAMES:
         try:
-            choice.named(name).check()
+            select.named(name).check()
             table.add_row(name, "yes")
         except HarnessError as error:
             table.add_row(name, f"no: {escape(error.message)}. {escape(error.repair)}")

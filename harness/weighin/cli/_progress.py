@@ -10,7 +10,7 @@ from rich.progress import Progress as Bar
 
 from weighin.cell import Cell
 from weighin.record import Outcome, Result
-from weighin.run import interrupts as stopping
+from weighin.run import interrupts
 from weighin.run.runner import Progress
 from weighin.units import format_bytes, format_exact, format_seconds
 
@@ -74,7 +74,9 @@ class _Live:
         self._print(line(result))
 
     def _print(self, markup: str) -> None:
-        with stopping.put_off():  # a console that is stopped between writing and forgetting repeats
+        with (
+            interrupts.put_off()
+        ):  # a console that is stopped between writing and forgetting repeats
             self._console.print(markup, highlight=False, soft_wrap=True)
 
     def _show(self, text: str) -> None:

@@ -11,14 +11,7 @@ import typer
 from rich.console import Console
 
 from weighin import __version__, exit_codes
-from weighin.cli import _arguments as arguments
-from weighin.cli import _options as options
-from weighin.cli import checkpoints as checkpoint_verbs
-from weighin.cli import floor as floor_verb
-from weighin.cli import gates as gate_verbs
-from weighin.cli import predict as predict_verb
-from weighin.cli import recommend as recommend_verb
-from weighin.cli import reports as verbs
+from weighin.cli import _arguments, _options, checkpoints, floor, gates, predict, recommend, reports
 from weighin.errors import HarnessError, explain
 
 if TYPE_CHECKING:
@@ -30,16 +23,16 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-app.add_typer(checkpoint_verbs.cache_app, name="cache")
-app.command(epilog=checkpoint_verbs.INSPECT_EXAMPLES)(checkpoint_verbs.inspect)
-app.command(epilog=checkpoint_verbs.CONVERT_EXAMPLES)(checkpoint_verbs.convert)
-app.command(epilog=gate_verbs.CHECK_EXAMPLES)(gate_verbs.check)
-app.command(epilog=floor_verb.EXAMPLES)(floor_verb.floor)
-app.command(epilog=verbs.REPORT_EXAMPLES)(verbs.report)
-app.command(epilog=verbs.HISTORY_EXAMPLES)(verbs.history)
-app.command(epilog=predict_verb.PREDICT_EXAMPLES)(predict_verb.predict)
-app.command(epilog=gate_verbs.COMPARE_EXAMPLES)(gate_verbs.compare)
-app.command(epilog=recommend_verb.RECOMMEND_EXAMPLES)(recommend_verb.recommend)
+app.add_typer(checkpoints.cache_app, name="cache")
+app.command(epilog=checkpoints.INSPECT_EXAMPLES)(checkpoints.inspect)
+app.command(epilog=checkpoints.CONVERT_EXAMPLES)(checkpoints.convert)
+app.command(epilog=gates.CHECK_EXAMPLES)(gates.check)
+app.command(epilog=floor.EXAMPLES)(floor.floor)
+app.command(epilog=reports.REPORT_EXAMPLES)(reports.report)
+app.command(epilog=reports.HISTORY_EXAMPLES)(reports.history)
+app.command(epilog=predict.PREDICT_EXAMPLES)(predict.predict)
+app.command(epilog=gates.COMPARE_EXAMPLES)(gates.compare)
+app.command(epilog=recommend.RECOMMEND_EXAMPLES)(recommend.recommend)
 out, err = Console(emoji=False), Console(stderr=True, emoji=False)
 
 
@@ -54,10 +47,10 @@ out, err = Console(emoji=False), Console(stderr=True, emoji=False)
 )
 def bench(
     context: typer.Context,
-    model: options.ModelArgument = None,
-    model_option: options.Model = None,
-    kwargs: options.Kwargs = "{}",
-    checkpoint: options.Checkpoint = None,
+    model: _options.ModelArgument = None,
+    model_option: _options.Model = None,
+    kwargs: _options.Kwargs = "{}",
+    checkpoint: _options.Checkpoint = None,
     ram: Annotated[
         str, typer.Option(help="RAM limits, divided by commas: 8g, 6500m, none.")
     ] = "none",
@@ -68,17 +61,17 @@ def bench(
             "they cannot give memory up: cgroup v2 only."
         ),
     ] = "none",
-    strategies: options.Strategies = None,
+    strategies: _options.Strategies = None,
     operation: Annotated[
         str, typer.Option(help="load, or save: write the model with every strategy of saving.")
     ] = "load",
-    isolation: options.Isolation = "auto",
-    device: options.Device = "cpu",
-    dtype: options.Dtype = "float32",
+    isolation: _options.Isolation = "auto",
+    device: _options.Device = "cpu",
+    dtype: _options.Dtype = "float32",
     cache: Annotated[
         str, typer.Option(help="cold: the checkpoint is in no cache. warm: in the cell's own.")
     ] = "cold",
-    fmt: options.Format = None,
+    fmt: _options.Format = None,
     first_use: Annotated[
         str, typer.Option(help="forward: use the loaded model once. none: only load it.")
     ] = "forward",
@@ -86,7 +79,7 @@ def bench(
         int, typer.Option(help="Forward passes; below its size a mapped model is read in each.")
     ] = 1,
     repeats: Annotated[int, typer.Option(help="How often each cell is measured, interleaved.")] = 1,
-    timeout: options.Timeout = 600.0,
+    timeout: _options.Timeout = 600.0,
     vram: Annotated[
         str, typer.Option(help="Limits of the GPU's memory, as --ram: 8g, none.")
     ] = "none",
@@ -100,7 +93,7 @@ def bench(
             help="Give memory back as each load begins: steadier times in virtual machines.",
         ),
     ] = False,
-    seed: options.Seed = 0,
+    seed: _options.Seed = 0,
     suite: Annotated[
         Path | None, typer.Option(help="A YAML matrix instead of the options above.")
     ] = None,
@@ -111,25 +104,24 @@ def bench(
     resume: Annotated[
         Path | None, typer.Option(help="Go on with a run at its first cell without a record.")
     ] = None,
-    trust: options.Trust = False,
-    base_image: options.BaseImage = None,
+    trust: _options.Trust = False,
+    base_image: _options.BaseImage = None,
 ) -> None:
     """Load or save a model with every strategy, each in its own limited container: what did it cost?"""
-    from weighin.cli import _progress as live
-    from weighin.isolation import delegation
-    from weighin.isolation import select as choice
+    from weighin.cli import _progress
+    from weighin.isolation import delegation, select
     from weighin.run import request as benchmarks
     from weighin.run import runner
     from weighin.run.request import resumable
 
-    arguments.refuse_ignored(context)
-    if choice.wants_cgroup(isolation) and delegation.helps():
+    _arguments.refuse_ignored(context)
+    if select.wants_cgroup(isolation) and delegation.helps():
         delegation.enter(sys.argv[1:])
     if resume:
         task = benchmarks.resume(resume, trusted=trust)
     else:
         asked = {
-            "models": [arguments.one_model(model, model_option)],
+            "models": [_arguments.one_model(model, model_option)],
             "operation": operation,
             "ram": [limit.strip() for limit in ram.split(",")],
             "vram": [limit.strip() for limit in vram.split(",")],
@@ -145,13 +137,13 @@ def bench(
             "steady": steady,
             "trace": trace,
         }
-        if names := arguments.names(strategies or []):
+        if names := _arguments.names(strategies or []):
             asked["strategies"] = names
         if fmt:
-            asked["format"] = arguments.names([fmt])
+            asked["format"] = _arguments.names([fmt])
         request = benchmarks.Request(
             suite=_suite(suite, asked),
-            kwargs=arguments.json_object(kwargs),
+            kwargs=_arguments.json_object(kwargs),
             checkpoint=checkpoint,
             seed=seed,
             folder=folder,
@@ -162,9 +154,9 @@ def bench(
             _say(note)
     if not task.isolation.limits or all(one.cell.ram_limit_bytes is None for one in task.planned):
         _say("nothing is limited: peaks are measured, but no strategy is shown to fit (--ram does)")
-    with live.progress(err, len(task.planned)) as progress, resumable("bench", task):
+    with _progress.progress(err, len(task.planned)) as progress, resumable("bench", task):
         results = runner.run(task, progress)
-    verbs.show(task.folder, results)
+    reports.show(task.folder, results)
     for line in exit_codes.broken(results):
         err.print(f"error: {line}", markup=False, highlight=False, soft_wrap=True)
     if code := exit_codes.of_results(results):
@@ -178,9 +170,9 @@ def list_(
     ] = "all",
 ) -> None:
     """Say what there is: strategies, models, and ways to isolate."""
-    from weighin.cli import _listing as listing
+    from weighin.cli import _listing
 
-    for table in listing.tables(kind):
+    for table in _listing.tables(kind):
         out.print(table)
 
 
@@ -196,9 +188,9 @@ def doctor(
     table, healthy = doctors.examine(_say)
     out.print(table)
     if calibrate:
-        from weighin.recommend import calibration as calibrating
+        from weighin.recommend import calibration
 
-        out.print(calibrating.table(calibrating.calibrate(_say)))
+        out.print(calibration.table(calibration.calibrate(_say)))
     if not healthy:
         raise typer.Exit(3)
 

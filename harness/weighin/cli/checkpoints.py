@@ -58,10 +58,10 @@ def convert(
     ] = False,
 ) -> None:
     """Write a checkpoint again in another layout or dtype; holds a few pieces of 16 MiB, no more."""
-    from weighin.checkpoint import convert_request as conversion
+    from weighin.checkpoint import convert_request
 
-    wish = conversion.Wish(source, target, fmt, dtype, split_above, max_shard_size, verify)
-    out.print(conversion.convert(wish, err), markup=False, highlight=False, soft_wrap=True)
+    wish = convert_request.Wish(source, target, fmt, dtype, split_above, max_shard_size, verify)
+    out.print(convert_request.convert(wish, err), markup=False, highlight=False, soft_wrap=True)
 
 
 def inspect(
@@ -85,9 +85,9 @@ def inspect(
 @cache_app.command("list")
 def cache_list() -> None:
     """Show the checkpoints that were made here, and how much disk they take."""
-    from weighin.cli import _listing as listing
+    from weighin.cli import _listing
 
-    out.print(listing.cache_table())
+    out.print(_listing.cache_table())
 
 
 @cache_app.command("clear", epilog="Example:\n\nweighin cache clear gpt2-xl")

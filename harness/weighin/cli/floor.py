@@ -9,8 +9,7 @@ import typer
 from rich.console import Console
 
 from weighin import exit_codes
-from weighin.cli import _arguments as arguments
-from weighin.cli import _options as options
+from weighin.cli import _arguments, _options
 
 EXAMPLES = (
     "Examples:\n\n"
@@ -25,20 +24,20 @@ out, err = Console(emoji=False), Console(stderr=True, emoji=False)
 
 def floor(
     context: typer.Context,
-    model: options.ModelArgument = None,
-    model_option: options.Model = None,
-    kwargs: options.Kwargs = "{}",
-    checkpoint: options.Checkpoint = None,
-    strategies: options.Strategies = None,
+    model: _options.ModelArgument = None,
+    model_option: _options.Model = None,
+    kwargs: _options.Kwargs = "{}",
+    checkpoint: _options.Checkpoint = None,
+    strategies: _options.Strategies = None,
     within: Annotated[
         str, typer.Option(help="How closely: the step in % of the floor, or 8 MiB if larger.")
     ] = "1%",
-    isolation: options.Isolation = "auto",
-    device: options.Device = "cpu",
-    dtype: options.Dtype = "float32",
-    fmt: options.Format = None,
-    timeout: options.Timeout = 300.0,
-    seed: options.Seed = 0,
+    isolation: _options.Isolation = "auto",
+    device: _options.Device = "cpu",
+    dtype: _options.Dtype = "float32",
+    fmt: _options.Format = None,
+    timeout: _options.Timeout = 300.0,
+    seed: _options.Seed = 0,
     folder: Annotated[
         Path | None,
         typer.Option("--out", help="The run's folder. Default: results/DATE-MODEL-floor."),
@@ -46,55 +45,54 @@ def floor(
     resume: Annotated[
         Path | None, typer.Option(help="Go on with a search where it was stopped.")
     ] = None,
-    trust: options.Trust = False,
+    trust: _options.Trust = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the floors for programs, and nothing else.")
     ] = False,
-    base_image: options.BaseImage = None,
+    base_image: _options.BaseImage = None,
 ) -> None:
     """Find the smallest RAM limit under which each strategy loads a model, and what life costs there."""
-    from weighin.cli import _progress as live
-    from weighin.isolation import delegation
-    from weighin.isolation import select as choice
+    from weighin.cli import _progress
+    from weighin.isolation import delegation, select
     from weighin.records.floor import floors
     from weighin.report import terminal_floors, write_report
     from weighin.report.floors import as_dict
-    from weighin.run import floor_search as searching
+    from weighin.run import floor_search
     from weighin.run import request as bench
     from weighin.suite.config import check_suite
 
-    arguments.refuse_ignored(context)
-    if choice.wants_cgroup(isolation) and delegation.helps():
+    _arguments.refuse_ignored(context)
+    if select.wants_cgroup(isolation) and delegation.helps():
         delegation.enter(sys.argv[1:])
     if resume:
-        search = searching.resume(resume, trusted=trust)
+        search = floor_search.resume(resume, trusted=trust)
     else:
         asked = {
-            "models": [arguments.one_model(model, model_option)],
+            "models": [_arguments.one_model(model, model_option)],
             "isolation": isolation,
             "device": device,
             "dtype": dtype,
             "timeout_s": timeout,
             "first_use": "none",
         }
-        if names := arguments.names(strategies or []):
+        if names := _arguments.names(strategies or []):
             asked["strategies"] = names
         if fmt:
-            asked["format"] = arguments.names([fmt])
+            asked["format"] = _arguments.names([fmt])
         request = bench.Request(
             suite=check_suite(asked),
-            kwargs=arguments.json_object(kwargs),
+            kwargs=_arguments.json_object(kwargs),
             checkpoint=checkpoint,
             seed=seed,
             folder=folder,
             base_image=base_image,
-            within=arguments.share(within),
+            within=_arguments.share(within),
         )
-        search, note = searching.start(request)
+        search, note = floor_search.start(request)
         if note:
             err.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
     task = search.run
-    with live.progress(err, None) as progress, bench.resumable("floor", task):
+    with _progress.progress(err, None) as progress, bench.resumable("floor", task):
         results = search.perform(progress)
     if as_json:
         text = json.dumps({"floors": [as_dict(one) for one in floors(results)]}, indent=1)

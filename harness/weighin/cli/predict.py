@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from weighin.cli import _arguments as arguments
-from weighin.cli import _options as options
+from weighin.cli import _arguments, _options
 
 if TYPE_CHECKING:
     from weighin.suite.config import Suite
@@ -27,35 +26,34 @@ out, err = Console(emoji=False), Console(stderr=True, emoji=False)
 
 def predict(
     context: typer.Context,
-    model: options.ModelArgument = None,
-    model_option: options.Model = None,
-    kwargs: options.Kwargs = "{}",
+    model: _options.ModelArgument = None,
+    model_option: _options.Model = None,
+    kwargs: _options.Kwargs = "{}",
     checkpoint: Annotated[
         Path | None, typer.Option(help="Your own weights: only their structure is read.")
     ] = None,
-    strategies: options.Strategies = None,
-    device: options.Device = "cpu",
-    dtype: options.Dtype = "float32",
+    strategies: _options.Strategies = None,
+    device: _options.Device = "cpu",
+    dtype: _options.Dtype = "float32",
     checkpoint_dtype: Annotated[
         str, typer.Option(help="What they are in the checkpoint, where it is not your own.")
     ] = "float32",
-    fmt: options.Format = None,
+    fmt: _options.Format = None,
     suite: Annotated[
         Path | None, typer.Option(help="A YAML matrix instead of the options above.")
     ] = None,
     check: Annotated[
         Path | None, typer.Option(help="A run's folder: predict its cells, and compare.")
     ] = None,
-    trust: options.Trust = False,
+    trust: _options.Trust = False,
     phases: Annotated[bool, typer.Option("--phases", help="The peaks of each phase, too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="All of it, for programs.")] = False,
 ) -> None:
     """Say what loads would need, by running them without values: no GPU, no weights, any size."""
     from weighin.predict import check as checking
-    from weighin.predict import client as predicting
-    from weighin.predict import tables
+    from weighin.predict import client, tables
 
-    arguments.refuse_ignored(context)
+    _arguments.refuse_ignored(context)
     if check is not None:
         with err.status("predicting the cells of the run"):
             checked = checking.check(check, trusted=trust)
@@ -65,16 +63,16 @@ def predict(
             out.print(tables.check_table(checked))
         return
     asked = {
-        "models": [arguments.one_model(model, model_option)],
+        "models": [_arguments.one_model(model, model_option)],
         "device": device,
         "dtype": dtype,
-        "strategies": arguments.names(strategies or []),
-        "format": arguments.names([fmt]) if fmt else [],
+        "strategies": _arguments.names(strategies or []),
+        "format": _arguments.names([fmt]) if fmt else [],
     }
-    planned = _plan(_suite(suite, asked), arguments.json_object(kwargs))
-    stored = predicting.dtype_name(checkpoint_dtype)
+    planned = _plan(_suite(suite, asked), _arguments.json_object(kwargs))
+    stored = client.dtype_name(checkpoint_dtype)
     with err.status("importing torch") as status:
-        found = predicting.predict(
+        found = client.predict(
             planned,
             checkpoint=checkpoint,
             checkpoint_dtype=stored,
@@ -95,7 +93,7 @@ def _suite(path: Path | None, asked: dict[str, Any]) -> "Suite":
 
 
 def _plan(suite: "Suite", kwargs: dict[str, Any]) -> "list[Planned]":
-    from weighin import formats as layouts
+    from weighin import formats
     from weighin.suite import registry
     from weighin.suite.matrix import Matrix, plan
 
@@ -107,6 +105,6 @@ def _plan(suite: "Suite", kwargs: dict[str, Any]) -> "list[Planned]":
             isolation="process",
             device=suite.device,
             dtype=suite.dtype,
-            formats=tuple(layouts.named(name).NAME for name in suite.format),
+            formats=tuple(formats.named(name).NAME for name in suite.format),
         )
     )

@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from weighin.cli import _arguments as arguments
-from weighin.cli import _options as options
+from weighin.cli import _arguments, _options
 
 RECOMMEND_EXAMPLES = (
     "Examples:\n\n"
@@ -26,15 +25,15 @@ def recommend(
     what: Annotated[
         str | None, typer.Argument(help="A model of `weighin list models`, or a checkpoint's path.")
     ] = None,
-    model_option: options.Model = None,
-    kwargs: options.Kwargs = "{}",
+    model_option: _options.Model = None,
+    kwargs: _options.Kwargs = "{}",
     checkpoint: Annotated[
         Path | None, typer.Option(help="Your own weights: only their structure is read.")
     ] = None,
     ram: Annotated[str, typer.Option(help="RAM that there is: 8g, 6500m, none.")] = "none",
     vram: Annotated[str, typer.Option(help="Memory of the GPU, without its context.")] = "none",
-    device: options.Device = "cpu",
-    dtype: options.Dtype = "float32",
+    device: _options.Device = "cpu",
+    dtype: _options.Dtype = "float32",
     allow: Annotated[
         str, typer.Option(help="What may be asked for: resave, packages, weighin; or none.")
     ] = "resave,packages,weighin",
@@ -44,34 +43,34 @@ def recommend(
     as_json: Annotated[bool, typer.Option("--json", help="All of it, for programs.")] = False,
 ) -> None:
     """Say which way of loading fits and is fastest: measured where it was, else predicted."""
-    from weighin.recommend import answer as advising
+    from weighin.recommend import answer
     from weighin.recommend.ranking import Limits
     from weighin.suite import registry
     from weighin.suite.config import check_suite
 
-    name, path = arguments.one_model(what, model_option), checkpoint
+    name, path = _arguments.one_model(what, model_option), checkpoint
     if what and path is None and Path(what).exists():
-        path, spec = Path(what), advising.of_checkpoint(Path(what))
+        path, spec = Path(what), answer.of_checkpoint(Path(what))
     else:
-        spec = registry.model(name, arguments.json_object(kwargs) or None)
+        spec = registry.model(name, _arguments.json_object(kwargs) or None)
     asked = {"models": spec.name, "ram": ram, "vram": vram, "device": device, "dtype": dtype}
     suite = check_suite(asked)
-    question = advising.Question(
+    question = answer.Question(
         model=spec,
         limits=Limits(suite.ram[0], suite.vram[0]),
         checkpoint=path,
         device=suite.device,
         dtype=suite.dtype,
-        allow=advising.check_allowed(arguments.names([allow])),
+        allow=answer.check_allowed(_arguments.names([allow])),
         results=results,
         python_path=(str(Path.cwd()),),
     )
     with err.status("predicting") as status:
-        advice = advising.advise(question, advising.gather(question, status.update))
+        advice = answer.advise(question, answer.gather(question, status.update))
     if as_json:
         print(json.dumps(advice.as_json()))
     else:
-        for part in advising.parts(advice):
+        for part in answer.parts(advice):
             out.print(part, highlight=False, soft_wrap=isinstance(part, str))
     if advice.best is None:
         raise typer.Exit(NOTHING_FITS_EXIT)

@@ -38,9 +38,9 @@ def report(
     ] = "md,html,csv,png",
 ) -> None:
     """Draw a run again: the table here; report.html, report.md, summary.csv and plots in its folder."""
-    from weighin.records import run_folder as journal
+    from weighin.records import run_folder
 
-    records = journal.read_whole(run)
+    records = run_folder.read_whole(run)
     if records.damage and not records.results:
         raise records.damage
     for warning in records.warnings:

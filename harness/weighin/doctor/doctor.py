@@ -12,7 +12,7 @@ from weighin.cell import Cell, Job
 from weighin.checkpoint import cache
 from weighin.doctor.capabilities import Finding, figures
 from weighin.errors import HarnessError
-from weighin.isolation import select as choice
+from weighin.isolation import select
 from weighin.isolation.base import Isolation
 from weighin.isolation.cgroup import limit, temporary_group
 from weighin.probes import environment
@@ -32,7 +32,7 @@ def examine(say: Callable[[str], None]) -> tuple[Table, bool]:
 
     Removes what dead runs left behind, and says so.
     """
-    isolations = [choice.named(name) for name in choice.NAMES]
+    isolations = [select.named(name) for name in select.NAMES]
     limits = [finding for one in isolations for finding in _isolation(one, say)]
     table = Table("what", "works", "detail", title="what this machine can limit and measure")
     for finding in [*limits, *figures(), *_machine()]:

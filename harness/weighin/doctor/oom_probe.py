@@ -2,7 +2,7 @@
 
 import torch
 
-from weighin.contract import Load
+from weighin.strategy import Load
 from weighin.units import MIB
 
 FORMATS = ("pt",)

@@ -15,7 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from weighin import atomic as durable
+from weighin import atomic
 from weighin.errors import CheckpointError
 from weighin.formats import pt
 from weighin.formats.base import Part, Pieces, Progress, TensorPlan, TensorSlice
@@ -118,30 +118,30 @@ def write(
     progress: Progress | None = None,
 ) -> None:
     """Write the file of data, then the metadata."""
-    from weighin.formats import zip_writer as writing
+    from weighin.formats import zip_writer
 
     target.mkdir()
     scratch = target / "archive"  # the name that torch gives archives without a path
     places: dict[str, tuple[int, int]] = {}
     jobs = []
     with (target / DATA_NAME).open("x+b") as file:
-        flusher = writing._Flusher(file.fileno(), progress)
+        flusher = zip_writer._Flusher(file.fileno(), progress)
         at = 0
         for plan in tensors:
             if plan.shared_with is not None:
                 places[plan.name] = places[plan.shared_with]
                 continue
-            blank = writing.placeholder(plan.shape, plan.dtype)
-            record, length = writing.embed(blank, scratch, file.fileno(), at)
+            blank = zip_writer.placeholder(plan.shape, plan.dtype)
+            record, length = zip_writer.embed(blank, scratch, file.fileno(), at)
             jobs.append(
-                partial(writing.fill, file.fileno(), record, partial(pieces, plan.name), flusher)
+                partial(zip_writer.fill, file.fileno(), record, partial(pieces, plan.name), flusher)
             )
             places[plan.name] = at, length
             at += -(-length // _ALIGNMENT) * _ALIGNMENT
-        writing.run_parallel(jobs)
-        writing.finish(file.fileno())
+        zip_writer.run_parallel(jobs)
+        zip_writer.finish(file.fileno())
     scratch.unlink(missing_ok=True)
-    durable.write_bytes(target / _METADATA_NAME, _metadata(tensors, places))
+    atomic.write_bytes(target / _METADATA_NAME, _metadata(tensors, places))
 
 
 def _metadata(tensors: Sequence[TensorPlan], places: Mapping[str, tuple[int, int]]) -> bytes:

@@ -8,14 +8,13 @@ from shlex import quote
 from weighin.errors import ConfigError, NoBaseline, RecordError
 from weighin.exit_codes import BROKEN
 from weighin.gate import baseline as baselines
-from weighin.gate import budgets
-from weighin.gate import freeze as freezing
+from weighin.gate import budgets, freeze
 from weighin.gate.evaluate import judge
 from weighin.gate.expected import Expectation, is_expected, parse, suggest
 from weighin.gate.lines import Judgement
 from weighin.gate.tables import short_names
 from weighin.record import Outcome
-from weighin.records import run_folder as journal
+from weighin.records import run_folder
 from weighin.records.machine import Setting, settings_of
 from weighin.records.metrics import named
 from weighin.records.series import Run, Series, summarise
@@ -39,7 +38,7 @@ def read_runs(folders: Sequence[Path]) -> Measured:
     warnings: list[str] = []
     runs: list[Run] = []
     for folder in folders:
-        records = journal.read(folder)
+        records = run_folder.read(folder)
         if not records.results:
             raise RecordError(
                 f"{folder} holds no record: nothing was measured",
@@ -53,7 +52,7 @@ def read_runs(folders: Sequence[Path]) -> Measured:
 
 def _is_search(folder: Path) -> bool:
     """Tell whether the run looked for floors; a run without its plan is taken for a bench."""
-    return (folder / journal.PLAN).exists() and "within" in journal.read_plan(folder).settings
+    return (folder / run_folder.PLAN).exists() and "within" in run_folder.read_plan(folder).settings
 
 
 def check(
@@ -108,7 +107,7 @@ def update(
     typed = _parsed(expected)
     known = baselines.read(baseline_file).rules.expected if baseline_file.exists() else ()
     wanted = [*typed, *_accepted(measured, [*known, *typed], baseline_file, accept)]
-    return freezing.update(baseline_file, measured.environment, measured.series, wanted)
+    return freeze.update(baseline_file, measured.environment, measured.series, wanted)
 
 
 def _refuse(measured: Measured) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from weighin.cell import Job
 from weighin.errors import IsolationUnavailable, StillRunning
-from weighin.isolation import process_tree as family
+from weighin.isolation import process_tree
 from weighin.isolation.base import Exit
 from weighin.isolation.channel import PipeChannel
 from weighin.protocol import encode_job
@@ -44,7 +44,7 @@ class ProcessIsolation:
 
     def remove_stale(self) -> list[str]:
         """Kill what the workers of dead runs started: they themselves ended with their parent."""
-        return family.end_orphans()
+        return process_tree.end_orphans()
 
     def describe(self) -> dict[str, str]:
         return {}
@@ -54,7 +54,7 @@ class LocalRunning:
     """A worker that is a child of this process, in a session (and so a process group) of its own."""
 
     def __init__(self, command: tuple[str, ...], cgroup: Path | None = None) -> None:
-        self._mark = family.new_mark()
+        self._mark = process_tree.new_mark()
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -62,7 +62,7 @@ class LocalRunning:
             stderr=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
-            env=os.environ | {"PYTHONPATH": str(CODE_ROOT)} | family.environment(self._mark),
+            env=os.environ | {"PYTHONPATH": str(CODE_ROOT)} | process_tree.environment(self._mark),
         )
         streams = (self._process.stdin, self._process.stdout, self._process.stderr)
         assert all(streams)
@@ -108,7 +108,7 @@ class LocalRunning:
         finally:
             self.channel.close()
             if self.cgroup is None:
-                family.end(self._mark)
+                process_tree.end(self._mark)
 
 
 def _open_process(pid: int) -> int | None:

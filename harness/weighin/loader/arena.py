@@ -13,9 +13,9 @@ from typing import Final, NamedTuple
 import torch
 
 from weighin.formats.base import TensorSlice
-from weighin.loader.fill import Fill, Fillable, file_order
+from weighin.loader.fill import Fill, file_order
 from weighin.loader.huge_pages import HUGE_PAGE_BYTES, TENSOR_ALIGNMENT, Area, allocate
-from weighin.loader.reads import MOST_BETWEEN_BYTES, Piece, cut
+from weighin.loader.reads import MOST_BETWEEN_BYTES, Fillable, Piece, cut
 
 _CPU: Final = torch.device("cpu")
 

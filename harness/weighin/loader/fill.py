@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 
@@ -21,41 +21,13 @@ from weighin.loader.direct_io import (
     copies_by_mapping,
 )
 from weighin.loader.huge_pages import HUGE_PAGE_BYTES
-from weighin.loader.reads import Piece, PieceFiller, Runs, cut
+from weighin.loader.reads import Fillable, Piece, PieceFiller, Runs, cut
 from weighin.loader.scratch import Lent, buffer_in, lend
 
 READ_BYTES: Final = 16 * HUGE_PAGE_BYTES
 """How much a thread reads at once where nothing is converted: it takes the lock seldom."""
 
 _MOST_CACHE_THREADS: Final = 4
-
-
-class Fillable(Protocol):
-    """Memory and the reads that fill it."""
-
-    @property
-    def memory(self) -> torch.Tensor:
-        """What is filled: one tensor, or the bytes of several."""
-        ...
-
-    @property
-    def members(self) -> Sequence[torch.Tensor]:
-        """The tensors that lie in it."""
-        ...
-
-    @property
-    def converts(self) -> bool:
-        """Whether a file holds another dtype."""
-        ...
-
-    @property
-    def source_bytes(self) -> int:
-        """How much is read of files."""
-        ...
-
-    def pieces(self, most_bytes: int) -> Iterator[Piece]:
-        """Yield the reads to make, none into more memory than that."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,7 +13,7 @@ import torch
 from weighin.errors import CheckpointError, HarnessError
 from weighin.formats.base import TensorSlice
 from weighin.formats.sniff import plain
-from weighin.loader import fill as filling
+from weighin.loader import fill
 from weighin.loader.fill import Fill, file_order, is_readable
 from weighin.loader.huge_pages import MAP_NORESERVE, TENSOR_ALIGNMENT
 from weighin.models.deferred import Load, WriteLog
@@ -79,7 +79,7 @@ def read_at_once(load: Load) -> None:
 
 
 def _fill(source: TensorSlice, target: torch.Tensor) -> None:
-    with filling.being_filled([Fill(source, target)], 1):
+    with fill.being_filled([Fill(source, target)], 1):
         pass
 
 

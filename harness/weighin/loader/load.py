@@ -19,10 +19,10 @@ from typing import Final, Literal
 
 import torch
 
-from weighin import formats as layouts
+from weighin import formats
 from weighin.errors import CheckpointError
 from weighin.formats.base import TensorSlice
-from weighin.loader import fill as filling
+from weighin.loader import fill
 from weighin.loader.arena import Need, provide
 from weighin.loader.fill import Fill, Fillable, is_readable
 from weighin.loader.lazy_state import (
@@ -32,7 +32,7 @@ from weighin.loader.lazy_state import (
     read_at_once,
     source_of,
 )
-from weighin.models import skeleton as building
+from weighin.models import skeleton
 from weighin.models.deferred import Load, WriteLog, is_dense, storage_key, use_count
 from weighin.models.meta import real_memory
 
@@ -90,7 +90,7 @@ def load_streaming(
     """
     device = _with_index(torch.device(device))
     found, was_meta = _load(model, Path(checkpoint), device, dtype, threads, granularity)
-    building.give_back_heap()  # what the load itself took
+    skeleton.give_back_heap()  # what the load itself took
     if dtype is not None or was_meta or any(one.device != device for one in _tensors(found)):
         found.to(device=device, dtype=dtype)  # with what modules do on their own account then
     return found
@@ -105,7 +105,7 @@ def _load(
     granularity: Granularity,
 ) -> tuple[torch.nn.Module, bool]:
     """Return the model with the checkpoint's values, and whether some of it was on the meta device."""
-    slices = layouts.read(path)[1]
+    slices = formats.read(path)[1]
     log = WriteLog(read_at_once)
     with ExitStack() as undone:
         with log.recording():
@@ -122,8 +122,8 @@ def _load(
     del loads
     while batches:
         fills = list(place.all(batches.pop(0)))
-        building.give_back_heap()
-        with filling.being_filled(fills, threads):
+        skeleton.give_back_heap()
+        with fill.being_filled(fills, threads):
             pass
     return model, was_meta
 
@@ -138,7 +138,7 @@ def _with_index(device: torch.device) -> torch.device:
 
 
 def _built(builder: Callable[[], torch.nn.Module], log: WriteLog) -> torch.nn.Module:
-    with building.on_cpu():
+    with skeleton.on_cpu():
         model = builder()
     if log.initialised_bytes:
         from weighin.units import format_bytes  # imports decimal, which few loads need

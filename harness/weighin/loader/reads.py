@@ -4,7 +4,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 
@@ -238,3 +238,31 @@ class _GpuCopier:
     def finish(self) -> None:
         """Wait for the copies under way."""
         self._stream.synchronize()
+
+
+class Fillable(Protocol):
+    """Memory and the reads that fill it."""
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """What is filled: one tensor, or the bytes of several."""
+        ...
+
+    @property
+    def members(self) -> Sequence[torch.Tensor]:
+        """The tensors that lie in it."""
+        ...
+
+    @property
+    def converts(self) -> bool:
+        """Whether a file holds another dtype."""
+        ...
+
+    @property
+    def source_bytes(self) -> int:
+        """How much is read of files."""
+        ...
+
+    def pieces(self, most_bytes: int) -> Iterator[Piece]:
+        """Yield the reads to make, none into more memory than that."""
+        ...

@@ -6,15 +6,12 @@ tensors have, until it is their turn. They are filled last.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from weighin.loader.direct_io import PIECE_BYTES
 from weighin.loader.huge_pages import HUGE_PAGE_BYTES, memory_of
-from weighin.loader.reads import Piece, cut
+from weighin.loader.reads import Fillable, Piece, cut
 from weighin.loader.vectored import ALIGNMENT
-
-if TYPE_CHECKING:
-    from weighin.loader.fill import Fillable
 
 LENT_BYTES: Final = 12 * HUGE_PAGE_BYTES
 """The most that one piece lends: what a thread reads at once."""
@@ -30,7 +27,7 @@ class Lent:
     borrowers: Iterator[Piece]
 
 
-def lend(stretches: Sequence["Fillable"], most_bytes: int, threads: int) -> Lent:
+def lend(stretches: Sequence[Fillable], most_bytes: int, threads: int) -> Lent:
     """Return the reads to make, of which up to one for each thread lends its memory first.
 
     The largest stretches lend that are converted, together at most half of what is.
@@ -78,5 +75,5 @@ def buffer_in(lender: Piece) -> memoryview:
     return memory_of(lender.target)[-lender.target.data_ptr() % ALIGNMENT :]
 
 
-def _converts(one: "Fillable") -> bool:
+def _converts(one: Fillable) -> bool:
     return one.converts and one.memory.device.type == "cpu"

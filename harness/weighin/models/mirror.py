@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from weighin import formats as layouts
+from weighin import formats
 
 
 def mirror(*, checkpoint: str) -> nn.Module:
@@ -16,7 +16,7 @@ def mirror(*, checkpoint: str) -> nn.Module:
     Raises:
         CheckpointError: no checkpoint, or a damaged one.
     """
-    _, slices = layouts.read(Path(checkpoint))
+    _, slices = formats.read(Path(checkpoint))
     root = nn.Module()
     known: dict[tuple[Path, int], torch.Tensor] = {}
     for one in slices:

@@ -13,7 +13,7 @@ from weighin.predict.client import predict
 from weighin.predict.prediction import Prediction
 from weighin.probes import environment
 from weighin.record import Outcome, Result
-from weighin.records import run_folder as journal
+from weighin.records import run_folder
 from weighin.run import trust
 from weighin.suite import registry
 from weighin.suite.matrix import Planned
@@ -54,7 +54,7 @@ def check(run: Path, *, trusted: bool = False) -> list[Checked]:
         ConfigError: the run names foreign code, which is not ``trusted``.
     """
     series: dict[str, list[Result]] = {}
-    for result in journal.read(run).results:
+    for result in run_folder.read(run).results:
         if result.outcome is Outcome.OK and result.cell.operation == "load":
             series.setdefault(result.cell.series, []).append(result)
     if not series:
@@ -122,7 +122,7 @@ def _figures(prediction: Prediction, results: list[Result]) -> Iterator[tuple[st
 def _settings(run: Path) -> tuple[dict[str, str], Path | None]:
     """Return the strategies' files and the user's checkpoint; published runs have no plan."""
     try:
-        settings = journal.read_plan(run).settings
+        settings = run_folder.read_plan(run).settings
     except HarnessError:
         return {}, None
     checkpoint = settings.get("checkpoint")

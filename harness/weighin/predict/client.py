@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-from weighin import formats as layouts
+from weighin import formats
 from weighin.checkpoint import entries
 from weighin.checkpoint.subprocess_client import environment
 from weighin.errors import HarnessError, UnknownName
@@ -39,7 +39,7 @@ def predict(
     Raises:
         HarnessError: the process that predicts was killed.
     """
-    own = layouts.detect(checkpoint).NAME if checkpoint else None
+    own = formats.detect(checkpoint).NAME if checkpoint else None
     with tempfile.TemporaryDirectory(prefix="weighin-predict-") as folder:
         process = subprocess.Popen(
             [sys.executable, "-m", "weighin.predict"],

@@ -83,12 +83,12 @@ def _legacy(ledger: Ledger) -> Any:
 
 def _streaming(ledger: Ledger) -> Any:
     """``load_streaming``: threads that read into memory which was allocated before."""
-    from weighin.loader import fill as filling
+    from weighin.loader import fill
 
     @contextmanager
-    def being_filled(stretches: Sequence[filling.Fillable], threads: int | None) -> Iterator[None]:
+    def being_filled(stretches: Sequence[fill.Fillable], threads: int | None) -> Iterator[None]:
         yield
-        with ledger.holding(filling.buffer_bytes(stretches, threads, gpu=ledger.cuda is not None)):
+        with ledger.holding(fill.buffer_bytes(stretches, threads, gpu=ledger.cuda is not None)):
             for one in stretches:
                 fresh = ledger.work["fresh_bytes"]
                 for tensor in one.members:
@@ -97,17 +97,17 @@ def _streaming(ledger: Ledger) -> Any:
                 ledger.work["written_bytes"] += one.memory.nbytes
                 ledger.work["read_direct_bytes"] += one.source_bytes
 
-    return patch.object(filling, "being_filled", being_filled)
+    return patch.object(fill, "being_filled", being_filled)
 
 
 def _trim(ledger: Ledger) -> Any:
     """``malloc_trim`` gives pages back of which the ledger must know."""
-    from weighin.models import skeleton as building
+    from weighin.models import skeleton
 
-    original: Callable[[], None] = building.give_back_heap
+    original: Callable[[], None] = skeleton.give_back_heap
 
     def give_back_heap() -> None:
         original()
         ledger.trimmed()
 
-    return patch.object(building, "give_back_heap", give_back_heap)
+    return patch.object(skeleton, "give_back_heap", give_back_heap)

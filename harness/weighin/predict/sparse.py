@@ -6,10 +6,9 @@ from pathlib import Path
 
 import torch
 
-from weighin import formats as layouts
+from weighin import formats
 from weighin.cell import ModelSpec
-from weighin.checkpoint import generate as making
-from weighin.checkpoint import reader as reading
+from weighin.checkpoint import generate, reader
 from weighin.checkpoint.describe import describe, in_checkpoint
 from weighin.checkpoint.manifest import Manifest
 from weighin.checkpoint.piecewise import tensor_checksums
@@ -28,20 +27,20 @@ def make_sparse(
         ConfigError: the builder cannot be used. CheckpointError: ``source`` cannot be read.
     """
     if source is not None:
-        _, slices = layouts.read(source)
-        tensors = reading.plans(slices)
+        _, slices = formats.read(source)
+        tensors = reader.plans(slices)
     else:
         described = describe(model.builder, model.kwargs, real_buffers="non_persistent")
-        tensors = making.plans(in_checkpoint(described))
+        tensors = generate.plans(in_checkpoint(described))
     if dtype is not None:
         kind = getattr(torch, dtype)
         tensors = [
             replace(one, dtype=kind) if one.dtype.is_floating_point else one for one in tensors
         ]
-    target = layouts.checkpoint_in(folder, fmt)
+    target = formats.checkpoint_in(folder, fmt)
     target.parent.mkdir(parents=True)
     with leaving_holes():
-        layouts.named(fmt).write(target, tensors, _nothing)
+        formats.named(fmt).write(target, tensors, _nothing)
     return target
 
 

@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from weighin import formats as layouts
+from weighin import formats
 from weighin.cell import Cell, ModelSpec
 from weighin.errors import UnknownName
 from weighin.predict.client import predict
@@ -95,7 +95,7 @@ class Advice:
 
 def of_checkpoint(path: Path) -> ModelSpec:
     """Return a model of a checkpoint's own keys; raises CheckpointError where it is none."""
-    layouts.detect(path)
+    formats.detect(path)
     where = str(path.resolve())
     return ModelSpec(path.name, _MIRROR, {"checkpoint": where})
 
@@ -127,7 +127,7 @@ def gather(question: Question, say: Callable[[str], None]) -> Known:
     Raises:
         HarnessError: the checkpoint, the model or a run's records cannot be used.
     """
-    layout = layouts.detect(question.checkpoint).NAME if question.checkpoint else "pt"
+    layout = formats.detect(question.checkpoint).NAME if question.checkpoint else "pt"
     planned = [*_planned(question, layout)]
     say(f"predicting {len(planned)} ways of loading {question.model.title}")
     predictions = predict(planned, checkpoint=question.checkpoint, python_path=question.python_path)

@@ -27,7 +27,7 @@ from weighin.checkpoint import cache
 from weighin.errors import ConfigError, HarnessError
 from weighin.loader.direct_io import DISK_THREADS, PIECE_BYTES, PieceReader
 from weighin.probes import environment, page_cache
-from weighin.run import page_preconditioning as steady
+from weighin.run import page_preconditioning
 from weighin.text import one_line
 from weighin.units import GIB, MIB
 
@@ -118,7 +118,7 @@ def calibrate(say: Callable[[str], None]) -> Calibration:
     say(f"calibrating this machine once: reading and writing 512 MiB in {folder}")
     rounds: dict[str, list[float]] = {}
     with _file(folder) as path:
-        steady.touch_and_free(2 * _MEMORY_BYTES)
+        page_preconditioning.touch_and_free(2 * _MEMORY_BYTES)
         for _ in range(_ROUNDS):
             once = {
                 "read_bytes_per_s": _cold(path, _read_buffered),

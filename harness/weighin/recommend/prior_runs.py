@@ -9,7 +9,7 @@ from typing import Final
 from weighin.cell import Cell
 from weighin.probes import environment
 from weighin.record import Outcome, Result
-from weighin.records import run_folder as journal
+from weighin.records import run_folder
 
 _REPEATS: Final = 2  # as few as show a noise
 _SAME_MACHINE: Final = ("machine", "cpu", "cpus", "ram_bytes")
@@ -105,7 +105,7 @@ def find(folders: Iterable[Path], wanted: Cell) -> dict[tuple[str, str], Evidenc
 
 def _results(folders: Iterable[Path]) -> Iterator[Result]:
     for folder in folders:
-        runs = [folder] if (folder / journal.RECORDS).exists() else sorted(folder.glob("*/"))
+        runs = [folder] if (folder / run_folder.RECORDS).exists() else sorted(folder.glob("*/"))
         for run in runs:
-            if (run / journal.RECORDS).exists():
-                yield from journal.read(run).results
+            if (run / run_folder.RECORDS).exists():
+                yield from run_folder.read(run).results

@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 from typing import Final
 
+from weighin.strategy import HELPERS
 from weighin.suite.registry import StrategyInfo
 
 _PACKAGE: Final = Path(__file__).resolve().parents[1]
@@ -61,7 +62,7 @@ def shards_of(folder):
 _WRITTEN_OUT: Final = {
     ("weighin.formats.per_param", "read_index"): _READ_PER_PARAM,
     ("weighin.formats.per_module", "read_index"): _READ_PER_MODULE,
-    ("weighin.checkpoint", "layouts"): _SHARDS,
+    ("weighin.formats", "files"): _SHARDS,
 }
 
 
@@ -108,19 +109,18 @@ def _import(node: ast.Import | ast.ImportFrom) -> tuple[list[str], list[str]]:
     module = node.module or ""
     if not module.startswith("weighin"):
         return ([] if module == "__future__" else [ast.unparse(node)]), []
-    if module == "weighin.contract":
-        return [], []
-    if module in _KEPT:
-        return [ast.unparse(node)], []
-    written = []
+    kept, written = [], []
     for alias in node.names:
-        if (module, alias.name) in _WRITTEN_OUT:
-            written.append(_WRITTEN_OUT[module, alias.name])
-        elif module == "weighin.models.tied_weights":
-            written.append(_source(module, alias.name))
-        else:
+        source = HELPERS.get(alias.name, module) if module == "weighin.strategy" else module
+        if source in _KEPT:
+            kept.append(f"from {module} import {alias.name}")
+        elif (source, alias.name) in _WRITTEN_OUT:
+            written.append(_WRITTEN_OUT[source, alias.name])
+        elif source == "weighin.models.tied_weights":
+            written.append(_source(source, alias.name))
+        elif source != "weighin.strategy":  # whose types of jobs a plain function does without
             raise CannotWriteOut(f"it imports {alias.name} from {module}")
-    return [], written
+    return kept, written
 
 
 def _source(module: str, name: str) -> str:
@@ -173,7 +173,7 @@ class _Plain(ast.NodeTransformer):
             ast.unparse(node.func) == "load_streaming"
         ):  # a job's builder knows the dtype, a user's not
             node.keywords.append(ast.keyword("dtype", ast.Name("dtype", ast.Load())))
-        if ast.unparse(node.func) == "layouts.files":
+        if ast.unparse(node.func) == "files":
             node.func = ast.Name("shards_of", ast.Load())
         node.keywords = [
             one for one in node.keywords

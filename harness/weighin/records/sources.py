@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from weighin.cell import Cell, Operation
+from weighin.strategy import HELPERS
 
 _PACKAGE: Final = Path(__file__).resolve().parents[1]
 _WORKER: Final = "weighin.worker.__main__"
@@ -91,7 +92,9 @@ def _names(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.Import):
         yield from (one.name for one in node.names)
     if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-        yield from (f"{node.module}.{one.name}" for one in node.names)
+        for one in node.names:
+            given = HELPERS.get(one.name) if node.module == "weighin.strategy" else None
+            yield f"{given or node.module}.{one.name}"
     for child in children:
         yield from _names(child)
 

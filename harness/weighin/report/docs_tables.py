@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Final
 
 from weighin.record import Result
-from weighin.records import run_folder as journal
+from weighin.records import run_folder
 from weighin.report.checked import markdown_checked
 from weighin.report.document import write_markdown
 from weighin.report.floors import markdown_agreement, markdown_floors
@@ -64,7 +64,7 @@ def fill(page: str, root: Path) -> str:
 
     def block(match: re.Match[str]) -> str:
         runs: dict[str, Sequence[Result]] = {
-            run: journal.read(root / run).results for run in match["runs"].split()
+            run: run_folder.read(root / run).results for run in match["runs"].split()
         }
         first = match[0].partition("\n")[0]
         return f"{first}\n{_told(match['part'], runs, root)}\n<!-- end -->"
@@ -77,7 +77,7 @@ def fill(page: str, root: Path) -> str:
 
 def report(run: Path) -> str:
     """Return report.md of a published run, with those pictures that lie beside it."""
-    records, file = journal.read(run), StringIO()
+    records, file = run_folder.read(run), StringIO()
     images = sorted(path.name for path in run.glob("*.png"))
     write_markdown(records.results, file, warnings=records.warnings, images=images)
     return file.getvalue()

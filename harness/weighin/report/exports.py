@@ -16,7 +16,7 @@ from weighin.record import Outcome, Result
 from weighin.records.machine import settings_of
 from weighin.records.metrics import METRICS, Metric
 from weighin.records.series import Run, Series, name_of, summarise
-from weighin.report import dataframe as frame
+from weighin.report import dataframe
 from weighin.text import one_line
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def parquet(results: Sequence[Result]) -> bytes:
             "parquet needs pyarrow, which is not installed", "pip install 'weighin[parquet]'"
         ) from None
     file = BytesIO()
-    table = frame.cells(results).drop(columns="group")
+    table = dataframe.cells(results).drop(columns="group")
     table.to_parquet(file, engine="pyarrow", index=False)
     return file.getvalue()
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from weighin.record import Result
 from weighin.records.survival import matrices
 from weighin.report import floors, notebook, passes, survival, survival_plots
-from weighin.report.html import sections as found
+from weighin.report.html import sections
 from weighin.report.html.blocks import Block
 
 if TYPE_CHECKING:
@@ -38,14 +38,14 @@ _ALL: Final = (
         passes.are_there,
         passes.terminal_passes,
         passes.markdown_passes,
-        found.of_passes,
+        sections.of_passes,
     ),
     Finding(
         "Survival",
         is_sweep,
         survival.terminal_survival,
         survival.markdown_reasons,
-        found.of_survival,
+        sections.of_survival,
         (
             ("survival", survival_plots.draw_survival),
             ("time-over-limit", survival_plots.draw_times),
@@ -56,14 +56,14 @@ _ALL: Final = (
         notebook.are_there,
         notebook.terminal_notebook,
         notebook.markdown_notebook,
-        found.of_notebook,
+        sections.of_notebook,
     ),
     Finding(
         "RAM floors",
         floors.are_there,
         floors.terminal_floors,
         floors.markdown_reasons,
-        found.of_floors,
+        sections.of_floors,
     ),
 )
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weighin.errors import ConfigError, RecordError
-from weighin.records import run_folder as journal
+from weighin.records import run_folder
 from weighin.records.machine import Difference, Setting, differences, settings_of
 from weighin.records.metrics import Metric, named
 from weighin.records.series import Figure, Run, summarise
@@ -171,28 +171,6 @@ def notes(history: History) -> list[str]:
     return lines
 
 
-def draw(history: History, path: Path) -> Path:
-    """Draw the history as PNG or SVG, by the name's end; returns the path.
-
-    Raises:
-        ConfigError: the name has another end.
-        RecordError: the file cannot be written.
-    """
-    from weighin.report import history_plot
-
-    kind = path.suffix.removeprefix(".").lower()
-    if kind not in {"png", "svg"}:
-        raise ConfigError(f"cannot draw {path}", "name a file that ends in .png or .svg")
-    try:
-        with path.open("wb") as file:
-            history_plot.save(history, file, kind)
-    except OSError as error:
-        raise RecordError(
-            f"cannot write {path}: {error.strerror}", "name another file with --out"
-        ) from error
-    return path
-
-
 def _runs(folder: Path) -> tuple[list[tuple[Moment, Sequence[Any]]], list[str]]:
     """Read every run below a folder, oldest first."""
     if not folder.is_dir():
@@ -200,9 +178,9 @@ def _runs(folder: Path) -> tuple[list[tuple[Moment, Sequence[Any]]], list[str]]:
             f"{folder} is no folder", "name a folder that holds runs, such as results"
         )
     runs, warnings = [], []
-    for path in sorted(folder.rglob(journal.RECORDS)):
+    for path in sorted(folder.rglob(run_folder.RECORDS)):
         try:
-            records = journal.read_whole(path.parent)
+            records = run_folder.read_whole(path.parent)
         except RecordError as error:
             warnings.append(f"{error.message}: this run is left out")
             continue

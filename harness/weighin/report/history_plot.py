@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
+from weighin.errors import ConfigError, RecordError
 from weighin.records.series import STRATEGY
 from weighin.report import style as look
 from weighin.report.history import History, Line, Moment, changed, notes
@@ -15,6 +17,26 @@ if TYPE_CHECKING:
 _MARKERS: Final = "osD^vP*X<>hp"
 _LABELS: Final = 24  # runs that can be named below an axis
 _NS: Final = 1e9
+
+
+def draw(history: History, path: Path) -> Path:
+    """Draw the history as PNG or SVG, by the name's end; returns the path.
+
+    Raises:
+        ConfigError: the name has another end.
+        RecordError: the file cannot be written.
+    """
+    kind = path.suffix.removeprefix(".").lower()
+    if kind not in {"png", "svg"}:
+        raise ConfigError(f"cannot draw {path}", "name a file that ends in .png or .svg")
+    try:
+        with path.open("wb") as file:
+            save(history, file, kind)
+    except OSError as error:
+        raise RecordError(
+            f"cannot write {path}: {error.strerror}", "name another file with --out"
+        ) from error
+    return path
 
 
 def save(history: History, file: BinaryIO, kind: str) -> None:

@@ -9,8 +9,7 @@ from weighin.record import Outcome, Result
 from weighin.records.floor import Floor
 from weighin.records.floor import floors as all_floors
 from weighin.records.verdict import Verdict, judge_all
-from weighin.report import captions, floors
-from weighin.report import style as look
+from weighin.report import captions, floors, style
 from weighin.report.dataframe import known, varying
 from weighin.units import GIB
 
@@ -51,11 +50,11 @@ def paragraphs(frame: pd.DataFrame, results: Sequence[Result] = ()) -> list[str]
         if (verdict := judged[one.cell.id]) and verdict.verdict is Verdict.THRASHES
     }
     frame = frame.assign(thrashes=[group in thrashing for group in frame["group"]])
-    scenes = [group for _, group in look.scenes(frame)]
+    scenes = [group for _, group in style.scenes(frame)]
     if least := _floors(results):
         peaceful = [group for group in scenes if known(group["ram_limit_bytes"].iloc[0]) is None]
         return [least, *(_paragraph(group, []) for group in peaceful)]
-    changing = [name for name in look.SCENE if name in varying(frame)]
+    changing = [name for name in style.SCENE if name in varying(frame)]
     said = [_paragraph(group, changing) for group in scenes[:_MOST]]
     if len(scenes) > _MOST:
         said.append(f"{len(scenes) - _MOST} more settings are in the table.")
@@ -83,19 +82,19 @@ def _works(group: pd.DataFrame, changing: Sequence[str]) -> str:
         return f"{start}, nothing was run."
     if len(run) == 1:
         does = "works" if len(good) else "does not work"
-        return f"{start}, the one way of {words['loading']} that was tried, {look.row_labels(run)[0]}, {does}."
+        return f"{start}, the one way of {words['loading']} that was tried, {style.row_labels(run)[0]}, {does}."
     if good.empty:
         return f"{start}, none of {len(run)} {noun} {words['load']}s {what}."
     share = "all" if len(good) == len(run) else f"{len(good)} of"
     count = f"{share} {len(run)} {noun} {words['load']}"
     count += "s" if len(good) == 1 else ""
-    return f"{start}, {count} {what}: {_list(look.row_labels(good))}."
+    return f"{start}, {count} {what}: {_list(style.row_labels(good))}."
 
 
 def _best(group: pd.DataFrame) -> Iterator[str]:
     """Say which is the fastest and which holds the least, of those that work and were measured."""
     good = group[(group["ok"] > 0) & (group["ok"] == group["repeats"])]
-    good = good.assign(label=look.row_labels(good))
+    good = good.assign(label=style.row_labels(good))
     words = _WORDS[group.iloc[0]["operation"]]
     timed = good[good["ready_s"].notna()].sort_values("ready_s")
     if len(timed):
@@ -117,7 +116,7 @@ def _best(group: pd.DataFrame) -> Iterator[str]:
 
 def _others(group: pd.DataFrame) -> Iterator[str]:
     """Say what became of the series that do not work, or not always."""
-    pairs = list(zip(look.row_labels(group), group["outcome"].tolist(), strict=True))
+    pairs = list(zip(style.row_labels(group), group["outcome"].tolist(), strict=True))
     for outcome, words in _ENDINGS.items():
         if names := [label for label, ended in pairs if ended == outcome.value]:
             yield f"{words}: {_list(names)}."

@@ -9,8 +9,7 @@ from typing import Final
 import pandas as pd
 
 from weighin.record import Outcome, Result
-from weighin.report import captions
-from weighin.report import style as look
+from weighin.report import captions, style
 from weighin.report.dataframe import cells, possible, samples
 from weighin.units import GIB
 
@@ -48,8 +47,8 @@ def choose(run: Path, results: Sequence[Result], frame: pd.DataFrame) -> list[Tr
     table = cells(results)
     last = {result.cell.id: result for result in results}
     first = dict(zip(reversed(table["group"].tolist()), reversed(list(last.values())), strict=True))
-    labels = look.row_labels(frame)
-    scene = [name for name in look.SCENE if frame[name].nunique(dropna=False) > 1]
+    labels = style.row_labels(frame)
+    scene = [name for name in style.SCENE if frame[name].nunique(dropna=False) > 1]
     tracks = []
     for label, (_, row) in zip(labels, frame.iterrows(), strict=True):
         result = first[row["group"]]

@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Final
 
 from weighin.errors import RecordError, UnknownName
 from weighin.record import Result
-from weighin.records import run_folder as journal
-from weighin.report import exports, tables, timeline
-from weighin.report import peaks_plot as plots
-from weighin.report import style as look
+from weighin.records import run_folder
+from weighin.report import exports, peaks_plot, style, tables, timeline
 from weighin.report.document import write_markdown
 from weighin.report.findings import findings
-from weighin.report.html import page as html
+from weighin.report.html import page
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -39,7 +37,7 @@ def write(run: Path, formats: Iterable[str] = DEFAULT) -> list[Path]:
     for name in wanted:
         if name not in FORMATS:
             raise UnknownName("format", name, FORMATS)
-    records = journal.read_whole(run)
+    records = run_folder.read_whole(run)
     material = _Run(run, records.results, records.warnings, wanted)
     paths = []
     for name in wanted:
@@ -56,7 +54,7 @@ def _markdown(run: _Run) -> dict[str, bytes]:
 
 
 def _page(run: _Run) -> dict[str, bytes]:
-    return {"report.html": html.render(run.folder, run.results, run.warnings).encode()}
+    return {"report.html": page.render(run.folder, run.results, run.warnings).encode()}
 
 
 def _csv(run: _Run) -> dict[str, bytes]:
@@ -69,7 +67,7 @@ def _drawn(run: _Run, kind: str) -> dict[str, bytes]:
     drawn = {}
     for name, draw in _pictures(run).items():
         file = BytesIO()
-        look.save(draw(), file, kind)
+        style.save(draw(), file, kind)
         drawn[f"{name}.{kind}"] = file.getvalue()
     return drawn
 
@@ -78,7 +76,7 @@ def _pictures(run: _Run) -> "dict[str, Callable[[], Figure]]":
     """Return what draws each picture of a run, by its name: what was found, and all cells."""
     found = [picture for one in findings(run.results) for picture in one.pictures]
     return {name: partial(draw, run.results) for name, draw in found} | {
-        "peaks": lambda: plots.draw_peaks(run.results),
+        "peaks": lambda: peaks_plot.draw_peaks(run.results),
         "timeline": lambda: timeline.draw_timeline(run.folder, run.results),
     }
 

@@ -16,9 +16,8 @@ from weighin.probes import page_cache
 from weighin.probes.allocator_trace import Trace, write_trace
 from weighin.probes.sampler import DEFAULT_INTERVAL_S, write_samples
 from weighin.record import Result, Sample
-from weighin.records import run_folder as journal
-from weighin.records import sources
-from weighin.run import interrupts as stopping
+from weighin.records import run_folder, sources
+from weighin.run import interrupts
 from weighin.run import page_preconditioning as steady
 from weighin.run.supervisor import Watch
 from weighin.units import format_bytes
@@ -88,7 +87,7 @@ def take(setting: Setting, job: Job, files: Sequence[Path], model_bytes: int | N
         # Two copies of the model, and its file in the page cache: no strategy here takes more.
         touched = memory.enter_context(steady.held(3 * size, spare)) if size else None
         before_load = partial(steady.give_back, memory) if size else None
-        with stopping.put_off():
+        with interrupts.put_off():
             running = setting.isolation.start(job)
             try:
                 watch = Watch(running, setting.interval_s, setting.on_phase, before_load)
@@ -133,7 +132,7 @@ def _close(running: Running) -> HarnessError | None:
 
 
 def _write_beside(path: Path, write: Callable[[], None]) -> None:
-    with journal.writing(path, "; the record of its cell is kept"):
+    with run_folder.writing(path, "; the record of its cell is kept"):
         try:
             write()
         except OSError:

@@ -11,11 +11,10 @@ from typing import Any
 
 from weighin import formats as layouts
 from weighin.errors import ConfigError, Interrupted, IsolationUnavailable, RecordError, StillRunning
-from weighin.isolation import select as choice
+from weighin.isolation import select
 from weighin.probes import environment
-from weighin.records import run_folder as journal
-from weighin.run import gpu_check as gpu
-from weighin.run import trust
+from weighin.records import run_folder
+from weighin.run import gpu_check, trust
 from weighin.run.runner import Run
 from weighin.suite import registry
 from weighin.suite.config import Suite
@@ -61,9 +60,9 @@ def start(request: Request) -> tuple[Run, str]:
     _check_machine(suite.ram)
     _check_gpu(suite)
     limited = request.within is not None or any(limit is not None for limit in suite.ram)
-    isolation, note = choice.choose(suite.isolation, limited=limited, base_image=request.base_image)
+    isolation, note = select.choose(suite.isolation, limited=limited, base_image=request.base_image)
     if suite.ram_high is not None:
-        choice.check_soft_limit(isolation)
+        select.check_soft_limit(isolation)
     planned = plan(
         Matrix(
             models=models,
@@ -95,7 +94,7 @@ def start(request: Request) -> tuple[Run, str]:
     }
     if request.within is not None:
         settings["within"] = request.within
-    journal.write_plan(folder, [one.cell for one in planned], settings)
+    run_folder.write_plan(folder, [one.cell for one in planned], settings)
     run = Run(
         folder=folder,
         planned=planned,
@@ -128,7 +127,7 @@ def resume(folder: Path, *, trusted: bool = False) -> Run:
 
 def restore(folder: Path, *, trusted: bool = False) -> tuple[Run, dict[str, Any]]:
     """Return a run that was planned before, and its settings; raises as ``resume`` does."""
-    known = journal.read_plan(folder)
+    known = run_folder.read_plan(folder)
     if not known.cells:
         raise RecordError(f"{folder} plans no cell", "start a new run")
     settings = known.settings
@@ -137,7 +136,7 @@ def restore(folder: Path, *, trusted: bool = False) -> tuple[Run, dict[str, Any]
             verb = "floor" if "within" in settings else "bench"
             trust.check(
                 trust.foreign(known.cells, settings["strategy_paths"], settings["base_image"]),
-                place=folder / journal.PLAN,
+                place=folder / run_folder.PLAN,
                 again=f"weighin {verb} --resume {quote(str(folder))}",
             )
         infos = {
@@ -148,7 +147,7 @@ def restore(folder: Path, *, trusted: bool = False) -> tuple[Run, dict[str, Any]
         run = Run(
             folder=folder,
             planned=[Planned.of(cell, infos[cell.strategy]) for cell in known.cells],
-            isolation=choice.named(known.cells[0].isolation, settings["base_image"]),
+            isolation=select.named(known.cells[0].isolation, settings["base_image"]),
             seed=settings["seed"],
             checkpoint=Path(checkpoint) if checkpoint else None,
             timeout_s=settings["timeout_s"],
@@ -157,7 +156,7 @@ def restore(folder: Path, *, trusted: bool = False) -> tuple[Run, dict[str, Any]
         )
     except KeyError as error:
         raise RecordError(
-            f"{folder / journal.PLAN} lacks the setting {error}",
+            f"{folder / run_folder.PLAN} lacks the setting {error}",
             "start a new run: this one cannot be resumed",
         ) from None
     return run, settings
@@ -175,7 +174,7 @@ def resumable(verb: str, task: Run) -> Iterator[None]:
     except Interrupted as stopped:
         raise Interrupted(stopped.message, f"go on with it: {again}") from None
     except (RecordError, IsolationUnavailable, StillRunning) as error:
-        if (task.folder / journal.RECORDS).exists() and "--resume" not in error.repair:
+        if (task.folder / run_folder.RECORDS).exists() and "--resume" not in error.repair:
             error.repair += f"; then go on: {again}"
         raise
 
@@ -203,7 +202,7 @@ def _check_machine(limits: list[int | None]) -> None:
 def _check_gpu(suite: Suite) -> None:
     """Refuse a GPU that is not there before a checkpoint is made for it."""
     if suite.device != "cpu":
-        gpu.check(suite.device, suite.vram)
+        gpu_check.check(suite.device, suite.vram)
         return
     asked = [
         *(["--vram limits a GPU"] if any(limit is not None for limit in suite.vram) else []),
@@ -216,7 +215,7 @@ def _check_gpu(suite: Suite) -> None:
 
 
 def _check_folder(folder: Path, verb: str) -> None:
-    if (folder / journal.PLAN).exists() or (folder / journal.RECORDS).exists():
+    if (folder / run_folder.PLAN).exists() or (folder / run_folder.RECORDS).exists():
         raise RecordError(
             f"{folder} already holds a run",
             f"go on with it: weighin {verb} --resume {quote(str(folder))}; or name another folder with --out",

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from weighin import formats as layouts
+from weighin import formats
 from weighin.cell import Cell, Job
 from weighin.checkpoint import cache
 from weighin.errors import ConfigError, HarnessError, Interrupted
@@ -16,9 +16,8 @@ from weighin.isolation.base import Isolation, Running
 from weighin.probes import environment
 from weighin.protocol import ACKNOWLEDGEMENT, decode_event
 from weighin.record import SCHEMA, Memory, Outcome, Result
-from weighin.records import run_folder as journal
-from weighin.run import interrupts as stopping
-from weighin.run import save_target as saving
+from weighin.records import run_folder
+from weighin.run import interrupts, save_target
 from weighin.run.bytecode import compile_code
 from weighin.run.cell_runner import Measured, Setting, take
 from weighin.run.run_lock import only_run
@@ -81,19 +80,19 @@ def run(task: Run, progress: Progress, following: Following | None = None) -> li
         raise  # it can be resumed, even before its first cell
     except HarnessError:
         if task.is_new:
-            journal.discard_unmeasured(task.folder)
+            run_folder.discard_unmeasured(task.folder)
         raise
-    return list(journal.read(task.folder).results)
+    return list(run_folder.read(task.folder).results)
 
 
 def _run(task: Run, progress: Progress, following: Following | None) -> None:
     task.isolation.check()
-    with only_run(task.patience_s), stopping.stoppable():
-        for line in [*task.isolation.remove_stale(), *saving.remove_leftovers()]:
+    with only_run(task.patience_s), interrupts.stoppable():
+        for line in [*task.isolation.remove_stale(), *save_target.remove_leftovers()]:
             progress.preparing(f"removed what a dead run left: {line}", None)
-        results = list(journal.read(task.folder).results)
+        results = list(run_folder.read(task.folder).results)
         if following is None:
-            todo = {cell.id for cell in journal.pending([p.cell for p in task.planned], results)}
+            todo = {cell.id for cell in run_folder.pending([p.cell for p in task.planned], results)}
             needed = [planned for planned in task.planned if planned.cell.id in todo]
             cells = iter(needed)
         else:
@@ -101,18 +100,18 @@ def _run(task: Run, progress: Progress, following: Following | None) -> None:
             cells = _found(following, results)
         bench: _Bench | None = None
         for planned in cells:
-            stopping.check()
+            interrupts.check()
             if bench is None and any(not one.skip for one in needed):
                 bench = _set_up(task, needed, progress)
-            with journal.room(task.folder):
+            with run_folder.room(task.folder):
                 if planned.skip or bench is None:
                     found = bench.setting.environment if bench else {}
                     measured = Measured(_skipped(planned, found))
                 else:
                     progress.starting(planned.cell)
                     measured = bench.measure(planned)
-                with stopping.put_off():
-                    journal.append(task.folder, measured.result)
+                with interrupts.put_off():
+                    run_folder.append(task.folder, measured.result)
                     results.append(measured.result)
                     progress.finished(measured.result)
                     measured.finish(task.folder)
@@ -133,14 +132,14 @@ class _Bench:
 
     def measure(self, planned: Planned) -> Measured:
         checkpoint = self.prepared[_checkpoint_key(self.task, planned.cell)]
-        files = layouts.files(checkpoint.path)
+        files = formats.files(checkpoint.path)
         model_bytes = checkpoint.manifest().model_bytes(planned.cell.dtype)
         job = _job(self.task, planned, self.prepared)
         if planned.cell.operation == "load":
             return take(self.setting, job, files, model_bytes)
-        with saving.target(model_bytes) as folder:
+        with save_target.target(model_bytes) as folder:
             measured = take(self.setting, replace(job, target=str(folder)), files, model_bytes)
-            return replace(measured, result=saving.with_warnings(measured.result, folder))
+            return replace(measured, result=save_target.with_warnings(measured.result, folder))
 
 
 def _set_up(task: Run, needed: Sequence[Planned], progress: Progress) -> _Bench:
@@ -148,7 +147,7 @@ def _set_up(task: Run, needed: Sequence[Planned], progress: Progress) -> _Bench:
     prepared = _prepare_checkpoints(task, needed, progress)
     progress.preparing(f"preparing {task.isolation.name}", None)
     task.isolation.prepare(progress.building)
-    with journal.writing(samples := task.folder / "samples"):
+    with run_folder.writing(samples := task.folder / "samples"):
         samples.mkdir(exist_ok=True)
     first = next(planned for planned in needed if not planned.skip)
     progress.preparing("importing torch once, to know what an import needs", None)
@@ -212,7 +211,7 @@ def _probe(task: Run, job: Job) -> Memory:
     cell = replace(job.cell, ram_limit_bytes=None, cache="cold", operation="load")
     unlimited = replace(job, cell=cell)
     deadline = time.monotonic() + _PROBE_TIMEOUT_S
-    with stopping.put_off(), closing(task.isolation.start(unlimited)) as running:
+    with interrupts.put_off(), closing(task.isolation.start(unlimited)) as running:
         while line := _receive(running, deadline):
             event = decode_event(line) or {"event": ""}
             if event["event"] == "baseline":
@@ -231,7 +230,7 @@ def _probe(task: Run, job: Job) -> Memory:
 
 def _receive(running: Running, deadline: float) -> bytes | None:
     try:
-        with stopping.allowed():
+        with interrupts.allowed():
             return running.channel.receive(max(0.0, deadline - time.monotonic()))
     except TimeoutError:
         raise HarnessError(
@@ -272,4 +271,4 @@ def _checkpoint_key(task: Run, cell: Cell) -> tuple[str, str]:
     """Return the model and the format that are read; a save may read what there is already."""
     if cell.operation == "load":
         return cell.model.title, cell.format
-    return cell.model.title, layouts.detect(task.checkpoint).NAME if task.checkpoint else "pt"
+    return cell.model.title, formats.detect(task.checkpoint).NAME if task.checkpoint else "pt"

@@ -18,7 +18,7 @@ from weighin.probes.gpu_memory import DriverMemory, NvmlUnavailable
 from weighin.probes.observer import LocalObserver, Look, Observer
 from weighin.protocol import ACKNOWLEDGEMENT, decode_event
 from weighin.record import SCHEMA, Faults, Memory, Outcome, Peaks, Phase, Pressure, Result, Sample
-from weighin.run import interrupts as stopping
+from weighin.run import interrupts
 from weighin.run.event_log import Story
 from weighin.units import format_bytes
 
@@ -61,7 +61,7 @@ class Watch:
         deadline = time.monotonic() + timeout_s
         while True:
             try:
-                with stopping.allowed():
+                with interrupts.allowed():
                     line = self._running.channel.receive(max(0.0, deadline - time.monotonic()))
             except TimeoutError:
                 self._timed_out = True

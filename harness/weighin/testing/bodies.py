@@ -16,7 +16,7 @@ import pytest
 
 from weighin.cell import Body, Cell, Job, ModelSpec
 from weighin.errors import ConfigError, HarnessError, IsolationUnavailable, UnknownName
-from weighin.isolation import select as choice
+from weighin.isolation import select
 from weighin.isolation.base import Isolation
 from weighin.probes import environment
 from weighin.record import Memory, Outcome, Result
@@ -82,17 +82,15 @@ def measure_call(call: Call, *, ram: str | None, isolation: str, timeout_s: floa
         return _run(Path(folder), Body(str(path)), function, limit, isolation)
 
 
-def run_item(item: pytest.Item, limit: Limit) -> list[pytest.TestReport]:
+def run_item(item: pytest.Item, limit: Limit, isolation: str) -> list[pytest.TestReport]:
     """Run a test in a fresh worker; returns its reports, failed where the peak is above the limit."""
-    from weighin.testing.plugin import isolation_of
-
     try:
         allowed = parse_bytes(limit.size)
         above_baseline(Result(1, _cell("", "", limit), Outcome.OK), limit.metric)
         with tempfile.TemporaryDirectory(prefix="weighin-test-") as folder:
             path = Path(folder) / "reports.json"
             body = Body(str(path), _arguments(item))
-            result = _run(Path(folder), body, item.name, limit, isolation_of(item.config))
+            result = _run(Path(folder), body, item.name, limit, isolation)
             reports = _read_reports(item.config, path)
     except HarnessError as error:
         return [_failed(item, str(error))]
@@ -131,14 +129,14 @@ def _isolation(name: str, *, limited: bool) -> Isolation:
             "use --weighin-isolation cgroup or process, or measure a strategy: weighin.measure(...)",
         )
     if name != "auto":
-        return choice.choose(name, limited=limited)[0]
-    isolation = choice.named("cgroup")
+        return select.choose(name, limited=limited)[0]
+    isolation = select.named("cgroup")
     try:
         isolation.check()
     except IsolationUnavailable:
         if limited:
             raise
-        isolation = choice.named("process")
+        isolation = select.named("process")
         isolation.check()
     return isolation
 

@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 
 MARKER = "limit_peak"
 
-PHASES = pytest.StashKey[Callable[[str], AbstractContextManager[None]]]()
-"""In a worker that runs a test's body: what marks a phase of it."""
-
 MEASURED = pytest.StashKey[list["Result"]]()
 """What a test has measured so far: shown where it fails."""
 
@@ -112,8 +109,10 @@ class Weighin:
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Measure what runs inside as a phase; only where the test's own body is measured."""
-        phases = self._config.stash.get(PHASES, None)
-        return phases(name) if phases else nullcontext()
+        from weighin.protocol import BODY_PLUGIN
+
+        body = self._config.pluginmanager.getplugin(BODY_PLUGIN)
+        return body.phase(name) if body else nullcontext()
 
 
 def _say(config: pytest.Config, line: str) -> None:
@@ -142,12 +141,15 @@ def isolation_of(config: pytest.Config) -> str:
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     """Run a test whose peak is limited in a worker, and report what pytest there says of it."""
     marker = item.get_closest_marker(MARKER)
-    if marker is None or PHASES in item.config.stash:
+    if marker is None:
         return None
+    from weighin.protocol import BODY_PLUGIN
     from weighin.testing import bodies
 
+    if item.config.pluginmanager.has_plugin(BODY_PLUGIN):
+        return None  # this is the worker
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    for report in bodies.run_item(item, _limit(marker)):
+    for report in bodies.run_item(item, _limit(marker), isolation_of(item.config)):
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     # What earlier tests have set up is torn down here, as the usual protocol would.

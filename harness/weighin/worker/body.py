@@ -17,6 +17,7 @@ from dataclasses import asdict
 from typing import Any, NoReturn
 
 from weighin.cell import Body, Job
+from weighin.protocol import BODY_PLUGIN
 from weighin.record import Outcome
 from weighin.worker.connection import Lifeline
 from weighin.worker.failures import describe, fail
@@ -91,15 +92,13 @@ def _run_test(body: Body, measured: Measured) -> str:
     """Run pytest on the one test; returns what failed, empty where nothing did."""
     import pytest
 
-    from weighin.testing.plugin import PHASES
-
     reports: list[Any] = []
 
     class Plugin:
         """Marks around the call alone; what pytest says of the test is kept for the one outside."""
 
         def pytest_configure(self, config: pytest.Config) -> None:
-            config.stash[PHASES] = measured.marks.phase
+            config.pluginmanager.register(measured.marks, BODY_PLUGIN)
             self.config = config
 
         @pytest.hookimpl(wrapper=True, trylast=True)

@@ -21,7 +21,7 @@ class Phases(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """``weighin.contract.Load`` inside the measured process."""
+    """``weighin.strategy.Load`` inside the measured process."""
 
     checkpoint: Path
     device: torch.device

@@ -14,24 +14,24 @@ from typing import Any
 
 import torch
 
-from weighin import formats as layouts
+from weighin import formats
 from weighin.atomic import sync_folder
 from weighin.checkpoint.manifest import Manifest
 from weighin.checkpoint.piecewise import RunningChecksum
 from weighin.checkpoint.reader import read_pieces
-from weighin.contract import Load
 from weighin.errors import CheckpointError
 from weighin.formats.base import TensorSlice
 from weighin.loader.load import load_streaming
 from weighin.probes import page_cache
 from weighin.record import Written
+from weighin.strategy import Load
 from weighin.worker.phases import Marks
 from weighin.worker.verify import WrongWeights, complain, wanted_dtype
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSave:
-    """``weighin.contract.Save`` inside the measured process."""
+    """``weighin.strategy.Save`` inside the measured process."""
 
     model: torch.nn.Module
     target: Path
@@ -46,7 +46,7 @@ class WorkerSave:
 def load_model(job: Load) -> torch.nn.Module:
     """Return the model that is to be saved; leaves none of its checkpoint's pages cached."""
     model = load_streaming(job.build_model, job.checkpoint, device=job.device)
-    page_cache.drop(layouts.files(job.checkpoint))
+    page_cache.drop(formats.files(job.checkpoint))
     return model
 
 
@@ -84,7 +84,7 @@ def check(target: Path, manifest: Manifest, dtype: torch.dtype) -> None:
     """
     page_cache.drop(files_in(target))
     try:
-        slices = {one.name: one for one in layouts.read(_checkpoint_in(target))[1]}
+        slices = {one.name: one for one in formats.read(_checkpoint_in(target))[1]}
         expected = {e.name: e for e in manifest.tensors if e.kind != "non_persistent_buffer"}
         complain("missing from what was written", expected.keys() - slices.keys())
         complain("written but not in the model", slices.keys() - expected.keys())

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from strategies.baseline import load as load_rightly
-from weighin.contract import Load
+from weighin.strategy import Load
 from weighin.units import MIB
 
 

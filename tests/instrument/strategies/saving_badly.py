@@ -2,7 +2,7 @@
 
 import torch
 
-from weighin.contract import Save
+from weighin.strategy import Save
 
 
 def save(job: Save) -> None:

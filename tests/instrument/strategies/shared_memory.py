@@ -6,7 +6,7 @@ import time
 import torch
 
 from strategies.baseline import load as load_rightly
-from weighin.contract import Load
+from weighin.strategy import Load
 from weighin.units import MIB
 
 

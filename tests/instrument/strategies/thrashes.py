@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from weighin.contract import Load
 from weighin.probes.process import read_status
+from weighin.strategy import Load
 from weighin.units import MIB
 
 

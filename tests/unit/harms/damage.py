@@ -3,10 +3,10 @@
 import os
 
 from harms.given import HEADED, INDEXED, JSON, PICKLED, Given, Said, case, change
-from weighin import formats as layouts
+from weighin import formats
 
 
-@case(*layouts.NAMES)
+@case(*formats.NAMES)
 def noise_in_the_data(given: Given) -> Said:
     given.data.write_bytes(bytes(range(256)) * 8)
     return given.data, ""
@@ -33,13 +33,13 @@ def a_corrupt_header(given: Given) -> Said:
 # Truncated and missing
 
 
-@case(*layouts.NAMES)
+@case(*formats.NAMES)
 def half_of_the_data(given: Given) -> Said:
     os.truncate(given.data, given.data.stat().st_size // 2)
     return given.data, "cannot be read at byte " if given.layout == "pt_legacy" else "truncated"
 
 
-@case(*layouts.NAMES)
+@case(*formats.NAMES)
 def data_without_the_last_byte(given: Given) -> Said:
     os.truncate(given.data, given.data.stat().st_size - 1)
     return given.data, "truncated"
@@ -51,7 +51,7 @@ def half_of_the_index(given: Given) -> Said:
     return given.index, "damaged"
 
 
-@case(*layouts.NAMES)
+@case(*formats.NAMES)
 def no_data(given: Given) -> Said:
     given.data.unlink()
     if given.layout in JSON:
@@ -59,7 +59,7 @@ def no_data(given: Given) -> Said:
     return given.data, "No such file" if given.layout == "dcp" else "no such file"
 
 
-@case(*layouts.NAMES)
+@case(*formats.NAMES)
 def a_pipe_in_place_of_the_data(given: Given) -> Said:
     given.data.unlink()
     os.mkfifo(given.data)  # opening it would wait for ever

@@ -13,8 +13,8 @@ from docker.errors import ImageNotFound
 
 from weighin.errors import IsolationUnavailable
 from weighin.isolation.docker import wheels
-from weighin.isolation.docker.engine import ENGINE_ERRORS, explained, first_line, owner_labels
-from weighin.isolation.docker.image_build import DEFAULT_BASE, Order, Progress, build, last_line
+from weighin.isolation.docker.engine import ENGINE_ERRORS, explained, first_line
+from weighin.isolation.docker.image_build import Order, Progress, build
 from weighin.suite.registry import data_folder
 
 BASE_VARIABLE: Final = "WEIGHIN_BASE_IMAGE"
@@ -83,37 +83,6 @@ def find_base(client: docker.APIClient, base: str, progress: Progress) -> str:
             f"name one that is here: export {BASE_VARIABLE}=IMAGE (docker images lists them), "
             "or make one without a registry: sudo docker/make-base weighin-base:bookworm",
         ) from error
-
-
-def run_python(client: docker.APIClient, image: str, python: str, code: str) -> str:
-    """Return what ``code`` prints in a fresh, unlimited container of ``image``, without network.
-
-    Raises:
-        IsolationUnavailable: it failed; the message ends with its last line.
-    """
-    settings = client.create_host_config(network_mode="none")
-    container = None
-    try:
-        container = client.create_container(
-            image, [python, "-c", code], host_config=settings, labels=owner_labels()
-        )["Id"]
-        client.start(container)
-        status = client.wait(container)["StatusCode"]
-        output = client.logs(container, stdout=True, stderr=bool(status)).decode(errors="replace")
-    except ENGINE_ERRORS as error:
-        raise IsolationUnavailable(
-            f"{python} does not run in the image {image}: {first_line(error)}",
-            f"use a base image with python3 and its venv module, such as {DEFAULT_BASE}",
-        ) from error
-    finally:
-        if container:
-            client.remove_container(container, v=True, force=True)
-    if status:
-        raise IsolationUnavailable(
-            f"{python} failed in the image {image}: {last_line(output)}",
-            f"use a base image with python3 and its venv module, such as {DEFAULT_BASE}",
-        )
-    return str(output).strip()
 
 
 def _image_id(client: docker.APIClient, name: str) -> str:

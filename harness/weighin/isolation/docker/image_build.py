@@ -12,7 +12,7 @@ import docker
 
 from weighin.errors import IsolationUnavailable
 from weighin.isolation.docker import wheels
-from weighin.isolation.docker.engine import ENGINE_ERRORS
+from weighin.isolation.docker.engine import ENGINE_ERRORS, first_line, owner_labels
 from weighin.units import format_bytes
 
 DEFAULT_BASE: Final = "python:3.11-slim-bookworm"
@@ -76,9 +76,38 @@ def build(client: docker.APIClient, order: Order, progress: Progress) -> None:
 
 def probe(client: docker.APIClient, base: str) -> wheels.Target:
     """Return which wheels the base image's Python takes."""
-    from weighin.isolation.docker.image import run_python  # it builds with this module
-
     return wheels.read_target(run_python(client, base, "python3", wheels.PROBE))
+
+
+def run_python(client: docker.APIClient, image: str, python: str, code: str) -> str:
+    """Return what ``code`` prints in a fresh, unlimited container of ``image``, without network.
+
+    Raises:
+        IsolationUnavailable: it failed; the message ends with its last line.
+    """
+    settings = client.create_host_config(network_mode="none")
+    container = None
+    try:
+        container = client.create_container(
+            image, [python, "-c", code], host_config=settings, labels=owner_labels()
+        )["Id"]
+        client.start(container)
+        status = client.wait(container)["StatusCode"]
+        output = client.logs(container, stdout=True, stderr=bool(status)).decode(errors="replace")
+    except ENGINE_ERRORS as error:
+        raise IsolationUnavailable(
+            f"{python} does not run in the image {image}: {first_line(error)}",
+            f"use a base image with python3 and its venv module, such as {DEFAULT_BASE}",
+        ) from error
+    finally:
+        if container:
+            client.remove_container(container, v=True, force=True)
+    if status:
+        raise IsolationUnavailable(
+            f"{python} failed in the image {image}: {last_line(output)}",
+            f"use a base image with python3 and its venv module, such as {DEFAULT_BASE}",
+        )
+    return str(output).strip()
 
 
 def free_bytes(folder: Path) -> int:

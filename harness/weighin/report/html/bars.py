@@ -7,8 +7,7 @@ from typing import Any, Final
 import pandas as pd
 
 from weighin.record import Outcome
-from weighin.report import captions
-from weighin.report import style as look
+from weighin.report import captions, style
 from weighin.report.dataframe import known
 from weighin.report.html.geometry import Axis
 from weighin.units import GIB
@@ -60,13 +59,13 @@ def build(frame: pd.DataFrame, ids: Mapping[str, str]) -> list[Panel]:
     """Return a panel for each setting in which series can be compared, all on one axis."""
     if frame.empty:
         return []
-    scenes = list(look.scenes(frame))
-    axis = Axis(max(look.extent_gib(group) for _, group in scenes) * 1.02, 0.0, _PER_CENT)
+    scenes = list(style.scenes(frame))
+    axis = Axis(max(style.extent_gib(group) for _, group in scenes) * 1.02, 0.0, _PER_CENT)
     return [_panel(title, group, axis, ids) for title, group in scenes]
 
 
 def _panel(title: str, group: pd.DataFrame, axis: Axis, ids: Mapping[str, str]) -> Panel:
-    labels = look.row_labels(group)
+    labels = style.row_labels(group)
     bars = [
         _bar(label, row, axis, ids[row["group"]])
         for label, (_, row) in zip(labels, group.iterrows(), strict=True)
@@ -95,7 +94,7 @@ def _bar(label: str, row: Any, axis: Axis, name: str) -> Bar:
     words = "not measured" if peak is None else f"{peak / GIB:.3f} GiB"
     words += "" if is_ok else f" · {captions.ending(row)}"
     return Bar(
-        name, label, look.colour(row["strategy"]), is_ok, start, round(end - start, 1), marks,
+        name, label, style.colour(row["strategy"]), is_ok, start, round(end - start, 1), marks,
         words, _tip(label, row),
     )  # fmt: skip
 

@@ -5,7 +5,7 @@ from typing import Final
 
 import pandas as pd
 
-from weighin.report import style as look
+from weighin.report import style
 from weighin.report.html.geometry import Axis, Label, pareto_front, path, place_labels
 from weighin.units import GIB
 
@@ -54,7 +54,7 @@ def build(frame: pd.DataFrame) -> list[Scatter]:
     if frame.empty:
         return []
     found = []
-    for title, group in look.scenes(frame):
+    for title, group in style.scenes(frame):
         good = group[(group["ok"] == group["repeats"]) & group["ready_s"].notna()]
         plots = [_plot(good, key, words) for key, words in _FIGURES if good[key].notna().sum() > 1]
         if plots:
@@ -67,7 +67,7 @@ def _plot(good: pd.DataFrame, key: str, words: str) -> Plot:
     data = [(float(row[key]) / GIB, float(row["ready_s"])) for _, row in shown.iterrows()]
     across = Axis(max(x for x, _ in data) * 1.08, _LEFT, _RIGHT)
     up = Axis(max(y for _, y in data) * 1.12, _BOTTOM, _TOP)
-    names = look.row_labels(shown)
+    names = style.row_labels(shown)
     front = pareto_front(data)
     places = [(across.at(x), up.at(y), name) for (x, y), name in zip(data, names, strict=True)]
     labels = place_labels(places, WIDTH, _BOTTOM, FONT)
@@ -75,7 +75,7 @@ def _plot(good: pd.DataFrame, key: str, words: str) -> Plot:
         Point(
             across.at(x),
             up.at(y),
-            look.colour(strategy),
+            style.colour(strategy),
             label,
             (x, y) in front,
             _tip(label.text, x, y, words, is_front=(x, y) in front),

@@ -7,8 +7,7 @@ from typing import Any, Final
 import pandas as pd
 
 from weighin.record import Outcome
-from weighin.report import captions
-from weighin.report import style as look
+from weighin.report import captions, style
 from weighin.report.columns import HEADINGS, Figure, figures_of, name_text, number_text, range_text
 from weighin.report.dataframe import known, varying
 from weighin.report.markdown import plain
@@ -97,4 +96,4 @@ def _row(row: Any, names: list[str], figures: list[Figure], ids: Mapping[str, st
         value = known(row[figure.key])
         key = "" if value is None else repr(float(value))
         data.append(Datum(number_text(value, figure), key, range_text(row, figure)))
-    return Row(ids[row["group"]], look.colour(row["strategy"]), outcome, data)
+    return Row(ids[row["group"]], style.colour(row["strategy"]), outcome, data)

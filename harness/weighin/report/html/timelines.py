@@ -8,9 +8,7 @@ from typing import Final
 import pandas as pd
 
 from weighin.record import Outcome, Phase, Result
-from weighin.report import captions
-from weighin.report import style as look
-from weighin.report import timeline_data as tracks
+from weighin.report import captions, style, timeline_data
 from weighin.report.html.geometry import Axis, path
 from weighin.units import GIB, format_seconds
 
@@ -81,7 +79,7 @@ def build(
     """Return the first repeat of each series; what is on one model and device shares its axes."""
     if frame.empty:
         return []
-    chosen = tracks.choose(run, results, frame)
+    chosen = timeline_data.choose(run, results, frame)
     changing = [name for name in _SECTIONS if frame[name].nunique(dropna=False) > 1]
     frame = frame.reset_index(drop=True)
     places = frame.groupby(changing, sort=False) if changing else [((), frame)]
@@ -91,8 +89,8 @@ def build(
         pairs = zip(changing, values, strict=True)
         title = " · ".join(captions.dimension(name, value) for name, value in pairs)
         axes = _Axes(
-            Axis(tracks.longest(mine), _LEFT, _RIGHT),
-            Axis(tracks.highest(mine) * _HEADROOM, BOTTOM, TOP),
+            Axis(timeline_data.longest(mine), _LEFT, _RIGHT),
+            Axis(timeline_data.highest(mine) * _HEADROOM, BOTTOM, TOP),
         )
         drawn = [
             _timeline(track, name, axes)
@@ -102,7 +100,7 @@ def build(
     return groups
 
 
-def _timeline(track: tracks.Track, name: str, axes: _Axes) -> Timeline:
+def _timeline(track: timeline_data.Track, name: str, axes: _Axes) -> Timeline:
     result, limit = track.result, track.result.cell.ram_limit_bytes
     is_near = limit is not None and limit / GIB <= axes.memory.top
     areas, outline = _areas(track, axes)
@@ -112,7 +110,7 @@ def _timeline(track: tracks.Track, name: str, axes: _Axes) -> Timeline:
     return Timeline(
         id=name,
         label=track.label,
-        colour=look.colour(result.cell.strategy),
+        colour=style.colour(result.cell.strategy),
         ending=captions.ending({"outcome": result.outcome.value, "last_phase": result.last_phase}),
         note=note,
         areas=areas,
@@ -128,31 +126,31 @@ def _timeline(track: tracks.Track, name: str, axes: _Axes) -> Timeline:
     )
 
 
-def _areas(track: tracks.Track, axes: _Axes) -> tuple[list[tuple[str, str]], str]:
+def _areas(track: timeline_data.Track, axes: _Axes) -> tuple[list[tuple[str, str]], str]:
     """Return the stacked parts as closed paths, the whole first, and the line of all of it."""
     if track.table is None:
         return [], ""
     seconds = (track.table["t_ns"] - track.zero_ns) / 1e9
-    thin = tracks.thin(track.table[seconds <= axes.time.top].reset_index(drop=True), _POINTS)
+    thin = timeline_data.thin(track.table[seconds <= axes.time.top].reset_index(drop=True), _POINTS)
     if thin.empty:
         return [], ""
     xs = [axes.time.at(t) for t in (thin["t_ns"] - track.zero_ns) / 1e9]
     lines = {}
     height = thin["anon_bytes"] * 0
-    for part in tracks.PARTS:
+    for part in timeline_data.PARTS:
         height = height + thin[part]
         lines[part] = list(zip(xs, (axes.memory.at(v / GIB) for v in height), strict=True))
-    shown = [part for part in tracks.PARTS if part == "anon_bytes" or thin[part].any()]
+    shown = [part for part in timeline_data.PARTS if part == "anon_bytes" or thin[part].any()]
     base = [(xs[-1], BOTTOM), (xs[0], BOTTOM)]
     areas = [
         (part.removesuffix("_bytes"), path([*lines[part], *base]) + "Z") for part in shown[::-1]
     ]
-    return areas, path(lines[tracks.PARTS[-1]])
+    return areas, path(lines[timeline_data.PARTS[-1]])
 
 
-def _spans(track: tracks.Track, axes: _Axes) -> list[Span]:
+def _spans(track: timeline_data.Track, axes: _Axes) -> list[Span]:
     found: list[Span] = []
-    for index, (name, start, end) in enumerate(tracks.spans(track)):
+    for index, (name, start, end) in enumerate(timeline_data.spans(track)):
         if start > axes.time.top:
             break
         ended = track.result.phases[index] if index < len(track.result.phases) else None
@@ -193,10 +191,10 @@ def _tip(name: str, start: float, end: float, ended: Phase | None, outcome: Outc
     return "\n".join([*lines, left + " GiB (exact)", f"{ended.major_faults} major page faults"])
 
 
-def _cut(track: tracks.Track, axes: _Axes) -> tuple[float, float] | None:
+def _cut(track: timeline_data.Track, axes: _Axes) -> tuple[float, float] | None:
     """Return where the cell was cut off; None where it was not, or nothing was drawn there."""
     is_off = track.end_s > axes.time.top
-    if track.table is None or is_off or track.result.outcome not in tracks.CUT_OFF:
+    if track.table is None or is_off or track.result.outcome not in timeline_data.CUT_OFF:
         return None
     last = float(track.table["rss_bytes"].iloc[-1]) / GIB
     return axes.time.at(track.end_s), axes.memory.at(last)
