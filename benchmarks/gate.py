@@ -17,7 +17,7 @@ from typing import Final
 
 from weighin.checkpoint import cache
 from weighin.gate import check
-from weighin.gate.lines import Judgement
+from weighin.gate.lines import GateResult
 from weighin.records.metrics import METRICS
 from weighin.records.series import STRATEGY
 from weighin.suite import registry
@@ -120,7 +120,7 @@ def _judge(out: Path, rounds: int, baselines: int, strategies: Sequence[str]) ->
     _print_spread([out / f"unchanged-{number}" for number in range(rounds)])
 
 
-def _verdict(judgement: Judgement) -> str:
+def _verdict(judgement: GateResult) -> str:
     return "failed" if judgement.failed else "passed"
 
 

@@ -17,9 +17,9 @@ from typing import Any, Final
 
 from weighin.cell import Cell
 from weighin.isolation import select
-from weighin.recommend.answer import Advice, Known, Question, advise, gather
+from weighin.recommend.answer import Advice, PriorKnowledge, Question, advise, gather
 from weighin.recommend.prior_runs import find
-from weighin.recommend.ranking import Limits, Verdict, doubt_bytes
+from weighin.recommend.ranking import FitVerdict, Limits, doubt_bytes
 from weighin.record import Outcome, Result
 from weighin.records import run_folder
 from weighin.run.runner import Progress, Run, run
@@ -75,7 +75,10 @@ def main() -> None:
 
 
 def _tried(
-    options: argparse.Namespace, known: Known, limits: Sequence[int], asked: Sequence[Advice]
+    options: argparse.Namespace,
+    known: PriorKnowledge,
+    limits: Sequence[int],
+    asked: Sequence[Advice],
 ) -> tuple[list[Promise], Sequence[Result]]:
     """Return what was promised, and what became of it: measured here, or in the run that is given."""
     if options.run:
@@ -89,7 +92,7 @@ def _tried(
     return promises, _measure(options.out, promises, options.isolation)
 
 
-def _limits(known: Known) -> Iterator[int]:
+def _limits(known: PriorKnowledge) -> Iterator[int]:
     """Yield limits on both sides of each floor, where verdicts change, and 5 % above it."""
     found = set()
     for one in known.predictions:
@@ -107,13 +110,13 @@ def _limits_of(run: Path) -> list[int]:
 
 
 def _promised(
-    known: Known, limits: Sequence[int], asked: Sequence[Advice], results: Sequence[Result]
+    known: PriorKnowledge, limits: Sequence[int], asked: Sequence[Advice], results: Sequence[Result]
 ) -> Iterator[Promise]:
     """Yield each way that is named or refused under a limit under which it was measured."""
     planned = {one.cell.strategy: one for one in known.planned}
     for limit, advice in zip(limits, asked, strict=True):
         for one in advice.candidates:
-            if one != advice.best and one.verdict is not Verdict.TOO_LARGE:
+            if one != advice.best and one.verdict is not FitVerdict.TOO_LARGE:
                 continue
             for result in results:
                 cell = result.cell
@@ -123,26 +126,30 @@ def _promised(
                     yield Promise(replace(planned[one.strategy], cell=cell), one == advice.best)
 
 
-def _advice(question: Question, known: Known, limit: int) -> Advice:
+def _advice(question: Question, known: PriorKnowledge, limit: int) -> Advice:
     return advise(replace(question, limits=Limits(limit)), known)
 
 
-def _refused(known: Known, limits: Sequence[int], asked: Sequence[Advice]) -> Iterator[Promise]:
+def _refused(
+    known: PriorKnowledge, limits: Sequence[int], asked: Sequence[Advice]
+) -> Iterator[Promise]:
     """Yield each way under the largest limit that refuses it."""
     for planned in known.planned:
         too_small = [
             limit
             for limit, advice in zip(limits, asked, strict=True)
             for one in advice.candidates
-            if (one.strategy, one.verdict) == (planned.cell.strategy, Verdict.TOO_LARGE)
+            if (one.strategy, one.verdict) == (planned.cell.strategy, FitVerdict.TOO_LARGE)
         ]
         if too_small:
             yield Promise(_changed(planned, ram_limit_bytes=max(too_small)), lives=False)
 
 
-def _named(known: Known, limits: Sequence[int], asked: Sequence[Advice]) -> Iterator[Promise]:
+def _named(
+    known: PriorKnowledge, limits: Sequence[int], asked: Sequence[Advice]
+) -> Iterator[Promise]:
     """Yield each way under the smallest limit that names it with each verdict."""
-    smallest: dict[tuple[str, Verdict], int] = {}
+    smallest: dict[tuple[str, FitVerdict], int] = {}
     for limit, advice in zip(limits, asked, strict=True):
         if advice.best:
             smallest.setdefault((advice.best.strategy, advice.best.verdict), limit)

@@ -127,8 +127,8 @@ def test_chatter_is_apart_from_events_and_complete(start: Start) -> None:
     received = lines(running)
     assert [json.loads(line)["event"] for line in received] == list(range(2000))
     assert running.wait(10) == Exit(code=None, signal=signal.SIGKILL)
-    assert running.channel.chatter.startswith(b"noise 0 without an endnoise 1")
-    assert b"the last word" in running.channel.chatter
+    assert running.channel.stderr_tail.startswith(b"noise 0 without an endnoise 1")
+    assert b"the last word" in running.channel.stderr_tail
 
 
 def test_the_end_of_stdin_reaches_the_worker(start: Start) -> None:

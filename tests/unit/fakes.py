@@ -20,9 +20,9 @@ OK = Exit(0)
 class FakeChannel:
     """Gives out the lines of a script. A function in it is called when its turn comes."""
 
-    def __init__(self, script: list[Step], chatter: bytes) -> None:
+    def __init__(self, script: list[Step], stderr_tail: bytes) -> None:
         self.script = deque(script)
-        self.chatter = chatter
+        self.stderr_tail = stderr_tail
         self.sent: list[bytes] = []
         self.closed = 0
 
@@ -51,14 +51,14 @@ class FakeRunning:
         script: list[Step],
         ended: Exit = OK,
         *,
-        chatter: bytes = b"",
+        stderr_tail: bytes = b"",
         pid: int | None = None,
         cgroup: Path | None = None,
         unseen: str = "",
         hangs: int = 0,
         inside: Observer | None = None,
     ) -> None:
-        self.channel = FakeChannel(script, chatter)
+        self.channel = FakeChannel(script, stderr_tail)
         self.pid = pid
         self.cgroup = cgroup
         self.unseen = unseen

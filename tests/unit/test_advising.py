@@ -19,7 +19,7 @@ from weighin.recommend import answer, calibration
 from weighin.recommend.answer import Advice, Question, check_allowed, gather, of_checkpoint, parts
 from weighin.recommend.calibration import Calibration
 from weighin.recommend.prior_runs import Evidence
-from weighin.recommend.ranking import Limits, Verdict
+from weighin.recommend.ranking import FitVerdict, Limits
 from weighin.suite import registry
 from weighin.suite.matrix import Planned
 from weighin.units import GIB, MIB
@@ -80,7 +80,7 @@ def printed(advice: Advice, width: int = 160) -> str:
 def test_what_fits_and_asks_for_nothing_is_named_with_its_code() -> None:
     advice = advised(3 * GIB)
     assert advice.best
-    assert (advice.best.strategy, advice.best.verdict) == ("mmap_assign", Verdict.FITS)
+    assert (advice.best.strategy, advice.best.verdict) == ("mmap_assign", FitVerdict.FITS)
     assert (
         'def load_model(build_model, checkpoint, device="cpu", dtype=torch.float32):' in advice.code
     )
@@ -108,7 +108,7 @@ def test_no_word_of_the_table_is_broken_in_80_columns() -> None:
 def test_below_the_models_size_the_one_that_reads_again_and_again_is_named() -> None:
     advice = advised(GIB)
     assert advice.best
-    assert (advice.best.strategy, advice.best.verdict) == ("mmap_assign", Verdict.THRASHES)
+    assert (advice.best.strategy, advice.best.verdict) == ("mmap_assign", FitVerdict.THRASHES)
     text = printed(advice)
     assert (
         "Nothing fits as a whole. What follows works, but slowly. A smaller dtype (--dtype bf16) or a"
@@ -175,7 +175,7 @@ def test_a_gpu_limit_is_said_and_held(asked: Asked) -> None:
     question = Question(MODEL, Limits(None, GIB), device="cuda", results=Path("nowhere"))
     advice = answer.advise(question, gather(question, lambda _: None))
     assert {one.cell.device for one in asked[0]} == {"cuda"}
-    assert {one.verdict for one in advice.candidates} == {Verdict.TOO_LARGE}
+    assert {one.verdict for one in advice.candidates} == {FitVerdict.TOO_LARGE}
     assert "m as float32 on cuda, 1GiB of the GPU" in printed(advice)
 
 

@@ -16,7 +16,7 @@ from weighin.gate.baseline import read
 from weighin.gate.freeze import update
 from weighin.record import Outcome
 from weighin.records.metrics import METRICS, Tolerance
-from weighin.records.series import Figure, Run, Series, summarise
+from weighin.records.series import Figure, Series, SeriesRun, summarise
 from weighin.units import GIB, MIB
 
 SERIES = {
@@ -131,7 +131,7 @@ def test_what_is_switched_off_is_not_written(tmp_path: Path) -> None:
 def test_real_results_come_back_as_they_were(tmp_path: Path) -> None:
     results = [make_result(make_cell("streaming", repeat=number)) for number in range(3)]
     results.append(make_result(make_cell("baseline"), outcome=Outcome.OOM_KILLED))
-    series = summarise([Run(results)])
+    series = summarise([SeriesRun(results)])
     path = tmp_path / "baseline.yaml"
     update(path, results[0].environment, series)
     known = read(path).series

@@ -212,7 +212,9 @@ def test_a_strategy_that_is_gone_since_the_plan(here: Path) -> None:
 def test_a_gpu_that_is_not_there_is_refused_before_anything_is_made(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_check, "look", lambda: gpu_check.Look(why="no GPU", repair="buy one"))
+    monkeypatch.setattr(
+        gpu_check, "look", lambda: gpu_check.GpuAnswer(why="no GPU", repair="buy one")
+    )
     assert complaint(lambda: start(asked(device="cuda"))) == "--device cuda: no GPU\nbuy one"
     assert [path.name for path in here.iterdir()] == []
 
@@ -232,7 +234,7 @@ def test_what_is_of_a_gpu_needs_one(option: dict[str, Any], why: str) -> None:
 
 def test_a_gpu_cell_has_its_limit_and_its_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        gpu_check, "look", lambda: gpu_check.Look((gpu_check.Gpu("Example", 8 * GIB),))
+        gpu_check, "look", lambda: gpu_check.GpuAnswer((gpu_check.Gpu("Example", 8 * GIB),))
     )
     run, _ = start(asked(device="cuda", vram=["8g", "none"], trace=True))
     assert [one.cell.vram_limit_bytes for one in run.planned] == [8 * GIB, None]

@@ -1,4 +1,4 @@
-"""Lines through real pipes: whole ones come, however they are cut; chatter never hides them."""
+"""Lines through real pipes: whole ones come, however they are cut; stderr_tail never hides them."""
 
 import os
 import threading
@@ -43,7 +43,7 @@ class Worker:
     def say(self, text: bytes) -> None:
         os.write(self.stdout, text)
 
-    def chatter(self, text: bytes) -> None:
+    def stderr_tail(self, text: bytes) -> None:
         os.write(self.stderr, text)
 
     def end(self) -> None:
@@ -134,7 +134,7 @@ def test_a_worker_that_prints_without_end_times_out_too() -> None:
 
 
 def test_an_event_is_found_behind_chatter(channel: PipeChannel, worker: Worker) -> None:
-    worker.chatter(b"noise\n")
+    worker.stderr_tail(b"noise\n")
     worker.say(b"one\n")
     assert channel.receive(1) == b"one"
 
@@ -143,25 +143,25 @@ def test_chatter_is_kept_apart_and_the_last_of_it_read_at_the_end(
     channel: PipeChannel, worker: Worker
 ) -> None:
     worker.say(b"one\n")
-    worker.chatter(b"a traceback\n")
+    worker.stderr_tail(b"a traceback\n")
     worker.end()
     assert channel.receive(1) == b"one"
     assert channel.receive(1) is None
-    assert channel.chatter == b"a traceback\n"
+    assert channel.stderr_tail == b"a traceback\n"
 
 
 def test_only_the_last_64_kib_of_chatter_are_kept(channel: PipeChannel, worker: Worker) -> None:
     def print_much() -> None:
         for number in range(3 * CHATTER_KEPT_BYTES // 8):
-            worker.chatter(b"%07d\n" % number)
+            worker.stderr_tail(b"%07d\n" % number)
         worker.end()
 
     printer = threading.Thread(target=print_much)
     printer.start()
     assert channel.receive(10) is None
     printer.join()
-    assert len(channel.chatter) == 64 * 1024
-    assert channel.chatter.endswith(b"%07d\n" % (3 * CHATTER_KEPT_BYTES // 8 - 1))
+    assert len(channel.stderr_tail) == 64 * 1024
+    assert channel.stderr_tail.endswith(b"%07d\n" % (3 * CHATTER_KEPT_BYTES // 8 - 1))
 
 
 def test_a_closed_error_stream_is_no_end_of_events(channel: PipeChannel, worker: Worker) -> None:
@@ -175,10 +175,10 @@ def test_a_closed_error_stream_is_no_end_of_events(channel: PipeChannel, worker:
 def test_a_child_that_keeps_the_error_stream_open_holds_nobody_up(
     channel: PipeChannel, worker: Worker
 ) -> None:
-    worker.chatter(b"said\n")
+    worker.stderr_tail(b"said\n")
     os.close(worker.stdout)
     assert channel.receive(1) is None
-    assert channel.chatter == b"said\n"
+    assert channel.stderr_tail == b"said\n"
 
 
 def test_what_is_sent_arrives(channel: PipeChannel, worker: Worker) -> None:
@@ -200,9 +200,9 @@ def test_the_end_of_the_worker_is_the_end_even_where_a_child_holds_its_pipes(
     process, ended = os.pipe()  # stands for a pidfd: readable when the worker has ended
     channel = PipeChannel(theirs, ours, noise, process)
     worker.say(b"one\ntwo\nto")
-    worker.chatter(b"said\n")
+    worker.stderr_tail(b"said\n")
     os.write(ended, b"!")
     os.close(ended)
     assert [channel.receive(1) for _ in range(4)] == [b"one", b"two", None, None]
-    assert channel.chatter == b"said\n"
+    assert channel.stderr_tail == b"said\n"
     channel.close()

@@ -78,9 +78,9 @@ def source(tmp_path) -> Path:
     return path
 
 
-def order(fmt: str = "per_param", **changes: object) -> convert.Order:
+def order(fmt: str = "per_param", **changes: object) -> convert.Conversion:
     fields = {"dtype": None, "split_above_bytes": 2**40, "max_shard_bytes": 2**40}
-    return convert.Order(fmt=fmt, **fields | changes)
+    return convert.Conversion(fmt=fmt, **fields | changes)
 
 
 def names(folder: Path) -> list[str]:
@@ -150,7 +150,7 @@ def test_a_checkpoint_without_tensors_is_not_converted(tmp_path: Path) -> None:
     torch.save({}, tmp_path / "empty.pt")
     with pytest.raises(CheckpointError) as caught:
         convert.convert(
-            tmp_path / "empty.pt", tmp_path / "new", convert.Order("dcp", None, 2**40, 2**40)
+            tmp_path / "empty.pt", tmp_path / "new", convert.Conversion("dcp", None, 2**40, 2**40)
         )
     assert caught.value.message == f"{tmp_path}/empty.pt: holds no tensors"
     assert not (tmp_path / "new").exists()

@@ -39,8 +39,8 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "views.pt"
 
 
-def order(fmt: str, dtype: torch.dtype | None = None) -> convert.Order:
-    return convert.Order(fmt, dtype, 2**40, 2**12, verify=True)
+def order(fmt: str, dtype: torch.dtype | None = None) -> convert.Conversion:
+    return convert.Conversion(fmt, dtype, 2**40, 2**12, verify=True)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

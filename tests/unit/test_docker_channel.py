@@ -62,7 +62,7 @@ def test_a_frame_longer_than_one_read() -> None:
 def test_events_and_chatter_are_kept_apart(engine: socket.socket, channel: StreamChannel) -> None:
     engine.sendall(STREAM + frame(STDOUT, b"\x180\n") + frame(STDERR, b"\x18"))
     assert [channel.receive(1), channel.receive(1), channel.receive(1)] == [b"one", b"two", None]
-    assert (channel.worker_code, channel.chatter) == (0, b"noise!")
+    assert (channel.worker_code, channel.stderr_tail) == (0, b"noise!")
 
 
 def test_a_line_torn_by_a_kill_is_void(engine: socket.socket, channel: StreamChannel) -> None:
@@ -88,7 +88,7 @@ def test_late_chatter_is_waited_for(engine: socket.socket, channel: StreamChanne
     timer.start()
     assert channel.receive(1) is None
     timer.join()
-    assert channel.chatter == b"Traceback"
+    assert channel.stderr_tail == b"Traceback"
 
 
 def test_a_stream_that_just_ends(engine: socket.socket, channel: StreamChannel) -> None:
@@ -121,8 +121,8 @@ def test_chatter_keeps_its_end(engine: socket.socket, channel: StreamChannel) ->
     with pytest.raises(TimeoutError):
         channel.receive(0.2)
     sender.join()
-    assert len(channel.chatter) == CHATTER_KEPT_BYTES
-    assert channel.chatter.endswith(b"the end")
+    assert len(channel.stderr_tail) == CHATTER_KEPT_BYTES
+    assert channel.stderr_tail.endswith(b"the end")
 
 
 def test_a_worker_that_prints_without_end_times_out_too(

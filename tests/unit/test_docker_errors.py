@@ -383,7 +383,7 @@ class StoppedEngine:
 class EndedStream:
     """The stream of a container whose engine has closed it."""
 
-    worker_code, chatter = None, b""
+    worker_code, stderr_tail = None, b""
 
     def receive(self, _: float) -> None: ...
 

@@ -7,31 +7,31 @@ from test_counters import HYBRID
 from test_memory_cgroup import make_group
 
 from weighin.doctor import capabilities
-from weighin.doctor.capabilities import Finding, of_group, pressure
+from weighin.doctor.capabilities import Capability, of_group, pressure
 from weighin.probes.cgroup import PeakMark
 
-KILLS = Finding("kills for lack of memory", "good", "exact: oom_kill in memory.events.local")
-REFAULTS = Finding("pages read again", "good", "exact: workingset_refault_file in memory.stat")
-SOFT = Finding("soft limit (--ram-high)", "good", "memory.high, with --isolation cgroup")
+KILLS = Capability("kills for lack of memory", "good", "exact: oom_kill in memory.events.local")
+REFAULTS = Capability("pages read again", "good", "exact: workingset_refault_file in memory.stat")
+SOFT = Capability("soft limit (--ram-high)", "good", "memory.high, with --isolation cgroup")
 
 
-def findings(folder: Path, kernel: str) -> list[Finding]:
+def findings(folder: Path, kernel: str) -> list[Capability]:
     return list(of_group(make_group(folder, kernel)))
 
 
 def test_version_1(tmp_path: Path) -> None:
     exact = "exact for each phase: memory.max_usage_in_bytes, reset at every mark"
     assert findings(tmp_path, HYBRID) == [
-        Finding("cgroup peak", "good", exact),
-        Finding("kills for lack of memory", "good", "exact: oom_kill in memory.oom_control"),
+        Capability("cgroup peak", "good", exact),
+        Capability("kills for lack of memory", "good", "exact: oom_kill in memory.oom_control"),
         REFAULTS,
-        Finding("soft limit (--ram-high)", "poor", "cgroup v1 has none that throttles"),
+        Capability("soft limit (--ram-high)", "poor", "cgroup v1 has none that throttles"),
     ]
 
 
 def test_version_2_whose_mark_resets(tmp_path: Path) -> None:
     exact = "exact for each phase: memory.peak, reset at every mark"
-    peak = Finding("cgroup peak", "good", exact)
+    peak = Capability("cgroup peak", "good", exact)
     assert findings(tmp_path, "v2-6.12") == [peak, KILLS, REFAULTS, SOFT]
 
 
@@ -39,7 +39,7 @@ def test_version_2_whose_mark_is_the_whole_cells(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PeakMark, "reset", lambda mark: False)
-    assert findings(tmp_path, "v2-6.12")[0] == Finding(
+    assert findings(tmp_path, "v2-6.12")[0] == Capability(
         "cgroup peak",
         "poor",
         "exact for the whole cell, not for a phase: memory.peak can be reset since Linux 6.12",
@@ -48,7 +48,7 @@ def test_version_2_whose_mark_is_the_whole_cells(
 
 def test_version_2_without_a_mark(tmp_path: Path) -> None:
     missing = "missing: memory.peak came with Linux 5.19; samples remain"
-    peak = Finding("cgroup peak", "bad", missing)
+    peak = Capability("cgroup peak", "bad", missing)
     assert findings(tmp_path, "v2-5.10") == [peak, KILLS, REFAULTS, SOFT]
 
 
@@ -57,12 +57,12 @@ def test_a_kernel_that_counts_neither_kills_nor_refaults(tmp_path: Path) -> None
     group.oom_path.unlink()
     group.stat_path.write_text("anon 1\nworkingset_refault 7\n")
     assert list(of_group(group))[1:3] == [
-        Finding(
+        Capability(
             "kills for lack of memory",
             "bad",
             "missing: memory.events.local has no oom_kill before Linux 5.2 (v2), 4.13 (v1)",
         ),
-        Finding(
+        Capability(
             "pages read again",
             "poor",
             "missing: this kernel does not count them apart (Linux 5.9); major faults remain",
@@ -102,4 +102,4 @@ def test_pressure(
     monkeypatch.setattr(Path, "exists", lambda path: on)
     monkeypatch.setattr(capabilities, "pressure_hierarchy", lambda: Path(tree) if tree else None)
     monkeypatch.setattr(capabilities, "memory_hierarchy", lambda: (version, Path("/m")))
-    assert pressure() == Finding("memory pressure (PSI)", verdict, detail)
+    assert pressure() == Capability("memory pressure (PSI)", verdict, detail)

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from weighin import report
 from weighin.record import SCHEMA, Cost, Faults, Memory, Outcome, Peaks, Pressure, Result
-from weighin.report.floors import are_there, markdown_agreement, markdown_floors
+from weighin.report.floors import has_data, markdown_agreement, markdown_floors
 from weighin.report.html import page as html
 from weighin.units import GIB, MIB
 
@@ -138,5 +138,5 @@ def test_the_floors_in_report_html_say_how_they_failed_below() -> None:
 
 
 def test_floors_are_shown_where_one_was_found() -> None:
-    assert are_there(a_search())
-    assert not are_there(a_search()[:3])
+    assert has_data(a_search())
+    assert not has_data(a_search()[:3])

@@ -20,13 +20,13 @@ from test_judging import STREAMING, grown, judged
 from weighin.gate import budgets, outputs, tables
 from weighin.gate.baseline import default_rules
 from weighin.gate.expected import parse
-from weighin.gate.lines import Judgement
+from weighin.gate.lines import GateResult
 from weighin.record import Outcome, Phase
 
 FIXTURES = Path(__file__).with_name("fixtures") / "gate"
 
 
-def mixed() -> Judgement:
+def mixed() -> GateResult:
     """A tensor kept, a cell killed, one wrong, one gone, one new, one better, another kernel, a budget.
 
     One is killed and one is ok where that is expected, and where a time-out is.
@@ -56,17 +56,17 @@ def mixed() -> Judgement:
     return judged(was, now, rules)
 
 
-def unchanged() -> Judgement:
+def unchanged() -> GateResult:
     return judged([make_result(STREAMING)], [make_result(STREAMING)])
 
 
-def terminal(judgement: Judgement, *, whole: bool = False) -> str:
+def terminal(judgement: GateResult, *, whole: bool = False) -> str:
     file = StringIO()
     Console(file=file, width=80).print(tables.terminal(judgement, whole=whole))
     return file.getvalue()
 
 
-def annotations(judgement: Judgement) -> str:
+def annotations(judgement: GateResult) -> str:
     return "".join(f"{line}\n" for line in outputs.annotations(judgement, "ci/base line,1.yaml"))
 
 

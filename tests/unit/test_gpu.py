@@ -10,7 +10,7 @@ import torch
 
 from weighin.errors import IsolationUnavailable
 from weighin.run import gpu_check
-from weighin.run.gpu_check import Gpu, Look
+from weighin.run.gpu_check import Gpu, GpuAnswer
 from weighin.units import GIB
 
 Answer = Callable[..., None]
@@ -54,7 +54,7 @@ def test_torch_is_asked_in_a_process_of_its_own() -> None:
 
 def test_all_gpus_are_listed(answer: Answer) -> None:
     answer(gpus(GIB, 2 * GIB))
-    assert gpu_check.look() == Look((Gpu("Example", GIB), Gpu("Example", 2 * GIB)))
+    assert gpu_check.look() == GpuAnswer((Gpu("Example", GIB), Gpu("Example", 2 * GIB)))
     gpu_check.check("cuda", [None, GIB])
     gpu_check.check("cuda:1", [2 * GIB])
 

@@ -12,14 +12,14 @@ from scripts import DONE, KILLED, watched
 
 from weighin.isolation.docker import remote_observer
 from weighin.isolation.docker.remote_observer import InsideObserver
-from weighin.probes.observer import Look
+from weighin.probes.observer import Observation
 from weighin.record import Memory, Outcome, Sample
 
 SAMPLE = [1, 60, 30, 20, 10, 0, 5, 6, 90, 40, None, None]
-LOOK = Look(90, 95, 3, 4000, 2000, 1, {"max": 7, "oom_kill": 1})
+LOOK = Observation(90, 95, 3, 4000, 2000, 1, {"max": 7, "oom_kill": 1})
 WATCHER = Memory(12 << 20, 7 << 20, 5 << 20, 0, 0)
 ANSWERS: dict[bytes, dict[str, Any]] = {
-    b"look\n": {"look": {name: getattr(LOOK, name) for name in Look.__slots__}},
+    b"look\n": {"look": {name: getattr(LOOK, name) for name in Observation.__slots__}},
     b"reset\n": {"reset": False},
     b"kill\n": {"kill": 2},
     b"end\n": {
@@ -40,7 +40,7 @@ class Channel:
         self.answers: Callable[[bytes], bytes | None] | None = lambda word: json.dumps(
             ANSWERS[word]
         ).encode()
-        self.chatter = b""
+        self.stderr_tail = b""
         self.closed = 0
 
     def send(self, line: bytes) -> None:
@@ -92,8 +92,8 @@ def test_a_watcher_that_is_killed_with_its_worker_breaks_nothing(
 ) -> None:
     channel.lines.put(json.dumps({"samples": [SAMPLE]}).encode())
     channel.answers = lambda word: None
-    assert observer.look() == Look()
-    assert observer.look() == Look()
+    assert observer.look() == Observation()
+    assert observer.look() == Observation()
     assert observer.kill() is False  # the engine does it then
     assert observer.stop() == [Sample(*SAMPLE)]
     assert (observer.watcher, observer.oom_kills) == (None, None)
@@ -104,7 +104,7 @@ def test_a_watcher_that_falls_silent_is_not_waited_for_for_ever(
 ) -> None:
     monkeypatch.setattr(remote_observer, "_ANSWER_TIMEOUT_S", 0.05)
     channel.answers = None
-    assert observer.look() == Look()
+    assert observer.look() == Observation()
     assert observer.stop() == []
 
 

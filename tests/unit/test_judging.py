@@ -10,26 +10,30 @@ from hypothesis import strategies as st
 
 from weighin.gate import baseline, budgets
 from weighin.gate.baseline import Baseline, Rules, default_rules
-from weighin.gate.evaluate import judge
+from weighin.gate.evaluate import evaluate
 from weighin.gate.expected import parse
-from weighin.gate.lines import Judgement, Line, Verdict
+from weighin.gate.lines import GateResult, Line, LineVerdict
 from weighin.record import Outcome, Result
 from weighin.records.machine import settings_of
 from weighin.records.metrics import METRICS, Tolerance
-from weighin.records.series import Figure, Run, Series, name_of, summarise
+from weighin.records.series import Figure, Series, SeriesRun, name_of, summarise
 from weighin.units import GIB, MIB
 
 STREAMING = make_cell("streaming", format="safetensors")
 KEPT_GIB = 0.32  # 5 % of the model
 
 
-def judged(was: list[Result], now: list[Result], rules: Rules | None = None) -> Judgement:
+def judged(was: list[Result], now: list[Result], rules: Rules | None = None) -> GateResult:
     rules = rules or default_rules()
-    known = Baseline(rules, settings_of(one.environment for one in was), summarise([Run(was)]))
-    return judge(known, rules, settings_of(one.environment for one in now), summarise([Run(now)]))
+    known = Baseline(
+        rules, settings_of(one.environment for one in was), summarise([SeriesRun(was)])
+    )
+    return evaluate(
+        known, rules, settings_of(one.environment for one in now), summarise([SeriesRun(now)])
+    )
 
 
-def verdicts(judgement: Judgement) -> dict[str, Verdict]:
+def verdicts(judgement: GateResult) -> dict[str, LineVerdict]:
     return {line.what: line.verdict for line in judgement.lines}
 
 
@@ -45,24 +49,24 @@ def grown(cell: Any = STREAMING, gib: float = KEPT_GIB, since: int = 1) -> Resul
 
 def test_a_run_that_is_as_it_was_passes() -> None:
     judgement = judged([make_result(STREAMING)], [make_result(STREAMING)])
-    assert {line.verdict for line in judgement.lines} == {Verdict.SAME}
+    assert {line.verdict for line in judgement.lines} == {LineVerdict.SAME}
     assert judgement.failed == ()
 
 
 def test_a_tensor_that_is_kept_is_a_regression_of_every_memory_metric() -> None:
     judgement = judged([make_result(STREAMING)], [grown()])
     assert verdicts(judgement) == {
-        "outcome": Verdict.SAME,
-        "peak_rss": Verdict.REGRESSED,
-        "above_import": Verdict.REGRESSED,
-        "anon (sampled)": Verdict.REGRESSED,
-        "ready_anon": Verdict.REGRESSED,
-        "peak_cgroup": Verdict.REGRESSED,
-        "load": Verdict.SAME,
-        "ready": Verdict.SAME,
+        "outcome": LineVerdict.SAME,
+        "peak_rss": LineVerdict.REGRESSED,
+        "above_import": LineVerdict.REGRESSED,
+        "anon (sampled)": LineVerdict.REGRESSED,
+        "ready_anon": LineVerdict.REGRESSED,
+        "peak_cgroup": LineVerdict.REGRESSED,
+        "load": LineVerdict.SAME,
+        "ready": LineVerdict.SAME,
     }
     worst = judgement.lines[0]
-    assert (worst.what, worst.verdict) == ("above_import", Verdict.REGRESSED)
+    assert (worst.what, worst.verdict) == ("above_import", LineVerdict.REGRESSED)
     assert worst.now is not None
     assert worst.was is not None
     assert worst.now - worst.was == pytest.approx(KEPT_GIB * GIB, rel=0.01)
@@ -96,24 +100,24 @@ def test_a_new_phase_is_named_where_it_holds_the_peak() -> None:
 def test_what_shrank_is_an_improvement() -> None:
     judgement = judged([grown()], [make_result(STREAMING)])
     assert judgement.failed == ()
-    assert verdicts(judgement)["peak_rss"] is Verdict.IMPROVED
+    assert verdicts(judgement)["peak_rss"] is LineVerdict.IMPROVED
 
 
 @pytest.mark.parametrize(
     ("was", "now", "verdict", "text"),
     [
-        (Outcome.OK, Outcome.OOM_KILLED, Verdict.REGRESSED, "ok -> oom_killed"),
-        (Outcome.OK, Outcome.WRONG_WEIGHTS, Verdict.REGRESSED, "ok -> wrong_weights"),
-        (Outcome.OK, Outcome.SKIPPED, Verdict.REGRESSED, "ok -> skipped"),
-        (Outcome.OOM_KILLED, Outcome.MEASUREMENT_FAILED, Verdict.NOT_OK, "oom_killed -> measurement_failed"),
-        (Outcome.OOM_KILLED, Outcome.TIMEOUT, Verdict.NOT_OK, "oom_killed -> timeout"),
-        (Outcome.OOM_KILLED, Outcome.OOM_KILLED, Verdict.NOT_OK, "oom_killed"),
-        (Outcome.WRONG_WEIGHTS, Outcome.WRONG_WEIGHTS, Verdict.NOT_OK, "wrong_weights"),
-        (Outcome.SKIPPED, Outcome.SKIPPED, Verdict.NOT_OK, "skipped"),
-        (Outcome.OOM_KILLED, Outcome.OK, Verdict.IMPROVED, "oom_killed -> ok"),
+        (Outcome.OK, Outcome.OOM_KILLED, LineVerdict.REGRESSED, "ok -> oom_killed"),
+        (Outcome.OK, Outcome.WRONG_WEIGHTS, LineVerdict.REGRESSED, "ok -> wrong_weights"),
+        (Outcome.OK, Outcome.SKIPPED, LineVerdict.REGRESSED, "ok -> skipped"),
+        (Outcome.OOM_KILLED, Outcome.MEASUREMENT_FAILED, LineVerdict.NOT_OK, "oom_killed -> measurement_failed"),
+        (Outcome.OOM_KILLED, Outcome.TIMEOUT, LineVerdict.NOT_OK, "oom_killed -> timeout"),
+        (Outcome.OOM_KILLED, Outcome.OOM_KILLED, LineVerdict.NOT_OK, "oom_killed"),
+        (Outcome.WRONG_WEIGHTS, Outcome.WRONG_WEIGHTS, LineVerdict.NOT_OK, "wrong_weights"),
+        (Outcome.SKIPPED, Outcome.SKIPPED, LineVerdict.NOT_OK, "skipped"),
+        (Outcome.OOM_KILLED, Outcome.OK, LineVerdict.IMPROVED, "oom_killed -> ok"),
     ],
 )  # fmt: skip
-def test_outcomes(was: Outcome, now: Outcome, verdict: Verdict, text: str) -> None:
+def test_outcomes(was: Outcome, now: Outcome, verdict: LineVerdict, text: str) -> None:
     before = make_result(STREAMING, outcome=was)
     after = make_result(STREAMING, outcome=now)
     line = judged([before], [after]).lines[0]
@@ -124,22 +128,22 @@ def test_the_peaks_of_an_outcome_that_stays_bad_and_is_expected_are_not_compared
     was, now = (make_result(STREAMING, outcome=Outcome.OOM_KILLED, peaks=peaks) for peaks in
                 (make_result(STREAMING).peaks, grown().peaks))  # fmt: skip
     expecting = replace(default_rules(), expected=tuple(parse("streaming=oom_killed")))
-    assert verdicts(judged([was], [now], expecting)) == {"outcome": Verdict.EXPECTED}
+    assert verdicts(judged([was], [now], expecting)) == {"outcome": LineVerdict.EXPECTED}
 
 
 def test_a_repeat_that_fails_is_a_regression() -> None:
     was = [make_result(replace(STREAMING, repeat=number)) for number in range(3)]
     now = [*was[:2], make_result(was[2].cell, outcome=Outcome.TIMEOUT, message="still running")]
     assert judged(was, now).lines[0].text == "ok -> ok 2, timeout 1: still running"
-    assert judged(was, now).lines[0].verdict is Verdict.REGRESSED
+    assert judged(was, now).lines[0].verdict is LineVerdict.REGRESSED
 
 
 def test_a_series_that_was_not_measured_fails_and_a_new_one_does_not() -> None:
     other = make_result(make_cell("mmap_assign"))
     judgement = judged([make_result(STREAMING)], [other])
     assert [(line.verdict, line.text) for line in judgement.lines] == [
-        (Verdict.MISSING, "was not measured; ok in the baseline"),
-        (Verdict.NEW, "not in the baseline; ok"),
+        (LineVerdict.MISSING, "was not measured; ok in the baseline"),
+        (LineVerdict.NEW, "not in the baseline; ok"),
     ]
     assert len(judgement.failed) == 1
     assert judgement.notes[0].startswith("no series is in both: ")
@@ -148,29 +152,33 @@ def test_a_series_that_was_not_measured_fails_and_a_new_one_does_not() -> None:
 def test_a_metric_that_is_no_longer_measured_fails() -> None:
     was, now = one_series(peak_rss=5, peak_cgroup=5), one_series(peak_rss=5)
     lines = judge_series(was, now).lines
-    assert (lines[0].verdict, lines[0].text) == (Verdict.MISSING, "peak_cgroup was not measured")
+    assert (lines[0].verdict, lines[0].text) == (
+        LineVerdict.MISSING,
+        "peak_cgroup was not measured",
+    )
 
 
 def test_another_model_of_the_same_name_is_not_compared() -> None:
     was = make_result(STREAMING)
     now = replace(grown(), model_bytes=was.model_bytes and was.model_bytes + 8)
     line, outcome = judged([was], [now]).lines
-    assert (line.what, line.verdict) == ("model", Verdict.DIFFERS)
-    assert outcome.verdict is Verdict.SAME
+    assert (line.what, line.verdict) == ("model", LineVerdict.DIFFERS)
+    assert outcome.verdict is LineVerdict.SAME
     assert line.text == "another model: 6,753,416,192 bytes -> 6,753,416,200 bytes"
 
 
 def test_the_band_of_the_baselines_repeats_is_no_regression() -> None:
     was = {"s": Series("ok", 3, figures={"peak_rss": Figure(990 * MIB, 1000 * MIB, 1050 * MIB)})}
     tolerance = Tolerance(0.0, MIB)
-    assert figure_line(was, one_series(peak_rss=1051 * MIB), tolerance).verdict is Verdict.SAME
+    assert figure_line(was, one_series(peak_rss=1051 * MIB), tolerance).verdict is LineVerdict.SAME
     assert (
         figure_line(was, one_series(peak_rss=1051 * MIB + 1), tolerance).verdict
-        is Verdict.REGRESSED
+        is LineVerdict.REGRESSED
     )
-    assert figure_line(was, one_series(peak_rss=989 * MIB), tolerance).verdict is Verdict.SAME
+    assert figure_line(was, one_series(peak_rss=989 * MIB), tolerance).verdict is LineVerdict.SAME
     assert (
-        figure_line(was, one_series(peak_rss=989 * MIB - 1), tolerance).verdict is Verdict.IMPROVED
+        figure_line(was, one_series(peak_rss=989 * MIB - 1), tolerance).verdict
+        is LineVerdict.IMPROVED
     )
 
 
@@ -186,11 +194,11 @@ def test_a_band_that_hides_regressions_is_said() -> None:
 def test_directions() -> None:
     was, more, less = (one_series(peak_rss=value * MIB) for value in (100, 200, 50))
     higher, both = Tolerance(0.01, 0, "higher"), Tolerance(0.01, 0, "both")
-    assert figure_line(was, less, higher).verdict is Verdict.REGRESSED
-    assert figure_line(was, more, higher).verdict is Verdict.IMPROVED
-    assert figure_line(was, less, both).verdict is Verdict.REGRESSED
-    assert figure_line(was, more, both).verdict is Verdict.REGRESSED
-    assert figure_line(was, was, both).verdict is Verdict.SAME
+    assert figure_line(was, less, higher).verdict is LineVerdict.REGRESSED
+    assert figure_line(was, more, higher).verdict is LineVerdict.IMPROVED
+    assert figure_line(was, less, both).verdict is LineVerdict.REGRESSED
+    assert figure_line(was, more, both).verdict is LineVerdict.REGRESSED
+    assert figure_line(was, was, both).verdict is LineVerdict.SAME
 
 
 @given(
@@ -206,15 +214,15 @@ def test_a_figure_regresses_exactly_beyond_the_larger_of_share_and_amount(
     line = figure_line(one_series(peak_rss=was), one_series(peak_rss=was + step), tolerance)
     allowed = max(round(relative * was), absolute)
     expected = (
-        Verdict.REGRESSED
+        LineVerdict.REGRESSED
         if step > allowed
-        else Verdict.IMPROVED
+        else LineVerdict.IMPROVED
         if -step > allowed
-        else Verdict.SAME
+        else LineVerdict.SAME
     )
     assert line.verdict is expected
     assert line.allowed == was + allowed
-    assert (line.excess > 0) is (expected is Verdict.REGRESSED)
+    assert (line.excess > 0) is (expected is LineVerdict.REGRESSED)
 
 
 def test_another_torch_fails_and_another_kernel_is_said_and_times_are_not_judged() -> None:
@@ -224,8 +232,8 @@ def test_another_torch_fails_and_another_kernel_is_said_and_times_are_not_judged
     judgement = judged([was], [now])
     settings = [line for line in judgement.lines if line.series == "environment"]
     assert [(line.verdict, line.text) for line in settings] == [
-        (Verdict.DIFFERS, "torch: 2.13.0 -> 2.14.0+cpu"),
-        (Verdict.CHANGED, f"kernel: {was.environment['kernel']} -> 6.19.0"),
+        (LineVerdict.DIFFERS, "torch: 2.13.0 -> 2.14.0+cpu"),
+        (LineVerdict.CHANGED, f"kernel: {was.environment['kernel']} -> 6.19.0"),
     ]
     assert "ready" not in verdicts(judgement)
     assert judgement.notes == (
@@ -239,32 +247,32 @@ def test_what_a_setting_means_can_be_chosen() -> None:
     rules = replace(default_rules(), policies={"kernel": "fail", "tor*": "ignore"})
     settings = [one for one in judged([was], [now], rules).lines if one.series == "environment"]
     assert [(line.verdict, line.text.partition(":")[0]) for line in settings] == [
-        (Verdict.DIFFERS, "kernel")
+        (LineVerdict.DIFFERS, "kernel")
     ]
 
 
 def test_budgets_are_judged_by_the_highest_repeat() -> None:
     rules = Rules({}, (budgets.parse("peak_rss <= 1.1 x model"),))
     series = {"s": Series("ok", 2, model_bytes=100, figures={"peak_rss": Figure(100, 105, 111)})}
-    [line] = judge(None, rules, {}, series).lines
-    assert (line.verdict, line.was, line.now) == (Verdict.OVER_BUDGET, 110, 111)
+    [line] = evaluate(None, rules, {}, series).lines
+    assert (line.verdict, line.was, line.now) == (LineVerdict.OVER_BUDGET, 110, 111)
     kept = {"s": Series("ok", 2, model_bytes=100, figures={"peak_rss": Figure(100, 105, 110)})}
-    assert judge(None, rules, {}, kept).failed == ()
+    assert evaluate(None, rules, {}, kept).failed == ()
 
 
 def test_a_budget_that_nothing_was_compared_with_is_not_kept() -> None:
     rules = Rules({}, (budgets.parse("streamin: peak_rss <= 8GiB"),))
-    [line] = judge(None, rules, {}, one_series(peak_rss=1)).failed
+    [line] = evaluate(None, rules, {}, one_series(peak_rss=1)).failed
     assert line.text == "streamin: peak_rss <= 8GiB: nothing that was measured has such a figure"
 
 
-def search(floor_mib: int, step_mib: int = 8) -> Run:
+def search(floor_mib: int, step_mib: int = 8) -> SeriesRun:
     """A search for the floor of one strategy, with the cells that it takes."""
     free = replace(STREAMING, ram_limit_bytes=None)
     fails = replace(STREAMING, ram_limit_bytes=(floor_mib - step_mib) * MIB)
     works = [replace(STREAMING, ram_limit_bytes=floor_mib * MIB, repeat=n) for n in range(3)]
     results = [make_result(free), make_result(fails, outcome=Outcome.OOM_KILLED)]
-    return Run([*results, *(make_result(one, outcome=Outcome.OK) for one in works)], True)
+    return SeriesRun([*results, *(make_result(one, outcome=Outcome.OK) for one in works)], True)
 
 
 def test_what_a_series_is_called() -> None:
@@ -285,21 +293,21 @@ def test_a_search_is_one_series_with_its_floor_whatever_limits_it_tried() -> Non
     was, now = summarise([search(6800)]), summarise([search(7100)])
     assert list(was) == ["gpt2-xl streaming safetensors float32 cpu cold docker ram=none"]
     [line] = [one for one in judge_series(was, now).lines if one.what == "floor"]
-    assert (line.verdict, line.was, line.now) == (Verdict.REGRESSED, 6800 * MIB, 7100 * MIB)
+    assert (line.verdict, line.was, line.now) == (LineVerdict.REGRESSED, 6800 * MIB, 7100 * MIB)
     [line] = [one for one in judge_series(was, was).lines if one.what == "floor"]
-    assert line.verdict is Verdict.SAME
+    assert line.verdict is LineVerdict.SAME
 
 
 def test_a_floor_that_was_not_found_is_missing() -> None:
     was, now = summarise([search(6800)]), summarise([search(6800, step_mib=2000)])
     [line] = judge_series(was, now).failed
-    assert (line.verdict, line.text) == (Verdict.MISSING, "floor was not measured")
+    assert (line.verdict, line.text) == (LineVerdict.MISSING, "floor was not measured")
 
 
 def test_a_budget_of_a_floor() -> None:
     rules = Rules({}, (budgets.parse("floor <= 7GiB"),))
-    assert judge(None, rules, {}, summarise([search(6800)])).failed == ()
-    assert judge(None, rules, {}, summarise([search(7200)])).failed != ()
+    assert evaluate(None, rules, {}, summarise([search(6800)])).failed == ()
+    assert evaluate(None, rules, {}, summarise([search(7200)])).failed != ()
 
 
 def test_a_budget_of_a_floor_that_was_not_found_is_not_kept() -> None:
@@ -309,16 +317,16 @@ def test_a_budget_of_a_floor_that_was_not_found_is_not_kept() -> None:
         replace(one, cell=replace(one.cell, strategy="lost"))
         for one in other.results
     ]  # fmt: skip
-    judgement = judge(None, rules, {}, summarise([Run([*found.results, *lost], True)]))
+    judgement = evaluate(None, rules, {}, summarise([SeriesRun([*found.results, *lost], True)]))
     [line] = judgement.failed
-    assert (line.verdict, line.series.split(" ")[1]) == (Verdict.MISSING, "lost")
+    assert (line.verdict, line.series.split(" ")[1]) == (LineVerdict.MISSING, "lost")
     assert line.text.startswith("no floor was found: above 4.688 GiB, not above 6.641 GiB")
 
 
 def test_a_budget_names_the_series_of_which_there_is_no_such_figure() -> None:
     rules = Rules({}, (budgets.parse("peak_cgroup <= 8GiB"),))
     series = one_series(peak_cgroup=1) | {"t": Series("ok", 1)}
-    assert judge(None, rules, {}, series).notes == (
+    assert evaluate(None, rules, {}, series).notes == (
         "peak_cgroup <= 8GiB: there is no such figure of t",
     )
 
@@ -344,11 +352,11 @@ def one_series(phases: dict[str, int] | None = None, **figures: int) -> dict[str
 
 def judge_series(
     was: dict[str, Series], now: dict[str, Series], tolerance: Tolerance | None = None
-) -> Judgement:
+) -> GateResult:
     rules = default_rules()
     if tolerance:
         rules = Rules(dict.fromkeys(METRICS, tolerance))
-    return judge(baseline.Baseline(rules, {}, was), rules, {}, now)
+    return evaluate(baseline.Baseline(rules, {}, was), rules, {}, now)
 
 
 def figure_line(

@@ -76,9 +76,9 @@ def expected(state: dict[str, torch.Tensor]) -> list[tuple[object, ...]]:
     return found
 
 
-def order(fmt: str, **changes: object) -> convert.Order:
+def order(fmt: str, **changes: object) -> convert.Conversion:
     fields = {"dtype": None, "split_above_bytes": 2**40, "max_shard_bytes": 4096, "verify": True}
-    return convert.Order(fmt=fmt, **fields | changes)
+    return convert.Conversion(fmt=fmt, **fields | changes)
 
 
 @pytest.mark.parametrize("state", [tied_state, gpt2_state, odd_state])

@@ -9,7 +9,7 @@ import torch
 from weighin import formats
 from weighin.formats.base import TensorSlice
 from weighin.loader import direct_io, fill
-from weighin.loader.arena import Need, Neighbours, provide
+from weighin.loader.arena import MemoryNeed, Neighbours, provide
 from weighin.loader.fill import READ_BYTES, Fill, being_filled
 from weighin.loader.huge_pages import HUGE_PAGE_BYTES, TENSOR_ALIGNMENT, Area
 from weighin.loader.reads import MOST_BETWEEN_BYTES, Piece
@@ -28,14 +28,14 @@ def place(
     return TensorSlice(name, (numel,), (1,), dtype, Path(file), offset, offset, size)
 
 
-def needs(slices: Sequence[TensorSlice], dtype: torch.dtype | None = None) -> list[Need]:
+def needs(slices: Sequence[TensorSlice], dtype: torch.dtype | None = None) -> list[MemoryNeed]:
     return [
-        Need(one, torch.empty(one.shape, dtype=one.dtype), dtype or one.dtype, CPU)
+        MemoryNeed(one, torch.empty(one.shape, dtype=one.dtype), dtype or one.dtype, CPU)
         for one in slices
     ]
 
 
-def together(given: Sequence[Need]) -> list[str]:
+def together(given: Sequence[MemoryNeed]) -> list[str]:
     """Return the names of the tensors that are filled together."""
     names = {}
     found = list(provide(given))

@@ -82,7 +82,7 @@ def test_other_runs_have_no_such_section() -> None:
         replace(cuda, cell=replace(cuda.cell, model=model("gpt2-small"))),
         replace(cuda, cell=replace(cuda.cell, strategy="streaming")),
     ]
-    assert not notebook.are_there(others)
+    assert not notebook.has_data(others)
 
 
 def test_the_report_of_such_a_run_holds_it(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weighin.cell import ModelSpec
-from weighin.suite.matrix import Matrix, Planned, plan
+from weighin.suite.matrix import CellMatrix, Planned, plan
 from weighin.suite.registry import StrategyInfo
 from weighin.units import GIB
 
@@ -22,14 +22,14 @@ def model(name: str) -> ModelSpec:
     return ModelSpec(name, "a.b:c")
 
 
-def matrix(**changes: object) -> Matrix:
+def matrix(**changes: object) -> CellMatrix:
     fields: dict[str, object] = {
         "models": (model("m"),),
         "strategies": ((info("a"), {}), (info("b"), {}), (info("c"), {})),
         "ram_limits": (None,),
         "isolation": "process",
     }
-    return Matrix(**fields | changes)
+    return CellMatrix(**fields | changes)
 
 
 def test_repeats_are_interleaved() -> None:

@@ -12,7 +12,7 @@ from weighin.predict import client
 from weighin.predict.client import predict
 from weighin.predict.prediction import Prediction
 from weighin.suite import registry
-from weighin.suite.matrix import Matrix, plan
+from weighin.suite.matrix import CellMatrix, plan
 from weighin.units import KIB, MIB
 
 # Untied, so that a state dict has every tensor. So large that copies can be told from imports: the
@@ -32,7 +32,7 @@ def predicted(
     *names: str, device: str = "cpu", dtype: str = "float32", **settings: Any
 ) -> list[Prediction]:
     strategies = tuple((registry.strategy(name), {}) for name in names)
-    matrix = Matrix((SPEC,), strategies, (None,), "process", device, dtype)
+    matrix = CellMatrix((SPEC,), strategies, (None,), "process", device, dtype)
     return predict(plan(matrix), **settings)
 
 
@@ -53,7 +53,7 @@ def test_buffers_are_no_larger_than_what_is_read() -> None:
     """Each of the threads has a buffer: together four times this model, if all were used."""
     small = ModelSpec("small", "torch.nn:Linear", {"in_features": 768, "out_features": 768})
     cells = plan(
-        Matrix((small,), ((registry.strategy("streaming"), {}),), (None,), "process", "cpu")
+        CellMatrix((small,), ((registry.strategy("streaming"), {}),), (None,), "process", "cpu")
     )
     (one,) = predict(cells)
     weight, bias = 768 * 768 * 4, 768 * 4
@@ -154,7 +154,7 @@ def test_what_cannot_be_followed_says_so(tmp_path: Path) -> None:
 
 def test_a_strategy_that_fails_says_how() -> None:
     strategies = ((registry.strategy("per_param"), {}),)
-    matrix = Matrix((ModelSpec("no", "torch.nn:Nothing", {}),), strategies, (None,), "process")
+    matrix = CellMatrix((ModelSpec("no", "torch.nn:Nothing", {}),), strategies, (None,), "process")
     (found,) = predict(plan(matrix))
     assert found.cannot.startswith(
         "ConfigError: builder 'torch.nn:Nothing': module 'torch.nn' has no"

@@ -11,7 +11,14 @@ from weighin.predict.prediction import Prediction, Work
 from weighin.recommend.calibration import Calibration
 from weighin.recommend.ordering import ranked
 from weighin.recommend.prior_runs import Evidence
-from weighin.recommend.ranking import Candidate, Limits, Verdict, judge, predicted_ready_s, slowness
+from weighin.recommend.ranking import (
+    Candidate,
+    FitVerdict,
+    Limits,
+    assess,
+    predicted_ready_s,
+    slowness,
+)
 from weighin.suite.registry import StrategyInfo
 from weighin.units import GIB, MIB
 
@@ -57,26 +64,26 @@ def judged(
     mapped: bool = False,
 ) -> Candidate:
     found = prediction(name, copies, mapped=mapped)
-    return judge(info(name), found, evidence, CALIBRATION, Limits(ram), "pt")
+    return assess(info(name), found, evidence, CALIBRATION, Limits(ram), "pt")
 
 
 @pytest.mark.parametrize(
     ("copies", "mapped", "ram", "verdict", "why"),
     [
-        (1.0, False, 8 * GIB, Verdict.FITS, "keeps one copy: 4.2 GiB"),
-        (2.0, False, 8 * GIB, Verdict.CLOSE, "keeps two copies: 8.2 GiB"),
-        (2.0, False, 7 * GIB, Verdict.TOO_LARGE, "keeps two copies: 8.2 GiB"),
-        (1.5, False, 8 * GIB, Verdict.FITS, "keeps 1.5 times the model: 6.2 GiB"),
-        (0.0, True, 8 * GIB, Verdict.FITS, "keeps pages of the file, and 166.0 MiB"),
+        (1.0, False, 8 * GIB, FitVerdict.FITS, "keeps one copy: 4.2 GiB"),
+        (2.0, False, 8 * GIB, FitVerdict.CLOSE, "keeps two copies: 8.2 GiB"),
+        (2.0, False, 7 * GIB, FitVerdict.TOO_LARGE, "keeps two copies: 8.2 GiB"),
+        (1.5, False, 8 * GIB, FitVerdict.FITS, "keeps 1.5 times the model: 6.2 GiB"),
+        (0.0, True, 8 * GIB, FitVerdict.FITS, "keeps pages of the file, and 166.0 MiB"),
         (
-            0.0, True, 2 * GIB, Verdict.THRASHES,
+            0.0, True, 2 * GIB, FitVerdict.THRASHES,
             "its 4.0 GiB of file pages do not fit: each pass reads them again",
         ),
-        (2.0, False, None, Verdict.FITS, "keeps two copies: 8.2 GiB"),
+        (2.0, False, None, FitVerdict.FITS, "keeps two copies: 8.2 GiB"),
     ],
 )  # fmt: skip
 def test_a_prediction_is_judged(
-    copies: float, mapped: bool, ram: int | None, verdict: Verdict, why: str
+    copies: float, mapped: bool, ram: int | None, verdict: FitVerdict, why: str
 ) -> None:
     found = judged("x", copies, ram, mapped=mapped)
     assert (found.verdict, found.why) == (verdict, why)
@@ -87,25 +94,25 @@ def test_what_was_tried_is_believed_before_any_prediction() -> None:
     times = {7 * GIB: [2.0, 9.0, 3.0]}
     lived = Evidence(ok_limits=[7 * GIB], anon_bytes=3 * GIB, ready_s=times)
     found = judged(copies=2.0, ram=7 * GIB, evidence=lived)
-    assert (found.verdict, found.why) == (Verdict.FITS, "keeps 0.7 times the model: 3.0 GiB")
+    assert (found.verdict, found.why) == (FitVerdict.FITS, "keeps 0.7 times the model: 3.0 GiB")
     assert (found.memory_from, found.time_from, found.ready_s) == ("measured", "measured", 3.0)
     died = Evidence(killed_limits=[7 * GIB])
-    assert judged(copies=1.0, ram=6 * GIB, evidence=died).verdict is Verdict.TOO_LARGE
-    assert judged(copies=1.0, ram=8 * GIB, evidence=died).verdict is Verdict.FITS
+    assert judged(copies=1.0, ram=6 * GIB, evidence=died).verdict is FitVerdict.TOO_LARGE
+    assert judged(copies=1.0, ram=8 * GIB, evidence=died).verdict is FitVerdict.FITS
 
 
 @pytest.mark.parametrize(
     ("ram", "verdict"),
     [
-        (4 * GIB, Verdict.TOO_LARGE),
-        (5 * GIB, Verdict.CLOSE),  # some processes would live: nobody can say which
-        (6 * GIB, Verdict.CLOSE),
-        (7 * GIB, Verdict.FITS),
+        (4 * GIB, FitVerdict.TOO_LARGE),
+        (5 * GIB, FitVerdict.CLOSE),  # some processes would live: nobody can say which
+        (6 * GIB, FitVerdict.CLOSE),
+        (7 * GIB, FitVerdict.FITS),
     ],
 )
 @pytest.mark.parametrize("measured", [None, 4.3, 5.5, 6.2])
 def test_what_dies_in_some_processes_only_is_neither_refused_nor_named(
-    ram: int, verdict: Verdict, measured: float | None
+    ram: int, verdict: FitVerdict, measured: float | None
 ) -> None:
     unsteady = replace(
         prediction("x", 1.5),
@@ -115,30 +122,34 @@ def test_what_dies_in_some_processes_only_is_neither_refused_nor_named(
         floor_bytes=6 * GIB + 216 * MIB,
     )
     found = Evidence(anon_bytes=round(measured * GIB)) if measured else None
-    assert judge(info("x"), unsteady, found, None, Limits(ram), "pt").verdict is verdict
+    assert assess(info("x"), unsteady, found, None, Limits(ram), "pt").verdict is verdict
 
 
 def test_a_measured_need_has_the_room_that_a_predicted_one_has() -> None:
     held = prediction("x", 0.1, mapped=True)
     read_ahead = replace(held, floor_bytes=(held.floor_bytes or 0) + 32 * MIB)
     lived = Evidence([None], [], held.host_anon_peak_bytes, None, {None: [5.0]})
-    found = judge(info("x"), read_ahead, lived, None, Limits(8 * GIB), "pt")
+    found = assess(info("x"), read_ahead, lived, None, Limits(8 * GIB), "pt")
     assert (found.need_bytes, found.memory_from) == (read_ahead.floor_bytes, "measured")
     unknown = replace(read_ahead, cannot="odd", host_anon_peak_bytes=None, floor_bytes=None)
-    found = judge(info("x"), unknown, lived, None, Limits(8 * GIB), "pt")
+    found = assess(info("x"), unknown, lived, None, Limits(8 * GIB), "pt")
     assert found.need_bytes == held.floor_bytes
 
 
 def test_what_was_not_followed_is_not_known() -> None:
     unknown = Prediction(Cell(ModelSpec("m", "a:b"), "x", "process"), cannot="ValueError: odd")
-    found = judge(info("x"), unknown, None, CALIBRATION, Limits(GIB), "pt")
-    assert (found.verdict, found.why, found.ready_s) == (Verdict.UNKNOWN, "ValueError: odd", None)
+    found = assess(info("x"), unknown, None, CALIBRATION, Limits(GIB), "pt")
+    assert (found.verdict, found.why, found.ready_s) == (
+        FitVerdict.UNKNOWN,
+        "ValueError: odd",
+        None,
+    )
 
 
 def test_a_gpu_that_is_too_small_refuses() -> None:
     big = replace(prediction("x", 0.1), cuda_reserved_bytes=2 * GIB)
-    found = judge(info("x"), big, None, CALIBRATION, Limits(None, GIB), "pt")
-    assert (found.verdict, found.why) == (Verdict.TOO_LARGE, "takes 2.0 GiB of the GPU")
+    found = assess(info("x"), big, None, CALIBRATION, Limits(None, GIB), "pt")
+    assert (found.verdict, found.why) == (FitVerdict.TOO_LARGE, "takes 2.0 GiB of the GPU")
 
 
 @pytest.mark.parametrize(
@@ -177,8 +188,8 @@ def test_the_fastest_that_was_measured_comes_first_whatever_it_asks_for() -> Non
     order = names([
         timed("mmap_assign", 1.0),
         timed("streaming", 0.8, asks=("weighin",)),
-        timed("dead", 0.1, verdict=Verdict.TOO_LARGE),
-        timed("close", 0.1, verdict=Verdict.CLOSE),
+        timed("dead", 0.1, verdict=FitVerdict.TOO_LARGE),
+        timed("close", 0.1, verdict=FitVerdict.CLOSE),
     ])  # fmt: skip
     assert order == ["streaming", "mmap_assign", "close", "dead"]
 
@@ -226,7 +237,7 @@ def test_predictions_alone_are_ordered_by_time_and_what_they_ask_where_that_is_t
 
 
 def test_a_checkpoint_of_another_layout_must_be_saved_again() -> None:
-    found = judge(
+    found = assess(
         info("streaming"), prediction("streaming", 1.0), None, None, Limits(), "safetensors"
     )
     assert found.asks == ("saved as pt", "weighin")
@@ -241,7 +252,7 @@ def test_what_an_import_takes_is_no_copy_of_a_tiny_model() -> None:
         tensor_peak_bytes=20 * MIB,
         floor_bytes=256 * MIB,
     )
-    found = judge(info("x"), tiny, None, CALIBRATION, Limits(GIB), "pt")
+    found = assess(info("x"), tiny, None, CALIBRATION, Limits(GIB), "pt")
     assert found.why == "keeps one copy: 256.0 MiB"
 
 
@@ -259,25 +270,25 @@ def test_a_measurement_that_agrees_moves_no_verdict(apart: int) -> None:
 
 def test_a_measurement_that_refutes_the_prediction_counts() -> None:
     lived = Evidence([None], [], 6 * GIB, None, {None: [5.0]})
-    assert judged(ram=5 * GIB).verdict is Verdict.FITS
-    assert judged(ram=5 * GIB, evidence=lived).verdict is Verdict.TOO_LARGE
+    assert judged(ram=5 * GIB).verdict is FitVerdict.FITS
+    assert judged(ram=5 * GIB, evidence=lived).verdict is FitVerdict.TOO_LARGE
 
 
 def test_what_has_worked_with_little_to_spare_is_said_so() -> None:
     ram = prediction("x", 1.0).floor_bytes or 0
     lived = Evidence([ram], [], ram - 16 * MIB, None, {ram: [5.0]})
-    assert judged(ram=ram).verdict is Verdict.CLOSE
-    assert judged(ram=ram, evidence=lived).verdict is Verdict.BARELY
+    assert judged(ram=ram).verdict is FitVerdict.CLOSE
+    assert judged(ram=ram, evidence=lived).verdict is FitVerdict.BARELY
 
 
 def test_what_reads_again_and_again_comes_before_what_may_die() -> None:
     one = judged("a")
     order = ranked([
-        replace(one, strategy="dead", verdict=Verdict.TOO_LARGE),
-        replace(one, strategy="close", verdict=Verdict.CLOSE, ready_s=1.0),
-        replace(one, strategy="barely", verdict=Verdict.BARELY, ready_s=1.0),
-        replace(one, strategy="slow", verdict=Verdict.THRASHES, ready_s=60.0, need_bytes=1),
-        replace(one, strategy="as slow", verdict=Verdict.THRASHES, ready_s=50.0, need_bytes=2),
+        replace(one, strategy="dead", verdict=FitVerdict.TOO_LARGE),
+        replace(one, strategy="close", verdict=FitVerdict.CLOSE, ready_s=1.0),
+        replace(one, strategy="barely", verdict=FitVerdict.BARELY, ready_s=1.0),
+        replace(one, strategy="slow", verdict=FitVerdict.THRASHES, ready_s=60.0, need_bytes=1),
+        replace(one, strategy="as slow", verdict=FitVerdict.THRASHES, ready_s=50.0, need_bytes=2),
     ])  # fmt: skip
     assert [one.strategy for one in order] == ["slow", "as slow", "barely", "close", "dead"]
 

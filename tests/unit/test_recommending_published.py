@@ -9,10 +9,10 @@ from pytest import MonkeyPatch
 from weighin.predict.prediction import Prediction, Work
 from weighin.probes import environment
 from weighin.recommend import answer
-from weighin.recommend.answer import Known, Question, advise
+from weighin.recommend.answer import PriorKnowledge, Question, advise
 from weighin.recommend.calibration import Calibration
 from weighin.recommend.prior_runs import find
-from weighin.recommend.ranking import Limits, Verdict
+from weighin.recommend.ranking import FitVerdict, Limits
 from weighin.record import Outcome, Result
 from weighin.records import run_folder
 from weighin.suite import registry
@@ -67,7 +67,7 @@ def test_after_a_full_run_the_measured_fastest_is_named(
     question = Question(results[0].cell.model, Limits(limit), results=PUBLISHED / run)
     planned = tuple(answer._planned(question, "pt"))
     size = next(one.model_bytes for one in results if one.model_bytes)
-    known = Known(
+    known = PriorKnowledge(
         planned,
         tuple(predicted(one, size) for one in planned),
         find([PUBLISHED / run], planned[0].cell),
@@ -77,5 +77,5 @@ def test_after_a_full_run_the_measured_fastest_is_named(
     advice = advise(question, known)
     assert advice.best
     assert advice.best.time_from == "measured"
-    assert (advice.best.strategy, advice.best.verdict) == (fastest(results, limit), Verdict.FITS)
+    assert (advice.best.strategy, advice.best.verdict) == (fastest(results, limit), FitVerdict.FITS)
     assert registry.strategy(advice.best.strategy)

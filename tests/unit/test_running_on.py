@@ -26,7 +26,7 @@ from weighin.isolation.process import LocalRunning, ProcessIsolation
 from weighin.probes import page_cache
 from weighin.record import Outcome, Sample
 from weighin.records import run_folder
-from weighin.run.cell_runner import Measured, Setting, take
+from weighin.run.cell_runner import CellMeasurement, Setting, take
 from weighin.run.request import resumable
 from weighin.run.runner import Run
 
@@ -77,7 +77,7 @@ def test_a_cell_without_room_for_its_record_is_not_begun(tmp_path: Path) -> None
 def test_samples_that_find_no_room_are_told_and_leave_nothing(tmp_path: Path) -> None:
     result = make_result(samples_path="samples/x.csv")
     (tmp_path / "samples").mkdir()
-    measured = Measured(result, [Sample(*range(8))] * 1000)
+    measured = CellMeasurement(result, [Sample(*range(8))] * 1000)
     with files_of_at_most(1000), pytest.raises(RecordError) as caught:
         measured.finish(tmp_path)
     assert caught.value.message == (

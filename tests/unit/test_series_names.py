@@ -12,7 +12,7 @@ from weighin.cell import ModelSpec
 from weighin.gate import baseline
 from weighin.record import Result
 from weighin.records import run_folder
-from weighin.records.series import Run, name_of, summarise
+from weighin.records.series import SeriesRun, name_of, summarise
 from weighin.report import history
 from weighin.report.dataframe import cells
 from weighin.suite import registry
@@ -61,7 +61,7 @@ def test_two_models_whose_builders_share_a_function_name_are_two_series(
     tmp_path: Path, other: Result
 ) -> None:
     ours = of_builder("mynets:build")
-    assert len(summarise([Run([ours, other])])) == 2
+    assert len(summarise([SeriesRun([ours, other])])) == 2
     assert set(cells([ours, other])["model"]) == {ours.cell.model.title, other.cell.model.title}
     run_of(tmp_path / "a", ours, other)
     run_of(tmp_path / "b", ours)

@@ -33,7 +33,7 @@ def source(tmp_path: Path) -> Path:
 def convert(source: Path, name: str, fmt: str, **changes: object) -> Path:
     fields = {"dtype": None, "split_above_bytes": 2**40, "max_shard_bytes": 2**40}
     fields |= {"checksums": sidecar.find(source)}
-    converting.convert(source, source.parent / name, converting.Order(fmt, **fields | changes))
+    converting.convert(source, source.parent / name, converting.Conversion(fmt, **fields | changes))
     return source.parent / name
 
 
@@ -109,7 +109,7 @@ def test_a_checkpoint_in_the_cache_is_compared_with_its_manifest(
         path = formats.checkpoint_in(entry, fmt)
         assert sidecar.find(path) == entry / "manifest.json"
         target = tmp_path / f"{fmt}.half"
-        order = converting.Order(
+        order = converting.Conversion(
             "pt", torch.bfloat16, 2**40, 2**40, verify=True, checksums=sidecar.find(path)
         )
         converting.convert(path, target, order)

@@ -18,8 +18,8 @@ from weighin.records.verdict import (
     Judgement,
     Verdict,
     highest_charge,
-    judge,
     judge_all,
+    judge_result,
     refaults,
     used_ns,
 )
@@ -46,12 +46,12 @@ def lived(**changes: Any) -> Result:
 
 
 def verdict(result: Result, reference_ns: int | None = None) -> Verdict | None:
-    said = judge(result, reference_ns)
+    said = judge_result(result, reference_ns)
     return said.verdict if said else None
 
 
 def test_what_ends_ok_in_good_time_survives_and_says_by_which_figures() -> None:
-    assert judge(lived(), 9 * SECOND) == Judgement(
+    assert judge_result(lived(), 9 * SECOND) == Judgement(
         Verdict.SURVIVES,
         "10.0 s, 1.1x the 9.00 s in peace; 0 B read again (0.00x the model); 7 major faults;"
         " waited for memory 0% of the load (all tasks 0%)",
@@ -60,7 +60,7 @@ def test_what_ends_ok_in_good_time_survives_and_says_by_which_figures() -> None:
 
 def test_refaults_and_lost_time_are_thrashing() -> None:
     thrashing = lived(faults=Faults(100, 900, 2500), pressure=Pressure(4 * SECOND, SECOND))
-    assert judge(thrashing, 4 * SECOND) == Judgement(
+    assert judge_result(thrashing, 4 * SECOND) == Judgement(
         Verdict.THRASHES,
         "10.0 s, 2.5x the 4.00 s in peace; 9.77 MiB read again (2.50x the model); 900 major faults;"
         " waited for memory 40% of the load (all tasks 10%)",
@@ -69,7 +69,7 @@ def test_refaults_and_lost_time_are_thrashing() -> None:
 
 def test_pages_are_as_large_as_on_the_machine_that_counted_them() -> None:
     large = lived(faults=Faults(100, 900, 250), environment={"page_bytes": 65536})
-    assert judge(large, 5 * SECOND) == Judgement(
+    assert judge_result(large, 5 * SECOND) == Judgement(
         Verdict.THRASHES,
         "10.0 s, 2.0x the 5.00 s in peace; 15.62 MiB read again (4.00x the model); 900 major faults;"
         " waited for memory 0% of the load (all tasks 0%)",
@@ -102,8 +102,8 @@ def test_each_threshold_is_where_it_is_written(
 
 def test_a_timeout_thrashes_where_memory_was_lacking_and_has_no_verdict_elsewhere() -> None:
     late = lived(outcome=Outcome.TIMEOUT, message="still running after 60 s", ready_ns=None)
-    assert judge(late, SECOND) is None
-    assert judge(replace(late, faults=Faults(1, 5, 3000)), None) == Judgement(
+    assert judge_result(late, SECOND) is None
+    assert judge_result(replace(late, faults=Faults(1, 5, 3000)), None) == Judgement(
         Verdict.THRASHES,
         "still running after 60 s; 11.72 MiB read again (3.00x the model); 5 major faults;"
         " waited for memory 0% of the load (all tasks 0%)",
@@ -114,12 +114,12 @@ def test_a_cell_that_stayed_below_its_limit_does_not_thrash_and_says_so() -> Non
     slow = lived(faults=Faults(100, 900, 2500), pressure=Pressure(4 * SECOND, SECOND))
     assert verdict(slow, 4 * SECOND) is Verdict.THRASHES
     below = replace(slow, peaks=Peaks(cgroup_bytes=20 * GIB - 4096))
-    said = judge(below, 4 * SECOND)
+    said = judge_result(below, 4 * SECOND)
     assert said
     assert said.verdict is Verdict.SURVIVES
     assert said.reason.startswith("never met its limit: 20.00 GiB at most; 10.0 s, 2.5x the 4.00 s")
     late = replace(below, outcome=Outcome.TIMEOUT, message="still running after 60 s")
-    assert judge(late, 4 * SECOND) is None
+    assert judge_result(late, 4 * SECOND) is None
     assert verdict(replace(slow, peaks=Peaks()), 4 * SECOND) is Verdict.THRASHES  # peak not known
 
 
@@ -152,7 +152,7 @@ def test_no_published_cell_below_its_limit_thrashes(run: str) -> None:
         limit, said = one.cell.ram_limit_bytes, found[one.cell.id]
         if limit is not None and (highest_charge(one) or 0) < limit:
             assert said is None or said.verdict is not Verdict.THRASHES, one.cell.id
-            alone = judge(one)
+            alone = judge_result(one)
             assert alone is None or alone.verdict is not Verdict.THRASHES, one.cell.id
 
 
@@ -172,13 +172,13 @@ def test_a_mapped_load_at_its_published_floor_still_thrashes(run: str) -> None:
 
 def test_what_the_kernel_killed_is_killed() -> None:
     killed = make_result(make_cell("baseline"), SCRIPTS["baseline"])
-    assert judge(killed) == Judgement(
+    assert judge_result(killed) == Judgement(
         Verdict.KILLED, "killed by the kernel for lack of memory in phase 'read'"
     )
     refused = lived(outcome=Outcome.CUDA_OOM, message="CUDA out of memory")
-    assert judge(refused) == Judgement(Verdict.KILLED, "CUDA out of memory")
+    assert judge_result(refused) == Judgement(Verdict.KILLED, "CUDA out of memory")
     child = lived(outcome=Outcome.STRATEGY_FAILED, message="BrokenProcessPool", oom_kills=2)
-    assert judge(child) == Judgement(
+    assert judge_result(child) == Judgement(
         Verdict.KILLED, "the kernel killed 2 of its processes for lack of memory"
     )
 
@@ -195,7 +195,7 @@ def test_what_the_kernel_killed_is_killed() -> None:
     ids=lambda result: result.outcome,
 )
 def test_what_memory_did_not_decide_has_no_verdict(result: Result) -> None:
-    assert judge(result) is None
+    assert judge_result(result) is None
 
 
 def test_the_use_of_the_model_counts() -> None:

@@ -205,9 +205,9 @@ def test_the_driver_is_asked_for_this_very_process(
         (None, None),
         (300, 512),
     ]
-    assert watch.story.environment["cuda_driver_source"] == "NVML, this process"
-    assert watch.story.environment["gpu_driver"] == "580.1"
-    assert watch.story.notes == []
+    assert watch.event_log.environment["cuda_driver_source"] == "NVML, this process"
+    assert watch.event_log.environment["gpu_driver"] == "580.1"
+    assert watch.event_log.notes == []
 
 
 def test_without_nvml_the_figure_is_the_gpus_and_a_warning_says_why(

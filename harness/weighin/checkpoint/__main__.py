@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 from weighin.errors import CheckpointError, HarnessError
 
 if TYPE_CHECKING:
-    from weighin.checkpoint.convert import Order
+    from weighin.checkpoint.convert import Conversion
 
 _PROGRESS_EVERY_S: Final = 0.1
 _PR_SET_PDEATHSIG: Final = 1
@@ -83,12 +83,12 @@ def _run(options: argparse.Namespace) -> dict[str, float]:
     return {"import": import_s, **seconds}
 
 
-def _order(options: argparse.Namespace) -> "Order":
+def _order(options: argparse.Namespace) -> "Conversion":
     import torch
 
-    from weighin.checkpoint.convert import Order
+    from weighin.checkpoint.convert import Conversion
 
-    return Order(
+    return Conversion(
         fmt=options.format,
         dtype=getattr(torch, options.dtype) if options.dtype else None,
         split_above_bytes=options.split_above_bytes,

@@ -15,13 +15,13 @@ from typing import Final
 from weighin import atomic, formats
 from weighin.cell import ModelSpec
 from weighin.checkpoint import entries
-from weighin.checkpoint.entries import Stored, clear, folder, list_entries
+from weighin.checkpoint.entries import CachedCheckpoint, clear, folder, list_entries
 from weighin.checkpoint.manifest import Manifest, read_manifest
 from weighin.checkpoint.subprocess_client import run_maker
 from weighin.errors import CheckpointError, ConfigError
 from weighin.units import format_bytes
 
-__all__ = ["Prepared", "Report", "Stored", "clear", "ensure", "folder", "list_entries"]
+__all__ = ["CachedCheckpoint", "Prepared", "Report", "clear", "ensure", "folder", "list_entries"]
 
 Report = Callable[[str, float | None], None]
 """Called with one line on what is being done, and the share that is done (None: unknown)."""

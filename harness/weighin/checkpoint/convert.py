@@ -37,7 +37,7 @@ _SHARDED: Final = (_SPLIT, "sharded_pt")  # what max_shard_bytes is for
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class Conversion:
     """What to convert to. ``dtype`` is of floating-point tensors; None keeps each one's own.
 
     Attributes:
@@ -59,7 +59,7 @@ class Order:
 def convert(
     source: Path,
     target: Path,
-    order: Order,
+    order: Conversion,
     *,
     permit: Callable[[int], None] | None = None,
     progress: Progress | None = None,
@@ -88,7 +88,7 @@ def convert(
     layout = formats.named(choose(order.fmt, size, order.split_above_bytes))
     if permit is not None:
         permit(size + RECORD_BYTES * len(tensors))
-    known = sidecar.Known(source, order.checksums, slices) if order.checksums else None
+    known = sidecar.KnownChecksums(source, order.checksums, slices) if order.checksums else None
     copier = _Copier(slices, tensors, known, summing=order.verify or known is not None)
     read = time.monotonic()
     with growing_beside(target) as temporary:
@@ -117,7 +117,7 @@ def _write(
     tensors: Sequence[TensorPlan],
     pieces: Pieces,
     progress: Progress | None,
-    order: Order,
+    order: Conversion,
 ) -> None:
     if layout.NAME in _SHARDED:
         write = cast(Any, layout).write
@@ -160,7 +160,7 @@ class _Copier:
         self,
         slices: Sequence[TensorSlice],
         tensors: Sequence[TensorPlan],
-        known: sidecar.Known | None,
+        known: sidecar.KnownChecksums | None,
         *,
         summing: bool,
     ) -> None:

@@ -38,7 +38,7 @@ TEMPORARY: Final = ".making-"
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class CachedCheckpoint:
     """A checkpoint in the cache. ``last_used_s`` is a time of the epoch, in seconds.
 
     ``size_bytes`` is of its files; 0 for a user's own checkpoint, of which the cache holds no
@@ -135,13 +135,13 @@ def remove_leftovers(entry: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-def list_entries() -> list[Stored]:
+def list_entries() -> list[CachedCheckpoint]:
     """Return all checkpoints of the cache, the last used first."""
     found = [stored for entry in _entries() for stored in _formats(entry)]
     return sorted(found, key=lambda stored: stored.last_used_s, reverse=True)
 
 
-def clear(name: str | None = None) -> list[Stored]:
+def clear(name: str | None = None) -> list[CachedCheckpoint]:
     """Remove the entries of a model or of that exact name, or all; return what was removed.
 
     Waits for makers that are at work on them. Touches nothing but entries in the cache's folder.
@@ -152,7 +152,7 @@ def clear(name: str | None = None) -> list[Stored]:
     chosen = [e for e in _entries() if name is None or name in {e.name, e.name.rpartition("-")[0]}]
     if name is not None and not chosen:
         raise UnknownName("cached model", name, {e.name.rpartition("-")[0] for e in _entries()})
-    removed: list[Stored] = []
+    removed: list[CachedCheckpoint] = []
     for entry in chosen:
         with locked(entry, lambda: None):
             removed += _formats(entry)
@@ -169,11 +169,11 @@ def _entries() -> Iterator[Path]:
         yield from sorted(e for e in models.iterdir() if e.is_dir() and not e.is_symlink())
 
 
-def _formats(entry: Path) -> Iterator[Stored]:
+def _formats(entry: Path) -> Iterator[CachedCheckpoint]:
     markers = [path for path in sorted(entry.glob("*.json")) if path.name != "manifest.json"]
     for marker in markers:
         files = entry / marker.stem
         size = sum(file.stat().st_size for file in files.iterdir()) if files.is_dir() else 0
-        yield Stored(entry.name, marker.stem, size, marker.stat().st_mtime, files)
+        yield CachedCheckpoint(entry.name, marker.stem, size, marker.stat().st_mtime, files)
     if not markers and (manifest := entry / "manifest.json").is_file():
-        yield Stored(entry.name, "index", 0, manifest.stat().st_mtime, manifest)
+        yield CachedCheckpoint(entry.name, "index", 0, manifest.stat().st_mtime, manifest)

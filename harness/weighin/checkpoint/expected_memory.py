@@ -17,7 +17,7 @@ SHARD_BYTES: Final = 5 * 1024**3  # what convert makes unless it is told otherwi
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class ExpectedMemory:
     """Anonymous memory on the CPU: copies of all weights and the largest piece of one kind.
 
     Attributes:
@@ -30,21 +30,21 @@ class Need:
 
 
 _NEEDS: Final = {
-    "baseline": Need(2),
-    "sequential": Need(2),
-    "meta_copy": Need(2),
-    "load_assign": Need(1),
-    "mmap_assign": Need(0, mapped=True),
-    "per_param": Need(1, "tensor"),
-    "per_param_mmap": Need(0, mapped=True),
-    "per_module": Need(1, "layer"),
-    "dcp": Need(1, "tensor"),
-    "safetensors_mmap": Need(0, mapped=True),
-    "safetensors_copy": Need(1, mapped=True),
-    "sharded": Need(1, mapped=True),
-    "streaming": Need(1),
+    "baseline": ExpectedMemory(2),
+    "sequential": ExpectedMemory(2),
+    "meta_copy": ExpectedMemory(2),
+    "load_assign": ExpectedMemory(1),
+    "mmap_assign": ExpectedMemory(0, mapped=True),
+    "per_param": ExpectedMemory(1, "tensor"),
+    "per_param_mmap": ExpectedMemory(0, mapped=True),
+    "per_module": ExpectedMemory(1, "layer"),
+    "dcp": ExpectedMemory(1, "tensor"),
+    "safetensors_mmap": ExpectedMemory(0, mapped=True),
+    "safetensors_copy": ExpectedMemory(1, mapped=True),
+    "sharded": ExpectedMemory(1, mapped=True),
+    "streaming": ExpectedMemory(1),
 }
-_NEEDS_OF_BIN_SHARDS: Final = Need(1, "shard")
+_NEEDS_OF_BIN_SHARDS: Final = ExpectedMemory(1, "shard")
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ def make(
     if permit is not None:
         permit(needed_bytes(described))
     permitted = time.monotonic()
-    sums = _Sums(described)
+    sums = _GeneratedChecksums(described)
     stored = in_checkpoint(described)
     write(fmt, folder, plans(stored), partial(_summed_pieces, sums, seed), progress)
     if len(stored) < len(described):
@@ -125,7 +125,7 @@ def parameter_pieces(seed: int, name: str, tensor: torch.Tensor) -> Iterator[tor
         yield piece.to(dtype)
 
 
-class _Sums:
+class _GeneratedChecksums:
     """The checksums of all tensors, filled by several threads."""
 
     def __init__(self, described: list[Described]) -> None:
@@ -141,7 +141,7 @@ class _Sums:
         return self._sums[one.shared_with or one.name]
 
 
-def _summed_pieces(sums: _Sums, seed: int, name: str) -> Iterator[torch.Tensor]:
+def _summed_pieces(sums: _GeneratedChecksums, seed: int, name: str) -> Iterator[torch.Tensor]:
     """Yield a tensor's values for the file, and leave their checksums in ``sums``."""
     one = sums.described[name]
     if one.kind == "parameter":

@@ -58,7 +58,7 @@ def index(
         )
     if permit is not None:
         permit(_needed_bytes(slices) if own != fmt else 0)
-    sums = _Sums(places)
+    sums = _IndexedChecksums(places)
     read = time.monotonic()
     if own != fmt:
         stored = in_checkpoint(described)
@@ -80,7 +80,7 @@ def index(
     return Made(manifest, {"read": read - started, "convert": time.monotonic() - read})
 
 
-class _Sums:
+class _IndexedChecksums:
     """The checksums of a checkpoint's tensors: taken when they are converted, or read for them."""
 
     def __init__(self, places: Mapping[str, TensorSlice]) -> None:

@@ -30,7 +30,7 @@ _SUM: Final = re.compile(r"([a-z0-9_]+) ([0-9a-f]{16})")
 _SHOWN: Final = 3
 
 
-class Known:
+class KnownChecksums:
     """The checksums that a checkpoint came with: of each of its tensors, in its own dtype."""
 
     def __init__(self, checkpoint: Path, path: Path, slices: Iterable[TensorSlice]) -> None:

@@ -32,12 +32,12 @@ def run_maker(
     Raises:
         HarnessError: whatever the maker raised, or that it was killed.
     """
-    with tempfile.TemporaryFile() as chatter:
+    with tempfile.TemporaryFile() as stderr_tail:
         process = subprocess.Popen(
             [sys.executable, "-m", "weighin.checkpoint", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=chatter,
+            stderr=stderr_tail,
             env=environment(python_path),
             text=True,
         )
@@ -49,7 +49,7 @@ def run_maker(
             process.kill()  # nothing to end where it has ended by itself
             process.communicate()
         if done is None:
-            raise _died(process.returncode, chatter)
+            raise _died(process.returncode, stderr_tail)
         return done
 
 
@@ -91,9 +91,9 @@ def _error(fields: dict[str, str]) -> HarnessError:
     return (kind or HarnessError)(fields["message"], fields["repair"])
 
 
-def _died(code: int, chatter: IO[bytes]) -> CheckpointError:
-    chatter.seek(0)
-    lines = chatter.read().decode(errors="replace").strip().splitlines()[-_LAST_LINES:]
+def _died(code: int, stderr_tail: IO[bytes]) -> CheckpointError:
+    stderr_tail.seek(0)
+    lines = stderr_tail.read().decode(errors="replace").strip().splitlines()[-_LAST_LINES:]
     if code < 0:
         cause = f"killed by {signal.Signals(-code).name}"
         repair = "run it again; if the kernel killed it (see `dmesg`), free some memory first"

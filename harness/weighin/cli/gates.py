@@ -14,8 +14,8 @@ from weighin import exit_codes
 from weighin.errors import ConfigError
 
 if TYPE_CHECKING:
-    from weighin.gate.check import Measured
-    from weighin.gate.lines import Judgement
+    from weighin.gate.check import MeasuredRuns
+    from weighin.gate.lines import GateResult
 
 CHECK_EXAMPLES = (
     "Examples:\n\n"
@@ -141,7 +141,7 @@ def compare(
         _write(markdown, comparing.write_markdown(comparison))
 
 
-def _repairs(judgement: "Judgement", measured: "Measured", baseline: Path | None) -> list[str]:
+def _repairs(judgement: "GateResult", measured: "MeasuredRuns", baseline: Path | None) -> list[str]:
     """Return how to accept what failed, where that can be."""
     from weighin.gate.expected import suggest
 

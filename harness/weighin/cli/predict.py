@@ -95,10 +95,10 @@ def _suite(path: Path | None, asked: dict[str, Any]) -> "Suite":
 def _plan(suite: "Suite", kwargs: dict[str, Any]) -> "list[Planned]":
     from weighin import formats
     from weighin.suite import registry
-    from weighin.suite.matrix import Matrix, plan
+    from weighin.suite.matrix import CellMatrix, plan
 
     return plan(
-        Matrix(
+        CellMatrix(
             models=tuple(registry.model(name, kwargs or None) for name in suite.models),
             strategies=registry.chosen(suite),
             ram_limits=(None,),

@@ -22,7 +22,7 @@ Verdict = Literal["good", "poor", "bad"]
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Capability:
     """One line of the doctor's table."""
 
     subject: str
@@ -30,17 +30,17 @@ class Finding:
     detail: str
 
 
-def figures() -> Iterator[Finding]:
+def figures() -> Iterator[Capability]:
     """Yield a finding for each figure of a record, in the order in which a report has them."""
     clear = os.access("/proc/self/clear_refs", os.W_OK)
-    yield Finding(
+    yield Capability(
         "peak RSS of each phase",
         "good" if clear else "bad",
         "exact: VmHWM, reset through clear_refs"
         if clear
         else "/proc/self/clear_refs cannot be written: is this a sandbox of another kernel?",
     )
-    yield Finding(
+    yield Capability(
         "anonymous, file, shared memory",
         "good",
         "sampled from outside, exact at the ends of phases: the kernel keeps no mark of them",
@@ -49,7 +49,7 @@ def figures() -> Iterator[Finding]:
         with temporary_group() as group:
             yield from of_group(MemoryCgroup(group))
     except HarnessError as error:
-        yield Finding(
+        yield Capability(
             "figures of the cell's cgroup",
             "bad" if memory_hierarchy() is None else "poor",
             f"{error.message}: none with --isolation cgroup; docker has groups of its own",
@@ -58,49 +58,51 @@ def figures() -> Iterator[Finding]:
     yield cold_cache()
 
 
-def of_group(cgroup: MemoryCgroup) -> Iterator[Finding]:
+def of_group(cgroup: MemoryCgroup) -> Iterator[Capability]:
     """Yield what a group of one's own tells: its peak, the kernel's kills, refaults, limits."""
     subject, name = "cgroup peak", cgroup.peak_path.name
     with closing(PeakMark(cgroup)) as mark:
         if mark.read() is None:
-            yield Finding(subject, "bad", f"missing: {name} came with Linux 5.19; samples remain")
+            yield Capability(
+                subject, "bad", f"missing: {name} came with Linux 5.19; samples remain"
+            )
         elif mark.reset():
-            yield Finding(subject, "good", f"exact for each phase: {name}, reset at every mark")
+            yield Capability(subject, "good", f"exact for each phase: {name}, reset at every mark")
         else:
             why = f"{name} can be reset since Linux 6.12"
-            yield Finding(subject, "poor", f"exact for the whole cell, not for a phase: {why}")
+            yield Capability(subject, "poor", f"exact for the whole cell, not for a phase: {why}")
     kills = cgroup.read_oom_kills()
     detail = f"exact: oom_kill in {cgroup.oom_path.name}"
     if kills is None:
         detail = f"missing: {cgroup.oom_path.name} has no oom_kill before Linux 5.2 (v2), 4.13 (v1)"
-    yield Finding("kills for lack of memory", "bad" if kills is None else "good", detail)
+    yield Capability("kills for lack of memory", "bad" if kills is None else "good", detail)
     refaults = cgroup.read_refaults()
     detail = "exact: workingset_refault_file in memory.stat"
     if refaults is None:
         detail = "missing: this kernel does not count them apart (Linux 5.9); major faults remain"
-    yield Finding("pages read again", "poor" if refaults is None else "good", detail)
+    yield Capability("pages read again", "poor" if refaults is None else "good", detail)
     soft = cgroup.soft_limit_path is not None
     detail = "memory.high, with --isolation cgroup" if soft else "cgroup v1 has none that throttles"
-    yield Finding("soft limit (--ram-high)", "good" if soft else "poor", detail)
+    yield Capability("soft limit (--ram-high)", "good" if soft else "poor", detail)
 
 
-def pressure() -> Finding:
+def pressure() -> Capability:
     """Return whether a cell's memory pressure can be had: PSI needs a group in a v2 tree."""
     subject = "memory pressure (PSI)"
     if not Path("/proc/pressure/memory").exists():
-        return Finding(subject, "poor", "missing: off in this kernel; boot with psi=1")
+        return Capability(subject, "poor", "missing: off in this kernel; boot with psi=1")
     tree, hierarchy = pressure_hierarchy(), memory_hierarchy()
     if tree is None:
-        return Finding(
+        return Capability(
             subject, "poor", "missing: only a cgroup v2 tree has it, and none is mounted"
         )
     if hierarchy and hierarchy[0] == 1:
         detail = f"exact with --isolation cgroup, through {tree}; docker on cgroup v1 has none"
-        return Finding(subject, "good", detail)
-    return Finding(subject, "good", "exact: memory.pressure of the cell's cgroup")
+        return Capability(subject, "good", detail)
+    return Capability(subject, "good", "exact: memory.pressure of the cell's cgroup")
 
 
-def cold_cache() -> Finding:
+def cold_cache() -> Capability:
     """Return whether the checkpoints' pages can be dropped, and proven gone."""
     folder = cache.folder()
     folder.mkdir(parents=True, exist_ok=True)
@@ -109,9 +111,9 @@ def cold_cache() -> Finding:
         file.flush()
         left = page_cache.drop([Path(file.name)])
     if left is None:
-        return Finding(
+        return Capability(
             "cold page cache", "bad", f"{folder}: this kernel does not tell what it caches"
         )
     if left:
-        return Finding("cold page cache", "bad", f"{folder} keeps its pages: is it a tmpfs?")
-    return Finding("cold page cache", "good", f"dropped and proven for files in {folder}")
+        return Capability("cold page cache", "bad", f"{folder} keeps its pages: is it a tmpfs?")
+    return Capability("cold page cache", "good", f"dropped and proven for files in {folder}")

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from weighin.cell import Cell, Job
 from weighin.checkpoint import cache
-from weighin.doctor.capabilities import Finding, figures
+from weighin.doctor.capabilities import Capability, figures
 from weighin.errors import HarnessError
 from weighin.isolation import select
 from weighin.isolation.base import Isolation
@@ -40,26 +40,26 @@ def examine(say: Callable[[str], None]) -> tuple[Table, bool]:
     return table, any("limit" in one.subject and one.verdict == "good" for one in limits)
 
 
-def _isolation(isolation: Isolation, say: Callable[[str], None]) -> Iterator[Finding]:
+def _isolation(isolation: Isolation, say: Callable[[str], None]) -> Iterator[Capability]:
     subject = f"isolation {isolation.name}"
     try:
         isolation.check()
     except HarnessError as error:
-        yield Finding(subject, "bad", f"{error.message}. {error.repair}")
+        yield Capability(subject, "bad", f"{error.message}. {error.repair}")
         return
     for line in isolation.remove_stale():
-        yield Finding("left behind by a dead run", "good", f"removed: {line}")
+        yield Capability("left behind by a dead run", "good", f"removed: {line}")
     if not isolation.limits:
-        yield Finding(subject, "good", "measures; holds no limit")
+        yield Capability(subject, "good", "measures; holds no limit")
         return
     say(f"running into a limit of {format_bytes(_PROBE_LIMIT_BYTES)} with {isolation.name}")
     try:
         yield _prove(isolation, say)
     except HarnessError as error:
-        yield Finding(subject, "bad", f"{error.message}. {error.repair}")
+        yield Capability(subject, "bad", f"{error.message}. {error.repair}")
 
 
-def _prove(isolation: Isolation, say: Callable[[str], None]) -> Finding:
+def _prove(isolation: Isolation, say: Callable[[str], None]) -> Capability:
     """Run a worker into a limit and see the kernel kill it in the phase that overruns."""
     isolation.prepare(say)
     spec = model("gpt2-tiny")
@@ -76,47 +76,53 @@ def _prove(isolation: Isolation, say: Callable[[str], None]) -> Finding:
     if result.outcome is Outcome.OOM_KILLED and result.last_phase == "overrun":
         at = f"cgroup peak {format_bytes(peak)}" if peak else "cgroup peak unseen"
         killed = f"a probe that overran {format_bytes(_PROBE_LIMIT_BYTES)} was killed, {at}"
-        return Finding(subject, "good", "; ".join([killed, *result.warnings]))
+        return Capability(subject, "good", "; ".join([killed, *result.warnings]))
     what = f"a probe that overran its limit was not killed: {result.outcome} {result.message}"
-    return Finding(subject, "bad", what.rstrip())
+    return Capability(subject, "bad", what.rstrip())
 
 
-def _machine() -> Iterator[Finding]:
+def _machine() -> Iterator[Capability]:
     found = environment.machine()
     yield _hierarchy()
     free, total = environment.free_ram_bytes(), found["ram_bytes"]
-    yield Finding("RAM", "good", f"{format_bytes(free)} free of {format_bytes(total)}")
+    yield Capability("RAM", "good", f"{format_bytes(free)} free of {format_bytes(total)}")
     disk = shutil.disk_usage(cache.folder()).free
-    yield Finding("disk for checkpoints", "good", f"{format_bytes(disk)} free at {cache.folder()}")
+    yield Capability(
+        "disk for checkpoints", "good", f"{format_bytes(disk)} free at {cache.folder()}"
+    )
     yield _swap(found["swap_bytes"])
-    yield Finding("transparent huge pages", "good", f"{found['thp']} (recorded: changes figures)")
+    yield Capability(
+        "transparent huge pages", "good", f"{found['thp']} (recorded: changes figures)"
+    )
     yield gpu()
 
 
-def _hierarchy() -> Finding:
+def _hierarchy() -> Capability:
     subject, hierarchy = "cgroup version", memory_hierarchy()
     if hierarchy is None:
-        return Finding(subject, "bad", "no memory controller: boot with cgroup_enable=memory")
+        return Capability(subject, "bad", "no memory controller: boot with cgroup_enable=memory")
     version, mount = hierarchy
     tree = pressure_hierarchy()
     if version == 2:
-        return Finding(subject, "good", f"v2 at {mount}")
+        return Capability(subject, "good", f"v2 at {mount}")
     beside = f"beside a v2 tree at {tree}" if tree else "without a v2 tree"
-    return Finding(subject, "poor", f"v1 at {mount}, {beside}")
+    return Capability(subject, "poor", f"v1 at {mount}, {beside}")
 
 
-def _swap(swap_bytes: int) -> Finding:
+def _swap(swap_bytes: int) -> Capability:
     if not swap_bytes:
-        return Finding("swap", "good", "none")
+        return Capability("swap", "good", "none")
     try:
         with temporary_group() as group:
             limit(group, _PROBE_LIMIT_BYTES)
     except HarnessError as error:
-        return Finding("swap", "poor", f"{format_bytes(swap_bytes)}; {error.message}")
-    return Finding("swap", "good", f"{format_bytes(swap_bytes)}, turned off for each limited cell")
+        return Capability("swap", "poor", f"{format_bytes(swap_bytes)}; {error.message}")
+    return Capability(
+        "swap", "good", f"{format_bytes(swap_bytes)}, turned off for each limited cell"
+    )
 
 
-def gpu() -> Finding:
+def gpu() -> Capability:
     """Return which GPU a cell with ``--device cuda`` would load to, and why none where there is none."""
     import torch  # 2 s; the probes have read it from the disk by now
 
@@ -125,10 +131,10 @@ def gpu() -> Finding:
         free, total = torch.cuda.mem_get_info()
         name = torch.cuda.get_device_name()
         detail = f"{name}, {format_bytes(free)} free of {format_bytes(total)}, peaks are exact"
-        return Finding(subject, "good", detail)
+        return Capability(subject, "good", detail)
     if not Path("/dev/nvidiactl").exists():
-        return Finding(subject, "poor", "none: cells load to the CPU only")
+        return Capability(subject, "poor", "none: cells load to the CPU only")
     if torch.version.cuda is None:
         why = f"torch {torch.__version__} is a build without CUDA: install one from pytorch.org"
-        return Finding(subject, "bad", f"there is one, but {why}")
-    return Finding(subject, "bad", "there is one, but torch cannot use it: see nvidia-smi")
+        return Capability(subject, "bad", f"there is one, but {why}")
+    return Capability(subject, "bad", "there is one, but torch cannot use it: see nvidia-smi")

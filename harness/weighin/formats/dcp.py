@@ -22,7 +22,7 @@ from weighin.formats.base import Part, Pieces, Progress, TensorPlan, TensorSlice
 from weighin.formats.sniff import plain, shown
 
 if TYPE_CHECKING:
-    from weighin.formats.dcp_metadata import Block, Stored
+    from weighin.formats.dcp_metadata import DcpBlock, DcpTensor
 
 NAME = "dcp"
 SUFFIX = ""
@@ -54,7 +54,9 @@ def read(path: Path) -> list[TensorSlice]:
     return [_slice(path, stored, known) for stored in dcp_metadata.read(path)]
 
 
-def _slice(path: Path, stored: "Stored", known: dict[tuple[str, int], TensorSlice]) -> TensorSlice:
+def _slice(
+    path: Path, stored: "DcpTensor", known: dict[tuple[str, int], TensorSlice]
+) -> TensorSlice:
     from weighin.formats.dcp_pickle import AGAIN
 
     parts = []
@@ -76,7 +78,7 @@ def _slice(path: Path, stored: "Stored", known: dict[tuple[str, int], TensorSlic
     return replace(parts[0].where, shape=stored.shape, stride=stride, parts=tuple(parts))
 
 
-def _read_archive(folder: Path, key: str, stored: "Block") -> TensorSlice:
+def _read_archive(folder: Path, key: str, stored: "DcpBlock") -> TensorSlice:
     from weighin.formats.dcp_pickle import AGAIN
     from weighin.formats.file_view import FileView
 

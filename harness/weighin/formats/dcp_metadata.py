@@ -19,7 +19,7 @@ _MERGE: Final = "merge it first: python -m torch.distributed.checkpoint.format_u
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class DcpBlock:
     """A block of a tensor: an archive of its own inside a file, whose places are in bytes."""
 
     start: tuple[int, ...]
@@ -30,16 +30,16 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class DcpTensor:
     """One tensor and its blocks: one that is all of it, or several that tile it."""
 
     key: str
     shape: tuple[int, ...]
     dtype: str
-    blocks: tuple[Block, ...]
+    blocks: tuple[DcpBlock, ...]
 
 
-def read(folder: Path) -> list[Stored]:
+def read(folder: Path) -> list[DcpTensor]:
     """Return all tensors in the metadata's order.
 
     Raises:
@@ -59,7 +59,7 @@ def read(folder: Path) -> list[Stored]:
     return [_stored(path, key, one, by_key.get(key, [])) for key, one in tensors.items()]
 
 
-def _stored(path: Path, key: Any, tensor: Any, places: list[tuple[Any, Any]]) -> Stored:
+def _stored(path: Path, key: Any, tensor: Any, places: list[tuple[Any, Any]]) -> DcpTensor:
     if not isinstance(key, str):
         raise CheckpointError(f"{path}: damaged: a key that is no text: {shown(key)}", AGAIN)
     if not isinstance(tensor, TensorMetadata):
@@ -78,15 +78,15 @@ def _stored(path: Path, key: Any, tensor: Any, places: list[tuple[Any, Any]]) ->
     shape = tuple(shape)
     if not (isinstance(chunks, list) and len(chunks) > 1) and len(places) == 1:
         begin = (0,) * len(shape)
-        return Stored(key, shape, dtype, (_block(path, key, begin, shape, places[0][1]),))
+        return DcpTensor(key, shape, dtype, (_block(path, key, begin, shape, places[0][1]),))
     blocks = _blocks(path, key, chunks, places)
     _check_tiles(path, key, shape, blocks)
-    return Stored(key, shape, dtype, tuple(blocks))
+    return DcpTensor(key, shape, dtype, tuple(blocks))
 
 
 def _block(
     path: Path, key: str, start: tuple[int, ...], shape: tuple[int, ...], place: Any
-) -> Block:
+) -> DcpBlock:
     if not isinstance(place, StandIn):
         raise CheckpointError(f"{path}: damaged: {shown(key)} has no dtype or no place", AGAIN)
     file, offset, length = (place.field(name) for name in ("relative_path", "offset", "length"))
@@ -96,10 +96,10 @@ def _block(
         )
     if not (_are_sizes((offset, length)) and isinstance(file, str)):
         raise CheckpointError(f"{path}: damaged: the shape or place of {shown(key)}", AGAIN)
-    return Block(start, shape, file, offset, length)
+    return DcpBlock(start, shape, file, offset, length)
 
 
-def _blocks(path: Path, key: str, chunks: Any, places: list[tuple[Any, Any]]) -> list[Block]:
+def _blocks(path: Path, key: str, chunks: Any, places: list[tuple[Any, Any]]) -> list[DcpBlock]:
     """Return the blocks of a tensor that is stored in several, each with the place of its start."""
     by_start = {tuple(start): place for start, place in places if _are_sizes(start)}
     found = []
@@ -123,7 +123,7 @@ def _blocks(path: Path, key: str, chunks: Any, places: list[tuple[Any, Any]]) ->
     return found
 
 
-def _check_tiles(path: Path, key: str, shape: tuple[int, ...], blocks: list[Block]) -> None:
+def _check_tiles(path: Path, key: str, shape: tuple[int, ...], blocks: list[DcpBlock]) -> None:
     """Raise CheckpointError unless the blocks cover the tensor, and no element twice."""
     for one in blocks:
         ends = [at + size for at, size in zip(one.start, one.shape, strict=False)]

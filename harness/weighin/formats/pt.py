@@ -15,7 +15,7 @@ from weighin.formats.base import Pieces, Progress, Slices, TensorPlan, TensorSli
 from weighin.formats.dtypes import ITEM_BYTES
 from weighin.formats.sniff import AGAIN, first_bytes, shown
 from weighin.formats.tensor_refs import TensorRef, check_storages, flat, type_name
-from weighin.formats.zip_directory import Archive, Record, check_file
+from weighin.formats.zip_directory import Archive, ZipRecord, check_file
 
 if TYPE_CHECKING:
     from weighin.formats.file_view import FileView
@@ -92,7 +92,7 @@ def _opened(path: Path) -> IO[bytes]:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}", AGAIN) from error
 
 
-def _read_value(path: Path, file: "IO[bytes] | FileView") -> tuple[Any, dict[str, Record]]:
+def _read_value(path: Path, file: "IO[bytes] | FileView") -> tuple[Any, dict[str, ZipRecord]]:
     """Return what was pickled, and the records of the storages by their keys."""
     archive = Archive(path, file)
     pickles = [name for name in archive.records if name.endswith(_PICKLE) and name.count("/") == 1]
@@ -118,9 +118,9 @@ def _read_value(path: Path, file: "IO[bytes] | FileView") -> tuple[Any, dict[str
     }
 
 
-def _slice(path: Path, name: str, tensor: TensorRef, records: dict[str, Record]) -> TensorSlice:
+def _slice(path: Path, name: str, tensor: TensorRef, records: dict[str, ZipRecord]) -> TensorSlice:
     storage = tensor.storage
-    record = records.get(storage.key, Record(0, 0))
+    record = records.get(storage.key, ZipRecord(0, 0))
     if storage.nbytes > record.size:
         raise CheckpointError(
             f"{path}: damaged: the storage of {shown(name)} has {storage.nbytes:,} bytes, "

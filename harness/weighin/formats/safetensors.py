@@ -17,8 +17,8 @@ from weighin.formats.safetensors_header import (
     DTYPES,
     METADATA,
     MOST_HEADER_BYTES,
-    Entry,
     Header,
+    HeaderEntry,
     read_header,
 )
 from weighin.formats.sniff import AGAIN, first_bytes, shown
@@ -172,7 +172,7 @@ def _order(path: Path, text: str, slices: dict[str, TensorSlice]) -> list[str]:
     return list(names)
 
 
-def _slice(path: Path, name: str, entry: Entry) -> TensorSlice:
+def _slice(path: Path, name: str, entry: HeaderEntry) -> TensorSlice:
     return TensorSlice(
         name=name,
         shape=entry.shape,

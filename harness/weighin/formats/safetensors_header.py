@@ -47,7 +47,7 @@ _ITEM: Final = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class HeaderEntry:
     """One tensor: ``dtype`` as torch calls it, ``begin`` and ``end`` in bytes from the file's start."""
 
     name: str
@@ -61,7 +61,7 @@ class Entry:
 class Header:
     """What the header of one file says; ``entries`` in the header's own order."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[HeaderEntry, ...]
     metadata: dict[str, str]
 
 
@@ -82,7 +82,7 @@ def read_header(path: Path) -> Header:
     if len(text) != length:
         raise _damaged(path, "the file became shorter while it was read")
     data_start = 8 + length
-    entries: dict[str, Entry] = {}
+    entries: dict[str, HeaderEntry] = {}
     metadata: dict[str, str] = {}
     names = set()
     for name, value in _items(path, text):
@@ -166,7 +166,7 @@ def _metadata(path: Path, text: bytes) -> dict[str, str]:
     return found
 
 
-def _entry(path: Path, name: str, text: bytes, data_start: int) -> Entry:
+def _entry(path: Path, name: str, text: bytes, data_start: int) -> HeaderEntry:
     if len(text) > _MOST_ENTRY_BYTES:
         raise _damaged(path, f"tensor {shown(name)}: its entry takes {len(text):,} bytes")
     fields = _loads(path, text, f"tensor {shown(name)}")
@@ -187,10 +187,10 @@ def _entry(path: Path, name: str, text: bytes, data_start: int) -> Entry:
             f"tensor {shown(name)}: {dtype} of shape {short(shape)} takes {needed:,} bytes, "
             f"its offsets leave {end - begin:,}",
         )
-    return Entry(name, kind, tuple(shape), data_start + begin, data_start + end)
+    return HeaderEntry(name, kind, tuple(shape), data_start + begin, data_start + end)
 
 
-def _check_cover(path: Path, entries: list[Entry], data_start: int, file_bytes: int) -> None:
+def _check_cover(path: Path, entries: list[HeaderEntry], data_start: int, file_bytes: int) -> None:
     """The tensors fill the rest of the file, none over another: the format demands it."""
     at, before = data_start, "the header"
     for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):

@@ -38,7 +38,7 @@ _SAVE_AGAIN: Final = "load the file and save it again with torch.save"
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class ZipRecord:
     """One record: where its bytes start in the file, and how many they are."""
 
     start: int
@@ -57,7 +57,7 @@ class Archive:
         self._path, self._file = path, file
         self._size = file.seek(0, os.SEEK_END)
         at, length = self._directory()
-        self.records: dict[str, Record] = {}
+        self.records: dict[str, ZipRecord] = {}
         entries = list(islice(self._entries(self._read(at, length)), MOST_RECORDS + 1))
         self._announce(local_at for _, local_at, _ in entries)
         for name, local_at, size in entries:
@@ -156,13 +156,13 @@ class Archive:
                 if at < self._size:
                     os.posix_fadvise(descriptor, at, DEFAULT_BUFFER_SIZE, os.POSIX_FADV_WILLNEED)
 
-    def _record(self, name: str, local_at: int, size: int, directory_at: int) -> Record:
+    def _record(self, name: str, local_at: int, size: int, directory_at: int) -> ZipRecord:
         """Return where a record's bytes lie, by the header before them."""
         if local_at + _LOCAL.size <= directory_at:
             header = _LOCAL.unpack(self._read(local_at, _LOCAL.size))
             start = local_at + _LOCAL.size + header[9] + header[10]
             if header[0] == b"PK\3\4" and start + size <= directory_at:
-                return Record(start, size)
+                return ZipRecord(start, size)
         raise self._damaged(f"record {shown(name)} at byte {local_at:,} lies outside the archive")
 
     def _check_apart(self) -> None:

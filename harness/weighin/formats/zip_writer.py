@@ -128,7 +128,7 @@ def run_parallel(jobs: Iterable[Callable[[], None]]) -> None:
             future.result()
 
 
-class Record:
+class WrittenRecord:
     """One ``data/N`` of the archive: where its bytes lie and where its CRC-32 stands, twice."""
 
     def __init__(self, start: int, size: int, entry: int) -> None:
@@ -141,12 +141,12 @@ class Record:
         self.crc_places = [place + distance for place in self.crc_places]
 
 
-def data_records(path: Path, descriptor: int) -> list[Record]:
+def data_records(path: Path, descriptor: int) -> list[WrittenRecord]:
     """Return the tensor records in the order of their numbers."""
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
         entry_at = archive.start_dir
-    records: dict[int, Record] = {}
+    records: dict[int, WrittenRecord] = {}
     for info in entries:
         fixed = os.pread(descriptor, 46, entry_at)
         assert fixed[:4] == _ENTRY
@@ -154,7 +154,7 @@ def data_records(path: Path, descriptor: int) -> list[Record]:
         if folder.endswith("/data") and number.isdigit():
             local = os.pread(descriptor, 30, info.header_offset)
             start = info.header_offset + 30 + sum(struct.unpack("<2H", local[26:30]))
-            record = Record(start, info.file_size, entry_at)
+            record = WrittenRecord(start, info.file_size, entry_at)
             behind = os.pread(descriptor, 4, start + info.file_size)
             assert not info.file_size or behind == _DESCRIPTOR
             records[int(number)] = record
@@ -162,7 +162,9 @@ def data_records(path: Path, descriptor: int) -> list[Record]:
     return [records[number] for number in sorted(records)]
 
 
-def embed(tensor: torch.Tensor, scratch: Path, descriptor: int, at: int) -> tuple[Record, int]:
+def embed(
+    tensor: torch.Tensor, scratch: Path, descriptor: int, at: int
+) -> tuple[WrittenRecord, int]:
     """Write at ``at`` what ``torch.save(tensor, scratch)`` writes, around a hole for its values.
 
     Returns the record to fill, and the length of it all in bytes. ``scratch`` is written over.
@@ -181,7 +183,7 @@ def embed(tensor: torch.Tensor, scratch: Path, descriptor: int, at: int) -> tupl
 
 def fill(
     descriptor: int,
-    record: Record,
+    record: WrittenRecord,
     pieces: Callable[[], Iterable[torch.Tensor]],
     flusher: "_Flusher",
 ) -> None:

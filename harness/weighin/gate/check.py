@@ -9,19 +9,19 @@ from weighin.errors import ConfigError, NoBaseline, RecordError
 from weighin.exit_codes import BROKEN
 from weighin.gate import baseline as baselines
 from weighin.gate import budgets, freeze
-from weighin.gate.evaluate import judge
+from weighin.gate.evaluate import evaluate
 from weighin.gate.expected import Expectation, is_expected, parse, suggest
-from weighin.gate.lines import Judgement
+from weighin.gate.lines import GateResult
 from weighin.gate.tables import short_names
 from weighin.record import Outcome
 from weighin.records import run_folder
 from weighin.records.machine import Setting, settings_of
 from weighin.records.metrics import named
-from weighin.records.series import Run, Series, summarise
+from weighin.records.series import Series, SeriesRun, summarise
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredRuns:
     """What some runs measured, taken together."""
 
     environment: dict[str, Setting]
@@ -29,14 +29,14 @@ class Measured:
     warnings: tuple[str, ...] = ()
 
 
-def read_runs(folders: Sequence[Path]) -> Measured:
+def read_runs(folders: Sequence[Path]) -> MeasuredRuns:
     """Return the series of all runs; the same series of two runs counts with all its repeats.
 
     Raises:
         RecordError: one is no run, or nothing was measured.
     """
     warnings: list[str] = []
-    runs: list[Run] = []
+    runs: list[SeriesRun] = []
     for folder in folders:
         records = run_folder.read(folder)
         if not records.results:
@@ -45,9 +45,9 @@ def read_runs(folders: Sequence[Path]) -> Measured:
                 f"measure first: weighin bench --resume {quote(str(folder))}",
             )
         warnings += records.warnings
-        runs.append(Run(records.results, _is_search(folder)))
+        runs.append(SeriesRun(records.results, _is_search(folder)))
     described = [one.environment for run in runs for one in run.results if one.environment]
-    return Measured(settings_of(described), summarise(runs), tuple(warnings))
+    return MeasuredRuns(settings_of(described), summarise(runs), tuple(warnings))
 
 
 def _is_search(folder: Path) -> bool:
@@ -56,13 +56,13 @@ def _is_search(folder: Path) -> bool:
 
 
 def check(
-    measured: Measured,
+    measured: MeasuredRuns,
     baseline_file: Path | None,
     *,
     extra_budgets: Sequence[str] = (),
     metrics: Sequence[str] = (),
     expected: Sequence[str] = (),
-) -> Judgement:
+) -> GateResult:
     """Judge what was measured. ``metrics`` are the only ones to compare, where there are some.
 
     ``expected`` are outcomes that are meant to be so, beside those of the baseline file.
@@ -84,11 +84,11 @@ def check(
     added = tuple(budgets.parse(text) for text in extra_budgets)
     typed = _parsed(expected)
     rules = replace(rules, budgets=(*rules.budgets, *added), expected=(*rules.expected, *typed))
-    return judge(baseline, rules, measured.environment, measured.series)
+    return evaluate(baseline, rules, measured.environment, measured.series)
 
 
 def update(
-    measured: Measured,
+    measured: MeasuredRuns,
     baseline_file: Path,
     *,
     expected: Sequence[str] = (),
@@ -110,7 +110,7 @@ def update(
     return freeze.update(baseline_file, measured.environment, measured.series, wanted)
 
 
-def _refuse(measured: Measured) -> None:
+def _refuse(measured: MeasuredRuns) -> None:
     for name, series in measured.series.items():
         if Outcome.MEASUREMENT_FAILED in series.outcome:
             raise ConfigError(
@@ -131,7 +131,7 @@ def _refuse(measured: Measured) -> None:
 
 
 def _accepted(
-    measured: Measured,
+    measured: MeasuredRuns,
     known: Sequence[Expectation],
     baseline_file: Path,
     accept: Callable[[Sequence[str]], bool],
@@ -158,7 +158,7 @@ def _accepted(
     return wanted
 
 
-def _described(measured: Measured, names: Sequence[str]) -> list[str]:
+def _described(measured: MeasuredRuns, names: Sequence[str]) -> list[str]:
     short, _ = short_names(names)
     shown = [(name, measured.series[name]) for name in names]
     return [f"{short[name]}: {one.outcome}" for name, one in shown]

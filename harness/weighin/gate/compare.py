@@ -16,21 +16,21 @@ from rich.table import Table
 from rich.text import Text
 
 from weighin.errors import ConfigError
-from weighin.gate.check import Measured, read_runs
+from weighin.gate.check import MeasuredRuns, read_runs
 from weighin.gate.evaluate import judge_figure
-from weighin.gate.lines import Line, Verdict
+from weighin.gate.lines import Line, LineVerdict
 from weighin.gate.tables import short_names
 from weighin.records.machine import differences
 from weighin.records.metrics import METRICS, Metric, named
 from weighin.records.series import Series
 from weighin.text import markdown, one_line
 
-_STYLES: Final = {Verdict.REGRESSED: "bold red", Verdict.IMPROVED: "green"}
+_STYLES: Final = {LineVerdict.REGRESSED: "bold red", LineVerdict.IMPROVED: "green"}
 _SHORT_COMMIT: Final = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ComparedMetric:
     """One metric of one series in every run; ``lines`` judge each run after the first against it.
 
     A text is None where a run has no such figure; so is a line where either of the two has none.
@@ -47,7 +47,7 @@ class Comparison:
     """Several runs: what each is, and their figures row by row. ``common`` is true of all."""
 
     headings: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[ComparedMetric, ...]
     common: str
     warnings: tuple[str, ...] = ()
 
@@ -126,10 +126,12 @@ def write_markdown(comparison: Comparison) -> str:
     return "\n".join([*lines, "", *table, "", *end, markdown(_summary(comparison)), ""])
 
 
-def _rows(name: str, series: Sequence[Series | None], metrics: Iterable[Metric]) -> Iterator[Row]:
+def _rows(
+    name: str, series: Sequence[Series | None], metrics: Iterable[Metric]
+) -> Iterator[ComparedMetric]:
     outcomes = [one.outcome if one else None for one in series]
     if any(outcome != "ok" for outcome in outcomes):
-        yield Row(name, "outcome", tuple(outcomes), (None,) * (len(series) - 1))
+        yield ComparedMetric(name, "outcome", tuple(outcomes), (None,) * (len(series) - 1))
     for metric in metrics:
         figures = [one.figures.get(metric.name) if one else None for one in series]
         if not any(figures):
@@ -142,7 +144,7 @@ def _rows(name: str, series: Sequence[Series | None], metrics: Iterable[Metric])
             for other in figures[1:]
         )
         texts = tuple(metric.text(figure.median) if figure else None for figure in figures)
-        yield Row(name, metric.title, texts, lines)
+        yield ComparedMetric(name, metric.title, texts, lines)
 
 
 def _cell(text: str | None, line: Line | None) -> Text:
@@ -161,7 +163,7 @@ def _change(line: Line | None) -> str:
 
 def _summary(comparison: Comparison) -> str:
     verdicts = [line.verdict for row in comparison.rows for line in row.lines if line]
-    worse, better = verdicts.count(Verdict.REGRESSED), verdicts.count(Verdict.IMPROVED)
+    worse, better = verdicts.count(LineVerdict.REGRESSED), verdicts.count(LineVerdict.IMPROVED)
     return (
         f"{len(verdicts)} figures compared with A: {worse} larger and {better} smaller beyond noise"
     )
@@ -171,7 +173,7 @@ def _letters(comparison: Comparison) -> str:
     return ascii_uppercase[: len(comparison.headings)]
 
 
-def _own_words(runs: Sequence[Measured]) -> set[int]:
+def _own_words(runs: Sequence[MeasuredRuns]) -> set[int]:
     """Return the places in a series' name that hold one word in each run, but not one in all."""
     words = [[name.split(" ") for name in run.series] for run in runs]
     shortest = min(len(name) for names in words for name in names)
@@ -188,7 +190,9 @@ def _key(name: str, own: set[int]) -> str:
     return " ".join("" if place in own else word for place, word in enumerate(name.split(" ")))
 
 
-def _headings(folders: Sequence[Path], runs: Sequence[Measured], own: set[int]) -> Iterator[str]:
+def _headings(
+    folders: Sequence[Path], runs: Sequence[MeasuredRuns], own: set[int]
+) -> Iterator[str]:
     """Yield what each run is: its folder, its commit, and how it differs from the first."""
     for letter, folder, run in zip(ascii_uppercase, folders, runs, strict=False):
         words = next(iter(run.series)).split(" ")

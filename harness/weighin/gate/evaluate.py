@@ -4,21 +4,21 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from weighin.gate.baseline import Baseline, Rules
 from weighin.gate.budgets import Budget
-from weighin.gate.lines import Growth, Judgement, Line, Verdict
+from weighin.gate.lines import GateResult, Growth, Line, LineVerdict
 from weighin.gate.outcomes import Outcomes
 from weighin.records.machine import Difference, Setting, differences, spoils_times
 from weighin.records.metrics import METRICS, Metric, Tolerance
 from weighin.records.series import Figure, Series
 
-_ORDER = tuple(Verdict)
+_ORDER = tuple(LineVerdict)
 
 
-def judge(
+def evaluate(
     baseline: Baseline | None,
     rules: Rules,
     environment: Mapping[str, Setting],
     series: Mapping[str, Series],
-) -> Judgement:
+) -> GateResult:
     """Compare what was measured with a baseline, where there is one, and with the budgets."""
     outcomes = Outcomes(
         baseline.series if baseline else None, series, rules.budgets, rules.expected
@@ -47,12 +47,12 @@ def judge(
         notes.append(f"no series is in both: the baseline has {first}, the run {other}, for one")
     notes += _noisy(baseline, rules) if baseline else []
     ordered = sorted(lines, key=lambda line: (_ORDER.index(line.verdict), -line.excess))
-    return Judgement(tuple(ordered), tuple(found), tuple(notes))
+    return GateResult(tuple(ordered), tuple(found), tuple(notes))
 
 
 def _settings(found: Iterable[Difference]) -> Iterator[Line]:
     for one in found:
-        verdict = Verdict.DIFFERS if one.policy == "fail" else Verdict.CHANGED
+        verdict = LineVerdict.DIFFERS if one.policy == "fail" else LineVerdict.CHANGED
         yield Line(verdict, "environment", one.name, str(one))
 
 
@@ -61,7 +61,7 @@ def _figures(
 ) -> Iterator[Line]:
     if was.model_bytes and now.model_bytes and was.model_bytes != now.model_bytes:
         text = f"another model: {was.model_bytes:,} bytes -> {now.model_bytes:,} bytes"
-        yield Line(Verdict.DIFFERS, name, "model", text)
+        yield Line(LineVerdict.DIFFERS, name, "model", text)
         return
     if not (was.is_ok and now.is_ok):
         return  # the peak of a cell that was cut off says nothing of its need
@@ -72,7 +72,7 @@ def _figures(
             phases = _growth(metric, was, now)
             yield judge_figure(name, metric, tolerance, before, after, phases)
         elif before:
-            yield Line(Verdict.MISSING, name, metric.title, f"{metric.title} was not measured")
+            yield Line(LineVerdict.MISSING, name, metric.title, f"{metric.title} was not measured")
 
 
 def judge_figure(
@@ -89,7 +89,9 @@ def judge_figure(
     bad, good = (below, above) if tolerance.direction == "higher" else (above, below)
     if tolerance.direction == "both":
         bad, good = max(above, below), -1
-    verdict = Verdict.REGRESSED if bad > 0 else Verdict.IMPROVED if good > 0 else Verdict.SAME
+    verdict = (
+        LineVerdict.REGRESSED if bad > 0 else LineVerdict.IMPROVED if good > 0 else LineVerdict.SAME
+    )
     return Line(
         verdict,
         name,
@@ -125,14 +127,16 @@ def _budget(budget: Budget, series: Mapping[str, Series]) -> Iterator[Line]:
             continue
         if budget.metric.name == "floor" and one.is_ok and one.no_floor:
             compared = True
-            yield Line(Verdict.MISSING, name, str(budget), f"no floor was found: {one.no_floor}")
+            yield Line(
+                LineVerdict.MISSING, name, str(budget), f"no floor was found: {one.no_floor}"
+            )
             continue
         if figure is None or bound is None:
             continue
         compared = True
         kept = budget.is_kept(figure.high, bound)
         yield Line(
-            Verdict.SAME if kept else Verdict.OVER_BUDGET,
+            LineVerdict.SAME if kept else LineVerdict.OVER_BUDGET,
             name,
             str(budget),
             metric=budget.metric,
@@ -143,7 +147,7 @@ def _budget(budget: Budget, series: Mapping[str, Series]) -> Iterator[Line]:
         )
     if not compared:
         text = f"{budget}: nothing that was measured has such a figure"
-        yield Line(Verdict.MISSING, "budget", str(budget), text)
+        yield Line(LineVerdict.MISSING, "budget", str(budget), text)
 
 
 def _without_figure(budget: Budget, series: Mapping[str, Series]) -> list[str]:

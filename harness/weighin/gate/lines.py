@@ -9,7 +9,7 @@ from weighin.records.machine import Difference
 from weighin.records.metrics import Metric
 
 
-class Verdict(StrEnum):
+class LineVerdict(StrEnum):
     """What is said of one line; from the worst to the best."""
 
     NOT_OK = "not ok"
@@ -25,11 +25,11 @@ class Verdict(StrEnum):
 
 
 FAILING: Final = (
-    Verdict.NOT_OK,
-    Verdict.REGRESSED,
-    Verdict.OVER_BUDGET,
-    Verdict.MISSING,
-    Verdict.DIFFERS,
+    LineVerdict.NOT_OK,
+    LineVerdict.REGRESSED,
+    LineVerdict.OVER_BUDGET,
+    LineVerdict.MISSING,
+    LineVerdict.DIFFERS,
 )
 
 
@@ -56,7 +56,7 @@ class Line:
     ``excess`` is how far ``now`` is beyond that, as a share: negative where it passed.
     """
 
-    verdict: Verdict
+    verdict: LineVerdict
     series: str
     what: str
     text: str = ""
@@ -85,7 +85,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class GateResult:
     """All lines, the worst first, and what else is to be said."""
 
     lines: tuple[Line, ...]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from weighin.exit_codes import BROKEN
 from weighin.gate.budgets import Budget
 from weighin.gate.expected import Expectation, is_expected
-from weighin.gate.lines import Line, Verdict
+from weighin.gate.lines import Line, LineVerdict
 from weighin.records.series import Series
 
 
@@ -31,7 +31,7 @@ class Outcomes:
             if now is None:
                 assert was is not None
                 text = f"was not measured; {was.outcome} in the baseline"
-                yield Line(Verdict.MISSING, name, "outcome", text)
+                yield Line(LineVerdict.MISSING, name, "outcome", text)
             elif now.is_ok:
                 yield from self._ok(name, was)
             else:
@@ -55,17 +55,17 @@ class Outcomes:
         if vain or (was and not was.is_ok):
             before = was.outcome if was and not was.is_ok else f"{vain.outcome} expected" if vain else ""  # fmt: skip
             repair = f"; take {str(vain)!r} out of {vain.source}" if vain else ""
-            yield Line(Verdict.IMPROVED, name, "outcome", f"{before} -> ok{repair}")
+            yield Line(LineVerdict.IMPROVED, name, "outcome", f"{before} -> ok{repair}")
         elif was:
-            yield Line(Verdict.SAME, name, "outcome", "ok", excess=-math.inf)
+            yield Line(LineVerdict.SAME, name, "outcome", "ok", excess=-math.inf)
         elif self.before is not None:
-            yield Line(Verdict.NEW, name, "outcome", "not in the baseline; ok")
+            yield Line(LineVerdict.NEW, name, "outcome", "not in the baseline; ok")
 
     def _not_ok(self, name: str, was: Series | None, now: Series) -> Iterator[Line]:
         if not self._is_judged(name, now):
             return
         if is_expected(name, now, self.expected):
-            yield Line(Verdict.EXPECTED, name, "outcome", now.outcome)
+            yield Line(LineVerdict.EXPECTED, name, "outcome", now.outcome)
             return
         text = now.outcome
         if was and was.outcome != now.outcome:
@@ -74,7 +74,7 @@ class Outcomes:
             text += ", and not in the baseline"
         if now.message:
             text += f": {now.message}"
-        verdict = Verdict.REGRESSED if was and was.is_ok else Verdict.NOT_OK
+        verdict = LineVerdict.REGRESSED if was and was.is_ok else LineVerdict.NOT_OK
         yield Line(verdict, name, "outcome", text)
 
     def _is_judged(self, name: str, now: Series) -> bool:

@@ -5,14 +5,14 @@ from collections.abc import Iterator
 from typing import Final
 from xml.etree import ElementTree as ET
 
-from weighin.gate.lines import FAILING, Judgement, Line, Verdict
+from weighin.gate.lines import FAILING, GateResult, Line, LineVerdict
 from weighin.gate.tables import phase_lines, summary
 from weighin.text import one_line
 
 _LEVELS: Final = dict.fromkeys(FAILING, "error") | {
-    Verdict.CHANGED: "warning",
-    Verdict.IMPROVED: "notice",
-    Verdict.NEW: "notice",
+    LineVerdict.CHANGED: "warning",
+    LineVerdict.IMPROVED: "notice",
+    LineVerdict.NEW: "notice",
 }
 
 
@@ -29,7 +29,7 @@ def describe(line: Line) -> str:
     return words
 
 
-def annotations(judgement: Judgement, file: str | None = None) -> Iterator[str]:
+def annotations(judgement: GateResult, file: str | None = None) -> Iterator[str]:
     """Yield GitHub workflow commands, one line each; ``file`` is where they are shown: the baseline.
 
     https://docs.github.com/actions/reference/workflow-commands-for-github-actions
@@ -41,7 +41,7 @@ def annotations(judgement: Judgement, file: str | None = None) -> Iterator[str]:
             yield f"::{level} {place}title={title}::{_data(describe(line))}"
 
 
-def junit(judgement: Judgement) -> str:
+def junit(judgement: GateResult) -> str:
     """Return JUnit XML: a test case a line, whose class is the series; failures hold the phases.
 
     As Jenkins, GitLab and GitHub's test reporters read it (junit-10.xsd).
@@ -64,7 +64,7 @@ def junit(judgement: Judgement) -> str:
                 case, "failure", type=line.verdict.replace(" ", "_"), message=describe(line)
             )
             failure.text = "\n".join(phase_lines(line)) if line.phases else describe(line)
-        elif line.verdict is not Verdict.SAME:
+        elif line.verdict is not LineVerdict.SAME:
             ET.SubElement(case, "system-out").text = f"{line.verdict}: {describe(line)}"
     root = ET.Element("testsuites")
     root.append(suite)
@@ -72,7 +72,7 @@ def junit(judgement: Judgement) -> str:
     return ET.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
 
 
-def as_json(judgement: Judgement) -> str:
+def as_json(judgement: GateResult) -> str:
     """Return the judgement as JSON: ``passed``, ``summary``, and every line with its figures."""
     lines = [
         {

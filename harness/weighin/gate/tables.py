@@ -9,29 +9,29 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from weighin.gate.lines import FAILING, Judgement, Line, Verdict
+from weighin.gate.lines import FAILING, GateResult, Line, LineVerdict
 from weighin.records.series import FORMAT, STRATEGY
 from weighin.text import markdown, one_line
 
 _HEADINGS: Final = ("", "series", "what", "baseline", "now", "change", "allowed", "grew in")
 _NUMBERS: Final = range(3, 7)
 _STYLES: Final = dict.fromkeys(FAILING, "bold red") | {
-    Verdict.CHANGED: "yellow",
-    Verdict.IMPROVED: "green",
-    Verdict.NEW: "cyan",
-    Verdict.EXPECTED: "dim",
-    Verdict.SAME: "dim",
+    LineVerdict.CHANGED: "yellow",
+    LineVerdict.IMPROVED: "green",
+    LineVerdict.NEW: "cyan",
+    LineVerdict.EXPECTED: "dim",
+    LineVerdict.SAME: "dim",
 }
 _MARKS: Final = dict.fromkeys(FAILING, "❌") | {
-    Verdict.CHANGED: "⚠️",
-    Verdict.IMPROVED: "✅",
-    Verdict.NEW: "🆕",
-    Verdict.EXPECTED: "✅",
-    Verdict.SAME: "✅",
+    LineVerdict.CHANGED: "⚠️",
+    LineVerdict.IMPROVED: "✅",
+    LineVerdict.NEW: "🆕",
+    LineVerdict.EXPECTED: "✅",
+    LineVerdict.SAME: "✅",
 }
 
 
-def terminal(judgement: Judgement, *, whole: bool = False) -> RenderableType:
+def terminal(judgement: GateResult, *, whole: bool = False) -> RenderableType:
     """Return the judgement for a terminal; lines that are as they were only where ``whole``."""
     shown = _shown(judgement, whole)
     names, common = short_names(line.series for line in shown)
@@ -49,18 +49,18 @@ def terminal(judgement: Judgement, *, whole: bool = False) -> RenderableType:
     return Group(*parts)
 
 
-def write_markdown(judgement: Judgement, *, title: str = "weighin check") -> str:
+def write_markdown(judgement: GateResult, *, title: str = "weighin check") -> str:
     """Return the judgement as Markdown: what fails first, all that is as it was folded away."""
     names, common = short_names(line.series for line in judgement.lines)
     mark = "❌" if judgement.failed else "✅"
     parts = [f"## {mark} {title}\n\n{markdown(summary(judgement))}"]
-    notable = [line for line in judgement.lines if line.verdict is not Verdict.SAME]
+    notable = [line for line in judgement.lines if line.verdict is not LineVerdict.SAME]
     if notable:
         parts.append(_markdown_table(notable, names))
     for line in _explained(judgement):
         head = markdown(f"{names[line.series]}, {line.what}, by phase")
         parts.append(f"**{head}**\n\n```\n" + "\n".join(phase_lines(line)) + "\n```")
-    if same := [line for line in judgement.lines if line.verdict is Verdict.SAME]:
+    if same := [line for line in judgement.lines if line.verdict is LineVerdict.SAME]:
         table = _markdown_table(same, names)
         parts.append(
             f"<details><summary>{len(same)} figures as they were</summary>\n\n{table}\n\n</details>"
@@ -71,10 +71,10 @@ def write_markdown(judgement: Judgement, *, title: str = "weighin check") -> str
     return "\n\n".join(parts) + "\n"
 
 
-def summary(judgement: Judgement) -> str:
+def summary(judgement: GateResult) -> str:
     """Return the judgement in one line of words."""
     counts = Counter(line.verdict for line in judgement.lines)
-    words = [f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict]]
+    words = [f"{counts[verdict]} {verdict}" for verdict in LineVerdict if counts[verdict]]
     return f"gate {'failed' if judgement.failed else 'passed'}: {', '.join(words) or 'nothing to judge'}"
 
 
@@ -146,14 +146,14 @@ def _fails(line: Line) -> bool:
     return line.verdict in FAILING
 
 
-def _shown(judgement: Judgement, whole: bool) -> Sequence[Line]:
+def _shown(judgement: GateResult, whole: bool) -> Sequence[Line]:
     if whole:
         return judgement.lines
-    notable = [line for line in judgement.lines if line.verdict is not Verdict.SAME]
+    notable = [line for line in judgement.lines if line.verdict is not LineVerdict.SAME]
     return notable or judgement.lines[:1]  # the one that came nearest to its bound
 
 
-def _explained(judgement: Judgement) -> Iterator[Line]:
+def _explained(judgement: GateResult) -> Iterator[Line]:
     """Yield the worst line of each series that fails, where its phases are known."""
     seen = set()
     for line in judgement.failed:

@@ -1,4 +1,4 @@
-"""The line between parent and worker: events come, acknowledgements go, chatter is kept apart.
+"""The line between parent and worker: events come, acknowledgements go, stderr_tail is kept apart.
 
 The worker writes events to its original standard output, one line each, and points file
 descriptor 1 at standard error, so that a strategy that prints cannot garble them.
@@ -18,7 +18,7 @@ class Channel(Protocol):
     """What the parent holds of a worker's standard streams."""
 
     @property
-    def chatter(self) -> bytes:
+    def stderr_tail(self) -> bytes:
         """The last 64 KiB of what the worker and its strategy printed."""
         ...
 
@@ -60,7 +60,7 @@ class PipeChannel:
         self._process = process
         self._open = [stdout, stderr]
         self._lines = LineBuffer()
-        self.chatter = b""
+        self.stderr_tail = b""
 
     def receive(self, timeout_s: float) -> bytes | None:
         deadline = time.monotonic() + timeout_s
@@ -99,7 +99,7 @@ class PipeChannel:
         elif descriptor == self._stdout:
             self._lines.feed(data)
         else:
-            self.chatter = (self.chatter + data)[-CHATTER_KEPT_BYTES:]
+            self.stderr_tail = (self.stderr_tail + data)[-CHATTER_KEPT_BYTES:]
 
     def _drain(self, descriptor: int) -> None:
         """Read what is there, but not for ever: a child of the worker may go on writing."""

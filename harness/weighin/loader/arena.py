@@ -20,7 +20,7 @@ from weighin.loader.reads import MOST_BETWEEN_BYTES, Fillable, Piece, cut
 _CPU: Final = torch.device("cpu")
 
 
-class Need(NamedTuple):
+class MemoryNeed(NamedTuple):
     """Memory that is wanted for a tensor of a checkpoint.
 
     ``tensor`` tells shape and strides, and gets the memory as its data; without gaps.
@@ -55,7 +55,7 @@ class Need(NamedTuple):
             )
         )
 
-    def follows(self, before: "Need", first: "Need") -> bool:
+    def follows(self, before: "MemoryNeed", first: "MemoryNeed") -> bool:
         """Tell whether it can lie behind another one in memory that begins with ``first``."""
         source = self.source
         return (
@@ -86,13 +86,13 @@ class Neighbours:
         yield from cut(self.source, self.source.offset, self.memory, most_bytes)
 
 
-def provide(needs: Sequence[Need]) -> Iterator[Fillable]:
+def provide(needs: Sequence[MemoryNeed]) -> Iterator[Fillable]:
     """Give fresh memory to all tensors, and yield what is to be filled.
 
     Args:
         needs: in the order of the files' bytes.
     """
-    run: list[Need] = []
+    run: list[MemoryNeed] = []
     for need in needs:
         if run and not (need.stays and need.follows(run[-1], run[0])):
             yield from _together(run)
@@ -104,12 +104,12 @@ def provide(needs: Sequence[Need]) -> Iterator[Fillable]:
     yield from _together(run)
 
 
-def _alone(need: Need) -> torch.Tensor:
+def _alone(need: MemoryNeed) -> torch.Tensor:
     offset = need.source.offset if need.stays else 0
     return allocate(need.tensor.numel(), need.dtype, need.device, offset)
 
 
-def _together(run: Sequence[Need]) -> Iterator[Fillable]:
+def _together(run: Sequence[MemoryNeed]) -> Iterator[Fillable]:
     """Yield memory for tensors of one file that follow each other and stay as they are."""
     if not run:
         return

@@ -16,7 +16,7 @@ from weighin.formats.sniff import plain
 from weighin.loader import fill
 from weighin.loader.fill import Fill, file_order, is_readable
 from weighin.loader.huge_pages import MAP_NORESERVE, TENSOR_ALIGNMENT
-from weighin.models.deferred import Load, WriteLog
+from weighin.models.deferred import DeferredLoad, WriteLog
 
 FILLED_DEVICES: Final = frozenset({"cpu", "cuda"})
 """Whose memory is filled piece by piece; any other's by torch, from a copy in host memory."""
@@ -57,7 +57,7 @@ def lazy_state(log: WriteLog, slices: Sequence[TensorSlice]) -> dict[str, torch.
     return state
 
 
-def read_at_once(load: Load) -> None:
+def read_at_once(load: DeferredLoad) -> None:
     """Give one tensor its values now, whatever view of the file they are."""
     source, target = source_of(load), load.target
     direct = target.device.type in FILLED_DEVICES
@@ -83,7 +83,7 @@ def _fill(source: TensorSlice, target: torch.Tensor) -> None:
         pass
 
 
-def source_of(load: Load) -> TensorSlice | None:
+def source_of(load: DeferredLoad) -> TensorSlice | None:
     """Return where in the file a load's values lie; None for a view of a tensor in several blocks."""
     promised: TensorSlice = load.promise
     view = load.source

@@ -23,7 +23,7 @@ from weighin import formats
 from weighin.errors import CheckpointError
 from weighin.formats.base import TensorSlice
 from weighin.loader import fill
-from weighin.loader.arena import Need, provide
+from weighin.loader.arena import MemoryNeed, provide
 from weighin.loader.fill import Fill, Fillable, is_readable
 from weighin.loader.lazy_state import (
     FILLED_DEVICES,
@@ -33,7 +33,7 @@ from weighin.loader.lazy_state import (
     source_of,
 )
 from weighin.models import skeleton
-from weighin.models.deferred import Load, WriteLog, is_dense, storage_key, use_count
+from weighin.models.deferred import DeferredLoad, WriteLog, is_dense, storage_key, use_count
 from weighin.models.meta import real_memory
 
 Granularity = Literal["all", "module", "tensor"]
@@ -173,9 +173,9 @@ class _Placer:
             id(one) for module in model.modules() if _converts(module) for one in _tensors(module)
         }
 
-    def all(self, loads: list[Load]) -> Iterator[Fillable]:
+    def all(self, loads: list[DeferredLoad]) -> Iterator[Fillable]:
         """Yield what is to be filled; what cannot be read piece by piece is read at once."""
-        needs: list[Need] = []
+        needs: list[MemoryNeed] = []
         for load in loads:
             source = source_of(load)
             filled = load.target.device.type in FILLED_DEVICES
@@ -188,7 +188,7 @@ class _Placer:
         loads.clear()  # with them goes the memory that tensors had
         yield from provide(needs)
 
-    def _need(self, load: Load, source: TensorSlice) -> Need | None:
+    def _need(self, load: DeferredLoad, source: TensorSlice) -> MemoryNeed | None:
         """Return what fresh memory a load wants; None where the tensor's own is filled.
 
         Its own, where others share it, torch's conversions would tell the names of a buffer apart, or
@@ -213,7 +213,7 @@ class _Placer:
         if not stays and id(tensor) in self._buffers:
             module, leaf = self._buffers[id(tensor)]
             tensor = module._buffers[leaf] = target  # torch makes a new one, too
-        return Need(source, tensor, kind, self._device)
+        return MemoryNeed(source, tensor, kind, self._device)
 
     def _final_dtype(self, tensor: torch.Tensor) -> torch.dtype:
         return self._dtype if self._dtype and tensor.is_floating_point() else tensor.dtype
@@ -242,7 +242,7 @@ def _position(source: TensorSlice) -> tuple[str, int]:
     return str(source.file), source.offset
 
 
-def _batches(loads: list[Load], granularity: Granularity) -> list[list[Load]]:
+def _batches(loads: list[DeferredLoad], granularity: Granularity) -> list[list[DeferredLoad]]:
     """Return the loads to be made together."""
     if granularity == "all":
         return [loads]

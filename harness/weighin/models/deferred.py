@@ -50,7 +50,7 @@ _PLAIN: Final = torch.Tensor.__torch_dispatch__
 _LARGE_BYTES: Final = 1024**2  # of constants, which are computed at once where they are smaller
 
 
-class Load(NamedTuple):
+class DeferredLoad(NamedTuple):
     """A copy of a promised tensor that is still to be made: ``target`` gets the values of ``source``.
 
     ``source`` is a view of the promised tensor, which has no values itself; ``promise`` is what
@@ -76,14 +76,14 @@ class _Write:
     operation: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None
     random: bool = False
     rng_state: torch.Tensor | None = None
-    load: Load | None = None
+    load: DeferredLoad | None = None
 
 
 @dataclass(slots=True)
 class _Loads:
     """Loads to be made together: from where to where they reach in storages, and which bytes they fill."""
 
-    chosen: list[Load] = field(default_factory=list)
+    chosen: list[DeferredLoad] = field(default_factory=list)
     reached: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     filled: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
@@ -107,7 +107,7 @@ class WriteLog:
         make: gives the target of a ``Load`` its values at once.
     """
 
-    def __init__(self, make: Callable[[Load], None] | None = None) -> None:
+    def __init__(self, make: Callable[[DeferredLoad], None] | None = None) -> None:
         self._make = make
         self._writes: dict[int, _Write] = {}  # by number, in order
         self._count = 0
@@ -133,7 +133,7 @@ class WriteLog:
         key, alias = storage_key(tensor), tensor.detach()
         self._own[key] = _weak(tensor)
         self._promised[key] = source
-        self._append_load(Load(alias, alias, source))
+        self._append_load(DeferredLoad(alias, alias, source))
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Tell whether a tensor's memory was allocated while this log recorded."""
@@ -142,7 +142,7 @@ class WriteLog:
 
     def finish(
         self, unwanted: Iterable[torch.Tensor] = (), wanted: Iterable[torch.Tensor] = ()
-    ) -> list[Load]:
+    ) -> list[DeferredLoad]:
         """Make the writes that count, and return the loads that are left, in their order.
 
         These can be made in any order. A write does not count where loads replace all that it leaves,
@@ -266,7 +266,7 @@ class WriteLog:
             func, args, kwargs = write.operation
             func(*args, **kwargs)
 
-    def _append_load(self, load: Load) -> None:
+    def _append_load(self, load: DeferredLoad) -> None:
         touched = (storage_key(load.target),)
         self._append(_Write(load.target, touched, (load.target, load.source), load=load))
 
@@ -296,7 +296,7 @@ class WriteLog:
             self._rng_state = state
         self._append(write)
 
-    def _as_load(self, func: Any, args: tuple[Any, ...]) -> Load | None:
+    def _as_load(self, func: Any, args: tuple[Any, ...]) -> DeferredLoad | None:
         """Return the load that a copy is, if it is one: of what still is as it was promised."""
         if func is not _COPY or (key := storage_key(args[1])) not in self._promised:
             return None
@@ -304,7 +304,7 @@ class WriteLog:
         lazily = source.is_conj() or source.is_neg()
         if lazily or source.shape != target.shape or storage_key(target) == key:
             return None
-        return Load(target.detach(), source.detach(), self._promised[key])
+        return DeferredLoad(target.detach(), source.detach(), self._promised[key])
 
     def _can_wait(self, func: Any, target: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
         if torch._debug_has_internal_overlap(target) == 1:  # torch refuses to write there
@@ -349,7 +349,7 @@ class WriteLog:
                 self._own[key] = _weak(one)
 
 
-def _choose(loads: _Loads, key: int, load: Load) -> bool:
+def _choose(loads: _Loads, key: int, load: DeferredLoad) -> bool:
     """Take a load among those that are made together; False where it has to be made before them.
 
     One that later ones replace is taken by taking none of it.

@@ -57,7 +57,7 @@ class MultiHeadAttention(nn.Module):
         return out
 
 
-class FeedForward(nn.Module):
+class GPT2FeedForward(nn.Module):
     """Two linear layers, four times as wide between them."""
 
     def __init__(self, emb_dim: int) -> None:
@@ -81,7 +81,7 @@ class TransformerBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.att = MultiHeadAttention(emb_dim, context_length, n_heads, drop_rate, qkv_bias)
-        self.ff = FeedForward(emb_dim)
+        self.ff = GPT2FeedForward(emb_dim)
         self.norm1 = LayerNorm(emb_dim)
         self.norm2 = LayerNorm(emb_dim)
         self.drop_shortcut = nn.Dropout(drop_rate)

@@ -49,7 +49,7 @@ class Attention(nn.Module):
         return out
 
 
-class FeedForward(nn.Module):
+class LlamaFeedForward(nn.Module):
     """SwiGLU (Shazeer, 2020)."""
 
     def __init__(self, emb_dim: int, hidden_dim: int) -> None:
@@ -63,13 +63,13 @@ class FeedForward(nn.Module):
         return out
 
 
-class Block(nn.Module):
+class LlamaBlock(nn.Module):
     """Attention and feed-forward, each behind an RMS norm and beside a shortcut."""
 
     def __init__(self, emb_dim: int, hidden_dim: int, n_heads: int, n_kv_heads: int) -> None:
         super().__init__()
         self.self_attn = Attention(emb_dim, n_heads, n_kv_heads)
-        self.mlp = FeedForward(emb_dim, hidden_dim)
+        self.mlp = LlamaFeedForward(emb_dim, hidden_dim)
         self.input_layernorm = nn.RMSNorm(emb_dim, eps=1e-5)
         self.post_attention_layernorm = nn.RMSNorm(emb_dim, eps=1e-5)
 
@@ -96,7 +96,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(vocab_size, emb_dim)
         self.layers = nn.ModuleList(
-            Block(emb_dim, hidden_dim, n_heads, n_kv_heads) for _ in range(n_layers)
+            LlamaBlock(emb_dim, hidden_dim, n_heads, n_kv_heads) for _ in range(n_layers)
         )
         self.norm = nn.RMSNorm(emb_dim, eps=1e-5)
         self.rotary_emb = Rotary(emb_dim // n_heads, theta)

@@ -28,7 +28,7 @@ class RotaryTables(nn.Module):
         return x * self.cos[:length] + turned * self.sin[:length]
 
 
-class Block(nn.Module):
+class TiedBlock(nn.Module):
     """Rotary attention and feed-forward, each behind an RMS norm and beside a shortcut."""
 
     def __init__(self, emb_dim: int, n_heads: int) -> None:
@@ -62,7 +62,7 @@ class TiedModel(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(vocab_size, emb_dim)
         self.rotary = RotaryTables(context_length, emb_dim // n_heads)
-        self.blocks = nn.ModuleList(Block(emb_dim, n_heads) for _ in range(n_layers))
+        self.blocks = nn.ModuleList(TiedBlock(emb_dim, n_heads) for _ in range(n_layers))
         self.norm = nn.RMSNorm(emb_dim)
         self.head = nn.Linear(emb_dim, vocab_size, bias=False)
         self.head.weight = self.embedding.weight

@@ -19,7 +19,14 @@ from weighin.loader.huge_pages import MAP_NORESERVE
 from weighin.predict.allocator import CachingAllocator
 from weighin.predict.heap import Heap
 from weighin.predict.prediction import PredictedPhase
-from weighin.predict.storage import SMALL_BYTES, Block, MappedFile, Place, StorageRef, extent
+from weighin.predict.storage import (
+    SMALL_BYTES,
+    FollowedStorage,
+    MappedFile,
+    MemoryBlock,
+    Place,
+    extent,
+)
 from weighin.probes.process import memory_of, read_status
 from weighin.record import Memory
 
@@ -51,7 +58,7 @@ class Ledger:
         self.phases: list[PredictedPhase] = []
         self.forced_place: Place | None = None
         # A chain, and no dict: the tables of dicts that come and go would pin the heap's top.
-        self._last: Block | None = None
+        self._last: MemoryBlock | None = None
         self._files: list[MappedFile] = []
         self._heap, self._tight_heap, self._pinned_heap = self._heaps = (
             Heap(),
@@ -65,13 +72,13 @@ class Ledger:
 
     # -- storages
 
-    def block_of(self, tensor: torch.Tensor, *, allocated: bool = False) -> Block:
+    def block_of(self, tensor: torch.Tensor, *, allocated: bool = False) -> MemoryBlock:
         """Return the block of a tensor's storage; registers one that is new.
 
         ``allocated`` tells that it comes from torch's own allocator just now.
         """
         storage = tensor.untyped_storage()
-        block: Block | None = getattr(storage, _ATTRIBUTE, None)
+        block: MemoryBlock | None = getattr(storage, _ATTRIBUTE, None)
         return block or self._register(storage, allocated)
 
     @contextmanager
@@ -88,19 +95,19 @@ class Ledger:
         """Return where a tensor pretends to be."""
         return "meta" if tensor.is_meta else self.block_of(tensor).place
 
-    def _register(self, storage: torch.UntypedStorage, allocated: bool) -> Block:
+    def _register(self, storage: torch.UntypedStorage, allocated: bool) -> MemoryBlock:
         address, nbytes = storage.data_ptr(), storage.nbytes()
         place: Place = self.forced_place or "host"
         if any(one.address <= address < one.address + one.nbytes for one in self._files):
             place = "file"
-        block = Block(place, address, nbytes, real=nbytes <= SMALL_BYTES and place != "file")
+        block = MemoryBlock(place, address, nbytes, real=nbytes <= SMALL_BYTES and place != "file")
         if place == "cuda" and nbytes and self.cuda is not None:
             block.cuda = self.cuda.malloc(nbytes)
         elif place == "pinned":
             self._pin(nbytes)
         elif place == "host" and allocated and not block.real:
             block.chunks = tuple(heap.malloc(nbytes) for heap in self._heaps)
-        block.storage = StorageRef(storage, self._freed)
+        block.storage = FollowedStorage(storage, self._freed)
         block.storage.block = block
         block.before, self._last = self._last, block
         if block.before:
@@ -117,7 +124,7 @@ class Ledger:
             self.pinned_bytes += size
 
     def _freed(self, storage: weakref.ref[torch.UntypedStorage]) -> None:
-        assert isinstance(storage, StorageRef)
+        assert isinstance(storage, FollowedStorage)
         block = storage.block
         if block.after:
             block.after.before = block.before
@@ -159,7 +166,7 @@ class Ledger:
             self._touch(block, *extent(tensor))
         self.update()
 
-    def _touch(self, block: Block, start: int, length: int) -> None:
+    def _touch(self, block: MemoryBlock, start: int, length: int) -> None:
         new = block.pages.add(start, length)
         self._mapped_anon_bytes += new
         self.work["fresh_bytes"] += new

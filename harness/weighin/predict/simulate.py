@@ -27,7 +27,7 @@ _WINDOWS_IN_FLIGHT: Final = 4  # measured: 3 to 5 of 8 MiB, whether 1, 2 or 4 th
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SimulatedRun:
     """What one symbolic run found; the fields of ``Prediction`` without its cell."""
 
     model_bytes: int
@@ -55,7 +55,7 @@ def run(
     strategy: Path,
     baseline: Memory,
     read_ahead_bytes: int,
-) -> Run:
+) -> SimulatedRun:
     """Run the strategy of a cell without values, and return what it would have taken.
 
     Args:
@@ -100,7 +100,7 @@ def _touch(ledger: Ledger) -> None:
     ledger.update()
 
 
-def _figures(ledger: Ledger, model_bytes: int, in_flight_bytes: int) -> Run:
+def _figures(ledger: Ledger, model_bytes: int, in_flight_bytes: int) -> SimulatedRun:
     """Sum up; ``in_flight_bytes`` are file pages that are being read, which no limit takes back."""
     highest: dict[str, Any] = {
         f"cuda_{kind}_bytes": max(getattr(phase, f"cuda_{kind}_bytes") for phase in ledger.phases)
@@ -110,7 +110,7 @@ def _figures(ledger: Ledger, model_bytes: int, in_flight_bytes: int) -> Run:
     }
     work = Work(**ledger.work)
     most_bytes = max(ledger.most_anon_bytes, ledger.peak_anon_bytes)
-    return Run(
+    return SimulatedRun(
         model_bytes=model_bytes,
         baseline_anon_bytes=ledger.baseline.anon_bytes,
         host_anon_peak_bytes=ledger.peak_anon_bytes,

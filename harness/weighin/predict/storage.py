@@ -18,7 +18,7 @@ SMALL_BYTES: Final = 64 * KIB
 
 
 @dataclass(slots=True, eq=False)
-class Block:
+class MemoryBlock:
     """One storage.
 
     Attributes:
@@ -35,16 +35,16 @@ class Block:
     known: bool = True
     pages: Extents = field(default_factory=Extents)
     cuda: CudaBlock | None = None
-    storage: "StorageRef | None" = None
-    before: "Block | None" = None
-    after: "Block | None" = None
+    storage: "FollowedStorage | None" = None
+    before: "MemoryBlock | None" = None
+    after: "MemoryBlock | None" = None
 
 
-class StorageRef(weakref.ref[torch.UntypedStorage]):
+class FollowedStorage(weakref.ref[torch.UntypedStorage]):
     """Knows the block of a storage, and calls back when the storage is freed."""
 
     __slots__ = ("block",)
-    block: Block
+    block: MemoryBlock
 
 
 @dataclass(slots=True, eq=False)

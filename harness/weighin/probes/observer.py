@@ -14,7 +14,7 @@ from weighin.record import Memory, Sample
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class Observation:
     """The figures of the worker's cgroup at one instant; all None where it has none.
 
     ``peak_bytes`` is the mark since it was last put back, or since the group's birth.
@@ -47,7 +47,7 @@ class Observer(Protocol):
         """What the observer itself holds of the worker's limit; None where it is outside it."""
         ...
 
-    def look(self) -> Look:
+    def look(self) -> Observation:
         """Read the cgroup's figures now."""
         ...
 
@@ -87,11 +87,11 @@ class LocalObserver:
     def last_peak_rss_bytes(self) -> int | None:
         return self._sampler.last_peak_rss_bytes
 
-    def look(self) -> Look:
+    def look(self) -> Observation:
         if self._cgroup is None or self._mark is None:
-            return Look()
+            return Observation()
         some_ns, full_ns = self._cgroup.read_pressure_ns()
-        return Look(
+        return Observation(
             usage_bytes=self._cgroup.read_usage(),
             peak_bytes=self._mark.read(),
             refaults=self._cgroup.read_refaults(),

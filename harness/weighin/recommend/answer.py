@@ -19,7 +19,7 @@ from weighin.recommend import calibration as calibrating
 from weighin.recommend.calibration import Calibration
 from weighin.recommend.ordering import ranked
 from weighin.recommend.prior_runs import Evidence, find
-from weighin.recommend.ranking import SAVED_AS, Candidate, Limits, Verdict, judge, slowness
+from weighin.recommend.ranking import SAVED_AS, Candidate, FitVerdict, Limits, assess, slowness
 from weighin.recommend.snippet import CannotWriteOut, snippet
 from weighin.suite import registry
 from weighin.suite.matrix import Planned
@@ -30,9 +30,9 @@ ALLOWED: Final = ("resave", "packages", "weighin")
 """What a way of loading may ask for, by the words of --allow."""
 
 _MIRROR: Final = "weighin.models.mirror:mirror"  # the model of a checkpoint whose own is not known
-_STYLES: Final = {Verdict.FITS: "green", Verdict.TOO_LARGE: "red", Verdict.UNKNOWN: "dim"}
+_STYLES: Final = {FitVerdict.FITS: "green", FitVerdict.TOO_LARGE: "red", FitVerdict.UNKNOWN: "dim"}
 _HELP: Final = "A smaller dtype (--dtype bf16) or a higher limit may help."
-_USABLE: Final = (Verdict.FITS, Verdict.THRASHES, Verdict.BARELY)
+_USABLE: Final = (FitVerdict.FITS, FitVerdict.THRASHES, FitVerdict.BARELY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def check_allowed(words: Sequence[str]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class PriorKnowledge:
     """What is known of every way of loading, whatever the limits: predictions, and records."""
 
     planned: tuple[Planned, ...]
@@ -121,7 +121,7 @@ class Known:
     layout: str
 
 
-def gather(question: Question, say: Callable[[str], None]) -> Known:
+def gather(question: Question, say: Callable[[str], None]) -> PriorKnowledge:
     """Predict every way of loading and look for records. Calibrates the machine where none did.
 
     Raises:
@@ -133,16 +133,16 @@ def gather(question: Question, say: Callable[[str], None]) -> Known:
     predictions = predict(planned, checkpoint=question.checkpoint, python_path=question.python_path)
     found = find([question.results], planned[0].cell)
     calibration = calibrating.stored() or calibrating.calibrate(say)
-    return Known(tuple(planned), tuple(predictions), found, calibration, layout)
+    return PriorKnowledge(tuple(planned), tuple(predictions), found, calibration, layout)
 
 
-def advise(question: Question, known: Known) -> Advice:
+def advise(question: Question, known: PriorKnowledge) -> Advice:
     """Return what to use under the question's limits, given what is known."""
     found = [known.evidence.get((one.cell.strategy, one.cell.format)) for one in known.planned]
     measured = [(one, seen) for one, seen in zip(known.predictions, found, strict=True) if seen]
     calibration = known.calibration.slowed(slowness(measured, known.calibration))
     judged = [
-        judge(one.strategy, prediction, seen, calibration, question.limits, known.layout)
+        assess(one.strategy, prediction, seen, calibration, question.limits, known.layout)
         for one, prediction, seen in zip(known.planned, known.predictions, found, strict=True)
     ]
     allowed = [one for one in judged if _is_allowed(one, question.allow)]
@@ -193,7 +193,7 @@ def parts(advice: Advice) -> Iterator[RenderableType]:
     if advice.best is None:
         yield f"Nothing fits for sure. {_HELP}"
         return
-    if advice.best.verdict is Verdict.THRASHES:
+    if advice.best.verdict is FitVerdict.THRASHES:
         yield f"Nothing fits as a whole. What follows works, but slowly. {_HELP}\n"
     yield f"Use {advice.best.strategy}:\n"
     yield escape(advice.code)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Final
 
-from weighin.recommend.ranking import MEASURED, Candidate, Verdict
+from weighin.recommend.ranking import MEASURED, Candidate, FitVerdict
 
 _DOUBT_TIMES: Final = 2.0
 """How much faster a prediction must be than what was measured: it is as rough as this."""
@@ -20,7 +20,7 @@ def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
     """
     return [
         one
-        for verdict in Verdict
+        for verdict in FitVerdict
         for one in _in_order([each for each in candidates if each.verdict is verdict])
     ]
 
@@ -40,7 +40,7 @@ def _in_order(alike: Sequence[Candidate]) -> list[Candidate]:
 
     def key(one: Candidate) -> tuple[object, ...]:
         time_s = counted_s(one)
-        if one.verdict is Verdict.THRASHES:  # its time under one limit is not that under another
+        if one.verdict is FitVerdict.THRASHES:  # its time under one limit is not that under another
             return len(one.asks), one.need_bytes or 0, time_s, one.strategy
         is_slower = time_s > as_fast_s
         is_doubted = is_any_measured and one.time_from != MEASURED

@@ -21,7 +21,7 @@ _OURS: Final = frozenset({"streaming"})
 _PACKAGES: Final = {"safetensors_mmap": "safetensors", "safetensors_copy": "safetensors", "sharded": "safetensors"}  # fmt: skip
 
 
-class Verdict(StrEnum):
+class FitVerdict(StrEnum):
     """Whether a way of loading works under the limits, in the order in which to try them."""
 
     FITS = "fits"
@@ -55,7 +55,7 @@ class Candidate:
 
     strategy: str
     format: str
-    verdict: Verdict
+    verdict: FitVerdict
     why: str
     need_bytes: int | None = None
     margin_bytes: int | None = None
@@ -67,7 +67,7 @@ class Candidate:
     noise_s: float | None = None
 
 
-def judge(
+def assess(
     info: StrategyInfo,
     prediction: Prediction,
     evidence: Evidence | None,
@@ -146,30 +146,30 @@ def _verdict(
     cuda: int | None,
     tried: bool | None,
     limits: Limits,
-) -> tuple[Verdict, str]:
+) -> tuple[FitVerdict, str]:
     if need is None:
-        return Verdict.UNKNOWN, prediction.cannot or "nothing is known of its memory"
+        return FitVerdict.UNKNOWN, prediction.cannot or "nothing is known of its memory"
     if limits.vram_bytes and cuda is not None and cuda > limits.vram_bytes:
-        return Verdict.TOO_LARGE, f"takes {format_bytes(cuda, digits=1)} of the GPU"
-    verdict = Verdict.FITS
+        return FitVerdict.TOO_LARGE, f"takes {format_bytes(cuda, digits=1)} of the GPU"
+    verdict = FitVerdict.FITS
     if limits.ram_bytes is not None:
         verdict = _under(limits.ram_bytes, prediction, need, tried)
-    if verdict is Verdict.THRASHES:
+    if verdict is FitVerdict.THRASHES:
         pages = format_bytes(prediction.model_bytes or 0, digits=1)
         return verdict, f"its {pages} of file pages do not fit: each pass reads them again"
     return verdict, _held(prediction, need)
 
 
-def _under(ram_bytes: int, prediction: Prediction, need: int, tried: bool | None) -> Verdict:
+def _under(ram_bytes: int, prediction: Prediction, need: int, tried: bool | None) -> FitVerdict:
     """Return how it lives under a RAM limit; ``tried`` is what records say of that, if anything."""
     least, edge = _edges(prediction, need)
     if tried is False or (tried is None and least > ram_bytes + doubt_bytes(least)):
-        return Verdict.TOO_LARGE
+        return FitVerdict.TOO_LARGE
     if edge > ram_bytes - doubt_bytes(edge):
-        return Verdict.BARELY if tried else Verdict.CLOSE
+        return FitVerdict.BARELY if tried else FitVerdict.CLOSE
     if _stays_mapped(prediction) and edge + (prediction.model_bytes or 0) > ram_bytes:
-        return Verdict.THRASHES
-    return Verdict.FITS
+        return FitVerdict.THRASHES
+    return FitVerdict.FITS
 
 
 def _edges(prediction: Prediction, need: int) -> tuple[int, int]:

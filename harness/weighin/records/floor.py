@@ -15,7 +15,7 @@ from typing import Final
 
 from weighin.cell import Cell
 from weighin.record import Outcome, Result
-from weighin.records.verdict import Judgement, judge, used_ns
+from weighin.records.verdict import Judgement, judge_result, used_ns
 from weighin.units import MIB, format_bytes, format_exact
 
 PASSES: Final = 3
@@ -223,7 +223,7 @@ def _life(limit: int | None, ours: Sequence[Result], peace_ns: int | None) -> Li
         (one for one in cells if one.outcome is Outcome.OK), key=lambda one: used_ns(one) or 0
     )
     chosen = ok[(len(ok) - 1) // 2] if ok else cells[0]
-    return Life(limit, chosen.ready_ns, judge(chosen, peace_ns))
+    return Life(limit, chosen.ready_ns, judge_result(chosen, peace_ns))
 
 
 def results_of(cell: Cell, results: Iterable[Result]) -> list[Result]:

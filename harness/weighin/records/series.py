@@ -98,14 +98,14 @@ def name_of(cell: Cell) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SeriesRun:
     """The results of one run. ``is_search`` where its limits were chosen by a search for floors."""
 
     results: Sequence[Result]
     is_search: bool = False
 
 
-def summarise(runs: Iterable[Run]) -> dict[str, Series]:
+def summarise(runs: Iterable[SeriesRun]) -> dict[str, Series]:
     """Return the series of some runs by name, in their order; the runs' repeats count together.
 
     A cell with two records in one run counts with its last. A search gives one series for each

@@ -51,7 +51,7 @@ class Judgement:
     reason: str
 
 
-def judge(result: Result, reference_ns: int | None = None) -> Judgement | None:
+def judge_result(result: Result, reference_ns: int | None = None) -> Judgement | None:
     """Return the verdict on a cell; ``reference_ns`` is the time that it would take in peace.
 
     None where the rule says nothing; see the module.
@@ -83,7 +83,7 @@ def judge_all(results: Iterable[Result]) -> dict[str, Judgement | None]:
         by_limit = times.get(_unlimited(one.cell), {})
         top = max(by_limit, default=0.0)
         is_above = top > _height(one.cell)
-        found[one.cell.id] = judge(one, median_low(by_limit[top]) if is_above else None)
+        found[one.cell.id] = judge_result(one, median_low(by_limit[top]) if is_above else None)
     return found
 
 

@@ -12,7 +12,7 @@ from weighin.units import GIB
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class Column:
     """A column of numbers: the frame's column, its heading, and how it is printed."""
 
     key: str
@@ -23,20 +23,20 @@ class Figure:
 
 
 _FIGURES: Final = (
-    Figure("load_s", "load", "s"),
-    Figure("ready_s", "ready", "s"),
-    Figure("peak_rss_bytes", "peak RSS", "GiB", GIB, 3),
-    Figure("above_import_per_model", "above import", "x model"),
-    Figure("anon_sampled_bytes", "anonymous (sampled)", "GiB", GIB, 3),
-    Figure("unreclaimable_sampled_bytes", "unreclaimable (sampled)", "GiB", GIB, 3),
-    Figure("peak_cgroup_bytes", "cgroup peak", "GiB", GIB, 3),
-    Figure("peak_cuda_requested_bytes", "CUDA requested", "GiB", GIB, 3),
-    Figure("peak_cuda_allocated_bytes", "CUDA allocated", "GiB", GIB, 3),
-    Figure("peak_cuda_reserved_bytes", "CUDA reserved", "GiB", GIB, 3),
-    Figure("cuda_driver_sampled_bytes", "CUDA driver (sampled)", "GiB", GIB, 3),
-    Figure("peak_pinned_bytes", "pinned", "GiB", GIB, 3),
-    Figure("written_bytes", "written", "GiB", GIB, 3),
-    Figure("written_files", "files", "", 1, 0),
+    Column("load_s", "load", "s"),
+    Column("ready_s", "ready", "s"),
+    Column("peak_rss_bytes", "peak RSS", "GiB", GIB, 3),
+    Column("above_import_per_model", "above import", "x model"),
+    Column("anon_sampled_bytes", "anonymous (sampled)", "GiB", GIB, 3),
+    Column("unreclaimable_sampled_bytes", "unreclaimable (sampled)", "GiB", GIB, 3),
+    Column("peak_cgroup_bytes", "cgroup peak", "GiB", GIB, 3),
+    Column("peak_cuda_requested_bytes", "CUDA requested", "GiB", GIB, 3),
+    Column("peak_cuda_allocated_bytes", "CUDA allocated", "GiB", GIB, 3),
+    Column("peak_cuda_reserved_bytes", "CUDA reserved", "GiB", GIB, 3),
+    Column("cuda_driver_sampled_bytes", "CUDA driver (sampled)", "GiB", GIB, 3),
+    Column("peak_pinned_bytes", "pinned", "GiB", GIB, 3),
+    Column("written_bytes", "written", "GiB", GIB, 3),
+    Column("written_files", "files", "", 1, 0),
 )
 _WHERE_MEASURED: Final = frozenset(
     ["unreclaimable_sampled_bytes", *(figure.key for figure in _FIGURES[-7:])]
@@ -50,7 +50,7 @@ _OF_SAVES: Final = {
 HEADINGS: Final = {"ram_limit_bytes": "RAM limit", "vram_limit_bytes": "GPU limit"}
 
 
-def figures_of(frame: pd.DataFrame) -> list[Figure]:
+def figures_of(frame: pd.DataFrame) -> list[Column]:
     """Return the columns of numbers for these series, called as their operation calls them."""
     called = _OF_SAVES if captions.doing(frame) == "saving" else {}
     return [
@@ -66,13 +66,13 @@ def name_text(name: str, row: "pd.Series[Any]") -> str:
     return captions.size(value) if name in HEADINGS else plain(str(value or "-"))
 
 
-def number_text(value: Any, figure: Figure) -> str:
+def number_text(value: Any, figure: Column) -> str:
     """Return a figure without its unit; "-" where it is missing."""
     value = known(value)
     return "-" if value is None else f"{value / figure.scale:.{figure.digits}f}"
 
 
-def range_text(row: "pd.Series[Any]", figure: Figure) -> str:
+def range_text(row: "pd.Series[Any]", figure: Column) -> str:
     """Return the smallest and the largest of the repeats; nothing where they print alike."""
     low, high = (number_text(row[f"{figure.key}{end}"], figure) for end in ("_min", "_max"))
     return "" if low == high else f"{low}..{high}"

@@ -15,7 +15,7 @@ from weighin.errors import ConfigError
 from weighin.record import Outcome, Result
 from weighin.records.machine import settings_of
 from weighin.records.metrics import METRICS, Metric
-from weighin.records.series import Run, Series, name_of, summarise
+from weighin.records.series import Series, SeriesRun, name_of, summarise
 from weighin.report import dataframe
 from weighin.text import one_line
 
@@ -32,7 +32,7 @@ def bencher(results: Sequence[Result]) -> str:
     https://bencher.dev/docs/reference/bencher-metric-format
     """
     found: dict[str, dict[str, dict[str, int]]] = {}
-    for name, series in summarise([Run(_run(results))]).items():
+    for name, series in summarise([SeriesRun(_run(results))]).items():
         found[name] = {_NOT_OK: {"value": _not_ok(results, name)}}
         for metric, figure in _figures(series):
             found[name][_measure(metric)] = {
@@ -49,7 +49,7 @@ def github_action_benchmark(results: Sequence[Result]) -> str:
     https://github.com/benchmark-action/github-action-benchmark
     """
     found: list[dict[str, Any]] = []
-    for name, series in summarise([Run(_run(results))]).items():
+    for name, series in summarise([SeriesRun(_run(results))]).items():
         found.append({"name": f"{name} {_NOT_OK}", "unit": "repeats", "value": _not_ok(results, name), "extra": f"{series.repeats} repeats: {series.outcome}"})  # fmt: skip
         for metric, figure in _figures(series):
             entry: dict[str, Any] = {
@@ -110,7 +110,7 @@ def _families(results: Sequence[Result]) -> Iterator["Family"]:
     from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
 
     cells = {name_of(result.cell): result.cell for result in results}
-    summary = summarise([Run(results)])
+    summary = summarise([SeriesRun(results)])
     if not results:
         return
     first = _labels(next(iter(cells.values())))

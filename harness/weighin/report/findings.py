@@ -8,7 +8,7 @@ from weighin.record import Result
 from weighin.records.survival import matrices
 from weighin.report import floors, notebook, passes, survival, survival_plots
 from weighin.report.html import sections
-from weighin.report.html.blocks import Block
+from weighin.report.html.blocks import Drawable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,19 +23,19 @@ class Finding:
     is_there: Callable[[Sequence[Result]], bool]
     terminal: Callable[[Sequence[Result]], "RenderableType"]
     markdown: Callable[[Sequence[Result]], str]
-    html: Callable[[Sequence[Result]], list[Block]]
+    html: Callable[[Sequence[Result]], list[Drawable]]
     pictures: tuple[tuple[str, Callable[[Sequence[Result]], "Figure"]], ...] = ()
 
 
 def is_sweep(results: Sequence[Result]) -> bool:
     """Tell whether limits were swept; a search for floors tries other limits in each row."""
-    return not floors.are_there(results) and bool(matrices(results))
+    return not floors.has_data(results) and bool(matrices(results))
 
 
 _ALL: Final = (
     Finding(
         "Forward passes",
-        passes.are_there,
+        passes.has_data,
         passes.terminal_passes,
         passes.markdown_passes,
         sections.of_passes,
@@ -53,14 +53,14 @@ _ALL: Final = (
     ),
     Finding(
         "Beside the notebook's published figures",
-        notebook.are_there,
+        notebook.has_data,
         notebook.terminal_notebook,
         notebook.markdown_notebook,
         sections.of_notebook,
     ),
     Finding(
         "RAM floors",
-        floors.are_there,
+        floors.has_data,
         floors.terminal_floors,
         floors.markdown_reasons,
         sections.of_floors,

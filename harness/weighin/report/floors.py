@@ -30,7 +30,7 @@ NAMES: Final = 1
 STYLES: Final = {"survives": "green", "thrashes": "yellow", "killed": "red"}
 
 
-def are_there(results: Sequence[Result]) -> bool:
+def has_data(results: Sequence[Result]) -> bool:
     """Tell whether some floor was found in these results."""
     return any(floor.bytes is not None for floor in floors(results))
 

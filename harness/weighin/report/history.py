@@ -16,7 +16,7 @@ from weighin.errors import ConfigError, RecordError
 from weighin.records import run_folder
 from weighin.records.machine import Difference, Setting, differences, settings_of
 from weighin.records.metrics import Metric, named
-from weighin.records.series import Figure, Run, summarise
+from weighin.records.series import Figure, SeriesRun, summarise
 from weighin.report.change_points import find_steps
 
 _COMMIT_LETTERS: Final = 9
@@ -43,7 +43,7 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class HistoryPoint:
     """One series in one run; ``figure`` is None where no repeat was ok."""
 
     moment: Moment
@@ -65,11 +65,11 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class SeriesHistory:
     """One series over the runs in which it was measured."""
 
     series: str
-    points: list[Point]
+    points: list[HistoryPoint]
     steps: list[Step]
     turns: list[tuple[int, str, str]]
     """Where the outcome changed: the place in ``points``, what it was, what it became."""
@@ -81,7 +81,7 @@ class History:
 
     metric: Metric
     moments: list[Moment]
-    lines: list[Line]
+    lines: list[SeriesHistory]
     warnings: list[str]
 
 
@@ -101,11 +101,11 @@ def read(folder: Path, metric: str, words: Sequence[str] = ()) -> History:
             f"{folder} holds no run with a record",
             "name a folder that holds runs, such as results, or one run's own",
         )
-    points: dict[str, list[Point]] = {}
+    points: dict[str, list[HistoryPoint]] = {}
     for moment, results in runs:
-        for name, series in summarise([Run(results)]).items():
+        for name, series in summarise([SeriesRun(results)]).items():
             if all(word in name for word in words) and series.outcome != "skipped":
-                point = Point(moment, series.outcome, series.figures.get(chosen.name))
+                point = HistoryPoint(moment, series.outcome, series.figures.get(chosen.name))
                 points.setdefault(name, []).append(point)
     if not points:
         raise ConfigError(
@@ -142,7 +142,7 @@ def terminal_table(history: History) -> RenderableType:
     return Group(*parts)
 
 
-def describe(line: Line, metric: Metric) -> list[str]:
+def describe(line: SeriesHistory, metric: Metric) -> list[str]:
     """Return a sentence for each step and each change of outcome of a series."""
     said = []
     for step in line.steps:
@@ -195,7 +195,7 @@ def _runs(folder: Path) -> tuple[list[tuple[Moment, Sequence[Any]]], list[str]]:
     return sorted(runs, key=lambda run: (run[0].started_at, run[0].name)), warnings
 
 
-def _line(name: str, points: list[Point], metric: Metric) -> Line:
+def _line(name: str, points: list[HistoryPoint], metric: Metric) -> SeriesHistory:
     measured = [index for index, point in enumerate(points) if point.figure]
     figures = [figure.median for point in points if (figure := point.figure)]
     steps = []
@@ -215,7 +215,7 @@ def _line(name: str, points: list[Point], metric: Metric) -> Line:
         for index, (before, after) in enumerate(pairwise(points), start=1)
         if before.outcome != after.outcome
     ]
-    return Line(name, points, steps, turns)
+    return SeriesHistory(name, points, steps, turns)
 
 
 def _changes(moments: Sequence[Moment]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final
 from weighin.errors import ConfigError, RecordError
 from weighin.records.series import STRATEGY
 from weighin.report import style as look
-from weighin.report.history import History, Line, Moment, changed, notes
+from weighin.report.history import History, Moment, SeriesHistory, changed, notes
 from weighin.units import GIB
 
 if TYPE_CHECKING:
@@ -57,9 +57,9 @@ def save(history: History, file: BinaryIO, kind: str) -> None:
     look.save(figure, file, kind)
 
 
-def _panels(lines: Sequence[Line]) -> dict[str, list[Line]]:
+def _panels(lines: Sequence[SeriesHistory]) -> dict[str, list[SeriesHistory]]:
     """Put series that differ in no more than the strategy and its format into one panel."""
-    found: dict[str, list[Line]] = {}
+    found: dict[str, list[SeriesHistory]] = {}
     for line in sorted(lines, key=lambda line: line.series):
         words = line.series.split(" ")
         title = " · ".join(words[:STRATEGY] + words[STRATEGY + 2 :])
@@ -67,7 +67,9 @@ def _panels(lines: Sequence[Line]) -> dict[str, list[Line]]:
     return found
 
 
-def _panel(axes: "Axes", history: History, lines: Sequence[Line], places: dict[str, int]) -> None:
+def _panel(
+    axes: "Axes", history: History, lines: Sequence[SeriesHistory], places: dict[str, int]
+) -> None:
     look.tidy(axes)
     is_time = history.metric.unit == "ns"
     scale = _NS if is_time else GIB
@@ -82,7 +84,9 @@ def _panel(axes: "Axes", history: History, lines: Sequence[Line], places: dict[s
     axes.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
-def _series(axes: "Axes", line: Line, places: dict[str, int], scale: float, marker: str) -> None:
+def _series(
+    axes: "Axes", line: SeriesHistory, places: dict[str, int], scale: float, marker: str
+) -> None:
     words = line.series.split(" ")
     shade = look.colour(words[STRATEGY])
     good = [(places[p.moment.name], p.figure) for p in line.points if p.figure]

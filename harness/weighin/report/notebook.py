@@ -66,7 +66,7 @@ def published() -> Published:
     return Published.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
 
 
-def are_there(results: Sequence[Result]) -> bool:
+def has_data(results: Sequence[Result]) -> bool:
     """Tell whether some cell is one of the notebook's methods."""
     table = published()
     return any(_is_notebooks(one, table) for one in results)

@@ -21,7 +21,7 @@ NOTE: Final = (
 )
 
 
-def are_there(results: Sequence[Result]) -> bool:
+def has_data(results: Sequence[Result]) -> bool:
     """Tell whether some model was used more than once."""
     return any(len(_passes(one)) > 1 for one in results)
 

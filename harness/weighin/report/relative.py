@@ -12,7 +12,7 @@ import pandas as pd
 
 from weighin.record import Result
 from weighin.report import captions
-from weighin.report.columns import HEADINGS, Figure, figures_of, name_text, number_text, range_text
+from weighin.report.columns import HEADINGS, Column, figures_of, name_text, number_text, range_text
 from weighin.report.dataframe import series, varying
 from weighin.report.markdown import escaped, plain, table_lines
 
@@ -54,5 +54,5 @@ def _divided(frame: pd.DataFrame) -> pd.DataFrame:
     return frame.assign(**{column: frame[column] / firsts[key] for key, column in columns})
 
 
-def _unit(figure: Figure) -> str:
+def _unit(figure: Column) -> str:
     return "x" if figure.key in _TIMES else figure.unit

@@ -14,7 +14,7 @@ from weighin.report import captions, tables, terminal
 from weighin.report.dataframe import series
 from weighin.report.findings import findings
 from weighin.report.html import facts
-from weighin.report.html.blocks import Block, Cells, Explained, Items, Preformatted
+from weighin.report.html.blocks import Cells, Drawable, Explained, Items, Preformatted
 from weighin.report.html.table import build
 from weighin.report.markdown import escaped, plain
 
@@ -34,7 +34,7 @@ class Section:
     heading: str
     terminal: Callable[[], "RenderableType"]
     markdown: Callable[[], str]
-    html: Callable[[], list[Block]]
+    html: Callable[[], list[Drawable]]
     is_found: bool = False
 
 
@@ -116,11 +116,11 @@ def _figures(frame: pd.DataFrame, results: Sequence[Result]) -> Section:
     )
 
 
-def _items(lines: Sequence[str]) -> list[Block]:
+def _items(lines: Sequence[str]) -> list[Drawable]:
     return [Items([("", line) for line in lines])] if lines else []
 
 
-def _blocks(*blocks: Block) -> list[Block]:
+def _blocks(*blocks: Drawable) -> list[Drawable]:
     return [*blocks]
 
 

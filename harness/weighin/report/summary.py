@@ -130,7 +130,7 @@ def _others(group: pd.DataFrame) -> Iterator[str]:
 
 def _floors(results: Sequence[Result]) -> str:
     """Return the RAM floors in words, the least first; empty where none was looked for."""
-    found = all_floors(results) if floors.are_there(results) else []
+    found = all_floors(results) if floors.has_data(results) else []
     sized = sorted((one for one in found if one.bytes), key=lambda one: one.bytes or 0)
     if not sized:
         return ""

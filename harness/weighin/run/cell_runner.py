@@ -36,7 +36,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class CellMeasurement:
     """A cell's result, to be recorded first, and what lies beside its record.
 
     ``trouble`` is what was found after the measurement, and keeps the run from going on.
@@ -70,7 +70,9 @@ def measure(setting: Setting, job: Job, files: Sequence[Path], model_bytes: int 
     return measured.result
 
 
-def take(setting: Setting, job: Job, files: Sequence[Path], model_bytes: int | None) -> Measured:
+def take(
+    setting: Setting, job: Job, files: Sequence[Path], model_bytes: int | None
+) -> CellMeasurement:
     """Run one cell to its end and return what was measured.
 
     ``files`` are the checkpoint's, in the parent's paths: their cached pages are dropped first,
@@ -103,7 +105,7 @@ def take(setting: Setting, job: Job, files: Sequence[Path], model_bytes: int | N
     result = watch.result(job, ended)
     warnings = result.warnings
     warnings += _doubts(cached_bytes)
-    if trace := watch.story.trace:
+    if trace := watch.event_log.trace:
         warnings += tuple(trace.doubts(result.peaks.cuda_requested_bytes))
     assert result.cost
     result = replace(
@@ -116,10 +118,10 @@ def take(setting: Setting, job: Job, files: Sequence[Path], model_bytes: int | N
         trace_path=f"traces/{job.cell.id}.csv" if trace else None,
         started_at=started_at,
         sources_hash=sources_hash,
-        environment=setting.environment | watch.story.environment,
+        environment=setting.environment | watch.event_log.environment,
         warnings=warnings,
     )
-    return Measured(result, watch.samples, trace, trouble)
+    return CellMeasurement(result, watch.samples, trace, trouble)
 
 
 def _close(running: Running) -> HarnessError | None:

@@ -14,7 +14,7 @@ _LOST_CHILD = "the kernel killed a process of the worker's for lack of memory"
 
 
 @dataclass(slots=True)
-class Story:
+class EventLog:
     """The events of one worker so far. Filled by ``weighin.run.supervisor`` as they come."""
 
     baseline: Memory | None = None
@@ -121,7 +121,7 @@ class Story:
         self,
         ended: Exit,
         oom_kills: int | None,
-        chatter: bytes,
+        stderr_tail: bytes,
         machine_oom_kills: int | None = None,
     ) -> tuple[Outcome, str]:
         """Return the outcome of a worker that ended by itself, and one line on why it is not ok.
@@ -147,7 +147,7 @@ class Story:
             how = "does not end, not even by SIGKILL,"
         elif ended.signal:
             how = f"was ended by {_name(ended.signal)}"
-        said = chatter.decode(errors="replace").strip().splitlines()
+        said = stderr_tail.decode(errors="replace").strip().splitlines()
         if said and ended.signal and said[-1].startswith(signal.strsignal(ended.signal) or "?"):
             said.pop()  # a container's shell says the same again
         last = f": {one_line(said[-1], _SAID_LENGTH)}" if said else ""

@@ -33,7 +33,7 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class GpuAnswer:
     """The CUDA devices of this machine. Where there is none, ``why`` and ``repair`` say so."""
 
     gpus: tuple[Gpu, ...] = ()
@@ -42,7 +42,7 @@ class Look:
 
 
 @cache
-def look() -> Look:
+def look() -> GpuAnswer:
     """Return what torch sees; takes as long as an import of torch, the first time."""
     asked = subprocess.run(
         [sys.executable, "-c", _QUESTION],
@@ -53,20 +53,20 @@ def look() -> Look:
     )
     if asked.returncode:
         last = (asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"])[-1]
-        return Look(why=f"torch cannot be asked for a GPU: {one_line(last)}", repair=_INSTEAD)
+        return GpuAnswer(why=f"torch cannot be asked for a GPU: {one_line(last)}", repair=_INSTEAD)
     found = json.loads(asked.stdout)
     gpus = tuple(Gpu(**one) for one in found["gpus"])
     if not gpus and not found["cuda"]:
-        return Look(
+        return GpuAnswer(
             why=f"this torch ({found['torch']}) is built without CUDA",
             repair=f"install a CUDA build (pytorch.org/get-started), or: {_INSTEAD}",
         )
     if not gpus:
-        return Look(
+        return GpuAnswer(
             why=f"torch {found['torch']} sees no CUDA GPU",
             repair=f"nvidia-smi shows whether the driver does, or: {_INSTEAD}",
         )
-    return Look(gpus)
+    return GpuAnswer(gpus)
 
 
 def check(device: str, limits: list[int | None]) -> None:

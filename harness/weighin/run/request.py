@@ -18,7 +18,7 @@ from weighin.run import gpu_check, trust
 from weighin.run.runner import Run
 from weighin.suite import registry
 from weighin.suite.config import Suite
-from weighin.suite.matrix import Matrix, Planned, plan
+from weighin.suite.matrix import CellMatrix, Planned, plan
 from weighin.units import format_bytes, format_exact
 
 
@@ -64,7 +64,7 @@ def start(request: Request) -> tuple[Run, str]:
     if suite.ram_high is not None:
         select.check_soft_limit(isolation)
     planned = plan(
-        Matrix(
+        CellMatrix(
             models=models,
             strategies=strategies,
             ram_limits=tuple(suite.ram),

@@ -19,7 +19,7 @@ from weighin.record import SCHEMA, Memory, Outcome, Result
 from weighin.records import run_folder
 from weighin.run import interrupts, save_target
 from weighin.run.bytecode import compile_code
-from weighin.run.cell_runner import Measured, Setting, take
+from weighin.run.cell_runner import CellMeasurement, Setting, take
 from weighin.run.run_lock import only_run
 from weighin.suite.matrix import Planned
 from weighin.text import one_line
@@ -106,7 +106,7 @@ def _run(task: Run, progress: Progress, following: Following | None) -> None:
             with run_folder.room(task.folder):
                 if planned.skip or bench is None:
                     found = bench.setting.environment if bench else {}
-                    measured = Measured(_skipped(planned, found))
+                    measured = CellMeasurement(_skipped(planned, found))
                 else:
                     progress.starting(planned.cell)
                     measured = bench.measure(planned)
@@ -130,7 +130,7 @@ class _Bench:
     setting: Setting
     prepared: dict[tuple[str, str], cache.Prepared]
 
-    def measure(self, planned: Planned) -> Measured:
+    def measure(self, planned: Planned) -> CellMeasurement:
         checkpoint = self.prepared[_checkpoint_key(self.task, planned.cell)]
         files = formats.files(checkpoint.path)
         model_bytes = checkpoint.manifest().model_bytes(planned.cell.dtype)
@@ -220,7 +220,7 @@ def _probe(task: Run, job: Job) -> Memory:
                 running.channel.send(ACKNOWLEDGEMENT)
             if event["event"] == "failed":
                 raise ConfigError(f"no cell can run: {event['message']}")
-        said = running.channel.chatter.decode(errors="replace").strip().splitlines()
+        said = running.channel.stderr_tail.decode(errors="replace").strip().splitlines()
     raise HarnessError(
         f"a worker under {task.isolation.name} ends before it has imported torch"
         + (f": {one_line(said[-1])}" if said else ""),

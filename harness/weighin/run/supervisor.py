@@ -15,11 +15,11 @@ from weighin.cell import Job
 from weighin.isolation.base import Exit, Running
 from weighin.probes.cgroup import read_machine_oom_kills
 from weighin.probes.gpu_memory import DriverMemory, NvmlUnavailable
-from weighin.probes.observer import LocalObserver, Look, Observer
+from weighin.probes.observer import LocalObserver, Observation, Observer
 from weighin.protocol import ACKNOWLEDGEMENT, decode_event
 from weighin.record import SCHEMA, Faults, Memory, Outcome, Peaks, Phase, Pressure, Result, Sample
 from weighin.run import interrupts
-from weighin.run.event_log import Story
+from weighin.run.event_log import EventLog
 from weighin.units import format_bytes
 
 _Point = TypeVar("_Point", bound=tuple[int, ...])
@@ -37,7 +37,7 @@ class Watch:
         on_phase: Callable[[str], None],
         before_load: Callable[[], None] | None = None,
     ) -> None:
-        self.story = Story()
+        self.event_log = EventLog()
         self.samples: list[Sample] = []
         self._running = running
         self._on_phase = on_phase
@@ -45,8 +45,8 @@ class Watch:
         self._timed_out = False
         self._peak_bytes: int | None = None
         self._driver: DriverMemory | None = None
-        self._at_baseline = self._at_end = Look()
-        self._at_ready: Look | None = None
+        self._at_baseline = self._at_end = Observation()
+        self._at_ready: Observation | None = None
         self._oom_kills: int | None = None
         self._machine_oom_kills = read_machine_oom_kills()
         self._observer: Observer | None = (
@@ -84,7 +84,7 @@ class Watch:
                 ended = Exit(None, still_runs=True)
         self._at_end = self._look()
         self._oom_kills = self._at_end.oom_kills
-        if not self.story.is_ready:
+        if not self.event_log.is_ready:
             self._raise_peak(self._at_end.peak_bytes)
         return ended
 
@@ -92,21 +92,21 @@ class Watch:
         """End the sampling; what was seen is in ``samples``."""
         driver = self._driver.stop() if self._driver else None
         if self._observer:
-            self.samples = _with_cuda(self._observer.stop(), self.story.cuda_points, driver)
+            self.samples = _with_cuda(self._observer.stop(), self.event_log.cuda_points, driver)
             if self._oom_kills is None:
                 self._oom_kills = self._observer.oom_kills
 
     def result(self, job: Job, ended: Exit) -> Result:
         """Return what is known now that it is over."""
-        story, totals = self.story, self._at_ready or self._at_end
+        event_log, totals = self.event_log, self._at_ready or self._at_end
         if self._timed_out:
             outcome = Outcome.TIMEOUT
-            message = f"still running after {job.timeout_s:g} s, {story.where()}"
+            message = f"still running after {job.timeout_s:g} s, {event_log.where()}"
         else:
-            outcome, message = story.judge(
+            outcome, message = event_log.judge(
                 ended,
                 self._oom_kills,
-                self._running.channel.chatter,
+                self._running.channel.stderr_tail,
                 _grown(self._machine_oom_kills, read_machine_oom_kills()),
             )
         return Result(
@@ -114,21 +114,21 @@ class Watch:
             cell=job.cell,
             outcome=outcome,
             message=message,
-            last_phase=None if outcome is Outcome.OK else story.current,
-            baseline=story.baseline,
+            last_phase=None if outcome is Outcome.OK else event_log.current,
+            baseline=event_log.baseline,
             peaks=self._peaks(),
-            phases=tuple(story.phases),
-            load_ns=story.load_ns(),
-            ready_ns=story.ready_ns(),
+            phases=tuple(event_log.phases),
+            load_ns=event_log.load_ns(),
+            ready_ns=event_log.ready_ns(),
             faults=self._faults(totals),
             pressure=self._pressure(totals),
             oom_kills=self._oom_kills,
             limit_events=self._at_end.limit_events,
             exit_code=ended.code if ended.signal is None else 128 + ended.signal,
-            written=story.written,
-            cost=story.cost(),
+            written=event_log.written,
+            cost=event_log.cost(),
             watcher=self._observer.watcher if self._observer else None,
-            allocator_summary=story.allocator_summary,
+            allocator_summary=event_log.allocator_summary,
             warnings=tuple(self._warnings(outcome, ended)),
         )
 
@@ -137,7 +137,7 @@ class Watch:
             if self._before_load:
                 self._before_load()
             self._at_baseline = self._look()
-            self.story.take_baseline(fields, self._at_baseline.usage_bytes)
+            self.event_log.take_baseline(fields, self._at_baseline.usage_bytes)
             self._watch_driver()
             if self._observer and self._observer.reset_peak():
                 self._peak_bytes = None
@@ -146,7 +146,7 @@ class Watch:
             self._take_phase(fields)
             self._running.channel.send(ACKNOWLEDGEMENT)
         else:
-            self.story.take(kind, fields)
+            self.event_log.take(kind, fields)
             if kind == "ready":
                 self._at_ready = self._at_mark
             if kind == "begin":
@@ -155,7 +155,7 @@ class Watch:
     def _take_phase(self, fields: dict[str, Any]) -> None:
         look = self._look()
         end, peak = replace(Memory(**fields["end"]), cgroup_bytes=look.usage_bytes), look.peak_bytes
-        if not self.story.is_ready:
+        if not self.event_log.is_ready:
             self._raise_peak(peak)
         if not (self._observer and self._observer.reset_peak()):
             peak = None  # the mark is older than this phase
@@ -165,18 +165,18 @@ class Watch:
             "peak_cgroup_bytes": peak,
             "workingset_refault_file": _grown(before.refaults, look.refaults),
         }
-        self.story.take_phase(Phase(**fields | seen))
+        self.event_log.take_phase(Phase(**fields | seen))
 
     def _watch_driver(self) -> None:
         """Look at the worker's memory as the driver counts it; note what is measured instead."""
-        environment, pid = self.story.environment, self._running.pid
+        environment, pid = self.event_log.environment, self._running.pid
         if "gpu" not in environment:
             return
         try:
             self._driver = DriverMemory(environment["gpu_uuid"], pid)
         except NvmlUnavailable as reason:
             environment["cuda_driver_source"] = "cudaMemGetInfo"
-            self.story.notes.append(
+            self.event_log.notes.append(
                 f"the driver's figure is of all processes on the GPU, not of this one: {reason}"
             )
         else:
@@ -187,16 +187,16 @@ class Watch:
         self._peak_bytes = _largest((self._peak_bytes, peak))
 
     def _peaks(self) -> Peaks:
-        story, phases = self.story, self.story.load_phases()
-        on_gpu = story.cuda_phases()
+        event_log, phases = self.event_log, self.event_log.load_phases()
+        on_gpu = event_log.cuda_phases()
         rss: list[int | None] = [phase.peak_rss_bytes for phase in phases]
-        if self._observer and not (story.is_ready or story.failure):
+        if self._observer and not (event_log.is_ready or event_log.failure):
             # The interrupted phase's own mark died with it: this is how it was last seen.
             rss.append(self._observer.last_peak_rss_bytes)
-        last_ns = story.ready_at_ns or math.inf
+        last_ns = event_log.ready_at_ns or math.inf
         seen: list[Memory | Sample] = [phase.end for phase in phases]
-        if story.baseline:
-            seen += [one for one in self.samples if story.baseline_ns <= one.t_ns <= last_ns]
+        if event_log.baseline:
+            seen += [one for one in self.samples if event_log.baseline_ns <= one.t_ns <= last_ns]
         return Peaks(
             rss_bytes=_largest(rss),
             cgroup_bytes=self._peak_bytes,
@@ -212,14 +212,14 @@ class Watch:
             pinned_bytes=_largest(phase.peak_pinned_bytes for phase in on_gpu),
         )
 
-    def _faults(self, totals: Look) -> Faults | None:
+    def _faults(self, totals: Observation) -> Faults | None:
         refaults = _grown(self._at_baseline.refaults, totals.refaults)
-        known = self.story.faults(refaults)
-        if self.story.baseline is None or self.story.is_ready:
+        known = self.event_log.faults(refaults)
+        if self.event_log.baseline is None or self.event_log.is_ready:
             return known
         # Cut off in a phase, whose own count died with it: this is how it was last seen.
-        phases = self.story.load_phases()
-        since_ns = phases[-1].end_ns if phases else self.story.baseline_ns
+        phases = self.event_log.load_phases()
+        since_ns = phases[-1].end_ns if phases else self.event_log.baseline_ns
         seen = [one for one in self.samples if one.t_ns >= since_ns]
         if not seen:
             return known
@@ -230,7 +230,7 @@ class Watch:
             refaults,
         )
 
-    def _pressure(self, totals: Look) -> Pressure | None:
+    def _pressure(self, totals: Observation) -> Pressure | None:
         before, after = self._at_baseline, totals
         some, full = _grown(before.some_ns, after.some_ns), _grown(before.full_ns, after.full_ns)
         return None if some is None and full is None else Pressure(some, full)
@@ -244,7 +244,7 @@ class Watch:
             warnings[0] += (
                 f": a watcher in the container looked, and the cell was charged its {weight}"
             )
-        warnings += self.story.notes
+        warnings += self.event_log.notes
         if ended.still_runs:
             warnings.append("the worker still ran when this was recorded: SIGKILL did not end it")
         if self._oom_kills and outcome is not Outcome.OOM_KILLED:
@@ -252,8 +252,8 @@ class Watch:
             warnings.append(f"the kernel killed {killed} of this cell for lack of memory")
         return warnings
 
-    def _look(self) -> Look:
-        return self._observer.look() if self._observer else Look()
+    def _look(self) -> Observation:
+        return self._observer.look() if self._observer else Observation()
 
     def _kill(self) -> None:
         """Kill the worker with its limit lifted: one that thrashes would take long to die."""

@@ -28,7 +28,7 @@ class Planned:
 
 
 @dataclass(frozen=True, slots=True)
-class Matrix:
+class CellMatrix:
     """What to combine. ``ram_limits`` and ``vram_limits`` in bytes; None is no limit.
 
     ``formats`` are those that are asked for: each strategy loads all of them that it reads (or
@@ -50,7 +50,7 @@ class Matrix:
     vram_limits: tuple[int | None, ...] = (None,)
 
 
-def plan(matrix: Matrix) -> list[Planned]:
+def plan(matrix: CellMatrix) -> list[Planned]:
     """Return the cells of a matrix, each once. Repeats are interleaved: A B C A B C, never A A."""
     planned = [
         _planned(matrix, repeat, model, limits, info, options, fmt)
@@ -66,14 +66,14 @@ def plan(matrix: Matrix) -> list[Planned]:
     return list({one.cell.id: one for one in planned}.values())
 
 
-def _formats(matrix: Matrix, info: StrategyInfo) -> list[str]:
+def _formats(matrix: CellMatrix, info: StrategyInfo) -> list[str]:
     """Return the formats to load; one that the strategy cannot read where it reads none of them."""
     readable = [fmt for fmt in matrix.formats if fmt in info.formats]
     return readable or [*matrix.formats, *info.formats][:1]
 
 
 def _planned(
-    matrix: Matrix,
+    matrix: CellMatrix,
     repeat: int,
     model: ModelSpec,
     limits: list[int | None],

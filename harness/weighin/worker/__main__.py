@@ -17,7 +17,7 @@ from weighin.cell import Job
 from weighin.protocol import decode_job
 from weighin.record import Outcome
 from weighin.worker.connection import Lifeline
-from weighin.worker.failures import StrategyFailed, describe, fail, judge
+from weighin.worker.failures import StrategyFailed, classify, describe, fail
 from weighin.worker.phases import Marks
 from weighin.worker.warmup import environment, read_through, settle_math
 
@@ -32,7 +32,7 @@ _TRACE_PIECE = 10_000  # events in one line: what fits a pipe's other end well
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedWorker:
     """What is imported and read before the baseline: the same for every strategy."""
 
     load: "WorkerLoad"
@@ -62,7 +62,7 @@ def main() -> None:
             model = load(job, prepared, lifeline, marks)
             check(model, prepared, lifeline, marks)
     except BaseException as error:
-        outcome, message = judge(error, job.strategy_path)
+        outcome, message = classify(error, job.strategy_path)
         if marks.cuda:
             with contextlib.suppress(Exception):  # a GPU that has failed may not answer any more
                 tell_trace(lifeline, marks.cuda)
@@ -71,7 +71,7 @@ def main() -> None:
     os._exit(0)  # at once: taking the interpreter down would only add to the harness's share
 
 
-def prepare(job: Job, lifeline: Lifeline, marks: Marks) -> Prepared:
+def prepare(job: Job, lifeline: Lifeline, marks: Marks) -> PreparedWorker:
     """Import torch and the model's code, create the CUDA context, read the manifest; take the baseline."""
     import_start_ns = time.monotonic_ns()
     with marks.phase("import"):
@@ -111,7 +111,7 @@ def prepare(job: Job, lifeline: Lifeline, marks: Marks) -> Prepared:
 
             model = saving.load_model(load)
         manifest = read_manifest(Path(job.manifest))
-        prepared = Prepared(load, inputs, manifest, cell.passes, model)
+        prepared = PreparedWorker(load, inputs, manifest, cell.passes, model)
         if cell.cache == "warm":
             read_through(load.checkpoint)
     marks.flush()
@@ -125,7 +125,7 @@ def prepare(job: Job, lifeline: Lifeline, marks: Marks) -> Prepared:
     return prepared
 
 
-def load(job: Job, prepared: Prepared, lifeline: Lifeline, marks: Marks) -> "torch.nn.Module":
+def load(job: Job, prepared: PreparedWorker, lifeline: Lifeline, marks: Marks) -> "torch.nn.Module":
     """Run the strategy and return the model that it leaves."""
     import torch
 
@@ -166,7 +166,7 @@ def run_strategy(job: Job, seen: Any, lifeline: Lifeline, marks: Marks) -> Any:
 
 
 def save(
-    job: Job, model: "torch.nn.Module", prepared: Prepared, lifeline: Lifeline, marks: Marks
+    job: Job, model: "torch.nn.Module", prepared: PreparedWorker, lifeline: Lifeline, marks: Marks
 ) -> None:
     """Run the strategy, wait until all that it wrote is on the disk, and read it back."""
     from pathlib import Path
@@ -190,7 +190,9 @@ def save(
     lifeline.send("done", first_use_ns=None, marks_ns=marks.spent_ns)
 
 
-def check(model: "torch.nn.Module", prepared: Prepared, lifeline: Lifeline, marks: Marks) -> None:
+def check(
+    model: "torch.nn.Module", prepared: PreparedWorker, lifeline: Lifeline, marks: Marks
+) -> None:
     """Read every byte of the model, compare it with the checkpoint's checksums, and use it."""
     from weighin.worker import touch, verify
 

@@ -28,7 +28,7 @@ BODY = "body"
 """The name of what a body does outside the phases that it marks itself."""
 
 
-class Measured:
+class BodyMeasurement:
     """The marks around a body."""
 
     def __init__(self, job: Job, lifeline: Lifeline, marks: Marks, import_ns: int) -> None:
@@ -75,7 +75,7 @@ def run_body(job: Job, body: Body, lifeline: Lifeline, marks: Marks) -> NoReturn
         import torch  # noqa: F401 (every body's baseline holds it)
     import_ns = time.monotonic_ns() - start_ns
     sys.path += [folder for folder in job.python_path if folder not in sys.path]
-    measured = Measured(job, lifeline, marks, import_ns)
+    measured = BodyMeasurement(job, lifeline, marks, import_ns)
     try:
         message = _run_test(body, measured) if body.pytest_arguments else _call(body, measured)
     except BaseException as error:
@@ -88,7 +88,7 @@ def run_body(job: Job, body: Body, lifeline: Lifeline, marks: Marks) -> NoReturn
     os._exit(0)
 
 
-def _run_test(body: Body, measured: Measured) -> str:
+def _run_test(body: Body, measured: BodyMeasurement) -> str:
     """Run pytest on the one test; returns what failed, empty where nothing did."""
     import pytest
 
@@ -120,7 +120,7 @@ def _run_test(body: Body, measured: Measured) -> str:
     return "" if reports else f"pytest ended with exit code {int(code)}"
 
 
-def _call(body: Body, measured: Measured) -> str:
+def _call(body: Body, measured: BodyMeasurement) -> str:
     import pickle
 
     with open(body.path, "rb") as file:  # noqa: PTH123

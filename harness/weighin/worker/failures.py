@@ -14,7 +14,7 @@ class StrategyFailed(Exception):
     """The strategy raised (then that is the ``__cause__``), or returned no model."""
 
 
-def judge(error: BaseException, strategy: str) -> tuple[Outcome, str]:
+def classify(error: BaseException, strategy: str) -> tuple[Outcome, str]:
     """Return what an error during the load, the touch or the verification means."""
     from weighin.worker.verify import WrongWeights
 
@@ -47,7 +47,7 @@ def describe(error: BaseException, strategy: str = "") -> str:
 
 
 def fail(lifeline: Lifeline, outcome: Outcome, message: str, summary: str = "") -> NoReturn:
-    """Report how this cell failed, leave the traceback among the chatter, and end."""
+    """Report how this cell failed, leave the traceback among the stderr_tail, and end."""
     traceback.print_exc()
     lifeline.send("failed", outcome=outcome, message=message, summary=summary)
     sys.stderr.flush()

@@ -88,7 +88,7 @@ class DockerRunning:
         if re.fullmatch(rb'{"watching":\d+}', hello):
             return InsideObserver(channel, self._raise_limit)
         # Where the engine could not even start it, it says so in the place of events.
-        said = (channel.chatter or hello).decode(errors="replace").strip().splitlines()
+        said = (channel.stderr_tail or hello).decode(errors="replace").strip().splitlines()
         self.unseen += (
             f", and the watcher there saw no worker: {one_line(said[-1]) if said else '-'}"
         )

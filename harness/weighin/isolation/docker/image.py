@@ -14,7 +14,7 @@ from docker.errors import ImageNotFound
 from weighin.errors import IsolationUnavailable
 from weighin.isolation.docker import wheels
 from weighin.isolation.docker.engine import ENGINE_ERRORS, explained, first_line
-from weighin.isolation.docker.image_build import Order, Progress, build
+from weighin.isolation.docker.image_build import BuildOrder, Progress, build
 from weighin.suite.registry import data_folder
 
 BASE_VARIABLE: Final = "WEIGHIN_BASE_IMAGE"
@@ -45,7 +45,7 @@ def ensure_image(client: docker.APIClient, base: str, progress: Progress) -> str
     recipe = read_recipe(base, find_base(client, base, progress))
     with explained("build the image"):
         if not client.images(recipe.tag):
-            order = Order(recipe.tag, recipe.base, recipe.pins, recipe.dockerfile)
+            order = BuildOrder(recipe.tag, recipe.base, recipe.pins, recipe.dockerfile)
             build(client, order, progress)
     return recipe.tag
 

@@ -27,7 +27,7 @@ _ROOM_REPAIR: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class BuildOrder:
     """An image to build: its tag and base, and the pins and the text that it is made of."""
 
     tag: str
@@ -36,7 +36,7 @@ class Order:
     dockerfile: str
 
 
-def build(client: docker.APIClient, order: Order, progress: Progress) -> None:
+def build(client: docker.APIClient, order: BuildOrder, progress: Progress) -> None:
     """Build an image, and remove what a build leaves, whether it ends well or not.
 
     Raises:
@@ -115,7 +115,7 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def _check_room(client: docker.APIClient, order: Order, needed_bytes: int) -> None:
+def _check_room(client: docker.APIClient, order: BuildOrder, needed_bytes: int) -> None:
     """Refuse a build that the engine's disk has no room for; one that is not here is not asked."""
     root = Path(client.info().get("DockerRootDir") or "/nowhere")
     try:
@@ -131,7 +131,7 @@ def _check_room(client: docker.APIClient, order: Order, needed_bytes: int) -> No
         )
 
 
-def _steps(client: docker.APIClient, order: Order, context: Path) -> Iterator[str]:
+def _steps(client: docker.APIClient, order: BuildOrder, context: Path) -> Iterator[str]:
     """Build the image; yields the line of each step as it begins."""
     step = said = ""
     for event in client.build(
@@ -153,7 +153,7 @@ def _steps(client: docker.APIClient, order: Order, context: Path) -> Iterator[st
             said = line
 
 
-def _failed(order: Order, error: str, step: str, said: str) -> IsolationUnavailable:
+def _failed(order: BuildOrder, error: str, step: str, said: str) -> IsolationUnavailable:
     where = f" (in {step})" if step else ""
     last = f": {said}" if said and said not in error else ""
     is_full = "no space left" in error or "quota exceeded" in error

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from weighin.isolation.channel import Channel
-from weighin.probes.observer import Look
+from weighin.probes.observer import Observation
 from weighin.record import Memory, Sample
 
 _TURN_S = 0.01  # one thread has the channel: what is asked waits no longer than this
@@ -31,8 +31,8 @@ class InsideObserver:
         self._thread = threading.Thread(target=self._run, name="watcher", daemon=True)
         self._thread.start()
 
-    def look(self) -> Look:
-        return Look(**self._ask("look", {}))
+    def look(self) -> Observation:
+        return Observation(**self._ask("look", {}))
 
     def reset_peak(self) -> bool:
         return bool(self._ask("reset", False))

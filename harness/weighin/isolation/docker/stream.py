@@ -28,7 +28,7 @@ KEEPER: Final = (
 
 It keeps the container, and so the cgroup with its exact marks, until the parent has read them. It
 says how the worker ended, on stdout, so that a line torn by a kill is void, and on stderr, so that
-the parent knows that it has all chatter. It ends when its stdin does: with the parent, at the
+the parent knows that it has all stderr_tail. It ends when its stdin does: with the parent, at the
 latest. dash needs 0.1 MiB anonymous memory; with what its start leaves behind, a cgroup is charged
 0.9 MiB before the worker (measured on Debian 12, cgroup v1).
 """
@@ -60,7 +60,7 @@ class StreamChannel:
     """A channel over the attached stream of a container whose first process is the keeper.
 
     Attributes:
-        chatter: the last 64 KiB of what the worker and its strategy printed.
+        stderr_tail: the last 64 KiB of what the worker and its strategy printed.
         worker_code: the worker's exit code as a shell sees it (128 + n for signal n), as soon as
             the keeper has told it; None where the stream ended without that word.
     """
@@ -73,9 +73,9 @@ class StreamChannel:
         self._stdout = LineBuffer()
         self._lines: deque[bytes] = deque()
         self._over = False  # no event comes any more
-        self._quiet = False  # no chatter comes any more
+        self._quiet = False  # no stderr_tail comes any more
         self.worker_code: int | None = None
-        self.chatter = b""
+        self.stderr_tail = b""
 
     def receive(self, timeout_s: float) -> bytes | None:
         """Return the next event line, or None when the worker has ended; raises TimeoutError."""
@@ -150,7 +150,7 @@ class StreamChannel:
 
     def _take_chatter(self, payload: bytes) -> None:
         self._quiet = payload.endswith(CANCEL)
-        self.chatter = (self.chatter + payload.removesuffix(CANCEL))[-CHATTER_KEPT_BYTES:]
+        self.stderr_tail = (self.stderr_tail + payload.removesuffix(CANCEL))[-CHATTER_KEPT_BYTES:]
 
     def _drain_chatter(self) -> None:
         deadline = time.monotonic() + _CHATTER_TIMEOUT_S

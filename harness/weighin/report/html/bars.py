@@ -39,7 +39,7 @@ class Bar:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ReferenceLine:
     """A reference across all bars; one that lies beyond the axis has no place."""
 
     kind: str
@@ -51,7 +51,7 @@ class Line:
 class Panel:
     title: str
     bars: list[Bar]
-    lines: list[Line]
+    lines: list[ReferenceLine]
     ticks: list[tuple[float, str]]
 
 
@@ -72,11 +72,11 @@ def _panel(title: str, group: pd.DataFrame, axis: Axis, ids: Mapping[str, str]) 
     ]
     lines = []
     if model := captions.model_size(group):
-        lines.append(Line("model", f"model {model / GIB:.3f} GiB", axis.at(model / GIB)))
+        lines.append(ReferenceLine("model", f"model {model / GIB:.3f} GiB", axis.at(model / GIB)))
     if limit := known(group["ram_limit_bytes"].iloc[0]):
         at = axis.at(limit / GIB) if limit / GIB <= axis.top else None
         beyond = "" if at is not None else " →"
-        lines.append(Line("limit", f"RAM limit {captions.size(limit)}{beyond}", at))
+        lines.append(ReferenceLine("limit", f"RAM limit {captions.size(limit)}{beyond}", at))
     return Panel(title, bars, lines, axis.ticks())
 
 

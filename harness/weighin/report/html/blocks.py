@@ -7,14 +7,14 @@ from typing import ClassVar, Protocol
 from weighin.report.html.table import Table
 
 
-class Block(Protocol):
+class Drawable(Protocol):
     """Anything that a template draws."""
 
     template: ClassVar[str]
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ListEntry:
     """One field of a table; ``kind`` is its verdict, for colours, and ``tip`` says why."""
 
     text: str
@@ -31,7 +31,7 @@ class Found:
     label: str
     caption: str
     heads: Sequence[str]
-    rows: Sequence[Sequence[Entry]]
+    rows: Sequence[Sequence[ListEntry]]
     names: int
     notes: Sequence[str]
 

@@ -22,7 +22,7 @@ _FIGURES: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class ScatterPoint:
     x: float
     y: float
     colour: str
@@ -36,7 +36,7 @@ class Plot:
     x_title: str
     x_ticks: list[tuple[float, str]]
     y_ticks: list[tuple[float, str]]
-    points: list[Point]
+    points: list[ScatterPoint]
     front: str
     front_names: list[str]
 
@@ -72,7 +72,7 @@ def _plot(good: pd.DataFrame, key: str, words: str) -> Plot:
     places = [(across.at(x), up.at(y), name) for (x, y), name in zip(data, names, strict=True)]
     labels = place_labels(places, WIDTH, _BOTTOM, FONT)
     points = [
-        Point(
+        ScatterPoint(
             across.at(x),
             up.at(y),
             style.colour(strategy),

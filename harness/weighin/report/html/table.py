@@ -8,7 +8,7 @@ import pandas as pd
 
 from weighin.record import Outcome
 from weighin.report import captions, style
-from weighin.report.columns import HEADINGS, Figure, figures_of, name_text, number_text, range_text
+from weighin.report.columns import HEADINGS, Column, figures_of, name_text, number_text, range_text
 from weighin.report.dataframe import known, varying
 from weighin.report.markdown import plain
 
@@ -16,7 +16,7 @@ _SIGNS: Final = {Outcome.OK.value: "✓", Outcome.SKIPPED.value: "-"}
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class TableColumn:
     heading: str
     unit: str
     is_number: bool
@@ -32,7 +32,7 @@ class Datum:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TableRow:
     """One series; ``outcome`` is its first word, for colours and the filter."""
 
     id: str
@@ -52,8 +52,8 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    columns: list[Column]
-    rows: list[Row]
+    columns: list[TableColumn]
+    rows: list[TableRow]
     choices: list[Choice]
 
 
@@ -66,9 +66,9 @@ def build(frame: pd.DataFrame) -> Table:
     """Return one row a series; what all have in common is no column."""
     names = ["strategy", *varying(frame)]
     figures = figures_of(frame)
-    columns = [Column(HEADINGS.get(name, name), "", is_number=False) for name in names]
-    columns.append(Column("outcome", "", is_number=False))
-    columns += [Column(f.heading, f.unit, is_number=True) for f in figures]
+    columns = [TableColumn(HEADINGS.get(name, name), "", is_number=False) for name in names]
+    columns.append(TableColumn("outcome", "", is_number=False))
+    columns += [TableColumn(f.heading, f.unit, is_number=True) for f in figures]
     known_as = ids(frame)
     rows = [_row(row, names, figures, known_as) for _, row in frame.iterrows()]
     choices = []
@@ -81,7 +81,7 @@ def build(frame: pd.DataFrame) -> Table:
     return Table(columns, rows, choices)
 
 
-def _row(row: Any, names: list[str], figures: list[Figure], ids: Mapping[str, str]) -> Row:
+def _row(row: Any, names: list[str], figures: list[Column], ids: Mapping[str, str]) -> TableRow:
     data = []
     for name in names:
         text = name_text(name, row)
@@ -96,4 +96,4 @@ def _row(row: Any, names: list[str], figures: list[Figure], ids: Mapping[str, st
         value = known(row[figure.key])
         key = "" if value is None else repr(float(value))
         data.append(Datum(number_text(value, figure), key, range_text(row, figure)))
-    return Row(ids[row["group"]], style.colour(row["strategy"]), outcome, data)
+    return TableRow(ids[row["group"]], style.colour(row["strategy"]), outcome, data)

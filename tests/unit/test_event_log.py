@@ -9,24 +9,24 @@ import pytest
 from weighin.isolation.base import Exit
 from weighin.probes.allocator_trace import Trace
 from weighin.record import Cost, Faults, Memory, Outcome, Phase
-from weighin.run.event_log import Story
+from weighin.run.event_log import EventLog
 
 KILLED = Exit(None, signal=9)
 
 
-def told(*lines: bytes) -> Story:
-    """A story in which these events were taken in, as ``Watch`` does it."""
-    story = Story()
+def told(*lines: bytes) -> EventLog:
+    """A event_log in which these events were taken in, as ``Watch`` does it."""
+    event_log = EventLog()
     for line in lines:
         fields = json.loads(line)
         kind = fields.pop("event")
         if kind == "baseline":
-            story.take_baseline(fields, cgroup_bytes=7)
+            event_log.take_baseline(fields, cgroup_bytes=7)
         elif kind == "phase":
-            story.take_phase(Phase(**fields | {"end": Memory(**fields["end"])}))
+            event_log.take_phase(Phase(**fields | {"end": Memory(**fields["end"])}))
         else:
-            story.take(kind, fields)
-    return story
+            event_log.take(kind, fields)
+    return event_log
 
 
 BEFORE = (fakes.begin("import"), fakes.phase("import"), fakes.begin("prepare"))
@@ -37,7 +37,7 @@ DONE = (*READY, fakes.begin("forward"), fakes.phase("forward"), fakes.done())
 
 
 @pytest.mark.parametrize(
-    ("lines", "ended", "oom_kills", "chatter", "outcome", "message"),
+    ("lines", "ended", "oom_kills", "stderr_tail", "outcome", "message"),
     [
         (DONE, fakes.OK, 0, b"", Outcome.OK, ""),
         (DONE, KILLED, 1, b"", Outcome.OK, ""),  # all was measured before it died
@@ -169,11 +169,11 @@ def test_the_outcome_of_a_worker_that_ended(
     lines: tuple[bytes, ...],
     ended: Exit,
     oom_kills: int | None,
-    chatter: bytes,
+    stderr_tail: bytes,
     outcome: Outcome,
     message: str,
 ) -> None:
-    assert told(*lines).judge(ended, oom_kills, chatter) == (outcome, message)
+    assert told(*lines).judge(ended, oom_kills, stderr_tail) == (outcome, message)
 
 
 @pytest.mark.parametrize(
@@ -194,12 +194,12 @@ def test_the_outcome_of_a_worker_that_ended(
 def test_a_worker_without_a_cgroup_is_judged_by_the_machines_counter(
     oom_kills: int | None, machine_oom_kills: int | None, outcome: Outcome, message: str
 ) -> None:
-    story = told(*BASELINE, fakes.begin("read"))
-    assert story.judge(KILLED, oom_kills, b"", machine_oom_kills) == (outcome, message)
+    event_log = told(*BASELINE, fakes.begin("read"))
+    assert event_log.judge(KILLED, oom_kills, b"", machine_oom_kills) == (outcome, message)
 
 
-def names(story: Story) -> list[str]:
-    return [phase.name for phase in story.load_phases()]
+def names(event_log: EventLog) -> list[str]:
+    return [phase.name for phase in event_log.load_phases()]
 
 
 @pytest.mark.parametrize(
@@ -226,8 +226,8 @@ def test_the_phases_of_the_load_lie_between_baseline_and_ready(
 def test_ready_is_the_load_and_one_reading_of_every_byte(
     lines: tuple[bytes, ...], load_ns: int | None, ready_ns: int | None
 ) -> None:
-    story = told(*lines)
-    assert (story.load_ns(), story.ready_ns()) == (load_ns, ready_ns)
+    event_log = told(*lines)
+    assert (event_log.load_ns(), event_log.ready_ns()) == (load_ns, ready_ns)
 
 
 @pytest.mark.parametrize(
@@ -251,15 +251,15 @@ def test_faults_are_those_of_the_load() -> None:
 
 
 def test_the_baseline_has_the_cgroups_charge() -> None:
-    story = told(*BASELINE)
-    assert story.baseline == Memory(**fakes.memory(300) | {"cgroup_bytes": 7})
-    assert story.environment == fakes.ENVIRONMENT
+    event_log = told(*BASELINE)
+    assert event_log.baseline == Memory(**fakes.memory(300) | {"cgroup_bytes": 7})
+    assert event_log.environment == fakes.ENVIRONMENT
 
 
 def test_looks_at_the_gpu_are_kept_in_their_order() -> None:
     points: list[Any] = [[1, 10, 100], [2, 20, 200]]
-    story = told(fakes.event("cuda", points=points), fakes.event("cuda", points=[[3, 30, 300]]))
-    assert story.cuda_points == [(1, 10, 100), (2, 20, 200), (3, 30, 300)]
+    event_log = told(fakes.event("cuda", points=points), fakes.event("cuda", points=[[3, 30, 300]]))
+    assert event_log.cuda_points == [(1, 10, 100), (2, 20, 200), (3, 30, 300)]
 
 
 def test_a_trace_comes_in_pieces() -> None:
@@ -271,4 +271,4 @@ def test_a_trace_comes_in_pieces() -> None:
 
 
 def test_an_event_of_another_kind_is_left_alone() -> None:
-    assert told(fakes.event("weather", rain=True)) == Story()
+    assert told(fakes.event("weather", rain=True)) == EventLog()
