@@ -94,18 +94,19 @@ def provide(needs: Sequence[MemoryNeed]) -> Iterator[Fillable]:
     """
     run: list[MemoryNeed] = []
     for need in needs:
-        if run and not (need.stays and need.follows(run[-1], run[0])):
+        stays = need.stays
+        if run and not (stays and need.follows(run[-1], run[0])):
             yield from _together(run)
             run = []
-        if need.stays:
+        if stays:
             run.append(need)
         else:
-            yield need.give(_alone(need))
+            yield need.give(_alone(need, 0))
     yield from _together(run)
 
 
-def _alone(need: MemoryNeed) -> torch.Tensor:
-    offset = need.source.offset if need.stays else 0
+def _alone(need: MemoryNeed, offset: int) -> torch.Tensor:
+    """Return memory for one tensor, which lies in its pages as if it began at ``offset``."""
     return allocate(need.tensor.numel(), need.dtype, need.device, offset)
 
 
@@ -116,7 +117,7 @@ def _together(run: Sequence[MemoryNeed]) -> Iterator[Fillable]:
     start = run[0].source.offset
     size = _end(run[-1].source) - start
     if len(run) == 1 or size < HUGE_PAGE_BYTES:
-        yield from (need.give(_alone(need)) for need in run)
+        yield from (need.give(_alone(need, need.source.offset)) for need in run)
         return
     area = Area(size, start)
     members = []

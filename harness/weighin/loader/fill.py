@@ -80,6 +80,8 @@ def file_order(where: TensorSlice) -> list[int] | None:
 
     None where the elements have gaps between them, or lie on one another.
     """
+    if where.contiguous:
+        return list(range(len(where.shape)))
     order = sorted(range(len(where.shape)), key=lambda n: (-where.stride[n], n))
     shape, stride = (tuple(values[n] for n in order) for values in (where.shape, where.stride))
     return order if replace(where, shape=shape, stride=stride).contiguous else None
