@@ -60,10 +60,11 @@ zoo: .venv/ready  ## Try the loader and the strategies over torch's and torchvis
 test-versions:  ## Test other versions of torch and Python: make test-versions PAIRS="2.6.0:3.11"
 	PAIRS="$(PAIRS)" $(PYTHON) tests/versions $(ARGS)
 
-lint: .venv/ready  ## Check style and types
+lint: .venv/ready  ## Check style, types, and who imports whom
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	PYTHONPATH=harness $(BIN)/lint-imports
 
 fuzz: .venv/ready  ## Feed mutated checkpoints to the readers for SECONDS=60
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[fuzz]'
