@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from test_html import Page
-from test_journal import results as any_result
+from test_run_folder import results as any_result
 
 from weighin.record import Result
 from weighin.records import run_folder

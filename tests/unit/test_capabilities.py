@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from test_counters import HYBRID
+from test_cgroup_probe import HYBRID
 from test_memory_cgroup import make_group
 
 from weighin.doctor import capabilities

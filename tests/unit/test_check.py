@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from factories import make_cell, make_result
-from test_judging import STREAMING, grown
+from test_evaluate import STREAMING, grown
 from typer.testing import CliRunner
 
 from weighin.cli import app

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from factories import SCRIPTS, make_cell, make_result
 from test_check import run_of, typed
-from test_judging import STREAMING, grown
+from test_evaluate import STREAMING, grown
 
 from weighin.errors import ConfigError
 from weighin.gate.compare import compare, write_markdown

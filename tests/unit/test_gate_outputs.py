@@ -15,7 +15,7 @@ from xml.etree import ElementTree as ET
 import pytest
 from factories import SCRIPTS, make_cell, make_result
 from rich.console import Console
-from test_judging import STREAMING, grown, judged
+from test_evaluate import STREAMING, grown, judged
 
 from weighin.gate import budgets, outputs, tables
 from weighin.gate.baseline import default_rules

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from test_counters import KERNEL, V1, V2
+from test_cgroup_probe import KERNEL, V1, V2
 
 from weighin.probes import cgroup
 from weighin.probes.cgroup import MemoryCgroup, PeakMark

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from factories import make_cell, make_result
 from test_check import run_of, typed
-from test_judging import STREAMING
+from test_evaluate import STREAMING
 
 from weighin.cell import ModelSpec
 from weighin.gate import baseline

@@ -27,13 +27,13 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 FOLDER: Final = ROOT / ".venv-versions"
 PAIRS: Final = "oldest:3.11 newest:3.13"
 TESTED: Final = (
-    "alignment", "archive", "blocks", "building", "cache", "checkpoint_files", "checksum", "contract",
-    "converting", "converting_views", "dcp", "deferred", "direct", "dtypes", "gathering", "hostile_files",
-    "hostile_matrix", "inspecting", "layouts", "lending", "making", "measuring", "memory", "models",
-    "neighbours", "per_module", "per_param", "pieces", "predict", "predict_allocator", "predict_heap",
+    "alignment", "zip_directory", "blocks", "skeleton", "cache", "checkpoint_files", "checksum", "contract",
+    "convert", "converting_views", "dcp", "deferred", "direct_io", "dtypes", "vectored", "hostile_files",
+    "hostile_matrix", "inspect", "formats", "scratch", "generate", "cell_runner", "huge_pages", "models",
+    "arena", "per_module", "per_param", "reads", "predict", "predict_allocator", "predict_heap",
     "predict_tables", "pt_legacy", "registry",
-    "safetensors_layout", "saving", "sharded", "sidecar", "snippet", "strategy_options", "streaming",
-    "streaming_reads", "tying", "verify", "writing",
+    "safetensors_layout", "saving", "sharded", "sidecar", "snippet", "strategy_options", "load_streaming",
+    "streaming_reads", "tied_weights", "verify", "writing",
 )  # fmt: skip
 """Unit tests of what runs torch: the loader, the formats, the strategies and the prediction. The loader's
 conformance with torch is tested, too."""
