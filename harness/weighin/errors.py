@@ -12,10 +12,10 @@
         - SchemaTooNew        written by a later weighin
         - DamagedRecord       a line that is no record
      x StillRunning           a process that SIGKILL does not end                          exit 4
+     x MachineBusy            another run is measuring on this machine                     exit 4
      x Interrupted            Ctrl-C or SIGTERM, after everything was cleaned up           exit 130
 
-Exit code 1 means that a gate failed, 4 that some cell has the outcome ``measurement_failed``, 5 that
-some strategy loaded wrong weights or failed (``weighin.exit_codes``). An ``OSError`` that nobody
+The exit codes 0 to 5 and 130 are explained in ``weighin.exit_codes``. An ``OSError`` that nobody
 expected becomes a HarnessError at the command line (``explain``).
 """
 
@@ -103,6 +103,12 @@ class StillRunning(HarnessError):
             "it waits in the kernel, as for a disk or a network share that does not answer: mend"
             " that, or restart the machine",
         )
+
+
+class MachineBusy(HarnessError):
+    """Another run is measuring on this machine: two at once would distort each other's figures."""
+
+    exit_code = 4
 
 
 class Interrupted(HarnessError):

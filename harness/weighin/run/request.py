@@ -80,6 +80,7 @@ def start(request: Request) -> tuple[Run, str]:
             operation=suite.operation,
         )
     )
+    _check_any_runs(planned)
     checkpoint = request.checkpoint.resolve() if request.checkpoint else None
     folder = request.folder or Path("results") / _name(request)
     _check_folder(folder, request.verb)
@@ -143,10 +144,12 @@ def restore(folder: Path, *, trusted: bool = False) -> tuple[Run, dict[str, Any]
             name: registry.read_strategy(Path(path), known.cells[0].operation)
             for name, path in settings["strategy_paths"].items()
         }
+        planned = [Planned.of(cell, infos[cell.strategy]) for cell in known.cells]
+        _check_any_runs(planned)
         checkpoint = settings["checkpoint"]
         run = Run(
             folder=folder,
-            planned=[Planned.of(cell, infos[cell.strategy]) for cell in known.cells],
+            planned=planned,
             isolation=select.named(known.cells[0].isolation, settings["base_image"]),
             seed=settings["seed"],
             checkpoint=Path(checkpoint) if checkpoint else None,
@@ -187,6 +190,16 @@ def _check_names(kinds: str, found: list[tuple[str, str]]) -> None:
                 f"two {kinds} are called {name!r}: {places[name]} and {place}",
                 "a record tells them apart by their names: rename one, or measure them in two runs",
             )
+
+
+def _check_any_runs(planned: list[Planned]) -> None:
+    """Raise ConfigError where every cell is skipped: the run would measure nothing."""
+    if all(one.skip for one in planned):
+        reasons = "; ".join(dict.fromkeys(one.skip for one in planned))
+        raise ConfigError(
+            f"nothing can be measured, every cell is skipped: {reasons}",
+            "choose another strategy, format or device: weighin list strategies shows what each supports",
+        )
 
 
 def _check_machine(limits: list[int | None]) -> None:
