@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from rich.console import Console
-from typer.testing import CliRunner
 
 from weighin import formats
 from weighin.checkpoint import convert, convert_request

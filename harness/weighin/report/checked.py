@@ -1,6 +1,6 @@
 """Predictions of published runs beside what was measured, from their predicted.json.
 
-``weighin predict --check RUN --json`` wrote it: predicting takes minutes, and differs by some MiB
+``weighin predict --check RUN --json FILE`` wrote it: predicting takes minutes, and differs by some MiB
 from one machine to another.
 """
 
@@ -74,6 +74,6 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise RecordError(
             f"no predictions can be read from {path}: {error}",
-            f"make them: weighin predict --check {path.parent} --json > {path}",
+            f"make them: weighin predict --check {path.parent} --json {path}",
         ) from error
     return told
