@@ -3,6 +3,7 @@
 import io
 import json
 import random
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,18 @@ def test_what_moved_with_a_step_is_said(tmp_path: Path) -> None:
 def test_what_an_older_record_does_not_say_is_no_change(tmp_path: Path) -> None:
     write(tmp_path, [measured(1, GIB), measured(2, GIB, weighin="0.1.0", git_commit="a" * 40)])
     assert "measured elsewhere" not in said(history.read(tmp_path, "peak_rss"))
+
+
+def test_without_ruptures_it_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, [measured(day, GIB) for day in (1, 2)])
+    monkeypatch.setitem(sys.modules, "ruptures", None)
+    with pytest.raises(ConfigError) as caught:
+        history.read(tmp_path, "peak_rss")
+    assert str(caught.value) == (
+        "history needs ruptures, which is not installed\npip install 'weighin[history]'"
+    )
 
 
 def test_an_outcome_that_changes_is_told(tmp_path: Path) -> None:
