@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
 
 from weighin import __version__, exit_codes
 from weighin.cli import _arguments, _options, checkpoints, floor, gates, predict, recommend, reports
+from weighin.cli._shared import err, out
 from weighin.errors import HarnessError, explain
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ app.command(epilog=reports.HISTORY_EXAMPLES)(reports.history)
 app.command(epilog=predict.PREDICT_EXAMPLES)(predict.predict)
 app.command(epilog=gates.COMPARE_EXAMPLES)(gates.compare)
 app.command(epilog=recommend.RECOMMEND_EXAMPLES)(recommend.recommend)
-out, err = Console(emoji=False), Console(stderr=True, emoji=False)
 
 
 @app.command(

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from weighin.cli._arguments import names
+from weighin.cli._shared import err, out
 from weighin.record import Result
 
 REPORT_EXAMPLES = (
@@ -22,8 +22,6 @@ HISTORY_EXAMPLES = (
     "weighin history results\n\n"
     "weighin history results --metric ready_anon --series streaming --out ready.svg"
 )
-
-out, err = Console(emoji=False), Console(stderr=True, emoji=False)
 
 
 def report(
