@@ -11,6 +11,7 @@ from rich.text import Text
 
 from weighin.record import Outcome, Result
 from weighin.report import captions
+from weighin.report.blocks import Drawable, Found, ListEntry
 from weighin.report.dataframe import series
 from weighin.report.markdown import escaped, table_lines
 from weighin.suite.registry import data_folder, model
@@ -81,6 +82,14 @@ def terminal_notebook(results: Sequence[Result]) -> RenderableType:
 def markdown_notebook(results: Sequence[Result]) -> str:
     """Return the published table with our figures beside it, and why each differs."""
     return "\n".join(_section(results))
+
+
+def html_notebook(results: Sequence[Result]) -> list[Drawable]:
+    """Return the same as a block of the page."""
+    entries = [[ListEntry(text) for text in row] for row in rows(results)]
+    notes = [ABOUT, *(f"{name}: {what}" for name, what in differences(results))]
+    label = "The notebook's published figures"
+    return [Found(label, caption(results), HEADINGS, entries, NAMES, notes)]
 
 
 def _rows(results: Sequence[Result]) -> list[tuple[Method, Ours]]:
