@@ -15,8 +15,9 @@ from weighin.records.verdict import Verdict
 from weighin.report import captions
 from weighin.report.blocks import Drawable, Found, ListEntry
 from weighin.report.dataframe import series
-from weighin.report.markdown import escaped, table_lines
+from weighin.report.markdown import table_lines
 from weighin.report.survival import SIGNS, STYLES
+from weighin.text import markdown as escaped
 from weighin.units import GIB, MIB, format_seconds
 
 HEADINGS: Final = (

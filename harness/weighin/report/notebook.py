@@ -13,8 +13,9 @@ from weighin.record import Outcome, Result
 from weighin.report import captions
 from weighin.report.blocks import Drawable, Found, ListEntry
 from weighin.report.dataframe import series
-from weighin.report.markdown import escaped, table_lines
+from weighin.report.markdown import table_lines
 from weighin.suite.registry import data_folder, model
+from weighin.text import markdown as escaped
 from weighin.units import GIB
 
 ABOUT: Final = (
@@ -113,12 +114,11 @@ def rows(results: Sequence[Result]) -> Iterator[list[str]]:
     """Yield what stands in each row of the table: a method, what was published, and what is ours."""
     for method, ours in _rows(results):
         yield [
-            method.method,
-            method.strategy + (f", phase {method.phase}" if method.phase else ""),
+            *method_words(method),
             f"{method.gpu_gib:.1f}",
             _both(ours.gpu_allocated_bytes),
             "-" if method.host_gib is None else f"{method.host_gib:.1f}",
-            *map(_gib, (ours.host_above_import_bytes, ours.anon_bytes, ours.file_bytes)),
+            *map(gib, (ours.host_above_import_bytes, ours.anon_bytes, ours.file_bytes)),
         ]
 
 
@@ -160,7 +160,12 @@ def _measured(method: Method, result: Result | None) -> Ours:
     )
 
 
-def _gib(size: int | None) -> str:
+def method_words(method: Method) -> tuple[str, str]:
+    """Return what names a method: what it does, and the strategy that does it here."""
+    return method.method, method.strategy + (f", phase {method.phase}" if method.phase else "")
+
+
+def gib(size: int | None) -> str:
     return "-" if size is None else f"{size / GIB:.3f}"
 
 

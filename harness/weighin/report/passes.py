@@ -13,7 +13,8 @@ from weighin.record import Phase, Result
 from weighin.report import captions
 from weighin.report.blocks import Drawable, Found, ListEntry
 from weighin.report.dataframe import known, series, varying
-from weighin.report.markdown import escaped, table_lines
+from weighin.report.markdown import table_lines
+from weighin.text import markdown as escaped
 from weighin.units import format_seconds
 
 NOTE: Final = (

@@ -17,7 +17,8 @@ from weighin.report.blocks import Cells, Drawable, Explained, Items, Preformatte
 from weighin.report.dataframe import series
 from weighin.report.html import facts
 from weighin.report.html.table import build
-from weighin.report.markdown import escaped, plain
+from weighin.report.markdown import plain
+from weighin.text import markdown as escaped
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -14,7 +14,8 @@ from weighin.records.verdict import REFAULTS_PER_MODEL, SLOWDOWN, STALLED_SHARE,
 from weighin.report import captions
 from weighin.report.blocks import Drawable, Found, ListEntry
 from weighin.report.dataframe import series
-from weighin.report.markdown import escaped, table_lines
+from weighin.report.markdown import table_lines
+from weighin.text import markdown as escaped
 
 STYLES: Final = {Verdict.SURVIVES: "green", Verdict.THRASHES: "yellow", Verdict.KILLED: "red"}
 SIGNS: Final = {Verdict.SURVIVES: "✓", Verdict.THRASHES: "≈", Verdict.KILLED: "✗"}
