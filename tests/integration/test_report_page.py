@@ -14,9 +14,9 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from factories import make_cell, make_result, mixed_run, notebook_run, write_samples
 from sweeps import a_sweep
-from weighin.report.html.page import render
 
 from weighin.records import run_folder
+from weighin.report.html_page import render
 from weighin.units import GIB
 
 if TYPE_CHECKING:

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from rich.console import Console
 from test_html import Page
 from test_run_folder import results as any_result
-from weighin.report.html.page import render
 
 from weighin.record import Result
 from weighin.records import run_folder
 from weighin.report import exports, terminal_table
 from weighin.report.dataframe import series
 from weighin.report.document import write_markdown
+from weighin.report.html_page import render
 from weighin.report.summary import paragraphs
 from weighin.report.tables import write_summary
 

@@ -21,11 +21,11 @@ from factories import (
 )
 from sweeps import a_sweep
 from test_floors_report import a_search
-from weighin.report.html.page import render
 
 from weighin.cell import ModelSpec
 from weighin.record import Outcome, Result
 from weighin.report.html.geometry import Axis, pareto_front, place_labels
+from weighin.report.html_page import render
 from weighin.units import GIB
 
 VOID = {"meta", "input", "line", "rect", "path", "circle", "br"}

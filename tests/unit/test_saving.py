@@ -15,7 +15,6 @@ from scripts import BASELINE, watched
 from test_verify import Model, manifest_of
 from torch import nn
 from torch.serialization import set_crc32_options
-from weighin.report.html.page import render
 
 from weighin.checkpoint.manifest import Manifest
 from weighin.cli import _progress
@@ -26,6 +25,7 @@ from weighin.records import run_folder
 from weighin.records.metrics import phases_of_load
 from weighin.records.series import name_of
 from weighin.report.document import write_markdown
+from weighin.report.html_page import render
 from weighin.report.tables import markdown_table
 from weighin.run import save_target
 from weighin.suite import registry

@@ -13,12 +13,12 @@ from rich.console import Console
 from sweeps import a_sweep
 from test_floors_report import a_search
 from test_notebook import gpu_cell
-from weighin.report.html.page import render
 
 from weighin import report
 from weighin.record import Outcome, Result
 from weighin.records import run_folder
 from weighin.report.document import write_markdown
+from weighin.report.html_page import render
 from weighin.report.sections import of
 
 PUBLISHED = sorted((Path(__file__).parents[2] / "results" / "published").glob("*/records.jsonl"))
