@@ -71,7 +71,7 @@ def floor(
             "device": device,
             "dtype": dtype,
             "timeout_s": timeout,
-            "first_use": "none",
+            "passes": 0,
         }
         if names := _arguments.names(strategies or []):
             asked["strategies"] = names
