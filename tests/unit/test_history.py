@@ -15,7 +15,7 @@ from rich.console import Console
 from weighin.errors import ConfigError, RecordError, UnknownName
 from weighin.record import Outcome, Result
 from weighin.records import run_folder
-from weighin.report import history
+from weighin.report import history, history_plot
 from weighin.report.change_points import find_steps
 from weighin.units import GIB, MIB
 
@@ -159,7 +159,7 @@ def test_it_is_drawn(tmp_path: Path, kind: str) -> None:
     many.append(replace(measured(6, GIB), outcome=Outcome.OOM_KILLED))
     write(tmp_path, many)
     found = history.read(tmp_path, "peak_rss")
-    path = history.draw(found, tmp_path / f"out.{kind}")
+    path = history_plot.draw(found, tmp_path / f"out.{kind}")
     start = path.read_bytes()[:300]
     assert start.startswith(b"\x89PNG") if kind == "png" else b"<svg" in path.read_bytes()[:2000]
     if kind == "svg":
@@ -173,6 +173,6 @@ def test_a_drawing_of_another_kind_or_place_is_an_error(tmp_path: Path) -> None:
     write(tmp_path, [measured(1, GIB)])
     found = history.read(tmp_path, "peak_rss")
     with pytest.raises(ConfigError, match="cannot draw"):
-        history.draw(found, tmp_path / "out.pdf")
+        history_plot.draw(found, tmp_path / "out.pdf")
     with pytest.raises(RecordError, match="No such file or directory"):
-        history.draw(found, tmp_path / "gone" / "out.png")
+        history_plot.draw(found, tmp_path / "gone" / "out.png")

@@ -77,10 +77,11 @@ def history(
 ) -> None:
     """Follow a metric over all runs in a folder, and mark where it changed: commit, torch, machine."""
     from weighin.report import history as histories  # pandas, scipy and matplotlib
+    from weighin.report import history_plot
 
     found = histories.read(folder, metric, series.split())
     for warning in found.warnings:
         err.print(f"note: {warning}", markup=False, highlight=False, soft_wrap=True)
     out.print(histories.terminal_table(found))
-    path = histories.draw(found, picture or folder / f"history-{found.metric.name}.png")
+    path = history_plot.draw(found, picture or folder / f"history-{found.metric.name}.png")
     out.print(str(path), highlight=False, soft_wrap=True)
