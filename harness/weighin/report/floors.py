@@ -230,5 +230,5 @@ def _styled(text: str) -> Text:
     """Return a cell in lines as narrow as its words, so that nine columns fit 80 letters."""
     before, _, last = text.rpartition(" ")
     if last in STYLES:
-        return Text(f"{before}\n{last}", style=STYLES[last])
+        return Text(f"{before}\n{last}", style=STYLES[Verdict(last)])
     return Text(re.sub(r": (timed out) (after) ", r":\n\1\n\2\n", text))
