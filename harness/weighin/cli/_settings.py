@@ -57,7 +57,8 @@ def options_of(verb: click.Command) -> dict[str, click.Parameter]:
     keys = {}
     for param in verb.params:
         longest = max(param.opts, key=len).lstrip("-")
-        if param.param_type_name == "option" and longest not in _ONLY_TYPED:
+        is_option = isinstance(param, click.Option) and not param.hidden
+        if is_option and longest not in _ONLY_TYPED:
             keys[longest] = param
     return keys
 

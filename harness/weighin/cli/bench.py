@@ -21,7 +21,6 @@ _OF_SUITE = (
     "device",
     "dtype",
     "cache",
-    "first_use",
     "passes",
     "repeats",
     "timeout_s",
@@ -75,18 +74,13 @@ EXAMPLES = (
     " beforehand, charged to the cell's cgroup).",
 )
 @_options.formats
-@click.option(
-    "--first-use",
-    default="forward",
-    metavar="NAME",
-    help="forward: run the loaded model. none: only load it.",
-)
+@click.option("--first-use", hidden=True)  # refused: --passes
 @click.option(
     "--passes",
     default=1,
     metavar="N",
-    help="Number of forward passes. With less RAM than its size, a mapped model is read from the"
-    " disk again in each.",
+    help="Number of forward passes after the load; 0 for none. With less RAM than its size, a mapped"
+    " model is read from the disk again in each.",
 )
 @click.option(
     "--repeats", default=1, metavar="N", help="Number of repeats of each cell, interleaved."
@@ -168,6 +162,8 @@ def _request(typed: dict[str, Any]) -> "Request":
         "ram": [limit.strip() for limit in typed["ram"].split(",")],
         "vram": [limit.strip() for limit in typed["vram"].split(",")],
     }
+    if typed["first_use"]:
+        asked["first_use"] = typed["first_use"]
     if names := _arguments.names(typed["strategies"]):
         asked["strategies"] = names
     if typed["fmt"]:

@@ -90,7 +90,7 @@ def _search(typed: dict[str, Any]) -> "Search":
     else:
         asked = {
             "models": [_arguments.one_model(typed["model"], typed["model_option"])],
-            "first_use": "none",
+            "passes": 0,
         } | {name: typed[name] for name in ("isolation", "device", "dtype", "timeout_s")}
         if names := _arguments.names(typed["strategies"]):
             asked["strategies"] = names

@@ -43,13 +43,14 @@ def history(
 ) -> None:
     """Plot a metric over all runs in a folder, and name the runs in which its level changed."""
     from weighin.report import history as histories  # pandas, scipy and matplotlib
+    from weighin.report import history_plot
     from weighin.report.run_json import of_history
 
     measured = histories.read(folder, metric, series.split())
     _console.note(*measured.warnings)
     if json_file != _console.STDOUT:
         _console.show(histories.terminal_table(measured))
-    path = histories.draw(measured, picture or folder / f"history-{measured.metric.name}.png")
+    path = history_plot.draw(measured, picture or folder / f"history-{measured.metric.name}.png")
     _console.files([path], json_file)
     if json_file:
         _console.write_json(json_file, of_history(measured, path))
