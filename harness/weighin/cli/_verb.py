@@ -2,7 +2,7 @@
 
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import click
@@ -33,8 +33,8 @@ class _Formatter(click.HelpFormatter):
         ]
         self.write("\n\n".join(paragraphs) + "\n")
 
-    def write_dl(self, rows: Sequence[tuple[str, str]], *_columns: int, **_spacing: int) -> None:
-        lines = _wrap.definitions(rows, self.width, self.current_indent)
+    def write_dl(self, rows: Iterable[tuple[str, str]], *_columns: int, **_spacing: int) -> None:
+        lines = _wrap.definitions(list(rows), self.width, self.current_indent)
         self.write("".join(f"{line}\n" for line in lines))
 
     def write_command(self, command: str) -> None:
@@ -60,13 +60,15 @@ class _Context(click.Context):
 
 
 class Argument(click.Argument):
-    """An argument with a help text."""
+    """An argument with a help text, which click has since 8.5."""
+
+    help: str
 
     def __init__(self, *declarations: Any, help: str, **attributes: Any) -> None:  # noqa: A002 (click's word)
         super().__init__(*declarations, **attributes)
         self.help = help
 
-    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
         return self.make_metavar(ctx), self.help
 
 
@@ -125,13 +127,13 @@ class Verbs(click.Group):
 
     def __init__(
         self,
-        *arguments: Any,
+        name: str,
         panels: Mapping[str, Sequence[click.Command]],
         codes: bool = False,
         **attributes: Any,
     ) -> None:
-        verbs = {str(one.name): one for panel in panels.values() for one in panel}
-        super().__init__(*arguments, commands=verbs, **attributes)
+        verbs = [one for panel in panels.values() for one in panel]
+        super().__init__(name, verbs, **attributes)
         self.panels = panels
         self.codes = codes
 

@@ -119,7 +119,7 @@ EXAMPLES = (
 @_options.json
 @_options.base_image
 @click.pass_context
-def bench(context: click.Context, **_: Any) -> None:
+def bench(context: click.Context, /, **_: Any) -> None:
     """Measure memory and time of loading a model, with every strategy, each in a limited process of its own."""
     from weighin.cli import _progress
     from weighin.run import runner

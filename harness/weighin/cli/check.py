@@ -77,7 +77,7 @@ EXAMPLES = (
 @click.option("--junit", type=_options.PATH, metavar="FILE", help="Write the result as JUnit XML.")
 @_options.json
 @click.pass_context
-def check(context: click.Context, **typed: Any) -> None:
+def check(context: click.Context, /, **typed: Any) -> None:
     """Compare a run with a baseline and with budgets; exits with 1 if a figure is over its limit."""
     from weighin.exit_codes import GATE_FAILED
     from weighin.gate import check as checks
@@ -132,13 +132,13 @@ def _write(result: "GateResult", typed: dict[str, Any]) -> None:
         if path := os.environ.get("GITHUB_STEP_SUMMARY"):
             with Path(path).open("a", encoding="utf-8") as file:
                 file.write(tables.write_markdown(result))
-    for name, text in (
+    for name, write in (
         ("markdown", tables.write_markdown),
         ("junit", outputs.junit),
         ("json_file", outputs.as_json),
     ):
         if typed[name]:
-            _console.write(typed[name], text(result))
+            _console.write(typed[name], write(result))
 
 
 def _repairs(result: "GateResult", measured: "MeasuredRuns", baseline: Path | None) -> list[str]:

@@ -55,7 +55,7 @@ EXAMPLES = (
 @_options.json
 @_options.base_image
 @click.pass_context
-def floor(context: click.Context, **_: Any) -> None:
+def floor(context: click.Context, /, **_: Any) -> None:
     """Find the smallest RAM limit under which each strategy loads a model, and measure its load there."""
     from weighin.cli import _progress
     from weighin.report import terminal_floors, write_report

@@ -43,7 +43,7 @@ EXAMPLES = (
 @click.option("--phases", is_flag=True, help="Show the peaks of each phase as well.")
 @_options.json
 @click.pass_context
-def predict(context: click.Context, **_: Any) -> None:
+def predict(context: click.Context, /, **_: Any) -> None:
     """Predict how much memory loads need; takes no GPU, no weights, and little memory, whatever the model."""
     typed = _arguments.read(context)
     if typed["check"] is not None:

@@ -58,7 +58,7 @@ NOTHING_FITS_EXIT = 1
 )
 @_options.json
 @click.pass_context
-def recommend(context: click.Context, **_: Any) -> None:
+def recommend(context: click.Context, /, **_: Any) -> None:
     """Recommend the fastest strategy that fits into the given memory, with its code.
 
     Memory and times come from records of this machine where there are some, otherwise from predictions.
