@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 # make bench MODEL=gpt2-xl RAM=8g OUT=results/mine STRATEGIES=baseline,streaming ARGS="--repeats 3"
-# make bench SUITE=configs/suites/layouts.yaml      make bench RESUME=results/mine
+# make bench SUITE=layouts      make bench RESUME=results/mine
 MODEL ?= gpt2-small
 RAM ?= none
 SECONDS ?= 60
@@ -32,6 +32,9 @@ report: .venv/ready  ## Draw RUN again (default: the newest run)
 
 check: .venv/ready  ## Compare RUN with a committed BASELINE: make check BASELINE=baseline.yaml
 	$(BIN)/weighin check $(RUN) --baseline $(BASELINE) $(ARGS)
+
+man: .venv/ready  ## Write the manual page, docs/weighin.1, from the command line's definitions
+	$(BIN)/python -m weighin.cli.manual > docs/weighin.1
 
 pages: .venv/ready  ## Fill the tables of README.md and docs from results/published
 	$(BIN)/python -m weighin.report.docs_tables README.md docs/*.md
@@ -83,4 +86,4 @@ clean:  ## Remove all environments and what tools have cached in this folder
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-.PHONY: help setup bench recommend floor report check pages publish doctor test conformance test-vm test-versions zoo lint fuzz clean
+.PHONY: help setup bench recommend floor report check man pages publish doctor test conformance test-vm test-versions zoo lint fuzz clean

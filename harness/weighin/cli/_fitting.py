@@ -20,6 +20,8 @@ _ANY_WIDTH = 10_000  # columns
 class FittingConsole(Console):
     """A console on which no table breaks a word: each row of one that is too wide becomes a block."""
 
+    keeps_words = True
+
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:

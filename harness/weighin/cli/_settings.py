@@ -86,8 +86,11 @@ def _defaults(table: dict[str, Any], path: Path, verbs: Mapping[str, click.Comma
     options = {name: found for name, found in options.items() if found}
     shared = {key for name in _SHARED_BY for key in options[name]}
     defaults: Defaults = {name: {} for name in options}
-    tables = {key: value for key, value in table.items() if isinstance(value, dict)}
-    tables.pop("kwargs", None)  # the one option whose value is a table
+    tables = {
+        key: value
+        for key, value in table.items()
+        if isinstance(value, dict) and _normal(key) not in shared
+    }
     for key, value in table.items():
         _check_key(
             key, (options if key in tables else shared), shared | options.keys(), path, TABLE

@@ -91,13 +91,17 @@ def _chosen(model: str | None) -> "list[CachedCheckpoint]":
 
 def _is_confirmed(chosen: "Sequence[CachedCheckpoint]") -> bool:
     size = format_bytes(sum(stored.size_bytes for stored in chosen))
-    if not sys.stdin.isatty():
+    if not _has_terminal():
         raise ConfigError(
             f"{_count(chosen)} ({size}) would be deleted, and nobody is there to confirm it",
             "add --yes to delete without a question",
         )
     _console.err().print(_table(chosen))
     return click.confirm(f"Delete {_count(chosen)} ({size})?", err=True)
+
+
+def _has_terminal() -> bool:
+    return sys.stdin.isatty()
 
 
 def _count(stored: "Sequence[CachedCheckpoint]") -> str:

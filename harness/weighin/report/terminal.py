@@ -50,19 +50,21 @@ def cells(frame: pd.DataFrame, results: Sequence[Result]) -> RenderableType:
 class _Fitted:
     """A table that takes the layout that its console has room for.
 
-    ``rich`` alone takes from the names all that they have, and then cuts figures: 6.77 for 6.776.
+    ``rich`` alone takes from the names all that they have, and then cuts figures: 6.77 for 6.776. A
+    console that says ``keeps_words`` makes blocks of a table that is too wide: there, no name is cut.
     """
 
     section: TextTable
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        short = _with_short_names(self.section)
+        keeps_words = getattr(console, "keeps_words", False)
+        short = self.section if keeps_words else _with_short_names(self.section)
         anywhere = options.update(width=_ANY_WIDTH)
         for layout in _LAYOUTS:
             needed = Measurement.get(console, anywhere, _table(short, layout)).minimum
             if needed <= options.max_width:
                 break
-        yield _table(self.section, layout)
+        yield _table(self.section, _LAYOUTS[0] if layout.folds and keeps_words else layout)
 
 
 def _table(section: TextTable, layout: _Layout) -> Table:
