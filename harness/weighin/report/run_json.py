@@ -23,7 +23,7 @@ def of_run(
     return {
         "schema": SCHEMA,
         "run": str(run),
-        "series": [{str(key): known(value) for key, value in row.items()} for row in rows],
+        "series": [{str(key): _plain(value) for key, value in row.items()} for row in rows],
         "warnings": list(warnings),
         "files": [str(path) for path in files],
     }
@@ -77,6 +77,12 @@ def of_history(history: History, picture: Path) -> dict[str, Any]:
         "warnings": list(history.warnings),
         "files": [str(picture)],
     }
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of a frame for JSON: medians of bytes are floats there."""
+    value = known(value)
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _point(point: HistoryPoint) -> dict[str, Any]:
