@@ -61,6 +61,12 @@ def test_every_list_of_exit_codes_is_whole(page: str) -> None:
     assert list(map(int, codes)) == list(exit_codes.MEANINGS)
 
 
+def test_the_page_of_the_command_line_has_them_all() -> None:
+    text = (ROOT / "docs" / "command-line.md").read_text()
+    codes = re.findall(r"^\| (\d+) \|", text, re.MULTILINE)
+    assert list(map(int, codes)) == list(exit_codes.MEANINGS)
+
+
 def test_every_error_has_an_exit_code_that_is_explained() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
     used = {kind.exit_code for kind in kinds if issubclass(kind, errors.HarnessError)}

@@ -109,12 +109,14 @@ def _count(stored: "Sequence[CachedCheckpoint]") -> str:
 
 
 def _table(stored: "Sequence[CachedCheckpoint]") -> "Table":
+    from rich.box import SIMPLE_HEAD
     from rich.markup import escape
     from rich.table import Table
 
     from weighin.checkpoint import cache
 
-    table = Table("model", "format", "size", "last used", title=f"checkpoints in {cache.folder()}")
+    table = Table("model", "format", "size", "last used", box=SIMPLE_HEAD, pad_edge=False)
+    table.title = f"checkpoints in {escape(str(cache.folder()))}"
     for one in stored:
         used = datetime.fromtimestamp(one.last_used_s).strftime("%Y-%m-%d %H:%M")
         table.add_row(escape(one.name), one.format, format_bytes(one.size_bytes), used)

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
@@ -71,7 +72,7 @@ def examine(say: Callable[[str], None]) -> Examination:
 
 def table(examination: Examination) -> Table:
     """Return the examination as a table for a terminal."""
-    shown = Table("subject", "works", "detail", title="what this machine can limit and measure")
+    shown = Table("subject", "works", "detail", box=SIMPLE_HEAD, pad_edge=False)
     for one in examination.capabilities:
         works = f"[{_STYLES[one.verdict]}]{_WORDS[one.verdict]}[/]"
         shown.add_row(escape(one.subject), works, escape(one.detail))
