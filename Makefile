@@ -36,6 +36,9 @@ check: .venv/ready  ## Compare RUN with a committed BASELINE, and fail if memory
 pages: .venv/ready  ## Write the tables of README.md and docs/ from results/published
 	$(BIN)/python -m weighin.report.docs_tables README.md docs/*.md
 
+docs: .venv/ready  ## Write the documentation site to site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
 publish: .venv/ready  ## Measure all published runs again; ARGS=--status lists those that are older than their code
 	$(BIN)/python benchmarks/publish.py $(ARGS)
 
@@ -73,7 +76,7 @@ fuzz: .venv/ready  ## Feed mutated checkpoints to the readers for SECONDS=60
 	  -max_total_time=$(SECONDS) -artifact_prefix=tests/fuzz/findings/
 
 clean:  ## Remove all environments, and the caches of tools in this folder
-	rm -rf .venv .venv-versions build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .fuzz-corpus
+	rm -rf .venv .venv-versions build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .fuzz-corpus
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Created again when its inputs change. `ready` is written last: a half-made environment has none.
@@ -83,4 +86,4 @@ clean:  ## Remove all environments, and the caches of tools in this folder
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-.PHONY: help setup bench recommend floor report check pages publish doctor test conformance test-vm test-versions zoo lint fuzz clean
+.PHONY: help setup bench recommend floor report check pages docs publish doctor test conformance test-vm test-versions zoo lint fuzz clean
