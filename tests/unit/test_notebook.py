@@ -59,11 +59,11 @@ def test_each_method_stands_beside_what_was_published() -> None:
     assert text[start + 8 : start + 12] == [
         "- **the model alone on the GPU**: GPU equal to the printed digit. Host: not published.",
         "- **model on the GPU, state dict on the GPU, load_state_dict**: GPU equal to the printed digit."
-        " Host: the model is built on the CPU first, and 4.4 is less than its 6.3 GiB: the look every"
-        " 0.1 s has missed the peak.",
+        " Host: the model is built on the CPU first, and 4.4 is less than its 6.3 GiB: samples"
+        " every 0.1 s missed the peak.",
         "- **model on the GPU, state dict on the CPU, copied parameter by parameter**: GPU differs from"
-        " the published figure. Host: the state dict, all of it; the model that was built in RAM before"
-        " has as much, but is gone by then.",
+        " the published figure. Host: the whole state dict; the model that was built in RAM before is"
+        " as large, but was freed by then.",
         "- **meta device, to_empty on the GPU, state dict on the GPU, copied**: nothing was measured.",
     ]
 
