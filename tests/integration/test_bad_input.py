@@ -21,13 +21,13 @@ REFUSED: dict[str, tuple[str, int, str]] = {
         "bench gpt2-tinny",
         2,
         "error: no model is called 'gpt2-tinny'\n"
-        f"did you mean 'gpt2-tiny'? known: {MODELS}; any other: --model package.module:callable\n",
+        f"did you mean 'gpt2-tiny'? known: {MODELS}; for any other model: --model package.module:callable\n",
     ),
     "unknown strategy": (
         "bench gpt2-tiny --strategies streeming",
         2,
         "error: no strategy is called 'streeming'\n"
-        f"did you mean 'streaming'? known: {STRATEGIES}; a file of your own: --strategies ./mine.py\n",
+        f"did you mean 'streaming'? known: {STRATEGIES}; for a file of your own: --strategies ./mine.py\n",
     ),
     "a strategy file that is not there": (
         "bench gpt2-tiny --strategies ./mine.py",

@@ -150,7 +150,7 @@ def test_an_option_that_the_strategy_would_ignore_starts_nothing(here: Path) -> 
     assert complaint(lambda: start(asked(strategies=strategies))) == (
         "no option of streaming is called 'thraeds'\n"
         "did you mean 'threads'? known: granularity, threads;"
-        ' a strategy names its own in its file: OPTIONS = ("thraeds",)'
+        ' a strategy declares its options in its file: OPTIONS = ("thraeds",)'
     )
     assert not (here / "run").exists()
 
