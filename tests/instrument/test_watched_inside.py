@@ -67,7 +67,7 @@ def test_the_watchers_own_memory_is_recorded_and_shown(result: Result) -> None:
     (warning,) = result.warnings
     weights = (result.watcher.rss_bytes / MIB, result.watcher.anon_bytes / MIB)
     assert warning == (
-        f"{ELSEWHERE}: a watcher in the container looked, and the cell was charged its "
+        f"{ELSEWHERE}: a watcher in the container measured the worker, and the cell was charged its "
         "{:.3f} MiB (anonymous: {:.3f} MiB)".format(*weights)
     )
 

@@ -156,7 +156,7 @@ def test_more_ram_than_the_machine_has_is_refused(command: CommandLine) -> None:
         Ended(ended.code, ended.out, text, ended.left),
         2,
         "error: --ram 900TiB is more than this machine has (ALL)\n"
-        "give a smaller limit, or leave --ram out to limit nothing\n",
+        "give a smaller limit, or leave out --ram for no limit\n",
     )
 
 
@@ -175,9 +175,9 @@ def test_less_ram_than_an_import_takes_is_refused(command: CommandLine, isolatio
     )
     assert re.sub(r"\d+\.\d{3} MiB", "N MiB", ended.err) == (
         f"preparing {isolation}\n"
-        "importing torch once, to know what an import needs\n"
-        "error: --ram 20MiB is less than `import torch` alone takes here (N MiB)\n"
-        "give at least N MiB, and room for the weights\n"
+        "importing torch once, to measure the memory that an import needs\n"
+        "error: --ram 20MiB is less than `import torch` alone needs here (N MiB)\n"
+        "give at least N MiB plus the size of the weights\n"
     )
     assert (ended.code, ended.out, ended.left) == (2, "", [])
     assert not (command.folder / "run").exists()
@@ -242,8 +242,8 @@ def test_a_run_that_is_there_is_not_written_over(command: CommandLine) -> None:
     ended = command.run(*arguments)
     assert (ended.code, ended.out, ended.left) == (2, "", [])
     assert ended.err == (
-        "error: my run already holds a run\n"
-        "go on with it: weighin bench --resume 'my run'; or name another folder with --out\n"
+        "error: my run already contains a run\n"
+        "resume it: weighin bench --resume 'my run'; or name another folder with --out\n"
     )
     assert (run / "records.jsonl").read_bytes() == records
 

@@ -149,8 +149,8 @@ def test_a_steady_warm_load_finds_room_for_its_cache(
         (
             None,
             (
-                "not known whether the checkpoint was dropped from the page cache: Linux tells"
-                " only who owns its files or may write them",
+                "unknown whether the checkpoint was dropped from the page cache: Linux reports"
+                " that only to a user who owns its files or may write them",
             ),
         ),
     ],

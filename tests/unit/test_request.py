@@ -70,7 +70,7 @@ def test_passes_are_of_a_model_that_is_used() -> None:
     assert [p.cell.passes for p in start(asked(passes=3))[0].planned] == [3]
     assert [p.cell.passes for p in start(asked("other", first_use="none"))[0].planned] == [0]
     assert complaint(lambda: start(asked("third", first_use="none", passes=2))) == (
-        "2 passes of a model that is not used at all\nleave out passes, or first_use none"
+        "2 forward passes, but first_use none runs no forward pass\nleave out passes, or first_use none"
     )
 
 
@@ -119,15 +119,15 @@ def test_a_run_is_named_after_its_time_and_its_models(
 def test_a_folder_that_holds_a_run_is_left_alone() -> None:
     start(asked())
     assert complaint(lambda: start(asked())) == (
-        "run already holds a run\n"
-        "go on with it: weighin bench --resume run; or name another folder with --out"
+        "run already contains a run\n"
+        "resume it: weighin bench --resume run; or name another folder with --out"
     )
 
 
 def test_a_limit_above_the_machine_says_nothing() -> None:
     assert complaint(lambda: start(asked(ram=["8g", "16385m"], isolation="cgroup"))) == (
         "--ram 16385MiB is more than this machine has (16.000 GiB)\n"
-        "give a smaller limit, or leave --ram out to limit nothing"
+        "give a smaller limit, or leave out --ram for no limit"
     )
 
 
@@ -160,7 +160,7 @@ def test_two_strategies_of_one_name_cannot_be_told_apart(here: Path) -> None:
     ours = start(asked("other"))[0].planned[0].strategy.path
     assert complaint(lambda: start(asked(strategies=["baseline", "./baseline.py"]))) == (
         f"two strategies are called 'baseline': {ours} and {here}/baseline.py\n"
-        "a record tells them apart by their names: rename one, or measure them in two runs"
+        "records identify strategies by name: rename one, or measure them in two runs"
     )
 
 
@@ -182,7 +182,7 @@ def test_a_plan_without_cells_is_not_resumed(here: Path) -> None:
     (here / "run/plan.json").write_text(json.dumps(plan | {"cells": []}))
     with pytest.raises(RecordError) as caught:
         resume(Path("run"))
-    assert str(caught.value) == "run plans no cell\nstart a new run"
+    assert str(caught.value) == "the plan in run has no cell\nstart a new run"
 
 
 @pytest.mark.parametrize("settings", [{}, {"seed": 0}, {"strategy_paths": {}}])
@@ -222,13 +222,13 @@ def test_a_gpu_that_is_not_there_is_refused_before_anything_is_made(
 @pytest.mark.parametrize(
     ("option", "why"),
     [
-        ({"vram": "8g"}, "--vram limits a GPU"),
-        ({"trace": True}, "--trace notes what a GPU's allocator does"),
+        ({"vram": "8g"}, "--vram limits GPU memory"),
+        ({"trace": True}, "--trace records the events of the CUDA allocator"),
     ],
 )
 def test_what_is_of_a_gpu_needs_one(option: dict[str, Any], why: str) -> None:
     assert complaint(lambda: start(asked(**option))) == (
-        f"{why}, and the device is cpu\nadd --device cuda, or leave it out"
+        f"{why}, but the device is cpu\nadd --device cuda, or leave it out"
     )
 
 
