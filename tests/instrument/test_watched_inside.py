@@ -16,7 +16,7 @@ from weighin.units import MIB
 pytestmark = pytest.mark.docker
 
 LIMIT = 256 * MIB
-ELSEWHERE = "the engine's processes are not among those of this machine"
+ELSEWHERE = "the Docker engine's processes are not visible on this machine"
 
 
 @pytest.fixture(scope="module")

@@ -63,8 +63,8 @@ REFUSED: dict[str, tuple[str, int, str]] = {
     "a limit that nothing would hold": (
         "bench gpt2-tiny --ram 1g --isolation process",
         3,
-        "error: --isolation process cannot hold a RAM limit: nothing would be limited\n"
-        "use --isolation docker or cgroup, or leave --ram out\n",
+        "error: --isolation process cannot enforce a RAM limit\n"
+        "use --isolation docker or cgroup, or leave out --ram\n",
     ),
     "no time": (
         "bench gpt2-tiny --timeout 0",

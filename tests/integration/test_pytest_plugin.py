@@ -151,7 +151,7 @@ def test_loads_and_functions_are_measured(user: pytest.Pytester) -> None:
                 weighin.measure("mmap_asign")
             with pytest.raises(HarnessError, match="cannot be called in another process"):
                 weighin.measure(lambda: None)
-            with pytest.raises(HarnessError, match="cannot hold a RAM limit"):
+            with pytest.raises(HarnessError, match="cannot enforce a RAM limit"):
                 weighin.measure(load, 50, keep=True, ram="2g")
 
         @pytest.mark.limit_peak("60MB")

@@ -11,7 +11,7 @@ from weighin.records import run_folder
 from weighin.run import request, runner
 from weighin.suite.config import check_suite
 
-STUCK = StillRunning("the worker, process 5, does not end, not even by SIGKILL")
+STUCK = StillRunning("the worker, process 5, does not end, not even after SIGKILL")
 GONE = IsolationUnavailable("the Docker engine has stopped", "start it again")
 
 

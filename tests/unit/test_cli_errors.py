@@ -114,7 +114,7 @@ def test_options_that_would_be_ignored_are_refused(
         (("--within", "x"), "--within: cannot read 'x' as a share\nwrite a percentage, such as --within 1%"),
         (("--within", "0%"), "--within 0% is not between 0% and 10%\nwrite a share of the floor, such as --within 1%"),
         (("--within", "30%"), "--within 30% is not between 0% and 10%\nwrite a share of the floor, such as --within 1%"),
-        (("--isolation", "process"), "--isolation process cannot hold a RAM limit: nothing would be limited\nuse --isolation docker or cgroup, or leave --ram out"),
+        (("--isolation", "process"), "--isolation process cannot enforce a RAM limit\nuse --isolation docker or cgroup, or leave out --ram"),
         (("--resume", "gone"), "gone holds no plan.json: it is not the folder of a run\nname the folder that weighin bench printed at its end, such as results/RUN"),
         (("--resume", "run", "gpt2-xl", "--within", "2%"), "a run goes on as it was planned: MODEL, --within would be ignored\nleave them out, or start a new run"),
     ],

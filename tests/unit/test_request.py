@@ -133,8 +133,8 @@ def test_a_limit_above_the_machine_says_nothing() -> None:
 
 def test_a_limit_that_nothing_would_hold_is_refused() -> None:
     assert complaint(lambda: start(asked(ram="8g"))) == (
-        "--isolation process cannot hold a RAM limit: nothing would be limited\n"
-        "use --isolation docker or cgroup, or leave --ram out"
+        "--isolation process cannot enforce a RAM limit\n"
+        "use --isolation docker or cgroup, or leave out --ram"
     )
 
 

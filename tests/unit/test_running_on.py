@@ -189,7 +189,7 @@ def test_closing_a_worker_that_does_not_die_ends_and_says_so() -> None:
     with pytest.raises(StillRunning) as caught:
         running.close()
     assert str(caught.value) == (
-        f"the worker, process {running.pid}, does not end, not even by SIGKILL\n"
+        f"the worker, process {running.pid}, does not end, not even after SIGKILL\n"
         "it waits in the kernel, as for a disk or a network share that does not answer: mend that,"
         " or restart the machine"
     )
