@@ -104,19 +104,19 @@ REFUSED: dict[str, tuple[str, int, str]] = {
     "resuming what is no run": (
         "bench --resume .",
         2,
-        "error: . holds no plan.json: it is not the folder of a run\n"
+        "error: . contains no plan.json: it is not the folder of a run\n"
         "name the folder that weighin bench printed at its end, such as results/RUN\n",
     ),
     "resuming what is not there": (
         "bench --resume nowhere",
         2,
-        "error: nowhere holds no plan.json: it is not the folder of a run\n"
+        "error: nowhere contains no plan.json: it is not the folder of a run\n"
         "name the folder that weighin bench printed at its end, such as results/RUN\n",
     ),
     "reporting what is no run": (
         "report .",
         2,
-        "error: . holds no records.jsonl: it is not the folder of a run\n"
+        "error: . contains no records.jsonl: it is not the folder of a run\n"
         "name the folder that weighin bench printed at its end, such as results/RUN\n",
     ),
     "results where no folder can be": (

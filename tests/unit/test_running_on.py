@@ -55,7 +55,7 @@ def test_a_record_that_finds_no_room_leaves_no_half_of_it(tmp_path: Path) -> Non
     lost = make_result(AGAIN).cell.id
     assert caught.value.message == (
         f"cannot write {tmp_path / run_folder.RECORDS}: File too large;"
-        f" what was measured of {lost} is lost"
+        f" the measurement of {lost} is lost"
     )
 
 
