@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Final
 from weighin.errors import RecordError, UnknownName
 from weighin.record import Result
 from weighin.records import run_folder
-from weighin.report import exports, peaks_plot, style, tables, timeline
+from weighin.report import exports, html_page, peaks_plot, style, tables, timeline
 from weighin.report.document import write_markdown
 from weighin.report.findings import findings
-from weighin.report.html import page
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,7 +53,7 @@ def _markdown(run: _Run) -> dict[str, bytes]:
 
 
 def _page(run: _Run) -> dict[str, bytes]:
-    return {"report.html": page.render(run.folder, run.results, run.warnings).encode()}
+    return {"report.html": html_page.render(run.folder, run.results, run.warnings).encode()}
 
 
 def _csv(run: _Run) -> dict[str, bytes]:
