@@ -80,7 +80,7 @@ def test_a_machine_without_a_gpu(answer: Answer) -> None:
 def test_a_torch_that_does_not_start(answer: Answer) -> None:
     answer(stderr="Traceback\nImportError: libcudart.so.13", returncode=1)
     assert complaint("cuda:1") == (
-        "--device cuda:1: torch cannot be asked for a GPU: ImportError: libcudart.so.13\n"
+        "--device cuda:1: torch failed while listing GPUs: ImportError: libcudart.so.13\n"
         "weighin predict MODEL --device cuda needs no GPU"
     )
 
