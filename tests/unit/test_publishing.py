@@ -131,7 +131,9 @@ def test_the_status_names_what_is_stale_with_commit_and_day(
         "c: never measured",
         "2 of 3 are older than their code, or were never measured: b, c",
     ]
-    assert publish.status(publish.read(copy, ["a"]), copy)[1] == "all 1 are up to date with their code"
+    assert (
+        publish.status(publish.read(copy, ["a"]), copy)[1] == "all 1 are up to date with their code"
+    )
 
 
 def test_every_published_run_has_its_command_and_its_commit(publish: ModuleType) -> None:
@@ -253,7 +255,9 @@ def test_a_stopped_run_goes_on_and_other_code_does_not(
         ["bench", "--resume", "results/publishing/x"],
     ]
     monkeypatch.setattr(publish.environment, "code", lambda: {"git_commit": "b" * 40})
-    with pytest.raises(SystemExit, match="was started at commit aaaaaaaaaa, but this is bbbbbbbbbb"):
+    with pytest.raises(
+        SystemExit, match="was started at commit aaaaaaaaaa, but this is bbbbbbbbbb"
+    ):
         publish.measure(run)
     assert len(weighin.calls) == 2
 

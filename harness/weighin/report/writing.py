@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from io import BytesIO, StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -10,9 +9,8 @@ from typing import TYPE_CHECKING, Final
 from weighin.errors import RecordError, UnknownName
 from weighin.record import Result
 from weighin.records import run_folder
-from weighin.report import exports, html_page, peaks_plot, style, tables, timeline
+from weighin.report import exports, html_page, peaks_plot, sections, style, tables, timeline
 from weighin.report.document import write_markdown
-from weighin.report.findings import findings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -73,8 +71,8 @@ def _drawn(run: _Run, kind: str) -> dict[str, bytes]:
 
 def _pictures(run: _Run) -> "dict[str, Callable[[], Figure]]":
     """Return what draws each picture of a run, by its name: what was found, and all cells."""
-    found = [picture for one in findings(run.results) for picture in one.pictures]
-    return {name: partial(draw, run.results) for name, draw in found} | {
+    found = dict(picture for one in sections.findings(run.results) for picture in one.pictures)
+    return found | {
         "peaks": lambda: peaks_plot.draw_peaks(run.results),
         "timeline": lambda: timeline.draw_timeline(run.folder, run.results),
     }
