@@ -1,6 +1,7 @@
-"""One process's memory on a GPU as the driver counts it, asked of NVML from outside.
+"""Sample one process's GPU memory as the driver counts it, with NVML from another process.
 
-It holds what no allocator of the process knows: the context, code and the libraries' own buffers.
+It includes the memory that no allocator of the process counts: the CUDA context, code and the
+libraries' own buffers.
 """
 
 import ctypes
@@ -10,14 +11,14 @@ from collections.abc import Callable
 from typing import Any, Final
 
 _LIBRARY: Final = "libnvidia-ml.so.1"
-_INTERVAL_S: Final = 0.02  # a look takes about a millisecond
-_TOO_SMALL: Final = 7  # NVML_ERROR_INSUFFICIENT_SIZE: more processes than places
+_INTERVAL_S: Final = 0.02  # one query takes about a millisecond
+_TOO_SMALL: Final = 7  # NVML_ERROR_INSUFFICIENT_SIZE: more processes than the array has room for
 _UNKNOWN: Final = 2**64 - 1  # NVML_VALUE_NOT_AVAILABLE
 _MOST_PROCESSES: Final = 1024
 
 
 class NvmlUnavailable(Exception):
-    """NVML cannot tell; the message is the reason."""
+    """NVML cannot report the memory; the message is the reason."""
 
 
 class _Process(ctypes.Structure):
@@ -32,17 +33,17 @@ class _Process(ctypes.Structure):
 
 
 class DriverMemory:
-    """Looks at one process on one GPU, in a thread, until ``stop`` is called.
+    """Samples one process on one GPU, in a thread, until ``stop`` is called.
 
     Raises:
-        NvmlUnavailable: no NVML, no such GPU, or it does not tell processes apart.
+        NvmlUnavailable: no NVML, no such GPU, or NVML does not report memory per process.
     """
 
     def __init__(self, uuid: str | None, pid: int | None) -> None:
         if uuid is None:
-            raise NvmlUnavailable("this torch does not tell the GPU's UUID")
+            raise NvmlUnavailable("this torch does not report the GPU's UUID")
         if pid is None:
-            raise NvmlUnavailable("the worker is no process of this machine")
+            raise NvmlUnavailable("the worker is not a process of this machine")
         self._pid = pid
         self._points: list[tuple[int, int]] = []
         self._stop = threading.Event()
@@ -59,7 +60,7 @@ class DriverMemory:
         self._thread.start()
 
     def stop(self) -> list[tuple[int, int]]:
-        """End the looks and return them: (monotonic ns, bytes)."""
+        """End the sampling and return the samples: (monotonic ns, bytes)."""
         self._stop.set()
         self._thread.join()
         self._library.nvmlShutdown()
@@ -87,7 +88,7 @@ class DriverMemory:
         for process in processes[: count.value]:
             if process.pid == self._pid:
                 if process.used_bytes == _UNKNOWN:
-                    raise NvmlUnavailable("NVML does not tell the memory of one process here")
+                    raise NvmlUnavailable("NVML does not report memory per process here")
                 return int(process.used_bytes)
         raise NvmlUnavailable(f"NVML lists no process {self._pid}: another PID namespace, or MIG")
 
@@ -109,8 +110,8 @@ class DriverMemory:
     def _check(self, name: str, status: int) -> None:
         if status:
             self._library.nvmlErrorString.restype = ctypes.c_char_p
-            said = self._library.nvmlErrorString(status) or b"?"
-            raise NvmlUnavailable(f"NVML: {name}: {said.decode(errors='replace')}")
+            message = self._library.nvmlErrorString(status) or b"?"
+            raise NvmlUnavailable(f"NVML: {name}: {message.decode(errors='replace')}")
 
 
 def _load() -> Any:
