@@ -1,4 +1,4 @@
-"""What a run has found beside its table of all series: forward passes, survival, floors."""
+"""The findings of a run, beside its table of all series: forward passes, survival, floors."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One section of a report. ``pictures`` are their names, and what draws each."""
+    """One section of a report. ``pictures`` are pairs of a name and the function that draws it."""
 
     heading: str
-    is_there: Callable[[Sequence[Result]], bool]
+    has_data: Callable[[Sequence[Result]], bool]
     terminal: Callable[[Sequence[Result]], "RenderableType"]
     markdown: Callable[[Sequence[Result]], str]
     html: Callable[[Sequence[Result]], list[Drawable]]
@@ -28,7 +28,7 @@ class Finding:
 
 
 def is_sweep(results: Sequence[Result]) -> bool:
-    """Tell whether limits were swept; a search for floors tries other limits in each row."""
+    """Tell whether a run swept limits; a search for floors does not, its rows have other limits."""
     return not floors.has_data(results) and bool(matrices(results))
 
 
@@ -52,7 +52,7 @@ _ALL: Final = (
         ),
     ),
     Finding(
-        "Beside the notebook's published figures",
+        "Comparison with the notebook's published figures",
         notebook.has_data,
         notebook.terminal_notebook,
         notebook.markdown_notebook,
@@ -69,5 +69,5 @@ _ALL: Final = (
 
 
 def findings(results: Sequence[Result]) -> list[Finding]:
-    """Return what there is to tell of a run, in the order in which it is told."""
-    return [finding for finding in _ALL if finding.is_there(results)]
+    """Return the findings for which a run has data, in the order of the report."""
+    return [finding for finding in _ALL if finding.has_data(results)]

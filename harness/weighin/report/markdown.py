@@ -1,16 +1,16 @@
-"""Text that markdown shows as it is, and tables of it."""
+"""Escape text for markdown, and format tables."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
 
 def plain(text: str) -> str:
-    """Return one line of printable characters: messages come from other people's code."""
+    """Return the text as one line of printable characters; messages come from foreign code."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
 def escaped(text: str) -> str:
-    """Return markdown that shows ``text`` as it is; a _ within a word needs no escape."""
+    """Return markdown that renders as ``text``; an underscore inside a word needs no escape."""
     text = re.sub(r"[\\`*\[\]|#~]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\\g<0>", text)
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 

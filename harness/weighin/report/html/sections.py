@@ -1,4 +1,4 @@
-"""What a run has found beside its table, as blocks of the page: see ``findings``."""
+"""The findings of a run as blocks of the page; see ``report.findings``."""
 
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -23,14 +23,14 @@ def of_passes(results: Sequence[Result]) -> list[Drawable]:
 
 
 def of_survival(results: Sequence[Result]) -> list[Drawable]:
-    """Return what works under which limit, a table for each matrix."""
+    """Return the survival matrices, one table each."""
     return [_survival(matrix, results) for matrix in matrices(results)]
 
 
 def of_notebook(results: Sequence[Result]) -> list[Drawable]:
     """Return the notebook's published figures beside ours, and why they differ."""
     rows = [[ListEntry(text) for text in row] for row in notebook.rows(results)]
-    notes = [f"{name}: {what}" for name, what in notebook.differences(results)]
+    notes = [f"{name}: {reason}" for name, reason in notebook.differences(results)]
     label, notes = "The notebook's published figures", [notebook.ABOUT, *notes]
     caption = notebook.caption(results)
     return [Found(label, caption, notebook.HEADINGS, rows, notebook.NAMES, notes)]
@@ -51,7 +51,7 @@ def _survival(matrix: Matrix, results: Sequence[Result]) -> Found:
         [ListEntry(matrix.label(row)), *_fields(matrix, row)] for row in range(len(matrix.rows))
     ]
     caption, notes = survival.caption(matrix, results), survival.notes(results)
-    return Found("What works under which limit", caption, heads, rows, 1, notes)
+    return Found("Survival under each limit", caption, heads, rows, 1, notes)
 
 
 def _fields(matrix: Matrix, row: int) -> Iterator[ListEntry]:
@@ -65,10 +65,10 @@ def _fields(matrix: Matrix, row: int) -> Iterator[ListEntry]:
 
 
 def _entry(field: Field, name: str) -> ListEntry:
-    said, outcome = field.judgement, field.result.outcome
-    if said:
-        tip = f"{name}: {said.verdict}\n{said.reason}"
-        return ListEntry(field.words, said.verdict.value, _SIGNS[said.verdict], tip)
+    judgement, outcome = field.judgement, field.result.outcome
+    if judgement:
+        tip = f"{name}: {judgement.verdict}\n{judgement.reason}"
+        return ListEntry(field.words, judgement.verdict.value, _SIGNS[judgement.verdict], tip)
     if outcome is Outcome.OK:
         return ListEntry(field.words, Verdict.SURVIVES.value, "✓", f"{name}: ok")
     tip = f"{name}: {outcome}\n{field.result.message}".rstrip()
