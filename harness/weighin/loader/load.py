@@ -22,9 +22,10 @@ import torch
 from weighin import formats
 from weighin.errors import CheckpointError
 from weighin.formats.base import TensorSlice
+from weighin.formats.misfit import first_names
 from weighin.loader import fill
 from weighin.loader.arena import MemoryNeed, provide
-from weighin.loader.fill import Fill, Fillable, is_readable
+from weighin.loader.fill import Fill, is_readable
 from weighin.loader.lazy_state import (
     FILLED_DEVICES,
     lazy_state,
@@ -32,13 +33,13 @@ from weighin.loader.lazy_state import (
     read_at_once,
     source_of,
 )
+from weighin.loader.reads import Fillable
 from weighin.models import skeleton
 from weighin.models.deferred import DeferredLoad, WriteLog, is_dense, storage_key, use_count
 from weighin.models.meta import real_memory
 
 Granularity = Literal["all", "module", "tensor"]
 
-_SHOWN: Final = 3
 _EXACT: Final = frozenset({
     (torch.float16, torch.float32), (torch.float16, torch.float64),
     (torch.bfloat16, torch.float32), (torch.bfloat16, torch.float64),
@@ -260,10 +261,8 @@ def _refuse_meta(model: torch.nn.Module, checkpoint: Path) -> None:
         if tensor.is_meta
     ]
     if left:
-        more = ", ..." if len(left) > _SHOWN else ""
         raise CheckpointError(
-            f"{checkpoint}: has no values for {', '.join(left[:_SHOWN])}{more}, which the model has on "
-            "the meta device",
+            f"{checkpoint}: has no values for {first_names(left)}, which the model has on the meta device",
             "give load_streaming the function that builds the model, not a model without values",
         )
 

@@ -11,9 +11,11 @@ from rich.text import Text
 
 from weighin.record import Outcome, Result
 from weighin.report import captions
+from weighin.report.blocks import Drawable, Found, ListEntry
 from weighin.report.dataframe import series
-from weighin.report.markdown import escaped, table_lines
+from weighin.report.markdown import table_lines
 from weighin.suite.registry import data_folder, model
+from weighin.text import markdown as escaped
 from weighin.units import GIB
 
 ABOUT: Final = (
@@ -83,6 +85,14 @@ def markdown_notebook(results: Sequence[Result]) -> str:
     return "\n".join(_section(results))
 
 
+def html_notebook(results: Sequence[Result]) -> list[Drawable]:
+    """Return the published table with our figures, and why they differ, as a block of the page."""
+    entries = [[ListEntry(text) for text in row] for row in rows(results)]
+    notes = [ABOUT, *(f"{name}: {reason}" for name, reason in differences(results))]
+    label = "The notebook's published figures"
+    return [Found(label, caption(results), HEADINGS, entries, NAMES, notes)]
+
+
 def _rows(results: Sequence[Result]) -> list[tuple[Method, Ours]]:
     table = published()
     cells = {result.cell.strategy: result for result in results if _is_notebooks(result, table)}
@@ -104,12 +114,11 @@ def rows(results: Sequence[Result]) -> Iterator[list[str]]:
     """Yield the rows of the table: a method, the published figures, and ours."""
     for method, ours in _rows(results):
         yield [
-            method.method,
-            method.strategy + (f", phase {method.phase}" if method.phase else ""),
+            *method_words(method),
             f"{method.gpu_gib:.1f}",
             _both(ours.gpu_allocated_bytes),
             "-" if method.host_gib is None else f"{method.host_gib:.1f}",
-            *map(_gib, (ours.host_above_import_bytes, ours.anon_bytes, ours.file_bytes)),
+            *map(gib, (ours.host_above_import_bytes, ours.anon_bytes, ours.file_bytes)),
         ]
 
 
@@ -151,7 +160,12 @@ def _measured(method: Method, result: Result | None) -> Ours:
     )
 
 
-def _gib(size: int | None) -> str:
+def method_words(method: Method) -> tuple[str, str]:
+    """Return the two name columns of a method: its description, and our strategy with the phase."""
+    return method.method, method.strategy + (f", phase {method.phase}" if method.phase else "")
+
+
+def gib(size: int | None) -> str:
     return "-" if size is None else f"{size / GIB:.3f}"
 
 

@@ -5,10 +5,9 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 
 from weighin.checkpoint.manifest import Manifest, TensorEntry
+from weighin.formats.misfit import first_names
 from weighin.worker.inputs import Inputs
 from weighin.worker.touch import identity
-
-_SHOWN = 3
 
 
 class WrongWeights(Exception):
@@ -79,8 +78,8 @@ def complain(what: str, names: Iterable[str]) -> None:
     """Raise WrongWeights where there are names of which this is to be said."""
     found = sorted(names)
     if found:
-        shown = ", ".join(found[:_SHOWN]) + (", ..." if len(found) > _SHOWN else "")
-        raise WrongWeights(f"{len(found)} tensor{'s' * (len(found) > 1)} {what}: {shown}")
+        some = first_names(found)
+        raise WrongWeights(f"{len(found)} tensor{'s' * (len(found) > 1)} {what}: {some}")
 
 
 def wanted_dtype(entry: TensorEntry, dtype: torch.dtype) -> str:

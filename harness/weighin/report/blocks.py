@@ -1,10 +1,11 @@
-"""The blocks of which a section of the page consists; ``template`` is the file that draws one."""
+"""The blocks of which a section of report.html consists; ``template`` is the file that draws one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from weighin.report.html.table import Table
+if TYPE_CHECKING:
+    from weighin.report.html.table import Table
 
 
 class Drawable(Protocol):
@@ -41,7 +42,7 @@ class Cells:
     """The table of all series, which can be sorted and filtered."""
 
     template: ClassVar[str] = "cells.html"
-    table: Table
+    table: "Table"
 
 
 @dataclass(frozen=True, slots=True)

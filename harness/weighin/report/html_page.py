@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING
 
 from weighin import __version__
 from weighin.record import Result
-from weighin.report import captions, summary
+from weighin.report import captions, sections, summary
 from weighin.report.dataframe import series
 from weighin.report.html import bars, facts, scatter, table, timelines
+
+_PACKAGE = "weighin.report.html"  # where the templates are
 
 if TYPE_CHECKING:  # a tenth of a second to import
     from jinja2 import Environment
@@ -25,8 +27,6 @@ if TYPE_CHECKING:  # a tenth of a second to import
 
 def render(run: Path, results: Sequence[Result], warnings: Sequence[str] = ()) -> str:
     """Return the report of a run as HTML; ``run`` is the folder that has its samples."""
-    from weighin.report import sections  # imports the blocks of this package
-
     frame = series(results)
     ids = table.ids(frame)
     parts = [(section.heading, section.html()) for section in sections.of(results, warnings)]
@@ -64,7 +64,7 @@ def _templates() -> "Environment":
     # Names and messages are foreign input: everything is escaped unless a template says otherwise.
     return Environment(
         autoescape=True,
-        loader=PackageLoader(__name__),
+        loader=PackageLoader(_PACKAGE),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -76,7 +76,7 @@ def _part(name: str) -> "Markup":
     """Return one of our own files as a part of the page that needs no escaping."""
     from markupsafe import Markup
 
-    text = (resources.files(__name__) / "templates" / name).read_text(encoding="utf-8")
+    text = (resources.files(_PACKAGE) / "templates" / name).read_text(encoding="utf-8")
     return Markup(text)  # noqa: S704  # our own file, no name from outside is in it
 
 
