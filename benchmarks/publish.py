@@ -108,10 +108,10 @@ def status(runs: Iterable[Run], root: Path) -> list[str]:
         lines += [f"{run.name}: {state}", *predictions(run, root)]
     stale = [run.name for run in runs if stands[run.name].is_stale or not run.results]
     lines.append(
-        f"{len(stale)} of {len(runs)} are older than their code, or were never measured:"
+        f"{len(stale)} of {len(runs)} are older than the current code or were never measured:"
         f" {', '.join(stale)}"
         if stale
-        else f"all {len(runs)} are up to date with their code"
+        else f"all {len(runs)} were measured with the current code"
     )
     return lines
 
@@ -128,8 +128,10 @@ def predictions(run: Run, root: Path) -> list[str]:
     for cell in {one.cell.strategy: one.cell for one in run.results}.values():
         files.update(sources.deciding(registry.strategy(cell.strategy, cell.operation).path, cell))
     changed = since(root, commit, sorted(files)) if commit else None
-    older = {None: "unknown commit: cannot compare", "": "up to date with its code"}
-    return [f"  its predictions: {made}: {older.get(changed, f'OLDER than its code ({changed})')}"]
+    older = {None: "cannot tell: git does not know it", "": "made with the current code"}
+    return [
+        f"  its predictions: {made}: {older.get(changed, f'OLDER than the current code ({changed})')}"
+    ]
 
 
 def plan(runs: Sequence[Run]) -> list[str]:

@@ -48,4 +48,4 @@ def test_a_command_says_what_fits_with_its_code(command: CommandLine) -> None:
     compile(found["code"], "pasted", "exec")
     nothing = command.run("recommend", "gpt2-tiny", "--ram", "64m", patience_s=400)
     assert nothing.code == 1, nothing.err
-    assert "Nothing fits for sure." in nothing.out
+    assert "No strategy is sure to fit." in nothing.out

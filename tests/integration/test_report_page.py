@@ -221,7 +221,7 @@ def test_a_bar_and_a_point_say_what_they_are(open_page) -> None:
     point = opened.page.locator("#front figure:visible g[data-tip]", has_text="streaming")
     assert opened.hover(point.locator("circle")).split("\n") == [
         "streaming", "peak RSS 6.750 GiB (exact)", "ready in 7.30 s",
-        "on the front: nothing here is better in both",
+        "on the Pareto front: no other is better in both",
     ]  # fmt: skip
 
 
@@ -229,7 +229,7 @@ def test_a_verdict_says_why(open_page) -> None:
     opened = open_page(a_sweep())
     said = opened.hover(opened.page.locator("td.thrashes"))
     assert said.startswith("mmap_assign, 1 GiB: thrashes\n41.0 s, 8.2x the reference of 5.00 s")
-    opened.page.get_by_label("What works under which limit; arrow keys").focus()
+    opened.page.get_by_label("Survival under each limit; arrow keys").focus()
     opened.settle()
     opened.page.keyboard.press("ArrowLeft")
     assert opened.tip().startswith("streaming, 1 GiB: killed")

@@ -49,7 +49,7 @@ def test_a_block_can_tell_of_survival_or_compare_searches(tmp_path: Path) -> Non
     assert lines[1] == "| strategy | no limit | 16 GiB | 8 GiB | 4 GiB | 1 GiB |"
     start = lines.index(f"<!-- {runs} agreement -->")
     assert lines[start + 1 : start + 4] == [
-        "| floor, MiB | x | apart, MiB |",
+        "| floor, MiB | x | difference, MiB |",
         "| --- | ---: | ---: |",
         "| baseline | - | - |",
     ]

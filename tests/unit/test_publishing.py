@@ -72,7 +72,7 @@ def measured(strategy: str, commit: str | None = None, *, hashed: bool = False) 
 def test_a_run_of_the_code_as_it_is_is_not_stale(copy: Path) -> None:
     head = git(copy, "rev-parse", "HEAD")
     for results in ([measured("baseline", head)], [measured("baseline", hashed=True)]):
-        assert str(standing(results, copy)) == "of its code as it is"
+        assert str(standing(results, copy)) == "measured with the current code"
         assert not standing(results, copy).is_stale
 
 
@@ -80,7 +80,9 @@ def test_a_record_with_a_hash_is_stale_where_its_sources_are_others(copy: Path) 
     results = [measured(name, hashed=True) for name in ("baseline", "streaming")]
     change(copy, "harness/weighin/loader/load.py")
     change(copy, "harness/weighin/report/tables.py")
-    assert str(standing(results, copy)) == "OLDER than its code: streaming (other sources)"
+    assert (
+        str(standing(results, copy)) == "OLDER than the current code: streaming (sources changed)"
+    )
 
 
 def test_a_record_without_one_is_stale_by_git_for_those_files_alone(copy: Path) -> None:
@@ -93,13 +95,14 @@ def test_a_record_without_one_is_stale_by_git_for_those_files_alone(copy: Path) 
     git(copy, "commit", "--quiet", "-a", "-m", "the loader")
     change(copy, "harness/weighin/loader/load.py")
     assert str(standing(results, copy)) == (
-        "OLDER than its code: streaming (1 commit since and edited)"
+        "OLDER than the current code: streaming (1 commit since and edited)"
     )
     git(copy, "commit", "--quiet", "-a", "-m", "the loader again")
     change(copy, "harness/weighin/worker/touch.py")
     git(copy, "commit", "--quiet", "-a", "-m", "the worker")
     assert str(standing(results, copy)) == (
-        "OLDER than its code: baseline, sequential (1 commit since); streaming (3 commits since)"
+        "OLDER than the current code: baseline, sequential (1 commit since);"
+        " streaming (3 commits since)"
     )
 
 
@@ -107,11 +110,15 @@ def test_it_is_said_where_it_cannot_be_told(copy: Path) -> None:
     results = [measured("baseline"), measured("streaming", "d" * 40)]
     said = standing(results, copy)
     assert str(said) == (
-        "cannot tell: baseline (its commit is not known); streaming (git does not know dddddddddd)"
+        "cannot tell: baseline (its commit was not recorded);"
+        " streaming (git does not know commit dddddddddd)"
     )
     assert not said.is_stale
     (copy / "strategies" / "baseline.py").unlink()
-    assert str(standing(results[:1], copy)) == "OLDER than its code: baseline (gone)"
+    assert (
+        str(standing(results[:1], copy))
+        == "OLDER than the current code: baseline (strategy removed)"
+    )
 
 
 def test_the_status_names_what_is_stale_with_commit_and_day(
@@ -126,13 +133,14 @@ def test_the_status_names_what_is_stale_with_commit_and_day(
     git(copy, "add", ".")
     git(copy, "commit", "--quiet", "-m", "second")
     assert publish.status(publish.read(copy), copy) == [
-        f"a: commit {head[:10]}, 2025-01-02: of its code as it is",
-        f"b: commit {head[:10]}, 2025-01-02: OLDER than its code: streaming (1 commit since)",
+        f"a: commit {head[:10]}, 2025-01-02: measured with the current code",
+        f"b: commit {head[:10]}, 2025-01-02: OLDER than the current code: streaming (1 commit since)",
         "c: never measured",
-        "2 of 3 are older than their code, or were never measured: b, c",
+        "2 of 3 are older than the current code or were never measured: b, c",
     ]
     assert (
-        publish.status(publish.read(copy, ["a"]), copy)[1] == "all 1 are up to date with their code"
+        publish.status(publish.read(copy, ["a"]), copy)[1]
+        == "all 1 were measured with the current code"
     )
 
 
@@ -156,10 +164,10 @@ def test_the_status_says_of_which_code_predictions_are(publish: ModuleType, copy
     told = {"predicted_at": "2026-11-24T01:02:03+00:00", "environment": {"git_commit": head}}
     (folder / "predicted.json").write_text(json.dumps(told))
     said = f"  its predictions: commit {head[:10]}, 2026-11-24: "
-    assert publish.predictions(run, copy) == [said + "up to date with its code"]
+    assert publish.predictions(run, copy) == [said + "made with the current code"]
     change(copy, "harness/weighin/predict/heap.py")
     git(copy, "commit", "--quiet", "-a", "-m", "the heap")
-    assert publish.predictions(run, copy) == [said + "OLDER than its code (1 commit since)"]
+    assert publish.predictions(run, copy) == [said + "OLDER than the current code (1 commit since)"]
 
 
 def series(cells: Sequence[Cell]) -> set[str]:

@@ -247,7 +247,10 @@ def test_a_save_has_headings_of_its_own() -> None:
         "| strategy | outcome | save s | on the disk s | peak RSS GiB | above the model x model |"
         " anonymous (sampled) GiB | cgroup peak GiB | written GiB | files |"
     ) in text
-    assert "\n- save: until the strategy returned; on the disk: until every file was synced" in text
+    assert (
+        "\n- save: time until the strategy returned; on the disk: time until every file was synced"
+        in text
+    )
     assert "load:" not in text
 
 

@@ -1,4 +1,4 @@
-"""What ``weighin predict`` prints: tables for people, and the same as JSON."""
+"""The output of ``weighin predict``: tables for people, and the same data as JSON."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -16,11 +16,12 @@ from weighin.units import GIB, MIB, format_bytes
 
 SCHEMA: Final = 1
 
-_ERROR_SHARE: Final = 0.01  # of a predicted anonymous peak, and
+# The tolerance of a predicted anonymous peak is the sum of these two.
+_ERROR_SHARE: Final = 0.01
 _ERROR_BYTES: Final = 16 * MIB
 _OTHER_PEAKS: Final = {
-    "host_anon_least_bytes": "the heap uses again what large blocks left",
-    "host_anon_most_bytes": "a small block keeps what large ones left in the heap",
+    "host_anon_least_bytes": "the heap reuses the holes of freed large blocks",
+    "host_anon_most_bytes": "a small block keeps freed large blocks in the heap",
 }
 _PEAKS: Final = {
     "host_anon_peak_bytes": "anonymous",
@@ -33,13 +34,13 @@ _PEAKS: Final = {
 }
 
 
-def as_json(found: Sequence[Prediction]) -> dict[str, Any]:
-    """Return all that was predicted; bytes are integers, None is what was not followed."""
-    return {"schema": SCHEMA, "predictions": [one_as_json(one) for one in found]}
+def as_json(predictions: Sequence[Prediction]) -> dict[str, Any]:
+    """Return all predictions for ``--json``; bytes are integers, None means not predicted."""
+    return {"schema": SCHEMA, "predictions": [one_as_json(one) for one in predictions]}
 
 
 def one_as_json(one: Prediction) -> dict[str, Any]:
-    """Return one prediction, its cell's own fields first."""
+    """Return one prediction for ``--json``; the fields of its cell come first."""
     cell = one.cell
     fields = asdict(one)
     del fields["cell"]
@@ -54,10 +55,10 @@ def one_as_json(one: Prediction) -> dict[str, Any]:
     }
 
 
-def tables(found: Sequence[Prediction], *, phases: bool) -> Iterable[Table | str]:
-    """Yield a table for each model, and a line for each strategy that could not be followed."""
-    for model in dict.fromkeys(one.cell.model.title for one in found):
-        of_model = [one for one in found if one.cell.model.title == model]
+def tables(predictions: Sequence[Prediction], *, phases: bool) -> Iterable[Table | str]:
+    """Yield a table for each model, its notes, and a line for each strategy without a prediction."""
+    for model in dict.fromkeys(one.cell.model.title for one in predictions):
+        of_model = [one for one in predictions if one.cell.model.title == model]
         followed = [one for one in of_model if not one.cannot]
         if followed:
             yield _table(model, followed, phases)
@@ -70,29 +71,32 @@ def tables(found: Sequence[Prediction], *, phases: bool) -> Iterable[Table | str
             ):
                 if size:
                     yield (
-                        f"{escape(', '.join(map(_name, ones)))}: in some processes {size} GiB "
-                        f"anonymous, where {why}"
+                        f"{escape(', '.join(map(_name, ones)))}: {size} GiB anonymous in processes "
+                        f"where {why}"
                     )
         for one in of_model:
             if one.cannot:
                 yield f"{escape(one.strategy)} ({one.cell.format}) is not predicted: {escape(one.cannot)}"
-    yield "Predicted from a run without values; weighin bench measures, predict --check compares."
+    yield (
+        "Predicted by running each strategy without tensor values. weighin bench measures;"
+        " weighin predict --check RUN compares."
+    )
 
 
 def _other_peak(one: Prediction, peak: str) -> int | None:
-    """Return another anonymous peak where it differs from the usual one by more than its error."""
+    """Return another anonymous peak if it differs from the usual one by more than the tolerance."""
     usual, other = one.host_anon_peak_bytes, getattr(one, peak)
     if not usual or not other or abs(other - usual) <= usual * _ERROR_SHARE + _ERROR_BYTES:
         return None
     return int(other)
 
 
-def _table(model: str, found: Sequence[Prediction], phases: bool) -> Table:
-    first = found[0]
+def _table(model: str, predictions: Sequence[Prediction], phases: bool) -> Table:
+    first = predictions[0]
     on_gpu = first.cuda_allocated_bytes is not None
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("strategy", overflow="fold")
-    table.add_column("reads", overflow="fold")
+    table.add_column("format", overflow="fold")
     table.title = (
         f"{escape(model)} ({format_bytes(first.model_bytes or 0)}) · device {first.cell.device}"
         f" · {first.cell.dtype} · predicted peaks, GiB"
@@ -101,7 +105,7 @@ def _table(model: str, found: Sequence[Prediction], phases: bool) -> Table:
     columns += ["CUDA re-\nquested", "allo-\ncated", "re-\nserved"] if on_gpu else []
     for name in [*columns, "disk\nread"]:
         table.add_column(name, justify="right", no_wrap=True)
-    for one in found:
+    for one in predictions:
         sizes = [one.host_anon_peak_bytes, one.host_file_peak_bytes, one.floor_bytes]
         if on_gpu:
             sizes += [one.cuda_requested_bytes, one.cuda_allocated_bytes, one.cuda_reserved_bytes]
@@ -121,9 +125,9 @@ def _table(model: str, found: Sequence[Prediction], phases: bool) -> Table:
 
 
 def check_table(checked: Sequence[Checked]) -> Table:
-    """Return each figure that was measured beside the prediction of it.
+    """Return a table with a row for each measured figure and its prediction.
 
-    What all cells have in common stands in the title.
+    Properties that all cells share are in the title.
     """
     names = [_parts(one.prediction.cell) for one in checked]
     common = [parts.count(parts[0]) == len(parts) for parts in zip(*names, strict=True)]
@@ -161,7 +165,7 @@ def _name(one: Prediction) -> str:
 
 
 def _gib(size: int | None) -> str:
-    """Return GiB with three decimals, of 100 and more with one: four digits are enough to compare."""
+    """Return GiB with three decimals, from 100 GiB on with one; empty for None."""
     if size is None:
         return ""
     return f"{size / GIB:.1f}" if size >= 100 * GIB else f"{size / GIB:.3f}"

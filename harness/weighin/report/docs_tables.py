@@ -1,13 +1,13 @@
-"""Puts published results into our own pages: ``python -m weighin.report.docs_tables PAGE...``.
+"""Write published results into the project's pages: ``python -m weighin.report.docs_tables PAGE...``.
 
-The published runs' own report.md are written, too.
+Also writes the report.md of each published run.
 
-A page holds blocks; what stands between their two lines is written here, from the records alone.
-A block names a run and what of it is told: nothing for the table of all series, ``relative`` for
-that with times as multiples, ``survival``, ``floors`` or ``passes``; or several searches for
-floors, to be compared (``agreement``); or runs whose predictions are compared with what was
-measured (``checked``); or it is the notebook's GPU table, predicted, because
-nothing was measured on one::
+A page contains blocks; the text between the two lines of a block is generated from records alone. A
+block names a run and a part of its report: nothing for the table of all series, ``relative`` for
+that table with times as multiples, ``survival``, ``floors`` or ``passes``. A block may also name
+several searches for floors, to compare them (``agreement``), or several runs, to compare their
+predictions with their measurements (``checked``). The block ``predicted`` is the notebook's GPU
+table with predicted figures, because no GPU was available to measure them::
 
     <!-- results/published/gpt2-xl-8GiB -->
     ...
@@ -59,7 +59,7 @@ def fill(page: str, root: Path) -> str:
     """Return the page with every block filled from the runs that it names, below ``root``.
 
     Raises:
-        RecordError: a run that a block names is not there, or is damaged.
+        RecordError: a block names a run that does not exist or is damaged.
     """
 
     def block(match: re.Match[str]) -> str:
@@ -67,7 +67,7 @@ def fill(page: str, root: Path) -> str:
             run: run_folder.read(root / run).results for run in match["runs"].split()
         }
         first = match[0].partition("\n")[0]
-        return f"{first}\n{_told(match['part'], runs, root)}\n<!-- end -->"
+        return f"{first}\n{_content(match['part'], runs, root)}\n<!-- end -->"
 
     def predicted(match: re.Match[str]) -> str:
         return f"{match['first']}{markdown_predicted()}\n<!-- end -->"
@@ -76,18 +76,18 @@ def fill(page: str, root: Path) -> str:
 
 
 def report(run: Path) -> str:
-    """Return report.md of a published run, with those pictures that lie beside it."""
+    """Return the text of report.md of a published run, with links to the pictures in its folder."""
     records, file = run_folder.read(run), StringIO()
     images = sorted(path.name for path in run.glob("*.png"))
     write_markdown(records.results, file, warnings=records.warnings, images=images)
     return file.getvalue()
 
 
-def _told(part: str | None, runs: dict[str, Sequence[Result]], root: Path) -> str:
+def _content(part: str | None, runs: dict[str, Sequence[Result]], root: Path) -> str:
     if part == "checked":
-        return markdown_checked({root / run: found for run, found in runs.items()})
+        return markdown_checked({root / run: results for run, results in runs.items()})
     if part == "agreement":
-        return markdown_agreement({run.rpartition("/")[2]: found for run, found in runs.items()})
+        return markdown_agreement({run.rpartition("/")[2]: one for run, one in runs.items()})
     (results,) = runs.values()
     return _PARTS[part](results)
 

@@ -1,4 +1,4 @@
-"""Resident memory over time, one small panel a series, on shared axes."""
+"""Resident memory over time: one small panel per series, on shared axes."""
 
 import textwrap
 from collections.abc import Sequence
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 _HEADROOM: Final = 1.4  # above the data, for the names of phases
 _POINTS: Final = 800  # about the pixels of a panel; an SVG holds each of them
-_CHARACTER: Final = 0.0145  # of a panel's width, at the size in which phases are named
+_CHARACTER: Final = 0.0145  # width of a letter in a phase's name, as a share of the panel
 
 
 def draw_timeline(run: Path, results: Sequence[Result]) -> "Figure":
-    """Return RSS over time of the first repeat of each series, phases shaded and named.
+    """Return a figure of RSS over time for the first repeat of each series, with its phases.
 
-    A cell without readable samples keeps its panel, which says so.
+    A cell without readable samples has a panel that says so.
     """
     if not results:
         return look.empty_figure("Memory over time while loading")
@@ -84,12 +84,12 @@ def _panel(axes: "Axes", track: Track, span: float) -> None:
 
 
 def _limit(axes: "Axes", limit: int | None) -> None:
-    """Draw the RAM limit, or say that it lies beyond the axis."""
+    """Draw the RAM limit, or a note that it is above the axis."""
     if limit and limit / GIB <= axes.get_ylim()[1]:
         axes.axhline(limit / GIB, color="black", linestyle="--", linewidth=1.2, zorder=3)
     elif limit:
-        said = f"RAM limit {captions.size(limit)} ↑"
-        axes.annotate(said, (0.99, 0.86), xycoords="axes fraction", ha="right", fontsize=7)
+        note = f"RAM limit {captions.size(limit)} ↑"
+        axes.annotate(note, (0.99, 0.86), xycoords="axes fraction", ha="right", fontsize=7)
 
 
 def _areas(axes: "Axes", track: Track, table: pd.DataFrame) -> None:
@@ -113,7 +113,7 @@ def _gpu_line(axes: "Axes", track: Track, table: pd.DataFrame) -> None:
 
 
 def _phases(axes: "Axes", track: Track, span: float) -> None:
-    """Shade every other phase and name it; what is too short for a name is listed above the panel."""
+    """Shade every other phase and name it; phases too short for a name are listed above the panel."""
     short = []
     style: dict[str, Any] = {
         "transform": axes.get_xaxis_transform(),
@@ -185,10 +185,10 @@ def _legend(tracks: Sequence[Track], top: float) -> list[Any]:
 def _caption(frame: pd.DataFrame, results: Sequence[Result], tracks: Sequence[Track]) -> list[str]:
     lines = [
         captions.shared(frame, results, without=("model", "ram_limit_bytes")),
-        "All memory is sampled from outside the worker, and may miss short spikes. Bands: phases between marks.",
+        "All memory is sampled from outside the worker; short spikes may be missed. Bands: phases.",
     ]
     if any(track.result.trace_path for track in tracks):
-        lines.append("On the GPU, traced: requested bytes, exact: every event of the allocator.")
+        lines.append("On the GPU: requested bytes, exact, from a trace of every allocator event.")
     elif any(track.gpu is not None for track in tracks):
         lines.append("On the GPU: allocated bytes, sampled.")
     if frame["repeats"].max() > 1:

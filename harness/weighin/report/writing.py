@@ -1,4 +1,4 @@
-"""Writes a run's report into its folder, in the formats that are asked for."""
+"""Write the report of a run into its folder, in the requested formats."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ DEFAULT: Final = ("md", "html", "csv", "png")
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What a report is made of; ``formats`` are those that it is written in."""
+    """The material of a report; ``formats`` are the requested ones."""
 
     folder: Path
     results: Sequence[Result]
@@ -44,8 +44,8 @@ def write(run: Path, formats: Iterable[str] = DEFAULT) -> list[Path]:
 
 def _markdown(run: _Run) -> dict[str, bytes]:
     file = StringIO()
-    there = [one for one in ("png", "svg") if one in run.formats]
-    images = [f"{name}.{there[0]}" for name in _pictures(run)] if there else []
+    kinds = [kind for kind in ("png", "svg") if kind in run.formats]
+    images = [f"{name}.{kinds[0]}" for name in _pictures(run)] if kinds else []
     write_markdown(run.results, file, warnings=run.warnings, images=images)
     return {"report.md": file.getvalue().encode()}
 
@@ -70,15 +70,17 @@ def _drawn(run: _Run, kind: str) -> dict[str, bytes]:
 
 
 def _pictures(run: _Run) -> "dict[str, Callable[[], Figure]]":
-    """Return what draws each picture of a run, by its name: what was found, and all cells."""
-    found = dict(picture for one in sections.findings(run.results) for picture in one.pictures)
-    return found | {
+    """Return the function that draws each picture of a run, by name: first those of findings."""
+    pictures = dict(
+        picture for finding in sections.findings(run.results) for picture in finding.pictures
+    )
+    return pictures | {
         "peaks": lambda: peaks_plot.draw_peaks(run.results),
         "timeline": lambda: timeline.draw_timeline(run.folder, run.results),
     }
 
 
-# What each format writes, by file name.
+# Each format's function returns the content of its files, by file name.
 FORMATS: Final[dict[str, Callable[[_Run], dict[str, bytes]]]] = {
     "md": _markdown,
     "html": _page,
@@ -98,6 +100,6 @@ def _write(path: Path, content: bytes) -> Path:
     except OSError as error:
         raise RecordError(
             f"cannot write {path}: {error.strerror}",
-            "free some space, or copy the run to a folder that you may write",
+            "free some space, or copy the run to a folder that you can write to",
         ) from error
     return path
