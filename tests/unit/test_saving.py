@@ -118,7 +118,7 @@ def harm_dtype(folder: Path) -> None:
         ),
         (
             lambda folder: (folder / "more.txt").touch(),
-            "what was written cannot be read: FOLDER: a folder in which no checkpoint is known",
+            "what was written cannot be read: FOLDER: not a checkpoint: the folder has neither an index nor metadata",
         ),
     ],
 )
