@@ -179,7 +179,7 @@ def test_wrong_metadata_is_named_and_never_run(ours, harm, message: str) -> None
 )
 def test_what_is_no_metadata_is_refused_in_little_memory(ours, text: bytes) -> None:
     (ours / ".metadata").write_bytes(text)
-    with pytest.raises(CheckpointError, match=r"\.metadata: (damaged|no) metadata"):
+    with pytest.raises(CheckpointError, match=r"\.metadata: (damaged|not) metadata"):
         dcp.read(ours)
 
 
