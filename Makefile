@@ -64,7 +64,7 @@ lint: .venv/ready  ## Check style, types, and who imports whom
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	PYTHONPATH=harness $(BIN)/lint-imports
+	$(BIN)/lint-imports
 
 fuzz: .venv/ready  ## Feed mutated checkpoints to the readers for SECONDS=60
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[fuzz]'

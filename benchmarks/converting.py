@@ -24,7 +24,7 @@ CHILD = """
 import json, sys, threading, time
 from pathlib import Path
 import torch
-from weighin.checkpoint import converting
+from weighin.checkpoint import convert
 from weighin.probes.process import memory_of, read_status
 
 def anonymous():
@@ -41,8 +41,8 @@ def watch():
 watcher = threading.Thread(target=watch)
 watcher.start()
 source, target, fmt, dtype = sys.argv[1:]
-order = converting.Order(fmt, getattr(torch, dtype), 2**60, 2**30, verify=True)
-seconds = converting.convert(Path(source), Path(target), order)
+order = convert.Conversion(fmt, getattr(torch, dtype), 2**60, 2**30, verify=True)
+seconds = convert.convert(Path(source), Path(target), order)
 ended.set()
 watcher.join()
 print(json.dumps({"peak_bytes": peak - before, "write_s": seconds["write"]}))

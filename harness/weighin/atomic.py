@@ -32,7 +32,7 @@ def rename(source: Path, target: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync a folder's directory entries, which hold the names of its files."""
+    """Sync a folder's directory entries, which syncing a new file in it does not do."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -21,7 +21,8 @@ other ``OSError`` into a HarnessError (``explain``).
 
 import errno
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -109,6 +110,21 @@ class Interrupted(HarnessError):
     """The user stopped the run; every process that it started has already ended."""
 
     exit_code = 130
+
+
+@contextmanager
+def extra(name: str, purpose: str) -> Iterator[None]:
+    """Import packages of an extra inside; where one is missing, a ConfigError says what to install.
+
+    ``purpose`` is what needs them: "parquet".
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{purpose} needs {error.name}, which is not installed",
+            f"pip install 'weighin[{name}]'",
+        ) from None
 
 
 def explain(error: OSError) -> HarnessError:

@@ -54,12 +54,12 @@ REFUSED_CHECKPOINTS = {
     "noise": "not a checkpoint that torch.save wrote\ncopy or download the file again\n",
     "keys": (
         "does not fit model gpt2-tiny, keys: 1 missing (tok_emb.weight); 1 unexpected (extra)\n"
-        "choose the model that this checkpoint was saved from, or correct its kwargs\n"
+        "choose the model that this checkpoint was saved from, or correct its arguments\n"
     ),
     "shapes": (
         "does not fit model gpt2-tiny, keys: "
         "1 of another shape (tok_emb.weight is (3, 5), not (1024, 128))\n"
-        "choose the model that this checkpoint was saved from, or correct its kwargs\n"
+        "choose the model that this checkpoint was saved from, or correct its arguments\n"
     ),
     "code": (
         "holds more than tensors, and was NOT executed: it refers to posix.system\n"

@@ -16,7 +16,7 @@ from factories import make_cell, make_result, mixed_run, notebook_run, write_sam
 from sweeps import a_sweep
 
 from weighin.records import run_folder
-from weighin.report.html.page import render
+from weighin.report.html_page import render
 from weighin.units import GIB
 
 if TYPE_CHECKING:

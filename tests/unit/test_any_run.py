@@ -16,7 +16,7 @@ from weighin.records import run_folder
 from weighin.report import exports, terminal_table
 from weighin.report.dataframe import series
 from weighin.report.document import write_markdown
-from weighin.report.html.page import render
+from weighin.report.html_page import render
 from weighin.report.summary import paragraphs
 from weighin.report.tables import write_summary
 

@@ -18,7 +18,7 @@ from weighin.suite.registry import data_folder, model
 from weighin.units import GIB, MIB
 
 CONFIGS = data_folder("configs")
-SUITE_KEYS = "known keys: models, operation, strategies, ram, vram, ram_high, device, isolation, dtype, cache, format, first_use, passes, repeats, timeout_s, steady, trace, description"
+SUITE_KEYS = "known keys: models, operation, strategies, ram, vram, ram_high, device, isolation, dtype, cache, format, passes, repeats, timeout_s, steady, trace, description"
 MODEL_KEYS = "known keys: name, builder, kwargs, description"
 SIZE_HINT = "write a size such as 8GiB, 8g, 6500m or 4096"
 
@@ -160,6 +160,10 @@ def test_one_value_stands_for_a_list_of_one() -> None:
     [
         ("modles: a", f"modles: unknown key\ndid you mean 'models'? {SUITE_KEYS}"),
         ("models: a\nzzz: 1", f"zzz: unknown key\n{SUITE_KEYS}"),
+        (
+            "models: a\nfirst_use: none",
+            "first_use: no longer an option\npasses says how often the loaded model is used: 0 is never",
+        ),
         ("ram: 8g", f"models: missing\n{SUITE_KEYS}"),
         ("models: 3", "models: input should be a valid string, got 3"),
         ("models: []", "models: empty\nname at least one, or leave the key out"),

@@ -23,30 +23,30 @@ AGAIN = "copy or download the file again"
 SLOW_SOURCE = """
 import os, sys, time
 from pathlib import Path
-from weighin.checkpoint import converting
+from weighin.checkpoint import convert
 
-real = converting.read_pieces
+real = convert.read_pieces
 def slow(where):
     for piece in real(where):
         yield piece
         os.write(1, b"piece\\n")  # at once: two threads say it
         time.sleep(60)
 
-converting.read_pieces = slow
-order = converting.Order("per_param", None, 2**40, 2**40)
-converting.convert(Path(sys.argv[1]), Path(sys.argv[2]), order)
+convert.read_pieces = slow
+order = convert.Conversion("per_param", None, 2**40, 2**40)
+convert.convert(Path(sys.argv[1]), Path(sys.argv[2]), order)
 """
 PEAK_SOURCE = """
 import sys, threading, time, torch
 from pathlib import Path
-from weighin.checkpoint import converting
+from weighin.checkpoint import convert
 
 def anonymous():
     for line in open("/proc/self/status"):
         if line.startswith("RssAnon"):
             return int(line.split()[1]) * 1024
 
-converting.plans  # everything is imported
+convert.plans  # everything is imported
 start, peak, ended = anonymous(), 0, False
 def watch():
     global peak
@@ -55,8 +55,8 @@ def watch():
         time.sleep(0.001)
 
 thread = threading.Thread(target=watch, daemon=True); thread.start()
-order = converting.Order(sys.argv[3], getattr(torch, sys.argv[4]), 2**40, 2**30, True)
-converting.convert(Path(sys.argv[1]), Path(sys.argv[2]), order)
+order = convert.Conversion(sys.argv[3], getattr(torch, sys.argv[4]), 2**40, 2**30, True)
+convert.convert(Path(sys.argv[1]), Path(sys.argv[2]), order)
 ended = True
 thread.join()
 print(peak - start)

@@ -2,7 +2,8 @@
 
 import io
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -183,12 +184,24 @@ def test_any_run_is_parquet(results: list[Result]) -> None:
     assert pq.read_table(io.BytesIO(exports.parquet(results))).num_rows == len(results)
 
 
-def test_parquet_without_pyarrow_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+@pytest.mark.parametrize(
+    ("export", "package", "extra"),
+    [
+        (exports.parquet, "pyarrow", "parquet"),
+        (exports.openmetrics, "prometheus_client", "dashboards"),
+    ],
+)
+def test_without_its_package_an_export_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+    export: Callable[[Sequence[Result]], object],
+    package: str,
+    extra: str,
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError) as caught:
-        exports.parquet([])
+        export([])
     assert str(caught.value) == (
-        "parquet needs pyarrow, which is not installed\npip install 'weighin[parquet]'"
+        f"{export.__name__} needs {package}, which is not installed\npip install 'weighin[{extra}]'"
     )
 
 

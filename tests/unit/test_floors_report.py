@@ -11,8 +11,8 @@ from rich.console import Console
 
 from weighin import report
 from weighin.record import SCHEMA, Cost, Faults, Memory, Outcome, Peaks, Pressure, Result
+from weighin.report import html_page
 from weighin.report.floors import has_data, markdown_agreement, markdown_floors
-from weighin.report.html import page as html
 from weighin.units import GIB, MIB
 
 SECOND = 1_000_000_000
@@ -131,7 +131,7 @@ def test_searches_side_by_side_say_how_far_they_are_apart() -> None:
 
 
 def test_the_floors_in_report_html_say_how_they_failed_below() -> None:
-    page = html.render(Path("nowhere"), a_search())
+    page = html_page.render(Path("nowhere"), a_search())
     assert "one step below" in page
     assert "28 MiB: killed" in page
     assert "8 MiB: timed out after 300 s" in page

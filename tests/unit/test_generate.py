@@ -185,7 +185,7 @@ def test_a_checkpoint_of_another_model_says_where_it_differs(tmp_path) -> None:
         index(path, tmp_path)
     assert caught.value.message == (
         f"{path}: does not fit model m, keys: 1 missing (norm.weight); "
-        "5 unexpected (new0, new1, new2 and 2 more); "
+        "5 unexpected (new0, new1, new2, ...); "
         "1 of another shape (blocks.0.up.weight is (3,), not (256, 64))"
     )
 

@@ -3,6 +3,7 @@
 import io
 import json
 import random
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from rich.console import Console
 from weighin.errors import ConfigError, RecordError, UnknownName
 from weighin.record import Outcome, Result
 from weighin.records import run_folder
-from weighin.report import history
+from weighin.report import history, history_plot
 from weighin.report.change_points import find_steps
 from weighin.units import GIB, MIB
 
@@ -105,6 +106,18 @@ def test_what_an_older_record_does_not_say_is_no_change(tmp_path: Path) -> None:
     assert "measured elsewhere" not in said(history.read(tmp_path, "peak_rss"))
 
 
+def test_without_ruptures_it_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, [measured(day, GIB) for day in (1, 2)])
+    monkeypatch.setitem(sys.modules, "ruptures", None)
+    with pytest.raises(ConfigError) as caught:
+        history.read(tmp_path, "peak_rss")
+    assert str(caught.value) == (
+        "history needs ruptures, which is not installed\npip install 'weighin[history]'"
+    )
+
+
 def test_an_outcome_that_changes_is_told(tmp_path: Path) -> None:
     bad = replace(measured(3, GIB), outcome=Outcome.OOM_KILLED)
     write(tmp_path, [measured(1, GIB), measured(2, GIB), bad])
@@ -146,7 +159,7 @@ def test_it_is_drawn(tmp_path: Path, kind: str) -> None:
     many.append(replace(measured(6, GIB), outcome=Outcome.OOM_KILLED))
     write(tmp_path, many)
     found = history.read(tmp_path, "peak_rss")
-    path = history.draw(found, tmp_path / f"out.{kind}")
+    path = history_plot.draw(found, tmp_path / f"out.{kind}")
     start = path.read_bytes()[:300]
     assert start.startswith(b"\x89PNG") if kind == "png" else b"<svg" in path.read_bytes()[:2000]
     if kind == "svg":
@@ -160,6 +173,6 @@ def test_a_drawing_of_another_kind_or_place_is_an_error(tmp_path: Path) -> None:
     write(tmp_path, [measured(1, GIB)])
     found = history.read(tmp_path, "peak_rss")
     with pytest.raises(ConfigError, match="cannot draw"):
-        history.draw(found, tmp_path / "out.pdf")
+        history_plot.draw(found, tmp_path / "out.pdf")
     with pytest.raises(RecordError, match="No such file or directory"):
-        history.draw(found, tmp_path / "gone" / "out.png")
+        history_plot.draw(found, tmp_path / "gone" / "out.png")

@@ -120,7 +120,7 @@ MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03."
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from weighin.checkpoint import layouts
+from weighin import formats as layouts
 from weighin.errors import CheckpointError
 path = Path(sys.argv[1])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

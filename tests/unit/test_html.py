@@ -25,7 +25,7 @@ from test_floors_report import a_search
 from weighin.cell import ModelSpec
 from weighin.record import Outcome, Result
 from weighin.report.html.geometry import Axis, pareto_front, place_labels
-from weighin.report.html.page import render
+from weighin.report.html_page import render
 from weighin.units import GIB
 
 VOID = {"meta", "input", "line", "rect", "path", "circle", "br"}

@@ -165,7 +165,8 @@ def test_another_models_checkpoint_is_refused_before_anything_is_read(tmp_path: 
         load_streaming(model, path)
     assert str(caught.value) == (
         f"{path}: does not fit this model, keys: 1 missing (bias); 1 unexpected (extra); "
-        "1 of another shape (weight)\nchoose the model that this checkpoint was saved from"
+        "1 of another shape (weight)\n"
+        "choose the model that this checkpoint was saved from, or correct its arguments"
     )
     assert torch.equal(model.weight, before)
 

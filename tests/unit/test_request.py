@@ -66,12 +66,9 @@ def test_the_plan_holds_what_a_resumed_run_must_repeat(here: Path) -> None:
     assert plan["cells"][0]["model"]["kwargs"]["n_layers"] == 2
 
 
-def test_passes_are_of_a_model_that_is_used() -> None:
+def test_the_model_is_used_as_often_as_asked() -> None:
     assert [p.cell.passes for p in start(asked(passes=3))[0].planned] == [3]
-    assert [p.cell.passes for p in start(asked("other", first_use="none"))[0].planned] == [0]
-    assert complaint(lambda: start(asked("third", first_use="none", passes=2))) == (
-        "2 passes of a model that is not used at all\nleave out passes, or first_use none"
-    )
+    assert [p.cell.passes for p in start(asked("other", passes=0))[0].planned] == [0]
 
 
 def test_a_resumed_run_is_the_run_that_was_planned(here: Path) -> None:

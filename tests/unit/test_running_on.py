@@ -157,7 +157,7 @@ def deathless(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(os, "killpg", lambda *_: None)
     for module in (process, cgroup):
         monkeypatch.setattr(module, "_PATIENCE_S", 0.1)
-    monkeypatch.setattr(process.family, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(process.process_tree, "_PATIENCE_S", 0.1)
     started: list[subprocess.Popen[bytes]] = []
     popen = subprocess.Popen
 

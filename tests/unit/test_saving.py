@@ -25,7 +25,7 @@ from weighin.records import run_folder
 from weighin.records.metrics import phases_of_load
 from weighin.records.series import name_of
 from weighin.report.document import write_markdown
-from weighin.report.html.page import render
+from weighin.report.html_page import render
 from weighin.report.tables import markdown_table
 from weighin.run import save_target
 from weighin.suite import registry

@@ -18,7 +18,7 @@ from weighin import report
 from weighin.record import Outcome, Result
 from weighin.records import run_folder
 from weighin.report.document import write_markdown
-from weighin.report.html.page import render
+from weighin.report.html_page import render
 from weighin.report.sections import of
 
 PUBLISHED = sorted((Path(__file__).parents[2] / "results" / "published").glob("*/records.jsonl"))

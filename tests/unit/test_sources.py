@@ -69,19 +69,17 @@ def test_the_hash_changes_with_what_a_strategy_imports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine = tmp_path / "mine.py"
-    mine.write_text("from weighin.checkpoint import streaming\ndef load(job): ...\n")
+    mine.write_text("from weighin.loader import load as loading\ndef load(job): ...\n")
     first = sources.hashed(mine, cell("mine"))
-    package = tmp_path / "harness"
-    subprocess.run(["cp", "-r", ROOT / "harness", package], check=True)
+    package = tmp_path / "weighin"
+    subprocess.run(["cp", "-r", ROOT / "harness" / "weighin", package], check=True)
     monkeypatch.setattr(sources, "_PACKAGE", package)
     assert sources.hashed(mine, cell("mine")) == first
-    with (package / "checkpoint" / "pieces.py").open("a") as file:
+    with (package / "loader" / "reads.py").open("a") as file:
         file.write("# changed\n")
     assert sources.hashed(mine, cell("mine")) != first
-    subprocess.run(
-        ["cp", ROOT / "harness/weighin/loader/reads.py", package / "weighin" / "loader"], check=True
-    )
-    with (package / "runner.py").open("a") as file:
+    subprocess.run(["cp", ROOT / "harness/weighin/loader/reads.py", package / "loader"], check=True)
+    with (package / "run" / "runner.py").open("a") as file:
         file.write("# changed\n")
     assert sources.hashed(mine, cell("mine")) == first
 

@@ -20,9 +20,8 @@ from rich.console import Console
 
 from weighin.cell import ModelSpec
 from weighin.record import Result
-from weighin.report import terminal_table
+from weighin.report import html_page, terminal_table
 from weighin.report.document import write_markdown
-from weighin.report.html import page
 
 
 def terminal(results: Sequence[Result], width: int = 100) -> list[str]:
@@ -171,7 +170,7 @@ def test_a_model_that_was_never_called_is_said_to_be_so_where_ok_stands() -> Non
     file = io.StringIO()
     write_markdown(never, file)
     assert file.getvalue().count(f"- {note}\n") == 1
-    assert escape(note) in page.render(Path("nowhere"), never)
+    assert escape(note) in html_page.render(Path("nowhere"), never)
 
 
 def test_where_no_pass_was_asked_for_or_one_was_run_nothing_is_missing() -> None:

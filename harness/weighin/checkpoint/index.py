@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -17,11 +17,9 @@ from weighin.checkpoint.piecewise import Checksums, checksummed
 from weighin.checkpoint.reader import read_pieces
 from weighin.errors import CheckpointError
 from weighin.formats.base import Progress, TensorSlice
-from weighin.formats.sniff import plain
+from weighin.formats.misfit import misfit, plain
 from weighin.formats.zip_writer import run_parallel
 from weighin.models.skeleton import map_large_tensors
-
-_SHOWN: Final = 3
 
 
 def index(
@@ -118,27 +116,17 @@ def check_fits(
 ) -> None:
     """Raise CheckpointError if keys are missing or unexpected, or shapes differ."""
     wanted = {stored.name: tuple(stored.tensor.shape) for stored in in_checkpoint(described)}
-    missing = [name for name in wanted if name not in places]
-    unexpected = [name for name in places if name not in wanted]
-    shapes = [
-        f"{plain(name)} is {places[name].shape}, not {shape}"
-        for name, shape in wanted.items()
-        if name in places and places[name].shape != shape
-    ]
-    problems = [
-        f"{len(names)} {what} ({_some(names)})"
-        for names, what in (
-            (missing, "missing"),
-            (unexpected, "unexpected"),
-            (shapes, "of another shape"),
-        )
-        if names
-    ]
-    if problems:
-        raise CheckpointError(
-            f"{checkpoint}: does not fit model {model}, keys: {'; '.join(problems)}",
-            "choose the model that this checkpoint was saved from, or correct its kwargs",
-        )
+    problems = {
+        "missing": [plain(name) for name in wanted if name not in places],
+        "unexpected": [plain(name) for name in places if name not in wanted],
+        "of another shape": [
+            f"{plain(name)} is {places[name].shape}, not {shape}"
+            for name, shape in wanted.items()
+            if name in places and places[name].shape != shape
+        ],
+    }
+    if any(problems.values()):
+        raise misfit(checkpoint, f"model {model}", problems)
 
 
 def _check_ties(
@@ -156,8 +144,3 @@ def _check_ties(
 
 def _needed_bytes(slices: Iterable[TensorSlice]) -> int:
     return sum(RECORD_BYTES + where.nbytes for where in slices)
-
-
-def _some(names: list[str]) -> str:
-    rest = len(names) - _SHOWN
-    return ", ".join(map(plain, names[:_SHOWN])) + (f" and {rest} more" if rest > 0 else "")

@@ -21,6 +21,7 @@ from weighin.checkpoint.manifest import read_manifest
 from weighin.errors import CheckpointError
 from weighin.formats.base import TensorSlice
 from weighin.formats.bounded_json import read_object
+from weighin.formats.misfit import first_names
 from weighin.formats.sniff import shown
 
 NAME: Final = "weighin-checksums.json"
@@ -29,7 +30,6 @@ _FORMAT: Final = "weighin-checksums"
 _VERSION: Final = 1
 _MANIFEST_NAME: Final = "manifest.json"
 _SUM: Final = re.compile(r"([a-z0-9_]+) ([0-9a-f]{16})")
-_SHOWN: Final = 3
 
 
 class KnownChecksums:
@@ -57,9 +57,8 @@ class KnownChecksums:
             raise self._other("values", wrong)
 
     def _other(self, what: str, names: list[str]) -> CheckpointError:
-        some = ", ".join(shown(name) for name in names[:_SHOWN])
         return CheckpointError(
-            f"{self._checkpoint}: has other {what} than {self._path} lists: {some}",
+            f"{self._checkpoint}: has other {what} than {self._path} lists: {first_names(map(shown, names))}",
             "copy or download the checkpoint again; if it was changed on purpose, remove that file",
         )
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
 
 from weighin import __version__, exit_codes
 from weighin.cli import _arguments, _options, checkpoints, floor, gates, predict, recommend, reports
+from weighin.cli._shared import err, out
 from weighin.errors import HarnessError, explain
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ app.command(epilog=reports.HISTORY_EXAMPLES)(reports.history)
 app.command(epilog=predict.PREDICT_EXAMPLES)(predict.predict)
 app.command(epilog=gates.COMPARE_EXAMPLES)(gates.compare)
 app.command(epilog=recommend.RECOMMEND_EXAMPLES)(recommend.recommend)
-out, err = Console(emoji=False), Console(stderr=True, emoji=False)
 
 
 @app.command(
@@ -72,11 +71,12 @@ def bench(
         str, typer.Option(help="cold: the checkpoint is in no cache. warm: in the cell's own.")
     ] = "cold",
     fmt: _options.Format = None,
-    first_use: Annotated[
-        str, typer.Option(help="forward: use the loaded model once. none: only load it.")
-    ] = "forward",
+    first_use: Annotated[str | None, typer.Option(hidden=True)] = None,  # refused: --passes
     passes: Annotated[
-        int, typer.Option(help="Forward passes; below its size a mapped model is read in each.")
+        int,
+        typer.Option(
+            help="Forward passes after the load, 0 for none; below its size a mapped model is read in each."
+        ),
     ] = 1,
     repeats: Annotated[int, typer.Option(help="How often each cell is measured, interleaved.")] = 1,
     timeout: _options.Timeout = 600.0,
@@ -130,7 +130,6 @@ def bench(
             "device": device,
             "dtype": dtype,
             "cache": cache,
-            "first_use": first_use,
             "passes": passes,
             "repeats": repeats,
             "timeout_s": timeout,
@@ -139,6 +138,8 @@ def bench(
         }
         if names := _arguments.names(strategies or []):
             asked["strategies"] = names
+        if first_use:
+            asked["first_use"] = first_use
         if fmt:
             asked["format"] = _arguments.names([fmt])
         request = benchmarks.Request(

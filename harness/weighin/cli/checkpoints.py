@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from weighin.cli._shared import err, out
 from weighin.units import format_bytes
 
 CONVERT_EXAMPLES = (
@@ -24,7 +24,6 @@ INSPECT_EXAMPLES = (
 )
 
 cache_app = typer.Typer(help="The checkpoints that were made here.", no_args_is_help=True)
-out, err = Console(emoji=False), Console(stderr=True, emoji=False)
 
 
 def convert(

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from weighin import exit_codes
 from weighin.cli import _arguments, _options
+from weighin.cli._shared import err, out
 
 EXAMPLES = (
     "Examples:\n\n"
@@ -18,8 +18,6 @@ EXAMPLES = (
     "weighin floor gpt2-small --isolation cgroup --json\n\n"
     "weighin floor --resume results/20261120T093000-gpt2-medium-floor\n\n" + exit_codes.EXPLAINED
 )
-
-out, err = Console(emoji=False), Console(stderr=True, emoji=False)
 
 
 def floor(
@@ -73,7 +71,7 @@ def floor(
             "device": device,
             "dtype": dtype,
             "timeout_s": timeout,
-            "first_use": "none",
+            "passes": 0,
         }
         if names := _arguments.names(strategies or []):
             asked["strategies"] = names

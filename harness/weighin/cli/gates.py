@@ -7,10 +7,10 @@ from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from weighin import exit_codes
+from weighin.cli._shared import err, out
 from weighin.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,8 +31,6 @@ COMPARE_EXAMPLES = (
     "weighin compare results/torch-2.13 results/torch-2.14\n\n"
     "weighin compare results/main results/branch --metrics above_import,ready"
 )
-
-out, err = Console(emoji=False), Console(stderr=True, emoji=False)
 
 
 def check(

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from weighin.cli import _arguments, _options
+from weighin.cli._shared import err, out
 
 if TYPE_CHECKING:
     from weighin.suite.config import Suite
@@ -20,8 +20,6 @@ PREDICT_EXAMPLES = (
     "weighin predict --suite configs/suites/notebook.yaml --json\n\n"
     "weighin predict --check results/20261120T093000-gpt2-xl-8GiB"
 )
-
-out, err = Console(emoji=False), Console(stderr=True, emoji=False)
 
 
 def predict(

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from weighin.cli import _arguments, _options
+from weighin.cli._shared import err, out
 
 RECOMMEND_EXAMPLES = (
     "Examples:\n\n"
@@ -17,8 +17,6 @@ RECOMMEND_EXAMPLES = (
 )
 
 NOTHING_FITS_EXIT = 1
-
-out, err = Console(emoji=False), Console(stderr=True, emoji=False)
 
 
 def recommend(

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from weighin.cli._arguments import names
+from weighin.cli._shared import err, out
 from weighin.record import Result
 
 REPORT_EXAMPLES = (
@@ -22,8 +22,6 @@ HISTORY_EXAMPLES = (
     "weighin history results\n\n"
     "weighin history results --metric ready_anon --series streaming --out ready.svg"
 )
-
-out, err = Console(emoji=False), Console(stderr=True, emoji=False)
 
 
 def report(
@@ -79,10 +77,11 @@ def history(
 ) -> None:
     """Follow a metric over all runs in a folder, and mark where it changed: commit, torch, machine."""
     from weighin.report import history as histories  # pandas, scipy and matplotlib
+    from weighin.report import history_plot
 
     found = histories.read(folder, metric, series.split())
     for warning in found.warnings:
         err.print(f"note: {warning}", markup=False, highlight=False, soft_wrap=True)
     out.print(histories.terminal_table(found))
-    path = histories.draw(found, picture or folder / f"history-{found.metric.name}.png")
+    path = history_plot.draw(found, picture or folder / f"history-{found.metric.name}.png")
     out.print(str(path), highlight=False, soft_wrap=True)

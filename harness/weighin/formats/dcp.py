@@ -19,7 +19,8 @@ from weighin import atomic
 from weighin.errors import CheckpointError
 from weighin.formats import pt
 from weighin.formats.base import Part, Pieces, Progress, TensorPlan, TensorSlice
-from weighin.formats.sniff import plain, shown
+from weighin.formats.misfit import plain
+from weighin.formats.sniff import shown
 
 if TYPE_CHECKING:
     from weighin.formats.dcp_metadata import DcpBlock, DcpTensor

@@ -61,13 +61,6 @@ def shown(name: object) -> str:
     return repr(name)
 
 
-def plain(name: str) -> str:
-    """Return a tensor's name for a list of names: unquoted, and cut if it is very long."""
-    if len(name) <= _MOST_SHOWN:
-        return name
-    return f"{name[:_MOST_SHOWN]}... ({len(name):,} characters)"
-
-
 def short(value: object) -> str:
     """Return a value for a message, cut if its text is long."""
     text = repr(value)

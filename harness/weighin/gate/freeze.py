@@ -1,7 +1,6 @@
 """What was measured becomes the baseline: the file's lower half, and what its owner agreed to expect."""
 
 import json
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import unified_diff
@@ -11,6 +10,7 @@ from typing import Final
 import yaml
 
 from weighin import __version__
+from weighin.atomic import write_text
 from weighin.errors import ConfigError
 from weighin.gate.baseline import Rules, default_rules, read
 from weighin.gate.expected import Expectation
@@ -174,14 +174,9 @@ def _text(value: Setting) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            unfinished.write_text(text, encoding="utf-8")
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        write_text(path, text)
     except OSError as error:
         raise ConfigError(
             f"cannot write {path}: {error.strerror}", "name a file that you may write"

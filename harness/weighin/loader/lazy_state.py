@@ -3,7 +3,7 @@
 import mmap
 import re
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -12,7 +12,7 @@ import torch
 
 from weighin.errors import CheckpointError, HarnessError
 from weighin.formats.base import TensorSlice
-from weighin.formats.sniff import plain
+from weighin.formats.misfit import misfit, plain
 from weighin.loader import fill
 from weighin.loader.fill import Fill, file_order, is_readable
 from weighin.loader.huge_pages import MAP_NORESERVE, TENSOR_ALIGNMENT
@@ -21,7 +21,6 @@ from weighin.models.deferred import DeferredLoad, WriteLog
 FILLED_DEVICES: Final = frozenset({"cpu", "cuda"})
 """The devices whose memory is filled piece by piece; others are filled by torch from a CPU copy."""
 
-_SHOWN: Final = 3
 _MISFIT: Final = re.compile(r"size mismatch for (.+?): copying a param")
 
 
@@ -120,13 +119,8 @@ def load_state(model: torch.nn.Module, state: dict[str, torch.Tensor], checkpoin
             "unexpected": keys - wanted,
             "of another shape": set(_MISFIT.findall(str(error))),
         }
-        counts = [
-            f"{len(names)} {what} ({_some(names)})" for what, names in problems.items() if names
-        ]
-        raise CheckpointError(
-            f"{checkpoint}: does not fit this model, keys: {'; '.join(counts) or error}",
-            "choose the model that this checkpoint was saved from",
-        ) from error
+        shown = {what: sorted(map(plain, names)) for what, names in problems.items()}
+        raise misfit(checkpoint, "this model", shown, str(error)) from error
 
 
 def _check_blocks(one: TensorSlice) -> None:
@@ -139,11 +133,6 @@ def _check_blocks(one: TensorSlice) -> None:
                 "rewrite the checkpoint with each tensor in one block: "
                 f"weighin convert {where.file.parent} WHOLE --format dcp",
             )
-
-
-def _some(names: Iterable[str]) -> str:
-    ordered = sorted(names)
-    return ", ".join(map(plain, ordered[:_SHOWN])) + ", ..." * (len(ordered) > _SHOWN)
 
 
 def _extent(one: TensorSlice) -> int:

@@ -24,6 +24,7 @@ import torch
 from weighin import formats
 from weighin.errors import CheckpointError
 from weighin.formats.base import TensorSlice
+from weighin.formats.misfit import first_names
 from weighin.loader import fill
 from weighin.loader.arena import MemoryNeed, provide
 from weighin.loader.fill import Fill, Fillable, is_readable
@@ -40,7 +41,6 @@ from weighin.models.meta import real_memory
 
 Granularity = Literal["all", "module", "tensor"]
 
-_SHOWN: Final = 3
 _EXACT: Final = frozenset({
     (torch.float16, torch.float32), (torch.float16, torch.float64),
     (torch.bfloat16, torch.float32), (torch.bfloat16, torch.float64),
@@ -264,10 +264,8 @@ def _refuse_meta(model: torch.nn.Module, checkpoint: Path) -> None:
         if tensor.is_meta
     ]
     if left:
-        more = ", ..." if len(left) > _SHOWN else ""
         raise CheckpointError(
-            f"{checkpoint}: has no values for {', '.join(left[:_SHOWN])}{more}, which the model has on "
-            "the meta device",
+            f"{checkpoint}: has no values for {first_names(left)}, which the model has on the meta device",
             "pass load_streaming the function that builds the model, not a model on the meta device",
         )
 

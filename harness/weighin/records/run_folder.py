@@ -23,6 +23,7 @@ from typing import Any, Final, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from weighin import atomic
 from weighin.cell import Cell
 from weighin.errors import DamagedRecord, RecordError, SchemaTooNew
 from weighin.record import SCHEMA, Result
@@ -81,7 +82,7 @@ def append(run: Path, result: Result) -> None:
             _mend_tail(file)
             _write_whole(file, line)
         if is_new:
-            _sync_folder(run)
+            atomic.sync_folder(run)
 
 
 @contextmanager
@@ -161,22 +162,15 @@ def write_plan(run: Path, cells: Iterable[Cell], settings: dict[str, Any] | None
     plan = Plan(SCHEMA, tuple(cells), settings or {})
     path = run / PLAN
     text = _encode(asdict(plan), PLAN, indent=1) + b"\n"
-    unfinished = path.with_name(f".{PLAN}.{os.getpid()}")
     with writing(path):
         is_new = not run.exists()
         run.mkdir(parents=True, exist_ok=True)
         try:
-            with unfinished.open("wb") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            unfinished.replace(path)
+            atomic.write_bytes(path, text)
         except OSError:
-            unfinished.unlink(missing_ok=True)
             if is_new:
                 run.rmdir()
             raise
-        _sync_folder(run)
 
 
 def discard_unmeasured(run: Path) -> None:
@@ -321,12 +315,3 @@ def writing(path: Path, and_so: str = "") -> Iterator[None]:
             f"cannot write {path}: {error.strerror}{and_so}",
             "free some space, or name a folder that you may write: weighin bench ... --out FOLDER",
         ) from error
-
-
-def _sync_folder(folder: Path) -> None:
-    # Syncing a new file does not sync its name.
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
-import ruptures
+
+from weighin.errors import extra
 
 _MAD_TO_SIGMA: Final = 1.4826  # of a normal distribution
 
@@ -19,9 +20,14 @@ def find_steps(figures: Sequence[int], allowance: int, least_runs: int) -> list[
 
     ``allowance`` is the change that is never a step between two runs; ``least_runs`` how many runs
     a level must last.
+
+    Raises:
+        ConfigError: ruptures is not installed.
     """
     if len(figures) < 2 * least_runs:
         return []
+    with extra("history", "history"):
+        import ruptures  # with scipy: 150 MB that measuring does not need
     signal = np.asarray(figures, dtype=float)
     changes = np.diff(signal)
     # The spread of the changes around their median: a step is one change, and does not move it.

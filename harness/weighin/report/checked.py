@@ -13,7 +13,7 @@ from weighin.errors import RecordError
 from weighin.record import Result
 from weighin.records.floor import floors
 from weighin.report import captions
-from weighin.report.markdown import escaped, table_lines
+from weighin.report.markdown import table_lines
 from weighin.units import MIB
 
 FILE: Final = "predicted.json"
@@ -65,7 +65,7 @@ def _most(apart: Sequence[tuple[int, str]]) -> list[str]:
     if not apart:
         return ["-", "-"]
     size, strategy = max(apart)
-    return [f"{size / MIB:.0f}", escaped(strategy)]
+    return [f"{size / MIB:.0f}", strategy]
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -6,7 +6,8 @@ from typing import TextIO
 from weighin.record import Result
 from weighin.report import captions, sections
 from weighin.report.dataframe import series
-from weighin.report.markdown import escaped, plain
+from weighin.report.markdown import plain
+from weighin.text import markdown as escaped
 
 
 def write_markdown(

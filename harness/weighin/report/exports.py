@@ -11,7 +11,7 @@ from io import BytesIO
 from typing import TYPE_CHECKING, Any, Final
 
 from weighin.cell import Cell
-from weighin.errors import ConfigError
+from weighin.errors import extra
 from weighin.record import Outcome, Result
 from weighin.records.machine import settings_of
 from weighin.records.metrics import METRICS, Metric
@@ -68,9 +68,13 @@ def openmetrics(results: Sequence[Result]) -> str:
     """Return OpenMetrics text, which Prometheus and its relatives read.
 
     Bytes and seconds. https://prometheus.io/docs/specs/om/open_metrics_spec
+
+    Raises:
+        ConfigError: prometheus_client is not installed.
     """
-    from prometheus_client import CollectorRegistry
-    from prometheus_client.openmetrics.exposition import generate_latest
+    with extra("dashboards", "openmetrics"):
+        from prometheus_client import CollectorRegistry
+        from prometheus_client.openmetrics.exposition import generate_latest
 
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collected(_families(_run(results))))
@@ -84,12 +88,8 @@ def parquet(results: Sequence[Result]) -> bytes:
     Raises:
         ConfigError: pyarrow is not installed.
     """
-    try:
+    with extra("parquet", "parquet"):
         import pyarrow  # noqa: F401  # an extra: 170 MB that few need
-    except ImportError:
-        raise ConfigError(
-            "parquet needs pyarrow, which is not installed", "pip install 'weighin[parquet]'"
-        ) from None
     file = BytesIO()
     table = dataframe.cells(results).drop(columns="group")
     table.to_parquet(file, engine="pyarrow", index=False)

@@ -11,9 +11,13 @@ from rich.text import Text
 
 from weighin.record import Result
 from weighin.records.floor import KILLED, Floor, Life, floors
+from weighin.records.verdict import Verdict
 from weighin.report import captions
+from weighin.report.blocks import Drawable, Found, ListEntry
 from weighin.report.dataframe import series
-from weighin.report.markdown import escaped, table_lines
+from weighin.report.markdown import table_lines
+from weighin.report.survival import SIGNS, STYLES
+from weighin.text import markdown as escaped
 from weighin.units import GIB, MIB, format_seconds
 
 HEADINGS: Final = (
@@ -27,7 +31,6 @@ HEADINGS: Final = (
     ("no limit", "ready"),
 )
 NAMES: Final = 1
-STYLES: Final = {"survives": "green", "thrashes": "yellow", "killed": "red"}
 
 
 def has_data(results: Sequence[Result]) -> bool:
@@ -63,6 +66,15 @@ def markdown_reasons(results: Sequence[Result]) -> str:
     found = floors(results)
     lines = [*reasons(found), *notes(found)]
     return "\n".join([markdown_floors(results), "", *(f"- {escaped(line)}" for line in lines)])
+
+
+def html_floors(results: Sequence[Result]) -> list[Drawable]:
+    """Return the floors as a block of the page, with the figures behind each verdict."""
+    found = floors(results)
+    heads = [f"{heading} {unit}".strip() for heading, unit in HEADINGS]
+    rows = [[_entry(text) for text in row(floor, found)] for floor in found]
+    why = [*notes(found), *reasons(found)]
+    return [Found("RAM floors", caption(results), heads, rows, NAMES, why)]
 
 
 def markdown_agreement(runs: Mapping[str, Sequence[Result]]) -> str:
@@ -209,9 +221,14 @@ def _lived(life: Life | None) -> str:
     return " ".join(["-" if life.ready_ns is None else format_seconds(life.ready_ns), *words])
 
 
+def _entry(text: str) -> ListEntry:
+    last = text.rpartition(" ")[2]
+    return ListEntry(text, last, SIGNS[Verdict(last)]) if last in STYLES else ListEntry(text)
+
+
 def _styled(text: str) -> Text:
     """Return a cell in lines as narrow as its words, so that nine columns fit 80 letters."""
     before, _, last = text.rpartition(" ")
     if last in STYLES:
-        return Text(f"{before}\n{last}", style=STYLES[last])
+        return Text(f"{before}\n{last}", style=STYLES[Verdict(last)])
     return Text(re.sub(r": (timed out) (after) ", r":\n\1\n\2\n", text))

@@ -1,18 +1,13 @@
 """Text that markdown shows as it is, and tables of it."""
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
+
+from weighin.text import markdown as escaped
 
 
 def plain(text: str) -> str:
     """Return one line of printable characters: messages come from other people's code."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
-
-
-def escaped(text: str) -> str:
-    """Return markdown that shows ``text`` as it is; a _ within a word needs no escape."""
-    text = re.sub(r"[\\`*\[\]|#~]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\\g<0>", text)
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def table_lines(

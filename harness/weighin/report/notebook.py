@@ -11,9 +11,11 @@ from rich.text import Text
 
 from weighin.record import Outcome, Result
 from weighin.report import captions
+from weighin.report.blocks import Drawable, Found, ListEntry
 from weighin.report.dataframe import series
-from weighin.report.markdown import escaped, table_lines
+from weighin.report.markdown import table_lines
 from weighin.suite.registry import data_folder, model
+from weighin.text import markdown as escaped
 from weighin.units import GIB
 
 ABOUT: Final = (
@@ -83,6 +85,14 @@ def markdown_notebook(results: Sequence[Result]) -> str:
     return "\n".join(_section(results))
 
 
+def html_notebook(results: Sequence[Result]) -> list[Drawable]:
+    """Return the same as a block of the page."""
+    entries = [[ListEntry(text) for text in row] for row in rows(results)]
+    notes = [ABOUT, *(f"{name}: {what}" for name, what in differences(results))]
+    label = "The notebook's published figures"
+    return [Found(label, caption(results), HEADINGS, entries, NAMES, notes)]
+
+
 def _rows(results: Sequence[Result]) -> list[tuple[Method, Ours]]:
     table = published()
     found = {one.cell.strategy: one for one in results if _is_notebooks(one, table)}
@@ -104,12 +114,11 @@ def rows(results: Sequence[Result]) -> Iterator[list[str]]:
     """Yield what stands in each row of the table: a method, what was published, and what is ours."""
     for method, ours in _rows(results):
         yield [
-            method.method,
-            method.strategy + (f", phase {method.phase}" if method.phase else ""),
+            *method_words(method),
             f"{method.gpu_gib:.1f}",
             _both(ours.gpu_allocated_bytes),
             "-" if method.host_gib is None else f"{method.host_gib:.1f}",
-            *map(_gib, (ours.host_above_import_bytes, ours.anon_bytes, ours.file_bytes)),
+            *map(gib, (ours.host_above_import_bytes, ours.anon_bytes, ours.file_bytes)),
         ]
 
 
@@ -151,7 +160,12 @@ def _measured(method: Method, result: Result | None) -> Ours:
     )
 
 
-def _gib(size: int | None) -> str:
+def method_words(method: Method) -> tuple[str, str]:
+    """Return what names a method: what it does, and the strategy that does it here."""
+    return method.method, method.strategy + (f", phase {method.phase}" if method.phase else "")
+
+
+def gib(size: int | None) -> str:
     return "-" if size is None else f"{size / GIB:.3f}"
 
 

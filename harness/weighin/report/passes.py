@@ -11,8 +11,10 @@ from rich.text import Text
 
 from weighin.record import Phase, Result
 from weighin.report import captions
+from weighin.report.blocks import Drawable, Found, ListEntry
 from weighin.report.dataframe import known, series, varying
-from weighin.report.markdown import escaped, table_lines
+from weighin.report.markdown import table_lines
+from weighin.text import markdown as escaped
 from weighin.units import format_seconds
 
 NOTE: Final = (
@@ -44,6 +46,14 @@ def markdown_passes(results: Sequence[Result]) -> str:
     names, rows = table(results)
     lines = table_lines(headings(names, rows), rows, names=len(names))
     return "\n".join([*lines, "", escaped(NOTE), "", escaped(caption(results))])
+
+
+def html_passes(results: Sequence[Result]) -> list[Drawable]:
+    """Return the same as a block of the page."""
+    names, rows = table(results)
+    entries = [[ListEntry(text) for text in row] for row in rows]
+    heads = headings(names, rows)
+    return [Found("Forward passes", caption(results), heads, entries, len(names), [NOTE])]
 
 
 def caption(results: Sequence[Result]) -> str:

@@ -6,10 +6,10 @@ from typing import Final
 from weighin.cell import Cell
 from weighin.predict.client import predict
 from weighin.predict.prediction import PredictedPhase, Prediction
-from weighin.report.notebook import Method, Published, published
+from weighin.report.markdown import table_lines
+from weighin.report.notebook import NAMES, Method, Published, gib, method_words, published
 from weighin.suite import registry
 from weighin.suite.matrix import Planned
-from weighin.units import GIB
 
 HEADINGS: Final = (
     "method", "strategy", "published, GB", "predicted: allocated GiB", "requested GiB",
@@ -25,19 +25,18 @@ def markdown_predicted() -> str:
 
 
 def lines(table: Published, found: Sequence[Prediction]) -> Iterator[str]:
-    """Yield the table in markdown; a method that could not be followed has no figures."""
+    """Return the table in markdown; a method that could not be followed has no figures."""
     of = {one.strategy: one for one in found}
-    yield f"| {' | '.join(HEADINGS)} |"
-    yield "| --- | --- |" + " ---: |" * (len(HEADINGS) - 2)
-    for method in table.methods:
-        peaks = _peaks(method, of[method.strategy])
-        sizes: list[int | None] = [
-            getattr(peaks, f"cuda_{kind}_bytes") if peaks else None
-            for kind in ("allocated", "requested", "reserved")
-        ]
-        strategy = method.strategy + (f", phase {method.phase}" if method.phase else "")
-        cells = [method.method, strategy, f"{method.gpu_gib:.1f}", *map(_gib, sizes)]
-        yield f"| {' | '.join(cells)} |"
+    rows = [_row(method, _peaks(method, of[method.strategy])) for method in table.methods]
+    return table_lines(HEADINGS, rows, names=NAMES)
+
+
+def _row(method: Method, peaks: Prediction | PredictedPhase | None) -> list[str]:
+    sizes: list[int | None] = [
+        getattr(peaks, f"cuda_{kind}_bytes") if peaks else None
+        for kind in ("allocated", "requested", "reserved")
+    ]
+    return [*method_words(method), f"{method.gpu_gib:.1f}", *map(gib, sizes)]
 
 
 def _planned(table: Published) -> Iterator[Planned]:
@@ -52,7 +51,3 @@ def _peaks(method: Method, found: Prediction) -> Prediction | PredictedPhase | N
     if method.phase is None:
         return found
     return next((one for one in found.phases if one.name == method.phase), None)
-
-
-def _gib(size: int | None) -> str:
-    return "-" if size is None else f"{size / GIB:.3f}"

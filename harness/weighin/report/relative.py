@@ -14,7 +14,8 @@ from weighin.record import Result
 from weighin.report import captions
 from weighin.report.columns import HEADINGS, Column, figures_of, name_text, number_text, range_text
 from weighin.report.dataframe import series, varying
-from weighin.report.markdown import escaped, plain, table_lines
+from weighin.report.markdown import plain, table_lines
+from weighin.text import markdown as escaped
 
 _TIMES: Final = ("load_s", "ready_s")
 _SAME: Final = ("operation", "model", "device")  # times under different ones are not compared

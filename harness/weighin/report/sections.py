@@ -10,15 +10,18 @@ from rich.console import Group
 from rich.text import Text
 
 from weighin.record import Result
-from weighin.report import captions, tables, terminal
+from weighin.records.survival import matrices
+from weighin.report import captions, floors, notebook, passes, survival, survival_plots, tables
+from weighin.report import terminal as terminals
+from weighin.report.blocks import Cells, Drawable, Explained, Items, Preformatted
 from weighin.report.dataframe import series
-from weighin.report.findings import findings
 from weighin.report.html import facts
-from weighin.report.html.blocks import Cells, Drawable, Explained, Items, Preformatted
 from weighin.report.html.table import build
-from weighin.report.markdown import escaped, plain
+from weighin.report.markdown import plain
+from weighin.text import markdown as escaped
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from rich.console import RenderableType
 
 FIGURES: Final = "What the figures are"
@@ -28,7 +31,8 @@ FIGURES: Final = "What the figures are"
 class Section:
     """One section, and what each of the three says in it below its heading.
 
-    ``is_found`` tells what the run has found from what every run has.
+    ``is_found`` tells what the run has found from what every run has; ``pictures`` are names, and
+    what draws each.
     """
 
     heading: str
@@ -36,6 +40,7 @@ class Section:
     markdown: Callable[[], str]
     html: Callable[[], list[Drawable]]
     is_found: bool = False
+    pictures: Sequence[tuple[str, Callable[[], "Figure"]]] = ()
 
 
 def of(results: Sequence[Result], warnings: Sequence[str] = ()) -> list[Section]:
@@ -48,7 +53,7 @@ def of(results: Sequence[Result], warnings: Sequence[str] = ()) -> list[Section]
         return [*_listed("Warnings", [("", one) for one in warnings], style="yellow")]
     said = captions.warnings(results, warnings)
     return [
-        *_found(results),
+        *findings(results),
         _cells(frame, results),
         *_listed("Not ok", tables.what_went_wrong(frame)),
         *_refused(results),
@@ -57,21 +62,43 @@ def of(results: Sequence[Result], warnings: Sequence[str] = ()) -> list[Section]
     ]
 
 
-def _found(results: Sequence[Result]) -> Iterator[Section]:
-    for one in findings(results):
-        yield Section(
-            one.heading,
-            partial(one.terminal, results),
-            partial(one.markdown, results),
-            partial(one.html, results),
-            is_found=True,
-        )
+def findings(results: Sequence[Result]) -> Iterator[Section]:
+    """Yield what a run has found beside its table of all series, in the order in which it is told."""
+    drawn = (
+        ("survival", partial(survival_plots.draw_survival, results)),
+        ("time-over-limit", partial(survival_plots.draw_times, results)),
+    )
+    if passes.has_data(results):
+        ways = passes.terminal_passes, passes.markdown_passes, passes.html_passes
+        yield _finding("Forward passes", results, *ways)
+    is_search = floors.has_data(results)  # which tries other limits in each row
+    if matrices(results) and not is_search:
+        ways = survival.terminal_survival, survival.markdown_reasons, survival.html_survival
+        yield _finding("Survival", results, *ways, drawn)
+    if notebook.has_data(results):
+        ways = notebook.terminal_notebook, notebook.markdown_notebook, notebook.html_notebook
+        yield _finding("Beside the notebook's published figures", results, *ways)
+    if is_search:
+        ways = floors.terminal_floors, floors.markdown_reasons, floors.html_floors
+        yield _finding("RAM floors", results, *ways)
+
+
+def _finding(
+    heading: str,
+    results: Sequence[Result],
+    terminal: Callable[[Sequence[Result]], "RenderableType"],
+    markdown: Callable[[Sequence[Result]], str],
+    html: Callable[[Sequence[Result]], list[Drawable]],
+    pictures: Sequence[tuple[str, Callable[[], "Figure"]]] = (),
+) -> Section:
+    shown = partial(terminal, results), partial(markdown, results), partial(html, results)
+    return Section(heading, *shown, is_found=True, pictures=pictures)
 
 
 def _cells(frame: pd.DataFrame, results: Sequence[Result]) -> Section:
     return Section(
         "All cells",
-        lambda: terminal.cells(frame, results),
+        lambda: terminals.cells(frame, results),
         lambda: "\n".join(tables.markdown_cells(frame, "### {}")).rstrip("\n"),
         lambda: [Cells(build(frame))],
     )

@@ -8,14 +8,17 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from weighin.record import Result
+from weighin.record import Outcome, Result
 from weighin.records.survival import Field, Matrix, matrices
 from weighin.records.verdict import REFAULTS_PER_MODEL, SLOWDOWN, STALLED_SHARE, Verdict
 from weighin.report import captions
+from weighin.report.blocks import Drawable, Found, ListEntry
 from weighin.report.dataframe import series
-from weighin.report.markdown import escaped, table_lines
+from weighin.report.markdown import table_lines
+from weighin.text import markdown as escaped
 
 STYLES: Final = {Verdict.SURVIVES: "green", Verdict.THRASHES: "yellow", Verdict.KILLED: "red"}
+SIGNS: Final = {Verdict.SURVIVES: "✓", Verdict.THRASHES: "≈", Verdict.KILLED: "✗"}
 MARKS: Final = {Verdict.SURVIVES: "🟢 ", Verdict.THRASHES: "🟡 ", Verdict.KILLED: "🔴 "}
 
 RULE: Final = (
@@ -33,8 +36,7 @@ def terminal_survival(results: Sequence[Result]) -> RenderableType:
         table.add_column("strategy", overflow="fold")
         for limit in matrix.limits:
             table.add_column(heading(limit), justify="right", overflow="fold")
-        for row in range(len(matrix.rows)):
-            fields = [matrix.field(row, column) for column in range(len(matrix.limits))]
+        for row, fields in enumerate(_rows(matrix)):
             table.add_row(matrix.label(row), *(_styled(field) for field in fields))
         parts += [table, *(Text(line) for line in reasons(matrix, Verdict.THRASHES))]
         parts.append(Text(caption(matrix, results), style="dim"))
@@ -58,6 +60,24 @@ def markdown_reasons(results: Sequence[Result]) -> str:
     """Return ``markdown_survival`` with the figures behind each verdict."""
     lines = [line for matrix in matrices(results) for line in reasons(matrix)]
     return "\n".join([markdown_survival(results), "", *(f"- {escaped(line)}" for line in lines)])
+
+
+def html_survival(results: Sequence[Result]) -> list[Drawable]:
+    """Return the matrices as blocks of the page; what is behind a verdict is shown on its field."""
+    return [
+        Found(
+            "What works under which limit",
+            caption(matrix, results),
+            ["strategy", *map(heading, matrix.limits)],
+            [
+                [ListEntry(matrix.label(row)), *map(_entry, _names(matrix, row), fields)]
+                for row, fields in enumerate(_rows(matrix))
+            ],
+            1,
+            notes(results),
+        )
+        for matrix in matrices(results)
+    ]
 
 
 def reasons(matrix: Matrix, only: Verdict | None = None) -> list[str]:
@@ -96,6 +116,23 @@ def caption(matrix: Matrix, results: Sequence[Result]) -> str:
 def _rows(matrix: Matrix) -> Iterator[list[Field | None]]:
     for row in range(len(matrix.rows)):
         yield [matrix.field(row, column) for column in range(len(matrix.limits))]
+
+
+def _names(matrix: Matrix, row: int) -> list[str]:
+    return [f"{matrix.label(row)}, {heading(limit)}" for limit in matrix.limits]
+
+
+def _entry(name: str, field: Field | None) -> ListEntry:
+    if field is None:
+        return ListEntry("not measured")
+    said, outcome = field.judgement, field.result.outcome
+    if said:
+        tip = f"{name}: {said.verdict}\n{said.reason}"
+        return ListEntry(field.words, said.verdict.value, SIGNS[said.verdict], tip)
+    if outcome is Outcome.OK:
+        return ListEntry(field.words, Verdict.SURVIVES.value, "✓", f"{name}: ok")
+    tip = f"{name}: {outcome}\n{field.result.message}".rstrip()
+    return ListEntry(field.words, "skipped" if outcome is Outcome.SKIPPED else "failed", "✗", tip)
 
 
 def _styled(field: Field | None) -> Text:

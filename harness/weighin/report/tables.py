@@ -15,7 +15,8 @@ from weighin.record import Outcome, Result
 from weighin.report import captions
 from weighin.report.columns import HEADINGS, figures_of, name_text, number_text, range_text
 from weighin.report.dataframe import known, series, varying
-from weighin.report.markdown import escaped, plain, table_lines
+from weighin.report.markdown import plain, table_lines
+from weighin.text import markdown as escaped
 
 # What spreadsheets take for a formula; some take the wide letters of East Asian fonts, too.
 _FORMULA_STARTS: Final = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20")

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from io import BytesIO, StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -10,10 +9,8 @@ from typing import TYPE_CHECKING, Final
 from weighin.errors import RecordError, UnknownName
 from weighin.record import Result
 from weighin.records import run_folder
-from weighin.report import exports, peaks_plot, style, tables, timeline
+from weighin.report import exports, html_page, peaks_plot, sections, style, tables, timeline
 from weighin.report.document import write_markdown
-from weighin.report.findings import findings
-from weighin.report.html import page
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,7 +51,7 @@ def _markdown(run: _Run) -> dict[str, bytes]:
 
 
 def _page(run: _Run) -> dict[str, bytes]:
-    return {"report.html": page.render(run.folder, run.results, run.warnings).encode()}
+    return {"report.html": html_page.render(run.folder, run.results, run.warnings).encode()}
 
 
 def _csv(run: _Run) -> dict[str, bytes]:
@@ -74,8 +71,8 @@ def _drawn(run: _Run, kind: str) -> dict[str, bytes]:
 
 def _pictures(run: _Run) -> "dict[str, Callable[[], Figure]]":
     """Return what draws each picture of a run, by its name: what was found, and all cells."""
-    found = [picture for one in findings(run.results) for picture in one.pictures]
-    return {name: partial(draw, run.results) for name, draw in found} | {
+    found = dict(picture for one in sections.findings(run.results) for picture in one.pictures)
+    return found | {
         "peaks": lambda: peaks_plot.draw_peaks(run.results),
         "timeline": lambda: timeline.draw_timeline(run.folder, run.results),
     }

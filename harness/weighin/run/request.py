@@ -47,11 +47,6 @@ def start(request: Request) -> tuple[Run, str]:
         ConfigError, UnknownName, IsolationUnavailable, RecordError: nothing was started.
     """
     suite = request.suite
-    if suite.first_use == "none" and suite.passes > 1:
-        raise ConfigError(
-            f"{suite.passes} passes of a model that is not used at all",
-            "leave out passes, or first_use none",
-        )
     models = tuple(registry.model(name, request.kwargs or None) for name in suite.models)
     strategies = registry.chosen(suite)
     _check_names("models", [(spec.title, spec.builder) for spec in models])
@@ -74,7 +69,7 @@ def start(request: Request) -> tuple[Run, str]:
             dtype=suite.dtype,
             cache=suite.cache,
             repeats=suite.repeats,
-            passes=suite.forward_passes,
+            passes=suite.passes,
             ram_high_bytes=suite.ram_high,
             formats=formats,
             operation=suite.operation,

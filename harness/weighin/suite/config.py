@@ -143,18 +143,12 @@ class Suite(Strict):
     )
     cache: Annotated[Literal["cold", "warm"], AfterValidator(_check_cache)] = "cold"
     format: Annotated[list[str], BeforeValidator(_as_list)] = []
-    first_use: Literal["forward", "none"] = "forward"
-    passes: Annotated[int, AfterValidator(_check_passes)] = Field(1, ge=1)
+    passes: Annotated[int, AfterValidator(_check_passes)] = Field(1, ge=0)
     repeats: int = Field(1, ge=1)
     timeout_s: float = Field(600, gt=0, allow_inf_nan=False)
     steady: bool = False
     trace: bool = False
     description: str = ""
-
-    @property
-    def forward_passes(self) -> int:
-        """How often the model is used once it is ready."""
-        return self.passes if self.first_use == "forward" else 0
 
 
 def read_model(path: Path) -> ModelSpec:
@@ -207,7 +201,7 @@ def validate(kind: type[_Kind], content: dict[str, Any], file: str) -> _Kind:
         # An unknown key first: it is often the one that is said to be missing, misspelt.
         first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
     key = ".".join(part for part in first["loc"] if isinstance(part, str)) or str(first["loc"][-1])
-    place = f"{file}: {key}" if file else f"--{key.removesuffix('_s')}"
+    place = f"{file}: {key}" if file else f"--{key.removesuffix('_s').replace('_', '-')}"
     what, repair = _complaint(first, _kind_at(kind, first["loc"][:-1]))
     raise ConfigError(f"{place}: {what}", repair)
 
@@ -227,6 +221,9 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from _models_in(inner)
 
 
+_FORMER_KEYS = {"first_use": "passes says how often the loaded model is used: 0 is never"}
+
+
 def _complaint(error: ErrorDetails, kind: type[BaseModel]) -> tuple[str, str]:
     """Return what is wrong in a mapping of this kind, and the repair."""
     keys = [field.alias or name for name, field in kind.model_fields.items()]
@@ -239,6 +236,8 @@ def _complaint(error: ErrorDetails, kind: type[BaseModel]) -> tuple[str, str]:
     if error["type"] == "too_short":
         return "empty", "name at least one, or leave the key out"
     if error["type"] in ("extra_forbidden", "invalid_key"):
+        if former := _FORMER_KEYS.get(str(error["loc"][-1])):
+            return "no longer an option", former
         near = get_close_matches(str(error["loc"][-1]), keys, n=1)
         return "unknown key", f"did you mean {near[0]!r}? {known}" if near else known
     return f"{error['msg'][0].lower()}{error['msg'][1:]}, got {error['input']!r}", ""

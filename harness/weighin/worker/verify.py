@@ -5,10 +5,9 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 
 from weighin.checkpoint.manifest import Manifest, TensorEntry
+from weighin.formats.misfit import first_names
 from weighin.worker.inputs import Inputs
 from weighin.worker.touch import identity
-
-_SHOWN = 3
 
 
 class WrongWeights(Exception):
@@ -79,8 +78,8 @@ def complain(what: str, names: Iterable[str]) -> None:
     """Raise WrongWeights with the fault ``what`` if there are names of tensors that have it."""
     faulty = sorted(names)
     if faulty:
-        examples = ", ".join(faulty[:_SHOWN]) + (", ..." if len(faulty) > _SHOWN else "")
-        raise WrongWeights(f"{len(faulty)} tensor{'s' * (len(faulty) > 1)} {what}: {examples}")
+        plural = "s" * (len(faulty) > 1)
+        raise WrongWeights(f"{len(faulty)} tensor{plural} {what}: {first_names(faulty)}")
 
 
 def wanted_dtype(entry: TensorEntry, dtype: torch.dtype) -> str:

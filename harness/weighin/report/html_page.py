@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING
 
 from weighin import __version__
 from weighin.record import Result
-from weighin.report import captions, summary
+from weighin.report import captions, sections, summary
 from weighin.report.dataframe import series
 from weighin.report.html import bars, facts, scatter, table, timelines
+
+_PACKAGE = "weighin.report.html"  # where the templates are
 
 if TYPE_CHECKING:  # a tenth of a second to import
     from jinja2 import Environment
@@ -25,8 +27,6 @@ if TYPE_CHECKING:  # a tenth of a second to import
 
 def render(run: Path, results: Sequence[Result], warnings: Sequence[str] = ()) -> str:
     """Return the report of a run; ``run`` is where its samples are."""
-    from weighin.report import sections  # which asks this package for its blocks
-
     frame = series(results)
     ids = table.ids(frame)
     parts = [(one.heading, one.html()) for one in sections.of(results, warnings)]
@@ -64,7 +64,7 @@ def _templates() -> "Environment":
     # Names and messages are other people's: everything is escaped unless a template says otherwise.
     return Environment(
         autoescape=True,
-        loader=PackageLoader(__name__),
+        loader=PackageLoader(_PACKAGE),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -76,7 +76,7 @@ def _part(name: str) -> "Markup":
     """Return a part of the page that is our own text: it goes in as it is."""
     from markupsafe import Markup
 
-    text = (resources.files(__name__) / "templates" / name).read_text(encoding="utf-8")
+    text = (resources.files(_PACKAGE) / "templates" / name).read_text(encoding="utf-8")
     return Markup(text)  # noqa: S704  # our own file, no name from outside is in it
 
 

@@ -1,10 +1,11 @@
-"""What the sections of a page consist of; ``template`` is the file that draws a block."""
+"""What the sections of report.html consist of; ``template`` is the file that draws a block."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from weighin.report.html.table import Table
+if TYPE_CHECKING:
+    from weighin.report.html.table import Table
 
 
 class Drawable(Protocol):
@@ -41,7 +42,7 @@ class Cells:
     """The table of all series, which can be sorted and filtered."""
 
     template: ClassVar[str] = "cells.html"
-    table: Table
+    table: "Table"
 
 
 @dataclass(frozen=True, slots=True)
