@@ -114,9 +114,9 @@ class Interrupted(HarnessError):
 
 @contextmanager
 def extra(name: str, purpose: str) -> Iterator[None]:
-    """Import packages of an extra inside; where one is missing, a ConfigError says what to install.
+    """Raise a ConfigError with the install command if an import in the context fails.
 
-    ``purpose`` is what needs them: "parquet".
+    ``name`` is the extra that contains the package, ``purpose`` the feature that needs it: "parquet".
     """
     try:
         yield
