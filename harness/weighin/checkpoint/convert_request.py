@@ -1,4 +1,4 @@
-"""What ``weighin convert`` was asked for, run in a process of its own, with its progress shown."""
+"""Run ``weighin convert``: start the subprocess that converts, and show its progress."""
 
 import shutil
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from weighin.units import GIB, format_bytes, format_seconds, parse_bytes
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What the command line says; sizes as text."""
+    """The arguments of the command line, with sizes as text."""
 
     source: Path
     target: Path
@@ -33,10 +33,10 @@ class Wish:
 
 
 def convert(wish: Wish, console: Console) -> str:
-    """Convert; return one line on what was made, and how fast.
+    """Convert the checkpoint; return one line with the result and the speed.
 
     Raises:
-        HarnessError: nothing was made, and nothing is left of it.
+        HarnessError: the conversion failed; no files of the target are left.
     """
     source = formats.detect(wish.source).NAME
     checksums = sidecar.find(wish.source)
@@ -47,7 +47,7 @@ def convert(wish: Wish, console: Console) -> str:
         if free < needed_bytes:
             raise ConfigError(
                 f"{wish.target} needs {format_bytes(needed_bytes)}, "
-                f"and {format_bytes(free)} are free in {wish.target.parent}",
+                f"but only {format_bytes(free)} are free in {wish.target.parent}",
                 "name a target on another disk, or free some space",
             )
 
@@ -59,7 +59,7 @@ def convert(wish: Wish, console: Console) -> str:
             raise
     size = sum(file.stat().st_size for file in formats.files(wish.target))
     made = formats.detect(wish.target).NAME
-    checked = f", read as {checksums} says" if checksums else ""
+    checked = f", source matches {checksums}" if checksums else ""
     checked += ", every tensor's checksum verified" if wish.verify else ""
     return (
         f"{wish.target}: {made} from {source}, {format_bytes(size)} in "
@@ -69,7 +69,7 @@ def convert(wish: Wish, console: Console) -> str:
 
 
 def _clean(target: Path, error: BaseException) -> None:
-    """Remove what the process left that was ended by Ctrl-C, or by the kernel."""
+    """Remove the files of a subprocess that Ctrl-C or the kernel ended."""
     try:
         staging.remove_dead(target)
     except (ConfigError, OSError) as left:
@@ -91,7 +91,7 @@ def _arguments(wish: Wish, checksums: Path | None) -> list[str]:
 
 
 class _Bar:
-    """The line on the terminal: how far, how fast, how long still."""
+    """The progress line on the terminal: the share done, the speed, and the time left."""
 
     def __init__(self, bar: Progress, task: TaskID) -> None:
         self._bar, self._task = bar, task

@@ -1,17 +1,17 @@
-"""The layouts that a checkpoint can have on the disk; ``base`` says what each of them offers.
+"""Read and write checkpoints of every supported format; ``base.Layout`` is their common interface.
 
 =============  ====================================================================
 ``pt``         one file, as ``torch.save(model.state_dict(), ...)`` writes it
 ``pt_legacy``  one file, as torch wrote it before 1.6
-``safetensors`` one file: a header in JSON, and the tensors
+``safetensors`` one file: a JSON header and the tensors' bytes
 ``per_param``  a folder: one file for each state-dict key, and ``index.json``
 ``per_module`` a folder: one file for each layer or submodule, and ``index.json``
 ``sharded``    a folder: Hugging Face's safetensors shards and their index
 ``sharded_pt`` a folder: Hugging Face's ``.bin`` shards and their index
-``dcp``        a folder: ``torch.distributed.checkpoint``'s, with ``.metadata``
+``dcp``        a folder that ``torch.distributed.checkpoint`` wrote, with ``.metadata``
 =============  ====================================================================
 
-Importing this package imports no torch.
+Importing this package does not import torch.
 """
 
 from pathlib import Path
@@ -23,7 +23,7 @@ from weighin.formats.base import Layout, TensorSlice
 from weighin.formats.sharded import SHARDED, SHARDED_PT
 from weighin.formats.zip_directory import check_file
 
-# In the order in which they are asked whether a path is theirs: per_param takes every index.json.
+# In the order in which ``detect`` tries them: per_param is last, because it matches every index.json.
 _LAYOUTS: Final[tuple[Layout, ...]] = (
     pt,
     pt_legacy,
@@ -39,7 +39,11 @@ NAMES: Final = tuple(layout.NAME for layout in _LAYOUTS)
 
 
 def named(name: str) -> Layout:
-    """Return the layout of that name; raises UnknownName where there is none."""
+    """Return the format of that name.
+
+    Raises:
+        UnknownName: no format has that name.
+    """
     for layout in _LAYOUTS:
         if name == layout.NAME:
             return layout
@@ -47,35 +51,36 @@ def named(name: str) -> Layout:
 
 
 def detect(path: Path) -> Layout:
-    """Return the layout of the checkpoint at ``path``, by its names and first bytes.
+    """Return the format of the checkpoint at ``path``, by file names and first bytes.
 
     Raises:
-        CheckpointError: nothing is there, or nothing that any layout knows; says what it is.
+        CheckpointError: ``path`` does not exist or is not a checkpoint; the message says what it is.
     """
     for layout in _LAYOUTS:
         if layout.matches(path):
             return layout
     if path.is_dir():
         raise CheckpointError(
-            f"{path}: a folder in which no checkpoint is known: neither an index nor metadata",
+            f"{path}: not a checkpoint: the folder has neither an index nor metadata",
             "give the checkpoint file itself, or a folder that `weighin convert` made",
         )
-    # What is no checkpoint at all has names of its own: a web page, a git-lfs pointer.
+    # Names the usual mistakes: a web page, a git-lfs pointer.
     check_file(path)
-    raise CheckpointError(f"{path}: no checkpoint", f"known layouts: {', '.join(NAMES)}")
+    raise CheckpointError(f"{path}: not a checkpoint", f"known formats: {', '.join(NAMES)}")
 
 
 def checkpoint_in(folder: Path, name: str) -> Path:
-    """Return the checkpoint of the layout ``name`` in a folder that may hold one of each."""
+    """Return the path of the checkpoint of format ``name`` in a folder with one for each format."""
     suffix = named(name).SUFFIX
     return folder / name / f"model{suffix}" if suffix else folder / name
 
 
 def read(path: Path) -> tuple[str, list[TensorSlice]]:
-    """Return the name of the checkpoint's layout, and where each of its tensors lies.
+    """Return the name of the checkpoint's format, and the place of each tensor in its files.
 
     Raises:
-        CheckpointError: as ``detect``, or damaged: names the file, what is wrong, and where.
+        CheckpointError: as ``detect``, or the checkpoint is damaged; the message names the file and
+            the place.
     """
     layout = detect(path)
     return layout.NAME, layout.read(path)
