@@ -66,6 +66,10 @@ lint: .venv/ready  ## Check style, types, and who imports whom
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+dist: .venv/ready  ## Build the sdist and the wheel; WEIGHIN_REPOSITORY=URL names the repository in them
+	rm -rf dist
+	$(BIN)/hatchling build -d dist
+
 fuzz: .venv/ready  ## Feed mutated checkpoints to the readers for SECONDS=60
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[fuzz]'
 	mkdir -p tests/fuzz/findings
@@ -83,4 +87,4 @@ clean:  ## Remove all environments and what tools have cached in this folder
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-.PHONY: help setup bench recommend floor report check pages publish doctor test conformance test-vm test-versions zoo lint fuzz clean
+.PHONY: help setup bench recommend floor report check pages publish doctor test conformance test-vm test-versions zoo lint dist fuzz clean
