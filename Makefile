@@ -33,7 +33,7 @@ report: .venv/ready  ## Draw RUN again (default: the newest run)
 check: .venv/ready  ## Compare RUN with a committed BASELINE: make check BASELINE=baseline.yaml
 	$(BIN)/weighin check $(RUN) --baseline $(BASELINE) $(ARGS)
 
-pages: .venv/ready  ## Fill the tables of README.md and docs from results/published
+pages: .venv/ready  ## Fill the tables of README.md and docs from results/published, and draw their pictures
 	$(BIN)/python -m weighin.report.docs_tables README.md docs/*.md
 
 publish: .venv/ready  ## Measure all published runs again; ARGS=--status says which are older than their code

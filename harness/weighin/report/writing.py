@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DEFAULT: Final = ("md", "html", "csv", "png")
+TIMELINE: Final = "timeline"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,8 @@ def write(run: Path, formats: Iterable[str] = DEFAULT) -> list[Path]:
 def _markdown(run: _Run) -> dict[str, bytes]:
     file = StringIO()
     there = [one for one in ("png", "svg") if one in run.formats]
-    images = [f"{name}.{there[0]}" for name in _pictures(run)] if there else []
+    drawn = pictures(run.folder, run.results) if there else {}
+    images = [f"{name}.{there[0]}" for name in drawn]
     write_markdown(run.results, file, warnings=run.warnings, images=images)
     return {"report.md": file.getvalue().encode()}
 
@@ -62,19 +64,22 @@ def _csv(run: _Run) -> dict[str, bytes]:
 
 def _drawn(run: _Run, kind: str) -> dict[str, bytes]:
     drawn = {}
-    for name, draw in _pictures(run).items():
+    for name, draw in pictures(run.folder, run.results).items():
         file = BytesIO()
         style.save(draw(), file, kind)
         drawn[f"{name}.{kind}"] = file.getvalue()
     return drawn
 
 
-def _pictures(run: _Run) -> "dict[str, Callable[[], Figure]]":
-    """Return what draws each picture of a run, by its name: what was found, and all cells."""
-    found = dict(picture for one in sections.findings(run.results) for picture in one.pictures)
+def pictures(folder: Path, results: Sequence[Result]) -> "dict[str, Callable[[], Figure]]":
+    """Return what draws each picture of a run, by its name: what was found, and all cells.
+
+    Only the timeline reads more than the records: the samples in ``folder``.
+    """
+    found = dict(picture for one in sections.findings(results) for picture in one.pictures)
     return found | {
-        "peaks": lambda: peaks_plot.draw_peaks(run.results),
-        "timeline": lambda: timeline.draw_timeline(run.folder, run.results),
+        "peaks": lambda: peaks_plot.draw_peaks(results),
+        TIMELINE: lambda: timeline.draw_timeline(folder, results),
     }
 
 
