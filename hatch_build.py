@@ -20,7 +20,7 @@ _TARGET = re.compile(r"(?<=\]\()(?P<path>[^)\s#]+)(?P<anchor>#[^)\s]*)?(?=\))")
 _PICTURES = (".png", ".svg")
 
 
-class RepositoryAddresses(MetadataHookInterface):  # type: ignore[misc]  # hatchling has no types here
+class RepositoryAddresses(MetadataHookInterface):
     """Fills ``readme`` and ``urls``, which pyproject.toml declares as dynamic."""
 
     def update(self, metadata: dict[str, Any]) -> None:

@@ -53,7 +53,7 @@ def metadata(wheel: Path) -> Message:
 def test_an_sdist_holds_what_a_build_needs_and_no_results(build: Build, tmp_path: Path) -> None:
     root = unpacked(build("sdist"), tmp_path / "unpacked")
     assert {path.name for path in root.iterdir()} == {
-        "CHANGELOG.md", "CITATION.cff", "LICENSE", "PKG-INFO", "README.md", "configs", "docker", "docs",
+        ".gitignore", "CHANGELOG.md", "CITATION.cff", "LICENSE", "PKG-INFO", "README.md", "configs", "docker", "docs",
         "harness", "hatch_build.py", "pyproject.toml", "strategies",
     }  # fmt: skip
     assert not [path for path in root.rglob("*") if path.suffix in {".csv", ".jsonl", ".pyc"}]
