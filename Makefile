@@ -33,7 +33,7 @@ report: .venv/ready  ## Write the report of RUN again (default: the newest run)
 check: .venv/ready  ## Compare RUN with a committed BASELINE, and fail if memory grew: make check BASELINE=baseline.yaml
 	$(BIN)/weighin check $(RUN) --baseline $(BASELINE) $(ARGS)
 
-pages: .venv/ready  ## Write the tables of README.md and docs/ from results/published
+pages: .venv/ready  ## Write the tables and pictures of README.md and docs/ from results/published
 	$(BIN)/python -m weighin.report.docs_tables README.md docs/*.md
 
 docs: .venv/ready  ## Write the documentation site to site/
@@ -69,6 +69,10 @@ lint: .venv/ready  ## Check style, types, and the direction of imports
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+dist: .venv/ready  ## Build the sdist and the wheel; WEIGHIN_REPOSITORY=URL names the repository in them
+	rm -rf dist
+	$(BIN)/hatchling build -d dist
+
 fuzz: .venv/ready  ## Feed mutated checkpoints to the readers for SECONDS=60
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[fuzz]'
 	mkdir -p tests/fuzz/findings
@@ -86,4 +90,4 @@ clean:  ## Remove all environments, and the caches of tools in this folder
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-.PHONY: help setup bench recommend floor report check pages docs publish doctor test conformance test-vm test-versions zoo lint fuzz clean
+.PHONY: help setup bench recommend floor report check pages docs publish doctor test conformance test-vm test-versions zoo lint dist fuzz clean

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from weighin.loader.load import load_streaming
     from weighin.strategy import Load, Save
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _PUBLIC = {
     "Load": "weighin.strategy",

@@ -302,6 +302,16 @@ def test_the_published_run(open_page) -> None:
     assert f"The fastest is streaming, ready in {median(ready) / 1e9:.2f} s" in said
 
 
+def test_timelines_of_samples_that_a_kernel_gave(open_page) -> None:
+    run = Path(__file__).parent / "fixtures" / "gpt2-xl-8GiB"  # every 20th sample of two cells
+    opened = open_page(run_folder.read(run).results, run=run)
+    timelines = opened.page.locator("#timelines")
+    assert timelines.locator("figure:visible").count() == 2
+    said = timelines.inner_text()
+    assert "no samples" not in said
+    assert "baseline" in said and "oom_killed" in said
+
+
 def _faint(page: Page) -> list[str]:
     """Texts whose contrast with the page is below 4.5, WCAG's AA."""
     return page.evaluate(

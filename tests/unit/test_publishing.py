@@ -11,7 +11,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from factories import make_cell, make_result
+from factories import make_cell, make_result, write_samples
+from sweeps import a_sweep
 
 from weighin.cell import Cell
 from weighin.cli import app
@@ -297,15 +298,42 @@ def test_a_whole_run_takes_the_place_of_the_published_one(
     publish: ModuleType, tmp_path: Path
 ) -> None:
     measured, published = tmp_path / "measured", tmp_path / "published"
-    for folder, text in ((measured, "new"), (published, "old")):
-        (folder / "samples").mkdir(parents=True)
-        for name in ("records.jsonl", "report.md", "peaks.png"):
-            (folder / name).write_text(text)
-        (folder / "samples" / f"{text}-r0.csv").write_text(text)
-    (measured / "samples" / "new-r1.csv").write_text("new")
-    (measured / "plan.json").write_text("of this machine")
-    (published / "predicted.json").write_text("old")
+    old, new = make_result(make_cell("baseline")), make_result(make_cell("streaming"))
+    run_folder.append(published, old)
+    write_samples(published, old)
+    for name in ("report.md", "timeline.png", "predicted.json"):
+        (published / name).write_text("old")
+    run_folder.write_plan(measured, [new.cell])
+    run_folder.append(measured, new)
+    write_samples(measured, new)
+    (measured / "report.md").write_text("new")
     publish.put_in_place(measured, published)
     found = {str(path.relative_to(published)) for path in published.rglob("*") if path.is_file()}
-    assert found == {"records.jsonl", "report.md", "peaks.png", "samples/new-r0.csv"}
-    assert (published / "records.jsonl").read_text() == "new"
+    assert found == {"records.jsonl", "timeline.svg"}
+    assert [one.cell.strategy for one in run_folder.read(published).results] == ["streaming"]
+    picture = (published / "timeline.svg").read_text()
+    assert "streaming: ok" in picture
+    assert "no samples" not in picture
+
+
+def test_a_run_under_several_limits_keeps_no_timeline(publish: ModuleType, tmp_path: Path) -> None:
+    for result in a_sweep():
+        run_folder.append(tmp_path / "measured", result)
+    publish.put_in_place(tmp_path / "measured", tmp_path / "published")
+    assert [path.name for path in (tmp_path / "published").iterdir()] == ["records.jsonl"]
+
+
+def test_git_keeps_no_more_of_a_published_run_than_is_said(publish: ModuleType) -> None:
+    shown = "".join(
+        page.read_text() for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
+    )
+    files = [Path(name) for name in git(ROOT, "ls-files", "results/published").splitlines()]
+    for run in publish.read(ROOT):
+        is_save = any(one.cell.operation == "save" for one in run.results)
+        is_one_limit = len({one.cell.ram_limit_bytes for one in run.results}) == 1
+        kept = {"records.jsonl"} | (set() if is_save else {"predicted.json"})
+        found = {path.name for path in files if path.parent.name == run.name}
+        pictures = {name for name in found if f"{run.name}/{name}" in shown}
+        timelines = {name for name in found if name.startswith("timeline.")}
+        assert found == kept | pictures | timelines
+        assert len(timelines) == is_one_limit

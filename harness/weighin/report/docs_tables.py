@@ -1,6 +1,7 @@
 """Write published results into the project's pages: ``python -m weighin.report.docs_tables PAGE...``.
 
-Also writes the report.md of each published run.
+Also draws the pictures that the pages show, but for timelines: they need samples, which are not
+kept (``make publish`` draws them).
 
 A page contains blocks; the text between the two lines of a block is generated from records alone. A
 block names a run and a part of its report: nothing for the table of all series, ``relative`` for
@@ -23,14 +24,14 @@ table with predicted figures, because no GPU was available to measure them::
 import re
 import sys
 from collections.abc import Sequence
-from io import StringIO
+from io import BytesIO
 from pathlib import Path
 from typing import Final
 
 from weighin.record import Result
 from weighin.records import run_folder
+from weighin.report import style, writing
 from weighin.report.checked import markdown_checked
-from weighin.report.document import write_markdown
 from weighin.report.floors import markdown_agreement, markdown_floors
 from weighin.report.passes import markdown_passes
 from weighin.report.predicted import markdown_predicted
@@ -46,6 +47,7 @@ _BLOCK: Final = re.compile(
 _PREDICTED: Final = re.compile(
     r"(?P<first><!-- predicted configs/suites/notebook.yaml -->\n).*?<!-- end -->", re.DOTALL
 )
+_PICTURE: Final = re.compile(r"results/published/(?P<run>[\w.-]+)/(?P<name>[\w-]+)\.svg")
 _PARTS: Final = {
     None: markdown_table,
     "relative": markdown_relative,
@@ -75,12 +77,21 @@ def fill(page: str, root: Path) -> str:
     return _PREDICTED.sub(predicted, _BLOCK.sub(block, page))
 
 
-def report(run: Path) -> str:
-    """Return the text of report.md of a published run, with links to the pictures in its folder."""
-    records, file = run_folder.read(run), StringIO()
-    images = sorted(path.name for path in run.glob("*.png"))
-    write_markdown(records.results, file, warnings=records.warnings, images=images)
-    return file.getvalue()
+def draw(page: str, root: Path) -> dict[Path, bytes]:
+    """Return the pictures of a page that need nothing but records, as SVG, by their paths.
+
+    Raises:
+        RecordError: a run whose picture the page shows is not there, or is damaged.
+    """
+    drawn = {}
+    for match in _PICTURE.finditer(page):
+        path, name = root / match[0], match["name"]
+        if name != writing.TIMELINE:
+            file = BytesIO()
+            results = run_folder.read(path.parent).results
+            style.save(writing.pictures(path.parent, results)[name](), file, "svg")
+            drawn[path] = file.getvalue()
+    return drawn
 
 
 def _content(part: str | None, runs: dict[str, Sequence[Result]], root: Path) -> str:
@@ -95,9 +106,10 @@ def _content(part: str | None, runs: dict[str, Sequence[Result]], root: Path) ->
 def main() -> None:
     for name in sys.argv[1:]:
         page = Path(name)
-        page.write_text(fill(page.read_text(), Path.cwd()))
-    for records in Path("results/published").glob("*/records.jsonl"):
-        (records.parent / "report.md").write_text(report(records.parent))
+        text = page.read_text()
+        page.write_text(fill(text, Path.cwd()))
+        for path, picture in draw(text, Path.cwd()).items():
+            path.write_bytes(picture)
 
 
 if __name__ == "__main__":

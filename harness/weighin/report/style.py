@@ -4,8 +4,10 @@ Every strategy has the same colour in all figures. No information is in a colour
 """
 
 import hashlib
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
+from io import BytesIO
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 import pandas as pd
@@ -50,6 +52,8 @@ _COLOURS: Final = {
 _FALLBACK: Final = (
     "#88CCEE", "#CC6677", "#AA4499", "#661100", "#6699CC", "#888888",
 )  # fmt: skip
+_PATH: Final = re.compile(rb' d="[^"]*"')
+_DECIMALS: Final = re.compile(rb"(\.\d\d)\d+")
 _LINE_IN: Final = 0.16
 _TITLE_IN: Final = 0.34
 _LEGEND_ROW_IN: Final = 0.24
@@ -79,8 +83,15 @@ def save(figure: "Figure", file: BinaryIO, kind: str) -> None:
     from matplotlib import rc_context
 
     about = {"Date": None} if kind == "svg" else None
+    drawn = BytesIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "weighin"}):
-        figure.savefig(file, format=kind, dpi=DPI, facecolor="white", metadata=about)
+        figure.savefig(drawn, format=kind, dpi=DPI, facecolor="white", metadata=about)
+    file.write(_rounded(drawn.getvalue()) if kind == "svg" else drawn.getvalue())
+
+
+def _rounded(svg: bytes) -> bytes:
+    """Return an SVG whose paths have hundredths of a point: matplotlib writes millionths."""
+    return _PATH.sub(lambda path: _DECIMALS.sub(rb"\1", path[0]), svg)
 
 
 def new_figure(height_in: float, rows: int, columns: int, **options: Any) -> tuple["Figure", Any]:

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _HEADROOM: Final = 1.4  # above the data, for the names of phases
-_POINTS: Final = 800  # about the pixels of a panel; an SVG holds each of them
+_POINTS: Final = 400  # about the pixels of a panel on a page; an SVG holds each of them
+_SHARED: Final = "shmem_bytes"
+_DOTS: Final = ".."  # an SVG holds each dot of a square inch: 45 KiB, and 180 with four dots
 _CHARACTER: Final = 0.0145  # width of a letter in a phase's name, as a share of the panel
 
 
@@ -97,10 +99,13 @@ def _areas(axes: "Axes", track: Track, table: pd.DataFrame) -> None:
     drawn_points = thin(table, _POINTS)
     seconds = (drawn_points["t_ns"] - track.zero_ns) / 1e9
     shade = look.colour(track.result.cell.strategy)
-    colours: list[Any] = [shade, look.tint(shade), "white"]
-    layers = [drawn_points[name] / GIB for name in PARTS]
-    drawn = axes.stackplot(seconds, *layers, colors=colours, labels=PARTS)
-    drawn[2].set_hatch("....")
+    fills: dict[str, Any] = dict(zip(PARTS, (shade, look.tint(shade), "white"), strict=True))
+    # An SVG would hold every point of a layer of zeros, too.
+    parts = [name for name in PARTS if name == PARTS[0] or drawn_points[name].any()]
+    layers = [drawn_points[name] / GIB for name in parts]
+    drawn = axes.stackplot(seconds, *layers, colors=[fills[name] for name in parts], labels=parts)
+    if _SHARED in parts:
+        drawn[parts.index(_SHARED)].set_hatch(_DOTS)
     axes.plot(seconds, sum(layers), color=look.INK, linewidth=0.8)
 
 
@@ -170,8 +175,8 @@ def _legend(tracks: Sequence[Track], top: float) -> list[Any]:
         Patch(facecolor=look.GREY, label="anonymous", **look.EDGE),
         Patch(facecolor=look.tint(look.GREY), label="file-backed, reclaimable", **look.EDGE),
     ]
-    if any(track.table is not None and track.table["shmem_bytes"].any() for track in tracks):
-        handles.append(Patch(facecolor="white", hatch="....", label="shared", **look.EDGE))
+    if any(track.table is not None and track.table[_SHARED].any() for track in tracks):
+        handles.append(Patch(facecolor="white", hatch=_DOTS, label="shared", **look.EDGE))
     if any(track.gpu is not None for track in tracks):
         handles.append(Line2D([], [], color="black", linewidth=1, label="on the GPU"))
     limits = [track.result.cell.ram_limit_bytes for track in tracks]

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DEFAULT: Final = ("md", "html", "csv", "png")
+TIMELINE: Final = "timeline"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,8 @@ def write(run: Path, formats: Iterable[str] = DEFAULT) -> list[Path]:
 def _markdown(run: _Run) -> dict[str, bytes]:
     file = StringIO()
     kinds = [kind for kind in ("png", "svg") if kind in run.formats]
-    images = [f"{name}.{kinds[0]}" for name in _pictures(run)] if kinds else []
+    drawn = pictures(run.folder, run.results) if kinds else {}
+    images = [f"{name}.{kinds[0]}" for name in drawn]
     write_markdown(run.results, file, warnings=run.warnings, images=images)
     return {"report.md": file.getvalue().encode()}
 
@@ -62,21 +64,22 @@ def _csv(run: _Run) -> dict[str, bytes]:
 
 def _drawn(run: _Run, kind: str) -> dict[str, bytes]:
     drawn = {}
-    for name, draw in _pictures(run).items():
+    for name, draw in pictures(run.folder, run.results).items():
         file = BytesIO()
         style.save(draw(), file, kind)
         drawn[f"{name}.{kind}"] = file.getvalue()
     return drawn
 
 
-def _pictures(run: _Run) -> "dict[str, Callable[[], Figure]]":
-    """Return the function that draws each picture of a run, by name: first those of findings."""
-    pictures = dict(
-        picture for finding in sections.findings(run.results) for picture in finding.pictures
-    )
-    return pictures | {
-        "peaks": lambda: peaks_plot.draw_peaks(run.results),
-        "timeline": lambda: timeline.draw_timeline(run.folder, run.results),
+def pictures(folder: Path, results: Sequence[Result]) -> "dict[str, Callable[[], Figure]]":
+    """Return the function that draws each picture of a run, by name: first those of findings.
+
+    Only the timeline reads more than the records: the samples in ``folder``.
+    """
+    found = dict(picture for one in sections.findings(results) for picture in one.pictures)
+    return found | {
+        "peaks": lambda: peaks_plot.draw_peaks(results),
+        TIMELINE: lambda: timeline.draw_timeline(folder, results),
     }
 
 
