@@ -25,7 +25,7 @@ from weighin.formats.base import TensorSlice
 from weighin.formats.misfit import first_names
 from weighin.loader import fill
 from weighin.loader.arena import MemoryNeed, provide
-from weighin.loader.fill import Fill, Fillable, is_readable
+from weighin.loader.fill import Fill, is_readable
 from weighin.loader.lazy_state import (
     FILLED_DEVICES,
     lazy_state,
@@ -33,6 +33,7 @@ from weighin.loader.lazy_state import (
     read_at_once,
     source_of,
 )
+from weighin.loader.reads import Fillable
 from weighin.models import skeleton
 from weighin.models.deferred import DeferredLoad, WriteLog, is_dense, storage_key, use_count
 from weighin.models.meta import real_memory

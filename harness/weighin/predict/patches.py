@@ -84,9 +84,10 @@ def _legacy(ledger: Ledger) -> Any:
 def _streaming(ledger: Ledger) -> Any:
     """``load_streaming``: threads that read into memory which was allocated before."""
     from weighin.loader import fill
+    from weighin.loader.reads import Fillable
 
     @contextmanager
-    def being_filled(stretches: Sequence[fill.Fillable], threads: int | None) -> Iterator[None]:
+    def being_filled(stretches: Sequence[Fillable], threads: int | None) -> Iterator[None]:
         yield
         with ledger.holding(fill.buffer_bytes(stretches, threads, gpu=ledger.cuda is not None)):
             for one in stretches:
