@@ -31,7 +31,7 @@ def test_over_a_grid_of_limits_recommendations_are_kept(
         text=True,
         check=False,
     )
-    counts = re.search(r"(\d+) of (\d+) cells ended as promised", done.stdout)
+    counts = re.search(r"(\d+) of (\d+) cells ended as predicted", done.stdout)
     assert counts, done.stderr
     assert counts[1] == counts[2], done.stdout
 

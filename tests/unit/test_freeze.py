@@ -30,8 +30,8 @@ def test_what_is_broken_becomes_no_baseline_and_is_named(
     path = tmp_path / "baseline.yaml"
     assert typed("check", run, "--baseline", path, "--update", *options) == (
         1,
-        "no baseline is made of what is broken: lossy: wrong_weights; broken: strategy_failed\n"
-        "mend it and measure it again, or measure without it",
+        "cannot make a baseline of failed strategies: lossy: wrong_weights; broken: strategy_failed\n"
+        "fix it and measure again, or measure without it",
     )
     assert not path.exists()
 
@@ -41,7 +41,7 @@ def test_what_was_killed_becomes_no_baseline_without_a_word(tmp_path: Path) -> N
     assert typed("check", run, "--baseline", path, "--update") == (
         1,
         "not ok, and not expected: baseline: oom_killed\n"
-        f"where that is meant to be so: weighin check RUN --baseline '{path}' --update --expect-failures",
+        f"if that is intended: weighin check RUN --baseline '{path}' --update --expect-failures",
     )
     assert not path.exists()
 
@@ -81,7 +81,9 @@ def test_what_failed_in_two_ways_becomes_no_baseline(tmp_path: Path) -> None:
     run, path = run_of(tmp_path / "run", ok(), killed(), late), tmp_path / "baseline.yaml"
     code, text = typed("check", run, "--baseline", path, "--update", "--expect-failures")
     assert code == 1
-    assert text.startswith("not ok in more than one way: baseline: oom_killed 1, timeout 1\n")
+    assert text.startswith(
+        "more than one outcome that is not ok: baseline: oom_killed 1, timeout 1\n"
+    )
 
 
 def test_expect_failures_belongs_to_an_update(tmp_path: Path) -> None:
@@ -149,6 +151,6 @@ def test_an_expect_that_cannot_be_added_to_is_said() -> None:
     with pytest.raises(ConfigError) as caught:
         with_expectations("expect: {a: timeout,  # slow\n}\n", [KILLED])
     assert str(caught.value) == (
-        "the baseline's expect cannot be added to as it is written\n"
-        "write into it: baseline: oom_killed"
+        "the baseline's expect is written in a style that cannot be extended\n"
+        "add to it by hand: baseline: oom_killed"
     )

@@ -135,10 +135,10 @@ def test_runs_that_cannot_be_read_are_left_out_with_a_warning(tmp_path: Path) ->
     assert [moment.name for moment in found.moments] == ["run-2026-11-01", "run-2026-11-03"]
     first, second = found.warnings
     assert first == (
-        f"{newer}, line 1: written by a later weighin (schema 99; this one knows 1):"
+        f"{newer}, line 1: written by a newer weighin (schema 99; this version reads up to 1):"
         " this line is left out"
     )
-    assert "line 2 is torn" in second
+    assert "line 2 is incomplete" in second
 
 
 def test_names_that_lead_nowhere(tmp_path: Path) -> None:

@@ -135,13 +135,13 @@ def test_names_from_outside_are_escaped_everywhere(tmp_path: Path) -> None:
 
 
 def test_a_run_in_which_much_went_wrong(tmp_path: Path) -> None:
-    found = page(tmp_path, mixed_run(), ["records.jsonl, line 7 is torn"])
+    found = page(tmp_path, mixed_run(), ["records.jsonl, line 7 is incomplete"])
     rows = [attributes["data-outcome"] for attributes in found.having("tr") if "data-outcome" in attributes]  # fmt: skip
     assert rows == [
         "ok", "oom_killed", "timeout", "skipped", "strategy_failed", "wrong_weights",
     ]  # fmt: skip
     words = found.words()
-    assert "Warnings records.jsonl, line 7 is torn" in words
+    assert "Warnings records.jsonl, line 7 is incomplete" in words
     assert "direct_cuda: skipped" in words
     assert "not run" in words
     assert "not measured" in words
@@ -225,7 +225,7 @@ def test_a_sweep_has_its_survival_matrix_and_the_reasons(tmp_path: Path) -> None
     )
     (thrashing,) = found.having("td", **{"class": "thrashes number"})
     tip = thrashing["data-tip"] or ""
-    assert tip.startswith("mmap_assign, 1 GiB: thrashes\n41.0 s, 8.2x the 5.00 s in peace")
+    assert tip.startswith("mmap_assign, 1 GiB: thrashes\n41.0 s, 8.2x the reference of 5.00 s")
     assert found.having(
         "div", **{"aria-label": "What works under which limit; arrow keys go from field to field"}
     )

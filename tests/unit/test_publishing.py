@@ -131,7 +131,9 @@ def test_the_status_names_what_is_stale_with_commit_and_day(
         "c: never measured",
         "2 of 3 are older than their code, or were never measured: b, c",
     ]
-    assert publish.status(publish.read(copy, ["a"]), copy)[1] == "all 1 are of their code as it is"
+    assert (
+        publish.status(publish.read(copy, ["a"]), copy)[1] == "all 1 are up to date with their code"
+    )
 
 
 def test_every_published_run_has_its_command_and_its_commit(publish: ModuleType) -> None:
@@ -154,7 +156,7 @@ def test_the_status_says_of_which_code_predictions_are(publish: ModuleType, copy
     told = {"predicted_at": "2026-11-24T01:02:03+00:00", "environment": {"git_commit": head}}
     (folder / "predicted.json").write_text(json.dumps(told))
     said = f"  its predictions: commit {head[:10]}, 2026-11-24: "
-    assert publish.predictions(run, copy) == [said + "of its code as it is"]
+    assert publish.predictions(run, copy) == [said + "up to date with its code"]
     change(copy, "harness/weighin/predict/heap.py")
     git(copy, "commit", "--quiet", "-a", "-m", "the heap")
     assert publish.predictions(run, copy) == [said + "OLDER than its code (1 commit since)"]
@@ -199,14 +201,14 @@ def test_the_plan_says_how_long_each_run_took(publish: ModuleType) -> None:
     run = publish.Run("a", ("bench", "gpt2-xl", "--ram", "8g"), (first, last))
     lines = publish.plan([run, run])
     assert lines[:2] == ["    6 min  weighin bench gpt2-xl --ram 8g"] * 2
-    assert lines[2].startswith("   12 min in all")
+    assert lines[2].startswith("   12 min in total")
 
 
 @pytest.mark.parametrize(
     ("load", "dirty", "said"),
     [
         (0.1, False, ""),
-        (1.5, False, "this machine is not quiet: load average 1.50, above 0.3"),
+        (1.5, False, "this machine is busy: load average 1.50, above 0.3"),
         (0.1, True, "tracked files differ from the commit"),
         (0.1, None, "tracked files differ from the commit"),
     ],
@@ -244,7 +246,7 @@ def test_a_stopped_run_goes_on_and_other_code_does_not(
     run = publish.Run("x", ("bench", "gpt2-tiny"), (result,))
     weighin = Weighin([result], code=130)
     monkeypatch.setattr(publish.subprocess, "run", weighin)
-    with pytest.raises(SystemExit, match="The same command goes on from here"):
+    with pytest.raises(SystemExit, match="The same command resumes it"):
         publish.measure(run)
     weighin.code = 0
     publish.measure(run)
@@ -253,7 +255,9 @@ def test_a_stopped_run_goes_on_and_other_code_does_not(
         ["bench", "--resume", "results/publishing/x"],
     ]
     monkeypatch.setattr(publish.environment, "code", lambda: {"git_commit": "b" * 40})
-    with pytest.raises(SystemExit, match="was begun at commit aaaaaaaaaa, and this is bbbbbbbbbb"):
+    with pytest.raises(
+        SystemExit, match="was started at commit aaaaaaaaaa, but this is bbbbbbbbbb"
+    ):
         publish.measure(run)
     assert len(weighin.calls) == 2
 
@@ -264,7 +268,7 @@ def test_a_stopped_run_goes_on_and_other_code_does_not(
         ({"outcome": Outcome.WRONG_WEIGHTS, "message": "h.0 differs"}, "is wrong_weights: h.0"),
         (
             {"cell": make_cell(isolation="cgroup")},
-            "was measured with cgroup, and the published one",
+            "was measured with cgroup, but the published run",
         ),
     ],
 )

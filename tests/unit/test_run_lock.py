@@ -38,7 +38,7 @@ def test_two_caches_share_one_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         pytest.fail("both measured")
     assert str(caught.value) == (
         f"another run is measuring on this machine (it holds {path})\n"
-        "wait until it has ended: two runs at once would measure each other"
+        "wait until it has ended: concurrent runs would distort each other's figures"
     )
     first.communicate("\n")
     with run_lock.only_run():
@@ -92,7 +92,7 @@ def test_a_link_in_the_lock_s_place_is_not_followed(
     with pytest.raises(ConfigError) as caught, run_lock.only_run():
         pytest.fail("it was followed")
     assert str(caught.value) == (
-        f"cannot open the lock of this machine's one run, {tmp_path / 'lock'}:"
+        f"cannot open the lock file {tmp_path / 'lock'}:"
         " Too many levels of symbolic links\n"
-        "see whose it is (ls -l), or name another file: WEIGHIN_LOCK=/path weighin ..."
+        "check its owner (ls -l), or name another file: WEIGHIN_LOCK=/path weighin ..."
     )

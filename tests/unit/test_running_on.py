@@ -55,7 +55,7 @@ def test_a_record_that_finds_no_room_leaves_no_half_of_it(tmp_path: Path) -> Non
     lost = make_result(AGAIN).cell.id
     assert caught.value.message == (
         f"cannot write {tmp_path / run_folder.RECORDS}: File too large;"
-        f" what was measured of {lost} is lost"
+        f" the measurement of {lost} is lost"
     )
 
 
@@ -117,7 +117,7 @@ def no_page_cache(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             [fakes.begin("read")],
             Outcome.MEASUREMENT_FAILED,
-            "the worker does not end, not even by SIGKILL, in phase 'read'",
+            "the worker does not end, not even after SIGKILL, in phase 'read'",
         ),
         (
             [fakes.begin("read"), TimeoutError],
@@ -133,7 +133,7 @@ def test_a_worker_that_does_not_die_has_its_result_and_then_is_told(
     isolation: Any = _Isolation(trouble, list(script), hangs=99)
     measured = take(Setting(isolation, tmp_path, {}), JOB, [], None)
     assert (measured.result.outcome, measured.result.message) == (outcome, message)
-    assert "the worker still ran when this was recorded: SIGKILL did not end it" in (
+    assert "the worker was still running when this was recorded: SIGKILL did not end it" in (
         measured.result.warnings
     )
     with pytest.raises(StillRunning):
@@ -189,7 +189,7 @@ def test_closing_a_worker_that_does_not_die_ends_and_says_so() -> None:
     with pytest.raises(StillRunning) as caught:
         running.close()
     assert str(caught.value) == (
-        f"the worker, process {running.pid}, does not end, not even by SIGKILL\n"
+        f"the worker, process {running.pid}, does not end, not even after SIGKILL\n"
         "it waits in the kernel, as for a disk or a network share that does not answer: mend that,"
         " or restart the machine"
     )
@@ -228,7 +228,7 @@ def test_what_stops_a_run_that_has_records_says_how_to_go_on(
     for _ in range(2):
         with pytest.raises(HarnessError), resumable("floor", Run(tmp_path, [], ProcessIsolation())):
             raise error
-    assert error.repair == f"{before}; then go on: weighin floor --resume {tmp_path}"
+    assert error.repair == f"{before}; then resume: weighin floor --resume {tmp_path}"
 
 
 @pytest.mark.parametrize(

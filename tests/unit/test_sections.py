@@ -106,7 +106,7 @@ def test_the_notebooks_figures_warnings_and_a_full_gpu_are_told_everywhere(tmp_p
         cell, outcome=Outcome.CUDA_OOM, message="CUDA out of memory.", allocator_summary="| Cur |"
     )
     warned = replace(gpu_cell("baseline", 12.832), warnings=("the disk was busy",))
-    shown = same_everywhere([warned, refused], tmp_path, ["line 7 is torn"])
+    shown = same_everywhere([warned, refused], tmp_path, ["line 7 is incomplete"])
     assert {
         "Beside the notebook's published figures",
         "Not ok",

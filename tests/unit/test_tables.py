@@ -52,7 +52,7 @@ def test_what_varies_is_a_column_and_models_and_devices_are_headings() -> None:
 
 
 def test_the_markdown_report_of_a_run_in_which_much_went_wrong() -> None:
-    lines = markdown(mixed_run(), warnings=["line 7 is torn"])
+    lines = markdown(mixed_run(), warnings=["line 7 is incomplete"])
     assert lines[:8] == [
         "# Loading gpt2-xl",
         "",
@@ -78,7 +78,7 @@ def test_the_markdown_report_of_a_run_in_which_much_went_wrong() -> None:
         "",
         "## Warnings",
         "",
-        "- line 7 is torn",
+        "- line 7 is incomplete",
         "",
     ]
 

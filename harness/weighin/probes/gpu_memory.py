@@ -1,31 +1,32 @@
-"""One process's memory on a GPU as the driver counts it, asked of NVML from outside.
+"""Sample one process's GPU memory as the driver counts it, with NVML from another process.
 
-It holds what no allocator of the process knows: the context, code and the libraries' own buffers.
+It includes the memory that no allocator of the process counts: the CUDA context, code and the
+libraries' own buffers.
 """
 
 import threading
 import time
 from typing import Any, Final
 
-_INTERVAL_S: Final = 0.02  # a look takes about a millisecond
+_INTERVAL_S: Final = 0.02  # one query takes about a millisecond
 
 
 class NvmlUnavailable(Exception):
-    """NVML cannot tell; the message is the reason."""
+    """NVML cannot report the memory; the message is the reason."""
 
 
 class DriverMemory:
-    """Looks at one process on one GPU, in a thread, until ``stop`` is called.
+    """Samples one process on one GPU, in a thread, until ``stop`` is called.
 
     Raises:
-        NvmlUnavailable: no NVML, no such GPU, or it does not tell processes apart.
+        NvmlUnavailable: no NVML, no such GPU, or NVML does not report memory per process.
     """
 
     def __init__(self, uuid: str | None, pid: int | None) -> None:
         if uuid is None:
-            raise NvmlUnavailable("this torch does not tell the GPU's UUID")
+            raise NvmlUnavailable("this torch does not report the GPU's UUID")
         if pid is None:
-            raise NvmlUnavailable("the worker is no process of this machine")
+            raise NvmlUnavailable("the worker is not a process of this machine")
         self._pid = pid
         self._points: list[tuple[int, int]] = []
         self._stop = threading.Event()
@@ -43,7 +44,7 @@ class DriverMemory:
         self._thread.start()
 
     def stop(self) -> list[tuple[int, int]]:
-        """End the looks and return them: (monotonic ns, bytes)."""
+        """End the sampling and return the samples: (monotonic ns, bytes)."""
         self._stop.set()
         self._thread.join()
         self._nvml.nvmlShutdown()
@@ -65,7 +66,7 @@ class DriverMemory:
                 f"NVML lists no process {self._pid}: another PID namespace, or MIG"
             )
         if used[self._pid] is None:
-            raise NvmlUnavailable("NVML does not tell the memory of one process here")
+            raise NvmlUnavailable("NVML does not report memory per process here")
         return int(used[self._pid])
 
 
