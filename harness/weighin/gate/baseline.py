@@ -60,6 +60,7 @@ class _Measured(config.Strict):
     environment: Annotated[dict[str, str | int | float | bool | None], _Map] = Field(
         default_factory=dict
     )
+    expect: Annotated[dict[str, str], _Map] = Field(default_factory=dict)
     series: Annotated[dict[str, _Series], _Map] = Field(default_factory=dict)
 
 
@@ -84,11 +85,15 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """The content of a baseline file: its rules, and the measured series by name."""
+    """The content of a baseline file: its rules, and the measured series by name.
+
+    ``accepted`` are those of the rules' expectations that an update wrote.
+    """
 
     rules: Rules
     environment: dict[str, Setting]
     series: dict[str, Series]
+    accepted: tuple[Expectation, ...] = ()
 
 
 def default_rules() -> Rules:
@@ -117,14 +122,15 @@ def read(path: Path) -> Baseline:
         )
     file = config.validate(_File, content, str(path))
     try:
-        rules = _rules(file)
+        accepted = _expectations(file.measured.expect)
+        rules = _rules(file, accepted)
     except HarnessError as error:
         raise ConfigError(f"{path}: {error.message}", error.repair) from None
     series = {name: _as_series(entry) for name, entry in file.measured.series.items()}
-    return Baseline(rules, dict(file.measured.environment), series)
+    return Baseline(rules, dict(file.measured.environment), series, accepted)
 
 
-def _rules(file: _File) -> Rules:
+def _rules(file: _File, accepted: tuple[Expectation, ...]) -> Rules:
     tolerances = dict(default_rules().tolerances)
     for name, chosen in file.metrics.items():
         metric = named(name)
@@ -136,8 +142,12 @@ def _rules(file: _File) -> Rules:
         tolerances,
         tuple(budgets.parse(text) for text in file.budgets),
         dict(file.environment),
-        tuple(expected.of_file(selector, outcome) for selector, outcome in file.expect.items()),
+        (*_expectations(file.expect), *accepted),
     )
+
+
+def _expectations(written: dict[str, str]) -> tuple[Expectation, ...]:
+    return tuple(expected.of_file(selector, outcome) for selector, outcome in written.items())
 
 
 def _tolerance(metric: Metric, chosen: _Tolerance) -> Tolerance:

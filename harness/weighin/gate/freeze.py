@@ -12,7 +12,7 @@ import yaml
 from weighin import __version__
 from weighin.atomic import write_text
 from weighin.errors import ConfigError
-from weighin.gate.baseline import Rules, default_rules, read
+from weighin.gate.baseline import Baseline, Rules, default_rules, read
 from weighin.gate.expected import Expectation
 from weighin.records.machine import Setting, policy_of
 from weighin.records.metrics import METRICS
@@ -48,74 +48,37 @@ def update(
 ) -> list[str]:
     """Write the measured figures into a baseline file; keeps the part that the user edits.
 
-    ``expect`` is added to the outcomes that the file expects already. Returns the lines of the
-    diff, empty if nothing changed.
+    ``expect`` is added to the outcomes that the file expects already, below the user's part. Returns
+    the lines of the diff, empty if nothing changed.
 
     Raises:
         ConfigError: the file is invalid or cannot be written.
     """
-    rules = read(path).rules if path.exists() else default_rules()
+    baseline = read(path) if path.exists() else None
+    rules = baseline.rules if baseline else default_rules()
     old = path.read_text(encoding="utf-8") if path.exists() else ""
-    head = with_expectations(_head_of(old) if old else _HEAD, expect)
+    head = _head_of(old) if old else _HEAD
     head += "" if head.endswith("\n") else "\n"
-    new = head + "\n".join(_lines(rules, environment, series)) + "\n"
+    accepted = _accepted(baseline, series, expect)
+    new = head + "\n".join(_lines(rules, environment, series, accepted)) + "\n"
     if new != old:
         _write(path, new)
     names = (str(path), str(path))
     return list(unified_diff(old.splitlines(), new.splitlines(), *names, n=1, lineterm=""))
 
 
-def with_expectations(head: str, wanted: Sequence[Expectation]) -> str:
-    """Return the user's part of a file with additions to ``expect``; the rest is unchanged.
-
-    Raises:
-        ConfigError: ``expect`` is written in a style that cannot be extended.
-    """
-    content = yaml.safe_load(head) or {}
-    merged = dict(content.get("expect") or {})
-    new = {
-        each.selector: each.outcome.value
-        for each in wanted
-        if merged.get(each.selector) != each.outcome
+def _accepted(
+    baseline: Baseline | None, series: Mapping[str, Series], wanted: Sequence[Expectation]
+) -> dict[str, str]:
+    """Return the accepted outcomes that the user's part does not have; those of before if needed."""
+    failed = [name for name, entry in series.items() if not entry.is_ok]
+    before = baseline.accepted if baseline else ()
+    needed = [each for each in before if any(each.covers(name) for name in failed)]
+    written = {str(each) for each in baseline.rules.expected} if baseline else set()
+    own = written - {str(each) for each in before}
+    return {
+        each.selector: each.outcome.value for each in (*needed, *wanted) if str(each) not in own
     }
-    changed = head
-    try:
-        for selector, outcome in new.items():
-            changed = _with_line(changed, selector, outcome)
-        is_right = not new or yaml.safe_load(changed) == content | {"expect": merged | new}
-    except yaml.YAMLError:
-        is_right = False
-    if not is_right:
-        shown = ", ".join(f"{_text(selector)}: {outcome}" for selector, outcome in new.items())
-        raise ConfigError(
-            "the baseline's expect is written in a style that cannot be extended",
-            f"add to it by hand: {shown}",
-        )
-    return changed
-
-
-def _with_line(head: str, selector: str, outcome: str) -> str:
-    """Return the text with one key of ``expect`` set, in the present style."""
-    line = f"{_text(selector)}: {outcome}"
-    root = yaml.compose(head, yaml.SafeLoader)
-    pairs = root.value if isinstance(root, yaml.MappingNode) else []
-    node = next((value for key, value in pairs if key.value == "expect"), None)
-    if node is None:
-        gap = "" if not head or head.endswith("\n") else "\n"
-        return f"{head}{gap}expect:\n  {line}\n"
-    start, end = node.start_mark.index, node.end_mark.index
-    inner = node.value if isinstance(node, yaml.MappingNode) else []
-    for key, value in inner:
-        if key.value == selector:
-            return head[: value.start_mark.index] + outcome + head[value.end_mark.index :]
-    if not inner:  # {} or nothing
-        return f"{head[:start].rstrip(' ')}\n  {line}{head[end:]}"
-    if node.flow_style:
-        return f"{head[: end - 1].rstrip()}, {line}{head[end - 1 :]}"
-    last = head.find("\n", inner[-1][1].end_mark.index)
-    before = head[: last + 1] if last >= 0 else f"{head}\n"
-    indent = " " * inner[0][0].start_mark.column
-    return f"{before}{indent}{line}\n{head[len(before) :]}"
 
 
 def _head_of(text: str) -> str:
@@ -129,7 +92,10 @@ def _head_of(text: str) -> str:
 
 
 def _lines(
-    rules: Rules, environment: Mapping[str, Setting], series: Mapping[str, Series]
+    rules: Rules,
+    environment: Mapping[str, Setting],
+    series: Mapping[str, Series],
+    accepted: Mapping[str, str],
 ) -> Iterator[str]:
     yield f"{_MARK} by weighin {__version__}; the lines below are written by: weighin check RUN --baseline FILE --update"
     yield "measured:"
@@ -137,6 +103,9 @@ def _lines(
     for name, value in sorted(environment.items()):
         if policy_of(name, rules.policies or {}) != "ignore":
             yield f"    {_text(name)}: {_text(value)}"
+    if accepted:
+        yield "  expect:"
+        yield from (f"    {_text(name)}: {accepted[name]}" for name in sorted(accepted))
     yield "  series:"
     judged = [METRICS[name] for name in METRICS if name in rules.tolerances]
     explaining = {metric.in_phase for metric in judged}
