@@ -16,7 +16,6 @@ import atheris
 # Only what reads foreign bytes is worth guiding by: torch and the writers would drown it.
 with atheris.instrument_imports(include=["weighin.formats"]):
     from weighin import formats
-from weighin.formats.base import TensorSlice
     from weighin.formats import (
         bounded_json,
         dcp,
@@ -122,7 +121,7 @@ def make(path: Path, layout: formats.Layout) -> Path:
     """Write a small, sound checkpoint with tied weights and several dtypes."""
     import torch
 
-    from weighin.formats.base import TensorPlan
+    from weighin.formats.base import TensorPlan, TensorSlice
 
     plans = [
         TensorPlan("a.weight", (3, 2), torch.float32),
