@@ -33,6 +33,7 @@ with atheris.instrument_imports(include=["weighin.formats"]):
         tensor_refs,
         zip_directory,
     )
+    from weighin.formats.base import TensorSlice
 
 from weighin.errors import CheckpointError
 
@@ -121,7 +122,7 @@ def make(path: Path, layout: formats.Layout) -> Path:
     """Write a small, sound checkpoint with tied weights and several dtypes."""
     import torch
 
-    from weighin.formats.base import TensorPlan, TensorSlice
+    from weighin.formats.base import TensorPlan
 
     plans = [
         TensorPlan("a.weight", (3, 2), torch.float32),
