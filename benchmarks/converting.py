@@ -1,8 +1,8 @@
-"""What conversions hold: each layout written from one file, beside what a conversion may hold.
+"""Measure the memory of conversions from one file to each format, and compare it with a limit.
 
-Each conversion is a fresh process, verified at its end. Its peak is the largest sample of anonymous
-memory, a thousand looks a second from a thread of its own, above what it held when everything was
-imported. The limit is the largest tensor and 300 MiB. Exits with 1 where one is above its limit.
+Each conversion runs in a fresh process and is verified at its end. Its figure is the sampled maximum
+of anonymous memory, from 1000 samples per second, above the memory after all imports. The limit is
+the size of the largest tensor plus 300 MiB. Exits with 1 if a conversion exceeds its limit.
 """
 
 import argparse
@@ -54,32 +54,32 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--model", default="gpt2-xl")
-    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="to convert to")
+    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="target dtype")
     parser.add_argument("--formats", nargs="+", choices=formats.NAMES, default=list(formats.NAMES))
     options = parser.parse_args()
     source = cache.ensure(registry.model(options.model), "pt")
     manifest = source.manifest()
     limit = manifest.largest_bytes + SPARE_BYTES
     print(f"{options.model}: {manifest.checkpoint_bytes / GIB:.2f} GiB to {DTYPES[options.dtype]}")
-    print(f"{'layout':<14}{'above import MiB':>18}{'limit MiB':>12}{'write s':>10}")
+    print(f"{'format':<14}{'above import MiB':>18}{'limit MiB':>12}{'write s':>10}")
     failed = False
     for fmt in options.formats:
-        found = convert(source.path, fmt, DTYPES[options.dtype])
-        failed |= found["peak_bytes"] > limit
-        peak, seconds = found["peak_bytes"] / MIB, found["write_s"]
+        measured = convert(source.path, fmt, DTYPES[options.dtype])
+        failed |= measured["peak_bytes"] > limit
+        peak, seconds = measured["peak_bytes"] / MIB, measured["write_s"]
         print(f"{fmt:<14}{peak:>18.1f}{limit / MIB:>12.1f}{seconds:>10.2f}", flush=True)
     sys.exit(failed)
 
 
 def convert(source: Path, fmt: str, dtype: str) -> dict[str, float]:
-    """Return the peak above the import, in bytes, and the seconds of one conversion."""
+    """Run one conversion; returns its memory above the imports in bytes, and its seconds."""
     folder = Path(tempfile.mkdtemp(prefix="converting-", dir=cache.folder()))
     try:
         target = folder / f"model{formats.named(fmt).SUFFIX}"
         command = [sys.executable, "-c", CHILD, str(source), str(target), fmt, dtype]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
-        found: dict[str, float] = json.loads(done.stdout)
-        return found
+        measured: dict[str, float] = json.loads(done.stdout)
+        return measured
     finally:
         shutil.rmtree(folder)
 

@@ -1,9 +1,9 @@
-"""Which way of copying a cached file into fresh huge pages is fastest on this processor?
+"""Compare methods of copying a cached file into fresh huge pages on this processor.
 
     python benchmarks/copying.py [FILE] [--rounds 7] [--threads 2]
 
-Each round tries every way once, in a random order, each in a process of its own. Ratios are
-to the best raw way of the same round; where others use the machine, trust those of processor time.
+Each round runs every method once in random order, each in its own process. Ratios are relative to
+the fastest raw method of the same round. If the machine is busy, use the ratios of CPU time.
 """
 
 import argparse
@@ -43,19 +43,19 @@ def read_present(file: Path, target: memoryview, offset: int) -> None:
 def copy_mapped(file: Path, target: memoryview, offset: int) -> None:
     make_present(target)
     reader = PieceReader()
-    with reader.looking(file, offset, len(target)) as found:
-        direct_io.copy(target, found)
+    with reader.looking(file, offset, len(target)) as mapped:
+        direct_io.copy(target, mapped)
     reader.close()
 
 
 def load(file: Path, target: memoryview, offset: int) -> None:
-    """As the loader chooses."""
+    """Read as the loader does, which chooses its method itself."""
     reader = PieceReader()
     reader.read(file, target, offset)
     reader.close()
 
 
-# The most bytes of a share: 0 stands for all that there is for a thread.
+# Each method with its largest share in bytes; 0 means one share per thread.
 WAYS: dict[str, tuple[Callable[[Path, memoryview, int], None], int]] = {
     "read 1 MiB": (read, MIB),
     "read 4 MiB": (read, 4 * MIB),
@@ -71,7 +71,7 @@ WAYS: dict[str, tuple[Callable[[Path, memoryview, int], None], int]] = {
 
 
 def seconds(way: str, file: Path, threads: int) -> tuple[float, float]:
-    """Fill fresh memory, by several threads that take the next share each; seconds, and of processors."""
+    """Fill fresh memory with several threads; returns wall seconds and CPU seconds."""
     copy, most = WAYS[way]
     size = file.stat().st_size
     share = most or -(-size // threads // _HUGE_BYTES) * _HUGE_BYTES
@@ -121,24 +121,24 @@ def main() -> None:
 
 
 def compare(file: Path, options: argparse.Namespace) -> None:
-    """Print each way's seconds, and its ratio to the fastest raw way of the same round."""
+    """Print each method's seconds, and its ratio to the fastest raw method of the same round."""
     ways = options.ways.split(",")
     rounds: list[dict[str, list[float]]] = []
     for _ in range(options.rounds):
-        found = {}
+        by_way = {}
         for way in random.sample(ways, len(ways)):
             command = [sys.executable, __file__, str(file), f"--threads={options.threads}"]
             done = subprocess.run([*command, "--one", way], capture_output=True, check=True)
-            found[way] = [float(word) for word in done.stdout.split()]
-        rounds.append(found)
+            by_way[way] = [float(word) for word in done.stdout.split()]
+        rounds.append(by_way)
     raw = [way for way in ways if not way.startswith("loader")]
     for way in ways:
         words = [f"{way:20}"]
-        for at, what in enumerate(("s", "s of processors")):
-            times = [found[way][at] for found in rounds]
-            ratios = [found[way][at] / min(found[one][at] for one in raw) for found in rounds]
+        for at, unit in enumerate(("s", "s of CPU time")):
+            times = [by_way[way][at] for by_way in rounds]
+            ratios = [by_way[way][at] / min(by_way[each][at] for each in raw) for by_way in rounds]
             ratio, time_s = statistics.median(ratios), statistics.median(times)
-            words.append(f"{time_s:.2f} (least {min(times):.2f}) {what}, {ratio:.2f}x the best")
+            words.append(f"{time_s:.2f} (min {min(times):.2f}) {unit}, {ratio:.2f}x the best")
         print(" | ".join(words))
 
 

@@ -1,8 +1,8 @@
-"""A 41 GB float32 checkpoint as a 20.6 GB bfloat16 model, in less RAM than a copy more would take.
+"""Load a 41 GB float32 checkpoint as a 20.6 GB bfloat16 model, in RAM for little more than the model.
 
-The case of the request that asked PyTorch for it: 40 GB on the disk, a half-precision model of 20 GB,
-and a machine on which the model fits once. The checkpoint is sparse: it has the structure and no
-data, so that it takes no room on the disk and reads as zeros, which memory has to hold all the same.
+This is the case of a PyTorch feature request: a checkpoint of 40 GB, a half-precision model of 20 GB
+and RAM for one copy of the model. The checkpoint is a sparse file with structure but no data: it
+needs no disk space and reads as zeros, which take as much memory as any other values.
 """
 
 import argparse
@@ -32,8 +32,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=cache.folder(), prefix="sparse-") as folder:
         checkpoint = Path(folder) / "model.pt"
         write_sparse(options.model, checkpoint)
-        held = checkpoint.stat().st_blocks * 512 / 2**20
-        print(f"{checkpoint.stat().st_size:,} bytes, {held:.0f} MiB on the disk", flush=True)
+        disk_mib = checkpoint.stat().st_blocks * 512 / 2**20
+        print(f"{checkpoint.stat().st_size:,} bytes, {disk_mib:.0f} MiB on the disk", flush=True)
         command = [
             *(sys.executable, "-m", "weighin", "bench", options.model),
             *("--checkpoint", str(checkpoint), "--dtype", "bf16", "--ram", options.ram),
@@ -44,12 +44,12 @@ def main() -> None:
 
 
 def write_sparse(model: str, path: Path) -> None:
-    """Write the checkpoint that ``torch.save`` would write, with holes where the values would be."""
+    """Write a checkpoint as ``torch.save`` does, with holes in place of the values."""
     spec = registry.model(model)
     skeleton = build_skeleton(
         resolve_builder(spec.builder), spec.kwargs, real_buffers="non_persistent"
     )
-    # Memory that is never touched takes no room either.
+    # Memory that is never touched needs no RAM either.
     state = {name: torch.empty_like(t, device="cpu") for name, t in skeleton.state_dict().items()}
     with torch.serialization.skip_data():
         torch.save(state, path)

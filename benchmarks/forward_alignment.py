@@ -1,11 +1,11 @@
-"""Whether a model computes as fast, and the same bits, where its tensors lie as a safetensors file has them.
+"""Compare speed and outputs of a model with tensors aligned by torch and as in a safetensors file.
 
 ``.venv/bin/python benchmarks/forward_alignment.py [--rounds 9] [--models gpt2-medium,resnet50]``
 
-torch allocates at multiples of 64 bytes; in a safetensors file tensors lie at multiples of 8, and
-``load_streaming`` keeps each file's distances. Forward passes of the same weights in both places take
-turns in one process; with ``OMP_NUM_THREADS=1`` it is processor time that counts. Needs 4 GiB of RAM
-and, for torchvision's resnet50, the extra ``zoo``.
+torch aligns tensors to 64 bytes, a safetensors file to 8, and ``load_streaming`` keeps the offsets
+of the file. Forward passes with the same weights in both alignments alternate in one process. With
+``OMP_NUM_THREADS=1`` the figures are CPU time. Needs 4 GiB of RAM and, for torchvision's resnet50,
+the extra ``zoo``.
 """
 
 import argparse
@@ -45,7 +45,7 @@ MODELS: dict[str, tuple[Callable[[], torch.nn.Module], Callable[[], torch.Tensor
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--models", default=",".join(MODELS), help="names, with commas between")
+    parser.add_argument("--models", default=",".join(MODELS), help="comma-separated names")
     options = parser.parse_args()
     for name in options.models.split(","):
         with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="weighin-alignment-") as folder:
@@ -61,7 +61,7 @@ def _compare(name: str, file: Path, rounds: int) -> None:
     torch.manual_seed(0)
     inputs = example()
     seconds = []
-    # Once, unmeasured: pages, kernels, threads.
+    # One unmeasured pass each, to warm up pages, kernels and threads.
     outputs = [_forward(model, inputs)[0] for model in (allocated, loaded)]
     for number in range(rounds):
         turn = [_forward(model, inputs)[1] for model in _in_turn(number, allocated, loaded)]
@@ -71,27 +71,27 @@ def _compare(name: str, file: Path, rounds: int) -> None:
     print(
         f"{name}: {medians[0]:.4f} s allocated by torch, {medians[1]:.4f} s loaded; ratio "
         f"{statistics.median(ratios):.3f} ({min(ratios):.3f}..{max(ratios):.3f}), {rounds} rounds, "
-        f"{torch.get_num_threads()} threads\n  {_said(*outputs)}; loaded tensors by the largest power of two "
-        f"that divides their address: {_alignments(loaded)}",
+        f"{torch.get_num_threads()} threads\n  {_difference(*outputs)}; number of loaded tensors by "
+        f"alignment in bytes: {_alignments(loaded)}",
         flush=True,
     )
 
 
 def _in_turn(number: int, *models: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
-    """Return the models, in every other round the second one first."""
+    """Return the models, in reverse order in every other round."""
     return models if number % 2 == 0 else models[::-1]
 
 
 def _forward(model: torch.nn.Module, inputs: torch.Tensor) -> tuple[torch.Tensor, float]:
     with torch.inference_mode():
-        # With one thread, processor time: of a pass that waits for other work it says as much.
+        # With one thread use CPU time, which does not include waiting for other processes.
         clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
         start = clock()
         output: torch.Tensor = model(inputs)
         return output, clock() - start
 
 
-def _said(allocated: torch.Tensor, loaded: torch.Tensor) -> str:
+def _difference(allocated: torch.Tensor, loaded: torch.Tensor) -> str:
     if torch.equal(allocated, loaded):
         return "outputs equal bit by bit"
     error = float((allocated - loaded).abs().max() / allocated.abs().max())
@@ -99,12 +99,12 @@ def _said(allocated: torch.Tensor, loaded: torch.Tensor) -> str:
 
 
 def _alignments(model: torch.nn.Module) -> str:
-    found = Counter(
+    counts = Counter(
         next(power for power in _POWERS if tensor.data_ptr() % power == 0)
         for tensor in model.state_dict().values()
         if tensor.numel()
     )
-    return ", ".join(f"{power}: {found[power]}" for power in _POWERS if found[power])
+    return ", ".join(f"{power}: {counts[power]}" for power in _POWERS if counts[power])
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Does the gate catch what it should, and nothing else? Both counts, and the spread of each metric.
+"""Measure how often the gate detects a regression and how often it raises a false alarm.
 
-Measures a baseline, then in turn an unchanged run and one of planted strategies: each keeps one
-extra tensor of 5 % of the model, from the start of its load in one round, from its end in the next
-(which no peak shows where the peak came before). Every run is a command of its own, as in a CI.
-What is already in --out is not measured again: call it again with more --rounds.
+Measures a baseline, then alternates an unchanged run with a run of modified strategies. A modified
+strategy keeps an extra tensor of 5 % of the model: in one round from the start of its load, in the
+next from its end (which does not raise a peak that was reached earlier). Each run is a separate
+command, as in CI. Prints both counts and the spread of each metric. Runs that --out contains are not
+measured again, so a later call with more --rounds adds to them.
 """
 
 import argparse
@@ -33,7 +34,7 @@ _planted_load = load
 def load(job):
     kept = torch.ones({size_bytes} if {at_start} else 0, dtype=torch.uint8)
     model = _planted_load(job)
-    # In the model's own dict, where neither parameters nor buffers are looked for.
+    # In the model's __dict__, which contains neither parameters nor buffers.
     model.__dict__["kept"] = kept if {at_start} else torch.ones({size_bytes}, dtype=torch.uint8)
     return model
 """
@@ -74,7 +75,7 @@ def _measure(folder: Path, command: Sequence[str], strategies: Iterable[object])
 
 
 def _plant(out: Path, model: str, strategies: Iterable[str], place: str) -> list[Path]:
-    """Write each strategy again, under its own name, with a tensor that it keeps."""
+    """Write a copy of each strategy under its own name that keeps an extra tensor."""
     size_bytes = round(SHARE * cache.ensure(registry.model(model), "pt").manifest().model_bytes())
     folder = out / "planted" / place
     folder.mkdir(parents=True, exist_ok=True)
@@ -92,7 +93,9 @@ def _judge(out: Path, rounds: int, baselines: int, strategies: Sequence[str]) ->
     path.unlink(missing_ok=True)
     measured = check.read_runs([out / f"baseline-{n}" for n in range(baselines)])
     wanted = {
-        name: one for name, one in measured.series.items() if name.split()[STRATEGY] in strategies
+        name: series
+        for name, series in measured.series.items()
+        if name.split()[STRATEGY] in strategies
     }
     check.update(replace(measured, series=wanted), path, accept=lambda _: False)
     alarms, caught, runs_caught, cells = Counter[str](), Counter[str](), 0, 0
@@ -101,22 +104,24 @@ def _judge(out: Path, rounds: int, baselines: int, strategies: Sequence[str]) ->
         alarms[_verdict(judgement)] += 1
         for line in judgement.failed:
             print(
-                f"  alarm in unchanged-{number}: {line.series}: {line.what} {line.now} > {line.allowed}"
+                f"  false alarm in unchanged-{number}: {line.series}: {line.what} {line.now} > {line.allowed}"
             )
         planted = check.read_runs([out / f"planted-{number}"])
         judgement = check.check(planted, path)
-        found = {line.series for line in judgement.failed} & planted.series.keys()
-        caught.update(line.what for line in judgement.failed if line.series in found)
+        detected = {line.series for line in judgement.failed} & planted.series.keys()
+        caught.update(line.what for line in judgement.failed if line.series in detected)
         cells += len(planted.series)
-        caught["any metric"] += len(found)
-        runs_caught += len(found) == len(planted.series)
-        for name in planted.series.keys() - found:
-            print(f"  not caught in planted-{number} ({PLACES[number % 2]}): {name}")
-    print(f"unchanged: {alarms['passed']} of {rounds} runs pass the gate, {alarms['failed']} alarm")
+        caught["any metric"] += len(detected)
+        runs_caught += len(detected) == len(planted.series)
+        for name in planted.series.keys() - detected:
+            print(f"  not detected in planted-{number} ({PLACES[number % 2]}): {name}")
     print(
-        f"planted ({SHARE:.0%} of the model): every strategy of the run is caught in {runs_caught} of {rounds}"
+        f"unchanged: {alarms['passed']} of {rounds} runs pass the gate, {alarms['failed']} raise a false alarm"
     )
-    print(f"planted cells caught, of {cells}: {dict(caught.most_common())}")
+    print(
+        f"planted ({SHARE:.0%} of the model): all strategies of the run are detected in {runs_caught} of {rounds}"
+    )
+    print(f"planted cells detected, of {cells}: {dict(caught.most_common())}")
     _print_spread([out / f"unchanged-{number}" for number in range(rounds)])
 
 
@@ -131,14 +136,14 @@ def _print_spread(folders: Sequence[Path]) -> None:
         f"\n| metric | widest spread over {len(folders)} runs | of | strategy |\n| --- | ---: | ---: | --- |"
     )
     for metric in METRICS.values():
-        known = {
-            name: one.figures[metric.name]
-            for name, one in series.items()
-            if metric.name in one.figures
+        figures = {
+            name: entry.figures[metric.name]
+            for name, entry in series.items()
+            if metric.name in entry.figures
         }
-        if known:
-            name = max(known, key=lambda name: known[name].high - known[name].low)
-            figure, strategy = known[name], name.split()[STRATEGY]
+        if figures:
+            name = max(figures, key=lambda name: figures[name].high - figures[name].low)
+            figure, strategy = figures[name], name.split()[STRATEGY]
             spread = metric.text(figure.high - figure.low)
             print(f"| {metric.title} | {spread} | {metric.text(figure.median)} | {strategy} |")
 

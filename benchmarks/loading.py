@@ -1,15 +1,18 @@
-"""How near the loaders come to what the machine can do: ratios to raw reads of the same file.
+"""Compare the load times of strategies with raw reads of the same file.
 
-Each way runs once a round in a fresh process, in an order drawn anew, warm and cold. Just before the
-clock starts, memory is freed for it, because a virtual machine's pages are slow once they were free
-for some seconds. Warm = read after its pages were dropped, as in the harness: what was just written
-takes longer to map. The clock starts behind ``import torch``: what a way imports itself is its own
-cost (but for ``--imports before``), from bytecode, as what pip installed. Loaded = the way returned;
-ready = every byte was then read once and, outside the clock, verified. What is read raw goes to fresh
-memory and is read once more, too: both columns have a limit of their own. "x limit" is the median,
-over the rounds, of the ratios in a round to the raw read of the same file: two files of the same
-bytes may lie differently on a disk. Compare two ways by --beside: a machine's speed drifts, and what
-runs in one round sees the same of it.
+Each strategy runs once per round in a fresh process, in random order, with a warm and with a cold
+page cache. Memory is freed just before the clock starts, because a virtual machine's pages are slow
+after they were free for some seconds. For a warm cache the pages are dropped and the file is read
+again, as in the harness, because pages that were just written take longer to map. The clock starts
+after ``import torch``. The strategy's own imports are part of its time, from bytecode as after a pip
+install, unless ``--imports before`` is given.
+
+Loaded is the time until the strategy returned. Ready also includes reading every byte once; the
+values are verified after the clock stopped. A raw read goes into fresh memory, which is read once
+too, so that both columns have a limit. "x limit" is the median over the rounds of the ratio to the
+raw read of the same file in the same round, since files of equal content may lie differently on a
+disk. Use --beside to compare two strategies: it forms ratios within a round, which cancels the drift
+of a machine's speed.
 """
 
 import argparse
@@ -48,12 +51,15 @@ WAYS = {
 PEERS = Path(__file__).parent / "peers"
 _PIECE_BYTES = 4 * 1024**2
 _WARM_ATTEMPTS = 5
-_MEMORY = {"warm": 5, "cold": 9}  # quarters of the checkpoint: what a load takes, cache included
+_MEMORY = {
+    "warm": 5,
+    "cold": 9,
+}  # in quarters of the checkpoint: the memory of a load, page cache included
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way of loading: a strategy's file, and the checkpoint that it reads."""
+    """A strategy's file and the checkpoint that it reads; without a strategy, a raw read."""
 
     name: str
     strategy: Path | None
@@ -71,16 +77,20 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--states", nargs="+", choices=RAW, default=list(RAW))
-    parser.add_argument("--ways", nargs="+", help="only these, as named in the table")
+    parser.add_argument(
+        "--ways", nargs="+", help="run only these strategies, named as in the table"
+    )
     parser.add_argument("--peers", action="store_true", help="compare with benchmarks/peers too")
     parser.add_argument(
-        "--beside", metavar="WAY", help="also each ready time in a round as a ratio to this way's"
+        "--beside",
+        metavar="WAY",
+        help="add the ratio of each ready time to this strategy's in the same round",
     )
     parser.add_argument(
         "--imports",
         choices=("paid", "before"),
         default="paid",
-        help="before: what ways import, and the first use of the meta device, precede the clock",
+        help="before: strategies' imports and the first use of the meta device precede the clock",
     )
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -99,7 +109,7 @@ def main() -> None:
 
 
 def _ways(model: str, *, peers: bool) -> list[Way]:
-    """Return the ways to compare; makes the checkpoints that are missing."""
+    """Return the strategies to compare; generates missing checkpoints."""
     spec = registry.model(model)
     ways = []
     for name, (strategy, fmt) in WAYS.items():
@@ -119,7 +129,7 @@ def _ways(model: str, *, peers: bool) -> list[Way]:
 
 
 def _tensorizer_file(model: str, safetensors: Path) -> Path:
-    """Return the checkpoint in tensorizer's own format, which only its own package writes."""
+    """Return the checkpoint in tensorizer's format, written by the tensorizer package."""
     path = safetensors.with_name("model.tensors")
     if not path.exists():
         code = (
@@ -142,21 +152,21 @@ def _tensorizer_file(model: str, safetensors: Path) -> Path:
 def _compare(
     options: argparse.Namespace, ways: list[Way], state: str
 ) -> list[tuple[Way, list[tuple[float, float]]]]:
-    """Return the seconds of each way, and of a raw read of each file, round by round."""
+    """Return the seconds of each strategy and of a raw read of each file, by round."""
     read_raw = {
         way.checkpoint: Way(
             f"{RAW[state]}, {way.checkpoint.suffix}", None, way.checkpoint, way.manifest
         )
         for way in ways
     }
-    found: list[tuple[Way, list[tuple[float, float]]]] = [
+    timings: list[tuple[Way, list[tuple[float, float]]]] = [
         (way, []) for way in (*read_raw.values(), *ways)
     ]
     for file in read_raw:
-        assert page_cache.drop([file]) == 0  # what is warm was read, and not written
-    shuffle = random.Random(0)  # noqa: S311 (what ran before, and left the disk idle, changes)
+        assert page_cache.drop([file]) == 0  # a warm file must have been read, not written
+    shuffle = random.Random(0)  # noqa: S311 (varies the predecessor of each strategy)
     for number in range(options.rounds):
-        for way, seconds in shuffle.sample(found, len(found)):
+        for way, seconds in shuffle.sample(timings, len(timings)):
             print(f"{state}, round {number + 1}: {way.name}", file=sys.stderr)
             job = {
                 "raw": state if way.strategy is None else "",
@@ -168,11 +178,11 @@ def _compare(
                 "dtype": options.dtype,
             }
             seconds.append(_in_fresh_process(job, way.checkpoint, state))
-    return found
+    return timings
 
 
 def _in_fresh_process(job: dict[str, Any], read: Path, state: str) -> tuple[float, float]:
-    """Time one way, with memory that was freed just before its clock started."""
+    """Time one strategy, with memory that was freed just before its clock started."""
     memory_bytes = _MEMORY[state] * read.stat().st_size // 4
     command = [sys.executable, __file__, "--one", json.dumps(job)]
     pipe = subprocess.PIPE
@@ -182,7 +192,7 @@ def _in_fresh_process(job: dict[str, Any], read: Path, state: str) -> tuple[floa
             process.stdout.readline()
             _prepare_cache(read, state)
             time.sleep(page_preconditioning.SETTLED_S)
-            _prepare_cache(read, state)  # some machines drop what nobody asked for lately
+            _prepare_cache(read, state)  # some machines evict pages that were not used lately
         output, _ = process.communicate("go\n")
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)
@@ -191,20 +201,20 @@ def _in_fresh_process(job: dict[str, Any], read: Path, state: str) -> tuple[floa
 
 
 def _print(
-    state: str, found: list[tuple[Way, list[tuple[float, float]]]], beside: str | None
+    state: str, timings: list[tuple[Way, list[tuple[float, float]]]], beside: str | None
 ) -> None:
     limits = {
         way.checkpoint: list(zip(*seconds, strict=True))
-        for way, seconds in found
+        for way, seconds in timings
         if way.strategy is None
     }
-    other = [ready for way, seconds in found if way.name == beside for _, ready in seconds]
+    other = [ready for way, seconds in timings if way.name == beside for _, ready in seconds]
     print(
         f"\n{state:<34}"
         + "".join(f"{what + ' s':>9}{'range':>14}{'x limit':>9}" for what in ("loaded", "ready"))
         + (f"{'x ' + beside:>20}{'range':>14}" if beside else "")
     )
-    for way, seconds in found:
+    for way, seconds in timings:
         line = f"{way.name:<34}"
         columns = list(zip(*seconds, strict=True))
         for column, limit in zip(columns, limits[way.checkpoint], strict=True):
@@ -221,7 +231,7 @@ def _with_range(values: Sequence[float], width: int) -> str:
 
 
 def _run_one(job: dict[str, Any]) -> tuple[float, float]:
-    """Return the seconds until one way returned, and until ready, in this fresh process."""
+    """Return the seconds until one strategy returned, and until ready, in this fresh process."""
     import torch
 
     from weighin.checkpoint.manifest import read_manifest
@@ -264,21 +274,21 @@ def _run_one(job: dict[str, Any]) -> tuple[float, float]:
 
 
 def _start_clock() -> float:
-    """Say that this process has come to its load, wait for its memory, and return the time."""
+    """Announce the load, wait until memory was freed for it, and return the time."""
     print("at the load", flush=True)
     sys.stdin.readline()
     return time.monotonic()
 
 
 class _NoMarks:
-    """Phases that measure nothing: this benchmark only asks for times."""
+    """Phases that measure nothing, because this benchmark needs total times only."""
 
     def phase(self, _name: str) -> AbstractContextManager[None]:
         return nullcontext()
 
 
 def _read_raw(path: Path, *, direct: bool) -> mmap.mmap:
-    """Read the file into fresh huge pages: from the cache, or past it from the disk."""
+    """Read the file into fresh huge pages: from the page cache, or with ``direct`` from the disk."""
     file = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
     size = os.fstat(file).st_size
     starts, lock = iter(range(0, size, _PIECE_BYTES)), threading.Lock()
@@ -302,7 +312,7 @@ def _read_raw(path: Path, *, direct: bool) -> mmap.mmap:
 
 
 def _prepare_cache(file: Path, state: str) -> None:
-    """Have the page cache hold every byte of the file, or none."""
+    """Load the whole file into the page cache, or drop it from there."""
     if state == "cold":
         assert page_cache.drop([file]) == 0
         return

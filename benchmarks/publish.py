@@ -1,9 +1,9 @@
-"""Measures the published runs again, or says which of them are older than the code they show.
+"""Measure the published runs again, or list those whose code has changed since.
 
-``make publish`` prints its plan and how long it will take, measures every run of
-results/published/runs.yaml into results/publishing, and puts them in place when all are whole; a call
-after it was stopped goes on where it was. Nothing else may run on the machine meanwhile: it refuses
-where something does. ``make publish ARGS=--status`` only reads. ::
+``make publish`` prints its plan with durations, measures every run of results/published/runs.yaml
+into results/publishing, and moves them into place when all are complete. If it is stopped, the next
+call resumes. It refuses to start while other programs use the machine. ``make publish
+ARGS=--status`` only reads. ::
 
     .venv/bin/python benchmarks/publish.py [--status | --plan | --predict] [--anyway] [RUN ...]
 """
@@ -26,21 +26,23 @@ import yaml
 from weighin.probes import environment
 from weighin.record import Outcome, Result
 from weighin.records import run_folder, sources
-from weighin.report import captions
+from weighin.report import captions, style
 from weighin.report.checked import FILE as PREDICTED
 from weighin.report.freshness import since, standing
+from weighin.report.timeline import draw_timeline
+from weighin.report.writing import TIMELINE
 from weighin.suite import registry
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 PUBLISHED: Final = Path("results/published")
 PUBLISHING: Final = Path("results/publishing")
 QUIET_LOAD: Final = 0.3
-"""The load average of a minute below which nothing else runs; an idle desktop has 0.1."""
+"""The largest load average (1 minute) of an idle machine; an idle desktop has 0.1."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A published run: its name, what measures it, and what was measured the last time."""
+    """A published run: its name, its command and its last results."""
 
     name: str
     command: tuple[str, ...]
@@ -48,7 +50,7 @@ class Run:
 
     @property
     def took_s(self) -> float:
-        """How long it took the last time, from its first cell to its last."""
+        """The duration of the last measurement, from its first cell to its last."""
         starts = [datetime.fromisoformat(one.started_at) for one in self.results if one.started_at]
         ends = [one.cost.wall_ns / 1e9 for one in self.results[-1:] if one.cost]
         return (max(starts) - min(starts)).total_seconds() + sum(ends) if starts else 0.0
@@ -78,11 +80,11 @@ def main() -> None:
         predict(run, ROOT / PUBLISHED / run.name)
     shutil.rmtree(ROOT / PUBLISHING)
     fill_pages()
-    print("done: look at `git diff`, and at the texts around the tables, then commit")
+    print("done: check `git diff` and the texts around the tables, then commit")
 
 
 def read(root: Path, names: Sequence[str] = ()) -> list[Run]:
-    """Return the published runs, all or those that are named, in the order of runs.yaml."""
+    """Return all published runs, or those with these names, in the order of runs.yaml."""
     commands = yaml.safe_load((root / PUBLISHED / "runs.yaml").read_text(encoding="utf-8"))
     for name in names:
         if name not in commands:
@@ -97,69 +99,71 @@ def read(root: Path, names: Sequence[str] = ()) -> list[Run]:
 
 
 def status(runs: Iterable[Run], root: Path) -> list[str]:
-    """Return a line a run: of which commit and days it is, and whether its code has changed."""
+    """Return a line per run: its commit and date, and whether its code has changed since."""
     runs = list(runs)
     stands = {run.name: standing(run.results, root) for run in runs}
     lines = []
     for run in runs:
-        said = (
+        state = (
             f"{captions.code(run.results)}: {stands[run.name]}" if run.results else "never measured"
         )
-        lines += [f"{run.name}: {said}", *predictions(run, root)]
+        lines += [f"{run.name}: {state}", *predictions(run, root)]
     stale = [run.name for run in runs if stands[run.name].is_stale or not run.results]
     lines.append(
-        f"{len(stale)} of {len(runs)} are older than their code, or were never measured:"
+        f"{len(stale)} of {len(runs)} are older than the current code or were never measured:"
         f" {', '.join(stale)}"
         if stale
-        else f"all {len(runs)} are of their code as it is"
+        else f"all {len(runs)} were measured with the current code"
     )
     return lines
 
 
 def predictions(run: Run, root: Path) -> list[str]:
-    """Return a line on a run's predictions where it has some: whether they are of older code."""
+    """Return a line on a run's predictions, if it has some: whether their code has changed."""
     path = root / PUBLISHED / run.name / PREDICTED
     if not path.exists():
         return []
-    told = json.loads(path.read_text(encoding="utf-8"))
-    commit = told["environment"]["git_commit"]
-    said = captions.when_and_what([(told["environment"], told["predicted_at"])])
+    predicted = json.loads(path.read_text(encoding="utf-8"))
+    commit = predicted["environment"]["git_commit"]
+    made = captions.when_and_what([(predicted["environment"], predicted["predicted_at"])])
     files = {*(root / "harness" / "weighin" / "predict").glob("*.py")}
     for cell in {one.cell.strategy: one.cell for one in run.results}.values():
         files.update(sources.deciding(registry.strategy(cell.strategy, cell.operation).path, cell))
     changed = since(root, commit, sorted(files)) if commit else None
-    older = {None: "cannot tell: git does not know it", "": "of its code as it is"}
-    return [f"  its predictions: {said}: {older.get(changed, f'OLDER than its code ({changed})')}"]
+    older = {None: "cannot tell: git does not know it", "": "made with the current code"}
+    return [
+        f"  its predictions: {made}: {older.get(changed, f'OLDER than the current code ({changed})')}"
+    ]
 
 
 def plan(runs: Sequence[Run]) -> list[str]:
-    """Return what will be run, and how long each took the last time."""
+    """Return a line per command with its last duration, and the total."""
     lines = [f"{run.took_s / 60:5.0f} min  weighin {shlex.join(run.command)}" for run in runs]
     total = sum(run.took_s for run in runs) / 60
-    lines.append(f"{total:5.0f} min in all, as long as the published runs took, and the time to")
+    lines.append(f"{total:5.0f} min in total, as the published runs took, plus the time to")
     return [
         *lines,
-        "           make checkpoints that are not in the cache. Stopped, it goes on where it was.",
+        "           generate checkpoints that the cache lacks. If stopped, the next call resumes.",
     ]
 
 
 def why_not(load: float, code: dict[str, object]) -> str:
-    """Return why nothing that is measured now should be published; empty where nothing speaks against it."""
+    """Return the reason why a measurement now must not be published; empty if there is none."""
     if load > QUIET_LOAD:
         return (
-            f"this machine is not quiet: load average {load:.2f}, above {QUIET_LOAD}. Times would be"
-            " wrong. Stop what else runs and wait a minute, or ARGS=--anyway"
+            f"this machine is busy: load average {load:.2f}, above {QUIET_LOAD}. Times would be"
+            " wrong. Stop other programs and wait a minute, or use ARGS=--anyway"
         )
     if code["git_dirty"] is not False:
         return (
-            "tracked files differ from the commit that the records would name. Commit first, or"
+            "tracked files differ from the commit that the records would name. Commit first, or use"
             " ARGS=--anyway"
         )
     return ""
 
 
 def measure(run: Run) -> None:
-    """Measure a run into results/publishing, or what is left of it."""
+    """Measure a run into results/publishing, or resume it there."""
     folder = PUBLISHING / run.name
     verb, *rest = run.command
     if (folder / run_folder.PLAN).exists():
@@ -170,7 +174,7 @@ def measure(run: Run) -> None:
     print(f"\nweighin {shlex.join(arguments)}", flush=True)
     done = subprocess.run([sys.executable, "-m", "weighin", *arguments], check=False)
     if done.returncode:
-        sys.exit(f"error: weighin ended with {done.returncode}. The same command goes on from here")
+        sys.exit(f"error: weighin ended with {done.returncode}. The same command resumes it")
     wrong = [one for one in run_folder.read(folder).results if one.outcome in _NO_FIGURES]
     if wrong:
         sys.exit(
@@ -180,7 +184,7 @@ def measure(run: Run) -> None:
     now = {one.cell.isolation for one in run_folder.read(folder).results}
     if before and now != before:
         sys.exit(
-            f"error: {folder} was measured with {', '.join(now)}, and the published one with"
+            f"error: {folder} was measured with {', '.join(now)}, but the published run with"
             f" {', '.join(before)}: start the engine, and rm -r {folder}"
         )
 
@@ -195,32 +199,31 @@ def _refuse_other_code(folder: Path) -> None:
     then = {one.environment.get("git_commit") for one in run_folder.read(folder).results}
     if then - {now}:
         sys.exit(
-            f"error: {folder} was begun at commit {', '.join(str(one)[:10] for one in then)}, and this"
-            f" is {str(now)[:10]}: check that one out to go on, or begin again: rm -r {folder}"
+            f"error: {folder} was started at commit {', '.join(str(one)[:10] for one in then)}, but this"
+            f" is {str(now)[:10]}: check out that commit to resume, or start again: rm -r {folder}"
         )
 
 
 def put_in_place(measured: Path, published: Path) -> None:
-    """Replace a published run by what was measured: the same files, with samples of first repeats."""
-    names = {"records.jsonl", "report.md", "summary.csv"}
-    if published.exists():
-        names = {path.name for path in published.iterdir() if path.is_file()} - {PREDICTED}
+    """Replace a published run by the new one: its records, and its timeline.
+
+    The samples are not kept: the timeline is all that is drawn from them. A run under several limits
+    has none: it would be dozens of panels. ``fill_pages`` draws the other pictures again.
+    """
     ready = measured / "published"
     shutil.rmtree(ready, ignore_errors=True)
     ready.mkdir()
-    for name in sorted(names):
-        if (measured / name).exists():
-            shutil.copy2(measured / name, ready / name)
-    if (published / "samples").is_dir():
-        (ready / "samples").mkdir()
-        for path in sorted((measured / "samples").glob("*-r0.csv")):
-            shutil.copy2(path, ready / "samples" / path.name)
+    shutil.copy2(measured / run_folder.RECORDS, ready)
+    results = run_folder.read(measured).results
+    if len({one.cell.ram_limit_bytes for one in results}) == 1:
+        with (ready / f"{TIMELINE}.svg").open("wb") as file:
+            style.save(draw_timeline(measured, results), file, "svg")
     shutil.rmtree(published, ignore_errors=True)
     ready.rename(published)
 
 
 def predict(run: Run, published: Path) -> None:
-    """Predict a run's loads, and keep that beside what was measured."""
+    """Predict a run's loads, and store the predictions beside its records."""
     if any(one.cell.operation == "save" for one in run.results):
         return
     command = [sys.executable, "-m", "weighin", "predict", "--check", str(published)]
@@ -230,18 +233,20 @@ def predict(run: Run, published: Path) -> None:
 
 
 def fill_pages() -> None:
-    """Fill the tables, as make pages does."""
+    """Fill the tables and draw the pictures of our pages (``make pages``)."""
     subprocess.run(["make", "--no-print-directory", "pages"], check=True)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="only these; none: all")
-    parser.add_argument("--status", action="store_true", help="say which are older than their code")
-    parser.add_argument("--predict", action="store_true", help="only make the predictions again")
-    parser.add_argument("--plan", action="store_true", help="say what would be run, and how long")
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="only these runs; default: all")
     parser.add_argument(
-        "--anyway", action="store_true", help="on a busy machine, or uncommitted code"
+        "--status", action="store_true", help="list the runs whose code has changed"
+    )
+    parser.add_argument("--predict", action="store_true", help="only renew the predictions")
+    parser.add_argument("--plan", action="store_true", help="print the commands and durations only")
+    parser.add_argument(
+        "--anyway", action="store_true", help="measure on a busy machine or with uncommitted code"
     )
     return parser.parse_args()
 

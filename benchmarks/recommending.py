@@ -1,11 +1,11 @@
-"""Does ``weighin recommend`` keep its word? Tried just below and just above every predicted floor.
+"""Test the answers of ``weighin recommend`` just below and just above every predicted floor.
 
-Where processes that do the same hold different amounts, that is below the least and above the most.
-Asks what to use on a machine without records, under limits on both sides of each way's floor and
-in between. Then runs every way without a limit; each one just below the floor that refuses it,
-where it must be oom_killed; each one that was named, under the smallest limit that names it, where
-it must be ok. Asks again with these records: every limit must name what it named before.
-Exits with 1 where it does not. What is already in --out is not run again.
+For a floor that is predicted as a range, the limits are below its minimum and above its maximum.
+First asks for a recommendation without records, under limits around each strategy's floor. Then
+runs every strategy without a limit, each rejected strategy under the largest limit that rejects it,
+where it must be oom_killed, and each recommended strategy under the smallest limit that recommends
+it, where it must end ok. Then asks again with these records: every limit must give the same strategy
+as before. Exits with 1 otherwise. Cells that --out contains are not run again.
 """
 
 import argparse
@@ -33,7 +33,7 @@ _EXPECTED: Final = {True: Outcome.OK, False: Outcome.OOM_KILLED}
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """One cell that was promised to live, or to die for lack of RAM."""
+    """One cell with its predicted end: ok, or killed for lack of RAM."""
 
     planned: Planned
     lives: bool
@@ -47,12 +47,10 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=DTYPES)
     parser.add_argument("--isolation", default="cgroup", choices=("cgroup", "docker"))
     parser.add_argument(
-        "--every", type=int, default=1, help="run every so manieth of the refused ways only"
+        "--every", type=int, default=1, help="run only every N-th rejected strategy"
     )
     parser.add_argument("--out", type=Path, default=Path("results/recommending"))
-    parser.add_argument(
-        "--run", type=Path, help="judge by what this run measured under its limits; run nothing"
-    )
+    parser.add_argument("--run", type=Path, help="use the records of this run; run nothing")
     options = parser.parse_args()
     question = Question(
         registry.model(options.model), Limits(), dtype=DTYPES[options.dtype], results=options.out
@@ -68,8 +66,8 @@ def main() -> None:
     after_known = replace(known, evidence=find([folder], known.planned[0].cell))
     after = [_advice(question, after_known, limit) for limit in limits]
     same = _print_names(limits, before, after)
-    print(f"\n{kept} of {len(promises)} cells ended as promised")
-    print(f"{same} of {len(limits)} limits name the same without records and with them")
+    print(f"\n{kept} of {len(promises)} cells ended as predicted")
+    print(f"{same} of {len(limits)} limits give the same strategy without and with records")
     if (kept, same) != (len(promises), len(limits)):
         sys.exit(1)
 
@@ -80,7 +78,7 @@ def _tried(
     limits: Sequence[int],
     asked: Sequence[Advice],
 ) -> tuple[list[Promise], Sequence[Result]]:
-    """Return what was promised, and what became of it: measured here, or in the run that is given."""
+    """Return the predicted ends and the results, measured here or read from ``options.run``."""
     if options.run:
         results = run_folder.read(options.run).results
         return [*_promised(known, limits, asked, results)], results
@@ -93,18 +91,18 @@ def _tried(
 
 
 def _limits(known: PriorKnowledge) -> Iterator[int]:
-    """Yield limits on both sides of each floor, where verdicts change, and 5 % above it."""
-    found = set()
-    for one in known.predictions:
-        if one.floor_bytes and one.floor_least_bytes and one.model_bytes:
-            least, doubt = one.floor_least_bytes, doubt_bytes(one.floor_bytes)
-            found |= {least - doubt_bytes(least) - MIB, one.floor_bytes + doubt}
-            found |= {one.floor_bytes * 21 // 20, one.floor_bytes + one.model_bytes}
-    yield from sorted({-(-limit // MIB) * MIB for limit in found})
+    """Yield limits on both sides of each floor, where verdicts change, and two above it."""
+    limits = set()
+    for each in known.predictions:
+        if each.floor_bytes and each.floor_least_bytes and each.model_bytes:
+            least, doubt = each.floor_least_bytes, doubt_bytes(each.floor_bytes)
+            limits |= {least - doubt_bytes(least) - MIB, each.floor_bytes + doubt}
+            limits |= {each.floor_bytes * 21 // 20, each.floor_bytes + each.model_bytes}
+    yield from sorted({-(-limit // MIB) * MIB for limit in limits})
 
 
 def _limits_of(run: Path) -> list[int]:
-    """Return the limits under which a run measured."""
+    """Return the RAM limits of a run's cells."""
     limits = {one.cell.ram_limit_bytes for one in run_folder.read(run).results}
     return sorted(limit for limit in limits if limit is not None)
 
@@ -112,7 +110,7 @@ def _limits_of(run: Path) -> list[int]:
 def _promised(
     known: PriorKnowledge, limits: Sequence[int], asked: Sequence[Advice], results: Sequence[Result]
 ) -> Iterator[Promise]:
-    """Yield each way that is named or refused under a limit under which it was measured."""
+    """Yield each strategy that is recommended or rejected under a limit of the run."""
     planned = {one.cell.strategy: one for one in known.planned}
     for limit, advice in zip(limits, asked, strict=True):
         for one in advice.candidates:
@@ -133,7 +131,7 @@ def _advice(question: Question, known: PriorKnowledge, limit: int) -> Advice:
 def _refused(
     known: PriorKnowledge, limits: Sequence[int], asked: Sequence[Advice]
 ) -> Iterator[Promise]:
-    """Yield each way under the largest limit that refuses it."""
+    """Yield each strategy under the largest limit that rejects it."""
     for planned in known.planned:
         too_small = [
             limit
@@ -148,7 +146,7 @@ def _refused(
 def _named(
     known: PriorKnowledge, limits: Sequence[int], asked: Sequence[Advice]
 ) -> Iterator[Promise]:
-    """Yield each way under the smallest limit that names it with each verdict."""
+    """Yield each strategy under the smallest limit that recommends it, for each verdict."""
     smallest: dict[tuple[str, FitVerdict], int] = {}
     for limit, advice in zip(limits, asked, strict=True):
         if advice.best:
@@ -171,14 +169,14 @@ def _measure(folder: Path, promises: Sequence[Promise], isolation: str) -> list[
 
 
 def _print_cells(promises: Sequence[Promise], results: Sequence[Result]) -> int:
-    """Print what became of each cell; return how many ended as promised."""
-    found = {result.cell.id: result for result in results}
+    """Print the outcome of each cell; return the number that ended as predicted."""
+    by_id = {result.cell.id: result for result in results}
     print(
-        "| strategy | RAM limit | promised | outcome | ready s |\n| --- | ---: | --- | --- | ---: |"
+        "| strategy | RAM limit | predicted | outcome | ready s |\n| --- | ---: | --- | --- | ---: |"
     )
     kept = 0
     for one in promises:
-        cell, result = one.planned.cell, found[one.planned.cell.id]
+        cell, result = one.planned.cell, by_id[one.planned.cell.id]
         kept += result.outcome is _EXPECTED[one.lives]
         print(
             f"| {cell.strategy} | {_size(cell.ram_limit_bytes)} | {_EXPECTED[one.lives]} |"
@@ -188,8 +186,8 @@ def _print_cells(promises: Sequence[Promise], results: Sequence[Result]) -> int:
 
 
 def _print_names(limits: Sequence[int], before: Sequence[Advice], after: Sequence[Advice]) -> int:
-    """Print what each limit names; return how many name the same before and after."""
-    print("\n| RAM limit | named without records | with them |\n| ---: | --- | --- |")
+    """Print the strategy of each limit; return the number of limits where both agree."""
+    print("\n| RAM limit | recommended without records | with records |\n| ---: | --- | --- |")
     same = 0
     for limit, *asked in zip(limits, before, after, strict=True):
         first, last = (

@@ -1,12 +1,14 @@
-"""Build on the meta device, map one file per parameter, hand the mapped tensors to the model.
+"""Build on the meta device, map one file per parameter, and assign the mapped tensors to the model.
 
-Expected peak: no anonymous memory for the weights, as with one mapped file; the price is a map for
-each parameter.
+Expected peak: no anonymous memory for the weights, as with mmap_assign, but one mapping for each
+parameter.
 """
+
+import json
+from pathlib import Path
 
 import torch
 
-from weighin.formats.per_param import read_index
 from weighin.strategy import Load, retie, tied_names
 
 FORMATS = ("per_param",)
@@ -29,3 +31,9 @@ def load(job: Load) -> torch.nn.Module:
     with job.phase("buffers"):
         job.reset_buffers(model)
     return model
+
+
+def read_index(folder: Path) -> dict[str, Path]:
+    """Return each key's file, in the state dict's order."""
+    index = json.loads(Path(folder, "index.json").read_text())
+    return {key: Path(folder, name) for key, name in index["tensors"].items()}

@@ -1,15 +1,16 @@
-"""Build on the meta device, allocate once, load shard by shard, copy each in and free it.
+"""Build on the meta device, allocate, then load shard by shard, copy each in and free it.
 
-Expected peak: one copy of the weights; beside it, the largest shard: of ``.bin`` files in memory,
-of safetensors as pages of the file.
+Expected peak: one copy of the weights and the largest shard: in anonymous memory for ``.bin`` files,
+in file-backed pages for safetensors.
 """
 
+import json
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
-from weighin.strategy import Load, files, retie, tied_names
+from weighin.strategy import Load, retie, tied_names
 
 FORMATS = ("sharded", "sharded_pt")
 DEVICES = ("cpu", "cuda")
@@ -25,8 +26,7 @@ def load(job: Load) -> torch.nn.Module:
         retie(model, tied)
     with job.phase("copy"):
         targets = model.state_dict()
-        _index, *shards = files(job.checkpoint)
-        for shard in shards:
+        for shard in find_shards(job.checkpoint):
             for name, tensor in load_shard(shard).items():
                 targets[name].copy_(tensor)
     with job.phase("buffers"):
@@ -34,8 +34,15 @@ def load(job: Load) -> torch.nn.Module:
     return model
 
 
+def find_shards(folder: Path) -> list[Path]:
+    """Return the shards that the index names; of safetensors where both kinds are there."""
+    index = min(Path(folder).glob("*model*.index.json"))
+    names = json.loads(index.read_text())["weight_map"].values()
+    return [Path(folder, name) for name in dict.fromkeys(names)]
+
+
 def load_shard(file: Path) -> dict[str, torch.Tensor]:
-    """Return the state dict of one shard: mapped from safetensors, in memory from ``.bin``."""
+    """Return the state dict of one shard: mapped for safetensors, read into memory for ``.bin``."""
     if file.suffix == ".safetensors":
         return load_file(file)
     state: dict[str, torch.Tensor] = torch.load(file, map_location="cpu", weights_only=True)

@@ -1,6 +1,6 @@
 """Read a safetensors file with fastsafetensors and assign its tensors.
 
-Expected peak: one copy of the weights, in one block of memory that all of them share.
+Expected peak: one copy of the weights, in one shared block of memory.
 """
 
 import torch

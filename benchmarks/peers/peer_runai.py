@@ -1,6 +1,6 @@
 """Stream a safetensors file with Run:ai's Model Streamer and assign its tensors.
 
-Expected peak: one copy of the weights, and what the streamer reads ahead.
+Expected peak: one copy of the weights, plus the read-ahead of the streamer.
 """
 
 import torch
@@ -18,7 +18,7 @@ def load(job: Load) -> torch.nn.Module:
     with job.phase("read"), SafetensorsStreamer() as streamer:
         streamer.stream_file(str(job.checkpoint))
         state = {}
-        for name, tensor in streamer.get_tensors():  # each is the caller's own
+        for name, tensor in streamer.get_tensors():  # each tensor belongs to the caller
             dtype = job.dtype if tensor.is_floating_point() else tensor.dtype
             state[name] = tensor.to(job.device, dtype)
     with job.phase("assign"):

@@ -19,7 +19,7 @@ LIMIT = 256 * MIB
 # The kernel ends the largest process: a child of the worker's has its own share beside the worker's
 # anonymous memory, and must outgrow what is mapped of torch's libraries, which the worker alone has.
 LIMIT_OF_A_CHILD = 448 * MIB
-KILLED_CHILD = "the kernel killed a process of the worker's for lack of memory"
+KILLED_CHILD = "the kernel killed a process of the worker for lack of memory"
 
 
 @pytest.mark.parametrize("limit_mib", [8, 32, 96])

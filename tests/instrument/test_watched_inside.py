@@ -16,7 +16,7 @@ from weighin.units import MIB
 pytestmark = pytest.mark.docker
 
 LIMIT = 256 * MIB
-ELSEWHERE = "the engine's processes are not among those of this machine"
+ELSEWHERE = "the Docker engine's processes are not visible on this machine"
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_the_watchers_own_memory_is_recorded_and_shown(result: Result) -> None:
     (warning,) = result.warnings
     weights = (result.watcher.rss_bytes / MIB, result.watcher.anon_bytes / MIB)
     assert warning == (
-        f"{ELSEWHERE}: a watcher in the container looked, and the cell was charged its "
+        f"{ELSEWHERE}: a watcher in the container measured the worker, and the cell was charged its "
         "{:.3f} MiB (anonymous: {:.3f} MiB)".format(*weights)
     )
 

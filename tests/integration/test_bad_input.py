@@ -21,13 +21,13 @@ REFUSED: dict[str, tuple[str, int, str]] = {
         "bench gpt2-tinny",
         2,
         "error: no model is called 'gpt2-tinny'\n"
-        f"did you mean 'gpt2-tiny'? known: {MODELS}; any other: --model package.module:callable\n",
+        f"did you mean 'gpt2-tiny'? known: {MODELS}; for any other model: --model package.module:callable\n",
     ),
     "unknown strategy": (
         "bench gpt2-tiny --strategies streeming",
         2,
         "error: no strategy is called 'streeming'\n"
-        f"did you mean 'streaming'? known: {STRATEGIES}; a file of your own: --strategies ./mine.py\n",
+        f"did you mean 'streaming'? known: {STRATEGIES}; for a file of your own: --strategies ./mine.py\n",
     ),
     "a strategy file that is not there": (
         "bench gpt2-tiny --strategies ./mine.py",
@@ -63,8 +63,8 @@ REFUSED: dict[str, tuple[str, int, str]] = {
     "a limit that nothing would hold": (
         "bench gpt2-tiny --ram 1g --isolation process",
         3,
-        "error: --isolation process cannot hold a RAM limit: nothing would be limited\n"
-        "use --isolation docker or cgroup, or leave --ram out\n",
+        "error: --isolation process cannot enforce a RAM limit\n"
+        "use --isolation docker or cgroup, or leave out --ram\n",
     ),
     "no time": (
         "bench gpt2-tiny --timeout 0",
@@ -92,7 +92,7 @@ REFUSED: dict[str, tuple[str, int, str]] = {
         2,
         f"{NOT_LIMITED}making the checkpoint of build\n"
         "error: builder 'nowhere.nets:build': there is no module 'nowhere'\n"
-        "correct the builder's name, or install the package that holds the module\n",
+        "correct the builder's name, or install the package that contains the module\n",
     ),
     "arguments that the model does not take": (
         'bench gpt2-tiny --kwargs {"widht":3} --isolation process',
@@ -104,19 +104,19 @@ REFUSED: dict[str, tuple[str, int, str]] = {
     "resuming what is no run": (
         "bench --resume .",
         2,
-        "error: . holds no plan.json: it is not the folder of a run\n"
+        "error: . contains no plan.json: it is not the folder of a run\n"
         "name the folder that weighin bench printed at its end, such as results/RUN\n",
     ),
     "resuming what is not there": (
         "bench --resume nowhere",
         2,
-        "error: nowhere holds no plan.json: it is not the folder of a run\n"
+        "error: nowhere contains no plan.json: it is not the folder of a run\n"
         "name the folder that weighin bench printed at its end, such as results/RUN\n",
     ),
     "reporting what is no run": (
         "report .",
         2,
-        "error: . holds no records.jsonl: it is not the folder of a run\n"
+        "error: . contains no records.jsonl: it is not the folder of a run\n"
         "name the folder that weighin bench printed at its end, such as results/RUN\n",
     ),
     "results where no folder can be": (
@@ -156,7 +156,7 @@ def test_more_ram_than_the_machine_has_is_refused(command: CommandLine) -> None:
         Ended(ended.code, ended.out, text, ended.left),
         2,
         "error: --ram 900TiB is more than this machine has (ALL)\n"
-        "give a smaller limit, or leave --ram out to limit nothing\n",
+        "give a smaller limit, or leave out --ram for no limit\n",
     )
 
 
@@ -175,9 +175,9 @@ def test_less_ram_than_an_import_takes_is_refused(command: CommandLine, isolatio
     )
     assert re.sub(r"\d+\.\d{3} MiB", "N MiB", ended.err) == (
         f"preparing {isolation}\n"
-        "importing torch once, to know what an import needs\n"
-        "error: --ram 20MiB is less than `import torch` alone takes here (N MiB)\n"
-        "give at least N MiB, and room for the weights\n"
+        "importing torch once, to measure the memory that an import needs\n"
+        "error: --ram 20MiB is less than `import torch` alone needs here (N MiB)\n"
+        "give at least N MiB plus the size of the weights\n"
     )
     assert (ended.code, ended.out, ended.left) == (2, "", [])
     assert not (command.folder / "run").exists()
@@ -242,8 +242,8 @@ def test_a_run_that_is_there_is_not_written_over(command: CommandLine) -> None:
     ended = command.run(*arguments)
     assert (ended.code, ended.out, ended.left) == (2, "", [])
     assert ended.err == (
-        "error: my run already holds a run\n"
-        "go on with it: weighin bench --resume 'my run'; or name another folder with --out\n"
+        "error: my run already contains a run\n"
+        "resume it: weighin bench --resume 'my run'; or name another folder with --out\n"
     )
     assert (run / "records.jsonl").read_bytes() == records
 

@@ -112,7 +112,7 @@ def test_a_limit_below_the_engines_own_minimum_is_explained(start: Start) -> Non
         start("pass", limit_bytes=MIB)
 
 
-def test_chatter_is_apart_from_events_and_complete(start: Start) -> None:
+def test_stderr_is_apart_from_events_and_complete(start: Start) -> None:
     running = start(
         """
         import os
@@ -266,7 +266,9 @@ def test_a_missing_folder_is_explained_and_leaves_nothing(
 ) -> None:
     with pytest.raises(IsolationUnavailable) as caught:
         start("pass", binds=[Bind(Path("/not/there"), "/data")])
-    assert caught.value.message.startswith("the Docker engine cannot see a folder of this machine:")
+    assert caught.value.message.startswith(
+        "the Docker engine cannot access a folder of this machine:"
+    )
     assert containers(isolation) == []
 
 

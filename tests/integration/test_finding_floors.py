@@ -72,12 +72,12 @@ def test_floors_are_apart_by_what_the_strategies_hold_and_a_stopped_search_goes_
     assert (stopped.code, stopped.out, stopped.left) == (130, "", [])
     assert stopped.err.splitlines()[-2:] == [
         "error: stopped; nothing is left running",
-        "go on with it: weighin floor --resume found --trust",
+        "resume it: weighin floor --resume found --trust",
     ]
     refused = command.run("bench", "--resume", "found", "--trust")
     assert (refused.code, refused.err) == (
         2,
-        "error: found is a search for floors\ngo on with it: weighin floor --resume found\n",
+        "error: found is a search for floors\nresume it: weighin floor --resume found\n",
     )
     ended = command.run("floor", "--resume", "found", "--trust", "--json", "-", patience_s=400)
     assert (ended.code, ended.left) == (0, [])
@@ -126,5 +126,5 @@ def test_a_load_that_is_wrong_under_a_limit_ends_the_search_and_is_named(
     (floor,) = json.loads(ended.out)["floors"]
     assert (floor["floor_bytes"], floor["below"], floor["cells"]) == (None, "", 2)
     assert floor["message"].startswith("wrong_weights under ")
-    assert f"no floor of spoiling: {floor['message']}" in ended.err
+    assert f"no floor for spoiling: {floor['message']}" in ended.err
     assert ended.err.splitlines()[-1].startswith("error: spoiling under ")

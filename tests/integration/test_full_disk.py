@@ -83,7 +83,7 @@ def test_a_disk_that_fills_up_in_a_cell_loses_no_record_and_the_run_goes_on_afte
     assert error == "error: cannot write small disk/run/records.jsonl: No space left on device"
     assert repair == (
         "free some space, or name a folder that you may write: weighin bench ... --out FOLDER;"
-        " then go on: weighin bench --resume 'small disk/run' --trust"
+        " then resume: weighin bench --resume 'small disk/run' --trust"
     )
     assert measured(small / "run") == {"baseline": "ok", "filling": "ok"}
     (small / "filler").unlink()

@@ -31,7 +31,7 @@ def test_over_a_grid_of_limits_recommendations_are_kept(
         text=True,
         check=False,
     )
-    counts = re.search(r"(\d+) of (\d+) cells ended as promised", done.stdout)
+    counts = re.search(r"(\d+) of (\d+) cells ended as predicted", done.stdout)
     assert counts, done.stderr
     assert counts[1] == counts[2], done.stdout
 
@@ -48,4 +48,4 @@ def test_a_command_says_what_fits_with_its_code(command: CommandLine) -> None:
     compile(found["code"], "pasted", "exec")
     nothing = command.run("recommend", "gpt2-tiny", "--ram", "64m", patience_s=400)
     assert nothing.code == 1, nothing.err
-    assert "Nothing fits for sure." in nothing.out
+    assert "No strategy is sure to fit." in nothing.out

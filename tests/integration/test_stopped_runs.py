@@ -104,7 +104,7 @@ def test_a_run_that_was_killed_is_resumed_where_it_was(
     said = assert_resumes(command, hold)
     assert started.left() == []
     if isolation == "cgroup":  # the empty group is all that is left, and the next run removes it
-        assert "removed what a dead run left: cgroup " in said
+        assert "removed a leftover of a dead run: cgroup " in said
 
 
 @pytest.mark.slow
@@ -116,7 +116,7 @@ def test_ctrl_c_leaves_nothing_and_says_how_to_go_on(
     assert (stopped.code, stopped.out, stopped.left) == (130, "", [])
     assert stopped.err.splitlines()[-2:] == [
         "error: stopped; nothing is left running",
-        "go on with it: weighin bench --resume 'my run' --trust",
+        "resume it: weighin bench --resume 'my run' --trust",
     ]
     assert measured(command) == CELLS[:1]
 
@@ -125,7 +125,7 @@ def test_sigterm_is_the_same_and_the_run_can_go_on(command: CommandLine, hold: P
     stopped = start(command, "process").end(signal.SIGTERM)
     assert (stopped.code, stopped.left) == (130, [])
     assert stopped.err.endswith(
-        "error: stopped; nothing is left running\ngo on with it: weighin bench --resume 'my run' --trust\n"
+        "error: stopped; nothing is left running\nresume it: weighin bench --resume 'my run' --trust\n"
     )
     assert_resumes(command, hold)
     again = command.run("bench", "--resume", "my run", "--trust")
@@ -147,7 +147,7 @@ def test_ctrl_c_while_a_checkpoint_is_made_leaves_nothing_half_made(
     assert (stopped.code, stopped.out, stopped.left) == (130, "", [])
     assert leftovers.processes(str(cache)) == []
     assert stopped.err == (
-        "error: stopped; nothing is left running\ngo on with it: weighin bench --resume run\n"
+        "error: stopped; nothing is left running\nresume it: weighin bench --resume run\n"
     )
     assert [path for path in cache.rglob("*") if path.is_file() and path.suffix != ".lock"] == []
     ended = command.run("bench", "--resume", "run", WEIGHIN_CACHE=str(cache))
@@ -212,7 +212,7 @@ def test_an_ordinary_user_without_docker_is_measured_and_told_that_nothing_was_l
     why, limited, *_ = ended.err.splitlines()
     assert why == (
         "note: isolation process: no Docker engine answers at unix:///nonexistent; "
-        "this user may not make memory cgroups"
+        "this user may not create memory cgroups"
     )
     assert f"{limited}\n" == NOT_LIMITED
     lines = (home / "run" / "records.jsonl").read_text().splitlines()

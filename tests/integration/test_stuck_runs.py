@@ -11,7 +11,7 @@ from weighin.records import run_folder
 from weighin.run import request, runner
 from weighin.suite.config import check_suite
 
-STUCK = StillRunning("the worker, process 5, does not end, not even by SIGKILL")
+STUCK = StillRunning("the worker, process 5, does not end, not even after SIGKILL")
 GONE = IsolationUnavailable("the Docker engine has stopped", "start it again")
 
 
@@ -61,7 +61,7 @@ def test_a_run_that_cannot_go_on_keeps_its_records_and_is_resumed(
         with pytest.raises(type(error)) as caught, request.resumable("bench", task):
             runner.run(task, runner.Progress())
     assert caught.value.exit_code == code
-    assert caught.value.repair.endswith(f"; then go on: weighin bench --resume {tmp_path / 'run'}")
+    assert caught.value.repair.endswith(f"; then resume: weighin bench --resume {tmp_path / 'run'}")
     results = run_folder.read(task.folder).results
     assert [(one.cell.strategy, one.outcome) for one in results] == [(name, "ok") for name in kept]
     for one in results:

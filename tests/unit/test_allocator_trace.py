@@ -46,7 +46,7 @@ def test_a_trace_that_agrees_with_the_allocator_leaves_no_doubt() -> None:
 def test_what_speaks_against_a_trace_is_said() -> None:
     events = [(5, "alloc", 100), (4, "alloc", 100)]
     assert Trace(0, 0, events).doubts(999, kept=2) == [
-        "the allocator kept only its last 2 events: the trace has no start",
-        "the trace's highest requested bytes, 200, are not the allocator's own peak, 999",
-        "the machine's clock was set while the trace was taken: its times jump",
+        "the allocator kept only its last 2 events: the trace lacks its start",
+        "the trace's largest requested bytes, 200, differ from the allocator's own peak, 999",
+        "the machine's clock was set during the trace: its times jump",
     ]

@@ -54,7 +54,7 @@ def test_the_whole_file(tmp_path: Path) -> None:
     difference = update(path, ENVIRONMENT, SERIES)
     text = path.read_text()
     assert text == freeze._HEAD + (
-        f"# measured by weighin {__version__}; from here on written by:"
+        f"# measured by weighin {__version__}; the lines below are written by:"
         " weighin check RUN --baseline FILE --update\n"
         "measured:\n"
         "  environment:\n"
@@ -161,7 +161,7 @@ def test_any_name_and_any_setting_come_back(name: str, value: str | int | bool |
         (
             "schema: 2\nnew: things\n",
             SchemaTooNew,
-            "{path}: written by a later weighin (schema 2; this one knows 1)\npip install --upgrade weighin",
+            "{path}: written by a newer weighin (schema 2; this version reads up to 1)\npip install --upgrade weighin",
         ),
         ("metrics: {}\n", ConfigError, "{path}: schema: missing\nknown keys: schema, metrics, budgets, expect, environment, measured"),
         (
@@ -222,7 +222,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         read(tmp_path / "no.yaml")
     assert str(caught.value) == (
         f"there is no baseline {tmp_path}/no.yaml\n"
-        f"write it from a run that is as it should be: weighin check RUN --baseline {tmp_path}/no.yaml --update"
+        f"create it from a good run: weighin check RUN --baseline {tmp_path}/no.yaml --update"
     )
 
 

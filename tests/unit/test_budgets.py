@@ -71,7 +71,7 @@ def test_which_series_a_pattern_covers() -> None:
         ),
         (
             "ready <= 2 x model",
-            "cannot read the budget 'ready <= 2 x model': ready is a time, and model a size",
+            "cannot read the budget 'ready <= 2 x model': ready is a time, but model is a size",
             'write a duration, as in "ready <= 10 s"',
         ),
         (

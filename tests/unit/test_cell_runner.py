@@ -69,7 +69,7 @@ def test_a_trace_is_written_beside_the_record(tmp_path: Path) -> None:
 
 def test_a_trace_that_disagrees_with_the_allocator_is_doubted(tmp_path: Path) -> None:
     assert traced(701, tmp_path).warnings == (
-        "the trace's highest requested bytes, 700, are not the allocator's own peak, 701",
+        "the trace's largest requested bytes, 700, differ from the allocator's own peak, 701",
     )
 
 
@@ -149,8 +149,8 @@ def test_a_steady_warm_load_finds_room_for_its_cache(
         (
             None,
             (
-                "not known whether the checkpoint was dropped from the page cache: Linux tells"
-                " only who owns its files or may write them",
+                "unknown whether the checkpoint was dropped from the page cache: Linux reports"
+                " that only to a user who owns its files or may write them",
             ),
         ),
     ],

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from weighin.isolation.channel import CHATTER_KEPT_BYTES, LineBuffer, PipeChannel
+from weighin.isolation.channel import STDERR_KEPT_BYTES, LineBuffer, PipeChannel
 
 TEXT = b"one\n\ntwo\ntorn"
 
@@ -133,13 +133,13 @@ def test_a_worker_that_prints_without_end_times_out_too() -> None:
         os.close(stdin)
 
 
-def test_an_event_is_found_behind_chatter(channel: PipeChannel, worker: Worker) -> None:
+def test_an_event_is_found_behind_stderr(channel: PipeChannel, worker: Worker) -> None:
     worker.stderr_tail(b"noise\n")
     worker.say(b"one\n")
     assert channel.receive(1) == b"one"
 
 
-def test_chatter_is_kept_apart_and_the_last_of_it_read_at_the_end(
+def test_stderr_is_kept_apart_and_the_last_of_it_read_at_the_end(
     channel: PipeChannel, worker: Worker
 ) -> None:
     worker.say(b"one\n")
@@ -150,9 +150,9 @@ def test_chatter_is_kept_apart_and_the_last_of_it_read_at_the_end(
     assert channel.stderr_tail == b"a traceback\n"
 
 
-def test_only_the_last_64_kib_of_chatter_are_kept(channel: PipeChannel, worker: Worker) -> None:
+def test_only_the_last_64_kib_of_stderr_are_kept(channel: PipeChannel, worker: Worker) -> None:
     def print_much() -> None:
-        for number in range(3 * CHATTER_KEPT_BYTES // 8):
+        for number in range(3 * STDERR_KEPT_BYTES // 8):
             worker.stderr_tail(b"%07d\n" % number)
         worker.end()
 
@@ -161,7 +161,7 @@ def test_only_the_last_64_kib_of_chatter_are_kept(channel: PipeChannel, worker: 
     assert channel.receive(10) is None
     printer.join()
     assert len(channel.stderr_tail) == 64 * 1024
-    assert channel.stderr_tail.endswith(b"%07d\n" % (3 * CHATTER_KEPT_BYTES // 8 - 1))
+    assert channel.stderr_tail.endswith(b"%07d\n" % (3 * STDERR_KEPT_BYTES // 8 - 1))
 
 
 def test_a_closed_error_stream_is_no_end_of_events(channel: PipeChannel, worker: Worker) -> None:

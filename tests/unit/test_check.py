@@ -121,7 +121,7 @@ def test_a_record_that_was_torn_is_said(good: Path, baseline: Path) -> None:
         file.write('{"torn')
     code, text = typed("check", good, "--baseline", baseline)
     assert code == 0
-    assert f"note: {good}/records.jsonl, line 2 is torn" in text
+    assert f"note: {good}/records.jsonl, line 2 is incomplete" in text
 
 
 def test_what_cannot_be_checked(good: Path, tmp_path: Path) -> None:
@@ -137,11 +137,11 @@ def test_what_cannot_be_checked(good: Path, tmp_path: Path) -> None:
     )
     assert typed("check", empty, "--budget", "peak_rss < 1g") == (
         2,
-        f"{empty} holds no record: nothing was measured\nmeasure first: weighin bench --resume {empty}",
+        f"{empty} contains no record: nothing was measured\nmeasure first: weighin bench --resume {empty}",
     )
     assert typed("check", tmp_path, "--budget", "peak_rss < 1g") == (
         2,
-        f"{tmp_path} holds no records.jsonl: it is not the folder of a run\n"
+        f"{tmp_path} contains no records.jsonl: it is not the folder of a run\n"
         "name the folder that weighin bench printed at its end, such as results/RUN",
     )
 
@@ -153,7 +153,7 @@ def test_what_could_not_be_measured_becomes_no_baseline(tmp_path: Path) -> None:
     assert typed("check", run, "--baseline", path, "--update") == (
         2,
         "gpt2-xl streaming safetensors float32 cpu cold docker ram=8GiB could not be measured: no disk\n"
-        "a baseline of it would accept anything: measure it again first",
+        "measure it again first: its baseline would accept any figure",
     )
     assert not path.exists()
 

@@ -73,11 +73,11 @@ def test_an_error_is_two_lines_and_an_exit_code(
         ),
         (("--kwargs", "[1]"), "--kwargs is not a JSON object\nwrite --kwargs '{\"width\": 64}'"),
         (("--ram", "8GB"), "--ram: '8GB' is ambiguous: GB is 1000-based for some tools and 1024-based for others\nwrite 8GiB (1024-based), or the number of bytes"),
-        (("--device", "gpu"), "--device: 'gpu' is no device\nwrite cpu, cuda or cuda:1"),
-        (("--first-use", "none"), "--first-use: no longer an option\npasses says how often the loaded model is used: 0 is never"),
+        (("--device", "gpu"), "--device: 'gpu' is not a device\nwrite cpu, cuda or cuda:1"),
+        (("--first-use", "none"), "--first-use: no longer an option\nuse passes, the number of forward passes after the load; 0 is none"),
         (("--timeout", "0"), "--timeout: input should be greater than 0, got 0.0"),
         (("--suite", "gone.yaml"), "cannot read gone.yaml: No such file or directory"),
-        (("--resume", "gone"), "gone holds no plan.json: it is not the folder of a run\nname the folder that weighin bench printed at its end, such as results/RUN"),
+        (("--resume", "gone"), "gone contains no plan.json: it is not the folder of a run\nname the folder that weighin bench printed at its end, such as results/RUN"),
     ],
 )  # fmt: skip
 def test_options_that_cannot_be_used(
@@ -113,8 +113,8 @@ def test_options_that_would_be_ignored_are_refused(
         (("--within", "x"), "--within: cannot read 'x' as a share\nwrite a percentage, such as --within 1%"),
         (("--within", "0%"), "--within 0% is not between 0% and 10%\nwrite a share of the floor, such as --within 1%"),
         (("--within", "30%"), "--within 30% is not between 0% and 10%\nwrite a share of the floor, such as --within 1%"),
-        (("--isolation", "process"), "--isolation process cannot hold a RAM limit: nothing would be limited\nuse --isolation docker or cgroup, or leave --ram out"),
-        (("--resume", "gone"), "gone holds no plan.json: it is not the folder of a run\nname the folder that weighin bench printed at its end, such as results/RUN"),
+        (("--isolation", "process"), "--isolation process cannot enforce a RAM limit\nuse --isolation docker or cgroup, or leave out --ram"),
+        (("--resume", "gone"), "gone contains no plan.json: it is not the folder of a run\nname the folder that weighin bench printed at its end, such as results/RUN"),
         (("--resume", "run", "gpt2-xl", "--within", "2%"), "a resumed run keeps its plan: MODEL, --within would be ignored\nleave them out, or start a new run"),
     ],
 )  # fmt: skip
@@ -136,7 +136,7 @@ def test_an_unknown_list(run: Callable[..., tuple[object, str]]) -> None:
 def test_the_folder_of_a_report_that_is_no_run(run: Callable[..., tuple[object, str]]) -> None:
     assert run("report", "gone") == (
         2,
-        "error: gone holds no records.jsonl: it is not the folder of a run\n"
+        "error: gone contains no records.jsonl: it is not the folder of a run\n"
         "name the folder that weighin bench printed at its end, such as results/RUN\n",
     )
 
@@ -172,10 +172,10 @@ def test_what_is_whole_of_a_damaged_run_is_reported(
         " 'wrong_weights', 'skipped' or 'measurement_failed', got 'okay'"
     )
     torn, wrong, newer, *error = text.splitlines()
-    assert torn.startswith(f"note: {records}, line 5 is torn")
+    assert torn.startswith(f"note: {records}, line 5 is incomplete")
     assert wrong == f"note: {records}, line 2: {said}: this line is left out"
     assert newer == (
-        f"note: {records}, line 4: written by a later weighin (schema 99; this one knows 1):"
+        f"note: {records}, line 4: written by a newer weighin (schema 99; this version reads up to 1):"
         " this line is left out"
     )
     assert code == 2
@@ -197,6 +197,6 @@ def test_a_run_of_which_nothing_is_whole(
     (tmp_path / run_folder.RECORDS).write_text('{"schema": 99}\n')
     assert run("report", str(tmp_path)) == (
         2,
-        f"error: {tmp_path / run_folder.RECORDS}, line 1: written by a later weighin (schema 99; this one"
-        " knows 1)\npip install --upgrade weighin\n",
+        f"error: {tmp_path / run_folder.RECORDS}, line 1: written by a newer weighin (schema 99; this"
+        " version reads up to 1)\npip install --upgrade weighin\n",
     )

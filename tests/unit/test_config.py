@@ -74,7 +74,7 @@ MODEL = "name: n\nbuilder: a:b\n"
         ("name: 3\nbuilder: a:b", "FILE: name: input should be a valid string, got 3"),
         (
             "name: n\nbuilder: a.b",
-            "FILE: builder: 'a.b' is no builder\nwrite package.module:function",
+            "FILE: builder: 'a.b' is not a builder\nwrite package.module:function",
         ),
         (
             MODEL + "kwargs: [1]",
@@ -162,7 +162,7 @@ def test_one_value_stands_for_a_list_of_one() -> None:
         ("models: a\nzzz: 1", f"zzz: unknown key\n{SUITE_KEYS}"),
         (
             "models: a\nfirst_use: none",
-            "first_use: no longer an option\npasses says how often the loaded model is used: 0 is never",
+            "first_use: no longer an option\nuse passes, the number of forward passes after the load; 0 is none",
         ),
         ("ram: 8g", f"models: missing\n{SUITE_KEYS}"),
         ("models: 3", "models: input should be a valid string, got 3"),
@@ -210,7 +210,7 @@ def test_one_value_stands_for_a_list_of_one() -> None:
             "models: a\nram: []",
             "ram: empty\nname at least one, or leave the key out",
         ),
-        ("models: a\ndevice: gpu", "device: 'gpu' is no device\nwrite cpu, cuda or cuda:1"),
+        ("models: a\ndevice: gpu", "device: 'gpu' is not a device\nwrite cpu, cuda or cuda:1"),
         (
             "models: a\nisolation: vm",
             "isolation: input should be 'auto', 'docker', 'cgroup' or 'process', got 'vm'",
@@ -243,7 +243,7 @@ def test_a_wrong_suite(tmp_path: Path, text: str, expected: str) -> None:
         ({"ram": ["lots"]}, f"--ram: cannot read 'lots' as a size\n{SIZE_HINT}"),
         ({"timeout_s": 0.0}, "--timeout: input should be greater than 0, got 0.0"),
         ({"repeats": 0}, "--repeats: input should be greater than or equal to 1, got 0"),
-        ({"device": "gpu"}, "--device: 'gpu' is no device\nwrite cpu, cuda or cuda:1"),
+        ({"device": "gpu"}, "--device: 'gpu' is not a device\nwrite cpu, cuda or cuda:1"),
         ({"cache": "hot"}, "--cache: input should be 'cold' or 'warm', got 'hot'"),
     ],
 )
@@ -263,7 +263,7 @@ def test_a_suite_of_saves_has_every_way_of_saving() -> None:
     [
         (
             "models: a\noperation: save\ncache: warm",
-            "FILE: cache: a save reads no checkpoint that could be warm\nleave it out",
+            "FILE: cache: warm does not apply to a save, which reads no checkpoint\nleave it out",
         ),
         (
             "models: a\noperation: safe",

@@ -107,7 +107,7 @@ def test_a_kill_leaves_no_target_and_the_next_conversion_removes_what_it_left(so
         (left,) = source.parent.glob(".new.weighin-*")
         with pytest.raises(ConfigError) as caught:
             convert.convert(source, target, order())
-        assert caught.value.message == f"another weighin is writing {target}"
+        assert caught.value.message == f"another weighin process is writing {target}"
         os.kill(process.pid, signal.SIGKILL)
     assert not target.exists()
     assert left.is_dir()
@@ -139,10 +139,10 @@ def test_what_must_not_be_written_over_is_refused(source, tmp_path) -> None:
             f"{target} exists already\nname another target, or remove it first"
         )
     assert complaint(source, tmp_path / "no" / "new") == (
-        f"{tmp_path}/no: no such folder\nmake it: mkdir -p {tmp_path}/no"
+        f"{tmp_path}/no: no such folder\ncreate it: mkdir -p {tmp_path}/no"
     )
     assert complaint(folder, folder / "new") == (
-        f"{folder}/new lies inside {folder}\nname a target outside of the source"
+        f"{folder}/new is inside {folder}\nname a target outside of the source"
     )
 
 
@@ -197,7 +197,7 @@ def test_verify_finds_a_single_wrong_byte_and_a_missing_key(source, monkeypatch,
         "value": "other values than the source in head",
         "key": "other names, shapes, dtypes or ties than the source",
     }
-    assert caught.value.message == f"new: what was written has {what[harm]}; it was removed"
+    assert caught.value.message == f"new: the written checkpoint has {what[harm]}; it was removed"
     assert names(source.parent) == ["model.pt"]
 
 
@@ -225,7 +225,7 @@ def test_the_command_says_what_it_made(source) -> None:
     done = convert_request.convert(wish(source, target, dtype="bf16", verify=True), console)
     said = str(done)
     assert said.startswith(f"{target}: pt from pt, {target.stat().st_size / 1024:.3f} KiB in ")
-    assert "read as" not in said
+    assert "source matches" not in said
     assert said.endswith("every tensor's checksum verified")
     assert torch.load(target)["head"].dtype is torch.bfloat16
     assert done.as_json() == {
@@ -288,7 +288,7 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
     with pytest.raises(ConfigError) as caught:
         convert_request.convert(wish(source, target), Console())
     assert caught.value.message == (
-        f"{target} needs 12.715 KiB, and 1000 B are free in {source.parent}"
+        f"{target} needs 12.715 KiB, but only 1000 B are free in {source.parent}"
     )
     assert names(source.parent) == ["model.pt"]
 

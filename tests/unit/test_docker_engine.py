@@ -69,7 +69,7 @@ def as_the_sdk_raises(cause: Exception) -> DockerException:
             DockerException("Install paramiko package to enable ssh:// support\nmore"),
             f"cannot talk to the Docker engine at {ADDRESS}: "
             "Install paramiko package to enable ssh:// support\n"
-            f"see what docker info says and check DOCKER_HOST, {INSTEAD}",
+            f"run docker info and check DOCKER_HOST, {INSTEAD}",
         ),
     ],
 )
@@ -110,7 +110,7 @@ KERNEL = (
         ),
         (
             {"MemoryLimit": True, "SwapLimit": False},
-            "the Docker engine cannot switch swap off: the kernel does not account for it\n"
+            "the Docker engine cannot disable swap: the kernel does not account swap per cgroup\n"
             f"boot with swapaccount=1{KERNEL}",
         ),
         (
@@ -134,13 +134,13 @@ def test_an_engine_that_can_limit() -> None:
     [
         (
             'could not select device driver "" with capabilities: [[gpu]]',
-            "the Docker engine cannot hand a GPU to a container\n"
+            "the Docker engine cannot pass a GPU to a container\n"
             "install nvidia-container-toolkit, then sudo nvidia-ctk runtime configure "
             "--runtime=docker and sudo systemctl restart docker",
         ),
         (
             'invalid mount config for type "bind": bind source path does not exist: /x',
-            "the Docker engine cannot see a folder of this machine: invalid mount config for type "
+            "the Docker engine cannot access a folder of this machine: invalid mount config for type "
             '"bind": bind source path does not exist: /x\n'
             "share it with the engine (Docker Desktop: Settings, Resources, File sharing); "
             "an engine on another machine cannot be used",
@@ -263,9 +263,9 @@ def test_a_base_image_that_cannot_be_had() -> None:
     with pytest.raises(IsolationUnavailable) as caught:
         find_base(client, "python:3.11-slim-bookworm", lambda _: None)
     assert str(caught.value) == (
-        "the base image python:3.11-slim-bookworm is not here and cannot be pulled: "
+        "the base image python:3.11-slim-bookworm does not exist here and cannot be pulled: "
         "Get https://registry-1.docker.io/v2/: no such host\n"
-        "name one that is here: export WEIGHIN_BASE_IMAGE=IMAGE (docker images lists them), "
+        "name an existing one: export WEIGHIN_BASE_IMAGE=IMAGE (docker images lists them), "
         "or make one without a registry: sudo docker/make-base weighin-base:bookworm"
     )
 
@@ -351,7 +351,7 @@ def test_a_probe_without_a_libc() -> None:
         (
             "",
             ("torch==2.13.0",),
-            "pip cannot fetch the wheels for the image: no word from it\n"
+            "pip cannot fetch the wheels for the image: it printed no error\n"
             "name the index that torch came from: export PIP_EXTRA_INDEX_URL=URL",
         ),
     ],
@@ -395,7 +395,7 @@ class EndedStream:
 @pytest.mark.parametrize(
     ("what", "doing"),
     [
-        (lambda running: running.wait(1.0), "say how a container ended"),
+        (lambda running: running.wait(1.0), "report how a container ended"),
         (lambda running: running.kill(), "kill a container"),
         (lambda running: running.close(), "remove the container weighin-1"),
     ],

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from weighin.isolation.channel import CHATTER_KEPT_BYTES
+from weighin.isolation.channel import STDERR_KEPT_BYTES
 from weighin.isolation.docker.stream import STDERR, STDOUT, FrameBuffer, StreamChannel
 
 
@@ -59,7 +59,7 @@ def test_a_frame_longer_than_one_read() -> None:
     assert buffer.feed(data[65536:]) == [(STDERR, payload)]
 
 
-def test_events_and_chatter_are_kept_apart(engine: socket.socket, channel: StreamChannel) -> None:
+def test_events_and_stderr_are_kept_apart(engine: socket.socket, channel: StreamChannel) -> None:
     engine.sendall(STREAM + frame(STDOUT, b"\x180\n") + frame(STDERR, b"\x18"))
     assert [channel.receive(1), channel.receive(1), channel.receive(1)] == [b"one", b"two", None]
     assert (channel.worker_code, channel.stderr_tail) == (0, b"noise!")
@@ -81,7 +81,7 @@ def test_a_worker_that_prints_the_keepers_byte_does_not_end(
     assert channel.worker_code is None
 
 
-def test_late_chatter_is_waited_for(engine: socket.socket, channel: StreamChannel) -> None:
+def test_late_stderr_is_waited_for(engine: socket.socket, channel: StreamChannel) -> None:
     engine.sendall(frame(STDOUT, b"\x181\n"))
     late = frame(STDERR, b"Traceback") + frame(STDERR, b"\x18")
     timer = threading.Timer(0.05, engine.sendall, [late])
@@ -113,15 +113,15 @@ def test_what_is_sent_arrives(engine: socket.socket, channel: StreamChannel) -> 
     assert engine.recv(10) == b"\n"
 
 
-def test_chatter_keeps_its_end(engine: socket.socket, channel: StreamChannel) -> None:
-    noise = b"x" * CHATTER_KEPT_BYTES + b"the end"
+def test_stderr_keeps_its_end(engine: socket.socket, channel: StreamChannel) -> None:
+    noise = b"x" * STDERR_KEPT_BYTES + b"the end"
     sender = threading.Thread(target=engine.sendall, args=[frame(STDERR, noise)])
     sender.start()
     sender.join(0.1)
     with pytest.raises(TimeoutError):
         channel.receive(0.2)
     sender.join()
-    assert len(channel.stderr_tail) == CHATTER_KEPT_BYTES
+    assert len(channel.stderr_tail) == STDERR_KEPT_BYTES
     assert channel.stderr_tail.endswith(b"the end")
 
 

@@ -56,9 +56,11 @@ def test_an_unknown_name_gets_the_nearest_and_the_list() -> None:
 
 
 def test_a_name_that_is_near_to_nothing_gets_the_list_only() -> None:
-    error = UnknownName("model", "xyz", ["gpt2-xl"], "any other: --model package.module:callable")
+    error = UnknownName(
+        "model", "xyz", ["gpt2-xl"], "for any other model: --model package.module:callable"
+    )
     assert str(error) == (
-        "no model is called 'xyz'\nknown: gpt2-xl; any other: --model package.module:callable"
+        "no model is called 'xyz'\nknown: gpt2-xl; for any other model: --model package.module:callable"
     )
 
 

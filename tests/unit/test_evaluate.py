@@ -146,7 +146,7 @@ def test_a_series_that_was_not_measured_fails_and_a_new_one_does_not() -> None:
         (LineVerdict.NEW, "not in the baseline; ok"),
     ]
     assert len(judgement.failed) == 1
-    assert judgement.notes[0].startswith("no series is in both: ")
+    assert judgement.notes[0].startswith("the baseline and the run have no series in common: ")
 
 
 def test_a_metric_that_is_no_longer_measured_fails() -> None:
@@ -164,7 +164,7 @@ def test_another_model_of_the_same_name_is_not_compared() -> None:
     line, outcome = judged([was], [now]).lines
     assert (line.what, line.verdict) == ("model", LineVerdict.DIFFERS)
     assert outcome.verdict is LineVerdict.SAME
-    assert line.text == "another model: 6,753,416,192 bytes -> 6,753,416,200 bytes"
+    assert line.text == "the model's size differs: 6,753,416,192 bytes -> 6,753,416,200 bytes"
 
 
 def test_the_band_of_the_baselines_repeats_is_no_regression() -> None:
@@ -187,7 +187,7 @@ def test_a_band_that_hides_regressions_is_said() -> None:
     judgement = judge_series(was, one_series(peak_rss=1000 * MIB), Tolerance(0.01, MIB))
     assert judgement.notes == (
         "the baseline's repeats of s spread from 900.0 MiB to 1.074 GiB in peak_rss:"
-        " smaller regressions are not seen",
+        " smaller regressions are not detected",
     )
 
 
@@ -237,7 +237,7 @@ def test_another_torch_fails_and_another_kernel_is_said_and_times_are_not_judged
     ]
     assert "ready" not in verdicts(judgement)
     assert judgement.notes == (
-        "times are not judged: they were measured on another machine or setting",
+        "times are not judged: the baseline is from another machine or other settings",
     )
 
 
@@ -263,7 +263,7 @@ def test_budgets_are_judged_by_the_highest_repeat() -> None:
 def test_a_budget_that_nothing_was_compared_with_is_not_kept() -> None:
     rules = Rules({}, (budgets.parse("streamin: peak_rss <= 8GiB"),))
     [line] = evaluate(None, rules, {}, one_series(peak_rss=1)).failed
-    assert line.text == "streamin: peak_rss <= 8GiB: nothing that was measured has such a figure"
+    assert line.text == "streamin: peak_rss <= 8GiB: no measured series has this figure"
 
 
 def search(floor_mib: int, step_mib: int = 8) -> SeriesRun:
@@ -326,9 +326,7 @@ def test_a_budget_of_a_floor_that_was_not_found_is_not_kept() -> None:
 def test_a_budget_names_the_series_of_which_there_is_no_such_figure() -> None:
     rules = Rules({}, (budgets.parse("peak_cgroup <= 8GiB"),))
     series = one_series(peak_cgroup=1) | {"t": Series("ok", 1)}
-    assert evaluate(None, rules, {}, series).notes == (
-        "peak_cgroup <= 8GiB: there is no such figure of t",
-    )
+    assert evaluate(None, rules, {}, series).notes == ("peak_cgroup <= 8GiB: no such figure for t",)
 
 
 def test_a_cell_that_was_skipped_from_the_start_passes_where_that_is_expected() -> None:

@@ -63,7 +63,7 @@ DONE = (*READY, fakes.begin("forward"), fakes.phase("forward"), fakes.done())
             1,
             b"Traceback",
             Outcome.OOM_KILLED,
-            "the kernel killed a process of the worker's for lack of memory, "
+            "the kernel killed a process of the worker for lack of memory, "
             "and then: BrokenProcessPool (mine.py:3)",
         ),
         (
@@ -80,7 +80,7 @@ DONE = (*READY, fakes.begin("forward"), fakes.phase("forward"), fakes.done())
             2,
             b"no child",
             Outcome.OOM_KILLED,
-            "the kernel killed a process of the worker's for lack of memory, "
+            "the kernel killed a process of the worker for lack of memory, "
             "and then it ended with exit code 3 after phase 'read': no child",
         ),
         (

@@ -99,7 +99,7 @@ def test_a_series_that_is_broken_fails_where_nothing_covers_it(run: Path, tmp_pa
     code, text = typed("check", run, *budget, COLUMNS="200")
     assert code == 1
     assert "gate failed: 2 not ok, 1 same" in text
-    left = "note: not judged, for no budget covers them: gpt2-xl baseline pt float32 cpu cold docker ram=8GiB (oom_killed)"  # fmt: skip
+    left = "note: not judged, because no budget covers them: gpt2-xl baseline pt float32 cpu cold docker ram=8GiB (oom_killed)"  # fmt: skip
     assert left in text.splitlines()
     code, text = typed("check", run_of(tmp_path / "sound", ok(), killed()), *budget, COLUMNS="200")
     assert code == 0
@@ -141,11 +141,11 @@ def test_an_expected_outcome_that_does_not_occur_is_better_and_says_how_to_updat
     run = run_of(tmp_path / "run", ok(), ok("baseline"))
     code, text = typed("check", run, "--baseline", path, COLUMNS="200")
     assert code == 0
-    assert "improved baseline: oom_killed -> ok; take 'baseline=oom_killed' out of expect" in text
+    assert "improved baseline: oom_killed -> ok; remove 'baseline=oom_killed' from expect" in text
     code, text = typed("check", run, "--budget", "peak_rss <= 8GiB", "--expect", "baseline=oom_killed", COLUMNS="200")  # fmt: skip
     assert code == 0
     assert (
-        "improved baseline: oom_killed expected -> ok; take 'baseline=oom_killed' out of --expect"
+        "improved baseline: oom_killed expected -> ok; remove 'baseline=oom_killed' from --expect"
         in text
     )
 
@@ -172,7 +172,7 @@ def test_an_expectation_of_nothing_that_was_measured_is_said(tmp_path: Path) -> 
     run = run_of(tmp_path / "run", ok())
     code, text = typed("check", run, *BUDGET, "--expect", "baselin=oom_killed", COLUMNS="200")
     assert code == 0
-    assert "note: nothing that was measured is meant by --expect baselin=oom_killed" in text
+    assert "note: --expect baselin=oom_killed matches no measured series" in text
 
 
 def test_a_repeat_that_is_killed_is_not_ok_however_many_others_are(tmp_path: Path) -> None:
@@ -216,11 +216,11 @@ def test_what_expect_says() -> None:
         (
             "lossy=wrong_weights",
             "--expect lossy=wrong_weights: wrong_weights cannot be expected:"
-            " a strategy that is wrong fails every gate",
+            " a failed strategy fails every gate",
         ),
         (
             "x=measurement_failed",
-            "--expect x=measurement_failed: measurement_failed cannot be expected: it says nothing",
+            "--expect x=measurement_failed: measurement_failed cannot be expected: it is not a finding",
         ),
     ],
 )
@@ -229,7 +229,7 @@ def test_what_cannot_be_expected(text: str, message: str) -> None:
         parse(text)
     assert str(caught.value) == (
         f"{message}\nwrite it as in baseline=oom_killed;"
-        " what can be expected: oom_killed, cuda_oom, timeout, skipped"
+        " outcomes that can be expected: oom_killed, cuda_oom, timeout, skipped"
     )
 
 

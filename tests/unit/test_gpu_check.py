@@ -71,8 +71,8 @@ def test_a_torch_without_cuda(answer: Answer) -> None:
 def test_a_machine_without_a_gpu(answer: Answer) -> None:
     answer(gpus())
     assert complaint("cuda") == (
-        "--device cuda: torch 2.13.0 sees no CUDA GPU\n"
-        "nvidia-smi shows whether the driver does, or: weighin predict MODEL --device cuda needs no"
+        "--device cuda: torch 2.13.0 finds no CUDA GPU\n"
+        "nvidia-smi shows whether the driver finds one, or: weighin predict MODEL --device cuda needs no"
         " GPU"
     )
 
@@ -80,20 +80,23 @@ def test_a_machine_without_a_gpu(answer: Answer) -> None:
 def test_a_torch_that_does_not_start(answer: Answer) -> None:
     answer(stderr="Traceback\nImportError: libcudart.so.13", returncode=1)
     assert complaint("cuda:1") == (
-        "--device cuda:1: torch cannot be asked for a GPU: ImportError: libcudart.so.13\n"
+        "--device cuda:1: torch failed while listing GPUs: ImportError: libcudart.so.13\n"
         "weighin predict MODEL --device cuda needs no GPU"
     )
 
 
-@pytest.mark.parametrize(("count", "repair"), [(1, "write cuda:0"), (3, "write cuda:0 to cuda:2")])
-def test_a_gpu_beyond_the_last(answer: Answer, count: int, repair: str) -> None:
+@pytest.mark.parametrize(
+    ("count", "found", "repair"),
+    [(1, "1 CUDA device", "write cuda:0"), (3, "3 CUDA devices", "write cuda:0 to cuda:2")],
+)
+def test_a_gpu_beyond_the_last(answer: Answer, count: int, found: str, repair: str) -> None:
     answer(gpus(*[GIB] * count))
-    assert complaint("cuda:7") == f"--device cuda:7: torch sees {count} of them\n{repair}"
+    assert complaint("cuda:7") == f"--device cuda:7: torch finds {found}\n{repair}"
 
 
 def test_a_limit_beyond_the_gpu(answer: Answer) -> None:
     answer(gpus(GIB, 2 * GIB))
     assert complaint("cuda", [None, 2 * GIB]) == (
         "--vram 2GiB is more than Example has (1.000 GiB)\n"
-        "give a smaller limit, or leave --vram out to limit nothing"
+        "give a smaller limit, or leave out --vram for no limit"
     )

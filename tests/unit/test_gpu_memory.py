@@ -1,21 +1,20 @@
-"""NVML's answers, put in where its library would be: functions of its binary interface."""
+"""NVML's answers, put in where NVIDIA's Python module of it would be."""
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
 import pytest
 from fake_nvml import Nvml
 
-from weighin.probes import gpu_memory
 from weighin.probes.gpu_memory import DriverMemory, NvmlUnavailable
-
-_UNKNOWN_ERROR = 999
 
 
 @pytest.fixture
 def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Nvml], Nvml]:
     def use(library: Nvml) -> Nvml:
-        monkeypatch.setattr(gpu_memory.ctypes, "CDLL", lambda name: library)
+        monkeypatch.setitem(sys.modules, "pynvml", library)
         return library
 
     return use
@@ -24,7 +23,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Nvml], Nvml]:
 def test_a_process_is_found_among_all_of_the_gpu(use: Callable[[Nvml], Nvml]) -> None:
     library = use(Nvml([(number, number) for number in range(1, 200)] + [(4321, 512)]))
     memory = DriverMemory("GPU-ab", 4321)
-    assert library.uuids == [b"GPU-ab"]
+    assert library.uuids == ["GPU-ab"]
     assert memory.driver_version == "580.1"
     library.processes[-1] = (4321, 1024)
     deadline = time.monotonic() + 10
@@ -50,11 +49,11 @@ def test_the_looks_end_with_the_process(use: Callable[[Nvml], Nvml]) -> None:
     ("processes", "expected"),
     [
         ([(2, 5)], "NVML lists no process 1: another PID namespace, or MIG"),
-        ([(1, 2**64 - 1)], "NVML does not tell the memory of one process here"),
+        ([(1, None)], "NVML does not report memory per process here"),
     ],
 )
 def test_a_driver_that_does_not_tell_says_why(
-    use: Callable[[Nvml], Nvml], processes: list[tuple[int, int]], expected: str
+    use: Callable[[Nvml], Nvml], processes: list[tuple[int, int | None]], expected: str
 ) -> None:
     library = use(Nvml(processes))
     with pytest.raises(NvmlUnavailable) as caught:
@@ -65,40 +64,40 @@ def test_a_driver_that_does_not_tell_says_why(
 
 def test_an_unknown_gpu_is_told_in_nvmls_own_words(use: Callable[[Nvml], Nvml]) -> None:
     library = use(Nvml([]))
-    library.status = _UNKNOWN_ERROR
-    with pytest.raises(NvmlUnavailable, match=r"^NVML: nvmlDeviceGetHandleByUUID: Not Found$"):
+    library.failure = "Not Found"
+    with pytest.raises(NvmlUnavailable, match=r"^NVML: Not Found$"):
         DriverMemory("GPU-ab", 1)
-
-
-def test_an_old_driver_lacks_a_function(use: Callable[[Nvml], Nvml]) -> None:
-    library = use(Nvml([]))
-    del library.nvmlDeviceGetComputeRunningProcesses_v3
-    with pytest.raises(
-        NvmlUnavailable,
-        match=r"^this driver's NVML has no nvmlDeviceGetComputeRunningProcesses_v3$",
-    ):
-        DriverMemory("GPU-ab", 1)
-
-
-def test_a_machine_without_nvml_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> None:
-        raise OSError(f"{name}: cannot open shared object file")
-
-    monkeypatch.setattr(gpu_memory.ctypes, "CDLL", missing)
-    with pytest.raises(NvmlUnavailable) as caught:
-        DriverMemory("GPU-ab", 1)
-    assert str(caught.value) == "no NVML: libnvidia-ml.so.1: cannot open shared object file"
+    assert library.running == 0
 
 
 def test_a_driver_that_does_not_start_says_so(use: Callable[[Nvml], Nvml]) -> None:
+    def missing() -> None:
+        raise Nvml.NVMLError("NVML Shared Library Not Found")
+
     library = use(Nvml([]))
-    library.nvmlInit_v2 = lambda: 18  # type: ignore[method-assign]
-    with pytest.raises(NvmlUnavailable, match=r"^NVML does not start: error 18$"):
+    library.nvmlInit = missing  # type: ignore[method-assign]
+    with pytest.raises(NvmlUnavailable) as caught:
         DriverMemory("GPU-ab", 1)
+    assert str(caught.value) == "NVML does not start: NVML Shared Library Not Found"
+
+
+def test_without_nvidias_module_the_reason_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(NvmlUnavailable) as caught:
+        DriverMemory("GPU-ab", 1)
+    assert str(caught.value) == "nvidia-ml-py is not installed: pip install nvidia-ml-py"
+
+
+def test_nvidias_module_is_imported_where_there_is_a_gpu_only() -> None:
+    code = "import sys, weighin.run.supervisor, weighin.cli.app; print('pynvml' in sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout == "False\n"
 
 
 def test_without_a_uuid_or_a_pid_there_is_nothing_to_ask() -> None:
-    with pytest.raises(NvmlUnavailable, match=r"^this torch does not tell the GPU's UUID$"):
+    with pytest.raises(NvmlUnavailable, match=r"^this torch does not report the GPU's UUID$"):
         DriverMemory(None, 1)
-    with pytest.raises(NvmlUnavailable, match=r"^the worker is no process of this machine$"):
+    with pytest.raises(NvmlUnavailable, match=r"^the worker is not a process of this machine$"):
         DriverMemory("GPU-ab", None)

@@ -93,9 +93,9 @@ def test_a_build_without_room_is_refused_before_anything_is_fetched(
     with pytest.raises(IsolationUnavailable) as caught:
         built(Engine(here, STEPS))
     assert str(caught.value) == (
-        f"the image of torch 2.13.0 needs 10.000 GiB in {here}, the Docker engine's folder, where"
+        f"the image of torch 2.13.0 needs 10.000 GiB in {here}, the Docker engine's folder, but only"
         " 9.000 GiB are free\n"
-        "free some space (docker system df says what takes it), or use --isolation cgroup or"
+        "free some space (docker system df shows what uses it), or use --isolation cgroup or"
         " --isolation process"
     )
     assert caught.value.exit_code == 3
@@ -113,10 +113,10 @@ def test_a_build_says_how_much_it_does_and_each_of_its_steps(
     said = built(engine)
     assert said[0].startswith("building weighin:")
     assert said[0].endswith(
-        " on base, once for this torch and this base: 5.000 GiB, and twice that while it is built"
+        " on base, once for this torch and this base image: 5.000 GiB on disk, and twice that during the build"
     )
     assert said[1:] == [
-        "fetching the wheels of torch and of what it needs",
+        "fetching the wheels of torch and its dependencies",
         "sending 3.000 MiB of wheels to the engine",
         "Step 1/2 : FROM base",
         "Step 2/2 : RUN",
@@ -130,7 +130,7 @@ def test_a_build_says_how_much_it_does_and_each_of_its_steps(
         (
             [*STEPS, {"error": "write /opt/venv/x.so: no space left on device"}],
             "write /opt/venv/x.so: no space left on device (in Step 2/2 : RUN)\n"
-            "free some space (docker system df says what takes it), or use --isolation cgroup or"
+            "free some space (docker system df shows what uses it), or use --isolation cgroup or"
             " --isolation process",
         ),
         (

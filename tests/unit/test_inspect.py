@@ -56,13 +56,13 @@ def test_the_table(tmp_path) -> None:
     path = make(tmp_path / "model.safetensors", "safetensors")
     text = run(str(path))
     for line in (
-        f"{path}: layout safetensors, 4 tensors (1 share a storage with an earlier one), 47 numbers"
+        f"{path}: format safetensors, 4 tensors (1 sharing a storage with an earlier one), 47 elements"
         " (parameters and buffers), 180 B",
         "largest: embedding.weight, 160 B",
-        "Expected: computed from sizes, not measured",
+        "The expected peaks are computed from sizes, not measured",
     ):
         assert line in text
-    assert "converted: --format pt" in text
+    assert "no: use --format pt" in text
     assert "scalar" in text
 
 

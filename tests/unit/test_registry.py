@@ -83,7 +83,7 @@ def test_a_file_in_another_encoding_is_read_as_python_reads_it(tmp_path: Path) -
 def test_a_constant_that_is_no_tuple_of_strings(write: Callable[..., Path], constant: str) -> None:
     path = write(f"{constant}\ndef load(job): ...")
     assert complaint(lambda: registry.read_strategy(path)) == (
-        f'{path}, line 1: FORMATS is not a tuple of strings\nwrite it out, as in FORMATS = ("pt",)'
+        f'{path}, line 1: FORMATS is not a tuple of strings\nwrite a literal tuple, as in FORMATS = ("pt",)'
     )
 
 
@@ -91,7 +91,7 @@ def test_a_constant_that_is_no_tuple_of_strings(write: Callable[..., Path], cons
 def test_a_file_without_load(write: Callable[..., Path], text: str) -> None:
     path = write(text)
     assert complaint(lambda: registry.read_strategy(path)) == (
-        f"{path} has no function load(job)\nsee strategies/README.md for one in 20 lines"
+        f"{path} has no function load(job)\nsee strategies/README.md for an example of 20 lines"
     )
 
 
@@ -136,7 +136,7 @@ def test_an_unknown_strategy_gets_the_nearest() -> None:
     known = ", ".join(sorted(registry.strategies()))
     assert str(caught.value) == (
         "no strategy is called 'mmap_asign'\n"
-        f"did you mean 'mmap_assign'? known: {known}; a file of your own: --strategies ./mine.py"
+        f"did you mean 'mmap_assign'? known: {known}; for a file of your own: --strategies ./mine.py"
     )
 
 
@@ -207,7 +207,7 @@ def test_an_entry_point_into_nothing(
 ) -> None:
     install(module)
     assert complaint(registry.strategies) == (
-        f"the strategy 'fast' points at {module!r}, which cannot be found\nreinstall fastload"
+        f"the entry point of strategy 'fast' names {module!r}, which cannot be found\nreinstall fastload"
     )
 
 
@@ -247,7 +247,7 @@ def test_an_unknown_model_gets_the_nearest() -> None:
     known = ", ".join(sorted(registry.models()))
     assert str(caught.value) == (
         "no model is called 'gpt2-xxl'\n"
-        f"did you mean 'gpt2-xl'? known: {known}; any other: --model package.module:callable"
+        f"did you mean 'gpt2-xl'? known: {known}; for any other model: --model package.module:callable"
     )
 
 
@@ -261,7 +261,7 @@ def test_ways_of_saving_are_listed_apart() -> None:
 def test_a_file_without_save(write: Callable[..., Path]) -> None:
     path = write(WHOLE)
     assert complaint(lambda: registry.strategy(str(path), "save")) == (
-        f"{path} has no function save(job)\nsee strategies/README.md for one in 20 lines"
+        f"{path} has no function save(job)\nsee strategies/README.md for an example of 20 lines"
     )
 
 
@@ -269,9 +269,9 @@ def test_an_unknown_way_of_saving_gets_the_nearest() -> None:
     with pytest.raises(UnknownName) as caught:
         registry.strategy("torch_safe", "save")
     assert str(caught.value) == (
-        "no strategy of saving is called 'torch_safe'\n"
+        "no strategy for saves is called 'torch_safe'\n"
         "did you mean 'torch_save'? known: dcp, per_module, per_param, safetensors, sharded,"
-        " torch_save; a file of your own: --strategies ./mine.py"
+        " torch_save; for a file of your own: --strategies ./mine.py"
     )
 
 
@@ -287,7 +287,7 @@ def test_options_are_read_from_the_file_without_importing_it(tmp_path: Path) -> 
     assert str(caught.value) == (
         "no option of mine is called 'thraeds'\n"
         "did you mean 'threads'? known: threads;"
-        ' a strategy names its own in its file: OPTIONS = ("thraeds",)'
+        ' a strategy declares its options in its file: OPTIONS = ("thraeds",)'
     )
 
 

@@ -122,7 +122,7 @@ def test_a_cell_that_a_watcher_looked_at(observer: InsideObserver) -> None:
     assert result.peaks.cgroup_bytes == 95
     assert result.watcher == WATCHER
     assert result.warnings == (
-        "the engine runs elsewhere: a watcher in the container looked, and the cell was charged"
+        "the engine runs elsewhere: a watcher in the container measured the worker, and the cell was charged"
         " its 12.000 MiB (anonymous: 7.000 MiB)",
         "the kernel killed 1 process of this cell for lack of memory",
     )

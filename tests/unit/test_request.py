@@ -130,22 +130,22 @@ def test_a_run_is_named_after_its_time_and_its_models(
 def test_a_folder_that_holds_a_run_is_left_alone() -> None:
     start(asked())
     assert complaint(lambda: start(asked())) == (
-        "run already holds a run\n"
-        "go on with it: weighin bench --resume run; or name another folder with --out"
+        "run already contains a run\n"
+        "resume it: weighin bench --resume run; or name another folder with --out"
     )
 
 
 def test_a_limit_above_the_machine_says_nothing() -> None:
     assert complaint(lambda: start(asked(ram=["8g", "16385m"], isolation="cgroup"))) == (
         "--ram 16385MiB is more than this machine has (16.000 GiB)\n"
-        "give a smaller limit, or leave --ram out to limit nothing"
+        "give a smaller limit, or leave out --ram for no limit"
     )
 
 
 def test_a_limit_that_nothing_would_hold_is_refused() -> None:
     assert complaint(lambda: start(asked(ram="8g"))) == (
-        "--isolation process cannot hold a RAM limit: nothing would be limited\n"
-        "use --isolation docker or cgroup, or leave --ram out"
+        "--isolation process cannot enforce a RAM limit\n"
+        "use --isolation docker or cgroup, or leave out --ram"
     )
 
 
@@ -161,7 +161,7 @@ def test_an_option_that_the_strategy_would_ignore_starts_nothing(here: Path) -> 
     assert complaint(lambda: start(asked(strategies=strategies))) == (
         "no option of streaming is called 'thraeds'\n"
         "did you mean 'threads'? known: granularity, threads;"
-        ' a strategy names its own in its file: OPTIONS = ("thraeds",)'
+        ' a strategy declares its options in its file: OPTIONS = ("thraeds",)'
     )
     assert not (here / "run").exists()
 
@@ -171,7 +171,7 @@ def test_two_strategies_of_one_name_cannot_be_told_apart(here: Path) -> None:
     ours = start(asked("other"))[0].planned[0].strategy.path
     assert complaint(lambda: start(asked(strategies=["baseline", "./baseline.py"]))) == (
         f"two strategies are called 'baseline': {ours} and {here}/baseline.py\n"
-        "a record tells them apart by their names: rename one, or measure them in two runs"
+        "records identify strategies by name: rename one, or measure them in two runs"
     )
 
 
@@ -182,7 +182,7 @@ def test_two_models_whose_builders_share_a_function_name_are_told_apart() -> Non
 
 def test_a_folder_that_is_no_run_is_not_resumed() -> None:
     assert complaint(lambda: resume(Path("gone"))) == (
-        "gone holds no plan.json: it is not the folder of a run\n"
+        "gone contains no plan.json: it is not the folder of a run\n"
         "name the folder that weighin bench printed at its end, such as results/RUN"
     )
 
@@ -193,7 +193,7 @@ def test_a_plan_without_cells_is_not_resumed(here: Path) -> None:
     (here / "run/plan.json").write_text(json.dumps(plan | {"cells": []}))
     with pytest.raises(RecordError) as caught:
         resume(Path("run"))
-    assert str(caught.value) == "run plans no cell\nstart a new run"
+    assert str(caught.value) == "the plan in run has no cell\nstart a new run"
 
 
 @pytest.mark.parametrize("settings", [{}, {"seed": 0}, {"strategy_paths": {}}])
@@ -233,13 +233,13 @@ def test_a_gpu_that_is_not_there_is_refused_before_anything_is_made(
 @pytest.mark.parametrize(
     ("option", "why"),
     [
-        ({"vram": "8g"}, "--vram limits a GPU"),
-        ({"trace": True}, "--trace notes what a GPU's allocator does"),
+        ({"vram": "8g"}, "--vram limits GPU memory"),
+        ({"trace": True}, "--trace records the events of the CUDA allocator"),
     ],
 )
 def test_what_is_of_a_gpu_needs_one(option: dict[str, Any], why: str) -> None:
     assert complaint(lambda: start(asked(**option))) == (
-        f"{why}, and the device is cpu\nadd --device cuda, or leave it out"
+        f"{why}, but the device is cpu\nadd --device cuda, or leave it out"
     )
 
 

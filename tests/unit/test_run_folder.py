@@ -71,8 +71,8 @@ def test_a_torn_last_line_is_a_warning_and_is_cut_by_the_next_append(run: Path, 
     records = run_folder.read(run)
     assert records.results == tuple(mixed_run()[:2])
     assert records.warnings == (
-        f"{path}, line 3 is torn (the run was cut off while writing it): its cell counts as not "
-        f"measured; weighin bench --resume {run} repeats it",
+        f"{path}, line 3 is incomplete (the run was cut off while writing it): its cell counts as not "
+        f"measured; weighin bench --resume {run} measures it again",
     )
     run_folder.append(run, make_result())
     assert run_folder.read(run) == run_folder.Records((*mixed_run()[:2], make_result()))
@@ -129,7 +129,7 @@ def test_a_later_schema_says_what_to_do(run: Path) -> None:
     with pytest.raises(SchemaTooNew) as caught:
         run_folder.read(run)
     assert str(caught.value) == (
-        f"{run / run_folder.RECORDS}, line 1: written by a later weighin (schema 2; this one knows 1)\n"
+        f"{run / run_folder.RECORDS}, line 1: written by a newer weighin (schema 2; this version reads up to 1)\n"
         "pip install --upgrade weighin"
     )
 
@@ -141,7 +141,7 @@ def test_unknown_keys_are_ignored(run: Path) -> None:
 
 def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(
-        RecordError, match=r"holds no records\.jsonl: it is not the folder of a run"
+        RecordError, match=r"contains no records\.jsonl: it is not the folder of a run"
     ):
         run_folder.read(tmp_path)
 
@@ -157,7 +157,7 @@ def test_a_folder_that_cannot_be_written_has_a_repair(tmp_path: Path) -> None:
         run_folder.append(tmp_path / "file" / "run", make_result())
     assert caught.value.message == (
         f"cannot write {tmp_path / 'file' / 'run' / run_folder.RECORDS}: Not a directory;"
-        f" what was measured of {make_result().cell.id} is lost"
+        f" the measurement of {make_result().cell.id} is lost"
     )
     assert "--out FOLDER" in caught.value.repair
     with pytest.raises(RecordError):
@@ -232,9 +232,9 @@ def test_replacing_a_field_changes_the_identity() -> None:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"model_bytes": -1}, "model_bytes: no measurement is -1"),
-        ({"model_bytes": 2**63}, f"model_bytes: no measurement is {2**63}"),
-        ({"peaks": {"rss_bytes": -5}}, "peaks.rss_bytes: no measurement is -5"),
+        ({"model_bytes": -1}, "model_bytes: impossible value -1"),
+        ({"model_bytes": 2**63}, f"model_bytes: impossible value {2**63}"),
+        ({"peaks": {"rss_bytes": -5}}, "peaks.rss_bytes: impossible value -5"),
         ({"load_ns": 9, "ready_ns": 8}, "ready_ns: less than load_ns"),
     ],
 )

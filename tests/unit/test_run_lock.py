@@ -100,7 +100,7 @@ def test_a_link_in_the_lock_s_place_is_not_followed(
     with pytest.raises(ConfigError) as caught, run_lock.only_run():
         pytest.fail("it was followed")
     assert str(caught.value) == (
-        f"cannot open the lock of this machine's one run, {tmp_path / 'lock'}:"
+        f"cannot open the lock file {tmp_path / 'lock'}:"
         " Too many levels of symbolic links\n"
-        "see whose it is (ls -l), or name another file: WEIGHIN_LOCK=/path weighin ..."
+        "check its owner (ls -l), or name another file: WEIGHIN_LOCK=/path weighin ..."
     )

@@ -55,7 +55,7 @@ def test_a_record_that_finds_no_room_leaves_no_half_of_it(tmp_path: Path) -> Non
     lost = make_result(AGAIN).cell.id
     assert caught.value.message == (
         f"cannot write {tmp_path / run_folder.RECORDS}: File too large;"
-        f" what was measured of {lost} is lost"
+        f" the measurement of {lost} is lost"
     )
 
 
@@ -117,7 +117,7 @@ def no_page_cache(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             [fakes.begin("read")],
             Outcome.MEASUREMENT_FAILED,
-            "the worker does not end, not even by SIGKILL, in phase 'read'",
+            "the worker does not end, not even after SIGKILL, in phase 'read'",
         ),
         (
             [fakes.begin("read"), TimeoutError],
@@ -133,7 +133,7 @@ def test_a_worker_that_does_not_die_has_its_result_and_then_is_told(
     isolation: Any = _Isolation(trouble, list(script), hangs=99)
     measured = take(Setting(isolation, tmp_path, {}), JOB, [], None)
     assert (measured.result.outcome, measured.result.message) == (outcome, message)
-    assert "the worker still ran when this was recorded: SIGKILL did not end it" in (
+    assert "the worker was still running when this was recorded: SIGKILL did not end it" in (
         measured.result.warnings
     )
     with pytest.raises(StillRunning):
@@ -189,8 +189,8 @@ def test_closing_a_worker_that_does_not_die_ends_and_says_so() -> None:
     with pytest.raises(StillRunning) as caught:
         running.close()
     assert str(caught.value) == (
-        f"the worker, process {running.pid}, does not end, not even by SIGKILL\n"
-        "it waits in the kernel, as for a disk or a network share that does not answer: mend that,"
+        f"the worker, process {running.pid}, does not end, not even after SIGKILL\n"
+        "it waits in the kernel, for example for a disk or a network share that does not answer: repair that,"
         " or restart the machine"
     )
     running.close()
@@ -228,7 +228,7 @@ def test_what_stops_a_run_that_has_records_says_how_to_go_on(
     for _ in range(2):
         with pytest.raises(HarnessError), resumable("floor", Run(tmp_path, [], ProcessIsolation())):
             raise error
-    assert error.repair == f"{before}; then go on: weighin floor --resume {tmp_path}"
+    assert error.repair == f"{before}; then resume: weighin floor --resume {tmp_path}"
 
 
 @pytest.mark.parametrize(
@@ -237,11 +237,11 @@ def test_what_stops_a_run_that_has_records_says_how_to_go_on(
         (
             OSError(errno.ENOSPC, "No space left on device", "/x/y"),
             "/x/y: No space left on device\n"
-            "free some space there; TMPDIR and WEIGHIN_CACHE name other folders",
+            "free some space there, or set TMPDIR or WEIGHIN_CACHE to a folder on another disk",
         ),
         (
             PermissionError(errno.EACCES, "Permission denied", "/x y"),
-            "/x y: Permission denied\nls -ld '/x y' shows whose it is",
+            "/x y: Permission denied\nrun ls -ld '/x y' to see who owns it",
         ),
         (
             OSError(errno.EMFILE, "Too many open files"),
@@ -251,11 +251,11 @@ def test_what_stops_a_run_that_has_records_says_how_to_go_on(
         (
             OSError(errno.ENOMEM, "Cannot allocate memory"),
             "the operating system refused: Cannot allocate memory\n"
-            "free memory: end other programs, or measure fewer things at once",
+            "free memory: end other programs, or run fewer measurements at once",
         ),
         (
             OSError("odd"),
-            "the operating system refused: odd\nweighin doctor says what works on this machine",
+            "the operating system refused: odd\nrun weighin doctor to see what works on this machine",
         ),
     ],
 )
@@ -286,5 +286,5 @@ def test_an_output_that_is_full_is_an_error_without_a_traceback() -> None:
     assert (ended.returncode, ended.stderr) == (
         2,
         "error: the operating system refused: No space left on device\n"
-        "free some space there; TMPDIR and WEIGHIN_CACHE name other folders\n",
+        "free some space there, or set TMPDIR or WEIGHIN_CACHE to a folder on another disk\n",
     )

@@ -77,7 +77,7 @@ def test_auto_never_takes_a_plain_process_for_a_limit(machine: Callable[..., lis
     with pytest.raises(IsolationUnavailable) as caught:
         select.choose("auto", limited=True)
     assert str(caught.value) == (
-        "nothing here can hold a RAM limit: no engine answers; this user may make no group\n"
+        "no isolation here can enforce a RAM limit: no engine answers; this user may make no group\n"
         "start one or run as root"
     )
     assert tried == ["docker", "cgroup"]
@@ -118,8 +118,8 @@ def test_a_plain_process_refuses_a_limit(machine: Callable[..., list[str]]) -> N
     with pytest.raises(IsolationUnavailable) as caught:
         select.choose("process", limited=True)
     assert str(caught.value) == (
-        "--isolation process cannot hold a RAM limit: nothing would be limited\n"
-        "use --isolation docker or cgroup, or leave --ram out"
+        "--isolation process cannot enforce a RAM limit\n"
+        "use --isolation docker or cgroup, or leave out --ram"
     )
     assert tried == []
 
@@ -171,9 +171,9 @@ def test_a_system_without_clear_refs_cannot_be_measured(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("name", "hierarchy", "here"),
     [
-        ("docker", (2, Path("/c")), "this is --isolation docker, cgroup v2"),
-        ("cgroup", (1, Path("/c")), "this is --isolation cgroup, cgroup v1"),
-        ("process", None, "this is --isolation process, no memory controller"),
+        ("docker", (2, Path("/c")), "--isolation docker and cgroup v2"),
+        ("cgroup", (1, Path("/c")), "--isolation cgroup and cgroup v1"),
+        ("process", None, "--isolation process and no memory controller"),
     ],
 )
 def test_a_soft_limit_that_cannot_be_set_is_refused(
@@ -183,8 +183,8 @@ def test_a_soft_limit_that_cannot_be_set_is_refused(
     with pytest.raises(IsolationUnavailable) as caught:
         select.check_soft_limit(KINDS[name]())
     assert str(caught.value) == (
-        f"a soft limit (--ram-high) is memory.high of cgroup v2, set with --isolation cgroup: {here}\n"
-        "leave --ram-high out, or use a machine with cgroup v2 and --isolation cgroup"
+        f"a soft limit (--ram-high) needs --isolation cgroup on cgroup v2, but this run has {here}\n"
+        "leave out --ram-high, or use a machine with cgroup v2 and --isolation cgroup"
     )
 
 

@@ -1,5 +1,6 @@
 """A worker that plays a script is watched: what comes of its events, its samples and its end."""
 
+import sys
 import time
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,6 @@ from hypothesis import strategies as st
 from scripts import BASELINE, DONE, JOB, KILLED, LOADED, FakeSampler, fake_sampler, watched
 
 from weighin.isolation.base import Exit
-from weighin.probes import gpu_memory
 from weighin.record import Outcome, Sample
 from weighin.run.supervisor import Watch
 from weighin.units import MIB
@@ -194,7 +194,7 @@ def gpu_baseline() -> bytes:
 def test_the_driver_is_asked_for_this_very_process(
     sampler: type[FakeSampler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_memory.ctypes, "CDLL", lambda name: Nvml([(7, 900), (1, 512)]))
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml([(7, 900), (1, 512)]))
     later_ns = time.monotonic_ns() + 10**12
     sampler.seen = (sample(50), sample(later_ns))
     points = event("cuda", points=[[60, 300, 100_000]])
@@ -213,14 +213,14 @@ def test_the_driver_is_asked_for_this_very_process(
 def test_without_nvml_the_figure_is_the_gpus_and_a_warning_says_why(
     sampler: type[FakeSampler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_memory.ctypes, "CDLL", lambda name: Nvml([(7, 900)]))
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml([(7, 900)]))
     sampler.seen = (sample(100), sample(110), sample(120))
     points = event("cuda", points=[[105, 300, 100_000], [115, 200, 90_000]])
     script = [gpu_baseline(), points, phase("a"), fakes.loaded(), ready(), done()]
     result = watched(FakeRunning(script, pid=1))
     assert result.peaks.cuda_driver_sampled_bytes == 100_000
     assert result.warnings == (
-        "the driver's figure is of all processes on the GPU, not of this one: NVML lists no process"
+        "the driver's figure is the sum of all processes on the GPU, not the worker's: NVML lists no process"
         " 1: another PID namespace, or MIG",
     )
 

@@ -76,7 +76,7 @@ def test_foreign_code_of_a_plan_is_shown_and_not_run_without_trust(
     with pytest.raises(ConfigError) as caught:
         request.resume(Path("run"))
     assert str(caught.value) == (
-        "run/plan.json names code that is not weighin's own, and it would run here:"
+        "run/plan.json names code that is not part of weighin and would run here:"
         f" {shown(here)[change]}\n"
         "read it; if you trust it: weighin bench --resume run --trust; or start a new run"
     )
@@ -110,7 +110,7 @@ def test_a_strategy_that_is_a_pipe_or_gone_is_named_and_not_read(here: Path) -> 
 
     os.mkfifo("pipe.py")
     planned()
-    for name, what in (("pipe.py", "no strategy"), ("gone.py", "no such file")):
+    for name, what in (("pipe.py", "not a strategy"), ("gone.py", "no such file")):
         forge(lambda plan, at=name: plan["settings"]["strategy_paths"].update(baseline=at))  # type: ignore[misc]
         with pytest.raises(ConfigError, match=rf"strategy {name} \({what}\)"):
             request.resume(Path("run"))
@@ -127,7 +127,7 @@ def test_a_check_of_predictions_runs_nothing_foreign_without_trust(
     with pytest.raises(ConfigError) as caught:
         check.check(Path("run"))
     assert caught.value.message == (
-        f"run names code that is not weighin's own, and it would run here: {shown(here)[strategy]}"
+        f"run names code that is not part of weighin and would run here: {shown(here)[strategy]}"
     )
     assert caught.value.repair == (
         "read it; if you trust it: weighin predict --check run --trust; or predict the model itself"
@@ -147,4 +147,4 @@ def test_a_stopped_run_with_code_of_ones_own_says_that_it_wants_trust() -> None:
     )
     with pytest.raises(Interrupted) as caught, request.resumable("bench", task):
         raise Interrupted("stopped")
-    assert caught.value.repair == "go on with it: weighin bench --resume run --trust"
+    assert caught.value.repair == "resume it: weighin bench --resume run --trust"

@@ -53,7 +53,7 @@ def verdict(result: Result, reference_ns: int | None = None) -> Verdict | None:
 def test_what_ends_ok_in_good_time_survives_and_says_by_which_figures() -> None:
     assert judge_result(lived(), 9 * SECOND) == Judgement(
         Verdict.SURVIVES,
-        "10.0 s, 1.1x the 9.00 s in peace; 0 B read again (0.00x the model); 7 major faults;"
+        "10.0 s, 1.1x the reference of 9.00 s; 0 B read again (0.00x the model); 7 major faults;"
         " waited for memory 0% of the load (all tasks 0%)",
     )
 
@@ -62,7 +62,7 @@ def test_refaults_and_lost_time_are_thrashing() -> None:
     thrashing = lived(faults=Faults(100, 900, 2500), pressure=Pressure(4 * SECOND, SECOND))
     assert judge_result(thrashing, 4 * SECOND) == Judgement(
         Verdict.THRASHES,
-        "10.0 s, 2.5x the 4.00 s in peace; 9.77 MiB read again (2.50x the model); 900 major faults;"
+        "10.0 s, 2.5x the reference of 4.00 s; 9.77 MiB read again (2.50x the model); 900 major faults;"
         " waited for memory 40% of the load (all tasks 10%)",
     )
 
@@ -71,7 +71,7 @@ def test_pages_are_as_large_as_on_the_machine_that_counted_them() -> None:
     large = lived(faults=Faults(100, 900, 250), environment={"page_bytes": 65536})
     assert judge_result(large, 5 * SECOND) == Judgement(
         Verdict.THRASHES,
-        "10.0 s, 2.0x the 5.00 s in peace; 15.62 MiB read again (4.00x the model); 900 major faults;"
+        "10.0 s, 2.0x the reference of 5.00 s; 15.62 MiB read again (4.00x the model); 900 major faults;"
         " waited for memory 0% of the load (all tasks 0%)",
     )
 
@@ -117,7 +117,9 @@ def test_a_cell_that_stayed_below_its_limit_does_not_thrash_and_says_so() -> Non
     said = judge_result(below, 4 * SECOND)
     assert said
     assert said.verdict is Verdict.SURVIVES
-    assert said.reason.startswith("never met its limit: 20.00 GiB at most; 10.0 s, 2.5x the 4.00 s")
+    assert said.reason.startswith(
+        "never reached its limit: 20.00 GiB at most; 10.0 s, 2.5x the reference of 4.00 s"
+    )
     late = replace(below, outcome=Outcome.TIMEOUT, message="still running after 60 s")
     assert judge_result(late, 4 * SECOND) is None
     assert verdict(replace(slow, peaks=Peaks()), 4 * SECOND) is Verdict.THRASHES  # peak not known
@@ -242,8 +244,8 @@ def test_a_run_is_judged_against_its_own_cell_without_a_limit_or_the_highest_abo
         Verdict.THRASHES,
     ]
     assert [one.reason.partition(";")[0] for one in said[3:] if one] == [
-        "7.00 s, 1.8x the 4.00 s in peace",
-        "8.00 s, 2.0x the 4.00 s in peace",
+        "7.00 s, 1.8x the reference of 4.00 s",
+        "8.00 s, 2.0x the reference of 4.00 s",
         "7.00 s",
-        "20.0 s, 2.9x the 7.00 s in peace",
+        "20.0 s, 2.9x the reference of 7.00 s",
     ]

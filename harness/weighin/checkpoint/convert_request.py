@@ -1,4 +1,4 @@
-"""What ``weighin convert`` was asked for, run in a process of its own, with its progress shown."""
+"""Run ``weighin convert``: start the subprocess that converts, and show its progress."""
 
 import shutil
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ SCHEMA: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What the command line says; sizes as text, in which "5GB" is 5 * 1000**3, as for Hugging Face."""
+    """The arguments of the command line, with sizes as text; "5GB" is 5 * 1000**3, as for Hugging Face."""
 
     source: Path
     target: Path
@@ -49,7 +49,7 @@ class FinishedConversion:
     verified: bool
 
     def __str__(self) -> str:
-        checked = f", read as {self.checksums} says" if self.checksums else ""
+        checked = f", source matches {self.checksums}" if self.checksums else ""
         checked += ", every tensor's checksum verified" if self.verified else ""
         return (
             f"{self.target}: {self.format} from {self.source_format}, {format_bytes(self.bytes)} in "
@@ -65,10 +65,10 @@ class FinishedConversion:
 
 
 def convert(wish: Wish, console: Console) -> FinishedConversion:
-    """Convert a checkpoint in a process of its own, with its progress on ``console``.
+    """Convert the checkpoint in a process of its own, with its progress on ``console``.
 
     Raises:
-        HarnessError: nothing was made, and nothing is left of it.
+        HarnessError: the conversion failed; no files of the target are left.
     """
     source = formats.detect(wish.source).NAME
     checksums = sidecar.find(wish.source)
@@ -79,7 +79,7 @@ def convert(wish: Wish, console: Console) -> FinishedConversion:
         if free < needed_bytes:
             raise ConfigError(
                 f"{wish.target} needs {format_bytes(needed_bytes)}, "
-                f"and {format_bytes(free)} are free in {wish.target.parent}",
+                f"but only {format_bytes(free)} are free in {wish.target.parent}",
                 "name a target on another disk, or free some space",
             )
 
@@ -102,7 +102,7 @@ def convert(wish: Wish, console: Console) -> FinishedConversion:
 
 
 def _clean(target: Path, error: BaseException) -> None:
-    """Remove what the process left that was ended by Ctrl-C, or by the kernel."""
+    """Remove the files of a subprocess that Ctrl-C or the kernel ended."""
     try:
         staging.remove_dead(target)
     except (ConfigError, OSError) as left:
@@ -124,7 +124,7 @@ def _arguments(wish: Wish, checksums: Path | None) -> list[str]:
 
 
 class _Bar:
-    """The line on the terminal: how far, how fast, how long still."""
+    """The progress line on the terminal: the share done, the speed, and the time left."""
 
     def __init__(self, bar: Progress, task: TaskID) -> None:
         self._bar, self._task = bar, task

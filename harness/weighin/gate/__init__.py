@@ -1,4 +1,4 @@
-"""Judges a run: against a committed baseline, against budgets, and against other runs.
+"""Judge a run against a committed baseline and budgets, and compare it with other runs.
 
-Reads records only, without pandas: a gate must answer at once.
+Reads records only, and without pandas, whose import would delay the answer.
 """

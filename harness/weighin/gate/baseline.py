@@ -1,7 +1,7 @@
-"""The baseline file: what was measured, and what may change. Committed, and read in diffs.
+"""Read the baseline file: measured figures and the rules for comparing with them.
 
-Above the line that begins with ``# measured`` it belongs to its owner, comments and all; below,
-``--update`` writes it (``weighin.gate.freeze``): sorted, one figure a line.
+The user edits the part above the line that begins with ``# measured``. ``--update`` writes the part
+below (``weighin.gate.freeze``), sorted and one figure per line, so that diffs are readable.
 """
 
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ SCHEMA: Final = 1
 
 
 def _as_mapping(value: object) -> object:
-    return {} if value is None else value  # a key with nothing behind it
+    return {} if value is None else value  # a key without a value
 
 
 def _as_list(value: object) -> object:
@@ -61,6 +61,7 @@ class _Measured(config.Strict):
     environment: Annotated[dict[str, str | int | float | bool | None], _Map] = Field(
         default_factory=dict
     )
+    expect: Annotated[dict[str, str], _Map] = Field(default_factory=dict)
     series: Annotated[dict[str, _Series], _Map] = Field(default_factory=dict)
 
 
@@ -75,7 +76,7 @@ class _File(config.Strict):
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What may change. ``tolerances`` has only the metrics that are judged."""
+    """The rules of a gate. ``tolerances`` contains only the metrics that are judged."""
 
     tolerances: dict[str, Tolerance]
     budgets: tuple[Budget, ...] = ()
@@ -85,15 +86,19 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """A baseline file: its rules, and the series that were measured, by name."""
+    """The content of a baseline file: its rules, and the measured series by name.
+
+    ``accepted`` are those of the rules' expectations that an update wrote.
+    """
 
     rules: Rules
     environment: dict[str, Setting]
     series: dict[str, Series]
+    accepted: tuple[Expectation, ...] = ()
 
 
 def default_rules() -> Rules:
-    """Return what holds where no baseline says otherwise."""
+    """Return the rules without a baseline: the default tolerance of every metric."""
     return Rules({name: metric.tolerance for name, metric in METRICS.items()})
 
 
@@ -101,31 +106,32 @@ def read(path: Path) -> Baseline:
     """Read a baseline file.
 
     Raises:
-        ConfigError: it is not there or cannot be used; names the key.
-        SchemaTooNew: a later version wrote it.
+        ConfigError: the file does not exist or is invalid; names the key.
+        SchemaTooNew: a newer version wrote it.
     """
     if not path.exists():
         raise ConfigError(
             f"there is no baseline {path}",
-            f"write it from a run that is as it should be: weighin check RUN --baseline {quote(str(path))} --update",
+            f"create it from a good run: weighin check RUN --baseline {quote(str(path))} --update",
         )
     content = read_mapping(path)
     schema = content.get("schema")
     if isinstance(schema, int) and schema > SCHEMA:
         raise SchemaTooNew(
-            f"{path}: written by a later weighin (schema {schema}; this one knows {SCHEMA})",
+            f"{path}: written by a newer weighin (schema {schema}; this version reads up to {SCHEMA})",
             "pip install --upgrade weighin",
         )
     file = config.validate(_File, content, str(path))
     try:
-        rules = _rules(file)
+        accepted = _expectations(file.measured.expect)
+        rules = _rules(file, accepted)
     except HarnessError as error:
         raise ConfigError(f"{path}: {error.message}", error.repair) from None
-    series = {name: _as_series(one) for name, one in file.measured.series.items()}
-    return Baseline(rules, dict(file.measured.environment), series)
+    series = {name: _as_series(entry) for name, entry in file.measured.series.items()}
+    return Baseline(rules, dict(file.measured.environment), series, accepted)
 
 
-def _rules(file: _File) -> Rules:
+def _rules(file: _File, accepted: tuple[Expectation, ...]) -> Rules:
     tolerances = dict(default_rules().tolerances)
     for name, chosen in file.metrics.items():
         metric = named(name)
@@ -137,12 +143,19 @@ def _rules(file: _File) -> Rules:
         tolerances,
         tuple(budgets.parse(text) for text in file.budgets),
         dict(file.environment),
-        tuple(expected.of_file(selector, outcome) for selector, outcome in file.expect.items()),
+        (*_expectations(file.expect), *accepted),
     )
 
 
+def _expectations(written: dict[str, str]) -> tuple[Expectation, ...]:
+    return tuple(expected.of_file(selector, outcome) for selector, outcome in written.items())
+
+
 def _tolerance(metric: Metric, chosen: _Tolerance) -> Tolerance:
-    """Return the default with what is chosen in place of it; a share alone stands alone."""
+    """Return the default tolerance with the chosen values.
+
+    If only one of ``relative`` and ``absolute`` is chosen, the other is 0.
+    """
     result = metric.tolerance
     if chosen.relative is not None or chosen.absolute is not None:
         absolute = chosen.absolute or 0
@@ -154,11 +167,11 @@ def _tolerance(metric: Metric, chosen: _Tolerance) -> Tolerance:
     return replace(result, direction=chosen.direction) if chosen.direction else result
 
 
-def _as_series(one: _Series) -> Series:
+def _as_series(entry: _Series) -> Series:
     figures = {
         name: Figure(*value) if isinstance(value, list) else Figure(value, value, value)
-        for name, value in one.figures.items()
+        for name, value in entry.figures.items()
     }
     return Series(
-        one.outcome, one.repeats, one.model_bytes, figures=figures, phases=dict(one.phases)
+        entry.outcome, entry.repeats, entry.model_bytes, figures=figures, phases=dict(entry.phases)
     )

@@ -1,12 +1,12 @@
-"""Absolute budgets as expressions: ``peak_rss <= 1.1 x model``, ``floor <= 8GiB``.
+"""Parse and evaluate absolute budgets: ``peak_rss <= 1.1 x model``, ``floor <= 8GiB``.
 
 ::
 
     budget  = [pattern ":"] metric ("<=" | "<") term {"+" term}
     term    = size | duration | [number "x"] ("model" | "limit")
-    pattern = shell wildcards on any word of a series' name, such as a strategy's
+    pattern = shell wildcards for any word of a series' name, such as the strategy
 
-What is printed of a budget can be read again.
+``str(budget)`` can be parsed again.
 """
 
 import re
@@ -34,7 +34,7 @@ _EXAMPLES: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A fixed amount in the metric's unit, or so many times the model or the RAM limit."""
+    """A fixed amount in the metric's unit, or a multiple of the model's size or the RAM limit."""
 
     amount: int = 0
     factor: float = 0.0
@@ -43,7 +43,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What a metric must not exceed, in every series that ``pattern`` matches."""
+    """An upper bound of a metric, for every series that ``pattern`` matches."""
 
     metric: Metric
     sign: Literal["<=", "<"]
@@ -51,17 +51,17 @@ class Budget:
     pattern: str = "*"
 
     def __str__(self) -> str:
-        """The budget in its one normal form; ``parse`` reads it back."""
+        """The budget in normal form, which ``parse`` reads."""
         scope = "" if self.pattern == "*" else f"{self.pattern}: "
         bound = " + ".join(self._shown(term) for term in self.terms)
         return f"{scope}{self.metric.name} {self.sign} {bound}"
 
     def covers(self, name: str) -> bool:
-        """Tell whether a series of this name is meant."""
+        """Tell whether the budget applies to a series of this name."""
         return selects(self.pattern, name)
 
     def bound(self, series: Series) -> int | None:
-        """Return the bound for a series in the metric's unit; None where it has no such thing."""
+        """Return the bound for a series in the metric's unit; None if it lacks a referenced size."""
         total = 0.0
         for term in self.terms:
             if term.reference is None:
@@ -87,10 +87,10 @@ class Budget:
 
 
 def parse(text: str) -> Budget:
-    """Return the budget that ``text`` writes out.
+    """Parse a budget.
 
     Raises:
-        ConfigError: it is no such expression, or compares a metric with what has another unit.
+        ConfigError: the text is not a budget, or its bound has another unit than the metric.
         UnknownName: there is no such metric.
     """
     match = _BUDGET.fullmatch(text)
@@ -113,7 +113,7 @@ def _term(text: str, metric: Metric, budget: str) -> Term:
             ) from None
     if metric.unit != "bytes":
         raise ConfigError(
-            f"cannot read the budget {budget!r}: {metric.name} is a time, and {share['reference']} a size",
+            f"cannot read the budget {budget!r}: {metric.name} is a time, but {share['reference']} is a size",
             f'write a duration, as in "{metric.name} <= 10 s"',
         )
     reference: Reference = "model" if share["reference"] == "model" else "limit"

@@ -1,4 +1,4 @@
-"""``weighin check``: one or several runs against a baseline file and budgets."""
+"""Check one or several runs against a baseline file and budgets (``weighin check``)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ from weighin.records.series import Series, SeriesRun, summarise
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRuns:
-    """What some runs measured, taken together."""
+    """The series of one or several runs, taken together."""
 
     environment: dict[str, Setting]
     series: dict[str, Series]
@@ -30,10 +30,10 @@ class MeasuredRuns:
 
 
 def read_runs(folders: Sequence[Path]) -> MeasuredRuns:
-    """Return the series of all runs; the same series of two runs counts with all its repeats.
+    """Return the series of all runs; a series of several runs has the repeats of all of them.
 
     Raises:
-        RecordError: one is no run, or nothing was measured.
+        RecordError: a folder is not a run, or contains no record.
     """
     warnings: list[str] = []
     runs: list[SeriesRun] = []
@@ -41,17 +41,17 @@ def read_runs(folders: Sequence[Path]) -> MeasuredRuns:
         records = run_folder.read(folder)
         if not records.results:
             raise RecordError(
-                f"{folder} holds no record: nothing was measured",
+                f"{folder} contains no record: nothing was measured",
                 f"measure first: weighin bench --resume {quote(str(folder))}",
             )
         warnings += records.warnings
         runs.append(SeriesRun(records.results, _is_search(folder)))
-    described = [one.environment for run in runs for one in run.results if one.environment]
+    described = [result.environment for run in runs for result in run.results if result.environment]
     return MeasuredRuns(settings_of(described), summarise(runs), tuple(warnings))
 
 
 def _is_search(folder: Path) -> bool:
-    """Tell whether the run looked for floors; a run without its plan is taken for a bench."""
+    """Tell whether the run is a search for floors; one without a plan counts as a bench."""
     return (folder / run_folder.PLAN).exists() and "within" in run_folder.read_plan(folder).settings
 
 
@@ -63,12 +63,14 @@ def check(
     metrics: Sequence[str] = (),
     expected: Sequence[str] = (),
 ) -> GateResult:
-    """Judge what was measured. ``metrics`` are the only ones to compare, where there are some.
+    """Judge runs against a baseline and budgets.
 
-    ``expected`` are outcomes that are meant to be so, beside those of the baseline file.
+    Args:
+        metrics: compare only these with the baseline; all if empty.
+        expected: expected outcomes, in addition to those of the baseline file.
 
     Raises:
-        ConfigError: no baseline and no budget, or one that cannot be used; so of ``expected``.
+        ConfigError: there is neither baseline nor budget, or one of the inputs is invalid.
     """
     if baseline_file is None and not extra_budgets:
         raise ConfigError(
@@ -94,19 +96,19 @@ def update(
     expected: Sequence[str] = (),
     accept: Callable[[Sequence[str]], bool],
 ) -> list[str]:
-    """Write what was measured as the new baseline; returns the lines of the difference.
+    """Write the measured figures as the new baseline; returns the lines of the diff.
 
-    ``expected`` is written with it. ``accept`` is asked about all else that is not ok, a line a
-    series, and answers whether that is to be expected from now on.
+    ``expected`` outcomes are added to the file. ``accept`` is called with a line for each other
+    series that is not ok, and returns whether to expect these outcomes from now on.
 
     Raises:
-        ConfigError: some cell could not be measured, or the file cannot be used or written.
-        NoBaseline: a strategy is wrong or failed, or something is not ok and was not accepted.
+        ConfigError: some cell could not be measured, or the file is invalid or not writable.
+        NoBaseline: a strategy is wrong or failed, or an outcome was not accepted.
     """
     _refuse(measured)
     typed = _parsed(expected)
-    known = baselines.read(baseline_file).rules.expected if baseline_file.exists() else ()
-    wanted = [*typed, *_accepted(measured, [*known, *typed], baseline_file, accept)]
+    present = baselines.read(baseline_file).rules.expected if baseline_file.exists() else ()
+    wanted = [*typed, *_accepted(measured, [*present, *typed], baseline_file, accept)]
     return freeze.update(baseline_file, measured.environment, measured.series, wanted)
 
 
@@ -115,15 +117,15 @@ def _refuse(measured: MeasuredRuns) -> None:
         if Outcome.MEASUREMENT_FAILED in series.outcome:
             raise ConfigError(
                 f"{name} could not be measured: {series.message or series.outcome}",
-                "a baseline of it would accept anything: measure it again first",
+                "measure it again first: its baseline would accept any figure",
             )
-    if broken := [name for name, one in measured.series.items() if one.failures & {*BROKEN}]:
+    if broken := [name for name, series in measured.series.items() if series.failures & {*BROKEN}]:
         raise NoBaseline(
-            f"no baseline is made of what is broken: {'; '.join(_described(measured, broken))}",
-            "mend it and measure it again, or measure without it",
+            f"cannot make a baseline of failed strategies: {'; '.join(_described(measured, broken))}",
+            "fix it and measure again, or measure without it",
         )
-    if torn := [name for name, value in measured.environment.items() if " | " in str(value)]:
-        shown = "; ".join(f"{name}: {measured.environment[name]}" for name in torn[:3])
+    if mixed := [name for name, value in measured.environment.items() if " | " in str(value)]:
+        shown = "; ".join(f"{name}: {measured.environment[name]}" for name in mixed[:3])
         raise ConfigError(
             f"the cells were measured under different settings ({shown})",
             "measure them all on one machine, in one environment",
@@ -136,33 +138,32 @@ def _accepted(
     baseline_file: Path,
     accept: Callable[[Sequence[str]], bool],
 ) -> list[Expectation]:
-    """Return what is to be expected beside what is ``known``, once it was accepted."""
+    """Return the expectations that are needed beside the ``known`` ones, if they are accepted."""
     series = measured.series
-    failed = [name for name, one in series.items() if not is_expected(name, one, known)]
+    failed = [name for name in series if not is_expected(name, series[name], known)]
     if not failed:
         return []
     wanted = suggest(failed, series)
-    torn = [name for name in failed if not is_expected(name, series[name], wanted)]
-    if torn:
+    mixed = [name for name in failed if not is_expected(name, series[name], wanted)]
+    if mixed:
         raise NoBaseline(
-            f"not ok in more than one way: {'; '.join(_described(measured, torn))}",
-            "a baseline expects one outcome of a series: measure it again, or measure without it",
+            f"more than one outcome that is not ok: {'; '.join(_described(measured, mixed))}",
+            "a baseline expects one outcome per series: measure it again, or measure without it",
         )
     lines = _described(measured, failed)
     if not accept(lines):
         again = f"weighin check RUN --baseline {quote(str(baseline_file))} --update"
         raise NoBaseline(
             f"not ok, and not expected: {'; '.join(lines)}",
-            f"where that is meant to be so: {again} --expect-failures",
+            f"if that is intended: {again} --expect-failures",
         )
     return wanted
 
 
 def _described(measured: MeasuredRuns, names: Sequence[str]) -> list[str]:
     short, _ = short_names(names)
-    shown = [(name, measured.series[name]) for name in names]
-    return [f"{short[name]}: {one.outcome}" for name, one in shown]
+    return [f"{short[name]}: {measured.series[name].outcome}" for name in names]
 
 
 def _parsed(expected: Sequence[str]) -> tuple[Expectation, ...]:
-    return tuple(one for text in expected for one in parse(text))
+    return tuple(expectation for text in expected for expectation in parse(text))

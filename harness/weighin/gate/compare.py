@@ -1,7 +1,7 @@
-"""``weighin compare``: the same series in several runs, beside each other: two commits, two torches.
+"""Compare the same series in several runs, such as two commits (``weighin compare``).
 
-Says what changed beyond the noise of the first run's repeats and the metric's tolerance; judges
-nothing.
+Marks each change beyond the spread of the first run's repeats plus the metric's tolerance; passes
+or fails nothing.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,9 +32,9 @@ SCHEMA: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class ComparedMetric:
-    """One metric of one series in every run; ``lines`` judge each run after the first against it.
+    """One metric of one series in every run. ``lines`` compare each later run with the first.
 
-    A text is None where a run has no such figure; so is a line where either of the two has none.
+    A text is None if the run lacks the figure, a line is None if one of its two runs does.
     """
 
     series: str
@@ -45,7 +45,10 @@ class ComparedMetric:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Several runs: what each is, and their figures row by row. ``common`` is true of all."""
+    """Several runs: a heading for each, and their figures by row.
+
+    ``common`` are the words that all series names share.
+    """
 
     headings: tuple[str, ...]
     rows: tuple[ComparedMetric, ...]
@@ -56,12 +59,12 @@ class Comparison:
 def compare(folders: Sequence[Path], metrics: Sequence[str] = ()) -> Comparison:
     """Compare runs with the first of them.
 
-    Series are matched by all that varies within a run; what is one thing in each whole run, and
-    another in another, such as the isolation, is said of the run instead.
+    Series are matched by name, but for words that are the same within each run and differ between
+    runs, such as the isolation: these words are part of the run's heading instead.
 
     Raises:
-        ConfigError: fewer than two runs, or more than letters to name them by.
-        RecordError: one is no run.
+        ConfigError: fewer than two runs, or more than 26.
+        RecordError: a folder is not a run.
     """
     if not 2 <= len(folders) <= len(ascii_uppercase):
         raise ConfigError(
@@ -71,7 +74,7 @@ def compare(folders: Sequence[Path], metrics: Sequence[str] = ()) -> Comparison:
     chosen = [named(name) for name in metrics] or list(METRICS.values())
     runs = [read_runs([folder]) for folder in folders]
     own = _own_words(runs)
-    keyed = [{_key(name, own): one for name, one in run.series.items()} for run in runs]
+    keyed = [{_key(name, own): entry for name, entry in run.series.items()} for run in runs]
     names, common = short_names(name for series in keyed for name in series)
     rows = [
         row
@@ -87,7 +90,7 @@ def compare(folders: Sequence[Path], metrics: Sequence[str] = ()) -> Comparison:
 
 
 def terminal(comparison: Comparison) -> RenderableType:
-    """Return the comparison for a terminal: values, and below each how it differs from A."""
+    """Return the comparison for a terminal: values, each with its difference from A below."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
     table.add_column("series", overflow="fold")
     table.add_column("metric", no_wrap=True)
@@ -139,7 +142,7 @@ def _compared(line: Line | None) -> dict[str, Any] | None:
 
 
 def write_markdown(comparison: Comparison) -> str:
-    """Return the comparison as Markdown; what changed beyond noise is bold."""
+    """Return the comparison as Markdown; changes beyond the noise are bold."""
     heads = ["series", "metric", *_letters(comparison)]
     rows = [heads, ["---", "---", *("---:" for _ in _letters(comparison))]]
     for row in comparison.rows:
@@ -160,11 +163,11 @@ def write_markdown(comparison: Comparison) -> str:
 def _rows(
     name: str, series: Sequence[Series | None], metrics: Iterable[Metric]
 ) -> Iterator[ComparedMetric]:
-    outcomes = [one.outcome if one else None for one in series]
+    outcomes = [each.outcome if each else None for each in series]
     if any(outcome != "ok" for outcome in outcomes):
         yield ComparedMetric(name, "outcome", tuple(outcomes), (None,) * (len(series) - 1))
     for metric in metrics:
-        figures = [one.figures.get(metric.name) if one else None for one in series]
+        figures = [each.figures.get(metric.name) if each else None for each in series]
         if not any(figures):
             continue
         first = figures[0]
@@ -205,26 +208,26 @@ def _letters(comparison: Comparison) -> str:
 
 
 def _own_words(runs: Sequence[MeasuredRuns]) -> set[int]:
-    """Return the places in a series' name that hold one word in each run, but not one in all."""
+    """Return the positions in series' names whose word is constant in each run but not in all."""
     words = [[name.split(" ") for name in run.series] for run in runs]
     shortest = min(len(name) for names in words for name in names)
     own = set()
     for place in range(shortest):
-        found = [{name[place] for name in names} for names in words]
-        if all(len(one) == 1 for one in found) and len(set.union(*found)) > 1:
+        by_run = [{name[place] for name in names} for names in words]
+        if all(len(here) == 1 for here in by_run) and len(set.union(*by_run)) > 1:
             own.add(place)
     return own
 
 
 def _key(name: str, own: set[int]) -> str:
-    """Return a series' name without what is one run's own; the words keep their places."""
+    """Return a series' name without the words at ``own``; the others keep their positions."""
     return " ".join("" if place in own else word for place, word in enumerate(name.split(" ")))
 
 
 def _headings(
     folders: Sequence[Path], runs: Sequence[MeasuredRuns], own: set[int]
 ) -> Iterator[str]:
-    """Yield what each run is: its folder, its commit, and how it differs from the first."""
+    """Yield a heading for each run: its folder, commit and differences from the first."""
     for letter, folder, run in zip(ascii_uppercase, folders, runs, strict=False):
         words = next(iter(run.series)).split(" ")
         facts = [words[place] for place in sorted(own)]
@@ -233,6 +236,6 @@ def _headings(
                 facts.append(
                     f"{before}{str(value)[:_SHORT_COMMIT] if key == 'git_commit' else value}"
                 )
-        found = differences(runs[0].environment, run.environment, {})
-        facts += [str(one) for one in found if one.name != "torch"]
-        yield one_line(f"{letter} = {folder}: {', '.join(facts) or 'nothing known of where'}")
+        changes = differences(runs[0].environment, run.environment, {})
+        facts += [str(change) for change in changes if change.name != "torch"]
+        yield one_line(f"{letter} = {folder}: {', '.join(facts) or 'environment unknown'}")

@@ -1,4 +1,4 @@
-"""The judgement: every series and metric beside its baseline and its budgets, the worst first."""
+"""Judge every series and metric against baseline and budgets; the worst line comes first."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -19,22 +19,22 @@ def evaluate(
     environment: Mapping[str, Setting],
     series: Mapping[str, Series],
 ) -> GateResult:
-    """Compare what was measured with a baseline, where there is one, and with the budgets."""
+    """Judge the measured series against the rules' budgets, and the baseline if there is one."""
     outcomes = Outcomes(
         baseline.series if baseline else None, series, rules.budgets, rules.expected
     )
     lines = list(outcomes.lines())
-    found: list[Difference] = []
+    changes: list[Difference] = []
     notes = list(outcomes.notes())
     if baseline:
-        found = differences(baseline.environment, environment, rules.policies or {})
-        lines += _settings(found)
+        changes = differences(baseline.environment, environment, rules.policies or {})
+        lines += _settings(changes)
         tolerances = rules.tolerances
-        if spoils_times(found):
+        if spoils_times(changes):
             tolerances = {n: t for n, t in tolerances.items() if METRICS[n].portable}
             if len(tolerances) < len(rules.tolerances):
                 notes.append(
-                    "times are not judged: they were measured on another machine or setting"
+                    "times are not judged: the baseline is from another machine or other settings"
                 )
         for name in baseline.series:
             was, now = baseline.series.get(name), series.get(name)
@@ -44,27 +44,30 @@ def evaluate(
         notes += _without_figure(budget, series)
     if baseline and not baseline.series.keys() & series.keys():
         first, other = next(iter(baseline.series), "nothing"), next(iter(series), "nothing")
-        notes.append(f"no series is in both: the baseline has {first}, the run {other}, for one")
+        notes.append(
+            f"the baseline and the run have no series in common: for example, the baseline has {first},"
+            f" and the run has {other}"
+        )
     notes += _noisy(baseline, rules) if baseline else []
     ordered = sorted(lines, key=lambda line: (_ORDER.index(line.verdict), -line.excess))
-    return GateResult(tuple(ordered), tuple(found), tuple(notes))
+    return GateResult(tuple(ordered), tuple(changes), tuple(notes))
 
 
-def _settings(found: Iterable[Difference]) -> Iterator[Line]:
-    for one in found:
-        verdict = LineVerdict.DIFFERS if one.policy == "fail" else LineVerdict.CHANGED
-        yield Line(verdict, "environment", one.name, str(one))
+def _settings(changes: Iterable[Difference]) -> Iterator[Line]:
+    for change in changes:
+        verdict = LineVerdict.DIFFERS if change.policy == "fail" else LineVerdict.CHANGED
+        yield Line(verdict, "environment", change.name, str(change))
 
 
 def _figures(
     name: str, was: Series, now: Series, tolerances: Mapping[str, Tolerance]
 ) -> Iterator[Line]:
     if was.model_bytes and now.model_bytes and was.model_bytes != now.model_bytes:
-        text = f"another model: {was.model_bytes:,} bytes -> {now.model_bytes:,} bytes"
+        text = f"the model's size differs: {was.model_bytes:,} bytes -> {now.model_bytes:,} bytes"
         yield Line(LineVerdict.DIFFERS, name, "model", text)
         return
     if not (was.is_ok and now.is_ok):
-        return  # the peak of a cell that was cut off says nothing of its need
+        return  # the peak of a cell that was cut off is not its need
     for metric_name, tolerance in tolerances.items():
         metric = METRICS[metric_name]
         before, after = was.figures.get(metric_name), now.figures.get(metric_name)
@@ -83,7 +86,7 @@ def judge_figure(
     now: Figure,
     phases: tuple[Growth, ...],
 ) -> Line:
-    """Judge one figure: the median of the repeats, against the band of the baseline's repeats."""
+    """Judge one figure: the median of the repeats against the range of the baseline's repeats."""
     allowance = tolerance.allowance(was.median)
     above, below = now.median - was.high - allowance, was.low - allowance - now.median
     bad, good = (below, above) if tolerance.direction == "higher" else (above, below)
@@ -106,20 +109,20 @@ def judge_figure(
 
 
 def _growth(metric: Metric, was: Series, now: Series) -> tuple[Growth, ...]:
-    """Return how the figure that explains a metric changed, phase by phase, in their order."""
+    """Return the change of the metric's phase figure in each phase, in order."""
     key = metric.in_phase
     highest = max((figures.get(key, 0) for figures in was.phases.values()), default=0)
-    found = []
+    growth = []
     for phase, figures in now.phases.items():
         if (value := figures.get(key)) is not None:
             before = was.phases.get(phase, {}).get(key)
             base = before if before is not None else highest if metric.unit == "bytes" else 0
-            found.append(Growth(phase, before, value, value - base))
-    return tuple(found)
+            growth.append(Growth(phase, before, value, value - base))
+    return tuple(growth)
 
 
 def _budget(budget: Budget, series: Mapping[str, Series]) -> Iterator[Line]:
-    """Judge one budget; one that no figure was compared with is missing, not kept."""
+    """Judge one budget; a budget that no figure could be compared with is missing."""
     compared = False
     for name, one in series.items():
         figure, bound = one.figures.get(budget.metric.name), budget.bound(one)
@@ -146,13 +149,13 @@ def _budget(budget: Budget, series: Mapping[str, Series]) -> Iterator[Line]:
             excess=(figure.high - bound) / max(bound, 1),
         )
     if not compared:
-        text = f"{budget}: nothing that was measured has such a figure"
+        text = f"{budget}: no measured series has this figure"
         yield Line(LineVerdict.MISSING, "budget", str(budget), text)
 
 
 def _without_figure(budget: Budget, series: Mapping[str, Series]) -> list[str]:
-    """Name the series that a budget covers and says nothing of, where it says something of others."""
-    names = [name for name, one in series.items() if budget.covers(name) and one.is_ok]
+    """Return a note on the covered series that lack the budget's figure, if others have it."""
+    names = [name for name in series if budget.covers(name) and series[name].is_ok]
     lacking = [
         name
         for name in names
@@ -160,19 +163,19 @@ def _without_figure(budget: Budget, series: Mapping[str, Series]) -> list[str]:
     ]
     if not lacking or len(lacking) == len(names):
         return []
-    return [f"{budget}: there is no such figure of {', '.join(lacking)}"]
+    return [f"{budget}: no such figure for {', '.join(lacking)}"]
 
 
 def _noisy(baseline: Baseline, rules: Rules) -> list[str]:
-    """Name the bands of the baseline that hide more than a tolerance would."""
-    found = []
-    for name, one in baseline.series.items():
-        for metric_name, figure in one.figures.items():
+    """Return notes on ranges in the baseline that are wider than twice the tolerance."""
+    notes = []
+    for name, series in baseline.series.items():
+        for metric_name, figure in series.figures.items():
             tolerance = rules.tolerances.get(metric_name)
             if tolerance and figure.high - figure.median > 2 * tolerance.allowance(figure.median):
                 metric = METRICS[metric_name]
-                found.append(
+                notes.append(
                     f"the baseline's repeats of {name} spread from {metric.text(figure.low)} to"
-                    f" {metric.text(figure.high)} in {metric.title}: smaller regressions are not seen"
+                    f" {metric.text(figure.high)} in {metric.title}: smaller regressions are not detected"
                 )
-    return found
+    return notes

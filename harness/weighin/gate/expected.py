@@ -1,7 +1,7 @@
-"""Outcomes that are meant to be so: ``baseline: oom_killed`` in a baseline file, or ``--expect``.
+"""Expected outcomes other than ok: ``baseline: oom_killed`` in a baseline file, or ``--expect``.
 
-A selector is shell wildcards on words of a series' name, as in a budget; of several, divided by
-spaces, each must match a word: ``baseline ram=8GiB``.
+A selector matches words of a series' name with shell wildcards, as in a budget. If it has several
+words, separated by spaces, each must match a word of the name: ``baseline ram=8GiB``.
 """
 
 import re
@@ -17,13 +17,13 @@ from weighin.records.series import STRATEGY, Series, selects
 EXPECTABLE: Final = (Outcome.OOM_KILLED, Outcome.CUDA_OOM, Outcome.TIMEOUT, Outcome.SKIPPED)
 _ITEM: Final = re.compile(rf"\s*(?P<selector>.+?)\s*=\s*(?P<outcome>{'|'.join(Outcome)})\s*(?:,|$)")
 _REPAIR: Final = (
-    f"write it as in baseline=oom_killed; what can be expected: {', '.join(EXPECTABLE)}"
+    f"write it as in baseline=oom_killed; outcomes that can be expected: {', '.join(EXPECTABLE)}"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """One outcome that is no failure in the series that a selector means; ``source`` says whose."""
+    """An outcome that is not a failure in the selected series; ``source`` is where it is written."""
 
     selector: str
     outcome: Outcome
@@ -34,62 +34,63 @@ class Expectation:
         return f"{self.selector}={self.outcome}"
 
     def covers(self, name: str) -> bool:
-        """Tell whether a series of this name is meant."""
+        """Tell whether the selector matches a series of this name."""
         return selects(self.selector, name)
 
 
 def of_file(selector: str, outcome: str) -> Expectation:
-    """Return one line of a baseline file's ``expect``.
+    """Return the expectation of one line in a baseline file's ``expect``.
 
     Raises:
-        ConfigError: what fails every gate, or is no outcome, cannot be expected.
+        ConfigError: the outcome does not exist or cannot be expected.
     """
     return _checked(Expectation(selector, _outcome(outcome)), f"expect: {selector}: {outcome}")
 
 
 def parse(text: str) -> list[Expectation]:
-    """Return what one ``--expect`` names: ``baseline=oom_killed,sequential=oom_killed``.
+    """Parse one ``--expect``: ``baseline=oom_killed,sequential=oom_killed``.
 
     Raises:
-        ConfigError: it cannot be read, or cannot be expected.
+        ConfigError: the text cannot be parsed, or an outcome cannot be expected.
     """
-    found, place = [], 0
+    expectations, place = [], 0
     while place < len(text):
         item = _ITEM.match(text, place)
         if item is None:
             raise ConfigError(f"cannot read --expect {text[place:]!r}", _REPAIR)
-        one = Expectation(item["selector"], Outcome(item["outcome"]), "--expect")
-        found.append(_checked(one, f"--expect {one}"))
+        expectation = Expectation(item["selector"], Outcome(item["outcome"]), "--expect")
+        expectations.append(_checked(expectation, f"--expect {expectation}"))
         place = item.end()
-    if not found:
+    if not expectations:
         raise ConfigError(f"cannot read --expect {text!r}", _REPAIR)
-    return found
+    return expectations
 
 
 def is_expected(name: str, series: Series, expected: Iterable[Expectation]) -> bool:
-    """Tell whether all outcomes of a series that are not ok are meant to be so."""
-    allowed = {one.outcome.value for one in expected if one.covers(name)}
+    """Tell whether all outcomes of a series other than ok are expected."""
+    allowed = {each.outcome.value for each in expected if each.covers(name)}
     return series.failures <= allowed and not series.failures & {*BROKEN}
 
 
 def suggest(names: Iterable[str], series: Mapping[str, Series]) -> list[Expectation]:
-    """Return what would have to be expected for some series that failed in one way; the shortest.
+    """Return the shortest expectations that cover these failed series.
 
-    Each selector means series of that outcome alone: a strategy, where need be its limit, else the
-    whole name. What nobody may expect is left out.
+    Each selector matches series with that outcome only. It is the strategy, if necessary with its
+    limit, else the whole name. A series with several outcomes, or with one that cannot be expected,
+    is left out.
     """
-    found: dict[str, Expectation] = {}
+    suggested: dict[str, Expectation] = {}
     for name in names:
         ends = series[name].failures
         if len(ends) != 1 or not ends <= {*EXPECTABLE}:
             continue
         (end,) = ends
         for selector in _selectors(name):
-            one = Expectation(selector, Outcome(end))
-            if all(series[other].failures == ends for other in series if one.covers(other)):
-                found.setdefault(selector, one)
+            expectation = Expectation(selector, Outcome(end))
+            if all(series[other].failures == ends for other in series if expectation.covers(other)):
+                suggested.setdefault(selector, expectation)
                 break
-    return list(found.values())
+    return list(suggested.values())
 
 
 def _selectors(name: str) -> list[str]:
@@ -101,12 +102,13 @@ def _selectors(name: str) -> list[str]:
 
 def _outcome(text: str) -> Outcome:
     if text not in {*Outcome}:
-        raise ConfigError(f"expect: {text!r} is no outcome", _REPAIR)
+        raise ConfigError(f"expect: {text!r} is not an outcome", _REPAIR)
     return Outcome(text)
 
 
-def _checked(one: Expectation, shown: str) -> Expectation:
-    if one.outcome not in EXPECTABLE:
-        why = "a strategy that is wrong fails every gate" if one.outcome in BROKEN else "it says nothing"  # fmt: skip
-        raise ConfigError(f"{shown}: {one.outcome} cannot be expected: {why}", _REPAIR)
-    return one
+def _checked(expectation: Expectation, shown: str) -> Expectation:
+    outcome = expectation.outcome
+    if outcome not in EXPECTABLE:
+        why = "a failed strategy fails every gate" if outcome in BROKEN else "it is not a finding"
+        raise ConfigError(f"{shown}: {outcome} cannot be expected: {why}", _REPAIR)
+    return expectation

@@ -1,4 +1,4 @@
-"""What was measured becomes the baseline: the file's lower half, and what its owner agreed to expect."""
+"""Write measured figures and accepted outcomes into a baseline file."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ import yaml
 from weighin import __version__
 from weighin.atomic import write_text
 from weighin.errors import ConfigError
-from weighin.gate.baseline import Rules, default_rules, read
+from weighin.gate.baseline import Baseline, Rules, default_rules, read
 from weighin.gate.expected import Expectation
 from weighin.records.machine import Setting, policy_of
 from weighin.records.metrics import METRICS
@@ -21,20 +21,20 @@ from weighin.records.series import Series
 _MARK: Final = "# measured"
 _RESERVED: Final = {"true", "false", "null", "yes", "no", "on", "off", "y", "n"}
 _HEAD: Final = """\
-# What a run must keep to:  weighin check RUN --baseline THIS_FILE
-# Down to the line "# measured" this file is yours to edit; docs/ci.md says what can be written here.
+# Compare a run with this baseline:  weighin check RUN --baseline THIS_FILE
+# Edit the part above the line "# measured"; docs/ci.md describes its keys.
 schema: 1
 
-# Where a default does not fit:  ready: {relative: 0.3, absolute: 1 s}   load: off   anon: {direction: both}
+# Tolerances other than the defaults:  ready: {relative: 0.3, absolute: 1 s}   load: off   anon: {direction: both}
 metrics: {}
 
 # Absolute bounds:  - peak_rss <= 1.1 x model   - "streaming: anon <= model + 300MiB"
 budgets: []
 
-# Outcomes that are not ok, and are meant to be so:  baseline: oom_killed   "mmap_assign ram=1GiB": timeout
+# Expected outcomes other than ok:  baseline: oom_killed   "mmap_assign ram=1GiB": timeout
 expect: {}
 
-# What another torch, kernel, ... means:  kernel: ignore   cpu: fail   "settings.*": warn
+# The effect of a different torch, kernel, ...:  kernel: ignore   cpu: fail   "settings.*": warn
 environment: {}
 
 """
@@ -46,77 +46,43 @@ def update(
     series: Mapping[str, Series],
     expect: Sequence[Expectation] = (),
 ) -> list[str]:
-    """Write what was measured into a baseline file, keeping what its owner wrote.
+    """Write the measured figures into a baseline file; keeps the part that the user edits.
 
-    ``expect`` is what is to be expected beside what the file expects already. Returns the lines of
-    the difference, none where nothing changed.
+    ``expect`` is added to the outcomes that the file expects already, below the user's part. Returns
+    the lines of the diff, empty if nothing changed.
 
     Raises:
-        ConfigError: the file cannot be used or written.
+        ConfigError: the file is invalid or cannot be written.
     """
-    rules = read(path).rules if path.exists() else default_rules()
+    baseline = read(path) if path.exists() else None
+    rules = baseline.rules if baseline else default_rules()
     old = path.read_text(encoding="utf-8") if path.exists() else ""
-    head = with_expectations(_head_of(old) if old else _HEAD, expect)
+    head = _head_of(old) if old else _HEAD
     head += "" if head.endswith("\n") else "\n"
-    new = head + "\n".join(_lines(rules, environment, series)) + "\n"
+    accepted = _accepted(baseline, series, expect)
+    new = head + "\n".join(_lines(rules, environment, series, accepted)) + "\n"
     if new != old:
         _write(path, new)
     names = (str(path), str(path))
     return list(unified_diff(old.splitlines(), new.splitlines(), *names, n=1, lineterm=""))
 
 
-def with_expectations(head: str, wanted: Sequence[Expectation]) -> str:
-    """Return the owner's part of a file with more in its ``expect``; all else stays as it is.
-
-    Raises:
-        ConfigError: it is written in a way that cannot be added to.
-    """
-    known = yaml.safe_load(head) or {}
-    merged = dict(known.get("expect") or {})
-    new = {
-        one.selector: one.outcome.value for one in wanted if merged.get(one.selector) != one.outcome
+def _accepted(
+    baseline: Baseline | None, series: Mapping[str, Series], wanted: Sequence[Expectation]
+) -> dict[str, str]:
+    """Return the accepted outcomes that the user's part does not have; those of before if needed."""
+    failed = [name for name, entry in series.items() if not entry.is_ok]
+    before = baseline.accepted if baseline else ()
+    needed = [each for each in before if any(each.covers(name) for name in failed)]
+    written = {str(each) for each in baseline.rules.expected} if baseline else set()
+    own = written - {str(each) for each in before}
+    return {
+        each.selector: each.outcome.value for each in (*needed, *wanted) if str(each) not in own
     }
-    changed = head
-    try:
-        for selector, outcome in new.items():
-            changed = _with_line(changed, selector, outcome)
-        is_right = not new or yaml.safe_load(changed) == known | {"expect": merged | new}
-    except yaml.YAMLError:
-        is_right = False
-    if not is_right:
-        shown = ", ".join(f"{_text(selector)}: {outcome}" for selector, outcome in new.items())
-        raise ConfigError(
-            "the baseline's expect cannot be added to as it is written", f"write into it: {shown}"
-        )
-    return changed
-
-
-def _with_line(head: str, selector: str, outcome: str) -> str:
-    """Return the text with one key of ``expect`` set, in the style that is there."""
-    line = f"{_text(selector)}: {outcome}"
-    root = yaml.compose(head, yaml.SafeLoader)
-    pairs = root.value if isinstance(root, yaml.MappingNode) else []
-    node = next((value for key, value in pairs if key.value == "expect"), None)
-    if node is None:
-        gap = "" if not head or head.endswith("\n") else "\n"
-        return f"{head}{gap}expect:\n  {line}\n"
-    start, end = node.start_mark.index, node.end_mark.index
-    inner = node.value if isinstance(node, yaml.MappingNode) else []
-    for key, value in inner:
-        if key.value == selector:
-            return head[: value.start_mark.index] + outcome + head[value.end_mark.index :]
-    if not inner:  # {} or nothing
-        return f"{head[:start].rstrip(' ')}\n  {line}{head[end:]}"
-    if node.flow_style:
-        return f"{head[: end - 1].rstrip()}, {line}{head[end - 1 :]}"
-    last = head.find("\n", inner[-1][1].end_mark.index)
-    before = head[: last + 1] if last >= 0 else f"{head}\n"
-    indent = " " * inner[0][0].start_mark.column
-    return f"{before}{indent}{line}\n{head[len(before) :]}"
 
 
 def _head_of(text: str) -> str:
-    """Return the owner's part of a file: all before the mark, or before ``measured:`` itself."""
+    """Return the user's part of a file: all lines before ``# measured`` or ``measured:``."""
     kept = []
     for line in text.splitlines(keepends=True):
         if line.startswith((_MARK, "measured:")):
@@ -126,28 +92,34 @@ def _head_of(text: str) -> str:
 
 
 def _lines(
-    rules: Rules, environment: Mapping[str, Setting], series: Mapping[str, Series]
+    rules: Rules,
+    environment: Mapping[str, Setting],
+    series: Mapping[str, Series],
+    accepted: Mapping[str, str],
 ) -> Iterator[str]:
-    yield f"{_MARK} by weighin {__version__}; from here on written by: weighin check RUN --baseline FILE --update"
+    yield f"{_MARK} by weighin {__version__}; the lines below are written by: weighin check RUN --baseline FILE --update"
     yield "measured:"
     yield "  environment:"
     for name, value in sorted(environment.items()):
         if policy_of(name, rules.policies or {}) != "ignore":
             yield f"    {_text(name)}: {_text(value)}"
+    if accepted:
+        yield "  expect:"
+        yield from (f"    {_text(name)}: {accepted[name]}" for name in sorted(accepted))
     yield "  series:"
     judged = [METRICS[name] for name in METRICS if name in rules.tolerances]
     explaining = {metric.in_phase for metric in judged}
-    for name, one in sorted(series.items()):
+    for name, entry in sorted(series.items()):
         yield f"    {_text(name)}:"
-        yield f"      outcome: {_text(one.outcome)}"
-        yield f"      repeats: {one.repeats}"
-        if one.model_bytes:
-            yield f"      model_bytes: {one.model_bytes}"
-        if not one.is_ok:
-            continue  # a peak that was cut off says nothing of need
+        yield f"      outcome: {_text(entry.outcome)}"
+        yield f"      repeats: {entry.repeats}"
+        if entry.model_bytes:
+            yield f"      model_bytes: {entry.model_bytes}"
+        if not entry.is_ok:
+            continue  # the peak of a cell that was cut off is not its need
         yield "      figures:"
         for metric in judged:
-            if figure := one.figures.get(metric.name):
+            if figure := entry.figures.get(metric.name):
                 same = figure.low == figure.high
                 value = (
                     str(figure.median)
@@ -156,15 +128,15 @@ def _lines(
                 )
                 yield f"        {metric.name}: {value}  # {metric.text(figure.median)}"
         yield "      phases:"
-        for phase, figures in one.phases.items():
-            known = ", ".join(
+        for phase, figures in entry.phases.items():
+            pairs = ", ".join(
                 f"{key}: {value}" for key, value in figures.items() if key in explaining
             )
-            yield f"        {_text(phase)}: {{{known}}}"
+            yield f"        {_text(phase)}: {{{pairs}}}"
 
 
 def _text(value: Setting) -> str:
-    """Return a scalar as YAML: strings in quotes, but for plain names."""
+    """Return a scalar as YAML; strings are quoted unless they are plain names."""
     if not isinstance(value, str):
         return json.dumps(value)
     if value.replace("_", "a").isalpha() and value.isascii() and value.lower() not in _RESERVED:

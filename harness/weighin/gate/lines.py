@@ -1,4 +1,4 @@
-"""What a judgement is made of: verdicts, the lines that they are about, and how phases grew."""
+"""The result of a gate: lines with their verdicts, and the growth of phases."""
 
 import math
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from weighin.records.metrics import Metric
 
 
 class LineVerdict(StrEnum):
-    """What is said of one line; from the worst to the best."""
+    """The verdict on one line, from the worst to the best."""
 
     NOT_OK = "not ok"
     REGRESSED = "regressed"
@@ -35,10 +35,10 @@ FAILING: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """How one phase's figure changed. ``was`` is None where the phase is new.
+    """The change of one phase's figure. ``was`` is None if the phase is new.
 
-    A new phase's ``step`` is what it has beyond the highest that the baseline had anywhere; of a
-    time, all of it.
+    The ``step`` of a new phase is its excess over the highest phase of the baseline; for a time it
+    is the whole time.
     """
 
     phase: str
@@ -49,11 +49,11 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One judgement. ``what`` names a metric, a budget, ``outcome`` or a setting.
+    """One judged item. ``what`` names a metric, a budget, ``outcome`` or a setting.
 
-    ``text`` says it in words where there are no figures: ``metric`` and ``now`` are None then.
-    ``was`` is the baseline's figure or the budget's bound, ``allowed`` what would just have passed;
-    ``excess`` is how far ``now`` is beyond that, as a share: negative where it passed.
+    Without figures, ``metric`` and ``now`` are None, and ``text`` describes the item. ``was`` is
+    the baseline's figure or the budget's bound, ``allowed`` the last figure that passes, and
+    ``excess`` the distance of ``now`` beyond it as a share of ``was``, negative if it passed.
     """
 
     verdict: LineVerdict
@@ -74,24 +74,24 @@ class Line:
 
     @property
     def grown(self) -> Growth | None:
-        """The phase in which it grew: the first that grew by about as much as the whole did.
+        """The phase that explains the growth: the first that grew by about the same amount.
 
-        What was kept since an early phase raises all later ones: the first is where to look.
+        Memory that an early phase keeps raises all later phases too, so the first is the cause.
         """
         if self.was is None or self.now is None or self.now <= self.was or not self.phases:
             return None
         step = self.now - self.was
         if self.metric and self.metric.unit == "bytes":
-            for one in self.phases:
-                if 0.5 * step <= one.step <= 1.5 * step:
-                    return one
-        largest = max(self.phases, key=lambda one: one.step)
+            for phase in self.phases:
+                if 0.5 * step <= phase.step <= 1.5 * step:
+                    return phase
+        largest = max(self.phases, key=lambda phase: phase.step)
         return largest if largest.step > 0 else None
 
 
 @dataclass(frozen=True, slots=True)
 class GateResult:
-    """All lines, the worst first, and what else is to be said."""
+    """All lines, the worst first, with the changed settings and notes."""
 
     lines: tuple[Line, ...]
     settings: tuple[Difference, ...] = ()
@@ -99,5 +99,5 @@ class GateResult:
 
     @property
     def failed(self) -> tuple[Line, ...]:
-        """The lines for which the gate fails."""
+        """The lines that make the gate fail."""
         return tuple(line for line in self.lines if line.verdict in FAILING)

@@ -1,7 +1,7 @@
-"""How every series ended, judged: what is not ok fails, unless that is expected of it.
+"""Judge the outcome of every series: an outcome other than ok fails unless it is expected.
 
-Wrong weights and a strategy that fails are never expected, and fail even where nothing covers
-them. A baseline covers all series, a budget those that it names.
+A baseline covers all series, a budget those that it selects. Wrong weights and failed strategies
+cannot be expected, and they fail the gate even if nothing covers them.
 """
 
 import math
@@ -17,7 +17,7 @@ from weighin.records.series import Series
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """What ended how, and what was expected. ``before`` is None where there is no baseline."""
+    """The outcomes to judge, and the expected ones. ``before`` is None without a baseline."""
 
     before: Mapping[str, Series] | None
     now: Mapping[str, Series]
@@ -25,7 +25,10 @@ class Outcomes:
     expected: Sequence[Expectation] = ()
 
     def lines(self) -> Iterator[Line]:
-        """Yield a line for each series; of an ok one without a baseline only where it is news."""
+        """Yield a line for each series.
+
+        Without a baseline, an ok series has a line only if another outcome was expected.
+        """
         for name in dict.fromkeys([*(self.before or {}), *self.now]):
             was, now = (self.before or {}).get(name), self.now.get(name)
             if now is None:
@@ -38,23 +41,23 @@ class Outcomes:
                 yield from self._not_ok(name, was, now)
 
     def notes(self) -> Iterator[str]:
-        """Yield what was expected of nothing, and what failed without being judged."""
-        for one in self.expected:
-            if not any(one.covers(name) for name in self.now):
-                yield f"nothing that was measured is meant by {one.source} {one}"
+        """Yield a note for each expectation without a series, and one on failures not judged."""
+        for each in self.expected:
+            if not any(each.covers(name) for name in self.now):
+                yield f"{each.source} {each} matches no measured series"
         left = [
-            f"{name} ({one.outcome})"
-            for name, one in self.now.items()
-            if not one.is_ok and not self._is_judged(name, one)
+            f"{name} ({series.outcome})"
+            for name, series in self.now.items()
+            if not series.is_ok and not self._is_judged(name, series)
         ]
         if left:
-            yield f"not judged, for no budget covers them: {', '.join(left)}"
+            yield f"not judged, because no budget covers them: {', '.join(left)}"
 
     def _ok(self, name: str, was: Series | None) -> Iterator[Line]:
-        vain = next((one for one in self._in_vain() if one.covers(name)), None)
-        if vain or (was and not was.is_ok):
-            before = was.outcome if was and not was.is_ok else f"{vain.outcome} expected" if vain else ""  # fmt: skip
-            repair = f"; take {str(vain)!r} out of {vain.source}" if vain else ""
+        unmet = next((each for each in self._unmet() if each.covers(name)), None)
+        if unmet or (was and not was.is_ok):
+            before = was.outcome if was and not was.is_ok else f"{unmet.outcome} expected" if unmet else ""  # fmt: skip
+            repair = f"; remove {str(unmet)!r} from {unmet.source}" if unmet else ""
             yield Line(LineVerdict.IMPROVED, name, "outcome", f"{before} -> ok{repair}")
         elif was:
             yield Line(LineVerdict.SAME, name, "outcome", "ok", excess=-math.inf)
@@ -85,12 +88,13 @@ class Outcomes:
             or any(budget.covers(name) for budget in self.budgets)
         )
 
-    def _in_vain(self) -> list[Expectation]:
-        """Return the expectations whose outcome no series has that they mean."""
+    def _unmet(self) -> list[Expectation]:
+        """Return the expectations whose outcome none of their series has."""
         return [
-            one
-            for one in self.expected
+            each
+            for each in self.expected
             if not any(
-                one.covers(name) and one.outcome in s.failures for name, s in self.now.items()
+                each.covers(name) and each.outcome in series.failures
+                for name, series in self.now.items()
             )
         ]

@@ -1,4 +1,4 @@
-"""A judgement for other programs: GitHub's annotations, JUnit XML, and JSON."""
+"""Write a gate's result for other programs: GitHub annotations, JUnit XML and JSON."""
 
 import json
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ _LEVELS: Final = dict.fromkeys(FAILING, "error") | {
 
 
 def describe(line: Line) -> str:
-    """Return a line as one sentence: what, from where to where, and in which phase."""
+    """Return a line as one sentence: the item, both figures, and the phase that grew."""
     metric = line.metric
     if metric is None or line.was is None or line.now is None:
         return one_line(line.text)
@@ -30,7 +30,7 @@ def describe(line: Line) -> str:
 
 
 def annotations(judgement: GateResult, file: str | None = None) -> Iterator[str]:
-    """Yield GitHub workflow commands, one line each; ``file`` is where they are shown: the baseline.
+    """Yield GitHub workflow commands, one line each; GitHub shows them at ``file``, the baseline.
 
     https://docs.github.com/actions/reference/workflow-commands-for-github-actions
     """
@@ -42,9 +42,10 @@ def annotations(judgement: GateResult, file: str | None = None) -> Iterator[str]
 
 
 def junit(judgement: GateResult) -> str:
-    """Return JUnit XML: a test case a line, whose class is the series; failures hold the phases.
+    """Return JUnit XML with one test case per line; its class is the series.
 
-    As Jenkins, GitLab and GitHub's test reporters read it (junit-10.xsd).
+    A failure's text lists the phases. Jenkins, GitLab and GitHub's test reporters read this
+    format (junit-10.xsd).
     """
     suite = ET.Element(
         "testsuite",
@@ -73,7 +74,7 @@ def junit(judgement: GateResult) -> str:
 
 
 def as_json(judgement: GateResult) -> str:
-    """Return the judgement as JSON: ``passed``, ``summary``, and every line with its figures."""
+    """Return the result as JSON: ``passed``, ``summary``, notes and every line with its figures."""
     lines = [
         {
             "verdict": line.verdict,
@@ -88,7 +89,7 @@ def as_json(judgement: GateResult) -> str:
             "allowed": line.allowed,
             "grew_in": line.grown.phase if line.grown else None,
             "phases": [
-                {"phase": one.phase, "baseline": one.was, "now": one.now} for one in line.phases
+                {"phase": each.phase, "baseline": each.was, "now": each.now} for each in line.phases
             ],
         }
         for line in judgement.lines

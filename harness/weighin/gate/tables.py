@@ -1,4 +1,4 @@
-"""A judgement as text: a table for the terminal, Markdown for a step summary. The worst line first."""
+"""Render a gate's result for the terminal and as Markdown for a step summary; worst line first."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,7 +32,7 @@ _MARKS: Final = dict.fromkeys(FAILING, "❌") | {
 
 
 def terminal(judgement: GateResult, *, whole: bool = False) -> RenderableType:
-    """Return the judgement for a terminal; lines that are as they were only where ``whole``."""
+    """Return the result for a terminal; unchanged lines are included only if ``whole``."""
     shown = _shown(judgement, whole)
     names, common = short_names(line.series for line in shown)
     parts = [_sentence(line, names) for line in shown if not _has_figures(line) and _fails(line)]
@@ -50,7 +50,7 @@ def terminal(judgement: GateResult, *, whole: bool = False) -> RenderableType:
 
 
 def write_markdown(judgement: GateResult, *, title: str = "weighin check") -> str:
-    """Return the judgement as Markdown: what fails first, all that is as it was folded away."""
+    """Return the result as Markdown: failures first, unchanged lines folded."""
     names, common = short_names(line.series for line in judgement.lines)
     mark = "❌" if judgement.failed else "✅"
     parts = [f"## {mark} {title}\n\n{markdown(summary(judgement))}"]
@@ -63,7 +63,7 @@ def write_markdown(judgement: GateResult, *, title: str = "weighin check") -> st
     if same := [line for line in judgement.lines if line.verdict is LineVerdict.SAME]:
         table = _markdown_table(same, names)
         parts.append(
-            f"<details><summary>{len(same)} figures as they were</summary>\n\n{table}\n\n</details>"
+            f"<details><summary>{len(same)} unchanged figures</summary>\n\n{table}\n\n</details>"
         )
     parts += [f"- {markdown(note)}" for note in judgement.notes]
     if common:
@@ -72,26 +72,26 @@ def write_markdown(judgement: GateResult, *, title: str = "weighin check") -> st
 
 
 def summary(judgement: GateResult) -> str:
-    """Return the judgement in one line of words."""
+    """Return the result in one line."""
     counts = Counter(line.verdict for line in judgement.lines)
     words = [f"{counts[verdict]} {verdict}" for verdict in LineVerdict if counts[verdict]]
     return f"gate {'failed' if judgement.failed else 'passed'}: {', '.join(words) or 'nothing to judge'}"
 
 
 def short_names(names: Iterable[str]) -> tuple[dict[str, str], str]:
-    """Return a short name for each series, and the words that all of them have in common."""
+    """Return a short name for each series, and the words that all names share."""
     full = {name: name.split(" ") for name in names}
     series = [words for words in full.values() if len(words) > FORMAT]  # not "environment"
     common = set(series[0]).intersection(*series[1:]) if series else set()
     common -= {"", *(words[STRATEGY] for words in series)}
     formats = {(words[STRATEGY], words[FORMAT]) for words in series}
-    # One format for each strategy: the strategy says it.
-    said = {FORMAT} if len(formats) == len({strategy for strategy, _ in formats}) else set()
+    # With one format per strategy, the name of the strategy is enough.
+    implied = {FORMAT} if len(formats) == len({strategy for strategy, _ in formats}) else set()
     short = {
         name: " ".join(
             word
             for index, word in enumerate(words)
-            if len(words) <= FORMAT or (word not in common and index not in said)
+            if len(words) <= FORMAT or (word not in common and index not in implied)
         )
         for name, words in full.items()
     }
@@ -99,14 +99,14 @@ def short_names(names: Iterable[str]) -> tuple[dict[str, str], str]:
 
 
 def phase_lines(line: Line) -> list[str]:
-    """Return how a metric changed in each phase, as lines of one width; the one that grew marked."""
+    """Return an aligned table of the metric in each phase; marks the phase that grew."""
     metric = line.metric
     assert metric is not None
     rows = [("phase", "before", "now", "change")]
-    for one in line.phases:
-        was = "-" if one.was is None else metric.text(one.was)
-        change = "new" if one.was is None else metric.change(one.was, one.now)
-        rows.append((one_line(one.phase), was, metric.text(one.now), change))
+    for each in line.phases:
+        was = "-" if each.was is None else metric.text(each.was)
+        change = "new" if each.was is None else metric.change(each.was, each.now)
+        rows.append((one_line(each.phase), was, metric.text(each.now), change))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     grown = line.grown.phase if line.grown else None
     return [
@@ -117,7 +117,7 @@ def phase_lines(line: Line) -> list[str]:
 
 
 def _terminal_table(lines: Sequence[Line], names: dict[str, str]) -> Table:
-    """Return the figures, in rows of several lines, so that they fit a terminal of 80 columns."""
+    """Return a table with several text lines per row, so that it fits 80 columns."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
     table.add_column("", overflow="fold")
     table.add_column("what", overflow="fold", min_width=12)
@@ -150,11 +150,11 @@ def _shown(judgement: GateResult, whole: bool) -> Sequence[Line]:
     if whole:
         return judgement.lines
     notable = [line for line in judgement.lines if line.verdict is not LineVerdict.SAME]
-    return notable or judgement.lines[:1]  # the one that came nearest to its bound
+    return notable or judgement.lines[:1]  # the line that came nearest to its bound
 
 
 def _explained(judgement: GateResult) -> Iterator[Line]:
-    """Yield the worst line of each series that fails, where its phases are known."""
+    """Yield the worst failing line of each series, if its phases are known."""
     seen = set()
     for line in judgement.failed:
         if line.phases and line.series not in seen:
@@ -163,7 +163,7 @@ def _explained(judgement: GateResult) -> Iterator[Line]:
 
 
 def _cells(line: Line, name: str) -> list[str]:
-    """Return a line's cells behind the verdict, as plain text."""
+    """Return the cells of a line after the verdict, as plain text."""
     numbers, grew = ["", "", "", ""], ""
     metric = line.metric
     if metric and line.now is not None:

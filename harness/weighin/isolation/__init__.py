@@ -1,1 +1,1 @@
-"""Ways to run one worker: in a Docker container, in a memory cgroup, or as a plain process."""
+"""Run one worker in isolation: in a Docker container, in a memory cgroup, or as a plain process."""

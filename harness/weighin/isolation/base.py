@@ -1,8 +1,8 @@
-"""Ways to run one worker: in a Docker container, in a memory cgroup, or as a plain process.
+"""The interface of isolations: Docker containers, memory cgroups and plain processes.
 
-An isolation starts a worker and gives back a ``Running``: a channel to talk to it, the host pid
-and the cgroup to watch (None where they cannot be seen), and a ``close`` that leaves nothing
-behind. All limits are set here, all of them before the worker's first instruction.
+An isolation starts a worker and returns a ``Running``: a channel to the worker, its pid and cgroup
+on this machine (None if they are not visible), and a ``close`` that removes everything. The
+isolation sets all limits before the worker's first instruction.
 """
 
 from collections.abc import Callable
@@ -17,9 +17,10 @@ from weighin.probes.observer import Observer
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """How a worker ended. ``signal`` is the one that ended it; ``oom_killed`` is the engine's word.
+    """How a worker ended: an exit code, or the signal that killed it.
 
-    ``still_runs`` is a worker that did not end, not even when it was killed.
+    ``oom_killed`` is what the Docker engine reports. ``still_runs`` means that the worker did not
+    end, not even after SIGKILL.
     """
 
     code: int | None
@@ -33,47 +34,47 @@ class Running(Protocol):
 
     @property
     def channel(self) -> Channel:
-        """Its events come from here, acknowledgements go there."""
+        """The channel that receives its events and sends acknowledgements."""
         ...
 
     @property
     def pid(self) -> int | None:
-        """The worker's pid in the parent's namespace, or None where it cannot be seen."""
+        """The worker's pid in the parent's pid namespace; None if it is not visible there."""
         ...
 
     @property
     def cgroup(self) -> Path | None:
-        """The folder of its memory cgroup, or None where it has none or it cannot be seen."""
+        """The folder of its memory cgroup; None if it has none or it is not visible."""
         ...
 
     @property
     def unseen(self) -> str:
-        """Why pid or cgroup is None, for the record; empty where both are there."""
+        """The reason why pid or cgroup is None, for the record; empty if both are known."""
         ...
 
     def observe_inside(self, interval_s: float) -> Observer | None:
-        """Start a watcher where the worker is, if it cannot be seen from here; None where it can."""
+        """Start a watcher beside the worker, if the worker is not visible from here; else None."""
         ...
 
     def wait(self, timeout_s: float) -> Exit:
-        """Return how the worker ended; raises TimeoutError where it still runs after that time."""
+        """Return how the worker ended; raises TimeoutError if it still runs after that time."""
         ...
 
     def kill(self) -> None:
-        """End the worker now, and its children; returns without waiting."""
+        """Kill the worker and its children; returns without waiting for their end."""
         ...
 
     def close(self) -> None:
-        """End what still runs and remove every trace. Always called, may be called twice.
+        """Kill what still runs and remove everything. Always called, may be called twice.
 
         Raises:
-            StillRunning, IsolationUnavailable: something cannot be removed; all else is.
+            StillRunning, IsolationUnavailable: something could not be removed; the rest was.
         """
         ...
 
 
 class Isolation(Protocol):
-    """One way to run workers."""
+    """A method of running workers apart from this process."""
 
     @property
     def name(self) -> str:
@@ -82,25 +83,25 @@ class Isolation(Protocol):
 
     @property
     def limits(self) -> bool:
-        """Whether it can hold a RAM limit."""
+        """Whether it can enforce a RAM limit."""
         ...
 
     def check(self) -> None:
-        """Raise IsolationUnavailable, with the repair, where this machine cannot run cells so."""
+        """Raise IsolationUnavailable, with the repair, if it does not work on this machine."""
         ...
 
     def prepare(self, progress: Callable[[str], None] = ..., /) -> None:
-        """Do the slow work that all cells share (build the image, say), a line for each step of it."""
+        """Do the slow work that all cells share, such as building an image; reports each step."""
         ...
 
     def start(self, job: Job) -> Running:
-        """Start one worker for this job, limited as its cell says."""
+        """Start one worker for this job, under the limits of its cell."""
         ...
 
     def remove_stale(self) -> list[str]:
-        """Remove what dead runs left behind; returns one line for each thing removed."""
+        """Remove the leftovers of dead runs; returns one line for each."""
         ...
 
     def describe(self) -> dict[str, str]:
-        """Return what the record's environment says of this isolation, such as its version."""
+        """Return the entries about this isolation in a record's environment, such as its version."""
         ...

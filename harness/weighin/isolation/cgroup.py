@@ -1,8 +1,8 @@
-"""Run the worker in a memory cgroup of its own: the kernel's limit without a container.
+"""Run each worker in its own memory cgroup: the kernel's limit without a container.
 
 On a hybrid machine (v1 memory controller beside a v2 tree) the worker also enters a group in the
-v2 tree, which alone has PSI. Groups are named after their owner, so that what a killed parent
-left behind can be told from what a living one uses.
+v2 tree, because only v2 has PSI. A group's name contains the process that owns it, so that the
+groups of a killed parent can be told from those of a running one.
 """
 
 import contextlib
@@ -29,20 +29,20 @@ from weighin.protocol import encode_job
 _PREFIX = "weighin."
 _PATIENCE_S = 10.0
 _REPAIR = (
-    "run as root, or in a scope that the systemd user manager hands over (systemd-run --user --scope"
+    "run as root, or in a delegated scope of the systemd user manager (systemd-run --user --scope"
     " -p Delegate=yes weighin ...), or use --isolation docker"
 )
 _numbers = itertools.count()
 
 
 class CgroupIsolation:
-    """Processes in memory cgroups, one group a cell."""
+    """Processes in memory cgroups, one group per cell."""
 
     name = "cgroup"
     limits = True
 
     def check(self) -> None:
-        """Raise IsolationUnavailable where no group can be made and limited."""
+        """Raise IsolationUnavailable if no group can be created and limited."""
         if memory_hierarchy() is None:
             raise IsolationUnavailable(
                 "this machine has no memory controller (neither cgroup v2 nor v1)",
@@ -70,12 +70,12 @@ class CgroupIsolation:
         return running
 
     def remove_stale(self) -> list[str]:
-        """Kill and remove the groups whose owner is dead."""
+        """Kill the processes in groups whose owner is dead, and remove those groups."""
         removed = []
         for root in _roots():
             for group in root.glob(f"{_PREFIX}*"):
                 is_ours = is_alive(group.name.removeprefix(_PREFIX).rpartition(".")[0])
-                if not is_ours and _is_removed(group):  # else a process in it cannot be killed
+                if not is_ours and _is_removed(group):  # False if a process in it cannot be killed
                     removed.append(f"cgroup {group}")
         return removed
 
@@ -84,7 +84,7 @@ class CgroupIsolation:
 
 
 class CgroupRunning(LocalRunning):
-    """A worker inside groups that live and die with it."""
+    """A worker in cgroups of its own, which are removed after it."""
 
     def __init__(self, command: tuple[str, ...], groups: list[Path]) -> None:
         enter = "".join(f'echo $$ > "${n}/cgroup.procs" && ' for n, _ in enumerate(groups, 1))
@@ -95,7 +95,7 @@ class CgroupRunning(LocalRunning):
         self._groups = groups
 
     def kill(self) -> None:
-        """Kill all that is in the group, children that left the process group included."""
+        """Kill all processes in the cgroup, also children that left the process group."""
         super().kill()
         _kill_members(self._groups[0])
 
@@ -109,14 +109,14 @@ class CgroupRunning(LocalRunning):
 
 
 def _roots() -> list[Path]:
-    """Return where groups are made: the memory hierarchy, and the v2 tree where that is another.
+    """Return the folders for groups: the memory hierarchy, and on a hybrid machine the v2 tree.
 
     Raises:
-        IsolationUnavailable: this user may make no group with a memory limit.
+        IsolationUnavailable: this user may not create a group with a memory limit.
     """
     root = delegation.groups_root()
     if root is None:
-        raise IsolationUnavailable("this user may not make memory cgroups", _REPAIR)
+        raise IsolationUnavailable("this user may not create memory cgroups", _REPAIR)
     is_v1 = memory_hierarchy() == (1, root)
     pressure = pressure_hierarchy() if is_v1 else None
     return [root, pressure] if pressure else [root]
@@ -132,7 +132,7 @@ def _make_groups() -> list[Path]:
             if groups:
                 break  # the second group only adds PSI
             raise IsolationUnavailable(
-                f"cannot make a memory cgroup in {root}: {error.strerror}", _REPAIR
+                f"cannot create a memory cgroup in {root}: {error.strerror}", _REPAIR
             ) from None
         groups.append(root / name)
     return groups
@@ -140,10 +140,10 @@ def _make_groups() -> list[Path]:
 
 @contextlib.contextmanager
 def temporary_group() -> Iterator[Path]:
-    """Make an empty group that can be limited, and remove it at the end.
+    """Create an empty group that can be limited, and remove it at the end.
 
     Raises:
-        IsolationUnavailable: this user may make none, or it would have no memory controller.
+        IsolationUnavailable: this user may not create one, or it has no memory controller.
     """
     groups = _make_groups()
     try:
@@ -153,10 +153,10 @@ def temporary_group() -> Iterator[Path]:
 
 
 def limit(group: Path, limit_bytes: int) -> None:
-    """Set the limit with swap off: what does not fit is killed, not swapped out.
+    """Set the limit of a group and disable swap, so that the kernel kills instead of swapping.
 
     Raises:
-        IsolationUnavailable: there is swap, and this kernel cannot turn it off for a group.
+        IsolationUnavailable: there is swap, and this kernel cannot disable it for a group.
     """
     (cgroup := MemoryCgroup(group)).limit_path.write_text(str(limit_bytes))
     if cgroup.version == 1:
@@ -164,7 +164,7 @@ def limit(group: Path, limit_bytes: int) -> None:
         swap, value = group / "memory.memsw.limit_in_bytes", str(limit_bytes)
     else:
         swap, value = group / "memory.swap.max", "0"
-        # What survives a kill shows what the strategy makes of it, as on v1 and in Docker.
+        # Kill one process, not the group: a strategy may survive it, as on v1 and in Docker.
         (group / "memory.oom.group").write_text("0")
     if swap.exists():
         swap.write_text(value)
@@ -183,20 +183,18 @@ def _kill_members(group: Path) -> None:
 
 
 def _remove(groups: list[Path]) -> None:
-    """Remove groups, and kill what still runs in them.
+    """Remove groups, and kill the processes in them.
 
     Raises:
-        StillRunning: something in one of them does not end.
+        StillRunning: a process in one of them does not end.
     """
     if not _is_removed(*groups):
         left = ", ".join(str(group) for group in groups if group.exists())
-        raise StillRunning(
-            f"a process does not end, not even by SIGKILL: it is in the cgroup {left}"
-        )
+        raise StillRunning(f"a process in the cgroup {left} does not end, not even after SIGKILL")
 
 
 def _is_removed(*groups: Path, patience_s: float = _PATIENCE_S) -> bool:
-    """Remove groups; tells whether all are gone after the time to give their memory back."""
+    """Remove groups; returns whether all are gone after ``patience_s``."""
     deadline = time.monotonic() + patience_s
     for group in groups:
         while group.exists():

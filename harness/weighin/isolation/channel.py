@@ -1,4 +1,4 @@
-"""The line between parent and worker: events come, acknowledgements go, stderr_tail is kept apart.
+"""The channel between parent and worker: events in, acknowledgements out, stderr kept apart.
 
 The worker writes events to its original standard output, one line each, and points file
 descriptor 1 at standard error, so that a strategy that prints cannot garble them.
@@ -10,16 +10,16 @@ import select
 import time
 from typing import Protocol
 
-CHATTER_KEPT_BYTES = 64 * 1024
+STDERR_KEPT_BYTES = 64 * 1024
 _MOST_READS = 32  # of 64 KiB: more than a pipe can hold
 
 
 class Channel(Protocol):
-    """What the parent holds of a worker's standard streams."""
+    """The parent's ends of a worker's standard streams."""
 
     @property
     def stderr_tail(self) -> bytes:
-        """The last 64 KiB of what the worker and its strategy printed."""
+        """The last 64 KiB that the worker and its strategy printed."""
         ...
 
     def receive(self, timeout_s: float) -> bytes | None:
@@ -27,14 +27,14 @@ class Channel(Protocol):
         ...
 
     def send(self, line: bytes) -> None:
-        """Write to the worker; a worker that is gone is no error here, its exit tells."""
+        """Write to the worker; ignores a worker that has ended, whose exit is read elsewhere."""
         ...
 
     def close(self) -> None: ...
 
 
 class LineBuffer:
-    """Bytes in, whole lines out. A torn last line is dropped: its writer was killed."""
+    """Split bytes into complete lines; drops an incomplete last line, whose writer was killed."""
 
     def __init__(self) -> None:
         self._pending = b""
@@ -49,10 +49,10 @@ class LineBuffer:
 
 
 class PipeChannel:
-    """A channel over three pipes; owns their descriptors.
+    """A channel over three pipes, whose descriptors it owns.
 
-    ``process`` is a descriptor that becomes readable when the worker ends. Without one, the end of
-    events is the end of the pipe, which a child that the worker has forked holds open.
+    ``process`` is a descriptor that becomes readable when the worker ends. Without it, events end
+    when the pipe closes, which a forked child of the worker can delay.
     """
 
     def __init__(self, stdin: int, stdout: int, stderr: int, process: int | None = None) -> None:
@@ -69,13 +69,13 @@ class PipeChannel:
                 self._drain(self._stderr)
                 return None
             left_s = deadline - time.monotonic()
-            # Past the deadline only events count: a worker may print without end.
+            # After the deadline wait for events only: a worker may print without end.
             awaited = self._open if left_s > 0 else [self._stdout]
             ended = [] if self._process is None else [self._process]
             ready, _, _ = select.select([*awaited, *ended], [], [], max(0.0, left_s))
             if not ready:
                 raise TimeoutError
-            if self._process in ready:  # all that it wrote is in the pipes
+            if self._process in ready:  # everything that it wrote is in the pipes
                 self._drain(self._stdout)
                 self._open = [descriptor for descriptor in self._open if descriptor == self._stderr]
                 continue
@@ -99,10 +99,10 @@ class PipeChannel:
         elif descriptor == self._stdout:
             self._lines.feed(data)
         else:
-            self.stderr_tail = (self.stderr_tail + data)[-CHATTER_KEPT_BYTES:]
+            self.stderr_tail = (self.stderr_tail + data)[-STDERR_KEPT_BYTES:]
 
     def _drain(self, descriptor: int) -> None:
-        """Read what is there, but not for ever: a child of the worker may go on writing."""
+        """Read the pipe until it is empty, up to a maximum: a child may go on writing."""
         for _ in range(_MOST_READS):
             if descriptor not in self._open or not select.select([descriptor], [], [], 0)[0]:
                 return

@@ -1,7 +1,7 @@
-"""Where this user may make memory cgroups: at the top, or in a subtree that was handed over.
+"""Find the folder in which this user may create memory cgroups: the root, or a delegated subtree.
 
 cgroup v2 lets an ordinary user limit memory in a *delegated* subtree. The systemd user manager
-gives one to whoever asks: ``enter`` starts this very command again inside such a scope.
+provides one on request: ``enter`` restarts this command inside such a scope.
 See "Delegation" in the kernel's admin-guide/cgroup-v2.rst, and systemd's CGROUP_DELEGATION.md.
 """
 
@@ -16,16 +16,16 @@ from pathlib import Path
 from weighin.probes.cgroup import memory_cgroup_of, memory_hierarchy
 
 PARENT_LEAF = "weighin-parent"
-"""Where this process moves to: a group that hands controllers down may hold no process itself."""
+"""The leaf group for this process: a group that enables controllers may contain no process itself."""
 
 _ENTERED = "WEIGHIN_DELEGATED"
 
 
 @cache
 def groups_root() -> Path | None:
-    """Return the folder in which groups with a memory limit can be made; None where there is none.
+    """Return the folder in which groups with a memory limit can be created; None if there is none.
 
-    May move this process, and what shares its delegated group, into a leaf of that group.
+    May move this process, and others in the same delegated group, into a leaf of that group.
     """
     hierarchy = memory_hierarchy()
     if hierarchy is None:
@@ -36,11 +36,11 @@ def groups_root() -> Path | None:
     candidates = [mount]
     if own := memory_cgroup_of(os.getpid()):
         candidates.append(own.parent if own.name == PARENT_LEAF else own)
-    return next((folder for folder in candidates if _hands_memory_down(folder)), None)
+    return next((folder for folder in candidates if _enables_memory(folder)), None)
 
 
 def helps() -> bool:
-    """Tell whether the systemd user manager would give this user what he lacks."""
+    """Tell whether a scope of the systemd user manager would let this user create groups."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     return (
         _ENTERED not in os.environ
@@ -52,15 +52,15 @@ def helps() -> bool:
 
 
 def enter(arguments: Sequence[str]) -> None:
-    """Become ``python -m weighin ARGUMENTS`` inside a delegated scope; the pid stays the same."""
+    """Replace this process by ``python -m weighin ARGUMENTS`` inside a delegated scope."""
     scope = ("systemd-run", "--user", "--scope", "--quiet", "--collect", "-p", "Delegate=yes")
     command = (*scope, "--", sys.executable, "-m", "weighin", *arguments)
     os.environ[_ENTERED] = "1"
     os.execvp(command[0], command)  # noqa: S606 (no shell is wanted)
 
 
-def _hands_memory_down(folder: Path) -> bool:
-    """Make ``folder`` give its groups the memory controller, if this user may."""
+def _enables_memory(folder: Path) -> bool:
+    """Enable the memory controller for the groups in ``folder``; returns whether that worked."""
     control = folder / "cgroup.subtree_control"
     try:
         if "memory" in control.read_text().split():
@@ -72,7 +72,7 @@ def _hands_memory_down(folder: Path) -> bool:
                 raise
             _move_to_leaf(folder)
             control.write_text("+memory")
-    except OSError:  # not ours
+    except OSError:  # this user may not
         return False
     return True
 

@@ -1,4 +1,4 @@
-"""Run the worker as a plain process: nothing is limited, everything is measured."""
+"""Run the worker as a plain process: measured, but without a limit."""
 
 import os
 import signal
@@ -14,19 +14,19 @@ from weighin.isolation.base import Exit
 from weighin.isolation.channel import PipeChannel
 from weighin.protocol import encode_job
 
-_PATIENCE_S = 10.0  # from SIGKILL to the end of what was killed
+_PATIENCE_S = 10.0  # from SIGKILL to the end of the process
 CODE_ROOT = Path(__file__).resolve().parents[2]
 WORKER = (sys.executable, "-P", "-m", "weighin.worker")
 
 
 class ProcessIsolation:
-    """Plain processes, one a cell."""
+    """Plain processes, one per cell."""
 
     name = "process"
     limits = False
 
     def check(self) -> None:
-        """Raise IsolationUnavailable where there is no /proc to measure with."""
+        """Raise IsolationUnavailable if /proc lacks the files that measurements need."""
         if not Path("/proc/self/clear_refs").exists():
             raise IsolationUnavailable(
                 "this system has no /proc/PID/clear_refs: peaks cannot be measured",
@@ -37,13 +37,13 @@ class ProcessIsolation:
         return
 
     def start(self, job: Job) -> "LocalRunning":
-        """Start a worker; the caller has refused RAM limits, which a plain process cannot hold."""
+        """Start a worker; callers reject RAM limits, which a plain process does not enforce."""
         running = LocalRunning(WORKER)
         running.channel.send(encode_job(job))
         return running
 
     def remove_stale(self) -> list[str]:
-        """Kill what the workers of dead runs started: they themselves ended with their parent."""
+        """Kill the children of workers of dead runs; the workers ended with their parent."""
         return process_tree.end_orphans()
 
     def describe(self) -> dict[str, str]:
@@ -51,7 +51,7 @@ class ProcessIsolation:
 
 
 class LocalRunning:
-    """A worker that is a child of this process, in a session (and so a process group) of its own."""
+    """A worker that is a child of this process, in its own session and process group."""
 
     def __init__(self, command: tuple[str, ...], cgroup: Path | None = None) -> None:
         self._mark = process_tree.new_mark()
@@ -78,7 +78,7 @@ class LocalRunning:
         self._closed = False
 
     def observe_inside(self, interval_s: float) -> None:
-        """Return None: a child of this process can always be seen."""
+        """Return None: a child of this process is always visible."""
 
     def wait(self, timeout_s: float) -> Exit:
         try:
@@ -103,7 +103,7 @@ class LocalRunning:
         except subprocess.TimeoutExpired:
             pid = self._process.pid
             raise StillRunning(
-                f"the worker, process {pid}, does not end, not even by SIGKILL"
+                f"the worker, process {pid}, does not end, not even after SIGKILL"
             ) from None
         finally:
             self.channel.close()

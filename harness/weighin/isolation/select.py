@@ -1,15 +1,15 @@
-"""Isolations by name, and the best one that works on this machine."""
+"""Choose an isolation by name, or the best one that works on this machine."""
 
 from weighin.errors import IsolationUnavailable, UnknownName
 from weighin.isolation.base import Isolation
 from weighin.probes.cgroup import memory_hierarchy
 
 NAMES = ("docker", "cgroup", "process")
-"""In the order in which ``auto`` tries them."""
+"""All isolations, in the order in which ``auto`` tries them."""
 
 
 def named(name: str, base_image: str | None = None) -> Isolation:
-    """Return an isolation by its name; does not check that it works here."""
+    """Return an isolation by its name, without checking that it works here."""
     if name == "docker":
         from weighin.isolation.docker.isolation import (
             DockerIsolation,  # the SDK takes 0.2 s to import
@@ -28,20 +28,20 @@ def named(name: str, base_image: str | None = None) -> Isolation:
 
 
 def choose(name: str, *, limited: bool, base_image: str | None = None) -> tuple[Isolation, str]:
-    """Return the isolation to use, checked, and one line of why where it was chosen here.
+    """Return a working isolation, and for ``auto`` a line on why better ones were passed over.
 
-    ``auto`` takes Docker where an engine answers, else a cgroup that it may make, else a plain
-    process; but never one that cannot hold a limit that was asked for.
+    ``auto`` takes Docker if an engine answers, else a cgroup if this user may create one, else a
+    plain process. If ``limited``, it takes only an isolation that enforces a RAM limit.
 
     Raises:
-        IsolationUnavailable: none can be used, or it cannot hold a limit.
+        IsolationUnavailable: none works, or the named one does not or cannot enforce a limit.
     """
     if name != "auto":
         isolation = named(name, base_image)
         if limited and not isolation.limits:
             raise IsolationUnavailable(
-                f"--isolation {name} cannot hold a RAM limit: nothing would be limited",
-                "use --isolation docker or cgroup, or leave --ram out",
+                f"--isolation {name} cannot enforce a RAM limit",
+                "use --isolation docker or cgroup, or leave out --ram",
             )
         isolation.check()
         return isolation, ""
@@ -57,28 +57,28 @@ def choose(name: str, *, limited: bool, base_image: str | None = None) -> tuple[
             continue
         reasons = "; ".join(error.message for error in refused)
         return isolation, f"isolation {candidate}: {reasons}" if reasons else ""
-    what = "nothing here can hold a RAM limit" if limited else "no isolation works here"
+    problem = "no isolation here can enforce a RAM limit" if limited else "no isolation works here"
     raise IsolationUnavailable(
-        f"{what}: {'; '.join(error.message for error in refused)}",
+        f"{problem}: {'; '.join(error.message for error in refused)}",
         " or ".join(error.repair for error in refused if error.repair),
     )
 
 
 def check_soft_limit(isolation: Isolation) -> None:
-    """Raise IsolationUnavailable where this isolation can set no soft limit here."""
+    """Raise IsolationUnavailable if this isolation cannot set a soft limit here."""
     hierarchy = memory_hierarchy()
     if isolation.name == "cgroup" and hierarchy and hierarchy[0] == 2:
         return
     here = f"cgroup v{hierarchy[0]}" if hierarchy else "no memory controller"
     raise IsolationUnavailable(
-        "a soft limit (--ram-high) is memory.high of cgroup v2, set with --isolation cgroup:"
-        f" this is --isolation {isolation.name}, {here}",
-        "leave --ram-high out, or use a machine with cgroup v2 and --isolation cgroup",
+        "a soft limit (--ram-high) needs --isolation cgroup on cgroup v2, but this run has"
+        f" --isolation {isolation.name} and {here}",
+        "leave out --ram-high, or use a machine with cgroup v2 and --isolation cgroup",
     )
 
 
 def wants_cgroup(name: str) -> bool:
-    """Tell whether ``choose`` would come to the cgroup isolation, by its name or for lack of Docker."""
+    """Tell whether ``choose`` would try the cgroup isolation, by name or for lack of Docker."""
     if name != "auto":
         return name == "cgroup"
     try:

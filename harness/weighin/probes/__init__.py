@@ -1,1 +1,1 @@
-"""What the kernel, the driver and the machine say."""
+"""Read memory figures from the kernel, the GPU driver and the CUDA allocator."""

@@ -1,7 +1,7 @@
-"""Every event of the CUDA allocator becomes an exact timeline of requested and reserved bytes.
+"""Turn the events of the CUDA allocator into an exact timeline of requested and reserved bytes.
 
-Blocks are not among the events, so that allocated bytes have no such timeline: their peaks are in
-the phases, and looks at them among the samples.
+The events do not contain the sizes of blocks, so there is no such timeline of allocated bytes: the
+phases have their peaks, and the samples have their course.
 """
 
 import csv
@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Final
 
 TRACE_EVENTS: Final = 1_000_000
-"""How many events the allocator keeps; a load makes two or three a tensor."""
+"""The number of events that the allocator keeps; a load causes two or three per tensor."""
 
-# Requests count until the device is done with them, as the allocator's own requested_bytes does.
+# A request lasts until the device has finished with it, as in the allocator's requested_bytes.
 _REQUESTED: Final = {"alloc": 1, "free_completed": -1}
 _RESERVED: Final = {
     "segment_alloc": 1,
@@ -27,7 +27,10 @@ FIELDS: Final = ("t_ns", "action", "bytes", "requested_bytes", "reserved_bytes")
 
 @dataclass(slots=True)
 class Trace:
-    """What was requested and reserved at its start, and the events (monotonic ns, action, bytes)."""
+    """A trace: the requested and reserved bytes at its start, and its events.
+
+    An event is (monotonic ns, action, bytes).
+    """
 
     requested_bytes: int
     reserved_bytes: int
@@ -42,26 +45,30 @@ class Trace:
             yield t_ns, action, size, requested, reserved
 
     def doubts(self, requested_peak_bytes: int | None, kept: int = TRACE_EVENTS) -> list[str]:
-        """Return what speaks against this trace; ``kept`` events are the most that there can be."""
-        found = []
+        """Return warnings about an incomplete or inconsistent trace.
+
+        ``requested_peak_bytes`` is the allocator's own peak, ``kept`` the number of events that it
+        keeps at most.
+        """
+        warnings = []
         if len(self.events) >= kept:
-            found.append(
-                f"the allocator kept only its last {kept:,} events: the trace has no start"
+            warnings.append(
+                f"the allocator kept only its last {kept:,} events: the trace lacks its start"
             )
         peak = max((step[3] for step in self.steps()), default=self.requested_bytes)
         peak = max(peak, self.requested_bytes)
         if requested_peak_bytes is not None and peak != requested_peak_bytes:
-            found.append(
-                f"the trace's highest requested bytes, {peak:,}, are not the allocator's own peak,"
-                f" {requested_peak_bytes:,}"
+            warnings.append(
+                f"the trace's largest requested bytes, {peak:,}, differ from the allocator's own"
+                f" peak, {requested_peak_bytes:,}"
             )
         if any(later[0] < earlier[0] for earlier, later in pairwise(self.events)):
-            found.append("the machine's clock was set while the trace was taken: its times jump")
-        return found
+            warnings.append("the machine's clock was set during the trace: its times jump")
+        return warnings
 
 
 def write_trace(path: Path, trace: Trace) -> None:
-    """Write the timeline as CSV: a header of ``FIELDS``, then one line an event."""
+    """Write the timeline as CSV: a header of ``FIELDS``, then one line per event."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.writer(file)

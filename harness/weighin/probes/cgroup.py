@@ -1,8 +1,8 @@
-"""The kernel's own figures of a memory cgroup, and which processes are in which.
+"""Read the kernel's figures of a memory cgroup, and find the cgroup of a process.
 
-Works the same on cgroup v2, v1 and the hybrid of both. Stays at file level: a file that this
-kernel does not have gives None, never zero. Source: Documentation/filesystems/proc.rst,
-admin-guide/cgroup-v2.rst and admin-guide/cgroup-v1/memory.rst of the kernel.
+Works on cgroup v2, v1 and the hybrid of both. A file that this kernel does not have gives None,
+never zero. Source: Documentation/filesystems/proc.rst, admin-guide/cgroup-v2.rst and
+admin-guide/cgroup-v1/memory.rst of the kernel.
 """
 
 import os
@@ -14,14 +14,14 @@ _VMSTAT = Path("/proc/vmstat")
 
 
 def read_kernel(path: Path) -> str:
-    """Return a kernel's text; names in it that are not UTF-8 keep their bytes, as paths do."""
+    """Return the text of a kernel file; bytes that are not UTF-8 are kept as in ``os.fsdecode``."""
     return os.fsdecode(path.read_bytes())
 
 
 def start_time(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since boot; None where it is gone.
+    """Return when a process started, in clock ticks since boot; None if it has ended.
 
-    Together with the pid it names a process for good: pids are used again.
+    Pid and start time together identify a process uniquely, since pids are reused.
     """
     try:
         text = read_kernel(Path(f"/proc/{pid}/stat"))
@@ -31,18 +31,18 @@ def start_time(pid: int) -> int | None:
 
 
 def this_process() -> str:
-    """Return a name for this process that no other process will ever have: "pid-ticks"."""
+    """Return a unique name for this process: "pid-ticks"."""
     return f"{os.getpid()}-{start_time(os.getpid())}"
 
 
 def is_alive(name: str) -> bool:
-    """Tell whether the process that ``this_process`` named so still runs."""
+    """Tell whether the process with this name, from ``this_process``, still runs."""
     pid, _, ticks = name.partition("-")
     return pid.isdigit() and ticks == str(start_time(int(pid)))
 
 
 def memory_hierarchy() -> tuple[int, Path] | None:
-    """Return (1 or 2, mount point) of the hierarchy that has the memory controller here."""
+    """Return (cgroup version, mount point) of the hierarchy with the memory controller."""
     version1, version2 = parse_mounts(read_kernel(_MOUNTS))
     if version1:
         return 1, version1
@@ -52,15 +52,15 @@ def memory_hierarchy() -> tuple[int, Path] | None:
 
 
 def pressure_hierarchy() -> Path | None:
-    """Return the mount point of the v2 tree, which alone has PSI files; None where there is none."""
+    """Return the mount point of the v2 tree, which alone has PSI files; None if not mounted."""
     return parse_mounts(read_kernel(_MOUNTS))[1]
 
 
 def parse_mounts(text: str) -> tuple[Path | None, Path | None]:
-    """Return where a mountinfo text has the v1 memory hierarchy, and the v2 tree."""
+    """Return the mount points of the v1 memory hierarchy and the v2 tree in a mountinfo text."""
     version1: Path | None = None
     version2: Path | None = None
-    # Only these two divide: other blanks and line ends of Unicode are letters of some mount's name.
+    # Split at "\n" and " " only: Unicode's other line ends and blanks may occur in mount names.
     for line in filter(None, text.split("\n")):
         before, _, after = line.partition(" - ")
         kind, _, options = after.split(" ", 2)
@@ -73,7 +73,7 @@ def parse_mounts(text: str) -> tuple[Path | None, Path | None]:
 
 
 def memory_cgroup_of(pid: int) -> Path | None:
-    """Return the folder of the memory cgroup that a process is in; None where it is unseen."""
+    """Return the folder of a process's memory cgroup; None if it is not visible."""
     hierarchy = memory_hierarchy()
     path = _group_of(pid, hierarchy[0]) if hierarchy else None
     if hierarchy is None or path is None:
@@ -83,9 +83,9 @@ def memory_cgroup_of(pid: int) -> Path | None:
 
 
 def pressure_file_of(pid: int) -> Path | None:
-    """Return the PSI file of the v2 group that a process is in.
+    """Return the PSI file of a process's v2 group.
 
-    None where PSI is off, or the process is in the root group, whose PSI is the whole machine's.
+    None if PSI is off, or for the root group, whose PSI is the whole machine's.
     """
     mount, path = pressure_hierarchy(), _group_of(pid, 2)
     if mount is None or path is None or path == "/":
@@ -95,7 +95,7 @@ def pressure_file_of(pid: int) -> Path | None:
 
 
 def parse_mount_root(text: str, mount: Path) -> str:
-    """Return which of a hierarchy's groups a mountinfo text has at ``mount``: "/" for all of it.
+    """Return the group that a mountinfo text shows at ``mount``: "/" for the whole hierarchy.
 
     In a container it is the container's own group.
     """
@@ -107,14 +107,14 @@ def parse_mount_root(text: str, mount: Path) -> str:
 
 
 def _folder(mount: Path, group: str) -> Path:
-    """Return where the group that /proc/PID/cgroup names lies below a mount of its hierarchy."""
+    """Return the folder below ``mount`` of a group as named in /proc/PID/cgroup."""
     root = parse_mount_root(read_kernel(_MOUNTS), mount).rstrip("/")
     inside = group == root or group.startswith(f"{root}/")
     return mount / (group.removeprefix(root) if inside else group).lstrip("/")
 
 
 def parse_group(text: str, version: int) -> str | None:
-    """Return the memory group (version 1) or the v2 group that a /proc/PID/cgroup text names."""
+    """Return the memory group (version 1) or the v2 group in a /proc/PID/cgroup text."""
     for line in filter(None, text.split("\n")):
         number, controllers, path = line.split(":", 2)
         if number == "0" if version == 2 else "memory" in controllers.split(","):
@@ -130,13 +130,13 @@ def _group_of(pid: int, version: int) -> str | None:
 
 
 def read_machine_oom_kills() -> int | None:
-    """Return how many processes of the whole machine the kernel has killed for lack of memory."""
+    """Return the number of processes that the kernel's OOM killer ended on the whole machine."""
     return _read_field(_VMSTAT, "oom_kill")
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryCgroup:
-    """The files of one memory cgroup. ``pressure_path`` is its PSI file, wherever that lies."""
+    """The files of one memory cgroup. ``pressure_path`` is its PSI file, possibly elsewhere."""
 
     path: Path
     pressure_path: Path | None = None
@@ -159,7 +159,7 @@ class MemoryCgroup:
 
     @property
     def peak_path(self) -> Path:
-        """The file with the highest charge so far; not there on v2 before Linux 5.19."""
+        """The file with the highest charge so far; v2 has it since Linux 5.19."""
         return self._name("memory.max_usage_in_bytes", "memory.peak")
 
     @property
@@ -168,13 +168,13 @@ class MemoryCgroup:
 
     @property
     def soft_limit_path(self) -> Path | None:
-        """The file of the limit above which the kernel slows the group down; v1 has none."""
+        """The file of the limit above which the kernel throttles the group; v1 has none."""
         path = self.path / "memory.high"
         return path if path.exists() else None
 
     @property
     def oom_path(self) -> Path:
-        """The file whose line ``oom_kill N`` counts the processes killed in this very group."""
+        """The file whose line ``oom_kill N`` counts the kills in this group, not its children."""
         return self._name("memory.oom_control", "memory.events.local")
 
     def read_usage(self) -> int | None:
@@ -182,30 +182,30 @@ class MemoryCgroup:
         return _read_int(self.usage_path)
 
     def read_oom_kills(self) -> int | None:
-        """Return how many processes of this group the kernel has killed for lack of memory."""
+        """Return the number of processes of this group that the OOM killer ended."""
         return _read_field(self.oom_path, "oom_kill")
 
     def read_limit_events(self) -> dict[str, int] | None:
-        """Return how often this group ran into its limits: all that memory.events.local counts.
+        """Return the counters of memory.events.local: how often this group met its limits.
 
-        ``max`` counts charges that met the limit, ``high`` those above the soft limit, ``oom``
-        those that found nothing to reclaim. None on v1: its failcnt stays 0 where RAM and
-        swap have the same limit (seen on 6.18, with a file read twice that was twice the limit).
+        ``max`` counts charges that met the limit, ``high`` charges above the soft limit, ``oom``
+        charges for which nothing could be reclaimed. None on v1, whose failcnt stays 0 if RAM and
+        swap have the same limit (measured on 6.18 by reading a file of twice the limit twice).
         """
         text = _read(self.oom_path) if self.version == 2 else None
         return parse_numbers(text) if text else None
 
     def read_refaults(self) -> int | None:
-        """Return how many file pages were read again after they had been evicted."""
+        """Return the number of file pages that were read again after their eviction."""
         return _read_field(self.stat_path, "workingset_refault_file")
 
     def read_pressure_ns(self) -> tuple[int | None, int | None]:
-        """Return the total stall times (some, full) in nanoseconds; None where PSI is off."""
+        """Return the total stall times (some, full) in nanoseconds; None if PSI is off."""
         text = _read(self.pressure_path) if self.pressure_path else None
         return parse_pressure(text) if text else (None, None)
 
     def raise_limit(self) -> None:
-        """Lift the limit, so that a thrashing process dies at once when it is killed."""
+        """Lift the limit, so that a killed process that thrashes can exit at once."""
         paths = [self.limit_path]
         if self.version == 1:  # v1 refuses a limit above that of memory and swap together
             paths.insert(0, self.path / "memory.memsw.limit_in_bytes")
@@ -215,15 +215,15 @@ class MemoryCgroup:
             try:
                 if path.exists():
                     path.write_text("-1" if self.version == 1 else "max")
-            except OSError:  # not ours to write: the kill then only takes longer
+            except OSError:  # not writable: the kill then only takes longer
                 return
 
 
 class PeakMark:
-    """The kernel's high-water mark of a cgroup, and whether it can be put back.
+    """The kernel's high-water mark of a cgroup, and whether it can be reset.
 
-    v1 resets for everybody by writing 0; v2 resets per open file, since Linux 6.12. Where neither
-    is possible, only the peak since the group's birth is known.
+    On v1, writing 0 resets it for all readers. On v2, since Linux 6.12, writing resets it per open
+    file. If neither is possible, only the peak since the group's creation is known.
     """
 
     def __init__(self, cgroup: MemoryCgroup) -> None:
@@ -233,20 +233,20 @@ class PeakMark:
             self._file = os.open(cgroup.peak_path, os.O_RDWR)
         except FileNotFoundError:
             self._file, self.resets = -1, False
-        except OSError:  # not ours to write, or mounted read-only, as inside a container
+        except OSError:  # not writable, or mounted read-only as in a container
             self._file, self.resets = os.open(cgroup.peak_path, os.O_RDONLY), False
 
     def read(self) -> int | None:
-        """Return the highest charge since the last reset, in bytes; None where no mark is kept."""
+        """Return the highest charge since the last reset, in bytes; None if the kernel keeps none."""
         if self._file < 0:
             return None
         try:
             return int(os.pread(self._file, 32, 0))
-        except OSError:  # the group was removed under us
+        except OSError:  # the group was removed in the meantime
             return None
 
     def reset(self) -> bool:
-        """Put the mark back to the present charge; tells whether the kernel did so."""
+        """Reset the mark to the present charge; returns whether the kernel did so."""
         if self.resets:
             try:
                 os.pwrite(self._file, b"0" if self._v1 else b"reset\n", 0)
@@ -270,7 +270,7 @@ def parse_pressure(text: str) -> tuple[int | None, int | None]:
 
 
 def parse_field(text: str, name: str) -> int | None:
-    """Return the number behind ``name`` in a text of lines "name number"."""
+    """Return the number after ``name`` in a text of lines "name number"."""
     for line in text.splitlines():
         key, _, value = line.partition(" ")
         if key == name:
@@ -279,14 +279,14 @@ def parse_field(text: str, name: str) -> int | None:
 
 
 def parse_numbers(text: str) -> dict[str, int]:
-    """Return all of a text of lines "name number"."""
+    """Return all numbers of a text of lines "name number", by name."""
     return {name: int(value) for name, value in (line.split() for line in text.splitlines())}
 
 
 def _read(path: Path) -> str | None:
     try:
         return path.read_text()
-    except OSError:  # this kernel lacks the file, or the group is gone
+    except OSError:  # this kernel lacks the file, or the group was removed
         return None
 
 

@@ -1,4 +1,4 @@
-"""What of this machine changes a figure: recorded with every result, printed by ``weighin doctor``."""
+"""Describe the machine as far as it affects a figure, for records and ``weighin doctor``."""
 
 import mmap
 import os
@@ -14,20 +14,20 @@ from weighin.probes.cgroup import memory_hierarchy
 from weighin.record import USUAL_PAGE_BYTES
 from weighin.units import KIB
 
-_GIT_TIMEOUT_S = 5.0  # a work tree on a network disk must not hold a run up
-_READ_AHEAD_BYTES: Final = 128 * KIB  # Linux' own, where a disk says nothing else
+_GIT_TIMEOUT_S = 5.0  # a work tree on a network disk must not delay a run
+_READ_AHEAD_BYTES: Final = 128 * KIB  # the default of Linux
 
 SETTINGS = ("MALLOC_", "PYTORCH_", "OMP_", "MKL_", "CUDA_", "NVIDIA_", "LD_PRELOAD", "TORCH_")
-"""Environment variables that change allocators, threads or devices begin with one of these."""
+"""Prefixes of the environment variables that affect allocators, threads or devices."""
 
 
 def settings() -> dict[str, str]:
-    """Return the environment variables that change what a worker allocates or how it runs."""
+    """Return the environment variables that affect a worker's allocations or execution."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(SETTINGS)}
 
 
 def machine() -> dict[str, Any]:
-    """Return what this machine is and how it is set, as far as it changes a figure."""
+    """Return the hardware, kernel and settings of this machine that affect a figure."""
     hierarchy = memory_hierarchy()
     return {
         "machine": platform.machine(),
@@ -46,10 +46,10 @@ def machine() -> dict[str, Any]:
 
 
 def code() -> dict[str, Any]:
-    """Return which code was measured: this weighin, and the commit of the folder it was started in.
+    """Return the version of the measured code: weighin's, and the git commit of the current folder.
 
-    ``git_commit`` is None where the folder is in no git work tree, or git does not tell;
-    ``git_dirty`` says whether tracked files differ from that commit.
+    ``git_commit`` is None if the folder is in no git work tree or git fails; ``git_dirty`` tells
+    whether tracked files differ from that commit.
     """
     commit = _git("rev-parse", "--verify", "HEAD")
     changed = _git("status", "--porcelain", "--untracked-files=no") if commit else None
@@ -61,7 +61,7 @@ def code() -> dict[str, Any]:
 
 
 def free_ram_bytes() -> int:
-    """Return how much RAM can be used now without swapping, as the kernel estimates it."""
+    """Return the kernel's estimate of the RAM that is available without swapping."""
     return psutil.virtual_memory().available
 
 
@@ -70,24 +70,28 @@ def total_ram_bytes() -> int:
 
 
 def read_ahead_bytes(path: Path, sysfs: Path = Path("/sys")) -> int:
-    """Return how much the kernel reads at once when a page of a mapped file is not in memory.
+    """Return the kernel's read-ahead on a fault in a mapped file, in bytes.
 
-    That is a setting of the disk, or the network file system, that holds ``path`` or its nearest
-    folder that exists.
+    It is a setting of the disk or network file system of ``path``, or of its nearest existing
+    parent folder.
     """
-    nearest = next(one for one in (path, *path.absolute().parents) if one.exists())
+    nearest = next(each for each in (path, *path.absolute().parents) if each.exists())
     device = nearest.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     folders = "class/bdi", "dev/block", "dev/block"
-    names = "read_ahead_kb", "queue/read_ahead_kb", "../queue/read_ahead_kb"  # .. of a partition
+    names = (
+        "read_ahead_kb",
+        "queue/read_ahead_kb",
+        "../queue/read_ahead_kb",
+    )  # the last for a partition
     for folder, name in zip(folders, names, strict=True):
-        if told := _text(sysfs / folder / number / name):
-            return int(told) * KIB
+        if text := _text(sysfs / folder / number / name):
+            return int(text) * KIB
     return _READ_AHEAD_BYTES
 
 
 def _page_size() -> dict[str, int]:
-    """Return the size of a page where it is not that of a record which does not say it."""
+    """Return the page size as an entry, if it is not the size that records imply."""
     return {} if mmap.PAGESIZE == USUAL_PAGE_BYTES else {"page_bytes": mmap.PAGESIZE}
 
 
@@ -116,11 +120,11 @@ def _cpu_model() -> str | None:
 def _text(path: Path) -> str | None:
     try:
         return path.read_text().strip()
-    except OSError:  # this kernel or this virtual machine does not have it
+    except OSError:  # this kernel or virtual machine lacks the file
         return None
 
 
 def _chosen(path: Path) -> str | None:
-    """Return the word in brackets of a sysfs choice: "always [madvise] never" is "madvise"."""
+    """Return the bracketed word of a sysfs choice: "madvise" of "always [madvise] never"."""
     text = _text(path)
     return text.partition("[")[2].partition("]")[0] if text else None

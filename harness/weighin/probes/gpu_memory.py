@@ -1,68 +1,53 @@
-"""One process's memory on a GPU as the driver counts it, asked of NVML from outside.
+"""Sample one process's GPU memory as the driver counts it, with NVML from another process.
 
-It holds what no allocator of the process knows: the context, code and the libraries' own buffers.
+It includes the memory that no allocator of the process counts: the CUDA context, code and the
+libraries' own buffers.
 """
 
-import ctypes
 import threading
 import time
-from collections.abc import Callable
 from typing import Any, Final
 
-_LIBRARY: Final = "libnvidia-ml.so.1"
-_INTERVAL_S: Final = 0.02  # a look takes about a millisecond
-_TOO_SMALL: Final = 7  # NVML_ERROR_INSUFFICIENT_SIZE: more processes than places
-_UNKNOWN: Final = 2**64 - 1  # NVML_VALUE_NOT_AVAILABLE
-_MOST_PROCESSES: Final = 1024
+_INTERVAL_S: Final = 0.02  # one query takes about a millisecond
 
 
 class NvmlUnavailable(Exception):
-    """NVML cannot tell; the message is the reason."""
-
-
-class _Process(ctypes.Structure):
-    """nvmlProcessInfo_t, as nvmlDeviceGetComputeRunningProcesses_v3 fills it."""
-
-    _fields_ = (
-        ("pid", ctypes.c_uint),
-        ("used_bytes", ctypes.c_ulonglong),
-        ("gpu_instance", ctypes.c_uint),
-        ("compute_instance", ctypes.c_uint),
-    )
+    """NVML cannot report the memory; the message is the reason."""
 
 
 class DriverMemory:
-    """Looks at one process on one GPU, in a thread, until ``stop`` is called.
+    """Samples one process on one GPU, in a thread, until ``stop`` is called.
 
     Raises:
-        NvmlUnavailable: no NVML, no such GPU, or it does not tell processes apart.
+        NvmlUnavailable: no NVML, no such GPU, or NVML does not report memory per process.
     """
 
     def __init__(self, uuid: str | None, pid: int | None) -> None:
         if uuid is None:
-            raise NvmlUnavailable("this torch does not tell the GPU's UUID")
+            raise NvmlUnavailable("this torch does not report the GPU's UUID")
         if pid is None:
-            raise NvmlUnavailable("the worker is no process of this machine")
+            raise NvmlUnavailable("the worker is not a process of this machine")
         self._pid = pid
         self._points: list[tuple[int, int]] = []
         self._stop = threading.Event()
-        self._library = _load()
-        self._device = ctypes.c_void_p()
+        self._nvml = _start()
         try:
-            self._call("nvmlDeviceGetHandleByUUID", uuid.encode(), ctypes.byref(self._device))
-            self.driver_version = self._read_driver_version()
+            self._device = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
+            self.driver_version = str(self._nvml.nvmlSystemGetDriverVersion())
             self._points.append((time.monotonic_ns(), self._used_bytes()))
-        except NvmlUnavailable:
-            self._library.nvmlShutdown()
-            raise
+        except (self._nvml.NVMLError, NvmlUnavailable) as error:
+            self._nvml.nvmlShutdown()
+            if isinstance(error, NvmlUnavailable):
+                raise
+            raise NvmlUnavailable(f"NVML: {error}") from None
         self._thread = threading.Thread(target=self._run, name="nvml", daemon=True)
         self._thread.start()
 
     def stop(self) -> list[tuple[int, int]]:
-        """End the looks and return them: (monotonic ns, bytes)."""
+        """End the sampling and return the samples: (monotonic ns, bytes)."""
         self._stop.set()
         self._thread.join()
-        self._library.nvmlShutdown()
+        self._nvml.nvmlShutdown()
         return self._points
 
     def _run(self) -> None:
@@ -70,54 +55,29 @@ class DriverMemory:
             now = time.monotonic_ns()
             try:
                 self._points.append((now, self._used_bytes()))
-            except NvmlUnavailable:  # the process has ended
+            except (self._nvml.NVMLError, NvmlUnavailable):  # the process has ended
                 return
 
     def _used_bytes(self) -> int:
-        count = ctypes.c_uint(64)
-        while True:
-            processes = (_Process * count.value)()
-            status = self._function("nvmlDeviceGetComputeRunningProcesses_v3")(
-                self._device, ctypes.byref(count), processes
+        processes = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._device)
+        used = {one.pid: one.usedGpuMemory for one in processes}
+        if self._pid not in used:
+            raise NvmlUnavailable(
+                f"NVML lists no process {self._pid}: another PID namespace, or MIG"
             )
-            if status != _TOO_SMALL or count.value > _MOST_PROCESSES:
-                break
-            count.value *= 2
-        self._check("nvmlDeviceGetComputeRunningProcesses_v3", status)
-        for process in processes[: count.value]:
-            if process.pid == self._pid:
-                if process.used_bytes == _UNKNOWN:
-                    raise NvmlUnavailable("NVML does not tell the memory of one process here")
-                return int(process.used_bytes)
-        raise NvmlUnavailable(f"NVML lists no process {self._pid}: another PID namespace, or MIG")
-
-    def _read_driver_version(self) -> str:
-        text = ctypes.create_string_buffer(80)
-        self._call("nvmlSystemGetDriverVersion", text, ctypes.c_uint(len(text)))
-        return text.value.decode(errors="replace")
-
-    def _call(self, name: str, *arguments: object) -> None:
-        self._check(name, self._function(name)(*arguments))
-
-    def _function(self, name: str) -> Callable[..., int]:
-        try:
-            function: Callable[..., int] = getattr(self._library, name)
-        except AttributeError:
-            raise NvmlUnavailable(f"this driver's NVML has no {name}") from None
-        return function
-
-    def _check(self, name: str, status: int) -> None:
-        if status:
-            self._library.nvmlErrorString.restype = ctypes.c_char_p
-            said = self._library.nvmlErrorString(status) or b"?"
-            raise NvmlUnavailable(f"NVML: {name}: {said.decode(errors='replace')}")
+        if used[self._pid] is None:
+            raise NvmlUnavailable("NVML does not report memory per process here")
+        return int(used[self._pid])
 
 
-def _load() -> Any:
+def _start() -> Any:
+    """Return NVIDIA's own Python module of NVML, which is imported where there is a GPU only."""
     try:
-        library = ctypes.CDLL(_LIBRARY)
-    except OSError as error:
-        raise NvmlUnavailable(f"no NVML: {error}") from None
-    if status := library.nvmlInit_v2():
-        raise NvmlUnavailable(f"NVML does not start: error {status}")
-    return library
+        import pynvml
+    except ModuleNotFoundError:
+        raise NvmlUnavailable("nvidia-ml-py is not installed: pip install nvidia-ml-py") from None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        raise NvmlUnavailable(f"NVML does not start: {error}") from None
+    return pynvml

@@ -1,7 +1,8 @@
-"""What is seen of a running worker from outside it: samples of its life, and its cgroup's figures.
+"""Observe a running worker from outside: sample its memory and read its cgroup's figures.
 
-``LocalObserver`` reads the files of this machine. Where the worker runs on another one, a watcher
-in its container does the same there (``weighin.isolation.docker.container_observer``), and ``weighin.isolation.docker.remote_observer`` asks it.
+``LocalObserver`` reads the files of this machine. If the worker runs on another machine, a watcher
+in its container reads them there (``weighin.isolation.docker.container_observer``), on behalf of
+``weighin.isolation.docker.remote_observer``.
 """
 
 from dataclasses import dataclass
@@ -15,9 +16,9 @@ from weighin.record import Memory, Sample
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """The figures of the worker's cgroup at one instant; all None where it has none.
+    """The figures of the worker's cgroup at one instant; all None if it has no cgroup.
 
-    ``peak_bytes`` is the mark since it was last put back, or since the group's birth.
+    ``peak_bytes`` is the high-water mark since its last reset, or since the group's creation.
     """
 
     usage_bytes: int | None = None
@@ -30,37 +31,37 @@ class Observation:
 
 
 class Observer(Protocol):
-    """Looks at one worker until ``stop``."""
+    """Observes one worker until ``stop``."""
 
     @property
     def oom_kills(self) -> int | None:
-        """The count of kills as it was last seen: the group may be gone before it is asked."""
+        """The last known number of OOM kills, since the group may be removed before the end."""
         ...
 
     @property
     def last_peak_rss_bytes(self) -> int | None:
-        """The worker's ``VmHWM`` as it was last seen."""
+        """The last sampled ``VmHWM`` of the worker."""
         ...
 
     @property
     def watcher(self) -> Memory | None:
-        """What the observer itself holds of the worker's limit; None where it is outside it."""
+        """The observer's own memory, if it is charged to the worker's cgroup; else None."""
         ...
 
     def look(self) -> Observation:
-        """Read the cgroup's figures now."""
+        """Read the present figures of the cgroup."""
         ...
 
     def reset_peak(self) -> bool:
-        """Put the cgroup's mark back to its present charge; tells whether the kernel did so."""
+        """Reset the cgroup's high-water mark to its present charge; returns whether that worked."""
         ...
 
     def raise_limit(self) -> None:
-        """Lift the limit, so that a thrashing worker dies at once when it is killed."""
+        """Lift the limit, so that a killed worker that thrashes can exit at once."""
         ...
 
     def kill(self) -> bool:
-        """Kill the worker and all that it started; False where that is the isolation's to do."""
+        """Kill the worker and its children; returns False if the isolation has to do it."""
         ...
 
     def stop(self) -> list[Sample]:
@@ -69,7 +70,7 @@ class Observer(Protocol):
 
 
 class LocalObserver:
-    """Looks at a process of this machine, and at its memory cgroup where it has one of its own."""
+    """Observes a process of this machine, and its memory cgroup if it has one of its own."""
 
     watcher: Memory | None = None
 
@@ -112,7 +113,7 @@ class LocalObserver:
         return False
 
     def take(self) -> list[Sample]:
-        """Return the samples since the last call, and forget them."""
+        """Return the samples since the last call, and discard them."""
         return self._sampler.take()
 
     def stop(self) -> list[Sample]:

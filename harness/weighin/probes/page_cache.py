@@ -1,10 +1,11 @@
-"""Whether a checkpoint's pages are in the page cache, and how to get them out, proven.
+"""Drop a checkpoint's pages from the page cache, and verify that they are gone.
 
-A warm cache switches a RAM limit off: pages are charged to whoever read them first. So before a
-cold cell they are dropped, and asked for; before a warm one the worker itself reads them.
+A page is charged to the cgroup that read it first, so a RAM limit does not cover a checkpoint that
+was in the page cache before. Before a cold cell its pages are therefore dropped and counted; before
+a warm cell the worker itself reads them.
 
-Linux does not tell everybody. To who neither owns a file nor may write it, cachestat is refused
-(Linux 6.15) and mincore calls every page resident (Linux 5.2). That is "not known": None.
+Only a user who owns a file or may write it can count its pages: for others, cachestat fails (since
+Linux 6.15) and mincore reports every page as resident (since Linux 5.2). The count is then None.
 """
 
 import ctypes
@@ -16,7 +17,7 @@ from pathlib import Path
 
 _SYS_CACHESTAT = 451  # the same number on every architecture; Linux 6.5
 _DROP_ATTEMPTS = 20
-_FAR_BYTES = 1024**3  # no folio of the page cache is larger
+_FAR_BYTES = 1024**3  # larger than any folio of the page cache
 _MAP_FAILED = ctypes.c_size_t(-1).value
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_size_t
@@ -39,29 +40,29 @@ class _Cachestat(ctypes.Structure):
 
 
 def drop(files: Iterable[Path]) -> int | None:
-    """Write back and drop the cached pages of ``files``; returns how many bytes are left cached.
+    """Write back and drop the cached pages of ``files``; returns the bytes that remain cached.
 
-    Pages that wait in a processor's batch, or that somebody maps, survive a first try. None where
-    it is not known of one of the files: all that can be dropped is, and nothing is proven.
+    Retries, because pages in a per-CPU batch or in a mapping survive the first attempt. None if
+    the pages of a file cannot be counted: they were dropped, but without verification.
     """
     return _sum(map(_drop, files))
 
 
 def cached(files: Iterable[Path]) -> int | None:
-    """Return how many bytes of ``files`` are in the page cache; None where that is not known."""
+    """Return the bytes of ``files`` that are in the page cache; None if they cannot be counted."""
     return _sum(map(_cached, files))
 
 
 def cached_bytes(descriptor: int) -> int | None:
-    """Return how many bytes of an open file are in the page cache; None where that is not known."""
+    """Return the bytes of an open file in the page cache; None if they cannot be counted."""
     pages = _cached_pages(descriptor, 0, os.fstat(descriptor).st_size)
     return None if pages is None else pages * mmap.PAGESIZE
 
 
 def is_cached(descriptor: int, offset: int, length: int) -> bool:
-    """Tell whether every byte of a stretch of an open file is in the page cache, and that is known.
+    """Tell whether a range of an open file is known to be completely in the page cache.
 
-    Never asks by a read with RWF_NOWAIT: that begins to read ahead.
+    Does not probe with RWF_NOWAIT, because such a read starts the read-ahead.
     """
     start = offset - offset % mmap.PAGESIZE
     length += offset - start
@@ -92,13 +93,13 @@ def _cached(file: Path) -> int | None:
 
 
 def _sum(sizes: Iterable[int | None]) -> int | None:
-    """Return the sum of all sizes, each of which is asked for; None where one is not known."""
-    known = True
+    """Return the sum of all sizes, or None if one is None; always consumes the whole iterable."""
+    all_known = True
     total = 0
     for size in sizes:
-        known = known and size is not None
+        all_known = all_known and size is not None
         total += size or 0
-    return total if known else None
+    return total if all_known else None
 
 
 def _cached_pages(descriptor: int, start: int, length: int) -> int | None:
@@ -110,27 +111,27 @@ def _cached_pages(descriptor: int, start: int, length: int) -> int | None:
 
 
 def _cachestat_pages(descriptor: int, start: int, length: int) -> int | None:
-    """Return how many pages cachestat counts; None before Linux 6.5, and where it is refused."""
-    stretch, found = _CachestatRange(start, length), _Cachestat()
+    """Return the cached pages by cachestat; None before Linux 6.5, or without permission."""
+    stretch, counts = _CachestatRange(start, length), _Cachestat()
     failed = _libc.syscall(
-        ctypes.c_long(_SYS_CACHESTAT), descriptor, ctypes.byref(stretch), ctypes.byref(found), 0
+        ctypes.c_long(_SYS_CACHESTAT), descriptor, ctypes.byref(stretch), ctypes.byref(counts), 0
     )
-    return None if failed else int(found.nr_cache)
+    return None if failed else int(counts.nr_cache)
 
 
 def _mincore_pages(descriptor: int, start: int, length: int) -> int | None:
-    """Return how many pages mincore counts; None where it cannot be asked, or does not tell."""
+    """Return the resident pages by mincore; None if the call fails or its answer is not real."""
     pages = _mincore(descriptor, start, length)
     if not pages:
         return pages
-    # Whoever is not told is told that all is there: a page far behind the file's end, too.
+    # Without permission mincore reports every page as resident, even one far behind the file's end.
     behind = (os.fstat(descriptor).st_size // _FAR_BYTES + 2) * _FAR_BYTES
     return pages if _mincore(descriptor, behind, mmap.PAGESIZE) == 0 else None
 
 
 def _mincore(descriptor: int, start: int, length: int) -> int | None:
     residency = (ctypes.c_ubyte * -(-length // mmap.PAGESIZE))()
-    # Python's mmap refuses what lies behind a file's end.
+    # Python's mmap refuses a range behind the file's end.
     address = _libc.mmap(None, length, mmap.PROT_READ, mmap.MAP_PRIVATE, descriptor, start)
     if address == _MAP_FAILED:
         return None

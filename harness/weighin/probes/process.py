@@ -1,7 +1,7 @@
-"""The kernel's own figures of one process, as /proc/PID/status and /proc/PID/stat have them.
+"""Read the kernel's figures of one process from /proc/PID/status and /proc/PID/stat.
 
-The worker reads its own marks with this: without pathlib, which takes 1 MiB. Source:
-Documentation/filesystems/proc.rst of the kernel.
+The worker reads its own high-water mark with this module, which avoids pathlib and its 1 MiB.
+Source: Documentation/filesystems/proc.rst of the kernel.
 """
 
 from weighin.record import Memory
@@ -16,7 +16,7 @@ def read_status(pid: int | str = "self") -> dict[str, int]:
 
 
 def parse_status(text: str) -> dict[str, int]:
-    """Return the memory fields of a status text, in bytes; fields it lacks are left out."""
+    """Return the memory fields that a status text contains, in bytes."""
     fields = {}
     for line in text.splitlines():
         name, _, value = line.partition(":")
@@ -26,7 +26,7 @@ def parse_status(text: str) -> dict[str, int]:
 
 
 def memory_of(status: dict[str, int]) -> Memory:
-    """Return a status as ``Memory``, without the figures that are not the process's own."""
+    """Return a status as ``Memory``, without the figures of the cgroup and the GPU."""
     return Memory(
         rss_bytes=status["VmRSS"],
         anon_bytes=status["RssAnon"],
@@ -39,13 +39,13 @@ def memory_of(status: dict[str, int]) -> Memory:
 def parse_faults(text: str) -> tuple[int, int]:
     """Return (minor, major) faults of a /proc/PID/stat text.
 
-    The command's name may hold blanks and brackets: fields are counted behind its last bracket.
+    The command's name may contain blanks and brackets: fields are counted after its last bracket.
     """
     fields = text.rpartition(")")[2].split()
     return int(fields[7]), int(fields[9])
 
 
 def read_text(path: str) -> str:
-    """Return the whole of a small file."""
+    """Return the text of a small file."""
     with open(path) as file:  # noqa: PTH123 (see the module's docstring)
         return file.read()

@@ -1,8 +1,8 @@
-"""Looks at a running worker from outside, every few milliseconds, in a thread of the parent.
+"""Sample a running worker's memory every few milliseconds, in a thread of the parent.
 
-Samples draw the picture; they miss short peaks, so every peak comes from the kernel's own marks.
-The thread runs outside the measured process and outside its cgroup and holds the files open:
-one look costs about 50 us.
+Samples are for the timeline. They miss short peaks, so every peak comes from the kernel's
+high-water marks instead. The thread runs outside the measured process and its cgroup, and keeps
+the files open: one sample takes about 50 us.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ class Sampler:
             }
         self._files: dict[str, int] = {}
         for name, path in paths.items():
-            with contextlib.suppress(FileNotFoundError):  # it may have ended by now
+            with contextlib.suppress(FileNotFoundError):  # the process may have ended by now
                 self._files[name] = os.open(path, os.O_RDONLY)
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
 
@@ -61,28 +61,28 @@ class Sampler:
         return self.samples
 
     def take(self) -> list[Sample]:
-        """Return the samples since the last call, oldest first, and forget them."""
+        """Return the samples since the last call, oldest first, and discard them."""
         taken = self.samples[:]
-        del self.samples[: len(taken)]  # the thread may have added one meanwhile
+        del self.samples[: len(taken)]  # the thread may have added one in the meantime
         return taken
 
     def _run(self) -> None:
         due = time.monotonic()
         while not self._stop.is_set():
             try:
-                self.samples.append(self._look())
+                self.samples.append(self._sample())
             except (ProcessLookupError, KeyError):  # it has ended: a zombie's status has no memory
-                self._look_for_oom_kills()
+                self._read_oom_kills()
                 return
             due = max(due + self._interval_s, time.monotonic())
             self._stop.wait(due - time.monotonic())
 
-    def _look(self) -> Sample:
+    def _sample(self) -> Sample:
         now = time.monotonic_ns()
         status = parse_status(self._read("status"))
         self.last_peak_rss_bytes = status["VmHWM"]
         minor, major = parse_faults(self._read("stat"))
-        self._look_for_oom_kills()
+        self._read_oom_kills()
         return Sample(
             t_ns=now,
             rss_bytes=status["VmRSS"],
@@ -96,8 +96,8 @@ class Sampler:
             cgroup_file_bytes=self._read_file_cache(),
         )
 
-    def _look_for_oom_kills(self) -> None:
-        """Keep the last count seen: an engine may remove the group as soon as its worker is dead."""
+    def _read_oom_kills(self) -> None:
+        """Update the number of kills: an engine may remove the group right after its worker."""
         if "oom" in self._files:
             with contextlib.suppress(OSError):
                 self.oom_kills = parse_field(self._read("oom"), "oom_kill")
@@ -107,7 +107,7 @@ class Sampler:
             return None
         try:
             return int(self._read(name))
-        except OSError:  # the group is gone before its process's files are
+        except OSError:  # the group can be removed before the process's files are
             return None
 
     def _read_file_cache(self) -> int | None:
@@ -124,7 +124,7 @@ class Sampler:
 
 
 def write_samples(path: Path, samples: list[Sample]) -> None:
-    """Write samples as CSV, a line each; figures that were not measured stay empty."""
+    """Write samples as CSV, one line per sample; figures that were not measured stay empty."""
     names = [field.name for field in fields(Sample)]
     with path.open("w", newline="") as file:
         writer = csv.writer(file)

@@ -1,7 +1,7 @@
-"""The code to paste: a strategy's own ``load``, written out as a plain function without a Job.
+"""The code to paste: a strategy's own ``load``, rewritten as a plain function without a job object.
 
-What the strategy's file takes from us is written out too, where it is short; a strategy that is
-ours through and through keeps its imports.
+Short helpers that the strategy imports from weighin become part of the code. The strategy of
+weighin's own loader keeps its imports.
 """
 
 import ast
@@ -14,69 +14,23 @@ from weighin.suite.registry import StrategyInfo
 
 _PACKAGE: Final = Path(__file__).resolve().parents[1]
 _KEPT: Final = ("weighin.loader.load", "weighin.models.skeleton")
-"""What is too much to write out: the strategies that need it are ours."""
+"""Modules too large to include: strategies that import them keep these imports."""
 
 _INSTALLED: Final = {"safetensors": "safetensors", "weighin": "weighin"}
-"""What an import with this word in it needs beside torch, as pip calls it."""
-
-_RESET: Final = '''
-def reset_buffers(model, build_model, device, dtype):
-    """Give buffers that are in no checkpoint the values that the constructor gives them."""
-    if not any(module._non_persistent_buffers_set for module in model.modules()):
-        return
-
-    def to_meta(module, name, parameter):
-        if parameter is not None:
-            return torch.nn.Parameter(parameter.to("meta"), parameter.requires_grad)
-
-    hook = torch.nn.modules.module.register_module_parameter_registration_hook(to_meta)
-    try:
-        fresh = build_model()
-    finally:
-        hook.remove()
-    for module, other in zip(model.modules(), fresh.modules()):
-        for name in module._non_persistent_buffers_set:
-            if (buffer := other._buffers[name]) is not None:
-                kind = dtype if buffer.is_floating_point() else buffer.dtype
-                module._buffers[name] = buffer.to(device, kind)
-'''
-_READ_PER_PARAM: Final = '''
-def read_index(folder):
-    """Return each key's file, in the state dict's order."""
-    index = json.loads((Path(folder) / "index.json").read_text())
-    return {key: Path(folder) / name for key, name in index["tensors"].items()}
-'''
-_READ_PER_MODULE: Final = '''
-def read_index(folder):
-    """Return the files, each of which is a state dict."""
-    index = json.loads((Path(folder) / "index.json").read_text())
-    return [Path(folder) / name for name in index["files"]]
-'''
-_SHARDS: Final = '''
-def shards_of(folder):
-    """Return the shards that the index names."""
-    (index,) = Path(folder).glob("*.index.json")
-    names = json.loads(index.read_text())["weight_map"].values()
-    return [index, *(Path(folder) / name for name in dict.fromkeys(names))]
-'''
-_WRITTEN_OUT: Final = {
-    ("weighin.formats.per_param", "read_index"): _READ_PER_PARAM,
-    ("weighin.formats.per_module", "read_index"): _READ_PER_MODULE,
-    ("weighin.formats", "files"): _SHARDS,
-}
+"""The pip package that an import line with this word needs."""
 
 
 class CannotWriteOut(Exception):
-    """The strategy uses its Job, or us, in a way that no plain function can have."""
+    """The strategy uses its job object or weighin in a way that a plain function cannot."""
 
 
 def snippet(
     info: StrategyInfo, *, device: str = "cpu", dtype: str = "float32", checkpoint: str = "model.pt"
 ) -> str:
-    """Return the strategy as Python that runs as it stands.
+    """Return the strategy as Python code that runs without changes.
 
     Raises:
-        CannotWriteOut: says what cannot be written out.
+        CannotWriteOut: the strategy cannot become a plain function; the message says why.
     """
     tree = ast.parse(info.path.read_text(encoding="utf-8"))
     plain = _Plain(convert=dtype != "float32")
@@ -90,9 +44,7 @@ def snippet(
         elif isinstance(node, ast.FunctionDef):
             functions.append(_function(node, plain, device, dtype))
     if plain.resets:
-        parts.append(_RESET)
-    if any("json." in part for part in parts):
-        imports += ["import json", "from pathlib import Path"]
+        parts.append(_source("weighin.recommend.pasted", "reset_buffers"))
     body = "\n\n\n".join(part.strip("\n") for part in [*parts, *functions])
     lines = sorted(dict.fromkeys(imports), key=lambda line: (line.startswith("from"), line))
     needed = [name for word, name in _INSTALLED.items() if any(word in line for line in lines)]
@@ -103,7 +55,7 @@ def snippet(
 
 
 def _import(node: ast.Import | ast.ImportFrom) -> tuple[list[str], list[str]]:
-    """Return what an import becomes: imports that stay, and functions that are written out."""
+    """Return the import lines to keep and the source of functions to include, for one import."""
     if isinstance(node, ast.Import):
         return [ast.unparse(node)], []
     module = node.module or ""
@@ -114,21 +66,18 @@ def _import(node: ast.Import | ast.ImportFrom) -> tuple[list[str], list[str]]:
         source = HELPERS.get(alias.name, module) if module == "weighin.strategy" else module
         if source in _KEPT:
             kept.append(f"from {module} import {alias.name}")
-        elif (source, alias.name) in _WRITTEN_OUT:
-            written.append(_WRITTEN_OUT[source, alias.name])
         elif source == "weighin.models.tied_weights":
             written.append(_source(source, alias.name))
-        elif source != "weighin.strategy":  # whose types of jobs a plain function does without
+        elif source != "weighin.strategy":  # only types of jobs, which a plain function has not
             raise CannotWriteOut(f"it imports {alias.name} from {module}")
     return kept, written
 
 
 def _source(module: str, name: str) -> str:
     path = _PACKAGE.joinpath(*module.split(".")[1:]).with_suffix(".py")
-    text = path.read_text(encoding="utf-8")
-    for node in ast.parse(text).body:
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef) and node.name == name:
-            return ast.get_source_segment(text, node) or ""
+            return ast.unparse(node)
     raise CannotWriteOut(f"{module} has no {name}")
 
 
@@ -138,7 +87,7 @@ def _function(node: ast.FunctionDef, plain: "_Plain", device: str, dtype: str) -
     new = ast.fix_missing_locations(plain.visit(node))
     for one in ast.walk(new):
         if isinstance(one, ast.Name) and is_load and one.id == plain.job:
-            raise CannotWriteOut(f"line {one.lineno} of {node.name}() needs the job itself")
+            raise CannotWriteOut(f"line {one.lineno} of {node.name}() uses the job object itself")
     if not is_load:
         return ast.unparse(new)
     body = textwrap.indent("\n".join(ast.unparse(part) for part in new.body), "    ")
@@ -147,7 +96,7 @@ def _function(node: ast.FunctionDef, plain: "_Plain", device: str, dtype: str) -
 
 
 class _Plain(ast.NodeTransformer):
-    """Takes the Job out of a function: its phases go, its attributes become arguments."""
+    """Removes the job object from a function: phases disappear, attributes become arguments."""
 
     def __init__(self, *, convert: bool) -> None:
         self.job: str | None = None
@@ -169,12 +118,9 @@ class _Plain(ast.NodeTransformer):
         if isinstance(node.func, ast.Attribute) and self._is_attribute(node.func.value, "options"):
             default = node.args[1] if len(node.args) > 1 else ast.Constant(None)
             return self.visit(default)  # type: ignore[no-any-return]
-        if (
-            ast.unparse(node.func) == "load_streaming"
-        ):  # a job's builder knows the dtype, a user's not
+        # A job's builder knows the dtype; a user's does not.
+        if ast.unparse(node.func) == "load_streaming":
             node.keywords.append(ast.keyword("dtype", ast.Name("dtype", ast.Load())))
-        if ast.unparse(node.func) == "files":
-            node.func = ast.Name("shards_of", ast.Load())
         node.keywords = [
             one for one in node.keywords
             if one.arg is not None or not self._is_attribute(one.value, "options")

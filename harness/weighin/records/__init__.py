@@ -1,1 +1,1 @@
-"""What was measured, and what follows from it alone."""
+"""Read and write a run's records, and derive verdicts, floors and series from them."""

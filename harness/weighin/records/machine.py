@@ -1,7 +1,7 @@
-"""Where a run was measured, and what it means for a gate that this differs from the baseline's.
+"""Compare the environment of a run with the baseline's, and decide what each difference means.
 
-Figures of another torch or another cgroup version are other figures: such a difference fails. A
-newer kernel or another processor changes little in memory: it is said, and times are not judged.
+Figures of a different torch or cgroup version are not comparable: such a difference fails the gate.
+A different kernel or processor hardly affects memory: it is a warning, and times are not judged.
 """
 
 import json
@@ -15,14 +15,14 @@ from weighin.units import GIB
 Policy = Literal["ignore", "warn", "fail"]
 Setting = str | int | float | bool | None
 
-# The first pattern that matches a setting counts; what matches none is warned of.
+# The first pattern that matches a setting decides; a setting without a match is a warning.
 _POLICIES: Final[tuple[tuple[str, Policy], ...]] = (
-    ("isolation.image", "ignore"),  # a hash of the wheels: their versions are settings themselves
+    ("isolation.image", "ignore"),  # a hash of the wheels, whose versions are settings themselves
     ("isolation.groups", "ignore"),
-    ("git_*", "ignore"),  # what is measured may change: that is the question
+    ("git_*", "ignore"),  # the measured code may change: the gate is there for that
     ("psi", "ignore"),
     ("governor", "ignore"),
-    ("swap_bytes", "ignore"),  # a cell has none
+    ("swap_bytes", "ignore"),  # a cell has no swap
     ("torch", "fail"),
     ("cuda", "fail"),
     ("gpu", "fail"),
@@ -33,12 +33,12 @@ _POLICIES: Final[tuple[tuple[str, Policy], ...]] = (
     ("settings.*", "fail"),
 )
 TIMING: Final = ("machine", "cpu", "cpus", "threads", "gpu", "kernel", "torch", "settings.*")
-"""Where one of these differs, times are not compared."""
+"""Times are not compared if one of these differs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One setting that is not the baseline's. A value of None: it was not there."""
+    """One setting that differs from the baseline. None means that the setting did not exist."""
 
     name: str
     was: Setting
@@ -50,7 +50,7 @@ class Difference:
 
 
 def settings_of(environments: Iterable[Mapping[str, Any]]) -> dict[str, Setting]:
-    """Return all settings, flat and sorted; one that changed within the run is "a | b"."""
+    """Return all settings, flat and sorted; a setting that changed within the run is "a | b"."""
     seen: dict[str, dict[str, Setting]] = {}
     for environment in environments:
         for name, value in _flat(environment):
@@ -62,7 +62,7 @@ def settings_of(environments: Iterable[Mapping[str, Any]]) -> dict[str, Setting]
 
 
 def policy_of(name: str, chosen: Mapping[str, Policy]) -> Policy:
-    """Return what a difference in this setting means; ``chosen`` goes before the defaults."""
+    """Return the policy for a difference in this setting; ``chosen`` precedes the defaults."""
     for pattern, policy in (*chosen.items(), *_POLICIES):
         if fnmatchcase(name, pattern):
             return policy
@@ -72,18 +72,18 @@ def policy_of(name: str, chosen: Mapping[str, Policy]) -> Policy:
 def differences(
     was: Mapping[str, Setting], now: Mapping[str, Setting], chosen: Mapping[str, Policy]
 ) -> list[Difference]:
-    """Return what differs and is not ignored, by name."""
-    found = [
+    """Return the differences that are not ignored, sorted by name."""
+    changed = [
         Difference(name, was.get(name), now.get(name), policy_of(name, chosen))
         for name in sorted({*was, *now})
         if was.get(name) != now.get(name)
     ]
-    return [one for one in found if one.policy != "ignore"]
+    return [each for each in changed if each.policy != "ignore"]
 
 
 def spoils_times(found: Iterable[Difference]) -> bool:
-    """Tell whether times measured under these differences say nothing about the code."""
-    return any(fnmatchcase(one.name, pattern) for one in found for pattern in TIMING)
+    """Tell whether these differences make times incomparable."""
+    return any(fnmatchcase(each.name, pattern) for each in found for pattern in TIMING)
 
 
 def _flat(environment: Mapping[str, Any]) -> Iterable[tuple[str, Setting]]:
@@ -92,7 +92,7 @@ def _flat(environment: Mapping[str, Any]) -> Iterable[tuple[str, Setting]]:
             for key, inner in value.items():
                 yield f"{name}.{key}", _plain(inner)
         elif name == "ram_bytes":
-            # Two boots of one machine differ by some pages.
+            # It differs by a few pages between two boots of one machine.
             yield "ram_gib", round(value / GIB)
         else:
             yield name, _plain(value)

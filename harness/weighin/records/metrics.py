@@ -1,6 +1,7 @@
-"""What can be judged: each metric's unit, how exact it is, and how much it may change.
+"""Define the metrics of the gate: unit, exactness and default tolerance.
 
-The default tolerances come from repeated runs of every strategy; docs/ci.md has their spread. Where the record has no figure for a metric, it is None and nothing is judged.
+The default tolerances come from repeated runs of every strategy; docs/ci.md has their spread. A
+metric for which the record has no figure is None and is not judged.
 """
 
 from collections.abc import Callable
@@ -20,18 +21,19 @@ from weighin.units import (
 )
 
 Direction = Literal["lower", "higher", "both"]
-"""What is better: less, more, or (``both``) neither: every change is a regression."""
+"""The better direction: lower or higher; for ``both`` every change is a regression."""
 
 _BEFORE_LOAD: Final = ("import", "prepare")  # the worker's own phases before its baseline
-# In which every byte is read, or put on the disk: its end is the instant ``ready``.
+# The phase that reads every byte, or writes it through to the disk: it ends at ``ready``.
 _LAST: Final = {"load": "touch", "save": "sync"}
 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How much a metric may get worse: the larger of a share and an amount, and the noise band.
+    """How much a metric may get worse: the larger of ``relative`` and ``absolute``.
 
-    ``relative`` is a share of the baseline, ``absolute`` bytes or nanoseconds.
+    It is added to the range of the baseline's repeats. ``relative`` is a share of the baseline,
+    ``absolute`` is in bytes or nanoseconds.
     """
 
     relative: float
@@ -39,15 +41,15 @@ class Tolerance:
     direction: Direction = "lower"
 
     def allowance(self, was: int) -> int:
-        """Return by how much a figure may differ from ``was``, in its unit."""
+        """Return the allowed difference from the figure ``was``, in its unit."""
         return max(round(self.relative * was), self.absolute)
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One figure of a result; ``in_phase`` names the figure of a phase that explains it.
+    """One figure of a result. ``in_phase`` names the phase figure that explains its growth.
 
-    ``portable`` tells whether it can be compared between machines of one kind: a time cannot.
+    ``portable`` tells whether it can be compared across machines; times cannot.
     """
 
     name: str
@@ -60,23 +62,23 @@ class Metric:
 
     @property
     def title(self) -> str:
-        """The name as it is printed; it says where a figure was sampled."""
+        """The printed name, marked as sampled if it is."""
         return self.name if self.exact or self.unit == "ns" else f"{self.name} (sampled)"
 
     def text(self, value: int) -> str:
-        """Return a figure as it is read: "1.549 GiB", "736.9 MiB", "2.31 s"."""
+        """Return a figure rounded for readers: "1.549 GiB", "736.9 MiB", "2.31 s"."""
         if self.unit == "ns":
             return format_seconds(value)
         return format_bytes(value, digits=3 if abs(value) >= GIB else 1)
 
     def precise(self, value: int) -> str:
-        """Return a figure so that ``parse`` gives back the very same: "1536MiB", "2.5 s"."""
+        """Return a figure in full, so that ``parse`` returns the same value: "1536MiB", "2.5 s"."""
         if self.unit == "bytes":
             return format_exact(value)
         return f"{value // 10**9}.{value % 10**9:09}".rstrip("0").rstrip(".") + " s"
 
     def parse(self, text: str) -> int:
-        """Return a figure of this metric that was written as text, in bytes or nanoseconds."""
+        """Parse a figure of this metric; returns bytes or nanoseconds."""
         return parse_bytes(text) if self.unit == "bytes" else parse_seconds(text)
 
     def change(self, was: int, now: int) -> str:
@@ -107,7 +109,9 @@ _HEAP: Final = Tolerance(relative=0.01, absolute=16 * MIB)
 _CACHE: Final = Tolerance(relative=0.04, absolute=128 * MIB)
 _ALLOCATOR: Final = Tolerance(relative=0.0, absolute=0)
 _FLOOR: Final = Tolerance(relative=0.03, absolute=24 * MIB)
-_TIME: Final = Tolerance(relative=3.0, absolute=5_000_000_000)  # what a busy machine does
+_TIME: Final = Tolerance(
+    relative=3.0, absolute=5_000_000_000
+)  # a busy machine slows loads by that much
 
 METRICS: Final = {
     metric.name: metric
@@ -120,7 +124,7 @@ METRICS: Final = {
         Metric("cuda_requested", "bytes", "cuda_requested", True, _ALLOCATOR, lambda r: r.peaks.cuda_requested_bytes),
         Metric("cuda_allocated", "bytes", "cuda_allocated", True, _ALLOCATOR, lambda r: r.peaks.cuda_allocated_bytes),
         Metric("cuda_reserved", "bytes", "cuda_reserved", True, _ALLOCATOR, lambda r: r.peaks.cuda_reserved_bytes),
-        # Of a whole search, not of one result: weighin.records.series reads it.
+        # A figure of a whole search, not of one result: weighin.records.series computes it.
         Metric("floor", "bytes", "peak_rss", True, _FLOOR),
         Metric("load", "ns", "time", True, _TIME, lambda r: r.load_ns, portable=False),
         Metric("ready", "ns", "time", True, _TIME, lambda r: r.ready_ns, portable=False),
@@ -136,7 +140,7 @@ PHASE_FIGURES: Final[dict[str, Callable[[Phase], int | None]]] = {
     "cuda_reserved": lambda phase: phase.peak_cuda_reserved_bytes,
     "time": lambda phase: phase.end_ns - phase.start_ns,
 }
-"""What is known of each phase; ``Metric.in_phase`` is a key of it."""
+"""The figures of a phase by name; ``Metric.in_phase`` is one of these names."""
 
 ALIASES: Final = {"rss": "peak_rss", "cgroup": "peak_cgroup", "cuda": "cuda_allocated"}
 
@@ -145,7 +149,7 @@ def named(name: str) -> Metric:
     """Return a metric by its name or its alias.
 
     Raises:
-        UnknownName: there is none of that name.
+        UnknownName: no metric has that name.
     """
     metric = METRICS.get(ALIASES.get(name, name))
     if metric is None:
@@ -154,14 +158,14 @@ def named(name: str) -> Metric:
 
 
 def phases_of_load(result: Result) -> list[tuple[str, Phase]]:
-    """Return the phases from the baseline until ready, each with a name that is there once."""
+    """Return the phases from the baseline to ready, each with a unique name."""
     names = [phase.name for phase in result.phases]
     start = max((names.index(name) + 1 for name in _BEFORE_LOAD if name in names), default=0)
     last = _LAST[result.cell.operation]
     end = names.index(last) + 1 if last in names else len(names)
-    found: list[tuple[str, Phase]] = []
+    phases: list[tuple[str, Phase]] = []
     for index in range(start, end):
         number = names[start:index].count(names[index]) + 1
         name = names[index] if number == 1 else f"{names[index]} {number}"
-        found.append((name, result.phases[index]))
-    return found
+        phases.append((name, result.phases[index]))
+    return phases

@@ -1,13 +1,13 @@
-"""The folder of one run: what was planned, what was measured, and nothing in between is lost.
+"""Read and write the folder of a run: its plan and its records.
 
 ::
 
-    RUN/plan.json         the cells of the run and its settings, written once, at the start
-    RUN/records.jsonl     one Result a line, on the disk before the next cell starts
-    RUN/samples/*.csv     one file a cell, after its record; Result.samples_path names it
-    RUN/.room             while a cell runs: the room on the disk that its record will take
+    RUN/plan.json         the cells of the run and its settings, written once at the start
+    RUN/records.jsonl     one Result per line, synced to disk before the next cell starts
+    RUN/samples/*.csv     one file per cell, written after its record; Result.samples_path names it
+    RUN/.room             while a cell runs: disk space reserved for its record
 
-results/README.md is the contract of every field.
+results/README.md is the contract for every field.
 """
 
 import json
@@ -33,7 +33,7 @@ RECORDS: Final = "records.jsonl"
 PLAN: Final = "plan.json"
 
 _ROOM: Final = ".room"
-_ROOM_BYTES: Final = 256 * 1024  # the largest record that is known has 9 KiB
+_ROOM_BYTES: Final = 256 * 1024  # the largest record so far has 9 KiB
 
 _T = TypeVar("_T")
 _DAMAGES_TOLD: Final = 5
@@ -41,7 +41,7 @@ _DAMAGES_TOLD: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run set out to measure. ``settings`` is free: whatever a resumed run must repeat."""
+    """The plan of a run. ``settings`` is a free mapping of all that a resumed run must reuse."""
 
     schema: int
     cells: tuple[Cell, ...]
@@ -50,12 +50,12 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """The results of a run in the order of measurement, and what was odd about their file."""
+    """The results of a run in the order of measurement, and warnings about their file."""
 
     results: tuple[Result, ...]
     warnings: tuple[str, ...] = ()
     damage: RecordError | None = None
-    """The first line that is no record, where what is whole was asked for all the same."""
+    """The error for the first line that is not a record; set by ``read_whole`` only."""
 
 
 _RESULT: Final = TypeAdapter(Result)
@@ -63,17 +63,17 @@ _PLAN: Final = TypeAdapter(Plan)
 
 
 def append(run: Path, result: Result) -> None:
-    """Add ``result`` to the run's records; on return it is on the disk.
+    """Append ``result`` to the run's records and sync it to disk.
 
-    Makes the folder where there is none, and first cuts a torn last line. Takes the room that
-    ``room`` kept.
+    Creates the folder if it does not exist. Removes an incomplete last line first. Uses the disk
+    space that ``room`` reserved.
 
     Raises:
-        RecordError: the folder or the file cannot be written; it is as it was before.
+        RecordError: the folder or the file cannot be written; the file is unchanged.
     """
     line = _encode(asdict(result), result.cell.id) + b"\n"
     path = run / RECORDS
-    with writing(path, f"; what was measured of {result.cell.id} is lost"):
+    with writing(path, f"; the measurement of {result.cell.id} is lost"):
         run.mkdir(parents=True, exist_ok=True)
         is_new = not path.exists()
         (run / _ROOM).unlink(missing_ok=True)
@@ -87,10 +87,10 @@ def append(run: Path, result: Result) -> None:
 
 @contextmanager
 def room(run: Path) -> Iterator[None]:
-    """Keep room for one record while its cell is measured, however full the disk becomes.
+    """Reserve disk space for one record while its cell is measured.
 
     Raises:
-        RecordError: there is none; nothing is measured in vain.
+        RecordError: the disk is full; the cell was not started.
     """
     kept = run / _ROOM
     try:
@@ -99,20 +99,20 @@ def room(run: Path) -> Iterator[None]:
             kept.write_bytes(bytes(_ROOM_BYTES))
         yield
     finally:
-        with suppress(OSError):  # as on a disk that was taken away meanwhile
+        with suppress(OSError):  # for example, the disk was removed in the meantime
             kept.unlink(missing_ok=True)
 
 
 def read(run: Path) -> Records:
-    """Return all records of a run; none where it was planned but no cell has finished.
+    """Return all records of a run; none if it was planned but no cell has finished.
 
-    A last line without its end, as a power cut leaves it, is a warning: its cell counts as not
+    An incomplete last line, as after a power cut, is a warning, and its cell counts as not
     measured. Keys that this version does not know are ignored.
 
     Raises:
-        RecordError: the folder is no run, or cannot be read.
-        SchemaTooNew: a later version wrote a record.
-        DamagedRecord: a line is no record; names the line and the field.
+        RecordError: the folder is not a run, or cannot be read.
+        SchemaTooNew: a newer version wrote a record.
+        DamagedRecord: a line is not a record; names the line and the field.
     """
     records = read_whole(run)
     if records.damage:
@@ -121,12 +121,12 @@ def read(run: Path) -> Records:
 
 
 def read_whole(run: Path) -> Records:
-    """Return the whole records of a run, and the damage, if there is any, beside them.
+    """Return all readable records of a run, with a warning for each unreadable line.
 
-    For reports: what is whole is shown, and each line that is not is a warning.
+    For reports. ``Records.damage`` is the error for the first such line.
 
     Raises:
-        RecordError: the folder is no run, or cannot be read.
+        RecordError: the folder is not a run, or cannot be read.
     """
     path = run / RECORDS
     if not path.exists() and (run / PLAN).exists():
@@ -135,8 +135,8 @@ def read_whole(run: Path) -> Records:
     warnings = []
     if lines[-1].strip() and not _is_json(lines[-1]):
         warnings.append(
-            f"{path}, line {len(lines)} is torn (the run was cut off while writing it): "
-            f"its cell counts as not measured; weighin bench --resume {quote(str(run))} repeats it"
+            f"{path}, line {len(lines)} is incomplete (the run was cut off while writing it): its"
+            f" cell counts as not measured; weighin bench --resume {quote(str(run))} measures it again"
         )
         lines.pop()
     results: list[Result] = []
@@ -154,7 +154,7 @@ def read_whole(run: Path) -> Records:
 
 
 def write_plan(run: Path, cells: Iterable[Cell], settings: dict[str, Any] | None = None) -> None:
-    """Write plan.json whole or not at all, making the folder where there is none.
+    """Write plan.json atomically; creates the folder if it does not exist.
 
     Raises:
         RecordError: the folder cannot be written.
@@ -174,10 +174,10 @@ def write_plan(run: Path, cells: Iterable[Cell], settings: dict[str, Any] | None
 
 
 def discard_unmeasured(run: Path) -> None:
-    """Remove the plan of a run that has no record, and its folder where nothing else is in it."""
+    """Remove the plan of a run without records, and its folder if it is then empty."""
     if (run / RECORDS).exists():
         return
-    with suppress(OSError):  # what cannot be removed, or holds more than ours, stays
+    with suppress(OSError):  # a folder with other files, or one that cannot be removed, stays
         (run / PLAN).unlink()
         for folder in (run / "samples", run):
             if folder.exists():
@@ -185,20 +185,20 @@ def discard_unmeasured(run: Path) -> None:
 
 
 def read_plan(run: Path) -> Plan:
-    """Return what the run set out to measure.
+    """Return the plan of a run.
 
     Raises:
         RecordError: there is no plan, or it cannot be read.
-        SchemaTooNew: a later version wrote it.
-        DamagedRecord: it is no plan; names the field.
+        SchemaTooNew: a newer version wrote it.
+        DamagedRecord: it is not a valid plan; names the field.
     """
     path = run / PLAN
     return _parse(_PLAN, _read(path), str(path), "start a new run: this one cannot be resumed")
 
 
 def pending(cells: Iterable[Cell], results: Iterable[Result]) -> list[Cell]:
-    """Return the cells that have no record yet, in their order; whole cells are compared."""
-    # As JSON, because a cell holds dicts, and a tuple in them comes back from disk as a list.
+    """Return the cells without a record, in their order; compares all fields of a cell."""
+    # As JSON, because a cell contains dicts, and a tuple in them is read back as a list.
     measured = {_identity(result.cell) for result in results}
     return [cell for cell in cells if _identity(cell) not in measured]
 
@@ -215,11 +215,11 @@ def _encode(value: dict[str, Any], name: str, indent: int | None = None) -> byte
             f"{name} cannot be written as JSON: {error}",
             "use finite numbers in the options of models and strategies",
         ) from error
-    return text.encode("utf-8", "replace")  # file names may hold bytes that are no UTF-8
+    return text.encode("utf-8", "replace")  # file names may contain bytes that are not UTF-8
 
 
 def _write_whole(file: FileIO, line: bytes) -> None:
-    """Write a line at the file's end and sync it; where that fails, nothing of it stays."""
+    """Write a line at the file's end and sync it; on failure, truncate the file again."""
     start = file.tell()
     try:
         while line:
@@ -231,7 +231,7 @@ def _write_whole(file: FileIO, line: bytes) -> None:
 
 
 def _mend_tail(file: FileIO) -> None:
-    """Leave ``file`` at its end, behind a newline: a torn line is cut, a bare one is ended."""
+    """Move to the end of ``file``; cut an incomplete last line, or add its missing newline."""
     if file.seek(0, os.SEEK_END) == 0:
         return
     file.seek(-1, os.SEEK_END)
@@ -274,7 +274,7 @@ def _parse(adapter: TypeAdapter[_T], text: bytes, place: str, repair: str) -> _T
     schema = value.get("schema") if isinstance(value, dict) else None
     if isinstance(schema, int) and schema > SCHEMA:
         raise SchemaTooNew(
-            f"{place}: written by a later weighin (schema {schema}; this one knows {SCHEMA})",
+            f"{place}: written by a newer weighin (schema {schema}; this version reads up to {SCHEMA})",
             "pip install --upgrade weighin",
         )
     try:
@@ -296,7 +296,7 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except FileNotFoundError as error:
         raise RecordError(
-            f"{path.parent} holds no {path.name}: it is not the folder of a run",
+            f"{path.parent} contains no {path.name}: it is not the folder of a run",
             "name the folder that weighin bench printed at its end, such as results/RUN",
         ) from error
     except OSError as error:
@@ -307,7 +307,7 @@ def _read(path: Path) -> bytes:
 
 @contextmanager
 def writing(path: Path, and_so: str = "") -> Iterator[None]:
-    """Turn what the disk refuses inside into a RecordError; ``and_so`` ends its message."""
+    """Turn an OSError in this block into a RecordError; ``and_so`` ends its message."""
     try:
         yield
     except OSError as error:

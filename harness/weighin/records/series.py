@@ -1,4 +1,4 @@
-"""What a run measured, as a gate compares it: a series' outcome, its figures, and its phases'."""
+"""Summarise the repeats of each series: outcome, figures and phases, for gates to compare."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,12 +17,12 @@ from weighin.units import format_exact
 
 STRATEGY: Final = 1
 FORMAT: Final = 2
-"""Where a series' name has these words."""
+"""Positions of these words in a series' name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One metric over the ok repeats of a series: bytes or nanoseconds."""
+    """One metric over the ok repeats of a series, in bytes or nanoseconds."""
 
     low: int
     median: int
@@ -30,17 +30,17 @@ class Figure:
 
     @classmethod
     def of(cls, values: Sequence[int]) -> "Figure":
-        """Return the lowest, the middle and the highest of some values, of which there is one."""
+        """Return the minimum, median and maximum of at least one value."""
         return cls(min(values), median_low(values), max(values))
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """The repeats of one cell, taken together.
+    """The summary of all repeats of one cell.
 
-    ``outcome`` is that of all repeats, or counts them: "ok 2, timeout 1". Figures are those of the
-    ok repeats; a series without one has none. ``phases`` holds medians, by phase and figure.
-    ``no_floor`` says why a search for its floor found none.
+    ``outcome`` is the common outcome, or the count of each: "ok 2, timeout 1". Figures cover the ok
+    repeats only. ``phases`` contains medians, by phase and figure. ``no_floor`` is the reason why a
+    search found no floor.
     """
 
     outcome: str
@@ -54,20 +54,21 @@ class Series:
 
     @property
     def is_ok(self) -> bool:
-        """Whether every repeat is."""
+        """Whether every repeat ended ok."""
         return self.outcome == Outcome.OK
 
     @property
     def failures(self) -> frozenset[str]:
-        """The outcomes of its repeats that are not ok."""
+        """The outcomes of its repeats other than ok."""
         ends = (part.partition(" ")[0] for part in self.outcome.split(", "))
         return frozenset(end for end in ends if end != Outcome.OK)
 
 
 def selects(selector: str, name: str) -> bool:
-    """Tell whether a series of this name is meant: each word of ``selector`` matches one of its words.
+    """Tell whether ``selector`` matches a series' name.
 
-    Words may have shell wildcards; a whole name means itself.
+    Each word of the selector, which may have shell wildcards, must match a word of the name. A
+    complete name matches itself.
     """
     words = name.split(" ")
     return selector == name or all(
@@ -77,7 +78,7 @@ def selects(selector: str, name: str) -> bool:
 
 
 def name_of(cell: Cell) -> str:
-    """Return a series' name: all that tells it from another, in words, in one order."""
+    """Return a series' name: the distinguishing fields of its cells as words in fixed order."""
     limit = cell.ram_limit_bytes
     words = [
         cell.model.title,
@@ -94,22 +95,22 @@ def name_of(cell: Cell) -> str:
         *([f"passes={cell.passes}"] if cell.passes != 1 else []),
         *(f"{key}={value}" for key, value in sorted(cell.options.items())),
     ]
-    return " ".join(one_line(word).replace(" ", "_") for word in words)  # a space divides words
+    return " ".join(one_line(word).replace(" ", "_") for word in words)  # a space separates words
 
 
 @dataclass(frozen=True, slots=True)
 class SeriesRun:
-    """The results of one run. ``is_search`` where its limits were chosen by a search for floors."""
+    """The results of one run. ``is_search`` means that a search for floors chose its limits."""
 
     results: Sequence[Result]
     is_search: bool = False
 
 
 def summarise(runs: Iterable[SeriesRun]) -> dict[str, Series]:
-    """Return the series of some runs by name, in their order; the runs' repeats count together.
+    """Return the series of some runs by name, in their order, with the repeats of all runs.
 
-    A cell with two records in one run counts with its last. A search gives one series for each
-    floor: its cells without a limit, those that ended it, and the floor as a figure of theirs.
+    If a run has two records of a cell, the last one is used. A search yields one series per floor:
+    the cells without a limit and those that ended the search, with the floor as a figure.
     """
     groups: dict[str, list[Result]] = {}
     floors: dict[str, list[int]] = {}
@@ -126,8 +127,8 @@ def summarise(runs: Iterable[SeriesRun]) -> dict[str, Series]:
             else:
                 without[name_of(floor.cell)] = floor.message
     series = {name: _series(group) for name, group in groups.items()}
-    for name, found in floors.items():
-        figures = series[name].figures | {"floor": Figure.of(found)}
+    for name, sizes in floors.items():
+        figures = series[name].figures | {"floor": Figure.of(sizes)}
         series[name] = replace(series[name], figures=figures)
     for name, why in without.items():
         series[name] = replace(series[name], no_floor=why)
@@ -147,7 +148,7 @@ def _series(group: Sequence[Result]) -> Series:
     return Series(
         outcome=outcome if len(counts) > 1 else group[0].outcome.value,
         repeats=len(group),
-        model_bytes=next((one.model_bytes for one in group if one.model_bytes), None),
+        model_bytes=next((each.model_bytes for each in group if each.model_bytes), None),
         limit_bytes=group[0].cell.ram_limit_bytes,
         figures=figures,
         phases=_phases(good),
@@ -156,15 +157,15 @@ def _series(group: Sequence[Result]) -> Series:
 
 
 def _phases(good: Iterable[Result]) -> dict[str, dict[str, int]]:
-    """Return the median of every figure of every phase, over the repeats that have it."""
-    seen: dict[str, dict[str, list[int]]] = {}
+    """Return the median of each figure of each phase, over the repeats that have it."""
+    values: dict[str, dict[str, list[int]]] = {}
     for result in good:
         for name, phase in phases_of_load(result):
-            figures = seen.setdefault(name, {})
+            figures = values.setdefault(name, {})
             for key, read in PHASE_FIGURES.items():
                 if (value := read(phase)) is not None:
                     figures.setdefault(key, []).append(value)
-    return {name: _medians(figures) for name, figures in seen.items()}
+    return {name: _medians(figures) for name, figures in values.items()}
 
 
 def _medians(figures: Mapping[str, Sequence[int]]) -> dict[str, int]:

@@ -1,8 +1,8 @@
-"""Which of our sources decide a cell's figures, and a hash of them, without importing any.
+"""Hash the source files that affect a cell's figures, without importing any of them.
 
-They are the strategy's file, the model's builder and the worker, with what they import of ours: the
-loader, the layouts, the models. The vocabulary (``record.py`` and its like) decides no figure, and how
-a cell is watched from outside stands in the record's commit alone.
+They are the strategy's file, the model's builder and the worker, with the modules of ours that they
+import: loader, formats, checkpoint and models. The vocabulary (``record.py`` and its like) affects
+no figure. The code that observes a cell from outside is identified by the record's commit alone.
 """
 
 import ast
@@ -25,7 +25,7 @@ _DECIDING: Final = (
     "formats",
     "models",
 )  # folders of this package
-# A test's own body is no strategy; what saves, and reads back, takes no part in a load.
+# A test's body is not a strategy, and the code of saves takes no part in a load.
 _NOT_FOLLOWED: Final[dict[Operation, tuple[str, ...]]] = {
     "load": ("weighin.worker.body", "weighin.worker.saving"),
     "save": ("weighin.worker.body",),
@@ -34,28 +34,28 @@ _HASH_DIGITS: Final = 16
 
 
 def deciding(strategy: Path, cell: Cell) -> list[Path]:
-    """Return the files that decide the figures of a cell, whose strategy is in the file, sorted.
+    """Return the sorted files that affect the figures of a cell whose strategy is this file.
 
-    Of a user's own code the strategy's file alone.
+    Of a user's own code only the strategy's file is included.
     """
     roots = (_WORKER, cell.model.builder.partition(":")[0])
     todo = [strategy.resolve(), *(path for name in roots for path in _files(name, cell.operation))]
-    found: set[Path] = set()
+    reached: set[Path] = set()
     while todo:
         path = todo.pop()
-        if path not in found:
-            found.add(path)
+        if path not in reached:
+            reached.add(path)
             for name in _imported(path, path.stat().st_mtime_ns):
                 todo += _files(name, cell.operation)
     folders = [_PACKAGE / name for name in _DECIDING]
-    ours = (path for path in found if any(path.is_relative_to(folder) for folder in folders))
+    ours = (path for path in reached if any(path.is_relative_to(folder) for folder in folders))
     return sorted({strategy.resolve(), *ours})
 
 
 def hashed(strategy: Path, cell: Cell) -> str | None:
-    """Return a hash of those files: of their names below the package, and their bytes.
+    """Return a hash of the ``deciding`` files: their names below the package and their bytes.
 
-    None where one of them cannot be read, or is no Python: then the cell itself will fail.
+    None if one of them cannot be read or is not Python, in which case the cell itself will fail.
     """
     try:
         lines = sorted(
@@ -68,7 +68,7 @@ def hashed(strategy: Path, cell: Cell) -> str | None:
 
 
 def _name(path: Path) -> str:
-    """Return the file's name as it is in every copy of this project, wherever that lies."""
+    """Return the file's path below the package, which is the same in every installation."""
     return str(path.relative_to(_PACKAGE)) if path.is_relative_to(_PACKAGE) else path.name
 
 
@@ -79,30 +79,30 @@ def _digest(path: Path, _changed_ns: int) -> str:
 
 @cache
 def _imported(path: Path, _changed_ns: int) -> frozenset[str]:
-    """Return the names of all that a file imports, anywhere in it."""
+    """Return the names of everything that a file imports, anywhere in it."""
     return frozenset(_names(ast.parse(path.read_bytes(), filename=str(path))))
 
 
 def _names(node: ast.AST) -> Iterator[str]:
-    """Yield the modules that are imported below a node, but for types only."""
+    """Yield the names that are imported below a node, except under ``TYPE_CHECKING``."""
     if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
         children: Iterable[ast.AST] = node.orelse
     else:
         children = ast.iter_child_nodes(node)
     if isinstance(node, ast.Import):
-        yield from (one.name for one in node.names)
+        yield from (alias.name for alias in node.names)
     if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-        for one in node.names:
-            given = HELPERS.get(one.name) if node.module == "weighin.strategy" else None
-            yield f"{given or node.module}.{one.name}"
+        for alias in node.names:
+            source = HELPERS.get(alias.name) if node.module == "weighin.strategy" else None
+            yield f"{source or node.module}.{alias.name}"
     for child in children:
         yield from _names(child)
 
 
 def _files(name: str, operation: Operation) -> list[Path]:
-    """Return the files that run where a module of this package is imported; none of any other.
+    """Return the files that run when a module of this package is imported; else none.
 
-    ``name`` may go on with what is taken out of the module.
+    ``name`` may end with the name of an object in the module.
     """
     top, *rest = name.split(".")
     if top != _PACKAGE.name or name.startswith(_NOT_FOLLOWED[operation]):

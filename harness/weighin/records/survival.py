@@ -1,7 +1,7 @@
-"""The survival matrix of a sweep: what becomes of each strategy under each limit.
+"""Build the survival matrix of a sweep: the verdict on each strategy under each limit.
 
-Computed from results alone, for tables and pictures: rows are series without their limit, columns
-are limits, and each field holds its cell with the verdict on it (``weighin.records.verdict``).
+Computed from results alone, for tables and plots. Rows are series without their limit, columns are
+limits, and each field contains a cell and the verdict on it (``weighin.records.verdict``).
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,10 +21,10 @@ _FAILED: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One field: the cell that stands for its repeats, and the verdict on it.
+    """One field: the cell that represents its repeats, and the verdict on it.
 
-    That is the one of median time where all ended alike, else the worst; ``alike`` of ``repeats``
-    had the same verdict. ``spent_ns`` is the time until ready, and used where it was.
+    The cell is the one with the median time among the repeats with the worst verdict; ``alike`` of
+    ``repeats`` have that verdict. ``spent_ns`` is the time until ready plus the forward passes.
     """
 
     result: Result
@@ -35,7 +35,7 @@ class Field:
 
     @property
     def words(self) -> str:
-        """What the field says: a time where it ended ok, and the verdict where it is no good one."""
+        """The field's text: the time if it ended ok, and the verdict if it did not survive."""
         outcome, verdict = self.result.outcome, self.judgement and self.judgement.verdict
         if verdict is Verdict.KILLED:
             text = "killed"
@@ -49,7 +49,7 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """The fields of one scene, by row and limit. ``limits`` fall from left to right, None first."""
+    """The fields of one scene, by row and limit. ``limits`` are descending, None first."""
 
     scene: Cell
     rows: tuple[Cell, ...]
@@ -65,7 +65,7 @@ class Matrix:
         return next((size for size in sizes if size), None)
 
     def label(self, row: int) -> str:
-        """Return a row's name: the strategy, and what tells it from others of that name."""
+        """Return a row's name: the strategy, with format and options if they distinguish it."""
         cell = self.rows[row]
         same = [other for other in self.rows if other.strategy == cell.strategy]
         words = [cell.strategy]
@@ -77,16 +77,16 @@ class Matrix:
 
 
 def matrices(results: Iterable[Result]) -> list[Matrix]:
-    """Return a matrix for each scene (model, device, dtype ...) with two limits or more."""
+    """Return a matrix for each scene (model, device, dtype ...) with at least two limits."""
     cells = list(results)
     judgements = judge_all(cells)
-    found = []
-    for scene in _unique(_scene(one.cell) for one in cells):
-        ours = [one for one in cells if _scene(one.cell) == scene]
-        limits = {one.cell.ram_limit_bytes for one in ours}
+    built = []
+    for scene in _unique(_scene(result.cell) for result in cells):
+        ours = [result for result in cells if _scene(result.cell) == scene]
+        limits = {result.cell.ram_limit_bytes for result in ours}
         if len(limits - {None}) >= _LEAST_LIMITS:
-            found.append(_matrix(scene, ours, limits, judgements))
-    return found
+            built.append(_matrix(scene, ours, limits, judgements))
+    return built
 
 
 def _matrix(
@@ -96,12 +96,14 @@ def _matrix(
     judgements: dict[str, Judgement | None],
 ) -> Matrix:
     ordered = sorted(limits, key=lambda limit: float("inf") if limit is None else limit)[::-1]
-    rows = _unique(_row(one.cell) for one in ours)
+    rows = _unique(_row(result.cell) for result in ours)
     fields = {}
     for number, row in enumerate(rows):
         for column, limit in enumerate(ordered):
             repeats = [
-                one for one in ours if _row(one.cell) == row and one.cell.ram_limit_bytes == limit
+                result
+                for result in ours
+                if _row(result.cell) == row and result.cell.ram_limit_bytes == limit
             ]
             if repeats:
                 fields[number, column] = _field(repeats, judgements)
@@ -109,17 +111,17 @@ def _matrix(
 
 
 def _field(repeats: Sequence[Result], judgements: dict[str, Judgement | None]) -> Field:
-    def severity(one: Result) -> int:
-        said = judgements[one.cell.id]
-        if said is None:
-            return 0 if one.outcome is Outcome.OK else _FAILED
-        return _SEVERITY[said.verdict]
+    def severity(result: Result) -> int:
+        judgement = judgements[result.cell.id]
+        if judgement is None:
+            return 0 if result.outcome is Outcome.OK else _FAILED
+        return _SEVERITY[judgement.verdict]
 
-    worst = max(severity(one) for one in repeats)
-    alike = [one for one in repeats if severity(one) == worst]
-    times = [spent for one in alike if (spent := used_ns(one)) is not None]
+    worst = max(severity(result) for result in repeats)
+    alike = [result for result in repeats if severity(result) == worst]
+    times = [spent for result in alike if (spent := used_ns(result)) is not None]
     middle = median_low(times) if times else None
-    chosen = next((one for one in alike if used_ns(one) == middle), alike[0])
+    chosen = next((result for result in alike if used_ns(result) == middle), alike[0])
     return Field(chosen, judgements[chosen.cell.id], used_ns(chosen), len(alike), len(repeats))
 
 
@@ -132,8 +134,8 @@ def _row(cell: Cell) -> Cell:
 
 
 def _unique(cells: Iterable[Cell]) -> list[Cell]:
-    found: list[Cell] = []
+    unique: list[Cell] = []
     for cell in cells:
-        if cell not in found:
-            found.append(cell)
-    return found
+        if cell not in unique:
+            unique.append(cell)
+    return unique

@@ -1,15 +1,16 @@
-"""Figures that no measurement can have said: a record was edited, or a disk lied."""
+"""Reject records with impossible values: somebody edited them, or a disk corrupted them."""
 
 from typing import Any, Final
 
-_FREE: Final = {"kwargs", "options", "environment"}  # whatever a user put there
-_LARGEST: Final = 2**63  # what a signed 64-bit counter holds: no kernel says more
+_FREE: Final = {"kwargs", "options", "environment"}  # a user may put any value there
+_LARGEST: Final = 2**63  # the range of a signed 64-bit counter of the kernel
 
 
 def impossible(record: dict[str, Any], before: str = "") -> str:
-    """Return the first impossible figure of a record, in words; empty where there is none.
+    """Return the first impossible value of a record, in words; empty if there is none.
 
-    An amount below 0 or above 2**63, a phase that ends before it starts, ready before loaded.
+    Impossible are an amount outside of 0 to 2**63 - 1, a phase that ends before it starts, and
+    ready before loaded. ``before`` is the path of ``record`` inside the whole record.
     """
     for key, value in record.items():
         if key in _FREE:
@@ -17,12 +18,12 @@ def impossible(record: dict[str, Any], before: str = "") -> str:
         place = f"{before}{key}"
         inner = value if isinstance(value, dict) else {}
         if isinstance(value, list | tuple):
-            inner = {str(n): one for n, one in enumerate(value) if isinstance(one, dict)}
+            inner = {str(n): item for n, item in enumerate(value) if isinstance(item, dict)}
         if complaint := impossible(inner, f"{place}."):
             return complaint
         is_amount = isinstance(value, int) and key.endswith(("_bytes", "_ns", "_faults"))
         if is_amount and not 0 <= value < _LARGEST:
-            return f"{place}: no measurement is {value}"
+            return f"{place}: impossible value {value}"
     if record.get("end_ns", 0) < record.get("start_ns", 0):
         return f"{before}end_ns: earlier than start_ns"
     load_ns, ready_ns = record.get("load_ns"), record.get("ready_ns")

@@ -1,23 +1,23 @@
-"""How a cell lived under its limit: it survives, it thrashes, or it is killed. The one rule.
+"""Judge how a cell ran under its limit: it survives, it thrashes, or it is killed.
 
-* **killed**: it did not end ok, and the kernel's counters say that it killed a process of the cell
-  for lack of memory; or the CUDA allocator refused.
-* **thrashes**: its memory met the limit, and it lost time for lack of memory. A cell whose cgroup
-  peaked below its limit (the soft one, where it has one) does not thrash, whatever else it shows:
-  pages that the kernel took back for the machine's sake say nothing of this limit. Where the peak
-  is not known, it may have met the limit. Either of two signs says that time was lost:
+* **killed**: the cell did not end ok, and the kernel's counters say that the kernel killed a
+  process of the cell for lack of memory, or the CUDA allocator refused an allocation.
+* **thrashes**: the cell's memory reached the limit, and the cell lost time for lack of memory. A
+  cell whose cgroup peaked below its limit (the soft limit, if it has one) does not thrash: pages
+  that the kernel reclaimed because the whole machine was short are not an effect of this limit. If
+  the peak is unknown, the cell may have reached the limit. Time was lost if one of these holds:
 
-  - Its tasks waited for memory during ``STALLED_SHARE`` of the load or more (PSI some).
-  - At least ``REFAULTS_PER_MODEL`` of the model's size was read again after the kernel had taken it
-    back (refaults), and it took ``SLOWDOWN`` times as long as without a limit, or did not end in
-    the time allowed. Where there is no ok cell without a limit, the one of the same series under
-    the highest limit above stands for it; where there is none, refaults decide nothing.
+  - Its tasks waited for memory during at least ``STALLED_SHARE`` of the load (PSI some).
+  - At least ``REFAULTS_PER_MODEL`` of the model's size was read again after the kernel had evicted
+    it (refaults), and the cell took ``SLOWDOWN`` times as long as without a limit, or timed out.
+    If there is no ok cell without a limit, the reference is the cell of the same series under the
+    highest limit above; if there is none, refaults are not used.
 
-* **survives**: it ended ok, and did not thrash. Page cache that fills the limit is no reason.
+* **survives**: the cell ended ok and did not thrash. Page cache up to the limit is not thrashing.
 
-All else has no verdict: nothing was limited, or it failed for another reason than memory. Time,
-refaults and the peak are those of the load until ready and of the forward passes after it; PSI is
-the load's.
+Other cells have no verdict: they had no limit, or failed for another reason than memory. Time,
+refaults and the peak cover the load until ready and the forward passes after it; PSI covers the
+load.
 """
 
 from collections.abc import Iterable
@@ -36,7 +36,7 @@ SLOWDOWN: Final = 2.0
 
 
 class Verdict(StrEnum):
-    """How a cell lived under its limit."""
+    """How a cell ran under its limit."""
 
     SURVIVES = "survives"
     THRASHES = "thrashes"
@@ -45,16 +45,16 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """A verdict, and the figures that decided it, in words."""
+    """A verdict, and the deciding figures in words."""
 
     verdict: Verdict
     reason: str
 
 
 def judge_result(result: Result, reference_ns: int | None = None) -> Judgement | None:
-    """Return the verdict on a cell; ``reference_ns`` is the time that it would take in peace.
+    """Return the verdict on a cell, or None if it has none; see the module for the rule.
 
-    None where the rule says nothing; see the module.
+    ``reference_ns`` is the time of the same cell without a limit, or under a higher one.
     """
     if result.cell.ram_limit_bytes is None:
         return None
@@ -63,39 +63,39 @@ def judge_result(result: Result, reference_ns: int | None = None) -> Judgement |
     reread, pages = _reread(result)
     slow, times = _slow(result, reference_ns)
     stalled, waits = _stalled(result)
-    looks_so, below = stalled or (reread and slow), _below(result)
-    reason = "; ".join([*(below if looks_so else []), *times, *pages, *waits])
-    if result.outcome in (Outcome.OK, Outcome.TIMEOUT) and looks_so and not below:
+    lost_time, below = stalled or (reread and slow), _below(result)
+    reason = "; ".join([*(below if lost_time else []), *times, *pages, *waits])
+    if result.outcome in (Outcome.OK, Outcome.TIMEOUT) and lost_time and not below:
         return Judgement(Verdict.THRASHES, reason)
     return Judgement(Verdict.SURVIVES, reason) if result.outcome is Outcome.OK else None
 
 
 def judge_all(results: Iterable[Result]) -> dict[str, Judgement | None]:
-    """Return the verdict on each cell of a run, by its id, compared with the run's own cells."""
+    """Return the verdict on each cell of a run by its id; references are cells of the same run."""
     cells = list(results)
     times: dict[str, dict[float, list[int]]] = {}
-    for one in cells:
-        if one.outcome is Outcome.OK and (spent_ns := used_ns(one)) is not None:
-            by_limit = times.setdefault(_unlimited(one.cell), {})
-            by_limit.setdefault(_height(one.cell), []).append(spent_ns)
-    found = {}
-    for one in cells:
-        by_limit = times.get(_unlimited(one.cell), {})
+    for result in cells:
+        if result.outcome is Outcome.OK and (spent_ns := used_ns(result)) is not None:
+            by_limit = times.setdefault(_unlimited(result.cell), {})
+            by_limit.setdefault(_height(result.cell), []).append(spent_ns)
+    judgements = {}
+    for result in cells:
+        by_limit = times.get(_unlimited(result.cell), {})
         top = max(by_limit, default=0.0)
-        is_above = top > _height(one.cell)
-        found[one.cell.id] = judge_result(one, median_low(by_limit[top]) if is_above else None)
-    return found
+        reference_ns = median_low(by_limit[top]) if top > _height(result.cell) else None
+        judgements[result.cell.id] = judge_result(result, reference_ns)
+    return judgements
 
 
 def used_ns(result: Result) -> int | None:
-    """Return the time until the model was ready, and used where it was; None where it was not."""
+    """Return the time until ready plus the forward passes; None if the model was not ready."""
     if result.ready_ns is None:
         return None
     return result.ready_ns + ((result.cost.first_use_ns if result.cost else None) or 0)
 
 
 def refaults(result: Result) -> int | None:
-    """Return the pages that were read again, of the load and the forward passes after it."""
+    """Return the pages that were read again during the load and the forward passes."""
     loading = result.faults.workingset_refault_file if result.faults else None
     if loading is None:
         return None
@@ -104,7 +104,7 @@ def refaults(result: Result) -> int | None:
 
 
 def highest_charge(result: Result) -> int | None:
-    """Return the cgroup's peak, of the load and the forward passes, in bytes; None if not known."""
+    """Return the cgroup's peak in the load and the forward passes, in bytes; None if unknown."""
     if result.peaks.cgroup_bytes is None:
         return None
     using = [phase.peak_cgroup_bytes or 0 for phase in result.phases if phase.name == "forward"]
@@ -112,16 +112,16 @@ def highest_charge(result: Result) -> int | None:
 
 
 def _below(result: Result) -> list[str]:
-    """Say that the cell never met its limit, the soft one where it has one; nothing if it may have."""
+    """Return a remark if the cell never reached its limit (the soft one, if any); else nothing."""
     cell, charge = result.cell, highest_charge(result)
     limits = [limit for limit in (cell.ram_limit_bytes, cell.ram_high_bytes) if limit is not None]
     if charge is None or charge >= min(limits, default=0):
         return []
-    return [f"never met its limit: {format_bytes(charge, digits=2)} at most"]
+    return [f"never reached its limit: {format_bytes(charge, digits=2)} at most"]
 
 
 def _killed(result: Result) -> str:
-    """Return how it was killed for lack of memory; empty where it was not."""
+    """Return how the cell was killed for lack of memory; empty if it was not."""
     if result.outcome is Outcome.CUDA_OOM:
         return result.message or "the CUDA allocator refused"
     if result.outcome is Outcome.OOM_KILLED:
@@ -132,20 +132,20 @@ def _killed(result: Result) -> str:
 
 
 def _reread(result: Result) -> tuple[bool, list[str]]:
-    """Tell whether much of the model was read again, and by which figures."""
-    is_much, signs = False, []
+    """Tell whether much of the model was read again, with the figures."""
+    is_much, figures = False, []
     if (pages := refaults(result)) is not None and result.model_bytes:
         share = pages * result.page_bytes / result.model_bytes
         is_much = share >= REFAULTS_PER_MODEL
         again = format_bytes(pages * result.page_bytes, digits=2)
-        signs.append(f"{again} read again ({share:.2f}x the model)")
+        figures.append(f"{again} read again ({share:.2f}x the model)")
     if result.faults:
-        signs.append(f"{result.faults.major} major faults")
-    return is_much, signs
+        figures.append(f"{result.faults.major} major faults")
+    return is_much, figures
 
 
 def _stalled(result: Result) -> tuple[bool, list[str]]:
-    """Tell whether the cell waited long for memory, and by which figures."""
+    """Tell whether the cell waited long for memory, with the figures."""
     spent_ns = result.ready_ns or (result.cost and result.cost.wall_ns)
     if result.pressure is None or result.pressure.some_ns is None or not spent_ns:
         return False, []
@@ -157,15 +157,17 @@ def _stalled(result: Result) -> tuple[bool, list[str]]:
 
 
 def _slow(result: Result, reference_ns: int | None) -> tuple[bool, list[str]]:
-    """Tell whether the cell took much longer than in peace, and by which figures."""
+    """Tell whether the cell took much longer than the reference, with the figures."""
     spent_ns = used_ns(result)
     if result.outcome is Outcome.TIMEOUT:
         return True, [result.message]
     if spent_ns is None or not reference_ns:
         return False, [] if spent_ns is None else [format_seconds(spent_ns)]
     ratio = spent_ns / reference_ns
-    peace = format_seconds(reference_ns)
-    return ratio >= SLOWDOWN, [f"{format_seconds(spent_ns)}, {ratio:.1f}x the {peace} in peace"]
+    reference = format_seconds(reference_ns)
+    return ratio >= SLOWDOWN, [
+        f"{format_seconds(spent_ns)}, {ratio:.1f}x the reference of {reference}"
+    ]
 
 
 def _unlimited(cell: Cell) -> str:

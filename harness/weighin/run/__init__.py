@@ -1,1 +1,1 @@
-"""One run: its cells in order, each worker supervised."""
+"""Run a plan: its cells in order, each in a supervised worker."""

@@ -1,8 +1,9 @@
-"""The search for a RAM floor: which cell to measure next, given all results so far.
+"""Choose the next cell of the search for a RAM floor, given all results so far.
 
-It keeps no state of its own, so that an interrupted search goes on where it was. It begins where the
-anonymous peak without a limit says that the floor should be, steps away from there until one limit
-works and one fails, halves what lies between, and confirms what is left: about 6 cells.
+The search keeps no state besides the results, so that an interrupted one can be resumed. It starts
+at the floor that the cell without a limit suggests (its sampled maximum of anonymous memory), steps
+away from there until one limit works and one fails, bisects the interval, and confirms the smallest
+working limit. That takes about 6 cells.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,16 +24,16 @@ from weighin.records.floor import (
 )
 from weighin.units import MIB
 
-# What a limit must hold beside the largest sampled anonymous memory: page tables, the kernel's own
-# stock of pages for each processor, and the file pages in use. 8 to 24 MiB where it was measured.
+# A limit must also cover page tables, the kernel's per-CPU page stock and the file pages in use:
+# measured as 8 to 24 MiB above the sampled maximum of anonymous memory.
 _BESIDE_BYTES: Final = 16 * MIB
 
 
 def next_cell(cell: Cell, results: Iterable[Result], within: float, highest: int) -> Cell | None:
-    """Return the next cell of the search for the floor of ``cell``; None where it has ended.
+    """Return the next cell of the search for the floor of ``cell``; None when it has ended.
 
-    ``within`` is the step as a share of the floor; ``highest`` is the largest limit that can be
-    tried, in bytes. First comes the cell without a limit: its anonymous peak says where to begin.
+    ``within`` is the step as a share of the floor; ``highest`` is the largest limit to try, in
+    bytes. The first cell has no limit: its sampled anonymous memory is the first estimate.
     """
     cell, ours = searched(cell), results_of(cell, results)
     if stopped_by(ours):
@@ -43,18 +44,18 @@ def next_cell(cell: Cell, results: Iterable[Result], within: float, highest: int
     limit = _next_limit(first, ours, within, highest)
     if limit is None:
         return None
-    repeat = sum(one.cell.ram_limit_bytes == limit for one in ours)
+    repeat = sum(result.cell.ram_limit_bytes == limit for result in ours)
     return replace(cell, ram_limit_bytes=limit, repeat=repeat)
 
 
 def _next_limit(first: Result, ours: Sequence[Result], within: float, highest: int) -> int | None:
     estimate = first.peaks.anon_sampled_bytes or first.peaks.rss_bytes or FINEST_STEP_BYTES
     estimate += _BESIDE_BYTES
-    known = bracket(ours)
-    failing, working = known.failing_bytes, known.working_bytes
+    bounds = bracket(ours)
+    failing, working = bounds.failing_bytes, bounds.working_bytes
     step = _step(min(estimate, working or estimate), within)
-    tried = {limit for one in ours if (limit := one.cell.ram_limit_bytes) is not None}
-    jump = step << max(0, len(tried) - 1)  # twice as far each time, until there are two ends
+    tried = {limit for result in ours if (limit := result.cell.ram_limit_bytes) is not None}
+    jump = step << max(0, len(tried) - 1)  # doubles until one limit works and one fails
     if failing is None and working is None:
         return min(-(-estimate // step) * step, highest)
     if working is None:
@@ -64,13 +65,13 @@ def _next_limit(first: Result, ours: Sequence[Result], within: float, highest: i
         return max(working - jump, step) if working > step else None
     if working - failing > step:
         return failing + max(1, (working - failing) // step // 2) * step
-    if known.passed < PASSES:
+    if bounds.passed < PASSES:
         return working
     room = with_room(working)
     return room if room not in tried and room <= highest else None
 
 
 def _step(estimate: int, within: float) -> int:
-    """Return the step of the search: a power of two, so that two searches try the same limits."""
+    """Return the step in bytes: a power of two, so that repeated searches try the same limits."""
     coarsest = max(FINEST_STEP_BYTES, int(estimate * within))
     return 1 << (coarsest.bit_length() - 1)

@@ -1,7 +1,7 @@
-"""Bytecode of what workers import, left beside the code as pip leaves it.
+"""Compile the code that workers import to bytecode, as pip does on installation.
 
-A strategy's imports are part of what it costs. Where no bytecode may be written, as in a container,
-every cell would compile them again: 25 ms of a load that streams.
+A strategy's imports are part of its measured time. Without bytecode, for instance in a container
+that cannot write it, every cell would compile them again: 25 ms of a ``streaming`` load.
 """
 
 import compileall
@@ -12,6 +12,9 @@ from weighin.suite.registry import data_folder
 
 
 def compile_code(*more: Path) -> None:
-    """Compile the package, its strategies and ``more`` folders, where that is to do and can be written."""
+    """Compile the package, its strategies and the folders ``more``, where they are writable.
+
+    Files whose bytecode is up to date are left alone.
+    """
     for folder in (Path(weighin.__file__).parent, data_folder("strategies"), *more):
         compileall.compile_dir(folder, quiet=2)

@@ -1,4 +1,4 @@
-"""Measures one cell: a cold cache, a fresh worker, a watch over it, and the Result of it all."""
+"""Measure one cell: drop the page cache, start a worker, supervise it, and build its Result."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ from weighin.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What all cells of a run share: how, and where to, they are measured."""
+    """The settings that all cells of a run share."""
 
     isolation: Isolation
     run: Path
@@ -37,9 +37,10 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class CellMeasurement:
-    """A cell's result, to be recorded first, and what lies beside its record.
+    """A cell's result, and the samples and trace that are written after its record.
 
-    ``trouble`` is what was found after the measurement, and keeps the run from going on.
+    ``trouble`` is an error after the measurement, such as a worker that cannot be removed: the
+    result is recorded, then the run stops.
     """
 
     result: Result
@@ -48,10 +49,10 @@ class CellMeasurement:
     trouble: HarnessError | None = None
 
     def finish(self, run: Path) -> None:
-        """Write the samples and the trace into the run's folder, then raise the trouble.
+        """Write the samples and the trace into the run's folder, then raise ``trouble``.
 
         Raises:
-            RecordError: they cannot be written; nothing of them stays.
+            RecordError: a file cannot be written; its partial content is removed.
         """
         if self.result.samples_path:
             path = run / self.result.samples_path
@@ -64,7 +65,7 @@ class CellMeasurement:
 
 
 def measure(setting: Setting, job: Job, files: Sequence[Path], model_bytes: int | None) -> Result:
-    """Run one cell that no run records; see ``take``. Its samples are in the setting's folder."""
+    """Run one cell outside of a recorded run, see ``take``; writes samples to ``setting.run``."""
     measured = take(setting, job, files, model_bytes)
     measured.finish(setting.run)
     return measured.result
@@ -73,20 +74,20 @@ def measure(setting: Setting, job: Job, files: Sequence[Path], model_bytes: int 
 def take(
     setting: Setting, job: Job, files: Sequence[Path], model_bytes: int | None
 ) -> CellMeasurement:
-    """Run one cell to its end and return what was measured.
+    """Run one cell to its end and return its measurement.
 
-    ``files`` are the checkpoint's, in the parent's paths: their cached pages are dropped first,
-    for a warm cell too, which then reads them inside its own cgroup.
+    ``files`` are the checkpoint's, as paths of this process. Their pages are dropped from the page
+    cache first, for a warm cell too: its worker then reads them into its own cgroup.
     """
-    # Before anything is measured: what decides the figures may be edited while the cell runs.
+    # Hash before the measurement: the sources may be edited while the cell runs.
     sources_hash = None if job.body else sources.hashed(Path(job.strategy_path), job.cell)
     started_at, start_ns = datetime.now(UTC).isoformat(timespec="milliseconds"), time.monotonic_ns()
     cached_bytes = page_cache.drop(files)
     size = (model_bytes or 0) if setting.steady else 0
-    # What the worker itself takes before its baseline: the model of a save, the cache of a warm load.
+    # The worker needs this before its baseline: the model of a save, the page cache of a warm load.
     spare = size if job.cell.operation == "save" or job.cell.cache == "warm" else 0
     with ExitStack() as memory:
-        # Two copies of the model, and its file in the page cache: no strategy here takes more.
+        # Two copies of the model, and its file in the page cache: no strategy here needs more.
         touched = memory.enter_context(steady.held(3 * size, spare)) if size else None
         before_load = partial(steady.give_back, memory) if size else None
         with interrupts.put_off():
@@ -125,7 +126,7 @@ def take(
 
 
 def _close(running: Running) -> HarnessError | None:
-    """Remove every trace of a worker; returns what could not be removed: its result is known."""
+    """Remove a worker completely; returns the error, so that its result can still be recorded."""
     try:
         running.close()
     except HarnessError as trouble:
@@ -143,11 +144,11 @@ def _write_beside(path: Path, write: Callable[[], None]) -> None:
 
 
 def _doubts(cached_bytes: int | None) -> tuple[str, ...]:
-    """Return the warnings of a checkpoint that is not proven to be out of the page cache."""
+    """Return a warning if the checkpoint may still have been in the page cache."""
     if cached_bytes is None:
         return (
-            "not known whether the checkpoint was dropped from the page cache: Linux tells only"
-            " who owns its files or may write them",
+            "unknown whether the checkpoint was dropped from the page cache: Linux reports that only"
+            " to a user who owns its files or may write them",
         )
     if cached_bytes:
         left = format_bytes(cached_bytes)

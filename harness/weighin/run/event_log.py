@@ -1,4 +1,4 @@
-"""What a worker's events tell: its phases, its baseline, how far it came, and how it ended."""
+"""Collect a worker's events, and derive its phases, times and outcome from them."""
 
 import signal
 from dataclasses import dataclass, field
@@ -9,13 +9,13 @@ from weighin.probes.allocator_trace import Trace
 from weighin.record import Cost, Faults, Memory, Outcome, Phase, Written
 from weighin.text import one_line
 
-_SAID_LENGTH = 200
-_LOST_CHILD = "the kernel killed a process of the worker's for lack of memory"
+_STDERR_LENGTH = 200
+_LOST_CHILD = "the kernel killed a process of the worker for lack of memory"
 
 
 @dataclass(slots=True)
 class EventLog:
-    """The events of one worker so far. Filled by ``weighin.run.supervisor`` as they come."""
+    """The events of one worker so far, added by ``weighin.run.supervisor`` as they arrive."""
 
     baseline: Memory | None = None
     baseline_ns: int = 0
@@ -32,16 +32,16 @@ class EventLog:
     allocator_summary: str = ""
     done: bool = False
     _in_phase: bool = False
-    _before_load: int = 0  # how many of the phases lie before the baseline
-    _until_loaded: int | None = None  # how many of them lie before ``loaded``
-    _until_ready: int | None = None  # ... and before ``ready``
+    _before_load: int = 0  # the number of phases before the baseline
+    _until_loaded: int | None = None  # the number of phases before ``loaded``
+    _until_ready: int | None = None  # the number of phases before ``ready``
 
     @property
     def is_ready(self) -> bool:
         return self.ready_at_ns is not None
 
     def take(self, kind: str, fields: dict[str, Any]) -> None:
-        """Take in an event that needs nothing from outside (see worker/protocol.py)."""
+        """Add an event that needs no outside figure; ``weighin.protocol`` lists the events."""
         if kind == "begin":
             self.current, self._in_phase = fields["name"], True
         elif kind == "cuda":
@@ -67,50 +67,50 @@ class EventLog:
             self.done = kind == "done"
 
     def take_baseline(self, fields: dict[str, Any], cgroup_bytes: int | None) -> None:
-        """Take in the baseline event: what comes from here on is the load's."""
+        """Add the baseline event: later phases belong to the load."""
         self.baseline = Memory(**fields["memory"] | {"cgroup_bytes": cgroup_bytes})
         self.baseline_ns, self._before_load = fields["t_ns"], len(self.phases)
         self.environment = fields["environment"]
         self.facts["import_ns"] = fields["import_ns"]
-        self.current = None  # the phases so far were the harness's own
+        self.current = None  # the phases so far are the harness's own
 
     def take_phase(self, phase: Phase) -> None:
-        """Take in a phase that has ended, completed by what was read outside."""
+        """Add a phase that has ended, with the figures that were read from outside."""
         self.phases.append(phase)
         self._in_phase = False
 
     def where(self) -> str:
-        """Return how far it came, in words: "in phase 'read'"."""
+        """Return the current position in words, for example "in phase 'read'"."""
         if self.current is None:
             return "before its first phase"
         return f"{'in' if self._in_phase else 'after'} phase {self.current!r}"
 
     def load_phases(self) -> list[Phase]:
-        """Return the phases from the baseline until ``ready``, or as far as it came."""
+        """Return the phases from the baseline to ``ready``, or to the last one that ended."""
         return self.phases[self._before_load : self._until_ready] if self.baseline else []
 
     def cuda_phases(self) -> list[Phase]:
-        """Return the phases of the load alone: on a GPU the checksums take memory of their own."""
+        """Return the phases up to ``loaded``: checksums after it allocate GPU memory themselves."""
         return self.load_phases()[: (self._until_loaded or len(self.phases)) - self._before_load]
 
     def load_ns(self) -> int | None:
         return self.facts.get("load_ns")
 
     def ready_ns(self) -> int | None:
-        """Return the time of the load and of reading every byte once; None before that.
+        """Return the time of the load plus reading every byte once; None if it did not get there.
 
-        Of a save: the time of the save, and until every byte was on the disk.
+        For a save: the time of the save plus writing every byte through to the disk.
         """
         load_ns, touch_ns = self.load_ns(), self.facts.get("touch_ns")
         return None if load_ns is None or touch_ns is None else load_ns + touch_ns
 
     def cost(self) -> Cost:
-        """Return where the time went, as far as the worker knows: ``wall_ns`` is still 0."""
+        """Return the times that the worker reported; ``wall_ns`` is 0 until the caller sets it."""
         names = ("import_ns", "load_ns", "touch_ns", "first_use_ns", "marks_ns")
         return Cost(wall_ns=0, **{name: self.facts.get(name) for name in names})
 
     def faults(self, refaults: int | None) -> Faults | None:
-        """Return the page faults of the load; ``refaults`` were counted by its cgroup."""
+        """Return the page faults of the load; ``refaults`` is the count of its cgroup."""
         phases = self.load_phases()
         if not phases:
             return None
@@ -124,11 +124,11 @@ class EventLog:
         stderr_tail: bytes,
         machine_oom_kills: int | None = None,
     ) -> tuple[Outcome, str]:
-        """Return the outcome of a worker that ended by itself, and one line on why it is not ok.
+        """Return the outcome of a worker that ended before its time-out, with a line of reason.
 
-        Out of memory is what the kernel's counter says, never what a peak suggests: of the worker,
-        or of one that it had started, where it could not go on without it.
-        ``machine_oom_kills`` counts for a worker that has no cgroup of its own.
+        Only the kernel's counter decides that memory ran out, never a peak. That holds for the
+        worker, and for a child process without which it failed. ``machine_oom_kills`` is used for
+        a worker without a cgroup of its own.
         """
         if self.done:
             return Outcome.OK, ""
@@ -144,17 +144,17 @@ class EventLog:
             return Outcome.OOM_KILLED, f"{why}, {self.where()}"
         how = f"ended with exit code {ended.code}"
         if ended.still_runs:
-            how = "does not end, not even by SIGKILL,"
+            how = "does not end, not even after SIGKILL,"
         elif ended.signal:
             how = f"was ended by {_name(ended.signal)}"
-        said = stderr_tail.decode(errors="replace").strip().splitlines()
-        if said and ended.signal and said[-1].startswith(signal.strsignal(ended.signal) or "?"):
-            said.pop()  # a container's shell says the same again
-        last = f": {one_line(said[-1], _SAID_LENGTH)}" if said else ""
+        lines = stderr_tail.decode(errors="replace").strip().splitlines()
+        if lines and ended.signal and lines[-1].startswith(signal.strsignal(ended.signal) or "?"):
+            lines.pop()  # a container's shell prints the signal too
+        last = f": {one_line(lines[-1], _STDERR_LENGTH)}" if lines else ""
         if oom_kills and ended.signal is None and not ended.still_runs:
             return Outcome.OOM_KILLED, f"{_LOST_CHILD}, and then it {how} {self.where()}{last}"
-        known = self.baseline is not None and not ended.still_runs
-        outcome = Outcome.STRATEGY_FAILED if known else Outcome.MEASUREMENT_FAILED
+        in_load = self.baseline is not None and not ended.still_runs
+        outcome = Outcome.STRATEGY_FAILED if in_load else Outcome.MEASUREMENT_FAILED
         return outcome, f"the worker {how} {self.where()}{last}"
 
 

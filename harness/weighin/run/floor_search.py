@@ -1,4 +1,4 @@
-"""What ``weighin floor`` was asked for becomes a search; an interrupted one becomes it again."""
+"""Start or resume the search that ``weighin floor`` performs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,13 +20,13 @@ from weighin.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """The floors to find: of every planned cell, which is without a limit, to ``within``."""
+    """A search for the floor of every planned cell. ``within`` is the precision, as a share."""
 
     run: Run
     within: float
 
     def perform(self, progress: Progress) -> list[Result]:
-        """Find the floors one after the other; returns the results of all cells."""
+        """Find the floors one after another; returns the results of all cells."""
         return runner.run(self.run, progress, lambda results: self._next(results, progress))
 
     def _next(self, results: Sequence[Result], progress: Progress) -> Planned | None:
@@ -48,7 +48,7 @@ class Search:
 
 
 def start(request: Request) -> tuple[Search, str]:
-    """Plan a new search; returns it, and a note on how it is isolated.
+    """Plan a new search; returns it with a note about the isolation.
 
     Raises:
         ConfigError, UnknownName, IsolationUnavailable, RecordError: nothing was started.
@@ -67,29 +67,30 @@ def resume(folder: Path, *, trusted: bool = False) -> Search:
     """Return a search that was started before.
 
     Raises:
-        RecordError: the folder is no run, or one of ``weighin bench``.
-        ConfigError: a strategy of its plan is gone, or its code is foreign and not ``trusted``.
+        RecordError: the folder is not a run, or is a run of ``weighin bench``.
+        ConfigError: a strategy of its plan is missing, or the plan names foreign code and
+            ``trusted`` is False.
     """
     run, settings = bench.restore(folder, trusted=trusted)
     if "within" not in settings:
         raise RecordError(
-            f"{folder} is no search for floors",
-            f"go on with it: weighin bench --resume {quote(str(folder))}",
+            f"{folder} is not a search for floors",
+            f"resume it: weighin bench --resume {quote(str(folder))}",
         )
     return Search(run, settings["within"])
 
 
 def said(planned: Planned, results: Sequence[Result]) -> str:
-    """Return what is known of a floor by now, in words."""
+    """Describe the present bounds of a floor in one line."""
     ours = results_of(searched(planned.cell), results)
     if stop := stopped_by(ours):
-        return f"no floor of {planned.cell.strategy}: {why_stopped(stop)}"
-    known = bracket(ours)
+        return f"no floor for {planned.cell.strategy}: {why_stopped(stop)}"
+    bounds = bracket(ours)
     words = []
-    if known.failing_bytes is not None:
-        words.append(f"above {format_bytes(known.failing_bytes)}")
-    if known.working_bytes is not None:
-        words.append(f"not above {format_bytes(known.working_bytes)}")
-    if known.step_bytes is not None:
-        words.append(f"{format_bytes(known.step_bytes)} apart, passed {known.passed} times")
+    if bounds.failing_bytes is not None:
+        words.append(f"above {format_bytes(bounds.failing_bytes)}")
+    if bounds.working_bytes is not None:
+        words.append(f"not above {format_bytes(bounds.working_bytes)}")
+    if bounds.step_bytes is not None:
+        words.append(f"{format_bytes(bounds.step_bytes)} apart, passed {bounds.passed} times")
     return f"floor of {planned.cell.strategy}: {', '.join(words) or 'not known yet'}"

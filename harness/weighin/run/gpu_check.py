@@ -1,4 +1,4 @@
-"""What CUDA this machine offers, asked in a process of its own: the parent imports no torch."""
+"""Find the CUDA devices of this machine in a subprocess, so that the parent imports no torch."""
 
 import json
 import subprocess
@@ -16,8 +16,8 @@ import json, torch
 gpus = []
 if torch.cuda.is_available():
     for index in range(torch.cuda.device_count()):
-        one = torch.cuda.get_device_properties(index)
-        gpus.append({"name": one.name, "total_bytes": one.total_memory})
+        gpu = torch.cuda.get_device_properties(index)
+        gpus.append({"name": gpu.name, "total_bytes": gpu.total_memory})
 print(json.dumps({"torch": str(torch.__version__), "cuda": torch.version.cuda, "gpus": gpus}))
 """
 _TIMEOUT_S: Final = 120
@@ -26,7 +26,7 @@ _INSTEAD: Final = "weighin predict MODEL --device cuda needs no GPU"
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One CUDA device, as torch numbers them."""
+    """One CUDA device; its position in ``GpuAnswer.gpus`` is torch's index."""
 
     name: str
     total_bytes: int
@@ -34,7 +34,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class GpuAnswer:
-    """The CUDA devices of this machine. Where there is none, ``why`` and ``repair`` say so."""
+    """The CUDA devices of this machine; if there is none, the reason and the repair."""
 
     gpus: tuple[Gpu, ...] = ()
     why: str = ""
@@ -43,7 +43,7 @@ class GpuAnswer:
 
 @cache
 def look() -> GpuAnswer:
-    """Return what torch sees; takes as long as an import of torch, the first time."""
+    """Return the devices that torch finds. The first call takes as long as an import of torch."""
     asked = subprocess.run(
         [sys.executable, "-c", _QUESTION],
         capture_output=True,
@@ -53,24 +53,24 @@ def look() -> GpuAnswer:
     )
     if asked.returncode:
         last = (asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"])[-1]
-        return GpuAnswer(why=f"torch cannot be asked for a GPU: {one_line(last)}", repair=_INSTEAD)
-    found = json.loads(asked.stdout)
-    gpus = tuple(Gpu(**one) for one in found["gpus"])
-    if not gpus and not found["cuda"]:
+        return GpuAnswer(why=f"torch failed while listing GPUs: {one_line(last)}", repair=_INSTEAD)
+    answer = json.loads(asked.stdout)
+    gpus = tuple(Gpu(**gpu) for gpu in answer["gpus"])
+    if not gpus and not answer["cuda"]:
         return GpuAnswer(
-            why=f"this torch ({found['torch']}) is built without CUDA",
+            why=f"this torch ({answer['torch']}) is built without CUDA",
             repair=f"install a CUDA build (pytorch.org/get-started), or: {_INSTEAD}",
         )
     if not gpus:
         return GpuAnswer(
-            why=f"torch {found['torch']} sees no CUDA GPU",
-            repair=f"nvidia-smi shows whether the driver does, or: {_INSTEAD}",
+            why=f"torch {answer['torch']} finds no CUDA GPU",
+            repair=f"nvidia-smi shows whether the driver finds one, or: {_INSTEAD}",
         )
     return GpuAnswer(gpus)
 
 
 def check(device: str, limits: list[int | None]) -> None:
-    """Raise IsolationUnavailable where ``device`` is not there, or has less than a limit in bytes."""
+    """Raise IsolationUnavailable if ``device`` does not exist or has less memory than a limit."""
     seen = look()
     index = int(device.partition(":")[2] or 0)
     if not seen.gpus:
@@ -78,7 +78,7 @@ def check(device: str, limits: list[int | None]) -> None:
     if index >= len(seen.gpus):
         last = len(seen.gpus) - 1
         raise IsolationUnavailable(
-            f"--device {device}: torch sees {len(seen.gpus)} of them",
+            f"--device {device}: torch finds {len(seen.gpus)} CUDA device{'s' * (len(seen.gpus) > 1)}",
             "write cuda:0" if last == 0 else f"write cuda:0 to cuda:{last}",
         )
     gpu = seen.gpus[index]
@@ -87,5 +87,5 @@ def check(device: str, limits: list[int | None]) -> None:
             raise IsolationUnavailable(
                 f"--vram {format_exact(limit)} is more than {gpu.name} has"
                 f" ({format_bytes(gpu.total_bytes)})",
-                "give a smaller limit, or leave --vram out to limit nothing",
+                "give a smaller limit, or leave out --vram for no limit",
             )

@@ -1,6 +1,6 @@
-"""Ctrl-C and SIGTERM become one ``Interrupted``, raised where nothing is left half done by it.
+"""Turn Ctrl-C and SIGTERM into one ``Interrupted``, raised where no step is left half done.
 
-Signals belong to the whole process, and so does this module's state.
+Signal handlers are per process, and so is this module's state.
 """
 
 import signal
@@ -25,7 +25,7 @@ _state = _State()
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Raise ``Interrupted`` inside when the user stops the run; only once, to let it clean up."""
+    """Raise ``Interrupted`` in this block on the first signal; ignore later ones during clean-up."""
     before = {each: signal.signal(each, _take) for each in _SIGNALS}
     try:
         yield
@@ -37,7 +37,7 @@ def stoppable() -> Iterator[None]:
 
 @contextmanager
 def put_off() -> Iterator[None]:
-    """Let a stop wait for the end of this block: it starts, records or removes something."""
+    """Delay an interrupt to the end of this block, which starts, records or removes something."""
     before, _state.put_off = _state.put_off, True
     try:
         yield
@@ -49,7 +49,7 @@ def put_off() -> Iterator[None]:
 
 @contextmanager
 def allowed() -> Iterator[None]:
-    """Take a stop at once inside ``put_off``, while nothing is done but waiting."""
+    """Allow an immediate interrupt inside ``put_off``, while the block only waits."""
     before, _state.put_off = _state.put_off, False
     try:
         check()
@@ -59,7 +59,7 @@ def allowed() -> Iterator[None]:
 
 
 def check() -> None:
-    """Raise ``Interrupted`` where a stop is wanted, even if one was raised and got lost."""
+    """Raise ``Interrupted`` if a signal arrived, even if an earlier one was swallowed."""
     if _state.wanted:
         _stop()
 

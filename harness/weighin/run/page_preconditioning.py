@@ -1,9 +1,9 @@
-"""Takes memory before a load and gives it back as it begins, so that its time does not depend on luck.
+"""Touch memory before a load and free it as the load begins, so that load times vary less.
 
-A virtual machine whose free pages are reported to the host (free page reporting, balloons) gets a
-page that was free for a while three times slower than one that was used just now. Memory figures
-do not depend on it; times do. Linux reports 2 s after a page became free, and all that is free then:
-so the memory is held until no report is due, and what begins then has 2 s of fast pages.
+In a virtual machine whose free pages are reported to the host (free page reporting, balloons), a
+page that was free for a while takes three times as long to get as one that was freed just now.
+Memory figures do not depend on this; times do. Linux reports all free pages 2 s after a page became
+free. So the memory is held until no report is due; a load that then begins has 2 s of fast pages.
 """
 
 import ctypes
@@ -15,15 +15,15 @@ from contextlib import ExitStack, contextmanager
 from weighin.loader.mapped_copy import ask_for_huge_pages
 from weighin.probes import environment
 
-SETTLED_S = 2.5  # with no memory given back in between, no report is due any more
-_LARGEST_SHARE = 0.8  # of the memory that is free now: more could push others out
+SETTLED_S = 2.5  # if no memory was freed in between, no report is due any more
+_LARGEST_SHARE = 0.8  # of the memory that is free now: more could evict other programs
 
 
 def touch_and_free(wanted_bytes: int) -> int:
-    """Write to so much fresh memory and free it; returns how much it was, in bytes.
+    """Write to fresh memory and free it; returns its size in bytes.
 
-    Less than ``wanted_bytes`` where the machine has not that much to spare. Takes about 0.1 s a
-    GiB, and several times that where the pages were reported.
+    The size is less than ``wanted_bytes`` if the machine has too little free memory. Takes about
+    0.1 s per GiB, and several times that where the pages were reported to the host.
     """
     with held(wanted_bytes) as size:
         return size
@@ -31,10 +31,11 @@ def touch_and_free(wanted_bytes: int) -> int:
 
 @contextmanager
 def held(wanted_bytes: int, spare_bytes: int = 0) -> Iterator[int]:
-    """Hold so much touched memory until the end of the block; gives how much it is, in bytes.
+    """Hold touched memory until the end of the block; yields its size in bytes.
 
     Args:
-        spare_bytes: what others will need before the end of the block, and is left to them.
+        wanted_bytes: the size, if the machine has as much to spare.
+        spare_bytes: memory to leave free, for the worker until the end of the block.
     """
     free = environment.free_ram_bytes() - spare_bytes
     size = min(wanted_bytes, int(free * _LARGEST_SHARE))
@@ -46,12 +47,12 @@ def held(wanted_bytes: int, spare_bytes: int = 0) -> Iterator[int]:
         start = ctypes.c_char.from_buffer(area)
         try:
             ctypes.memset(ctypes.addressof(start), 1, size)
-        finally:  # the mapping cannot be closed while a pointer into it lives: not on Ctrl-C either
+        finally:  # the mapping cannot be closed while a pointer into it exists, on Ctrl-C either
             del start
         yield size
 
 
 def give_back(memory: ExitStack) -> None:
-    """Give ``held`` memory back, once no report of free pages is due any more."""
+    """Free the ``held`` memory, once no report of free pages is due any more."""
     time.sleep(SETTLED_S)
     memory.close()

@@ -1,4 +1,4 @@
-"""What ``weighin bench`` was asked for becomes a ``Run``; an interrupted one becomes it again."""
+"""Turn a request of ``weighin bench`` into a ``Run``, or restore the run of an earlier one."""
 
 import os
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from weighin import formats as layouts
+from weighin import formats
 from weighin.errors import ConfigError, Interrupted, IsolationUnavailable, RecordError, StillRunning
 from weighin.isolation import select
 from weighin.probes import environment
@@ -24,7 +24,7 @@ from weighin.units import format_bytes, format_exact
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A matrix, and what of the command line is not a part of any suite."""
+    """A suite, and the command-line options that are not part of a suite."""
 
     suite: Suite
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class Request:
     folder: Path | None = None
     base_image: str | None = None
     within: float | None = None
-    """How closely floors are searched: the largest step, as a share of the floor. None: a bench."""
+    """The precision of a floor search: the largest step, as a share of the floor. None: a bench."""
 
     @property
     def verb(self) -> str:
@@ -41,7 +41,7 @@ class Request:
 
 
 def start(request: Request) -> tuple[Run, str]:
-    """Plan a new run and write its plan; returns it, and a note on how it is isolated.
+    """Plan a new run and write its plan; returns the run with a note about the isolation.
 
     Raises:
         ConfigError, UnknownName, IsolationUnavailable, RecordError: nothing was started.
@@ -51,7 +51,7 @@ def start(request: Request) -> tuple[Run, str]:
     strategies = registry.chosen(suite)
     _check_names("models", [(spec.title, spec.builder) for spec in models])
     _check_names("strategies", [(info.name, str(info.path)) for info, _ in strategies])
-    formats = tuple(layouts.named(name).NAME for name in suite.format)
+    format_names = tuple(formats.named(name).NAME for name in suite.format)
     _check_machine(suite.ram)
     _check_gpu(suite)
     limited = request.within is not None or any(limit is not None for limit in suite.ram)
@@ -71,7 +71,7 @@ def start(request: Request) -> tuple[Run, str]:
             repeats=suite.repeats,
             passes=suite.passes,
             ram_high_bytes=suite.ram_high,
-            formats=formats,
+            formats=format_names,
             operation=suite.operation,
         )
     )
@@ -90,7 +90,7 @@ def start(request: Request) -> tuple[Run, str]:
     }
     if request.within is not None:
         settings["within"] = request.within
-    run_folder.write_plan(folder, [one.cell for one in planned], settings)
+    run_folder.write_plan(folder, [each.cell for each in planned], settings)
     run = Run(
         folder=folder,
         planned=planned,
@@ -106,46 +106,47 @@ def start(request: Request) -> tuple[Run, str]:
 
 
 def resume(folder: Path, *, trusted: bool = False) -> Run:
-    """Return a run that was planned before, to go on with the cells that have no record.
+    """Return a run that was planned before, to run the cells that have no record yet.
 
     Raises:
-        RecordError: the folder is no run, or a search for floors.
-        ConfigError: a strategy of its plan is gone, or its code is foreign and not ``trusted``.
+        RecordError: the folder is not a run, or is a search for floors.
+        ConfigError: a strategy of its plan is missing, or the plan names foreign code and
+            ``trusted`` is False.
     """
     run, settings = restore(folder, trusted=trusted)
     if "within" in settings:
         raise RecordError(
             f"{folder} is a search for floors",
-            f"go on with it: weighin floor --resume {quote(str(folder))}",
+            f"resume it: weighin floor --resume {quote(str(folder))}",
         )
     return run
 
 
 def restore(folder: Path, *, trusted: bool = False) -> tuple[Run, dict[str, Any]]:
     """Return a run that was planned before, and its settings; raises as ``resume`` does."""
-    known = run_folder.read_plan(folder)
-    if not known.cells:
-        raise RecordError(f"{folder} plans no cell", "start a new run")
-    settings = known.settings
+    planned = run_folder.read_plan(folder)
+    if not planned.cells:
+        raise RecordError(f"the plan in {folder} has no cell", "start a new run")
+    settings = planned.settings
     try:
         if not trusted:
             verb = "floor" if "within" in settings else "bench"
             trust.check(
-                trust.foreign(known.cells, settings["strategy_paths"], settings["base_image"]),
+                trust.foreign(planned.cells, settings["strategy_paths"], settings["base_image"]),
                 place=folder / run_folder.PLAN,
                 again=f"weighin {verb} --resume {quote(str(folder))}",
             )
         infos = {
-            name: registry.read_strategy(Path(path), known.cells[0].operation)
+            name: registry.read_strategy(Path(path), planned.cells[0].operation)
             for name, path in settings["strategy_paths"].items()
         }
-        planned = [Planned.of(cell, infos[cell.strategy]) for cell in known.cells]
-        _check_any_runs(planned)
+        cells = [Planned.of(cell, infos[cell.strategy]) for cell in planned.cells]
+        _check_any_runs(cells)
         checkpoint = settings["checkpoint"]
         run = Run(
             folder=folder,
-            planned=planned,
-            isolation=select.named(known.cells[0].isolation, settings["base_image"]),
+            planned=cells,
+            isolation=select.named(planned.cells[0].isolation, settings["base_image"]),
             seed=settings["seed"],
             checkpoint=Path(checkpoint) if checkpoint else None,
             timeout_s=settings["timeout_s"],
@@ -162,28 +163,28 @@ def restore(folder: Path, *, trusted: bool = False) -> tuple[Run, dict[str, Any]
 
 @contextmanager
 def resumable(verb: str, task: Run) -> Iterator[None]:
-    """Let a stop inside, and what keeps a run from going on, say how to go on with it."""
+    """Add the command that resumes ``task`` to each error in this block that stops the run."""
     again = f"weighin {verb} --resume {quote(str(task.folder))}"
-    paths = {one.strategy.name: str(one.strategy.path) for one in task.planned}
-    if trust.foreign([one.cell for one in task.planned], paths):
+    paths = {each.strategy.name: str(each.strategy.path) for each in task.planned}
+    if trust.foreign([each.cell for each in task.planned], paths):
         again += " --trust"
     try:
         yield
     except Interrupted as stopped:
-        raise Interrupted(stopped.message, f"go on with it: {again}") from None
+        raise Interrupted(stopped.message, f"resume it: {again}") from None
     except (RecordError, IsolationUnavailable, StillRunning) as error:
         if (task.folder / run_folder.RECORDS).exists() and "--resume" not in error.repair:
-            error.repair += f"; then go on: {again}"
+            error.repair += f"; then resume: {again}"
         raise
 
 
-def _check_names(kinds: str, found: list[tuple[str, str]]) -> None:
+def _check_names(kinds: str, named_places: list[tuple[str, str]]) -> None:
     places: dict[str, str] = {}
-    for name, place in found:
+    for name, place in named_places:
         if places.setdefault(name, place) != place:
             raise ConfigError(
                 f"two {kinds} are called {name!r}: {places[name]} and {place}",
-                "a record tells them apart by their names: rename one, or measure them in two runs",
+                f"records identify {kinds} by name: rename one, or measure them in two runs",
             )
 
 
@@ -203,30 +204,31 @@ def _check_machine(limits: list[int | None]) -> None:
         if limit is not None and limit > total:
             raise ConfigError(
                 f"--ram {format_exact(limit)} is more than this machine has ({format_bytes(total)})",
-                "give a smaller limit, or leave --ram out to limit nothing",
+                "give a smaller limit, or leave out --ram for no limit",
             )
 
 
 def _check_gpu(suite: Suite) -> None:
-    """Refuse a GPU that is not there before a checkpoint is made for it."""
+    """Reject a missing GPU, or a GPU option on the CPU, before any checkpoint is generated."""
     if suite.device != "cpu":
         gpu_check.check(suite.device, suite.vram)
         return
-    asked = [
-        *(["--vram limits a GPU"] if any(limit is not None for limit in suite.vram) else []),
-        *(["--trace notes what a GPU's allocator does"] if suite.trace else []),
+    is_limited = any(limit is not None for limit in suite.vram)
+    needs_gpu = [
+        *(["--vram limits GPU memory"] if is_limited else []),
+        *(["--trace records the events of the CUDA allocator"] if suite.trace else []),
     ]
-    if asked:
+    if needs_gpu:
         raise ConfigError(
-            f"{asked[0]}, and the device is cpu", "add --device cuda, or leave it out"
+            f"{needs_gpu[0]}, but the device is cpu", "add --device cuda, or leave it out"
         )
 
 
 def _check_folder(folder: Path, verb: str) -> None:
     if (folder / run_folder.PLAN).exists() or (folder / run_folder.RECORDS).exists():
         raise RecordError(
-            f"{folder} already holds a run",
-            f"go on with it: weighin {verb} --resume {quote(str(folder))}; or name another folder with --out",
+            f"{folder} already contains a run",
+            f"resume it: weighin {verb} --resume {quote(str(folder))}; or name another folder with --out",
         )
 
 

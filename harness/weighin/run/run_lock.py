@@ -1,6 +1,6 @@
-"""The lock of the one run that measures on this machine: two at once would measure each other.
+"""A lock that lets one run measure on this machine at a time, so that runs do not disturb each other.
 
-One file for all users and all caches. It is locked by whoever can read it, and never written.
+All users and caches share one lock file. Whoever can read the file can lock it; nobody writes it.
 """
 
 import contextlib
@@ -18,19 +18,21 @@ from typing import Final
 from weighin.errors import ConfigError, MachineBusy
 
 VARIABLE: Final = "WEIGHIN_LOCK"
-"""Names another file, where this one cannot be used, or where runs are known to share nothing."""
+"""Environment variable that names another lock file, for a machine where the default is unusable."""
 _FOLDERS: Final = (Path("/run/lock"), Path("/tmp"))  # noqa: S108 (never written, links not followed)
 _NAME: Final = "weighin-measuring.lock"
 _PAUSES_S: Final = (0.05, 1.0)  # the first, and the longest: a waiting run must not be measured
 
 
 def lock_path() -> Path:
-    """Return the file that is locked: the same for every user of this machine."""
+    """Return the lock file, the same one for every user of this machine."""
     if named := os.environ.get(VARIABLE):
         return Path(named)
     for folder in _FOLDERS:
         with contextlib.suppress(OSError):
-            if folder.stat().st_mode & stat.S_IWOTH:  # else another user could not make it there
+            if (
+                folder.stat().st_mode & stat.S_IWOTH
+            ):  # else another user could not create the file there
                 return folder / _NAME
     return Path(tempfile.gettempdir()) / _NAME
 
@@ -39,20 +41,22 @@ def lock_path() -> Path:
 def only_run(
     patience_s: float = 0, waiting: Callable[[str], None] = lambda _: None
 ) -> Iterator[None]:
-    """Hold the lock; it goes with the process that holds it. Waits ``patience_s`` for it.
+    """Hold the lock in this block; waits up to ``patience_s`` for it.
 
-    ``waiting`` is called once, with the reason, where it has to wait.
+    The kernel releases it when the process ends. ``waiting`` is called once, with the reason, if it
+    has to wait.
 
     Raises:
-        MachineBusy: another run holds it. ConfigError: the file cannot be made or opened.
+        MachineBusy: another run holds the lock.
+        ConfigError: the lock file cannot be created or opened.
     """
     path = lock_path()
     try:
         file = _open(path)
     except OSError as error:
         raise ConfigError(
-            f"cannot open the lock of this machine's one run, {path}: {error.strerror}",
-            f"see whose it is (ls -l), or name another file: {VARIABLE}=/path weighin ...",
+            f"cannot open the lock file {path}: {error.strerror}",
+            f"check its owner (ls -l), or name another file: {VARIABLE}=/path weighin ...",
         ) from None
     try:
         if not _try_lock(file):
@@ -65,18 +69,18 @@ def only_run(
 
 
 def _open(path: Path) -> int:
-    """Open the file for reading, which is enough to lock it; make it where there is none."""
+    """Open the file for reading, which is enough to lock it; create it if it does not exist."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    # Not made by the same call: in sticky folders, Linux refuses that for a file of another user.
+    # No O_CREAT yet: in sticky folders, Linux refuses it for an existing file of another user.
     try:
         return os.open(path, flags)
     except FileNotFoundError:
         path.parent.mkdir(parents=True, exist_ok=True)
     try:
         file = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o644)
-    except FileExistsError:  # somebody was faster
+    except FileExistsError:  # another process created it first
         return os.open(path, flags)
-    os.fchmod(file, 0o644)  # whatever the umask says: others must be able to lock it
+    os.fchmod(file, 0o644)  # regardless of the umask: other users must be able to lock it
     return file
 
 

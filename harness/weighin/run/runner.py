@@ -1,4 +1,4 @@
-"""Runs a plan cell by cell: prepares what cells share, measures each one, records it at once."""
+"""Run a plan: prepare the shared resources, measure each cell, and record it at once."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +30,7 @@ _PROBE_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What the run tells while it works; each field is called with what happens next."""
+    """Callbacks that report the progress of a run; each is called when its step begins or ends."""
 
     preparing: Callable[[str, float | None], None] = lambda _text, _share: None
     building: Callable[[str], None] = lambda _: None
@@ -42,9 +42,9 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run to perform: cells, where their records go, and what they load.
+    """One run to perform: its cells, the folder for their records, and the checkpoint.
 
-    A run that ``is_new`` leaves no folder where it fails before its first record. ``patience_s``
+    If a run that ``is_new`` fails before its first record, its folder is removed. ``patience_s``
     is how long it waits for another run on this machine to end.
     """
 
@@ -61,18 +61,18 @@ class Run:
 
 
 Following = Callable[[Sequence[Result]], Planned | None]
-"""What to measure next, given all results of the run so far; None ends the run."""
+"""Returns the next cell to measure, given all results of the run so far; None ends the run."""
 
 
 def run(task: Run, progress: Progress, following: Following | None = None) -> list[Result]:
     """Run every cell that has no record yet, in the plan's order; returns the results of all.
 
-    With ``following``, the cells are found on the way: it is asked before each. What is planned
-    then only says which checkpoints they need.
+    With ``following``, that function chooses each cell, and the plan only determines which
+    checkpoints are prepared.
 
     Raises:
-        HarnessError: what keeps cells from being run at all. What happens inside a cell is its
-            outcome, and the run goes on.
+        HarnessError: no cell can be run. A failure inside a cell is its outcome instead, and the
+            run continues.
     """
     try:
         _run(task, progress, following)
@@ -92,7 +92,7 @@ def _run(task: Run, progress: Progress, following: Following | None) -> None:
         only_run(task.patience_s, lambda text: progress.preparing(text, None)),
     ):
         for line in [*task.isolation.remove_stale(), *save_target.remove_leftovers()]:
-            progress.preparing(f"removed what a dead run left: {line}", None)
+            progress.preparing(f"removed a leftover of a dead run: {line}", None)
         results = list(run_folder.read(task.folder).results)
         if following is None:
             todo = {cell.id for cell in run_folder.pending([p.cell for p in task.planned], results)}
@@ -100,16 +100,16 @@ def _run(task: Run, progress: Progress, following: Following | None) -> None:
             cells = iter(needed)
         else:
             needed = list(task.planned)
-            cells = _found(following, results)
+            cells = _chosen(following, results)
         bench: _Bench | None = None
         for planned in cells:
             interrupts.check()
-            if bench is None and any(not one.skip for one in needed):
+            if bench is None and any(not each.skip for each in needed):
                 bench = _set_up(task, needed, progress)
             with run_folder.room(task.folder):
                 if planned.skip or bench is None:
-                    found = bench.setting.environment if bench else {}
-                    measured = CellMeasurement(_skipped(planned, found))
+                    known_environment = bench.setting.environment if bench else {}
+                    measured = CellMeasurement(_skipped(planned, known_environment))
                 else:
                     progress.starting(planned.cell)
                     measured = bench.measure(planned)
@@ -120,14 +120,14 @@ def _run(task: Run, progress: Progress, following: Following | None) -> None:
                     measured.finish(task.folder)
 
 
-def _found(following: Following, results: Sequence[Result]) -> Iterator[Planned]:
+def _chosen(following: Following, results: Sequence[Result]) -> Iterator[Planned]:
     while (planned := following(results)) is not None:
         yield planned
 
 
 @dataclass(frozen=True, slots=True)
 class _Bench:
-    """All that the cells of a run share, made ready."""
+    """The prepared resources that all cells of a run share."""
 
     task: Run
     setting: Setting
@@ -153,7 +153,7 @@ def _set_up(task: Run, needed: Sequence[Planned], progress: Progress) -> _Bench:
     with run_folder.writing(samples := task.folder / "samples"):
         samples.mkdir(exist_ok=True)
     first = next(planned for planned in needed if not planned.skip)
-    progress.preparing("importing torch once, to know what an import needs", None)
+    progress.preparing("importing torch once, to measure the memory that an import needs", None)
     baseline = _probe(task, _job(task, first, prepared))
     _check_limits(needed, baseline)
     setting = Setting(
@@ -169,18 +169,18 @@ def _set_up(task: Run, needed: Sequence[Planned], progress: Progress) -> _Bench:
 def _prepare_checkpoints(
     task: Run, planned: Sequence[Planned], progress: Progress
 ) -> dict[tuple[str, str], cache.Prepared]:
-    """Make or find the checkpoint of every model in every format that some cell needs."""
+    """Find or generate the checkpoint of every model in every format that some cell needs."""
     prepared: dict[tuple[str, str], cache.Prepared] = {}
-    for one in planned:
-        key = _checkpoint_key(task, one.cell)
-        if not one.skip and key not in prepared:
+    for each in planned:
+        key = _checkpoint_key(task, each.cell)
+        if not each.skip and key not in prepared:
             prepared[key] = cache.ensure(
-                one.cell.model,
+                each.cell.model,
                 key[1],
                 seed=task.seed,
                 checkpoint=task.checkpoint,
                 progress=progress.preparing,
-                python_path=_python_path(one.cell),
+                python_path=_python_path(each.cell),
             )
             for warning in prepared[key].warnings:
                 progress.preparing(warning, None)
@@ -201,15 +201,15 @@ def _job(task: Run, planned: Planned, prepared: dict[tuple[str, str], cache.Prep
 
 
 def _python_path(cell: Cell) -> tuple[str, ...]:
-    """Return where a user's own builder is imported from: the folder that the run started in."""
+    """Return the import path for a user's own builder: the folder that the run started in."""
     return () if cell.model.builder.startswith("weighin.models.") else (str(Path.cwd()),)
 
 
 def _probe(task: Run, job: Job) -> Memory:
-    """Run a worker as far as its baseline, without a limit; returns what it holds there.
+    """Run a worker without a limit up to its baseline; returns its memory there.
 
-    It also reads torch's libraries into the page cache, which would else be charged to the first
-    cell, and finds out whether workers run at all before any cell is recorded.
+    This also reads torch's libraries into the page cache, which would otherwise be charged to the
+    first cell, and detects before the first record whether workers can run at all.
     """
     cell = replace(job.cell, ram_limit_bytes=None, cache="cold", operation="load")
     unlimited = replace(job, cell=cell)
@@ -223,10 +223,10 @@ def _probe(task: Run, job: Job) -> Memory:
                 running.channel.send(ACKNOWLEDGEMENT)
             if event["event"] == "failed":
                 raise ConfigError(f"no cell can run: {event['message']}")
-        said = running.channel.stderr_tail.decode(errors="replace").strip().splitlines()
+        stderr_lines = running.channel.stderr_tail.decode(errors="replace").strip().splitlines()
     raise HarnessError(
-        f"a worker under {task.isolation.name} ends before it has imported torch"
-        + (f": {one_line(said[-1])}" if said else ""),
+        f"a worker under {task.isolation.name} ended before it had imported torch"
+        + (f": {one_line(stderr_lines[-1])}" if stderr_lines else ""),
         "weighin doctor says what works on this machine",
     )
 
@@ -237,32 +237,32 @@ def _receive(running: Running, deadline: float) -> bytes | None:
             return running.channel.receive(max(0.0, deadline - time.monotonic()))
     except TimeoutError:
         raise HarnessError(
-            f"a worker has not imported torch within {_PROBE_TIMEOUT_S:.0f} s",
-            "free the machine of other work, and try again",
+            f"a worker did not import torch within {_PROBE_TIMEOUT_S:.0f} s",
+            "stop other work on this machine, and try again",
         ) from None
 
 
 def _check_limits(planned: Sequence[Planned], baseline: Memory) -> None:
-    """Refuse limits that say nothing: below a bare import, or above the machine."""
-    for limit in {one.cell.ram_limit_bytes for one in planned} - {None}:
+    """Reject limits below the memory of a bare ``import torch``, ``baseline``."""
+    for limit in {each.cell.ram_limit_bytes for each in planned} - {None}:
         assert limit is not None
-        need = baseline.anon_bytes + baseline.shmem_bytes  # files can be read again: they need none
+        need = baseline.anon_bytes + baseline.shmem_bytes  # file-backed pages can be evicted
         if limit < need:
             raise ConfigError(
-                f"--ram {format_exact(limit)} is less than `import torch` alone takes here"
+                f"--ram {format_exact(limit)} is less than `import torch` alone needs here"
                 f" ({format_bytes(need)})",
-                f"give at least {format_bytes(2 * need)}, and room for the weights",
+                f"give at least {format_bytes(2 * need)} plus the size of the weights",
             )
 
 
-def _skipped(planned: Planned, found: dict[str, Any]) -> Result:
+def _skipped(planned: Planned, known_environment: dict[str, Any]) -> Result:
     return Result(
         schema=SCHEMA,
         cell=planned.cell,
         outcome=Outcome.SKIPPED,
         message=planned.skip,
         started_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
-        environment=found,
+        environment=known_environment,
     )
 
 
@@ -271,7 +271,10 @@ def _environment(isolation: Isolation) -> dict[str, Any]:
 
 
 def _checkpoint_key(task: Run, cell: Cell) -> tuple[str, str]:
-    """Return the model and the format that are read; a save may read what there is already."""
+    """Return the title and format of the checkpoint that a cell reads.
+
+    A save builds its model from ``task.checkpoint``, in whichever format that is, or from pt.
+    """
     if cell.operation == "load":
         return cell.model.title, cell.format
     return cell.model.title, formats.detect(task.checkpoint).NAME if task.checkpoint else "pt"

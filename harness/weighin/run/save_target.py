@@ -1,4 +1,4 @@
-"""The folders that saves are measured into: on the cache's disk, one a cell, removed after it."""
+"""Target folders for saves: one per cell, on the cache's disk, removed after the cell."""
 
 import shutil
 import tempfile
@@ -13,12 +13,12 @@ from weighin.probes import page_cache
 from weighin.record import Result
 from weighin.units import MIB, format_bytes
 
-_SPARE_BYTES = 64 * MIB  # names, indexes, and what a file system rounds up
+_SPARE_BYTES = 64 * MIB  # for names, indexes and rounding up to file system blocks
 
 
 @contextmanager
 def target(model_bytes: int) -> Iterator[Path]:
-    """Make an empty folder for one save, and remove it with all that is in it.
+    """Make an empty folder for one save, and remove it with its content at the end.
 
     Raises:
         ConfigError: the disk has no room for the model.
@@ -28,7 +28,7 @@ def target(model_bytes: int) -> Iterator[Path]:
     needed, free = model_bytes + _SPARE_BYTES, shutil.disk_usage(root).free
     if free < needed:
         raise ConfigError(
-            f"a save needs {format_bytes(needed)} in {root}, where {format_bytes(free)} are free",
+            f"a save needs {format_bytes(needed)} in {root}, but only {format_bytes(free)} are free",
             "put the cache on another disk: WEIGHIN_CACHE=/path weighin ...",
         )
     folder = Path(tempfile.mkdtemp(dir=root))
@@ -39,7 +39,7 @@ def target(model_bytes: int) -> Iterator[Path]:
 
 
 def remove_leftovers() -> list[str]:
-    """Remove what killed runs left; the caller holds the lock of the one run that measures."""
+    """Remove the target folders of killed runs; the caller must hold the run lock."""
     removed = []
     for folder in sorted(_root().glob("*")):
         shutil.rmtree(folder, ignore_errors=True)
@@ -48,13 +48,13 @@ def remove_leftovers() -> list[str]:
 
 
 def with_warnings(result: Result, folder: Path) -> Result:
-    """Return the result of a save, warned of a folder whose files are memory."""
+    """Return the result of a save, with a warning if the target folder lies on a tmpfs."""
     kept = page_cache.drop(path for path in folder.rglob("*") if path.is_file())
     if not kept:
         return result
     warning = (
-        f"{format_bytes(kept)} of what was written could not be dropped from the page cache: on a"
-        " tmpfs, files are memory of the cell; put the cache on a disk: WEIGHIN_CACHE=/path"
+        f"{format_bytes(kept)} of the written files could not be dropped from the page cache: files"
+        " on a tmpfs are charged to the cell; put the cache on a disk: WEIGHIN_CACHE=/path"
     )
     return replace(result, warnings=(*result.warnings, warning))
 

@@ -1,7 +1,7 @@
-"""Watches one running worker: answers its marks, samples it, and reads what outlives it.
+"""Supervise one running worker: answer its events, sample it, and read the kernel's counters.
 
-The worker's events say what it did; the kernel's counters, read here from outside while the
-worker waits at a mark or after it has died, say what it cost.
+The worker's events describe its progress. Memory and faults are read here, from outside: while the
+worker waits at the end of a phase, and after it has exited.
 """
 
 import bisect
@@ -28,7 +28,7 @@ _GRACE_S = 10.0  # from the end of a worker's events to its own end
 
 
 class Watch:
-    """One running worker, from its start until nothing of it is left to read."""
+    """The supervision of one running worker, from its start until its last counters are read."""
 
     def __init__(
         self,
@@ -54,10 +54,10 @@ class Watch:
             if running.pid
             else running.observe_inside(interval_s)
         )
-        self._at_mark = self._look()
+        self._at_phase_end = self._observe()
 
     def follow(self, timeout_s: float) -> None:
-        """Answer the worker's events until they end, or kill it where the time is over."""
+        """Answer the worker's events until they end; kill the worker at the time-out."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -73,23 +73,23 @@ class Watch:
                 self._take(event.pop("event"), event)
 
     def end(self) -> Exit:
-        """Wait for the worker's end, and read the counters that outlive it."""
+        """Wait until the worker has exited, and read the counters of its cgroup."""
         try:
             ended = self._running.wait(_GRACE_S)
-        except TimeoutError:  # its events ended, but something of it still runs
+        except TimeoutError:  # its events have ended, but a process of it still runs
             self._kill()
             try:
                 ended = self._running.wait(_GRACE_S)
-            except TimeoutError:  # it waits in the kernel, where no signal reaches it
+            except TimeoutError:  # it waits in the kernel, where no signal has an effect
                 ended = Exit(None, still_runs=True)
-        self._at_end = self._look()
+        self._at_end = self._observe()
         self._oom_kills = self._at_end.oom_kills
         if not self.event_log.is_ready:
             self._raise_peak(self._at_end.peak_bytes)
         return ended
 
     def close(self) -> None:
-        """End the sampling; what was seen is in ``samples``."""
+        """End the sampling and fill ``samples``."""
         driver = self._driver.stop() if self._driver else None
         if self._observer:
             self.samples = _with_cuda(self._observer.stop(), self.event_log.cuda_points, driver)
@@ -97,7 +97,7 @@ class Watch:
                 self._oom_kills = self._observer.oom_kills
 
     def result(self, job: Job, ended: Exit) -> Result:
-        """Return what is known now that it is over."""
+        """Build the result of the worker after its end."""
         event_log, totals = self.event_log, self._at_ready or self._at_end
         if self._timed_out:
             outcome = Outcome.TIMEOUT
@@ -136,7 +136,7 @@ class Watch:
         if kind == "baseline":
             if self._before_load:
                 self._before_load()
-            self._at_baseline = self._look()
+            self._at_baseline = self._observe()
             self.event_log.take_baseline(fields, self._at_baseline.usage_bytes)
             self._watch_driver()
             if self._observer and self._observer.reset_peak():
@@ -148,27 +148,27 @@ class Watch:
         else:
             self.event_log.take(kind, fields)
             if kind == "ready":
-                self._at_ready = self._at_mark
+                self._at_ready = self._at_phase_end
             if kind == "begin":
                 self._on_phase(fields["name"])
 
     def _take_phase(self, fields: dict[str, Any]) -> None:
-        look = self._look()
-        end, peak = replace(Memory(**fields["end"]), cgroup_bytes=look.usage_bytes), look.peak_bytes
+        now = self._observe()
+        end, peak = replace(Memory(**fields["end"]), cgroup_bytes=now.usage_bytes), now.peak_bytes
         if not self.event_log.is_ready:
             self._raise_peak(peak)
         if not (self._observer and self._observer.reset_peak()):
-            peak = None  # the mark is older than this phase
-        before, self._at_mark = self._at_mark, look
-        seen = {
+            peak = None  # the high-water mark includes earlier phases
+        before, self._at_phase_end = self._at_phase_end, now
+        outside = {
             "end": end,
             "peak_cgroup_bytes": peak,
-            "workingset_refault_file": _grown(before.refaults, look.refaults),
+            "workingset_refault_file": _grown(before.refaults, now.refaults),
         }
-        self.event_log.take_phase(Phase(**fields | seen))
+        self.event_log.take_phase(Phase(**fields | outside))
 
     def _watch_driver(self) -> None:
-        """Look at the worker's memory as the driver counts it; note what is measured instead."""
+        """Sample the worker's GPU memory by NVML; record the source of the figure."""
         environment, pid = self.event_log.environment, self._running.pid
         if "gpu" not in environment:
             return
@@ -177,7 +177,7 @@ class Watch:
         except NvmlUnavailable as reason:
             environment["cuda_driver_source"] = "cudaMemGetInfo"
             self.event_log.notes.append(
-                f"the driver's figure is of all processes on the GPU, not of this one: {reason}"
+                f"the driver's figure is the sum of all processes on the GPU, not the worker's: {reason}"
             )
         else:
             environment["cuda_driver_source"] = "NVML, this process"
@@ -191,39 +191,39 @@ class Watch:
         on_gpu = event_log.cuda_phases()
         rss: list[int | None] = [phase.peak_rss_bytes for phase in phases]
         if self._observer and not (event_log.is_ready or event_log.failure):
-            # The interrupted phase's own mark died with it: this is how it was last seen.
+            # The worker died before it could report this phase's high-water mark: take the last sample.
             rss.append(self._observer.last_peak_rss_bytes)
         last_ns = event_log.ready_at_ns or math.inf
         seen: list[Memory | Sample] = [phase.end for phase in phases]
         if event_log.baseline:
-            seen += [one for one in self.samples if event_log.baseline_ns <= one.t_ns <= last_ns]
+            seen += [each for each in self.samples if event_log.baseline_ns <= each.t_ns <= last_ns]
         return Peaks(
             rss_bytes=_largest(rss),
             cgroup_bytes=self._peak_bytes,
-            anon_sampled_bytes=_largest(one.anon_bytes for one in seen),
-            file_sampled_bytes=_largest(one.file_bytes for one in seen),
+            anon_sampled_bytes=_largest(each.anon_bytes for each in seen),
+            file_sampled_bytes=_largest(each.file_bytes for each in seen),
             unreclaimable_sampled_bytes=_unreclaimable(seen),
             cuda_requested_bytes=_largest(phase.peak_cuda_requested_bytes for phase in on_gpu),
             cuda_allocated_bytes=_largest(phase.peak_cuda_allocated_bytes for phase in on_gpu),
             cuda_reserved_bytes=_largest(phase.peak_cuda_reserved_bytes for phase in on_gpu),
             cuda_driver_sampled_bytes=_largest(
-                one.cuda_driver_bytes for one in seen if isinstance(one, Sample)
+                each.cuda_driver_bytes for each in seen if isinstance(each, Sample)
             ),
             pinned_bytes=_largest(phase.peak_pinned_bytes for phase in on_gpu),
         )
 
     def _faults(self, totals: Observation) -> Faults | None:
         refaults = _grown(self._at_baseline.refaults, totals.refaults)
-        known = self.event_log.faults(refaults)
+        counted = self.event_log.faults(refaults)
         if self.event_log.baseline is None or self.event_log.is_ready:
-            return known
-        # Cut off in a phase, whose own count died with it: this is how it was last seen.
+            return counted
+        # The worker died before it could report this phase's faults: take them from the samples.
         phases = self.event_log.load_phases()
         since_ns = phases[-1].end_ns if phases else self.event_log.baseline_ns
-        seen = [one for one in self.samples if one.t_ns >= since_ns]
+        seen = [each for each in self.samples if each.t_ns >= since_ns]
         if not seen:
-            return known
-        before, first, last = known or Faults(0, 0), seen[0], seen[-1]
+            return counted
+        before, first, last = counted or Faults(0, 0), seen[0], seen[-1]
         return Faults(
             before.minor + last.minor_faults - first.minor_faults,
             before.major + last.major_faults - first.major_faults,
@@ -238,25 +238,27 @@ class Watch:
     def _warnings(self, outcome: Outcome, ended: Exit) -> list[str]:
         warnings = [self._running.unseen] if self._running.unseen else []
         if self._observer and (watcher := self._observer.watcher):
-            weight = (
+            size = (
                 f"{format_bytes(watcher.rss_bytes)} (anonymous: {format_bytes(watcher.anon_bytes)})"
             )
             warnings[0] += (
-                f": a watcher in the container looked, and the cell was charged its {weight}"
+                f": a watcher in the container measured the worker, and the cell was charged its {size}"
             )
         warnings += self.event_log.notes
         if ended.still_runs:
-            warnings.append("the worker still ran when this was recorded: SIGKILL did not end it")
+            warnings.append(
+                "the worker was still running when this was recorded: SIGKILL did not end it"
+            )
         if self._oom_kills and outcome is not Outcome.OOM_KILLED:
             killed = f"{self._oom_kills} process{'es' * (self._oom_kills > 1)}"
             warnings.append(f"the kernel killed {killed} of this cell for lack of memory")
         return warnings
 
-    def _look(self) -> Observation:
+    def _observe(self) -> Observation:
         return self._observer.look() if self._observer else Observation()
 
     def _kill(self) -> None:
-        """Kill the worker with its limit lifted: one that thrashes would take long to die."""
+        """Lift the limit and kill the worker: a thrashing process takes long to exit otherwise."""
         if self._observer:
             self._observer.raise_limit()
         if not (self._observer and self._observer.kill()):
@@ -268,9 +270,9 @@ def _with_cuda(
     points: list[tuple[int, int, int]],
     driver_points: list[tuple[int, int]] | None,
 ) -> list[Sample]:
-    """Return the samples with the latest look at the GPU before each of them.
+    """Return the samples, each with the latest GPU figures before it.
 
-    The driver's figure is that of ``driver_points``, or the worker's own where there are none.
+    The driver's figure comes from ``driver_points``, or from the worker if that is None.
     """
     if not points:
         return samples
@@ -289,10 +291,10 @@ def _latest(points: Sequence[_Point], t_ns: int) -> _Point | None:
 
 
 def _unreclaimable(seen: Sequence[Memory | Sample]) -> int | None:
-    """Return the most that was anonymous or shared at once; None where nothing was shared."""
-    if not any(one.shmem_bytes for one in seen):
+    """Return the maximum of anonymous plus shared memory; None if there was no shared memory."""
+    if not any(each.shmem_bytes for each in seen):
         return None
-    return max(one.anon_bytes + one.shmem_bytes for one in seen)
+    return max(each.anon_bytes + each.shmem_bytes for each in seen)
 
 
 def _largest(values: Iterable[int | None]) -> int | None:

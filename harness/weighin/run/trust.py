@@ -1,7 +1,8 @@
-"""Code that a run's files name: ours needs no trust, all else runs only where the user says so.
+"""Find foreign code in a run's plan, which is run only if the user trusts it.
 
-A plan is a file that anybody can write. Its builders are imported and its strategies are run, some
-of them on this machine with the user's own rights.
+Anybody can write a plan. weighin imports the builders and runs the strategies that it names, some
+of them on this machine with the user's rights. Our own code and that of installed packages needs
+no trust.
 """
 
 import hashlib
@@ -22,12 +23,12 @@ _KWARGS_LENGTH: Final = 120
 
 
 def check(
-    found: Iterable[str], *, place: Path, again: str, repair: str = "or start a new run"
+    foreign_code: Iterable[str], *, place: Path, again: str, repair: str = "or start a new run"
 ) -> None:
-    """Raise ConfigError where anything was found; ``again`` is the command that trusts it."""
-    if listed := "; ".join(found):
+    """Raise ConfigError if there is any foreign code; ``again`` is the command to add --trust to."""
+    if listed := "; ".join(foreign_code):
         raise ConfigError(
-            f"{place} names code that is not weighin's own, and it would run here: {listed}",
+            f"{place} names code that is not part of weighin and would run here: {listed}",
             f"read it; if you trust it: {again} --trust; {repair}",
         )
 
@@ -35,17 +36,17 @@ def check(
 def foreign(
     cells: Iterable[Cell], paths: Mapping[str, str], base_image: str | None = None
 ) -> list[str]:
-    """Return what is neither ours nor of an installed package, one line each: what would run.
+    """Return a line for each builder, strategy or image that is not weighin's or installed.
 
-    ``paths`` are the strategies' files by name. Nothing of it is imported or run.
+    ``paths`` are the strategies' files by name. Imports and runs none of them.
     """
     cells = list(cells)
     ours = {read_model(path).builder for path in registry.models().values()}
-    found: dict[str, None] = {}
+    lines: dict[str, None] = {}
     for cell in cells:
         if (builder := cell.model.builder) not in ours:
             kwargs = one_line(json.dumps(cell.model.kwargs, default=str), _KWARGS_LENGTH)
-            found[f"builder {one_line(builder)} with {kwargs}"] = None
+            lines[f"builder {one_line(builder)} with {kwargs}"] = None
     known = {
         info.path
         for operation in {cell.operation for cell in cells}
@@ -53,20 +54,20 @@ def foreign(
     }
     for path in map(Path, paths.values()):
         if path.resolve() not in known:
-            found[f"strategy {one_line(str(path))} ({_hash(path)})"] = None
+            lines[f"strategy {one_line(str(path))} ({_hash(path)})"] = None
     if base_image and any(cell.isolation == "docker" for cell in cells):
         from weighin.isolation.docker.image import BASE_VARIABLE
         from weighin.isolation.docker.image_build import DEFAULT_BASE  # these import the SDK
 
         if base_image not in (DEFAULT_BASE, os.environ.get(BASE_VARIABLE)):
-            found[f"base image {one_line(base_image)}"] = None
-    return list(found)
+            lines[f"base image {one_line(base_image)}"] = None
+    return list(lines)
 
 
 def _hash(path: Path) -> str:
     try:
         if not path.is_file() or path.stat().st_size > _LARGEST_FILE_BYTES:
-            return "no such file" if not path.exists() else "no strategy"
+            return "no such file" if not path.exists() else "not a strategy"
         return f"sha256 {hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
     except OSError as error:
         return f"cannot be read: {error.strerror}"

@@ -1,1 +1,1 @@
-"""YAML to cells; strategies and models by name, found without importing torch."""
+"""Read suites from YAML, find strategies and models by name, and expand a matrix into cells."""

@@ -1,4 +1,7 @@
-"""YAML files -> what they describe. Errors name the file, the key and the nearest right one."""
+"""Read and validate the YAML files of suites and models.
+
+Each error names the file and the key, and for an unknown key the nearest valid one.
+"""
 
 import re
 from collections.abc import Iterator
@@ -43,7 +46,7 @@ DTYPES = {
     "float16": "float16",
     "fp16": "float16",
 }
-"""What floating-point tensors can become, by the names that one may write."""
+"""Target dtypes for floating-point tensors, by each name that a user may write."""
 
 
 def _as_dtype(value: object) -> object:
@@ -68,13 +71,13 @@ def _as_limit(value: object) -> object:
 
 def _as_device(value: str) -> str:
     if not re.fullmatch(r"cpu|cuda(:\d+)?", value):
-        raise ValueError(f"{value!r} is no device", "write cpu, cuda or cuda:1")
+        raise ValueError(f"{value!r} is not a device", "write cpu, cuda or cuda:1")
     return value
 
 
 def _as_builder(value: str) -> str:
     if not re.fullmatch(r"[\w.]+:\w+", value):
-        raise ValueError(f"{value!r} is no builder", "write package.module:function")
+        raise ValueError(f"{value!r} is not a builder", "write package.module:function")
     return value
 
 
@@ -83,7 +86,7 @@ _Limit = Annotated[StrictInt | None, BeforeValidator(_as_limit)]
 
 
 class Strict(BaseModel):
-    """A mapping whose keys are all known."""
+    """Base class of the YAML models: an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -107,15 +110,15 @@ def _as_strategies(value: object) -> object:
     return [{"name": item} if isinstance(item, str) else item for item in items]
 
 
-def _check_cache(value: str, known: ValidationInfo) -> str:
-    if value == "warm" and known.data.get("operation") == "save":
-        raise ValueError("a save reads no checkpoint that could be warm", "leave it out")
+def _check_cache(value: str, info: ValidationInfo) -> str:
+    if value == "warm" and info.data.get("operation") == "save":
+        raise ValueError("warm does not apply to a save, which reads no checkpoint", "leave it out")
     return value
 
 
-def _check_passes(value: int, known: ValidationInfo) -> int:
-    if value > 1 and known.data.get("operation") == "save":
-        raise ValueError("a save does not use the model", "leave it out")
+def _check_passes(value: int, info: ValidationInfo) -> int:
+    if value > 1 and info.data.get("operation") == "save":
+        raise ValueError("a save runs no forward pass", "leave it out")
     return value
 
 
@@ -155,7 +158,7 @@ def read_model(path: Path) -> ModelSpec:
     """Read a model's YAML file.
 
     Raises:
-        ConfigError: unreadable, not YAML, or a wrong key or value; names it.
+        ConfigError: the file is unreadable or not YAML, or a key or value in it is invalid.
     """
     model = validate(_ModelFile, read_mapping(path), str(path))
     return ModelSpec(model.name, model.builder, model.kwargs)
@@ -167,29 +170,31 @@ def read_suite(path: Path) -> Suite:
 
 
 def check_suite(options: dict[str, Any]) -> Suite:
-    """Return the options of a command line as a suite; raises ConfigError with the option's name."""
+    """Return command-line options as a suite; raises ConfigError that names the invalid option."""
     return validate(Suite, options, "")
 
 
 def validate(kind: type[_Kind], content: dict[str, Any], file: str) -> _Kind:
-    """Return the content of ``file`` (or of a command line, where that is empty) as ``kind``.
+    """Validate ``content`` and return it as an instance of ``kind``.
+
+    ``file`` is its source, for error messages; empty for a command line.
 
     Raises:
-        ConfigError: a wrong key or value; names it, and the nearest right one.
+        ConfigError: a key or value is invalid; names it, and the nearest valid key.
     """
     try:
         return kind.model_validate(content)
     except ValidationError as error:
-        # An unknown key first: it is often the one that is said to be missing, misspelt.
+        # Report an unknown key first: often it is a misspelling of a key that is reported missing.
         first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
     key = ".".join(part for part in first["loc"] if isinstance(part, str)) or str(first["loc"][-1])
     place = f"{file}: {key}" if file else f"--{key.removesuffix('_s').replace('_', '-')}"
-    what, repair = _complaint(first, _kind_at(kind, first["loc"][:-1]))
-    raise ConfigError(f"{place}: {what}", repair)
+    message, repair = _complaint(first, _kind_at(kind, first["loc"][:-1]))
+    raise ConfigError(f"{place}: {message}", repair)
 
 
 def _kind_at(kind: type[BaseModel], place: tuple[int | str, ...]) -> type[BaseModel]:
-    """Return the innermost model on the way to a place inside ``kind``."""
+    """Return the innermost nested model on the path ``place`` inside ``kind``."""
     for part in place:
         if isinstance(part, str) and part in kind.model_fields:
             kind = next(_models_in(kind.model_fields[part].annotation), kind)
@@ -203,16 +208,16 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from _models_in(inner)
 
 
-_FORMER_KEYS = {"first_use": "passes says how often the loaded model is used: 0 is never"}
+_FORMER_KEYS = {"first_use": "use passes, the number of forward passes after the load; 0 is none"}
 
 
 def _complaint(error: ErrorDetails, kind: type[BaseModel]) -> tuple[str, str]:
-    """Return what is wrong in a mapping of this kind, and the repair."""
+    """Return the message and the repair for one validation error in a ``kind``."""
     keys = [field.alias or name for name, field in kind.model_fields.items()]
     known = f"known keys: {', '.join(keys)}"
     if error["type"] == "value_error":
-        what, repair = error["ctx"]["error"].args
-        return what, repair
+        message, repair = error["ctx"]["error"].args
+        return message, repair
     if error["type"] == "missing":
         return "missing", known
     if error["type"] == "too_short":

@@ -1,4 +1,4 @@
-"""A matrix becomes cells, in the order in which they run, with the reason where one is skipped."""
+"""Expand a matrix into cells, in the order in which they run."""
 
 from dataclasses import dataclass
 from itertools import product
@@ -10,7 +10,7 @@ from weighin.suite.registry import StrategyInfo
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A cell that is to run, or not: ``skip`` is the reason, empty where it runs."""
+    """A planned cell. ``skip`` is the reason why it is not run; empty if it is."""
 
     cell: Cell
     strategy: StrategyInfo
@@ -18,7 +18,7 @@ class Planned:
 
     @classmethod
     def of(cls, cell: Cell, info: StrategyInfo) -> "Planned":
-        """Return the cell with the reason why its strategy cannot run it, if there is one."""
+        """Plan a cell; skip it if its strategy does not support the device or the format."""
         kind = cell.device.partition(":")[0]
         to, read = ("load to", "read") if cell.operation == "load" else ("save from", "write")
         skip = "" if kind in info.devices else f"{info.name} does not {to} {kind}"
@@ -29,10 +29,10 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class CellMatrix:
-    """What to combine. ``ram_limits`` and ``vram_limits`` in bytes; None is no limit.
+    """The values to combine. ``ram_limits`` and ``vram_limits`` in bytes; None is no limit.
 
-    ``formats`` are those that are asked for: each strategy loads all of them that it reads (or
-    saves all that it writes). Where none are, each takes the first that it names.
+    ``formats`` are the requested checkpoint formats: each strategy runs with all of them that it
+    supports. If none are requested, each strategy runs with the first that it declares.
     """
 
     models: tuple[ModelSpec, ...]
@@ -51,7 +51,7 @@ class CellMatrix:
 
 
 def plan(matrix: CellMatrix) -> list[Planned]:
-    """Return the cells of a matrix, each once. Repeats are interleaved: A B C A B C, never A A."""
+    """Return the cells of a matrix without duplicates. Repeats are interleaved: A B C A B C."""
     planned = [
         _planned(matrix, repeat, model, limits, info, options, fmt)
         for repeat, model, *limits, (info, options) in product(
@@ -63,13 +63,16 @@ def plan(matrix: CellMatrix) -> list[Planned]:
         )
         for fmt in _formats(matrix, info)
     ]
-    return list({one.cell.id: one for one in planned}.values())
+    return list({each.cell.id: each for each in planned}.values())
 
 
 def _formats(matrix: CellMatrix, info: StrategyInfo) -> list[str]:
-    """Return the formats to load; one that the strategy cannot read where it reads none of them."""
-    readable = [fmt for fmt in matrix.formats if fmt in info.formats]
-    return readable or [*matrix.formats, *info.formats][:1]
+    """Return the formats for one strategy; if it supports no requested one, the first of them.
+
+    That cell is then planned as skipped, with the reason.
+    """
+    supported = [fmt for fmt in matrix.formats if fmt in info.formats]
+    return supported or [*matrix.formats, *info.formats][:1]
 
 
 def _planned(

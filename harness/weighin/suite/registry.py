@@ -1,6 +1,6 @@
-"""Strategies and models by name, found without importing torch or any strategy.
+"""Find strategies and models by name, without importing torch or any strategy.
 
-A strategy loads or saves: the function that its file defines says which.
+A file that defines ``load`` is a strategy for loads, one that defines ``save`` is one for saves.
 """
 
 import ast
@@ -24,16 +24,20 @@ _FOLDERS: dict[Operation, str] = {"load": ".", "save": "saving"}
 
 
 def data_folder(name: str) -> Path:
-    """Return "strategies", "configs" or "docker": beside the package, or inside it once installed."""
+    """Return the path of one of our data folders: "strategies", "configs" or "docker".
+
+    In a checkout it lies beside the package, in an installed wheel inside it.
+    """
     installed = _PACKAGE / "_data" / name
     return installed if installed.is_dir() else _PACKAGE.parents[1] / name
 
 
 @dataclass(frozen=True, slots=True)
 class StrategyInfo:
-    """What a strategy's file says about itself: ``formats`` that it reads, or that it writes.
+    """The declarations in a strategy's file.
 
-    ``options`` are the names that it reads of ``job.options``.
+    ``formats`` are those that it reads (a load) or writes (a save). ``options`` are the names
+    that it accepts in ``job.options``.
     """
 
     name: str
@@ -44,30 +48,30 @@ class StrategyInfo:
     options: tuple[str, ...] = ()
 
     def check_options(self, names: Iterable[str]) -> None:
-        """Raise UnknownName for an option that the strategy would ignore."""
+        """Raise UnknownName for an option that the strategy does not declare."""
         for name in names:
             if name not in self.options:
-                declare = f'a strategy names its own in its file: OPTIONS = ("{name}",)'
+                declare = f'a strategy declares its options in its file: OPTIONS = ("{name}",)'
                 raise UnknownName(f"option of {self.name}", name, self.options, declare)
 
 
 def strategies(operation: Operation = "load") -> dict[str, StrategyInfo]:
-    """Return all strategies of one operation: our own files, and those of installed packages.
+    """Return all strategies for one operation, by name: ours and those of installed packages.
 
     Raises:
-        ConfigError: two of one name, or a file that is no strategy.
+        ConfigError: two strategies have the same name, or a file is not a strategy.
     """
-    found: dict[str, StrategyInfo] = {}
+    by_name: dict[str, StrategyInfo] = {}
     ours = sorted((data_folder("strategies") / _FOLDERS[operation]).glob("[!_]*.py"))
     for path in [*ours, *_third_party(operation)]:
         info = read_strategy(path, operation)
-        if info.name in found:
+        if info.name in by_name:
             raise ConfigError(
-                f"two strategies are called {info.name!r}: {found[info.name].path} and {path}",
+                f"two strategies are called {info.name!r}: {by_name[info.name].path} and {path}",
                 "rename one of the files: a strategy's name is its file's name",
             )
-        found[info.name] = info
-    return found
+        by_name[info.name] = info
+    return by_name
 
 
 def strategy(name: str, operation: Operation = "load") -> StrategyInfo:
@@ -76,37 +80,38 @@ def strategy(name: str, operation: Operation = "load") -> StrategyInfo:
         return read_strategy(Path(name), operation)
     known = strategies(operation)
     if name not in known:
-        kind = "strategy" if operation == "load" else "strategy of saving"
-        raise UnknownName(kind, name, known, "a file of your own: --strategies ./mine.py")
+        kind = "strategy" if operation == "load" else "strategy for saves"
+        raise UnknownName(kind, name, known, "for a file of your own: --strategies ./mine.py")
     return known[name]
 
 
 def named(name: str, operation: Operation = "load") -> list[StrategyInfo]:
-    """Return the strategies that a name stands for: one, or with "all" every one that is known."""
+    """Return the strategy of this name, or all of them if the name is "all"."""
     if name == "all":
         return list(strategies(operation).values())
     return [strategy(name, operation)]
 
 
 def chosen(suite: "Suite") -> tuple[tuple[StrategyInfo, dict[str, Any]], ...]:
-    """Return the strategies of a suite with their options.
+    """Return the strategies of a suite, each with its options.
 
     Raises:
-        UnknownName: there is no such strategy, or it has no such option.
+        UnknownName: a strategy does not exist, or does not declare one of its options.
     """
-    found = []
-    for one in suite.strategies:
-        for info in named(one.name, suite.operation):
-            info.check_options(one.options)
-            found.append((info, one.options))
-    return tuple(found)
+    pairs = []
+    for entry in suite.strategies:
+        for info in named(entry.name, suite.operation):
+            info.check_options(entry.options)
+            pairs.append((info, entry.options))
+    return tuple(pairs)
 
 
 def read_strategy(path: Path, operation: Operation = "load") -> StrategyInfo:
-    """Read a strategy's name, summary and constants from its syntax tree; runs none of it.
+    """Read a strategy's name, summary and constants from its syntax tree, without executing it.
 
     Raises:
-        ConfigError: no such file, no Python, no ``load`` (or ``save``), or wrong constants.
+        ConfigError: the file is missing or not Python, defines no ``load`` (or ``save``), or has
+            an invalid constant.
     """
     try:
         tree = ast.parse(path.read_bytes(), filename=str(path))
@@ -119,7 +124,7 @@ def read_strategy(path: Path, operation: Operation = "load") -> StrategyInfo:
     if operation not in functions:
         raise ConfigError(
             f"{path} has no function {operation}(job)",
-            "see strategies/README.md for one in 20 lines",
+            "see strategies/README.md for an example of 20 lines",
         )
     return StrategyInfo(
         name=path.stem,
@@ -137,12 +142,14 @@ def models() -> dict[str, Path]:
 
 
 def model(name: str, kwargs: dict[str, object] | None = None) -> ModelSpec:
-    """Return a built-in model by name, or any builder as "package.module:callable"."""
+    """Return a built-in model by its name, or the model of a builder "package.module:callable"."""
     if ":" in name:
         return ModelSpec(name.rpartition(":")[2], name, kwargs or {})
     known = models()
     if name not in known:
-        raise UnknownName("model", name, known, "any other: --model package.module:callable")
+        raise UnknownName(
+            "model", name, known, "for any other model: --model package.module:callable"
+        )
     from weighin.suite.config import read_model  # pydantic, which `weighin list` need not import
 
     spec = read_model(known[name])
@@ -169,13 +176,13 @@ def suite_file(name: str) -> Path:
 
 
 def _third_party(operation: Operation) -> list[Path]:
-    """Return the files of the modules that installed packages offer as strategies."""
+    """Return the strategy files that installed packages declare as entry points."""
     paths = []
     for entry in entry_points(group=_ENTRY_POINTS[operation]):
         path = _file_of(entry.module)
         if path is None:
             raise ConfigError(
-                f"the strategy {entry.name!r} points at {entry.value!r}, which cannot be found",
+                f"the entry point of strategy {entry.name!r} names {entry.value!r}, which cannot be found",
                 f"reinstall {entry.dist.name if entry.dist else entry.name}",
             )
         paths.append(path)
@@ -183,7 +190,7 @@ def _third_party(operation: Operation) -> list[Path]:
 
 
 def _file_of(module: str) -> Path | None:
-    """Return a module's file; the packages around it are not imported, as find_spec would do."""
+    """Return a module's file. Unlike ``find_spec``, does not import its parent packages."""
     top, *rest = module.split(".")
     spec = find_spec(top)
     for part in rest:
@@ -202,15 +209,15 @@ def _constant(tree: ast.Module, name: str, path: Path, default: tuple[str, ...])
             if not (value := _strings(node.value)) and (default or not is_empty):
                 raise ConfigError(
                     f"{path}, line {node.lineno}: {name} is not a tuple of strings",
-                    f'write it out, as in {name} = ("{[*default, "name"][0]}",)',
+                    f'write a literal tuple, as in {name} = ("{[*default, "name"][0]}",)',
                 )
             return value
     return default
 
 
 def _strings(node: ast.expr | None) -> tuple[str, ...]:
-    """Return the tuple of strings that an expression writes out; an empty one for any other."""
+    """Return the items of a literal tuple of strings; empty for any other expression."""
     items = node.elts if isinstance(node, ast.Tuple) else []
-    found = [item.value for item in items if isinstance(item, ast.Constant)]
-    strings = tuple(value for value in found if isinstance(value, str))
+    values = [item.value for item in items if isinstance(item, ast.Constant)]
+    strings = tuple(value for value in values if isinstance(value, str))
     return strings if len(strings) == len(items) else ()

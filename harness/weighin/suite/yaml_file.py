@@ -9,7 +9,7 @@ from weighin.errors import ConfigError
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """Return the mapping that a YAML file holds; raises ConfigError with the file and the line."""
+    """Return the top-level mapping of a YAML file; raises ConfigError with the file and the line."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -1,1 +1,1 @@
-"""What the pytest plugin does once a test uses it: loads, functions and tests' own bodies, measured."""
+"""The pytest plugin: measure loads, functions and the bodies of tests in fresh workers."""

@@ -1,6 +1,6 @@
-"""A test's own body, or a function, in a fresh worker: the same marks, limits and watch as a load.
+"""Measure a test's body or a function in a fresh worker, with the same phases and limits as a load.
 
-Runs as a plain process or in a cgroup. In a container there is nothing of what a test imports.
+The worker is a plain process or runs in a cgroup. A container lacks the modules that a test imports.
 """
 
 import json
@@ -31,7 +31,7 @@ _KINDS: Final = ("cgroup", "process")
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """What ``limit_peak`` says: how much more than before it a body may hold at its peak."""
+    """The arguments of ``limit_peak``: the largest growth of memory during a test's body."""
 
     size: str
     metric: str = "rss"
@@ -41,9 +41,10 @@ class Limit:
 
 
 def above_baseline(result: Result, metric: str) -> int | None:
-    """Return the peak of a result above its baseline, in bytes; None where it was not measured.
+    """Return the peak of a result above its baseline, in bytes; None if it was not measured.
 
-    ``rss`` and ``cgroup`` are the kernel's marks, ``cuda`` is the allocator's; ``anon`` is sampled.
+    ``rss`` and ``cgroup`` are high-water marks of the kernel, ``cuda`` is the peak of the CUDA
+    allocator, and ``anon`` is a sampled maximum.
 
     Raises:
         UnknownName: there is no such metric.
@@ -62,11 +63,11 @@ def above_baseline(result: Result, metric: str) -> int | None:
 
 
 def measure_call(call: Call, *, ram: str | None, isolation: str, timeout_s: float) -> Result:
-    """Call a function in a fresh worker and return what that took.
+    """Call a function in a fresh worker and return the result of the measurement.
 
     Raises:
-        ConfigError: the function, or an argument, cannot be sent to another process.
-        IsolationUnavailable: nothing here can run it so.
+        ConfigError: the function or an argument cannot be sent to another process.
+        IsolationUnavailable: the isolation does not work here, or cannot run a function.
     """
     function = getattr(call[0], "__qualname__", str(call[0]))
     try:
@@ -74,7 +75,7 @@ def measure_call(call: Call, *, ram: str | None, isolation: str, timeout_s: floa
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ConfigError(
             f"{function} cannot be called in another process: {error}",
-            "measure a function of a module's top level, with arguments that pickle takes",
+            "measure a module-level function, with arguments that can be pickled",
         ) from None
     with tempfile.TemporaryDirectory(prefix="weighin-test-") as folder:
         (path := Path(folder) / "call.pickle").write_bytes(content)
@@ -83,7 +84,7 @@ def measure_call(call: Call, *, ram: str | None, isolation: str, timeout_s: floa
 
 
 def run_item(item: pytest.Item, limit: Limit, isolation: str) -> list[pytest.TestReport]:
-    """Run a test in a fresh worker; returns its reports, failed where the peak is above the limit."""
+    """Run a test in a fresh worker; its call fails if the peak is above the limit."""
     try:
         allowed = parse_bytes(limit.size)
         above_baseline(Result(1, _cell("", "", limit), Outcome.OK), limit.metric)
@@ -122,10 +123,10 @@ def _cell(name: str, isolation: str, limit: Limit) -> Cell:
 
 
 def _isolation(name: str, *, limited: bool) -> Isolation:
-    """Return the isolation for a body: the cgroup, or a plain process where that cannot be had."""
+    """Return the isolation for a body: for ``auto`` the cgroup, else a plain process."""
     if name == "docker":
         raise IsolationUnavailable(
-            "a test's own body cannot run in Docker: the image has nothing of what it imports",
+            "a test's body cannot run in Docker: the image lacks the modules that it imports",
             "use --weighin-isolation cgroup or process, or measure a strategy: weighin.measure(...)",
         )
     if name != "auto":
@@ -142,9 +143,9 @@ def _isolation(name: str, *, limited: bool) -> Isolation:
 
 
 def _arguments(item: pytest.Item) -> tuple[str, ...]:
-    """Return the arguments of the pytest in the worker; the ini file's addopts are left out.
+    """Return the arguments of the pytest in the worker, without the ini file's addopts.
 
-    They would start coverage or xdist in the measured process, and write over this run's reports.
+    Those could start coverage or xdist in the measured process, or overwrite this run's reports.
     """
     config = item.config
     ini = ("-c", str(config.inipath)) if config.inipath else ()
@@ -158,10 +159,10 @@ def _read_reports(config: pytest.Config, path: Path) -> list[pytest.TestReport]:
     if not path.exists():
         return []
     hook = config.hook.pytest_report_from_serializable
-    found = json.loads(path.read_text(encoding="utf-8"))
-    reports: list[pytest.TestReport] = [hook(config=config, data=data) for data in found]
+    serialized = json.loads(path.read_text(encoding="utf-8"))
+    reports: list[pytest.TestReport] = [hook(config=config, data=data) for data in serialized]
     for report in reports:
-        if isinstance(report.longrepr, list):  # of a skip: JSON has no tuples
+        if isinstance(report.longrepr, list):  # a skip has a tuple, which JSON turns into a list
             report.longrepr = tuple(report.longrepr)
     return reports
 
@@ -169,29 +170,31 @@ def _read_reports(config: pytest.Config, path: Path) -> list[pytest.TestReport]:
 def _judged(
     item: pytest.Item, report: pytest.TestReport, result: Result, limit: Limit, allowed: int
 ) -> pytest.TestReport:
-    """Return the report, failed where the call passed but held too much; phases shown on failure."""
+    """Return the report, as a failure if the call's peak is too large; failures show the phases."""
     if report.when == "call" and report.passed:
-        held = above_baseline(result, limit.metric)
-        if held is None:
+        growth = above_baseline(result, limit.metric)
+        if growth is None:
             return _failed(item, _not_measured(result, limit), result)
-        if held > allowed:
-            return _failed(item, _too_much(result, limit, held, allowed), result)
+        if growth > allowed:
+            return _failed(item, _too_much(result, limit, growth, allowed), result)
     if report.failed:
         report.sections.append(_section(result))
     return report
 
 
-def _too_much(result: Result, limit: Limit, held: int, allowed: int) -> str:
+def _too_much(result: Result, limit: Limit, growth: int, allowed: int) -> str:
     kind = "sampled" if limit.metric == "anon" else "exact"
     lines = [
-        f"the test's body held {format_bytes(held)} of {limit.metric} ({kind}) above what was there"
-        f" before it; its limit is {format_bytes(allowed)}"
+        f"{limit.metric} ({kind}) grew by {format_bytes(growth)} during the test's body, more than"
+        f" its limit of {format_bytes(allowed)}"
     ]
     before = result.baseline.rss_bytes if result.baseline else 0
     highest = max(result.phases, key=lambda phase: phase.peak_rss_bytes, default=None)
     if highest:
         above = format_bytes(highest.peak_rss_bytes - before)
-        lines.append(f"the highest phase is {highest.name!r}: {above} of RSS above the start")
+        lines.append(
+            f"the phase with the highest peak RSS is {highest.name!r}: {above} above the start"
+        )
     return "\n".join(lines)
 
 
@@ -207,7 +210,9 @@ def _died(result: Result) -> str:
 
 
 def _section(result: Result) -> tuple[str, str]:
-    after = replace(result, phases=tuple(one for one in result.phases if one.name != "import"))
+    after = replace(
+        result, phases=tuple(phase for phase in result.phases if phase.name != "import")
+    )
     return f"weighin: phases under {result.cell.isolation}", phase_table(after)
 
 

@@ -1,4 +1,4 @@
-"""One load for a test: a run of one cell, in a folder that is gone afterwards."""
+"""Measure one load for a test: a run of one cell in a temporary folder."""
 
 import tempfile
 from collections.abc import Callable
@@ -26,18 +26,18 @@ def measure_load(
     device: str = "cpu",
     dtype: str = "float32",
     cache: str = "cold",
-    format: str | None = None,  # noqa: A002 (the name that suites and the command line have)
+    format: str | None = None,  # noqa: A002 (named as in suites and on the command line)
     checkpoint: str | Path | None = None,
     kwargs: dict[str, Any] | None = None,
     options: dict[str, Any] | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Result:
-    """Load a model once, as ``weighin bench`` would; see ``weighin.testing.plugin``.
+    """Measure one load as ``weighin bench`` does; ``weighin.testing.plugin`` describes the options.
 
-    ``say`` is told each step of what may take minutes: the build of an image.
+    ``say`` is called with each step of a long preparation, such as the build of an image.
 
     Raises:
-        HarnessError: it cannot be measured here, or by this name.
+        HarnessError: the load cannot be measured here, or an argument is invalid.
     """
     suite: dict[str, Any] = {
         "models": [model],

@@ -1,4 +1,4 @@
-"""The phases of one measurement as lines of text, for the message of a test that failed."""
+"""Format the phases of one measurement as text, for the message of a failed test."""
 
 from weighin.record import Phase, Result
 from weighin.units import format_bytes, format_seconds
@@ -7,7 +7,7 @@ _HEADS = ("phase", "time", "peak RSS", "anonymous at end", "cgroup peak", "CUDA 
 
 
 def phase_table(result: Result) -> str:
-    """Return what each phase held, as a table; and why the result is not ok, where it is not."""
+    """Return a table of the phases, followed by the outcome's message if it is not ok."""
     rows = [_HEADS, *(_row(phase) for phase in result.phases)]
     used = [column for column in range(len(_HEADS)) if any(row[column] != "-" for row in rows[1:])]
     widths = {column: max(len(row[column]) for row in rows) for column in used}
@@ -21,7 +21,7 @@ def phase_table(result: Result) -> str:
     if result.message:
         lines.append(f"{result.outcome}: {result.message}")
     if result.baseline:
-        lines.append(f"before it: RSS {format_bytes(result.baseline.rss_bytes)}")
+        lines.append(f"RSS at the start: {format_bytes(result.baseline.rss_bytes)}")
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""The pytest plugin: the ``weighin`` fixture, and tests whose own memory is limited.
+"""The pytest plugin: the ``weighin`` fixture, and the marker ``limit_peak`` for tests.
 
 ::
 
@@ -9,8 +9,8 @@
     @pytest.mark.limit_peak("1.5GiB", metric="anon")
     def test_my_own_loader(): ...
 
-Does nothing until a test uses one of them: every pytest of an environment imports this module, so
-that it imports nothing of weighin itself.
+Every pytest run in this environment imports this module. So it imports nothing else of weighin, and
+does nothing until a test uses the fixture or the marker.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 MARKER = "limit_peak"
 
 MEASURED = pytest.StashKey[list["Result"]]()
-"""What a test has measured so far: shown where it fails."""
+"""The results that a test has measured so far, shown if it fails."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,12 +36,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--weighin-isolation",
         choices=("auto", "docker", "cgroup", "process"),
-        help="what holds measured workers; default: the ini option weighin_isolation, or auto",
+        help="isolation of measured workers; default: the ini option weighin_isolation, or auto",
     )
-    parser.addini("weighin_isolation", "what holds measured workers", default="auto")
+    parser.addini("weighin_isolation", "isolation of measured workers", default="auto")
     parser.addini(
         "weighin_body_args",
-        "arguments of the pytest that runs a test with a limited peak; addopts are not passed on",
+        "arguments of the pytest that runs a test with limit_peak; addopts are not passed on",
         type="args",
         default=[],
     )
@@ -51,13 +51,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
         f'{MARKER}(size, metric="rss", ram=None, timeout_s=600): run the test\'s body in a fresh process,'
-        " and fail where it holds more than size above what was there before it;"
-        " metric: rss, anon, cgroup or cuda; ram: a limit that the kernel holds",
+        " and fail if its memory grows by more than size;"
+        " metric: rss, anon, cgroup or cuda; ram: a limit that the kernel enforces",
     )
 
 
 class Weighin:
-    """The fixture: measures loads and functions in fresh workers, as ``weighin bench`` does."""
+    """The fixture that measures loads and functions in fresh workers, as ``weighin bench`` does."""
 
     def __init__(self, request: pytest.FixtureRequest) -> None:
         self._config = request.config
@@ -77,15 +77,15 @@ class Weighin:
         Args:
             what: a strategy's name or file ("./mine.py"), or a function of an importable module.
             arguments: the function's; a strategy takes none.
-            ram: a limit such as "2g"; the kernel holds it (docker or cgroup).
+            ram: a limit such as "2g", which the kernel enforces (docker or cgroup).
             isolation: "docker", "cgroup", "process" or "auto"; a function cannot run in Docker.
-            timeout_s: seconds after which the worker is ended: the outcome ``timeout``.
-            options: of a strategy ``model`` ("gpt2-small"), ``device``, ``dtype``, ``cache``,
+            timeout_s: seconds after which the worker is killed, with the outcome ``timeout``.
+            options: for a strategy ``model`` ("gpt2-small"), ``device``, ``dtype``, ``cache``,
                 ``format``, ``checkpoint``, ``kwargs`` of the model and ``options`` of the strategy;
-                of a function its keyword arguments.
+                for a function its keyword arguments.
 
         Raises:
-            HarnessError: it cannot be measured. What happens to the load is the result's outcome.
+            HarnessError: the load cannot be measured. A load that fails has an outcome instead.
         """
         from weighin.testing import bodies, loads
 
@@ -108,7 +108,7 @@ class Weighin:
         return result
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Measure what runs inside as a phase; only where the test's own body is measured."""
+        """Measure this block as a phase, if the test has the marker ``limit_peak``."""
         from weighin.protocol import BODY_PLUGIN
 
         body = self._config.pluginmanager.getplugin(BODY_PLUGIN)
@@ -116,7 +116,7 @@ class Weighin:
 
 
 def _say(config: pytest.Config, line: str) -> None:
-    """Print a line at once, past what captures the test's own output; under xdist nobody can."""
+    """Print a line at once in spite of output capture; does nothing under xdist."""
     reporter = config.pluginmanager.getplugin("terminalreporter")
     capture = config.pluginmanager.getplugin("capturemanager")
     if reporter is None:
@@ -133,13 +133,13 @@ def weighin(request: pytest.FixtureRequest) -> Weighin:
 
 
 def isolation_of(config: pytest.Config) -> str:
-    """Return what the command line says, or the ini file."""
+    """Return the isolation from the command line, or else from the ini file."""
     return str(config.getoption("weighin_isolation") or config.getini("weighin_isolation"))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    """Run a test whose peak is limited in a worker, and report what pytest there says of it."""
+    """Run a test with the marker in a worker, and pass on the reports of the pytest there."""
     marker = item.get_closest_marker(MARKER)
     if marker is None:
         return None
@@ -152,7 +152,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     for report in bodies.run_item(item, _limit(marker), isolation_of(item.config)):
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-    # What earlier tests have set up is torn down here, as the usual protocol would.
+    # Tear down the fixtures of earlier tests, as the usual protocol does.
     item.session._setupstate.teardown_exact(nextitem)
     return True
 
@@ -161,7 +161,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def pytest_runtest_makereport(
     item: pytest.Item,
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Add the phases of all that a failed test has measured."""
+    """Add the phases of all measurements to the report of a failed test."""
     report = yield
     if report.failed and (results := item.stash.get(MEASURED, [])):
         from weighin.testing.phases import phase_table

@@ -1,1 +1,1 @@
-"""Workers in Docker containers."""
+"""Run workers in Docker containers."""

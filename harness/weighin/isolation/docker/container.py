@@ -1,4 +1,4 @@
-"""A worker in a container: where it is seen from outside, how it ended, and its removal."""
+"""A worker in a container: its pid and cgroup on this machine, its exit, and its removal."""
 
 import contextlib
 import os
@@ -31,12 +31,12 @@ from weighin.text import one_line
 _BIRTH_TIMEOUT_S: Final = 2.0
 _WATCHER_TIMEOUT_S: Final = 10.0
 _REMOVE_ATTEMPTS: Final = 50
-_CREATE_ATTEMPTS: Final = 10  # a second: far more than what a create takes
+_CREATE_ATTEMPTS: Final = 10  # 1 s: far more than a create takes
 _NEWS_ATTEMPTS: Final = 5
 _PAUSE_S: Final = 0.1
 
-ELSEWHERE: Final = "the engine's processes are not among those of this machine"
-ENDED: Final = "the worker ended before it was seen"
+ELSEWHERE: Final = "the Docker engine's processes are not visible on this machine"
+ENDED: Final = "the worker ended before it could be observed"
 
 
 class DockerRunning:
@@ -61,10 +61,10 @@ class DockerRunning:
         self.cgroup: Path | None = None
         self.unseen = ENDED
         if known_exit is None:
-            self._look()
+            self._locate()
 
     def observe_inside(self, interval_s: float) -> InsideObserver | None:
-        """Start a watcher in the container where its processes cannot be seen from here."""
+        """Start a watcher in the container if its processes are not visible from here."""
         if self.unseen != ELSEWHERE:
             return None
         command = [
@@ -80,31 +80,34 @@ class DockerRunning:
         except ENGINE_ERRORS as error:
             if (response := getattr(error, "response", None)) is not None:
                 response.close()  # the SDK leaves its socket open
-            self.unseen += f", and no watcher could be started there: {first_line(error)}"
+            self.unseen += (
+                f", and no watcher could be started in the container: {first_line(error)}"
+            )
             return None
         hello = b""
         with contextlib.suppress(TimeoutError):
             hello = channel.receive(_WATCHER_TIMEOUT_S) or b""
         if re.fullmatch(rb'{"watching":\d+}', hello):
             return InsideObserver(channel, self._raise_limit)
-        # Where the engine could not even start it, it says so in the place of events.
-        said = (channel.stderr_tail or hello).decode(errors="replace").strip().splitlines()
+        # If the engine could not start the watcher, its error text comes in place of events.
+        lines = (channel.stderr_tail or hello).decode(errors="replace").strip().splitlines()
         self.unseen += (
-            f", and the watcher there saw no worker: {one_line(said[-1]) if said else '-'}"
+            ", and the watcher in the container found no worker:"
+            f" {one_line(lines[-1]) if lines else '-'}"
         )
         channel.close()
         return None
 
     def wait(self, timeout_s: float) -> Exit:
-        """Return how the worker ended; its container and cgroup stay until ``close``.
+        """Return how the worker ended; its container and cgroup remain until ``close``.
 
         Raises:
-            TimeoutError: it still runs after that time.
+            TimeoutError: the worker still runs after that time.
         """
         if self._exit is None:
             deadline = time.monotonic() + timeout_s
             code = self.channel.wait(timeout_s)
-            if code is None:  # the keeper is gone too: killed with all the group, or by kill()
+            if code is None:  # the keeper was killed too, with the whole group or by kill()
                 code = self._wait_for_container(deadline)
             killed = code - 128 if code > 128 else None
             self._exit = Exit(
@@ -115,29 +118,32 @@ class DockerRunning:
         return self._exit
 
     def kill(self) -> None:
-        """Kill the worker and its children. Unseen ones die with their container and its counters."""
+        """Kill the worker and its children.
+
+        If they are not visible, kill the container, whose counters are then lost.
+        """
         try:
             for pid in self._members():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             if self.cgroup is not None:
                 return
-        except PermissionError:  # an engine without root, or with user namespaces
+        except PermissionError:  # a rootless engine, or one with user namespaces
             pass
         with explained("kill a container"), contextlib.suppress(APIError):  # it has ended
             self._client.kill(self._container, signal.SIGKILL)
 
     def close(self) -> None:
-        """Remove the container, with all that runs in it. May be called twice."""
+        """Remove the container and all processes in it. May be called twice."""
         self.channel.close()
         self._on_close()
 
     def _raise_limit(self) -> None:
-        with contextlib.suppress(*ENGINE_ERRORS):  # then the kill only takes longer
+        with contextlib.suppress(*ENGINE_ERRORS):  # without it the kill only takes longer
             self._client.update_container(self._container, mem_limit=-1, memswap_limit=-1)
 
-    def _look(self) -> None:
-        """Find the worker's pid and cgroup on this machine, where they can be seen."""
+    def _locate(self) -> None:
+        """Find the worker's pid and cgroup on this machine, if they are visible."""
         state = self._client.inspect_container(self._container)["State"]
         if not (keeper := int(state["Pid"])):
             return
@@ -159,7 +165,7 @@ class DockerRunning:
         self.pid, self.unseen = members[0], ""
 
     def _members(self) -> list[int]:
-        """Return the pids in the container but for the keeper's, oldest first."""
+        """Return the pids in the container except the keeper's, oldest first."""
         if self.cgroup is None:
             return []
         try:
@@ -172,17 +178,17 @@ class DockerRunning:
         left = max(deadline - time.monotonic(), 1.0)
         try:
             return int(self._client.wait(self._container, timeout=ceil(left))["StatusCode"])
-        except NotFound:  # somebody removed it
+        except NotFound:  # another program removed it
             return 128 + signal.SIGKILL
         except (requests.exceptions.ReadTimeout, requests.exceptions.ConnectionError) as error:
             if is_gone(error):
-                raise explain_refusal(error, "say how a container ended") from error
+                raise explain_refusal(error, "report how a container ended") from error
             raise TimeoutError from None
         except ENGINE_ERRORS as error:
-            raise explain_refusal(error, "say how a container ended") from error
+            raise explain_refusal(error, "report how a container ended") from error
 
     def _oom_killed(self) -> bool:
-        """Ask the kernel's counter; where it cannot be seen, the engine, which learns it later."""
+        """Read the kernel's counter, or ask the engine, which learns of a kill a little later."""
         if self.cgroup and (kills := MemoryCgroup(self.cgroup).read_oom_kills()) is not None:
             return kills > 0
         for _ in range(_NEWS_ATTEMPTS):
@@ -196,7 +202,7 @@ class DockerRunning:
 
 
 def is_here(container: str, pid: int) -> bool:
-    """Tell whether a container's process is one of this machine's, where pids may mean others."""
+    """Tell whether ``pid`` on this machine is a process of the container, and not another one."""
     try:
         return container in read_kernel(Path(f"/proc/{pid}/cgroup"))
     except OSError:
@@ -204,9 +210,9 @@ def is_here(container: str, pid: int) -> bool:
 
 
 def remove(client: docker.APIClient, container: str, *, certain: bool) -> None:
-    """Remove a container, with all that runs in it, and return when it is gone.
+    """Remove a container and all processes in it; returns when it is gone.
 
-    ``certain`` tells that it exists; else a request to create it may still be under way.
+    ``certain`` means that it exists; otherwise a request to create it may still be pending.
     """
     with explained(f"remove the container {container}"):
         for attempt in range(1, _REMOVE_ATTEMPTS + 1):

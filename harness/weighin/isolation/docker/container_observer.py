@@ -1,17 +1,18 @@
-"""Watch a worker from inside its container, where the parent cannot see the container's processes.
+"""Observe a worker from inside its container, if the parent cannot see the container's processes.
 
-Started by ``weighin.isolation.docker.isolation`` as ``python -m weighin.isolation.docker.container_observer SECONDS``, beside the
-worker. It looks with the very code of the parent (``weighin.probes.observer``), imports no torch, and
-what it weighs counts in the cell's charge: it says how much at its end. One JSON object a line:
+``DockerRunning.observe_inside`` starts this beside the worker as ``python -m
+weighin.isolation.docker.container_observer SECONDS``. It measures with the parent's own code
+(``weighin.probes.observer``) and imports no torch. Its memory is charged to the cell, so it reports
+that at its end. The parent sends one word per line; each answer is one JSON object per line:
 
 =========  =====================================================================================
-asked      answer
+word       answer
 =========  =====================================================================================
--          ``{"watching": pid}`` once at the start; pid is None where there is no worker any more
+-          ``{"watching": pid}`` once at the start; pid is None if the worker has already ended
 -          ``{"samples": [[...], ...]}`` now and then, each in the order of ``Sample``'s fields
-look       ``{"look": {...}}``: a ``Look``
-reset      ``{"reset": bool}``
-kill       ``{"kill": n}``: how many were killed, all but the container's first process and the watcher
+look       ``{"look": {...}}``: the fields of an ``Observation``
+reset      ``{"reset": bool}``: whether the kernel reset its high-water mark
+kill       ``{"kill": n}``: the number of killed processes (all but the first one and the watcher)
 end        ``{"end": {"oom_kills", "last_peak_rss_bytes", "memory"}}``, after the last samples
 =========  =====================================================================================
 """
@@ -37,7 +38,7 @@ _FIELDS = tuple(field.name for field in fields(Sample))
 
 
 def main() -> None:
-    """Watch the keeper's child until the parent says ``end``, or is gone."""
+    """Observe the keeper's child until the parent sends ``end`` or closes standard input."""
     pid = next((pid for pid in _others() if _parent(pid) == _KEEPER), None)
     _say(watching=pid)
     if pid is not None:
@@ -45,13 +46,13 @@ def main() -> None:
 
 
 def watch(observer: LocalObserver) -> None:
-    """Answer what is asked on standard input; give the samples away before they weigh anything."""
+    """Answer the words on standard input; send samples often, so that they take little memory."""
     answers: dict[str, Callable[[], dict[str, Any]]] = {
         "look": lambda: {"look": asdict(observer.look())},
         "reset": lambda: {"reset": observer.reset_peak()},
         "kill": lambda: {"kill": _kill_others()},
     }
-    for word in _asked():
+    for word in _words():
         if word:
             _say(**answers[word]())
         else:
@@ -61,8 +62,8 @@ def watch(observer: LocalObserver) -> None:
     _say(end=end | {"memory": asdict(memory_of(read_status()))})
 
 
-def _asked() -> Iterator[str]:
-    """Yield each word that is asked, and an empty one where none is for a while, until the end."""
+def _words() -> Iterator[str]:
+    """Yield each word from standard input until ``end``, and "" after ``_FLUSH_S`` without one."""
     pending = b""
     while True:
         if not select.select([0], [], [], _FLUSH_S)[0]:
@@ -88,7 +89,7 @@ def _say(**fields: Any) -> None:
 
 
 def _others() -> list[int]:
-    """Return the pids of the container but for the first process and this one, oldest first."""
+    """Return the pids of the container except the first process and this one, oldest first."""
     pids = (int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit())
     return sorted(pid for pid in pids if pid not in (_KEEPER, os.getpid()))
 
@@ -101,7 +102,7 @@ def _parent(pid: int) -> int | None:
 
 
 def _kill_others() -> int:
-    """Kill the worker and all that it started; returns how many there were."""
+    """Kill the worker and all its children; returns the number of killed processes."""
     killed = 0
     for pid in _others():
         try:

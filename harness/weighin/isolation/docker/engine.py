@@ -1,4 +1,4 @@
-"""Reaching a Docker engine, and saying in a user's words why it cannot be used."""
+"""Connect to a Docker engine, and translate its errors into a cause and a repair."""
 
 import os
 import socket
@@ -20,13 +20,13 @@ OWNER_LABEL: Final = "weighin.owner"
 HOST_LABEL: Final = "weighin.host"
 
 ENGINE_ERRORS: Final = (DockerException, RequestException)
-"""All that the SDK raises: its own errors, and those of its HTTP library when a line breaks."""
+"""All errors that the SDK raises: its own, and its HTTP library's when a connection breaks."""
 
 _OOM_AT_BIRTH: Final = (
     "container init was OOM-killed (memory limit too low?)",
     "OOM: the memory limit could be too low",
 )
-"""The words of runc (since 1.0) and of crun, whole: "oom" alone is in any path of a bloom-560m."""
+"""The full messages of runc (since 1.0) and crun: "oom" alone occurs in paths, as of bloom-560m."""
 
 _INSTEAD: Final = "or use --isolation cgroup or --isolation process"
 _KERNEL_LINE: Final = (
@@ -36,7 +36,7 @@ _KERNEL_LINE: Final = (
 
 
 def engine_address() -> tuple[str, Any]:
-    """Return (address, TLS settings) as the docker command finds them: DOCKER_HOST, or the context."""
+    """Return (address, TLS settings) of DOCKER_HOST or the current context, as the docker command."""
     settings = docker.utils.kwargs_from_env()
     if "base_url" in settings:
         return settings["base_url"], settings.get("tls")
@@ -48,7 +48,7 @@ def connect() -> docker.APIClient:
     """Return a client of the user's engine.
 
     Raises:
-        IsolationUnavailable: no engine, or no permission to use it.
+        IsolationUnavailable: no engine answers, or this user may not use it.
     """
     address = os.environ.get("DOCKER_HOST", "the current context")
     try:
@@ -60,14 +60,14 @@ def connect() -> docker.APIClient:
 
 
 def _knock(address: str) -> None:
-    """Open the engine's socket once: where that fails, the SDK would leave its own one open."""
+    """Try the engine's socket: on failure, the SDK would leave its own socket open."""
     if address.startswith("unix://"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.connect(address.removeprefix("unix://"))
 
 
 def explain_unreachable(error: BaseException, address: str) -> IsolationUnavailable:
-    """Return why no engine can be talked to at ``address``, with the repair."""
+    """Return the error for an engine that cannot be reached at ``address``, with the repair."""
     causes = list(_causes(error))
     if any(isinstance(cause, PermissionError) for cause in causes):
         return IsolationUnavailable(
@@ -86,12 +86,12 @@ def explain_unreachable(error: BaseException, address: str) -> IsolationUnavaila
         )
     return IsolationUnavailable(
         f"cannot talk to the Docker engine at {address}: {first_line(error)}",
-        f"see what docker info says and check DOCKER_HOST, {_INSTEAD}",
+        f"run docker info and check DOCKER_HOST, {_INSTEAD}",
     )
 
 
 def check_engine(info: dict[str, Any]) -> None:
-    """Raise IsolationUnavailable where the engine that gave ``info`` cannot hold a RAM limit."""
+    """Raise IsolationUnavailable if the engine with this ``info`` cannot enforce a RAM limit."""
     if info.get("OSType", "linux") != "linux":
         raise IsolationUnavailable(
             f"the Docker engine runs {info['OSType']} containers", "switch it to Linux containers"
@@ -103,13 +103,13 @@ def check_engine(info: dict[str, Any]) -> None:
         )
     if not info.get("SwapLimit"):
         raise IsolationUnavailable(
-            "the Docker engine cannot switch swap off: the kernel does not account for it",
+            "the Docker engine cannot disable swap: the kernel does not account swap per cgroup",
             _KERNEL_LINE.format(parameter="swapaccount=1"),
         )
 
 
 def owner_labels() -> dict[str, str]:
-    """Return the labels that say whose a container is: a process, and where its pid is valid."""
+    """Return the labels that name a container's owner: this process, its host and pid namespace."""
     namespace = Path("/proc/self/ns/pid")
     where = namespace.readlink().name if namespace.exists() else ""
     return {OWNER_LABEL: this_process(), HOST_LABEL: f"{socket.gethostname()} {where}".strip()}
@@ -117,7 +117,7 @@ def owner_labels() -> dict[str, str]:
 
 @contextmanager
 def explained(doing: str) -> Iterator[None]:
-    """Turn the SDK's errors inside into IsolationUnavailable; ``doing`` completes "could not"."""
+    """Turn the SDK's errors in this block into IsolationUnavailable; ``doing`` follows "could not"."""
     try:
         yield
     except ENGINE_ERRORS as error:
@@ -125,7 +125,7 @@ def explained(doing: str) -> Iterator[None]:
 
 
 def is_gone(error: BaseException) -> bool:
-    """Tell whether an engine that answered before has stopped: nobody is at its address now."""
+    """Tell whether the error means that the engine has stopped since it answered last."""
     return any(
         isinstance(cause, FileNotFoundError | ConnectionRefusedError | ConnectionResetError)
         for cause in _causes(error)
@@ -133,7 +133,7 @@ def is_gone(error: BaseException) -> bool:
 
 
 def explain_refusal(error: BaseException, doing: str) -> IsolationUnavailable:
-    """Return why an engine that answered before did not do what it was asked, with the repair."""
+    """Return the error for a request that a running engine refused, with the repair."""
     if is_gone(error):
         return IsolationUnavailable(
             f"the Docker engine has stopped: it could not {doing}",
@@ -142,13 +142,13 @@ def explain_refusal(error: BaseException, doing: str) -> IsolationUnavailable:
     reason = first_line(error)
     if "could not select device driver" in reason:
         return IsolationUnavailable(
-            "the Docker engine cannot hand a GPU to a container",
+            "the Docker engine cannot pass a GPU to a container",
             "install nvidia-container-toolkit, then sudo nvidia-ctk runtime configure "
             "--runtime=docker and sudo systemctl restart docker",
         )
     if "bind source path does not exist" in reason or "mounts denied" in reason.lower():
         return IsolationUnavailable(
-            f"the Docker engine cannot see a folder of this machine: {reason}",
+            f"the Docker engine cannot access a folder of this machine: {reason}",
             "share it with the engine (Docker Desktop: Settings, Resources, File sharing); "
             "an engine on another machine cannot be used",
         )
@@ -159,24 +159,24 @@ def explain_refusal(error: BaseException, doing: str) -> IsolationUnavailable:
 
 
 def killed_at_birth(error: BaseException) -> bool:
-    """Tell whether a limited container could not start: its limit is below what a start needs."""
+    """Tell whether a container was killed on start because its limit is too small for that."""
     text = str(getattr(error, "explanation", None) or error)
-    return any(said in text for said in _OOM_AT_BIRTH)
+    return any(message in text for message in _OOM_AT_BIRTH)
 
 
 def first_line(error: BaseException) -> str:
-    """Return what the engine said, without the HTTP library's wrapping."""
+    """Return the first line of the engine's message, without the HTTP library's wrapping."""
     text = str(getattr(error, "explanation", None) or error)
     return next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error and all that led to it. urllib3 hides some of these among arguments."""
+    """Yield the error and all its causes; urllib3 hides some of them in ``args``."""
     seen: list[BaseException] = []
     todo: list[object] = [error]
     while todo:
         cause = todo.pop()
-        if isinstance(cause, BaseException) and not any(cause is known for known in seen):
+        if isinstance(cause, BaseException) and not any(cause is earlier for earlier in seen):
             seen.append(cause)
             todo += [cause.__cause__, cause.__context__, *cause.args]
             yield cause

@@ -1,7 +1,7 @@
-"""The image that workers run in: the torch of this very environment on a base with Python.
+"""The image that workers run in: this environment's torch on a base image with Python.
 
-Its tag is a digest of all that goes in, so an image that exists is the right one. The wheels
-travel in the build context: no step of the build needs a network.
+Its tag is a digest of all its inputs, so that an existing image of that tag can be used as it is.
+The wheels are part of the build context: no build step needs a network.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ PYTHON: Final = "/opt/venv/bin/python"
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """All that an image is made of. ``pins`` are requirements such as "torch==2.13.0+cpu"."""
+    """All inputs of an image. ``pins`` are requirements such as "torch==2.13.0+cpu"."""
 
     base: str
     base_id: str
@@ -37,10 +37,10 @@ class Recipe:
 
 
 def ensure_image(client: docker.APIClient, base: str, progress: Progress) -> str:
-    """Return the tag of the image for this environment on ``base``; builds it where it is missing.
+    """Return the tag of the image for this environment on ``base``; builds it if it is missing.
 
     Raises:
-        IsolationUnavailable: no base image, no wheel, or a build that failed, with the repair.
+        IsolationUnavailable: the base image or a wheel is missing, or the build failed.
     """
     recipe = read_recipe(base, find_base(client, base, progress))
     with explained("build the image"):
@@ -51,7 +51,7 @@ def ensure_image(client: docker.APIClient, base: str, progress: Progress) -> str
 
 
 def read_recipe(base: str, base_id: str) -> Recipe:
-    """Return what the image on ``base`` consists of in this environment."""
+    """Return the inputs of the image for this environment on ``base``."""
     folder = data_folder("docker")
     return Recipe(
         base=base,
@@ -62,10 +62,10 @@ def read_recipe(base: str, base_id: str) -> Recipe:
 
 
 def find_base(client: docker.APIClient, base: str, progress: Progress) -> str:
-    """Return the ID of the base image; pulls it where the engine does not have it.
+    """Return the ID of the base image; pulls it if the engine does not have it.
 
     Raises:
-        IsolationUnavailable: it is not there, and no registry gives it.
+        IsolationUnavailable: the engine does not have it and cannot pull it.
     """
     try:
         try:
@@ -79,8 +79,8 @@ def find_base(client: docker.APIClient, base: str, progress: Progress) -> str:
             return _image_id(client, base)
     except ENGINE_ERRORS as error:
         raise IsolationUnavailable(
-            f"the base image {base} is not here and cannot be pulled: {first_line(error)}",
-            f"name one that is here: export {BASE_VARIABLE}=IMAGE (docker images lists them), "
+            f"the base image {base} does not exist here and cannot be pulled: {first_line(error)}",
+            f"name an existing one: export {BASE_VARIABLE}=IMAGE (docker images lists them), "
             "or make one without a registry: sudo docker/make-base weighin-base:bookworm",
         ) from error
 

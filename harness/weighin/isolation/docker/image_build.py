@@ -1,4 +1,4 @@
-"""Building the image: its room is looked at before, each step is told, and nothing of it stays."""
+"""Build the image: check the disk space first, report each step, and clean up afterwards."""
 
 import contextlib
 import shutil
@@ -21,14 +21,14 @@ Progress = Callable[[str], None]
 _LABELS: Final = ("weighin.stage=install", "weighin.image=1")
 _PYTHON_REPAIR: Final = f"use a base image with python3 and its venv module, such as {DEFAULT_BASE}"
 _ROOM_REPAIR: Final = (
-    "free some space (docker system df says what takes it), or use --isolation cgroup or"
+    "free some space (docker system df shows what uses it), or use --isolation cgroup or"
     " --isolation process"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class BuildOrder:
-    """An image to build: its tag and base, and the pins and the text that it is made of."""
+    """An image to build: its tag, its base image, the pinned requirements and the Dockerfile's text."""
 
     tag: str
     base: str
@@ -37,24 +37,24 @@ class BuildOrder:
 
 
 def build(client: docker.APIClient, order: BuildOrder, progress: Progress) -> None:
-    """Build an image, and remove what a build leaves, whether it ends well or not.
+    """Build an image, and remove the leftovers of the build, also of a failed one.
 
     Raises:
-        IsolationUnavailable: no room for it, no wheels, or the engine's own error.
+        IsolationUnavailable: too little disk space, a missing wheel, or an error of the engine.
     """
-    _prune(client)  # a build that was killed leaves what takes the room of this one
+    _prune(client)  # the leftovers of a killed build take disk space that this one needs
     installed = wheels.installed_bytes(order.pins)
     progress(
-        f"building {order.tag} on {order.base}, once for this torch and this base:"
-        f" {format_bytes(installed)}, and twice that while it is built"
+        f"building {order.tag} on {order.base}, once for this torch and this base image:"
+        f" {format_bytes(installed)} on disk, and twice that during the build"
     )
-    # Twice: the first stage's, and the copy of it that stays.
+    # Twice: the files of the first stage, and their copy in the final image.
     _check_room(client, order, 2 * installed)
     target = probe(client, order.base)
     try:
         with tempfile.TemporaryDirectory(prefix="weighin-image-") as name:
             context = Path(name)
-            progress("fetching the wheels of torch and of what it needs")
+            progress("fetching the wheels of torch and its dependencies")
             wheels.download(order.pins, target, context, progress)
             (context / "constraints.txt").unlink(missing_ok=True)
             (context / "Dockerfile").write_text(order.dockerfile)
@@ -67,23 +67,23 @@ def build(client: docker.APIClient, order: BuildOrder, progress: Progress) -> No
         if isinstance(error, ENGINE_ERRORS):  # requests' errors are OSErrors too
             raise
         raise IsolationUnavailable(
-            f"the image's wheels cannot be written: {error}",
-            "make room there, or set TMPDIR to a folder with room for twice torch's wheels",
+            f"cannot write the wheels for the image: {error}",
+            "free some space there, or set TMPDIR to a folder with room for twice torch's wheels",
         ) from error
     finally:
         _prune(client)
 
 
 def probe(client: docker.APIClient, base: str) -> wheels.Target:
-    """Return which wheels the base image's Python takes."""
+    """Return the wheel target of the base image's Python."""
     return wheels.read_target(run_python(client, base, "python3", wheels.PROBE))
 
 
 def run_python(client: docker.APIClient, image: str, python: str, code: str) -> str:
-    """Return what ``code`` prints in a fresh, unlimited container of ``image``, without network.
+    """Run ``code`` in a fresh container of ``image`` without network, and return its output.
 
     Raises:
-        IsolationUnavailable: it failed; the message ends with its last line.
+        IsolationUnavailable: it failed; the message ends with its last line of output.
     """
     settings = client.create_host_config(network_mode="none")
     container = None
@@ -111,29 +111,29 @@ def run_python(client: docker.APIClient, image: str, python: str, code: str) -> 
 
 
 def free_bytes(folder: Path) -> int:
-    """Return what is free on a folder's disk."""
+    """Return the free bytes on the disk of ``folder``."""
     return shutil.disk_usage(folder).free
 
 
 def _check_room(client: docker.APIClient, order: BuildOrder, needed_bytes: int) -> None:
-    """Refuse a build that the engine's disk has no room for; one that is not here is not asked."""
+    """Raise IsolationUnavailable if the engine's disk is too full; skip an engine elsewhere."""
     root = Path(client.info().get("DockerRootDir") or "/nowhere")
     try:
         free = free_bytes(root)
-    except OSError:  # an engine on another machine, or in one of its own
+    except OSError:  # an engine on another machine, or in a virtual one
         return
     if free < needed_bytes:
         torch = next((pin for pin in order.pins if pin.startswith("torch==")), order.tag)
         raise IsolationUnavailable(
             f"the image of {torch.replace('==', ' ')} needs {format_bytes(needed_bytes)} in {root},"
-            f" the Docker engine's folder, where {format_bytes(free)} are free",
+            f" the Docker engine's folder, but only {format_bytes(free)} are free",
             _ROOM_REPAIR,
         )
 
 
 def _steps(client: docker.APIClient, order: BuildOrder, context: Path) -> Iterator[str]:
     """Build the image; yields the line of each step as it begins."""
-    step = said = ""
+    step = output = ""
     for event in client.build(
         path=str(context),
         tag=order.tag,
@@ -144,18 +144,18 @@ def _steps(client: docker.APIClient, order: BuildOrder, context: Path) -> Iterat
         decode=True,
     ):
         if "error" in event:
-            raise _failed(order, str(event["error"]).strip(), step, said)
+            raise _failed(order, str(event["error"]).strip(), step, output)
         line = last_line(str(event.get("stream", "")), "")
         if line.startswith("Step "):
-            step, said = line, ""
+            step, output = line, ""
             yield line
         elif line and not line.startswith(" ---> "):
-            said = line
+            output = line
 
 
-def _failed(order: BuildOrder, error: str, step: str, said: str) -> IsolationUnavailable:
+def _failed(order: BuildOrder, error: str, step: str, output: str) -> IsolationUnavailable:
     where = f" (in {step})" if step else ""
-    last = f": {said}" if said and said not in error else ""
+    last = f": {output}" if output and output not in error else ""
     is_full = "no space left" in error or "quota exceeded" in error
     return IsolationUnavailable(
         f"the image {order.tag} cannot be built: {error}{where}{last}",
@@ -164,9 +164,9 @@ def _failed(order: BuildOrder, error: str, step: str, said: str) -> IsolationUna
 
 
 def _prune(client: docker.APIClient) -> None:
-    """Remove untagged images and ended containers of our builds: by label, nobody else's."""
+    """Remove the untagged images and ended containers of our builds, which our labels identify."""
     for label in _LABELS:
-        with contextlib.suppress(*ENGINE_ERRORS):  # why the build failed is what counts
+        with contextlib.suppress(*ENGINE_ERRORS):  # must not hide the error of the build
             client.prune_containers(filters={"label": label})  # type: ignore[no-untyped-call]
     for label in _LABELS:
         with contextlib.suppress(*ENGINE_ERRORS):

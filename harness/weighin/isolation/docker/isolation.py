@@ -1,9 +1,8 @@
-"""Run the worker in a Docker container: the limits that a user's own deployment has.
+"""Run the worker in a Docker container, under the limits that a deployment would have.
 
 Containers have no network, no capabilities, no swap and a read-only root. The worker is a child
-of a tiny shell (``docker_channel.KEEPER``), so that the cgroup outlives it until it was read.
-``/tmp`` (also HOME) and ``/dev/shm`` are small tmpfs: what is written there is charged to the
-cell, as tmpfs always is.
+of a small shell (``stream.KEEPER``), so that the cgroup exists until its counters have been read.
+``/tmp`` (also HOME) and ``/dev/shm`` are small tmpfs, whose files are charged to the cell.
 """
 
 import atexit
@@ -42,17 +41,20 @@ from weighin.probes.environment import settings
 from weighin.protocol import encode_job
 from weighin.units import MIB
 
-_TMPFS_BYTES: Final = 64 * MIB  # /tmp and /dev/shm, each: Docker's own size for the latter
-_PIDS: Final = 4096  # threads count: torch starts one a processor, and more
+_TMPFS_BYTES: Final = 64 * MIB  # /tmp and /dev/shm, each: Docker's default size for the latter
+_PIDS: Final = 4096  # includes threads: torch starts one per processor, and more
 _KILLED_AT_BIRTH: Final = Exit(code=None, signal=9, oom_killed=True)
-_NOT_PASSED: Final = ("NVIDIA_", "LD_PRELOAD")  # NVIDIA's hook reads its own; no such file inside
+_NOT_PASSED: Final = (
+    "NVIDIA_",
+    "LD_PRELOAD",
+)  # NVIDIA's hook reads its own; the preloaded file does not exist inside
 
 
 class DockerIsolation:
-    """Docker containers, one a cell.
+    """Docker containers, one per cell.
 
-    ``base_image`` is what the image is built on: WEIGHIN_BASE_IMAGE or python:3.11-slim-bookworm
-    where it is None.
+    ``base_image`` is the base of the image; None means WEIGHIN_BASE_IMAGE, or without that
+    python:3.11-slim-bookworm.
     """
 
     name = "docker"
@@ -66,22 +68,24 @@ class DockerIsolation:
         atexit.register(self._remove_all)
 
     def check(self) -> None:
-        """Raise IsolationUnavailable where no engine answers that can hold a RAM limit."""
+        """Raise IsolationUnavailable unless an engine answers that can enforce a RAM limit."""
         check_engine(self._engine_info())
 
     def prepare(self, progress: Progress = lambda _: None, /) -> None:
-        """Build the image where it is missing.
+        """Build the image if it is missing.
 
         Raises:
-            IsolationUnavailable: no base image, no wheels, or a build that failed.
+            IsolationUnavailable: the base image or a wheel is missing, or the build failed.
         """
         self._image = ensure_image(self._client, self._base, progress)
 
     def start(self, job: Job) -> DockerRunning:
-        """Start one worker for this job; a limit below what a start needs is an exit, no error.
+        """Start one worker for this job.
+
+        A limit that is too small for the start is the worker's exit, not an error.
 
         Raises:
-            IsolationUnavailable: the engine refused.
+            IsolationUnavailable: the engine refused a request.
         """
         if self._image is None:
             self.prepare()
@@ -99,12 +103,12 @@ class DockerIsolation:
         return running
 
     def remove_stale(self) -> list[str]:
-        """Remove the containers that dead processes of this machine left behind."""
+        """Remove the containers whose owner, a process of this machine, is dead."""
         removed = []
         here = owner_labels()[HOST_LABEL]
         with explained("list the containers"):
-            found = self._client.containers(all=True, filters={"label": f"{HOST_LABEL}={here}"})
-        for container in found:
+            ours = self._client.containers(all=True, filters={"label": f"{HOST_LABEL}={here}"})
+        for container in ours:
             name, owner = container["Names"][0].lstrip("/"), container["Labels"][OWNER_LABEL]
             if not is_alive(owner):
                 remove(self._client, name, certain=True)
@@ -114,7 +118,7 @@ class DockerIsolation:
     def describe(self) -> dict[str, str]:
         """Return the engine's version, its cgroups and storage, and the image."""
         info = self._engine_info()
-        found = {
+        entries = {
             "engine": info.get("ServerVersion"),
             "cgroup_driver": info.get("CgroupDriver"),
             "cgroup_version": info.get("CgroupVersion"),
@@ -122,7 +126,7 @@ class DockerIsolation:
             "base_image": self._base,
             "image": self._image,
         }
-        return {name: str(value) for name, value in found.items() if value}
+        return {name: str(value) for name, value in entries.items() if value}
 
     @cached_property
     def _client(self) -> docker.APIClient:
@@ -144,11 +148,11 @@ class DockerIsolation:
         gpu: bool = False,
         labels: dict[str, str] | None = None,
     ) -> DockerRunning:
-        """Start ``command`` as a worker. The container is attached before it starts: nothing is lost."""
+        """Start ``command`` as a worker; attach before the start, so that no output is lost."""
         client, name = self._client, f"weighin-{os.getpid()}-{secrets.token_hex(4)}"
         host = self._host_config(binds, limit_bytes, gpu=gpu)
         created, channel = False, None
-        self._containers.add(name)  # before it exists: whatever interrupts us, it is removed
+        self._containers.add(name)  # before the request, so that it is removed after any interrupt
         try:
             container = client.create_container(
                 image,
@@ -182,7 +186,7 @@ class DockerIsolation:
             raise
 
     def _run(self, container: str, *, limited: bool) -> bool:
-        """Start a created container; tells whether it lived."""
+        """Start a created container; returns False if its limit killed it on start."""
         try:
             self._client.start(container)
         except APIError as error:
@@ -218,7 +222,7 @@ class DockerIsolation:
         )
 
     def _user(self) -> str | None:
-        """Return the caller's uid:gid. With a rootless engine, root inside already is the caller."""
+        """Return the caller's uid:gid; None for a rootless engine, whose root is the caller."""
         options = self._engine_info().get("SecurityOptions") or []
         if any("name=rootless" in option for option in options) or not hasattr(os, "getuid"):
             return None
@@ -230,12 +234,12 @@ class DockerIsolation:
             self._containers.discard(name)
 
     def _remove_all(self) -> None:
-        with contextlib.suppress(IsolationUnavailable):  # no engine any more: nothing to remove
+        with contextlib.suppress(IsolationUnavailable):  # the engine has stopped: nothing to remove
             for name in tuple(self._containers):
                 self._remove(name)
 
 
 def _environment() -> dict[str, str]:
-    """Return the worker's environment: with the caller's settings of allocators and threads."""
+    """Return the worker's environment, with the caller's settings for allocators and threads."""
     passed = {name: value for name, value in settings().items() if not name.startswith(_NOT_PASSED)}
     return passed | {"PYTHONPATH": CODE, "PYTHONDONTWRITEBYTECODE": "1", "HOME": "/tmp"}  # noqa: S108

@@ -1,6 +1,6 @@
-"""What a container sees of this machine: the code, one strategy and one checkpoint, all read only.
+"""The bind mounts of a container: the code, one strategy and one checkpoint, all read only.
 
-A save also gets the empty folder that it writes to.
+A save also gets its empty target folder, writable.
 """
 
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ _WRITTEN: Final = "/weighin/written"
 
 @dataclass(frozen=True, slots=True)
 class Bind:
-    """A file or folder of this machine, and where the container has it."""
+    """A file or folder of this machine, and its path in the container."""
 
     source: Path
     target: str
@@ -25,7 +25,7 @@ class Bind:
 
 
 def place(job: Job) -> tuple[Job, list[Bind]]:
-    """Return the job with the paths that hold inside the container, and the binds that they need."""
+    """Return the job with paths inside the container, and the binds that provide them."""
     code = [
         Bind(Path(weighin.__file__).resolve().parent, f"{CODE}/weighin"),
         Bind(data_folder("strategies").resolve(), f"{CODE}/strategies"),
@@ -52,21 +52,19 @@ def place(job: Job) -> tuple[Job, list[Bind]]:
 
 
 def _place_strategy(path: Path, code: list[Bind]) -> tuple[str, list[Bind]]:
-    """Return where the strategy's file is inside, and the bind that this needs beside the code."""
+    """Return the strategy's path in the container, and the bind for it if ``code`` lacks it."""
     for bind in code:
         if path.is_relative_to(bind.source):
             return f"{bind.target}/{path.relative_to(bind.source).as_posix()}", []
-    inside = (
-        f"/weighin/strategy/{path.name}"  # the file alone: what lies beside it is not our affair
-    )
+    inside = f"/weighin/strategy/{path.name}"  # the file alone, without the files beside it
     return inside, [Bind(path, inside)]
 
 
 def _place_checkpoint(checkpoint: Path, target: str) -> list[Bind]:
     """Return the binds for a file or a folder.
 
-    A folder that links to files elsewhere, as download caches do, is given file by file: its
-    links would lead nowhere inside.
+    A folder of symbolic links, as in download caches, is bound file by file: the targets of its
+    links do not exist in the container.
     """
     if not checkpoint.is_dir():
         return [Bind(checkpoint.resolve(), target)]

@@ -1,4 +1,4 @@
-"""The parent's side of a watcher that runs in the worker's container (``weighin.isolation.docker.container_observer``)."""
+"""The parent's side of the watcher in a container (``weighin.isolation.docker.container_observer``)."""
 
 import json
 import queue
@@ -11,15 +11,18 @@ from weighin.isolation.channel import Channel
 from weighin.probes.observer import Observation
 from weighin.record import Memory, Sample
 
-_TURN_S = 0.01  # one thread has the channel: what is asked waits no longer than this
+_TURN_S = 0.01  # the thread polls the channel this often: the longest delay of a question
 _ANSWER_TIMEOUT_S = 10.0
 
 
 class InsideObserver:
-    """Asks the watcher behind ``channel``; a watcher that died answers nothing, and breaks nothing."""
+    """Observes a worker through the watcher at the other end of ``channel``.
+
+    After the watcher has died, every figure is None and every action returns False.
+    """
 
     def __init__(self, channel: Channel, lift: Callable[[], None]) -> None:
-        """``lift`` has the engine lift the cell's limit: inside, nobody may."""
+        """``lift`` asks the engine to lift the cell's limit, which the container itself may not."""
         self.raise_limit = lift
         self.oom_kills: int | None = None
         self.last_peak_rss_bytes: int | None = None
@@ -60,7 +63,7 @@ class InsideObserver:
         return otherwise if answer is None else answer[word]
 
     def _run(self) -> None:
-        """Pass questions on and take in what comes, until the watcher ends or falls silent."""
+        """Forward questions and receive answers until the watcher ends or stops answering."""
         asked_s: float | None = None
         try:
             while True:
@@ -75,11 +78,11 @@ class InsideObserver:
                     continue
                 if line is None:
                     return
-                said = json.loads(line)
-                if "samples" in said:
-                    self._samples += [Sample(*values) for values in said["samples"]]
+                message = json.loads(line)
+                if "samples" in message:
+                    self._samples += [Sample(*values) for values in message["samples"]]
                 else:
-                    self._answers.put(said)
+                    self._answers.put(message)
                     asked_s = None
         finally:
-            self._answers.put(None)  # whoever waits, waits no more
+            self._answers.put(None)  # release a waiting caller

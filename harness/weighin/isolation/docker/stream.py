@@ -1,8 +1,8 @@
-"""The line to a worker in a container: one attached stream carries stdin, stdout and stderr.
+"""The channel to a worker in a container: one attached stream carries stdin, stdout and stderr.
 
-The engine's stream is multiplexed: every piece has a header of 8 bytes, which are the stream's
-number (1 stdout, 2 stderr), three zeros and the piece's length, big-endian. Source: Docker Engine
-API, "Attach to a container, Stream format".
+The engine's stream is multiplexed. Each frame has a header of 8 bytes: the stream's number
+(1 stdout, 2 stderr), three zeros and the payload's length, big-endian. Source: Docker Engine API,
+"Attach to a container, Stream format".
 """
 
 import contextlib
@@ -11,13 +11,13 @@ import time
 from collections import deque
 from typing import Any, Final
 
-from weighin.isolation.channel import CHATTER_KEPT_BYTES, LineBuffer
+from weighin.isolation.channel import STDERR_KEPT_BYTES, LineBuffer
 
 STDOUT: Final = 1
 STDERR: Final = 2
 
 CANCEL: Final = b"\x18"
-"""ASCII CAN: what stands before it is void. The keeper writes it when the worker has ended."""
+"""ASCII CAN: invalidates the text before it in its line. The keeper writes it after the worker."""
 
 KEEPER: Final = (
     '"$@"; code=$?; '
@@ -26,25 +26,25 @@ KEEPER: Final = (
 )
 """The shell that is a container's first process, with the worker as its only child.
 
-It keeps the container, and so the cgroup with its exact marks, until the parent has read them. It
-says how the worker ended, on stdout, so that a line torn by a kill is void, and on stderr, so that
-the parent knows that it has all stderr_tail. It ends when its stdin does: with the parent, at the
-latest. dash needs 0.1 MiB anonymous memory; with what its start leaves behind, a cgroup is charged
-0.9 MiB before the worker (measured on Debian 12, cgroup v1).
+It keeps the container alive, and so the cgroup with its counters, until the parent has read them.
+After the worker's end it writes CAN and the exit code to stdout, which invalidates a line torn by a
+kill, and CAN to stderr, which tells the parent that stderr is complete. It ends when its stdin
+closes, at the latest with the parent. dash needs 0.1 MiB of anonymous memory; together with its
+start, the cgroup is charged 0.9 MiB before the worker (measured on Debian 12, cgroup v1).
 """
 
 _SEND_TIMEOUT_S: Final = 10.0
-_CHATTER_TIMEOUT_S: Final = 1.0
+_STDERR_TIMEOUT_S: Final = 1.0
 
 
 class FrameBuffer:
-    """Bytes of a multiplexed stream in, (stream number, payload) out, however they are split."""
+    """Split the bytes of a multiplexed stream into (stream number, payload) frames."""
 
     def __init__(self) -> None:
         self._pending = b""
 
     def feed(self, data: bytes) -> list[tuple[int, bytes]]:
-        """Return the frames that ``data`` completes; keeps the rest."""
+        """Return the frames that ``data`` completes; keeps the incomplete rest."""
         pending, frames, start = self._pending + data, [], 0
         while len(pending) - start >= 8:
             end = start + 8 + int.from_bytes(pending[start + 4 : start + 8], "big")
@@ -60,20 +60,20 @@ class StreamChannel:
     """A channel over the attached stream of a container whose first process is the keeper.
 
     Attributes:
-        stderr_tail: the last 64 KiB of what the worker and its strategy printed.
-        worker_code: the worker's exit code as a shell sees it (128 + n for signal n), as soon as
-            the keeper has told it; None where the stream ended without that word.
+        stderr_tail: the last 64 KiB that the worker and its strategy printed.
+        worker_code: the worker's exit code as a shell reports it (128 + n for signal n), once the
+            keeper has sent it; None if the stream ended without it.
     """
 
     def __init__(self, stream: Any) -> None:
-        """Take over what ``attach_socket`` returned: a SocketIO, or some kind of socket itself."""
+        """Take over the result of ``attach_socket``: a SocketIO, or a socket-like object."""
         self._stream = stream
         self._socket: socket.socket = getattr(stream, "_sock", stream)
         self._frames = FrameBuffer()
         self._stdout = LineBuffer()
         self._lines: deque[bytes] = deque()
-        self._over = False  # no event comes any more
-        self._quiet = False  # no stderr_tail comes any more
+        self._over = False  # no more events will come
+        self._quiet = False  # no more stderr will come
         self.worker_code: int | None = None
         self.stderr_tail = b""
 
@@ -84,29 +84,29 @@ class StreamChannel:
             self._read(deadline)
         if self._lines:
             return self._lines.popleft()
-        self._drain_chatter()
+        self._drain_stderr()
         return None
 
     def wait(self, timeout_s: float) -> int | None:
-        """Return ``worker_code`` when the worker has ended; events stay to be received.
+        """Return ``worker_code`` when the worker has ended; its events can still be received.
 
         Raises:
-            TimeoutError: it still runs after that time.
+            TimeoutError: the worker still runs after that time.
         """
         deadline = time.monotonic() + timeout_s
         while not self._over:
             self._read(deadline)
-        self._drain_chatter()
+        self._drain_stderr()
         return self.worker_code
 
     def send(self, line: bytes) -> None:
-        """Write to the worker's stdin; one that is gone is no error here, its exit tells."""
+        """Write to the worker's stdin; ignores a worker that has ended, whose exit is read later."""
         with contextlib.suppress(OSError):
             self._socket.settimeout(_SEND_TIMEOUT_S)
             self._socket.sendall(line)
 
     def end(self) -> None:
-        """Expect nothing more: the container never ran."""
+        """Expect no more data, because the container never ran."""
         self._over = self._quiet = True
 
     def close(self) -> None:
@@ -120,9 +120,9 @@ class StreamChannel:
 
     def _read(self, deadline: float) -> None:
         left = deadline - time.monotonic()
-        if left <= 0:  # also where a worker that prints without end leaves no time to wait
+        if left <= 0:  # also if a worker that prints without end leaves no time to wait
             raise TimeoutError
-        # recv with a timeout rather than select: TLS sockets, Windows pipes and SSH have it too.
+        # recv with a timeout, not select: it works on TLS sockets, Windows pipes and SSH too.
         try:
             self._socket.settimeout(left)
             data = self._socket.recv(65536)
@@ -136,7 +136,7 @@ class StreamChannel:
             if stream == STDOUT:
                 self._take_lines(payload)
             elif stream == STDERR:
-                self._take_chatter(payload)
+                self._take_stderr(payload)
 
     def _take_lines(self, payload: bytes) -> None:
         self._stdout.feed(payload)
@@ -148,12 +148,12 @@ class StreamChannel:
                 self.worker_code = int(word)
                 self._over = True
 
-    def _take_chatter(self, payload: bytes) -> None:
+    def _take_stderr(self, payload: bytes) -> None:
         self._quiet = payload.endswith(CANCEL)
-        self.stderr_tail = (self.stderr_tail + payload.removesuffix(CANCEL))[-CHATTER_KEPT_BYTES:]
+        self.stderr_tail = (self.stderr_tail + payload.removesuffix(CANCEL))[-STDERR_KEPT_BYTES:]
 
-    def _drain_chatter(self) -> None:
-        deadline = time.monotonic() + _CHATTER_TIMEOUT_S
+    def _drain_stderr(self) -> None:
+        deadline = time.monotonic() + _STDERR_TIMEOUT_S
         with contextlib.suppress(TimeoutError):
             while not self._quiet:
                 self._read(deadline)

@@ -1,4 +1,4 @@
-"""The wheels of what a worker imports: the very builds that this environment has."""
+"""Download the wheels that a worker needs: the same builds as in this environment."""
 
 import contextlib
 import importlib.metadata
@@ -21,16 +21,16 @@ _SAY_EVERY_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A Python that wheels are for. ``glibc`` is the minor version: 36 for glibc 2.36."""
+    """The Python and platform that wheels must fit. ``glibc`` is the minor version: 36 for 2.36."""
 
     python: str
     machine: str
     glibc: int
 
     def pip_flags(self, host: "Target | None") -> list[str]:
-        """Return what pip on ``host`` (None: no Linux) must be told to fetch for this target."""
-        alike = host and (self.python, self.machine) == (host.python, host.machine)
-        if host and alike and self.glibc >= host.glibc:
+        """Return the flags with which pip on ``host`` (None: not Linux) fetches for this target."""
+        same_python = host and (self.python, self.machine) == (host.python, host.machine)
+        if host and same_python and self.glibc >= host.glibc:
             return []
         platforms = [f"manylinux_2_{minor}_{self.machine}" for minor in range(self.glibc, 4, -1)]
         platforms.append(f"manylinux2014_{self.machine}")
@@ -39,7 +39,7 @@ class Target:
 
 
 def read_target(words: str) -> Target:
-    """Return what ``PROBE`` printed, as a target."""
+    """Parse the output of ``PROBE``."""
     major, minor, machine, *libc = words.split()
     version = libc[1] if len(libc) > 1 else "2.17"
     return Target(f"{major}.{minor}", machine, int(version.split(".")[1]))
@@ -48,13 +48,13 @@ def read_target(words: str) -> Target:
 PROBE = (
     "import sys, platform; print(*sys.version_info[:2], platform.machine(), *platform.libc_ver())"
 )
-"""Code that prints, on any Python 3, what ``read_target`` reads."""
+"""Code for any Python 3 that prints the input of ``read_target``."""
 
 
 def installed_pins(requirements: Path) -> tuple[str, ...]:
-    """Return pins ("torch==2.13.0+cpu") of what is installed here of a requirements file.
+    """Return pins ("torch==2.13.0+cpu") for the installed packages of a requirements file.
 
-    With all that it depends on, so that the image and this environment are the same.
+    Includes all their dependencies, so that the image has the same versions as this environment.
     """
     lines = requirements.read_text().splitlines()
     todo = [line for line in lines if line and not line.startswith("#")]
@@ -74,7 +74,7 @@ def installed_pins(requirements: Path) -> tuple[str, ...]:
 
 
 def installed_bytes(pins: tuple[str, ...]) -> int:
-    """Return what the distributions of ``pins`` take here, in bytes: as much as in an image."""
+    """Return the installed size of ``pins`` in bytes, here and in an image alike."""
     size = 0
     for pin in pins:
         try:
@@ -82,7 +82,7 @@ def installed_bytes(pins: tuple[str, ...]) -> int:
         except importlib.metadata.PackageNotFoundError:
             continue
         for file in distribution.files or []:
-            with contextlib.suppress(OSError):  # listed, but not there
+            with contextlib.suppress(OSError):  # listed in the metadata, but missing
                 size += Path(str(distribution.locate_file(file))).stat().st_size
     return size
 
@@ -92,16 +92,16 @@ def download(
 ) -> None:
     """Fetch the wheels of ``pins`` for ``target`` into ``folder/wheels``, with this Python's pip.
 
-    ``say`` is told from time to time how much is there.
+    ``say`` is called every 10 s with the size so far.
 
     Raises:
-        IsolationUnavailable: there is no pip, or it finds no such wheel.
+        IsolationUnavailable: pip is not installed, or finds no matching wheel.
     """
     constraints = folder / "constraints.txt"
     constraints.write_text("\n".join(pins) + "\n")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--constraint", str(constraints)]
-    # Only the roots by name: a pin of this platform may not exist for the target's.
+    # Name only the roots: a pinned dependency may not exist for the target's platform.
     roots = [pin for pin in pins if pin.startswith(("torch==", "numpy==", "safetensors=="))]
     command += ["--dest", str(folder / "wheels"), *target.pip_flags(_host()), *roots]
     (unfinished := folder / "unfinished").mkdir()
@@ -114,7 +114,7 @@ def download(
 
 
 def _run(command: list[str], temporary: Path, tell: Callable[[], None]) -> tuple[int, str]:
-    """Run pip to its end with a temporary folder of its own; return its exit code and its errors."""
+    """Run pip in its own temporary folder; return its exit code and its error output."""
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
             command,
@@ -131,7 +131,7 @@ def _run(command: list[str], temporary: Path, tell: Callable[[], None]) -> tuple
                 except subprocess.TimeoutExpired:
                     tell()
         finally:
-            process.kill()  # nothing to end where it has ended by itself
+            process.kill()  # no effect on a process that has ended
             process.wait()
         errors.seek(0)
         return code, errors.read().decode(errors="replace")
@@ -146,7 +146,7 @@ def _fetched(folder: Path) -> str:
 
 
 def explain_pip(stderr: str, pins: tuple[str, ...]) -> IsolationUnavailable:
-    """Return why pip could not fetch the wheels, with the repair."""
+    """Return the error for wheels that pip could not fetch, with the repair."""
     if "No module named pip" in stderr:
         return IsolationUnavailable(
             "the wheels for the image cannot be fetched: this environment has no pip",
@@ -155,7 +155,7 @@ def explain_pip(stderr: str, pins: tuple[str, ...]) -> IsolationUnavailable:
     torch = next((pin for pin in pins if pin.startswith("torch==")), "")
     build = torch.partition("+")[2]
     index = f"https://download.pytorch.org/whl/{build}" if build else "URL"
-    lines = [line for line in stderr.splitlines() if line.strip()] or ["no word from it"]
+    lines = [line for line in stderr.splitlines() if line.strip()] or ["it printed no error"]
     errors = [line for line in lines if line.startswith("ERROR:")]
     return IsolationUnavailable(
         f"pip cannot fetch the wheels for the image: {(errors or lines)[-1].removeprefix('ERROR: ')}",
