@@ -1,11 +1,11 @@
-# `make` alone says what there is to make. Every target sets up what it needs.
+# `make` alone lists the targets. Every target sets up what it needs.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 PYTHON ?= python3
 BIN := .venv/bin
 
 # make bench MODEL=gpt2-xl RAM=8g OUT=results/mine STRATEGIES=baseline,streaming ARGS="--repeats 3"
-# make bench SUITE=configs/suites/layouts.yaml      make bench RESUME=results/mine
+# make bench SUITE=layouts      make bench RESUME=results/mine
 MODEL ?= gpt2-small
 RAM ?= none
 SECONDS ?= 60
@@ -16,55 +16,65 @@ WHAT = $(if $(SUITE),--suite $(SUITE),$(if $(RESUME),--resume $(RESUME),$(MODEL)
 OPTIONS = $(if $(OUT),--out $(OUT)) $(if $(STRATEGIES),--strategies $(STRATEGIES)) \
           $(if $(ISOLATION),--isolation $(ISOLATION)) $(ARGS)
 
-help:  ## Say what each target does
+help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: .venv/ready  ## Make .venv with everything that the other targets need
+setup: .venv/ready  ## Create .venv with everything that the other targets need
 
-bench: .venv/ready  ## Load MODEL with every strategy under RAM: make bench MODEL=gpt2-xl RAM=8g
+bench: .venv/ready  ## Load MODEL with six strategies under a RAM limit: make bench MODEL=gpt2-xl RAM=8g
 	$(BIN)/weighin bench $(WHAT) $(OPTIONS)
 
 floor: .venv/ready  ## Find the smallest RAM limit of each strategy: make floor MODEL=gpt2-medium
 	$(BIN)/weighin floor $(if $(RESUME),--resume $(RESUME),$(MODEL)) $(OPTIONS)
 
-report: .venv/ready  ## Draw RUN again (default: the newest run)
+report: .venv/ready  ## Write the report of RUN again (default: the newest run)
 	$(BIN)/weighin report $(RUN)
 
-check: .venv/ready  ## Compare RUN with a committed BASELINE: make check BASELINE=baseline.yaml
+check: .venv/ready  ## Compare RUN with a committed BASELINE, and fail if memory grew: make check BASELINE=baseline.yaml
 	$(BIN)/weighin check $(RUN) --baseline $(BASELINE) $(ARGS)
 
-pages: .venv/ready  ## Fill the tables of README.md and docs from results/published
+man: .venv/ready  ## Write the manual page, docs/weighin.1, from the command line's definitions
+	$(BIN)/python -m weighin.cli.manual > docs/weighin.1
+
+pages: .venv/ready  ## Write the tables and pictures of README.md and docs/ from results/published
 	$(BIN)/python -m weighin.report.docs_tables README.md docs/*.md
 
-publish: .venv/ready  ## Measure all published runs again; ARGS=--status says which are older than their code
+docs: .venv/ready  ## Write the documentation site to site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+publish: .venv/ready  ## Measure all published runs again; ARGS=--status lists those that are older than their code
 	$(BIN)/python benchmarks/publish.py $(ARGS)
 
-recommend: .venv/ready  ## Say which way of loading MODEL to use under RAM, with the code
+recommend: .venv/ready  ## Recommend a strategy for MODEL under a RAM limit, with the code to paste
 	$(BIN)/weighin recommend $(MODEL) --ram $(RAM) $(ARGS)
 
-doctor: .venv/ready  ## Say what this machine can limit and measure
+doctor: .venv/ready  ## Try out what this machine can limit and measure
 	$(BIN)/weighin doctor
 
-test: .venv/ready  ## Run the tests; REQUIRE=docker,cgroup,browser turns what cannot run into failures
+test: .venv/ready  ## Run the tests; REQUIRE=docker,cgroup,browser fails instead of skipping
 	$(BIN)/pytest $(if $(REQUIRE),--require $(REQUIRE)) $(ARGS)
 
-conformance: .venv/ready  ## Compare DRAWS=20000 random loads by load_streaming with torch's own
+conformance: .venv/ready  ## Compare DRAWS=20000 random loads by load_streaming with torch's load_state_dict
 	WEIGHIN_DRAWS=$(DRAWS) $(BIN)/pytest tests/conformance $(ARGS)
 
-test-vm: .venv/ready  ## Try limits and figures on Debian's kernel with cgroup v2, in a virtual machine
+test-vm: .venv/ready  ## Test limits and figures on Debian's kernel with cgroup v2, in a virtual machine
 	$(BIN)/pytest -m vm --require vm,cgroup -rP tests/vm $(ARGS)
 
-zoo: .venv/ready  ## Try the loader and the strategies over torch's and torchvision's models
+zoo: .venv/ready  ## Test the loader and the strategies over torch's and torchvision's models
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/zoo --out docs/zoo.md $(ARGS)
 
-test-versions:  ## Test other versions of torch and Python: make test-versions PAIRS="2.6.0:3.11"
+test-versions:  ## Test with other versions of torch and Python: make test-versions PAIRS="2.6.0:3.11"
 	PAIRS="$(PAIRS)" $(PYTHON) tests/versions $(ARGS)
 
-lint: .venv/ready  ## Check style, types, and who imports whom
+lint: .venv/ready  ## Check style, types, and the direction of imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+dist: .venv/ready  ## Build the sdist and the wheel; WEIGHIN_REPOSITORY=URL names the repository in them
+	rm -rf dist
+	$(BIN)/hatchling build -d dist
 
 fuzz: .venv/ready  ## Feed mutated checkpoints to the readers for SECONDS=60
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[fuzz]'
@@ -72,15 +82,15 @@ fuzz: .venv/ready  ## Feed mutated checkpoints to the readers for SECONDS=60
 	PYTHONPATH=. $(BIN)/python tests/fuzz/fuzz_readers.py .fuzz-corpus \
 	  -max_total_time=$(SECONDS) -artifact_prefix=tests/fuzz/findings/
 
-clean:  ## Remove all environments and what tools have cached in this folder
-	rm -rf .venv .venv-versions build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .fuzz-corpus
+clean:  ## Remove all environments, and the caches of tools in this folder
+	rm -rf .venv .venv-versions build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .fuzz-corpus
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Made anew when its inputs change; ready last, so that a broken one is never taken for whole.
+# Created again when its inputs change. `ready` is written last: a half-made environment has none.
 .venv/ready: pyproject.toml constraints.txt
 	rm -rf .venv
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-.PHONY: help setup bench recommend floor report check pages publish doctor test conformance test-vm test-versions zoo lint fuzz clean
+.PHONY: help setup bench recommend floor report check man pages docs publish doctor test conformance test-vm test-versions zoo lint dist fuzz clean

@@ -26,9 +26,11 @@ import yaml
 from weighin.probes import environment
 from weighin.record import Outcome, Result
 from weighin.records import run_folder, sources
-from weighin.report import captions
+from weighin.report import captions, style
 from weighin.report.checked import FILE as PREDICTED
 from weighin.report.freshness import since, standing
+from weighin.report.timeline import draw_timeline
+from weighin.report.writing import TIMELINE
 from weighin.suite import registry
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -108,10 +110,10 @@ def status(runs: Iterable[Run], root: Path) -> list[str]:
         lines += [f"{run.name}: {state}", *predictions(run, root)]
     stale = [run.name for run in runs if stands[run.name].is_stale or not run.results]
     lines.append(
-        f"{len(stale)} of {len(runs)} are older than their code, or were never measured:"
+        f"{len(stale)} of {len(runs)} are older than the current code or were never measured:"
         f" {', '.join(stale)}"
         if stale
-        else f"all {len(runs)} are up to date with their code"
+        else f"all {len(runs)} were measured with the current code"
     )
     return lines
 
@@ -128,8 +130,10 @@ def predictions(run: Run, root: Path) -> list[str]:
     for cell in {one.cell.strategy: one.cell for one in run.results}.values():
         files.update(sources.deciding(registry.strategy(cell.strategy, cell.operation).path, cell))
     changed = since(root, commit, sorted(files)) if commit else None
-    older = {None: "unknown commit: cannot compare", "": "up to date with its code"}
-    return [f"  its predictions: {made}: {older.get(changed, f'OLDER than its code ({changed})')}"]
+    older = {None: "cannot tell: git does not know it", "": "made with the current code"}
+    return [
+        f"  its predictions: {made}: {older.get(changed, f'OLDER than the current code ({changed})')}"
+    ]
 
 
 def plan(runs: Sequence[Run]) -> list[str]:
@@ -201,20 +205,19 @@ def _refuse_other_code(folder: Path) -> None:
 
 
 def put_in_place(measured: Path, published: Path) -> None:
-    """Replace a published run by the new one: the same files, with samples of first repeats."""
-    names = {"records.jsonl", "report.md", "summary.csv"}
-    if published.exists():
-        names = {path.name for path in published.iterdir() if path.is_file()} - {PREDICTED}
+    """Replace a published run by the new one: its records, and its timeline.
+
+    The samples are not kept: the timeline is all that is drawn from them. A run under several limits
+    has none: it would be dozens of panels. ``fill_pages`` draws the other pictures again.
+    """
     ready = measured / "published"
     shutil.rmtree(ready, ignore_errors=True)
     ready.mkdir()
-    for name in sorted(names):
-        if (measured / name).exists():
-            shutil.copy2(measured / name, ready / name)
-    if (published / "samples").is_dir():
-        (ready / "samples").mkdir()
-        for path in sorted((measured / "samples").glob("*-r0.csv")):
-            shutil.copy2(path, ready / "samples" / path.name)
+    shutil.copy2(measured / run_folder.RECORDS, ready)
+    results = run_folder.read(measured).results
+    if len({one.cell.ram_limit_bytes for one in results}) == 1:
+        with (ready / f"{TIMELINE}.svg").open("wb") as file:
+            style.save(draw_timeline(measured, results), file, "svg")
     shutil.rmtree(published, ignore_errors=True)
     ready.rename(published)
 
@@ -223,13 +226,14 @@ def predict(run: Run, published: Path) -> None:
     """Predict a run's loads, and store the predictions beside its records."""
     if any(one.cell.operation == "save" for one in run.results):
         return
-    command = [sys.executable, "-m", "weighin", "predict", "--check", str(published), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    (published / PREDICTED).write_text(json.dumps(json.loads(done.stdout), indent=1) + "\n")
+    command = [sys.executable, "-m", "weighin", "predict", "--check", str(published)]
+    subprocess.run(
+        [*command, "--json", str(published / PREDICTED)], stdout=subprocess.DEVNULL, check=True
+    )
 
 
 def fill_pages() -> None:
-    """Fill the tables in the documents (``make pages``)."""
+    """Fill the tables and draw the pictures of our pages (``make pages``)."""
     subprocess.run(["make", "--no-print-directory", "pages"], check=True)
 
 

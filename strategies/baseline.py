@@ -1,8 +1,8 @@
-"""Build on the device, load the whole state dict there, copy it in: two copies of the weights.
+"""Build the model, torch.load the whole state dict, and copy it in: two copies of the weights.
 
-Expected peak: the model and the state dict, 2x the model's size.
+Expected peak: 2x the model's size, for the model and the state dict.
 
-Options: map_location ("cpu" keeps the state dict in RAM; default: the device).
+Options: map_location (the state dict's device; "cpu" keeps it in RAM; default: the cell's device).
 """
 
 import torch
@@ -16,7 +16,7 @@ OPTIONS = ("map_location",)
 
 def load(job: Load) -> torch.nn.Module:
     with job.phase("build"):
-        model = job.build_model().to(job.device)  # initialised, only to be overwritten
+        model = job.build_model().to(job.device)  # initialises weights that are overwritten below
     with job.phase("read"):
         where = job.options.get("map_location", job.device)
         state = torch.load(job.checkpoint, map_location=where, weights_only=True)

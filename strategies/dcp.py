@@ -1,7 +1,8 @@
-"""Build on the meta device, allocate once, let torch.distributed.checkpoint load into the model.
+"""Build on the meta device, allocate, and load with torch.distributed.checkpoint into the model.
 
-Expected peak: one copy of the weights and the largest tensor. One process, no process group. Its
-metadata is a pickle that torch executes: only for checkpoints that you trust.
+Expected peak: one copy of the weights and the largest tensor. Runs in one process, without a process
+group. torch unpickles the checkpoint's metadata, which can execute code: use it only for checkpoints
+that you trust.
 """
 
 import torch

@@ -1,9 +1,10 @@
-"""Build on the meta device, load the whole state dict, hand its tensors to the model.
+"""Build on the meta device, torch.load the whole state dict, and assign its tensors to the model.
 
-Expected peak: one copy of the weights. On a GPU the file passes through the page cache and RAM
-tensor by tensor.
+Expected peak: one copy of the weights. For a GPU, the tensors pass through the page cache and RAM one
+by one.
 
-Options: map_location ("cpu" reads all of it into RAM before the first copy; default: the device).
+Options: map_location ("cpu" reads the whole state dict into RAM before the first copy to a GPU;
+default: the cell's device).
 """
 
 import torch

@@ -1,8 +1,8 @@
-"""Build on the meta device, allocate once, load the whole state dict, copy it in.
+"""Build on the meta device, allocate, torch.load the whole state dict, and copy it in.
 
-Expected peak: two copies of the weights, the model's and the state dict's; nothing is initialised.
+Expected peak: two copies of the weights, the model's and the state dict's. Nothing is initialised.
 
-Options: map_location ("cpu" keeps the state dict in RAM; default: the device).
+Options: map_location (the state dict's device; "cpu" keeps it in RAM; default: the cell's device).
 """
 
 import torch
@@ -16,16 +16,16 @@ OPTIONS = ("map_location",)
 
 def load(job: Load) -> torch.nn.Module:
     with job.phase("build"), torch.device("meta"):
-        model = job.build_model()  # shapes only: no weights yet
+        model = job.build_model()  # shapes without values
     with job.phase("allocate"):
         tied = tied_names(model)
         model.to_empty(device=job.device)  # uninitialised storage
-        retie(model, tied)  # to_empty gives every name a parameter of its own
+        retie(model, tied)  # to_empty unties the weights
     with job.phase("read"):
         where = job.options.get("map_location", job.device)
         state = torch.load(job.checkpoint, map_location=where, weights_only=True)
     with job.phase("copy"):
         model.load_state_dict(state)
     with job.phase("buffers"):
-        job.reset_buffers(model)  # non-persistent ones are not in the checkpoint
+        job.reset_buffers(model)  # the checkpoint has no non-persistent buffers
     return model

@@ -1,9 +1,10 @@
-"""Build on the meta device, map the checkpoint, hand the mapped tensors to the model.
+"""Build on the meta device, torch.load with mmap=True, and assign the mapped tensors to the model.
 
-Expected peak: no anonymous memory for the weights. They stay pages of the file, which the kernel
-may take back under pressure and read again: that is the price when RAM is less than the model.
+Expected peak: no anonymous memory for the weights. They stay file-backed pages, which the kernel can
+reclaim under pressure. If the RAM limit is below the model's size, it reads pages again on each use.
 
-Options: map_location ("cpu" maps all of it before the first copy to a GPU; default: the device).
+Options: map_location ("cpu" maps the whole file before the first copy to a GPU; default: the cell's
+device).
 """
 
 import torch
@@ -25,7 +26,7 @@ def load(job: Load) -> torch.nn.Module:
         tied = tied_names(model)
         for name, tensor in state.items():
             kind = job.dtype if tensor.is_floating_point() else tensor.dtype
-            state[name] = tensor.to(job.device, kind)  # the mapped one where nothing changes
+            state[name] = tensor.to(job.device, kind)  # the same tensor where nothing changes
         model.load_state_dict(state, assign=True)  # the state dict's tensors become the model's
         retie(model, tied)
     with job.phase("buffers"):

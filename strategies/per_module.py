@@ -1,7 +1,7 @@
-"""Build on the meta device, allocate once, then load one file per layer, copy it and free it.
+"""Build on the meta device, allocate, then load one file per layer, copy it in and free it.
 
-Expected peak: one copy of the weights and the largest layer. The checkpoint is saved in another
-layout: one file for each layer or submodule.
+Expected peak: one copy of the weights and the largest layer. The checkpoint has the format
+per_module, with one file for each layer or submodule.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""Build on the meta device, allocate once, then load one file per parameter, copy it and free it.
+"""Build on the meta device, allocate, then load one file per parameter, copy it in and free it.
 
-Expected peak: one copy of the weights and the largest tensor. The checkpoint is saved in another
-layout: one file per state-dict key.
+Expected peak: one copy of the weights and the largest tensor. The checkpoint has the format
+per_param, with one file for each state-dict key.
 """
 
 import json

@@ -1,7 +1,6 @@
-"""Build on the meta device, allocate once, copy tensor by tensor out of a safetensors file.
+"""Build on the meta device, allocate, and copy tensor by tensor from a mapped safetensors file.
 
-Expected peak: one copy of the weights. The file is mapped, and its pages stay in the page cache
-while they fit.
+Expected peak: one copy of the weights. The file's pages stay in the page cache as far as they fit.
 """
 
 import torch
@@ -20,11 +19,11 @@ def load(job: Load) -> torch.nn.Module:
     with job.phase("allocate"):
         tied = tied_names(model)
         model.to_empty(device=job.device)
-        retie(model, tied)  # a tied weight is in the file under one of its names
+        retie(model, tied)  # the file has a tied weight under only one of its names
     with job.phase("copy"):
         targets = model.state_dict()
         with safe_open(job.checkpoint, framework="pt") as file:
-            for name in file.offset_keys():  # in the file's order: the disk reads ahead
+            for name in file.offset_keys():  # in the file's order, so that read-ahead works
                 targets[name].copy_(file.get_tensor(name))
     with job.phase("buffers"):
         job.reset_buffers(model)

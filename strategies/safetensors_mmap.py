@@ -1,6 +1,6 @@
-"""Build on the meta device, map a safetensors file, hand the mapped tensors to the model.
+"""Build on the meta device, map a safetensors file, and assign the mapped tensors to the model.
 
-Expected peak: no anonymous memory for the weights, as with mmap_assign; and no pickle.
+Expected peak: no anonymous memory for the weights, as with mmap_assign. The file contains no pickle.
 """
 
 import torch
@@ -21,7 +21,7 @@ def load(job: Load) -> torch.nn.Module:
     with job.phase("assign"):
         for name, tensor in state.items():
             if tensor.is_floating_point():
-                state[name] = tensor.to(job.dtype)  # the mapped one where nothing is converted
+                state[name] = tensor.to(job.dtype)  # the same tensor where nothing changes
         tied = tied_names(model)
         share_missing(state, tied)
         model.load_state_dict(state, assign=True)

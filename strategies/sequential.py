@@ -1,9 +1,10 @@
-"""Build on the device, load the state dict into RAM, copy it in tensor by tensor.
+"""Build the model, torch.load the state dict into RAM, and copy it in tensor by tensor.
 
-Expected peak: on the GPU one copy and one tensor; in RAM the state dict (and, where the device is
-the CPU, the model beside it: 2x).
+Expected peak: on a GPU, one copy of the weights and one tensor, with the state dict in RAM; on the
+CPU, 2x the model's size, for the model and the state dict.
 
-Options: map_location (a device for the state dict; default "cpu"), pinned (true: page-locked copies).
+Options: map_location (the state dict's device; default: "cpu"), pinned (true copies each tensor to
+page-locked memory first).
 """
 
 import torch
@@ -22,8 +23,8 @@ def load(job: Load) -> torch.nn.Module:
         where = job.options.get("map_location", "cpu")
         state = torch.load(job.checkpoint, map_location=where, weights_only=True)
     with job.phase("copy"):
-        targets = model.state_dict()  # parameters *and* persistent buffers, sharing their memory
+        targets = model.state_dict()  # parameters and persistent buffers, in the model's own memory
         for name, target in targets.items():
             tensor = state[name].pin_memory() if job.options.get("pinned") else state[name]
-            target.copy_(tensor.to(job.device))  # on a GPU there is one tensor twice
+            target.copy_(tensor.to(job.device))  # on a GPU this needs memory for a second copy
     return model

@@ -1,7 +1,7 @@
-"""Build on the meta device, allocate once, load shard by shard, copy each in and free it.
+"""Build on the meta device, allocate, then load shard by shard, copy each in and free it.
 
-Expected peak: one copy of the weights; beside it, the largest shard: of ``.bin`` files in memory,
-of safetensors as pages of the file.
+Expected peak: one copy of the weights and the largest shard: in anonymous memory for ``.bin`` files,
+in file-backed pages for safetensors.
 """
 
 import json
@@ -42,7 +42,7 @@ def find_shards(folder: Path) -> list[Path]:
 
 
 def load_shard(file: Path) -> dict[str, torch.Tensor]:
-    """Return the state dict of one shard: mapped from safetensors, in memory from ``.bin``."""
+    """Return the state dict of one shard: mapped for safetensors, read into memory for ``.bin``."""
     if file.suffix == ".safetensors":
         return load_file(file)
     state: dict[str, torch.Tensor] = torch.load(file, map_location="cpu", weights_only=True)

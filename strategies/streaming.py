@@ -1,9 +1,10 @@
-"""Build without weights, read every tensor from its place in the file straight into the model.
+"""Build without weights, and read every tensor from its offset in the file straight into the model.
 
-Expected peak: one copy of the weights, and a few MiB for each thread. No state dict ever exists, and
-what is read past the page cache leaves no pages there. Converts the dtype on the way.
+Expected peak: one copy of the weights, and a few MiB for each thread. There is no state dict with
+values, and reads that bypass the page cache leave no pages in it. Converts the dtype while it reads.
 
-Options: threads (up to 4 at what is cached, else 16), granularity ("all", "module" or "tensor").
+Options: threads (default: up to 4 if the checkpoint is cached, else 16), granularity ("all", "module"
+or "tensor": the tensors that are read together).
 """
 
 import torch
@@ -18,5 +19,5 @@ OPTIONS = ("threads", "granularity")
 
 
 def load(job: Load) -> torch.nn.Module:
-    with job.phase("read"):  # builds, too; what it builds has the dtype that is wanted
+    with job.phase("read"):  # also builds the model, which job.build_model gives the cell's dtype
         return load_streaming(job.build_model, job.checkpoint, device=job.device, **job.options)

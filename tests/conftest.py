@@ -1,7 +1,6 @@
-"""Tests that need more than Python skip with the reason that a user would see.
+"""Skip tests whose requirements are missing, with the same reason that a user would see.
 
-``--require docker,cgroup`` turns such a skip into a failure: where a machine is meant to have an
-engine, its absence must not look like success.
+``--require docker,cgroup`` turns such a skip into a failure, for machines that must have an engine.
 """
 
 import atexit
@@ -18,14 +17,14 @@ from hypothesis import settings
 
 from weighin.errors import IsolationUnavailable
 
-# Of each test run its own: what is tested here measures nothing that another run would disturb.
+# Each test run has a lock of its own, because tests measure nothing that another run could disturb.
 if "WEIGHIN_LOCK" not in os.environ:
     lock = Path(tempfile.gettempdir()) / f"weighin-test-{os.getpid()}.lock"
     os.environ["WEIGHIN_LOCK"] = str(lock)
     atexit.register(lock.unlink, missing_ok=True)
 
-settings.register_profile("untimed", deadline=None)  # a busy machine is no finding
-settings.register_profile("ci", deadline=None, print_blob=True)  # random, with what repeats a find
+settings.register_profile("untimed", deadline=None)  # a busy machine must not fail a test
+settings.register_profile("ci", deadline=None, print_blob=True)  # prints how to repeat a failure
 settings.load_profile("ci" if "CI" in os.environ else "untimed")
 
 
@@ -36,7 +35,7 @@ def _docker_missing() -> str:
     try:
         isolation = DockerIsolation()
         isolation.check()
-        isolation.remove_stale()  # of a test run that was killed: the next run would tell of it
+        isolation.remove_stale()  # of a killed test run: else the next run's output mentions it
         isolation.prepare()
     except IsolationUnavailable as error:
         return str(error)
@@ -80,12 +79,12 @@ def _vm_missing() -> str:
     packages = [package for program, package in programs.items() if not shutil.which(program)]
     if packages:
         install = f"apt-get install --no-install-recommends {' '.join(packages)}"
-        return f"nothing here to make and run a virtual machine with: {install}"
+        return f"programs for the virtual machine are missing: {install}"
     if os.geteuid() != 0:
-        return "debootstrap makes the virtual machine's disk as root only: sudo make test-vm"
+        return "debootstrap needs root to make the virtual machine's disk: sudo make test-vm"
     if sys.version_info[:2] != (3, 11):
         again = "make clean; make test-vm PYTHON=python3.11"
-        return f"the virtual machine has Python 3.11 and takes this one's packages: {again}"
+        return f"the virtual machine has Python 3.11 and uses this environment's packages: {again}"
     return ""
 
 
@@ -112,7 +111,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--require",
         default="",
         metavar="MARKERS",
-        help=f"fail, rather than skip, where these are missing: {','.join(_MISSING)}",
+        help=f"fail instead of skip if one of these is missing: {','.join(_MISSING)}",
     )
 
 
@@ -132,7 +131,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def disk() -> Iterator[Path]:
-    """A folder on a disk: /tmp may be a tmpfs, whose pages are never cold."""
+    """Return a folder on a disk; /tmp may be a tmpfs, whose pages cannot be evicted."""
     with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="weighin-test-") as name:
         yield Path(name)
 

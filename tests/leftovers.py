@@ -1,4 +1,4 @@
-"""What runs of this machine left behind: processes, cgroups and containers. Nothing, they should."""
+"""Find processes, cgroups and containers that a run left behind; there should be none."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ _PATIENCE_S = 10.0
 
 
 def processes(mark: str) -> list[str]:
-    """Return the processes whose environment holds ``mark``, but for this one: "pid command"."""
+    """Return the other processes whose environment contains ``mark``, each as "pid command"."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         if folder.name == str(os.getpid()):
             continue
         try:
-            # Both end up empty for zombies: these are dead, and only wait for their parent.
+            # Both files are empty for zombies, which have ended and only wait for their parent.
             if mark.encode() in (folder / "environ").read_bytes():
                 command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
                 found.append(f"{folder.name} {command}")
-        except OSError:  # it ended meanwhile, or is not ours
+        except OSError:  # it ended meanwhile, or belongs to another user
             continue
     return found
 
 
 def groups(owner: int) -> list[Path]:
-    """Return the cgroups that cells of process ``owner`` were run in."""
+    """Return the cgroups in which process ``owner`` ran its cells."""
     hierarchy = memory_hierarchy()
     roots = {hierarchy[1] if hierarchy else None, pressure_hierarchy()} - {None}
     return [group for root in roots if root for group in root.rglob(f"weighin.{owner}-*")]
 
 
 def containers(owner: int) -> list[str]:
-    """Return the names of containers that process ``owner`` started; none without an engine."""
+    """Return the names of the containers that process ``owner`` started; empty without an engine."""
     from weighin.errors import IsolationUnavailable
     from weighin.isolation.docker.engine import connect
 
@@ -53,13 +53,13 @@ def containers(owner: int) -> list[str]:
 
 
 def all_of(owner: int, mark: str) -> list[str]:
-    """Return all that is left of what process ``owner`` started under ``mark``."""
-    found = [*groups(owner), *containers(owner), *processes(mark)]
-    return [str(one) for one in found]
+    """Return all leftovers of process ``owner``, whose children have ``mark`` in their environment."""
+    leftovers = [*groups(owner), *containers(owner), *processes(mark)]
+    return [str(leftover) for leftover in leftovers]
 
 
 def wait_until(happened: Callable[[], object], what: str, patience_s: float = _PATIENCE_S) -> None:
-    """Wait for what has no event to wait for; fails with ``what`` where it does not come."""
+    """Poll until ``happened`` returns a true value; fail with ``what`` after ``patience_s``."""
     deadline = time.monotonic() + patience_s
     while not happened():
         assert time.monotonic() < deadline, what

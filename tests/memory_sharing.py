@@ -1,16 +1,16 @@
-"""Which tensors share memory: as one object, or as overlapping views."""
+"""Find tensors that share memory, as the same object or as overlapping views."""
 
 import torch
 
 Place = tuple[str, torch.Tensor]
-"""Where a tensor is held, as a path, and the tensor."""
+"""The path of a tensor within a model, and the tensor."""
 
 _MOST_ADDRESSES = 4096
-"""Elements up to which two tensors' addresses are compared one by one."""
+"""The number of elements up to which two tensors' addresses are compared one by one."""
 
 
 def same_objects(places: list[Place]) -> set[tuple[str, ...]]:
-    """Return the groups of paths that hold one and the same tensor."""
+    """Return each group of paths that refer to the same tensor object."""
     groups: dict[int, list[str]] = {}
     for path, tensor in places:
         groups.setdefault(id(tensor), []).append(path)
@@ -18,7 +18,7 @@ def same_objects(places: list[Place]) -> set[tuple[str, ...]]:
 
 
 def overlaps(places: list[Place]) -> set[tuple[str, str, int]]:
-    """Return the pairs of tensors that have bytes in common, and how far their starts are apart."""
+    """Return each pair of tensors that overlap, with the distance of their starts in bytes."""
     held = {id(one): (path, one) for path, one in reversed(places) if one.numel()}
     spans = sorted(
         (

@@ -1,4 +1,4 @@
-"""The model that torch's own load_state_dict leaves, and how another one differs from it."""
+"""Compare a model with the one that torch's own load_state_dict gives."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -13,7 +13,7 @@ _OF_EVERY_MODULE = vars(nn.Module()).keys()
 def torch_leaves(
     model: nn.Module, state: Mapping[str, Any], dtype: torch.dtype | None
 ) -> nn.Module:
-    """Return a model, really built, as torch fills it; raises what torch raises."""
+    """Load a state dict into a model with torch's own code, and convert the model to ``dtype``."""
     model.load_state_dict(state, strict=True)
     return model if dtype is None else model.to(dtype)
 
@@ -21,12 +21,12 @@ def torch_leaves(
 def differences(
     model: nn.Module, reference: nn.Module, *, nan_bits: bool = True, tensors_only: bool = False
 ) -> list[str]:
-    """Return in what a model differs from the reference, one line each; empty where in nothing.
+    """Return one line for each difference between a model and the reference.
 
     Args:
-        nan_bits: whether two NaN with different bits differ.
-        tensors_only: whether counters and other plain values may differ, and what is lazy in the
-            reference: it has no values.
+        nan_bits: whether two NaN with different bits count as different.
+        tensors_only: ignore plain values such as counters, and tensors that are lazy in the
+            reference, which have no values.
     """
     found, wanted = list(_values(model)), list(_values(reference))
     if tensors_only:
@@ -50,12 +50,12 @@ def differences(
 
 
 def seed(number: int) -> None:
-    """Seed what draws on the CPU; torch.manual_seed writes a traceback for each other device."""
+    """Seed the CPU's random generator; torch.manual_seed logs a traceback for each other device."""
     torch.default_generator.manual_seed(number)
 
 
 def outcome(run: Callable[[], Any]) -> Any:
-    """Return what a function returns, or the type of what it raises."""
+    """Return a function's result, or the type of the exception that it raises."""
     try:
         return run()
     except Exception as error:
@@ -63,9 +63,9 @@ def outcome(run: Callable[[], Any]) -> Any:
 
 
 def output_differences(found: Any, wanted: Any) -> list[str]:
-    """Return in what two results of a forward pass differ; by more than a kernel's rounding.
+    """Return one line for each difference between two outputs that is larger than rounding errors.
 
-    Which kernel computes them depends on where the weights lie.
+    Rounding differs because the weights' addresses decide which kernel computes the output.
     """
     mine, theirs = list(_inside("output", found)), list(_inside("output", wanted))
     if [path for path, _ in mine] != [path for path, _ in theirs]:
@@ -99,7 +99,7 @@ def _module_differences(model: nn.Module, reference: nn.Module) -> Iterator[str]
         found = mine[name]
         if first.setdefault(id(wanted), name) != twin.setdefault(id(found), name):
             yield f"module {name!r}: shared otherwise"
-        if _name(type(found)) != _name(type(wanted)):  # parametrisations make a class each time
+        if _name(type(found)) != _name(type(wanted)):  # each parametrisation makes a new class
             yield f"module {name!r}: a {_name(type(found))}, not a {_name(type(wanted))}"
         if found.training != wanted.training:
             yield f"module {name!r}: training is {found.training}"
@@ -115,7 +115,7 @@ def _name(kind: type) -> str:
 
 
 def _values(root: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield all that modules hold, with its path: parameters, buffers, plain attributes."""
+    """Yield each parameter, buffer and plain attribute of all modules, with its path."""
     for name, module in root.named_modules(remove_duplicate=False):
         for kind in ("_parameters", "_buffers"):
             for leaf, value in getattr(module, kind).items():
@@ -130,7 +130,7 @@ def _values(root: nn.Module) -> Iterator[tuple[str, Any]]:
 def _state(root: nn.Module) -> Iterator[tuple[str, Any]]:
     try:
         state = root.state_dict(keep_vars=True)
-    except Exception as error:  # a lazy module's hooks, for one
+    except Exception as error:  # for example from a lazy module's hooks
         yield "", type(error).__name__
         return
     yield from state.items()
@@ -220,7 +220,7 @@ def _set_differences(what: str, found: set[Any], wanted: set[Any]) -> list[str]:
 
 
 def _gradients(mine: list[Place], theirs: list[Place], nan_bits: bool) -> Iterator[str]:
-    """Yield whose gradient differs after one backward pass: hooks on parameters change it."""
+    """Yield each parameter whose gradient differs after a backward pass, for example by a hook."""
     for (path, one), (_, other) in zip(mine, theirs, strict=True):
         if one.shape != other.shape or one.dtype != other.dtype or one.is_meta:
             continue
@@ -229,7 +229,7 @@ def _gradients(mine: list[Place], theirs: list[Place], nan_bits: bool) -> Iterat
 
 
 def _gradient(tensor: torch.Tensor) -> Any:
-    """Return the gradient that a parameter accumulates, which its hooks may change, or an error's type."""
+    """Return a parameter's gradient after a backward pass with its hooks, or an exception's type."""
     if not (tensor.requires_grad and tensor.is_leaf):
         return None
     kept, tensor.grad = tensor.grad, None

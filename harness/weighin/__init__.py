@@ -1,12 +1,12 @@
-"""weighin: what loading a PyTorch checkpoint costs in memory and time, and which way of loading to use.
+"""weighin measures the memory and time that loading a PyTorch checkpoint takes.
 
 ::
 
     from weighin import Load, Save, load_streaming
 
-``Load`` and ``Save`` are what a strategy's function gets; ``load_streaming`` loads a checkpoint into
-a model with little more memory than the model. What a strategy's file may need beside them is in
-``weighin.strategy``.
+``Load`` and ``Save`` are the types of the argument of a strategy's function. ``load_streaming`` loads
+a checkpoint into a model and needs little more memory than the model. ``weighin.strategy`` has
+further functions for strategies.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from weighin.loader.load import load_streaming
     from weighin.strategy import Load, Save
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _PUBLIC = {
     "Load": "weighin.strategy",
@@ -26,7 +26,7 @@ __all__ = ["Load", "Save", "__version__", "load_streaming"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name once it is asked for: torch takes a second, and a worker counts its KiB."""
+    """Import a public name at its first use, because importing torch takes time and memory."""
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

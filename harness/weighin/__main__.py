@@ -1,4 +1,4 @@
-"""``python -m weighin`` is ``weighin``."""
+"""Run the command line as ``python -m weighin``."""
 
 from weighin.cli.app import main
 

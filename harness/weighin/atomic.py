@@ -1,4 +1,4 @@
-"""Writing files so that they are on the disk, whole, before anything points to them."""
+"""Write files and rename folders so that a crash leaves the old content or the new, never a part."""
 
 import os
 from pathlib import Path
@@ -24,7 +24,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename a file or folder whose content is already synced, and sync the name."""
+    """Rename a file or folder whose content is already synced, and sync its parent folder."""
     if source.is_dir():
         sync_folder(source)
     source.rename(target)
@@ -32,7 +32,7 @@ def rename(source: Path, target: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync a folder's list of names, which syncing a new file in it does not."""
+    """Sync a folder's directory entries, which syncing a new file in it does not do."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -41,6 +41,6 @@ def sync_folder(folder: Path) -> None:
 
 
 def drop_written(descriptor: int) -> None:
-    """Put a file's written data on the disk and drop its pages from the page cache."""
+    """Sync a file's written data to the disk and drop its pages from the page cache."""
     os.fdatasync(descriptor)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,4 +1,4 @@
-"""What is to be measured: one strategy loads (or saves) one model, under one limit, once."""
+"""Describe a measurement: one strategy loads (or saves) one model once, under given limits."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -9,30 +9,30 @@ Operation = Literal["load", "save"]
 
 _LONGEST_ARGUMENTS: Final = 64
 _KEPT_ARGUMENTS: Final = 48
-_FORMER_PACKAGE: Final = "harness."  # what this package was called in records before 0.2
+_FORMER_PACKAGE: Final = "harness."  # the name of this package in records before 0.2
 _OUR_MODELS: Final = "weighin.models."
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A model as a function to call: ``builder`` is "package.module:function"."""
+    """A model and the function that builds it: ``builder`` is "package.module:function"."""
 
     name: str
     builder: str
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Read a builder of ours by the name that its package had before 0.2."""
+        """Replace the package name that weighin's own builders had before 0.2."""
         former = _OUR_MODELS.replace("weighin.", _FORMER_PACKAGE)
         if self.builder.startswith(former):
             object.__setattr__(self, "builder", _OUR_MODELS + self.builder.removeprefix(former))
 
     @property
     def title(self) -> str:
-        """What this model is called wherever it is named: "gpt2-xl", "mynets:build(width=64)".
+        """The model's name in every output: "gpt2-xl", "mynets:build(width=64)".
 
-        A model without a name of its own is called after its builder and arguments, without spaces;
-        long arguments are cut, and told apart by a digest.
+        A model without a name of its own is named after its builder and arguments, without spaces.
+        Long arguments are cut, and a digest of them follows.
         """
         if self.name != self.builder.rpartition(":")[2]:
             return self.name
@@ -44,11 +44,11 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One measurement to take. The limits, in bytes, are None where nothing is limited.
+    """One measurement to take. A limit, in bytes, is None where there is no such limit.
 
-    ``ram_high_bytes`` is the soft limit, above which the kernel slows the cell down; None is none.
-    ``passes`` is how many forward passes use the model once it is ready; 0 is none. Of a save,
-    ``format`` is what is written, and ``device`` is where the model is.
+    ``ram_high_bytes`` is the soft limit above which the kernel throttles the cell. ``passes`` is the
+    number of forward passes that run once the model is ready. For a save, ``format`` is the format to
+    write and ``device`` is the device that holds the model.
     """
 
     model: ModelSpec
@@ -68,29 +68,29 @@ class Cell:
 
     @property
     def series(self) -> str:
-        """A name for all that is measured here, but not for which repeat: equal for equal cells."""
+        """The name that all repeats of this cell share: a hash of every field except ``repeat``."""
         fields = asdict(self)
         del fields["repeat"]
-        if self.model.builder.startswith(_OUR_MODELS):  # records of before 0.2 keep their names
+        if self.model.builder.startswith(_OUR_MODELS):  # equal to the names in records before 0.2
             fields["model"]["builder"] = self.model.builder.replace("weighin.", _FORMER_PACKAGE, 1)
         for name in ("vram_limit_bytes", "ram_high_bytes"):
             if fields[name] is None:
-                del fields[name]  # records of before there was one keep their names
+                del fields[name]  # equal to the names in records from before this field existed
         text = json.dumps(fields, sort_keys=True, default=str)
         return f"{self.strategy}-{_digest(text)[:10]}"
 
     @property
     def id(self) -> str:
-        """A name for this very cell and its files, unique within a run."""
+        """The name of this cell and of its files, unique within a run."""
         return f"{self.series}-r{self.repeat}"
 
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """A test's body, or a function, that a worker runs in place of a load.
+    """A test or a function that a worker runs in place of a load.
 
-    ``pytest_arguments`` name the one test, and its reports go to ``path`` as JSON; where there are
-    none, ``path`` holds a pickle of a function, its arguments and its keyword arguments.
+    With ``pytest_arguments``, which select one test, the worker writes the test's reports to ``path``
+    as JSON. Without them, ``path`` is a pickle of a function, its arguments and keyword arguments.
     """
 
     path: str
@@ -99,12 +99,12 @@ class Body:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A cell with the places of all that its worker reads. Paths are the worker's own.
+    """A cell and the paths of the files that its worker reads, as the worker sees them.
 
-    ``manifest`` holds the expected tensors with their checksums; ``python_path`` holds the
-    folders from which the model's builder is imported, where it is not one of ours. ``target`` is
-    the empty folder that a save writes to. ``trace`` is
-    whether the CUDA allocator notes its every event. With a ``body`` there is no load: of the rest only the cell, the time and ``python_path`` count.
+    ``manifest`` is a file with the names and checksums of the expected tensors. ``python_path`` lists
+    the folders from which to import the builder of a user's model. ``target`` is the empty folder
+    that a save writes to. ``trace`` makes the CUDA allocator record its events. With a ``body`` the
+    worker loads nothing and reads only ``cell``, ``timeout_s`` and ``python_path``.
     """
 
     cell: Cell
@@ -123,6 +123,6 @@ def _short(value: Any) -> str:
 
 
 def _digest(text: str) -> str:
-    import hashlib  # OpenSSL takes 4 MiB: the worker, which needs no names, does not pay for it
+    import hashlib  # loads OpenSSL, 4 MiB, which the worker does not need
 
     return hashlib.sha256(text.encode()).hexdigest()

@@ -1,22 +1,22 @@
-"""What stops the harness, as exceptions; what happens inside a cell is an ``Outcome`` instead.
+"""Define the exceptions that stop the harness. A failure inside a cell is an ``Outcome`` instead.
 
 ::
 
     HarnessError              message, repair, exit_code
-     x ConfigError            a model, suite, option or command line that cannot be used   exit 2
-        - UnknownName         a strategy, model or isolation that does not exist
-     x IsolationUnavailable   this machine cannot run cells that way; the repair mends it  exit 3
-     x CheckpointError        a file, what is wrong with it, and where                     exit 2
-     x NoBaseline             what was measured must not become a baseline                 exit 1
-     x RecordError            a run's folder or its records                                exit 2
-        - SchemaTooNew        written by a later weighin
-        - DamagedRecord       a line that is no record
-     x StillRunning           a process that SIGKILL does not end                          exit 4
-     x Interrupted            Ctrl-C or SIGTERM, after everything was cleaned up           exit 130
+     x ConfigError            a model, suite, option or command line is invalid            exit 2
+        - UnknownName         no strategy, model or isolation has this name
+     x IsolationUnavailable   this machine cannot run cells in this isolation              exit 3
+     x CheckpointError        a checkpoint is damaged or of an unsupported kind            exit 2
+     x NoBaseline             the results of this run must not become a baseline           exit 1
+     x RecordError            a run's folder or its records cannot be read or written      exit 2
+        - SchemaTooNew        a later version of weighin wrote the record
+        - DamagedRecord       a line of a record file is not a record
+     x StillRunning           a process goes on after SIGKILL                              exit 4
+     x MachineBusy            another run is measuring on this machine                     exit 4
+     x Interrupted            Ctrl-C or SIGTERM, raised once everything is cleaned up      exit 130
 
-Exit code 1 means that a gate failed, 4 that some cell has the outcome ``measurement_failed``, 5 that
-some strategy loaded wrong weights or failed (``weighin.exit_codes``). An ``OSError`` that nobody
-expected becomes a HarnessError at the command line (``explain``).
+``weighin.exit_codes`` explains the exit codes 0 to 5 and 130. The command line turns any other
+``OSError`` into a HarnessError (``explain``).
 """
 
 import errno
@@ -27,12 +27,12 @@ from contextlib import contextmanager
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)
-_ROOM = "free some space there; TMPDIR and WEIGHIN_CACHE name other folders"
-_MEMORY = "free memory: end other programs, or measure fewer things at once"
+_ROOM = "free some space there, or set TMPDIR or WEIGHIN_CACHE to a folder on another disk"
+_MEMORY = "free memory: end other programs, or run fewer measurements at once"
 
 
 class HarnessError(Exception):
-    """Base of all errors that a user sees: one line of cause, one line of repair."""
+    """Base of all errors that a user sees: ``message`` is the cause, ``repair`` what to do about it."""
 
     exit_code = 2
 
@@ -46,14 +46,14 @@ class HarnessError(Exception):
 
 
 class ConfigError(HarnessError):
-    """A configuration file, an option or an argument that cannot be used."""
+    """A configuration file, an option or an argument is invalid."""
 
 
 class UnknownName(ConfigError):
-    """A name that is not among the known ones; suggests the nearest."""
+    """No strategy, model or isolation has this name; the repair suggests the most similar one."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str], repair: str = "") -> None:
-        from difflib import get_close_matches  # the worker never asks for a near match
+        from difflib import get_close_matches  # not at the top: the worker does not need it
 
         names = sorted(known)
         near = get_close_matches(name, names, n=1, cutoff=0.5)
@@ -66,57 +66,63 @@ class UnknownName(ConfigError):
 
 
 class IsolationUnavailable(HarnessError):
-    """Cells cannot be run in this way on this machine; ``repair`` is the command that mends it."""
+    """This machine cannot run cells in this isolation; ``repair`` is the command that changes that."""
 
     exit_code = 3
 
 
 class CheckpointError(HarnessError):
-    """A checkpoint that cannot be used: names the file, what is wrong, and where."""
+    """A checkpoint is damaged or of an unsupported kind; the message names the file and the place."""
 
 
 class NoBaseline(HarnessError):
-    """What was measured must not become a baseline, or not without its owner's word."""
+    """The results of a run must not become a baseline, or only if the user confirms it."""
 
     exit_code = 1
 
 
 class RecordError(HarnessError):
-    """A run's folder, or a file in it, that cannot be written or read."""
+    """A run's folder, or a file in it, cannot be written or read."""
 
 
 class SchemaTooNew(RecordError):
-    """Records of a later schema than this version knows."""
+    """A record has a later schema than this version can read."""
 
 
 class DamagedRecord(RecordError):
-    """A line of a record file that is not a whole record."""
+    """A line of a record file is not a complete record."""
 
 
 class StillRunning(HarnessError):
-    """A process that SIGKILL does not end: it waits in the kernel, and holds what it has."""
+    """A process goes on after SIGKILL, because it waits in the kernel; its memory stays in use."""
 
     exit_code = 4
 
     def __init__(self, message: str) -> None:
         super().__init__(
             message,
-            "it waits in the kernel, as for a disk or a network share that does not answer: mend"
-            " that, or restart the machine",
+            "it waits in the kernel, for example for a disk or a network share that does not answer:"
+            " repair that, or restart the machine",
         )
 
 
+class MachineBusy(HarnessError):
+    """Another run is measuring on this machine: two at once would distort each other's figures."""
+
+    exit_code = 4
+
+
 class Interrupted(HarnessError):
-    """The user stopped the run; everything it started is already gone."""
+    """The user stopped the run; every process that it started has already ended."""
 
     exit_code = 130
 
 
 @contextmanager
 def extra(name: str, purpose: str) -> Iterator[None]:
-    """Import packages of an extra inside; where one is missing, a ConfigError says what to install.
+    """Raise a ConfigError with the install command if an import in the context fails.
 
-    ``purpose`` is what needs them: "parquet".
+    ``name`` is the extra that contains the package, ``purpose`` the feature that needs it: "parquet".
     """
     try:
         yield
@@ -128,18 +134,18 @@ def extra(name: str, purpose: str) -> Iterator[None]:
 
 
 def explain(error: OSError) -> HarnessError:
-    """Return what the operating system refused, in a user's words: the path, the reason, a repair."""
-    from shlex import quote  # the worker, which raises these too, has no use for it
+    """Return an error of the operating system as a HarnessError: the path, the reason, a repair."""
+    from shlex import quote  # not at the top: the worker does not need it
 
     reason = error.strerror or str(error) or type(error).__name__
     path = error.filename
     place = os.fsdecode(path) if isinstance(path, str | bytes) else ""
     message = f"{place}: {reason}" if place else f"the operating system refused: {reason}"
-    repair = "weighin doctor says what works on this machine"
+    repair = "run weighin doctor to see what works on this machine"
     if error.errno in _FULL:
         repair = _ROOM
     elif error.errno in _REFUSED and place:
-        repair = f"ls -ld {quote(place)} shows whose it is"
+        repair = f"run ls -ld {quote(place)} to see who owns it"
     elif error.errno in _TOO_MANY:
         repair = "allow more open files: ulimit -n 4096"
     elif error.errno == errno.ENOMEM:

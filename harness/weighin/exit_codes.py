@@ -1,6 +1,6 @@
-"""The exit code of what was measured: a strategy that is wrong or fails, a cell that was not measured.
+"""Explain the exit codes of ``weighin``, and compute that of a run from the outcomes of its cells.
 
-A cell that was killed for lack of memory, or ran out of time, is a finding and no failure.
+A cell that was killed for lack of memory, or ran into its time-out, is a valid result, not a failure.
 """
 
 from collections.abc import Iterable
@@ -14,17 +14,24 @@ MEASUREMENT_FAILED: Final = 4
 STRATEGY_FAILED: Final = 5
 
 BROKEN: Final = (Outcome.WRONG_WEIGHTS, Outcome.STRATEGY_FAILED)
-"""Outcomes that are the strategy's own fault, whatever the limit."""
+"""Outcomes that show a fault of the strategy itself, under any limit."""
 
-EXPLAINED: Final = (
-    "Exit codes: 0 done (a cell killed for lack of memory is a finding), 2 bad input, 3 an isolation"
-    " that is not available, 4 a cell that could not be measured, 5 a strategy that loaded wrong"
-    " weights or failed."
-)
+MEANINGS: Final = {
+    0: "done (a cell killed for lack of memory is a valid result)",
+    1: "a gate failed, nothing fits, or a question was answered with no",
+    2: "bad input",
+    3: "an isolation that is not available",
+    4: "a cell that could not be measured, or another run is measuring on this machine",
+    5: "a strategy that loaded wrong weights or failed",
+    130: "stopped by Ctrl-C or SIGTERM",
+}
+"""Every exit code of ``weighin``."""
+
+EXPLAINED: Final = f"Exit codes: {'; '.join(f'{code} {why}' for code, why in MEANINGS.items())}."
 
 
 def of_results(results: Iterable[Result]) -> int:
-    """Return the exit code of a run; a strategy that is wrong says more than a cell without figures."""
+    """Return the exit code of a run. A failed strategy takes precedence over an unmeasured cell."""
     outcomes = {result.outcome for result in results}
     if outcomes & {*BROKEN}:
         return STRATEGY_FAILED
@@ -32,12 +39,12 @@ def of_results(results: Iterable[Result]) -> int:
 
 
 def broken(results: Iterable[Result]) -> list[str]:
-    """Return one line for each series that is wrong or failed: which, how, and why."""
+    """Return one line for each failed series: its strategy, RAM limit, outcome and message."""
     lines = []
-    for one in results:
-        if one.outcome in BROKEN:
-            limit = one.cell.ram_limit_bytes
-            where = f" under {format_exact(limit)}" if limit else ""
-            why = f": {one.message}" if one.message else ""
-            lines.append(f"{one.cell.strategy}{where}: {one.outcome}{why}")
+    for result in results:
+        if result.outcome in BROKEN:
+            limit = result.cell.ram_limit_bytes
+            under_limit = f" under {format_exact(limit)}" if limit else ""
+            message = f": {result.message}" if result.message else ""
+            lines.append(f"{result.cell.strategy}{under_limit}: {result.outcome}{message}")
     return list(dict.fromkeys(lines))

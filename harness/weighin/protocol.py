@@ -1,7 +1,8 @@
-"""What parent and worker say to each other: one JSON object a line, in both directions.
+"""Encode and decode the messages between parent and worker: one JSON object per line.
 
-The parent sends the job first, then one empty line for each mark that it has taken. The worker
-sends events; each is one ``write()``, so that a kill loses at most the line being written.
+The parent sends the job first, then one empty line to acknowledge an event once it has read the
+cgroup's counters. The worker sends events, each in one ``write()``, so that a kill loses at most the
+line being written.
 
 =============  ==============================================================  ===========
 event          fields                                                          acknowledged
@@ -9,13 +10,13 @@ event          fields                                                          a
 baseline       t_ns, memory, import_ns, environment                            yes
 begin          name, t_ns                                                      no
 cuda           points: [[t_ns, allocated bytes, driver-used bytes], ...]       no
-note           text: why a figure does not mean what it says                   no
+note           text: a warning for the record, about a figure                  no
 trace          requested_bytes, reserved_bytes at its start,
                events: [[t_ns, action, bytes], ...]; several of these          no
 phase          all fields of ``Phase`` but peak_cgroup_bytes                   yes
-loaded         load_ns, without the time spent in marks                        no
-ready          t_ns, touch_ns; of a save also written: all fields of Written   no
-failed         outcome, message, summary (of the allocator, where it refused)  no
+loaded         load_ns, without the time spent between phases                  no
+ready          t_ns, touch_ns; for a save also written: all fields of Written  no
+failed         outcome, message, summary (of the allocator, if out of memory)  no
 done           first_use_ns, marks_ns                                          no
 =============  ==============================================================  ===========
 """
@@ -29,11 +30,11 @@ from weighin.cell import Body, Cell, Job, ModelSpec
 ACKNOWLEDGEMENT = b"\n"
 
 BODY_PLUGIN = "weighin-body"
-"""In a worker that runs a test's body: the name by which its pytest knows what marks a phase."""
+"""The name of the pytest plugin that records phases in a worker that runs a test's body."""
 
 
 def encode_job(job: Job) -> bytes:
-    """Return the job as the line that a worker reads first."""
+    """Return the job as one line, the first that a worker reads."""
     return json.dumps(asdict(job)).encode() + b"\n"
 
 
@@ -54,7 +55,7 @@ def encode_event(event: dict[str, Any]) -> bytes:
 
 
 def decode_event(line: bytes) -> dict[str, Any] | None:
-    """Return the event, or None for a line that is none (a strategy found the descriptor)."""
+    """Return the event, or None if the line is not one (a strategy can write to the descriptor)."""
     try:
         event = json.loads(line)
     except ValueError:

@@ -1,8 +1,8 @@
-"""What was measured: one ``Result`` a cell. results/README.md is the contract of every field.
+"""Define the record of a measurement: one ``Result`` per cell. results/README.md documents each field.
 
 Bytes and nanoseconds are integers; times are of the machine's monotonic clock. None means that
-a figure was not measured, never that it was zero. ``peak`` stands only before a mark that the
-kernel or the allocator keeps itself; the largest of samples is called ``sampled``.
+a figure was not measured, never that it was zero. ``peak`` is a high-water mark that the kernel or
+the allocator keeps; ``sampled`` is the maximum of the sampler's readings.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from weighin.cell import Cell
 
 SCHEMA: Final = 1
 USUAL_PAGE_BYTES: Final = 4096
-"""Of a page of memory on x86-64, and on arm64 as most distributions build it."""
+"""The page size on x86-64, and on arm64 in most distributions."""
 
 
 class Outcome(StrEnum):
@@ -31,7 +31,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One look from outside at a running worker. ``t_ns`` is monotonic."""
+    """One reading of a running worker's memory, taken from outside. ``t_ns`` is monotonic."""
 
     t_ns: int
     rss_bytes: int
@@ -49,7 +49,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The worker's memory at one instant, exact."""
+    """The worker's memory at one instant, as the kernel and the allocator count it."""
 
     rss_bytes: int
     anon_bytes: int
@@ -62,9 +62,10 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A stretch of the worker's life between two marks, with the exact peaks inside it.
+    """A named part of a load or save, with the peaks within it.
 
-    ``peak_cgroup_bytes`` is None where the kernel's mark could not be reset at the phase's start.
+    ``peak_cgroup_bytes`` is None where the kernel's high-water mark could not be reset at the start
+    of the phase.
     """
 
     name: str
@@ -84,7 +85,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """The highest figures from the start of the load until every byte was read (``ready``)."""
+    """The peaks and sampled maxima from the start of the load until every byte was read (``ready``)."""
 
     rss_bytes: int | None = None
     cgroup_bytes: int | None = None
@@ -109,7 +110,7 @@ class Faults:
 
 @dataclass(frozen=True, slots=True)
 class Pressure:
-    """Stall times of the cell's cgroup from the load's start until ``ready``; None where PSI is off."""
+    """Stall times of the cell's cgroup from the start of the load until ``ready``; None without PSI."""
 
     some_ns: int | None = None
     full_ns: int | None = None
@@ -117,7 +118,7 @@ class Pressure:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Where a cell's wall time went. The harness's own share is what the worker's parts leave."""
+    """How a cell's wall time divides. The harness's own time is the rest of ``wall_ns``."""
 
     wall_ns: int
     import_ns: int | None = None
@@ -129,7 +130,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a save left in its folder: bytes of its files, and of the blocks that they take."""
+    """The size of a saved checkpoint: the files' length, and the disk blocks that they occupy."""
 
     file_bytes: int
     disk_bytes: int
@@ -138,7 +139,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """All that is known about one cell; one line of ``records.jsonl``."""
+    """The complete record of one cell: one line of ``records.jsonl``."""
 
     schema: int
     cell: Cell
@@ -171,5 +172,5 @@ class Result:
 
     @property
     def page_bytes(self) -> int:
-        """The size of the pages that this machine counts, in bytes."""
+        """The page size of the machine that measured, in bytes."""
         return int(self.environment.get("page_bytes", USUAL_PAGE_BYTES))

@@ -1,8 +1,8 @@
-"""What a strategy sees, and what its file may take from weighin.
+"""Define the interface of a strategy, and offer functions that strategies need.
 
-A strategy is one file with a function ``load(job: Load) -> Module``; one that saves has
-``save(job: Save) -> None``. Helpers are imported from here, and only those that a file names: what a
-strategy imports is a part of what is measured of it::
+A strategy is one file with a function ``load(job: Load) -> Module``, or, to save,
+``save(job: Save) -> None``. Import functions from here. Each is imported at its first use, because
+the memory that a strategy's imports take counts as the strategy's own::
 
     from weighin.strategy import Load, retie, tied_names
 """
@@ -47,25 +47,25 @@ HELPERS = {
     "tied_names": "weighin.models.tied_weights",
     "without_weights": "weighin.models.skeleton",
 }
-"""The module of each helper, which is imported once a strategy asks for it."""
+"""The module of each function, which is imported at the function's first use."""
 
 
 class Load(Protocol):
-    """One load to perform: where from, where to, and what with."""
+    """One load to perform: the checkpoint, the model, and the device and dtype of the result."""
 
     @property
     def checkpoint(self) -> Path:
-        """The file, or the folder for formats of many files."""
+        """The checkpoint's file, or its folder for a format of several files."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Where every parameter and buffer must end."""
+        """The device on which every parameter and buffer must be in the end."""
         ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """What every floating-point parameter and buffer must end as."""
+        """The dtype that every floating-point parameter and buffer must have in the end."""
         ...
 
     @property
@@ -74,13 +74,14 @@ class Load(Protocol):
         ...
 
     def build_model(self) -> torch.nn.Module:
-        """Build the model, with its own initialisation, on the device of the context."""
+        """Build and initialise the model on PyTorch's current default device."""
         ...
 
     def reset_buffers(self, model: torch.nn.Module) -> None:
-        """Give every non-persistent buffer the value that its constructor gives it.
+        """Set every non-persistent buffer to the value that the model's constructor gives it.
 
-        Such buffers are in no checkpoint: whoever builds on the meta device loses them.
+        No checkpoint contains these buffers, and a model built on the meta device has no values for
+        them.
         """
         ...
 
@@ -90,21 +91,21 @@ class Load(Protocol):
 
 
 class Save(Protocol):
-    """One save to perform: what, and where to."""
+    """One save to perform: the model, the folder to write to, and the format."""
 
     @property
     def model(self) -> torch.nn.Module:
-        """The model, whole, on the cell's device and in its dtype."""
+        """The complete model, on the cell's device and in the cell's dtype."""
         ...
 
     @property
     def target(self) -> Path:
-        """An empty folder on a disk. What lies in it at the end is one checkpoint."""
+        """An empty folder on a disk. Its files at the end must form one checkpoint."""
         ...
 
     @property
     def format(self) -> str:
-        """The layout to write: one of those that the strategy's FORMATS names."""
+        """The format to write: one of the strategy's FORMATS."""
         ...
 
     @property
@@ -118,7 +119,7 @@ class Save(Protocol):
 
 
 def __getattr__(name: str) -> Any:
-    """Import a helper for the strategy that asks for it."""
+    """Import a function at its first use."""
     if name not in HELPERS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

@@ -1,4 +1,4 @@
-"""Sizes and durations as text and as integers: whatever is printed here can be parsed here."""
+"""Format and parse sizes and durations; every text that is printed here can be parsed here."""
 
 import re
 from decimal import Decimal
@@ -13,36 +13,40 @@ TIB: Final = 1024**4
 
 _SUFFIXES: Final = (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB))
 _FACTORS: Final = {"": 1, "b": 1} | {
-    spelling: factor for name, factor in _SUFFIXES for spelling in (name.lower(), name[0].lower())
+    spelling: factor
+    for name, factor in _SUFFIXES
+    for spelling in (name.lower(), name[:2].lower(), name[0].lower())  # gib, gi, g
 }
+_DECIMAL_FACTORS: Final = {"kb": 1000, "mb": 1000**2, "gb": 1000**3, "tb": 1000**4}
 _DURATIONS: Final = {"ms": 1_000_000, "s": 1_000_000_000, "min": 60_000_000_000}
 _SIZE: Final = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[A-Za-z]*)\s*")
 
 
-def parse_bytes(text: str) -> int:
-    """Return the size that ``text`` names, in bytes: "8g", "8GiB", "6500m", "1.5 GiB", "4096".
+def parse_bytes(text: str, *, decimal: bool = False) -> int:
+    """Return the size in ``text`` as bytes: "8g", "8GiB", "8Gi", "6500m", "1.5 GiB", "4096".
 
-    Suffixes are powers of 1024. "GB" is refused: some tools mean 1000**3 by it, some 1024**3.
+    Suffixes are powers of 1024. "GB" is an error: some tools mean 1000**3 by it, some 1024**3. With
+    ``decimal`` it is 1000**3: sizes of shards, for which Hugging Face writes it in that sense.
 
     Raises:
-        ConfigError: no number, an unknown unit, or less than one byte.
+        ConfigError: the text has no number or an unknown unit, or is less than one byte.
     """
     match = _SIZE.fullmatch(text)
     unit = match["unit"].lower() if match else ""
-    if match and unit in {"kb", "mb", "gb", "tb"}:
+    factors = _FACTORS | _DECIMAL_FACTORS if decimal else _FACTORS
+    if match and unit in _DECIMAL_FACTORS and not decimal:
         clear = f"{match['number']}{unit[0].upper()}iB"
         raise ConfigError(
             f"{text!r} is ambiguous: {unit.upper()} is 1000-based for some tools and 1024-based for others",
             f"write {clear} (1024-based), or the number of bytes",
         )
-    if match is None or unit not in _FACTORS:
-        raise ConfigError(
-            f"cannot read {text!r} as a size", "write a size such as 8GiB, 8g, 6500m or 4096"
-        )
+    if match is None or unit not in factors:
+        examples = "20MB, 5GB, 2GiB or 4096" if decimal else "8GiB, 8g, 6500m or 4096"
+        raise ConfigError(f"cannot read {text!r} as a size", f"write a size such as {examples}")
     size = (
-        round(float(match["number"]) * _FACTORS[unit])
+        round(float(match["number"]) * factors[unit])
         if "." in match["number"]
-        else (int(match["number"]) * _FACTORS[unit])
+        else (int(match["number"]) * factors[unit])
     )
     if size < 1:
         raise ConfigError(f"{text!r} is less than one byte", "write a size such as 8GiB or 6500m")
@@ -50,7 +54,7 @@ def parse_bytes(text: str) -> int:
 
 
 def format_bytes(size: int, *, digits: int = 3) -> str:
-    """Return ``size`` in the largest unit that it fills, with ``digits`` decimals: "6.290 GiB"."""
+    """Return ``size`` in the largest unit not above it, with ``digits`` decimals: "6.290 GiB"."""
     for suffix, factor in _SUFFIXES:
         if abs(size) >= factor:
             return f"{size / factor:.{digits}f} {suffix}"
@@ -58,7 +62,7 @@ def format_bytes(size: int, *, digits: int = 3) -> str:
 
 
 def format_exact(size: int) -> str:
-    """Return ``size`` in the largest unit that divides it, so that nothing is lost: "6500MiB"."""
+    """Return ``size`` without rounding, in the largest unit that divides it: "6500MiB"."""
     for suffix, factor in _SUFFIXES:
         if size and size % factor == 0:
             return f"{size // factor}{suffix}"
@@ -66,7 +70,7 @@ def format_exact(size: int) -> str:
 
 
 def format_seconds(nanoseconds: int) -> str:
-    """Return a duration with three digits, in seconds or milliseconds: "1.52 s", "12.3 ms"."""
+    """Return a duration with three significant digits, in s or ms: "1.52 s", "12.3 ms"."""
     value, unit = (
         (nanoseconds / 1e9, "s") if nanoseconds >= 999_500_000 else (nanoseconds / 1e6, "ms")
     )
@@ -74,10 +78,10 @@ def format_seconds(nanoseconds: int) -> str:
 
 
 def parse_seconds(text: str) -> int:
-    """Return the duration that ``text`` names, in nanoseconds: "2.5 s", "150ms", "3 min".
+    """Return the duration in ``text`` as nanoseconds: "2.5 s", "150ms", "3 min".
 
     Raises:
-        ConfigError: no number, no unit or an unknown one, or no time at all.
+        ConfigError: the text has no number, no unit or an unknown one, or is less than 1 ns.
     """
     match = _SIZE.fullmatch(text)
     factor = _DURATIONS.get(match["unit"].lower()) if match else None
@@ -87,5 +91,7 @@ def parse_seconds(text: str) -> int:
         )
     nanoseconds = round(Decimal(match["number"]) * factor)
     if nanoseconds < 1:
-        raise ConfigError(f"{text!r} is no time at all", "write a duration such as 2.5 s or 150 ms")
+        raise ConfigError(
+            f"{text!r} is less than one nanosecond", "write a duration such as 2.5 s or 150 ms"
+        )
     return nanoseconds

@@ -1,6 +1,6 @@
-"""Write a folder with torch.distributed.checkpoint.save, as one process.
+"""Write a folder with torch.distributed.checkpoint.save, in one process.
 
-Expected peak: no copy of the weights. It syncs its files itself.
+Expected peak: no copy of the weights. torch syncs the files itself.
 """
 
 from torch.distributed.checkpoint.state_dict_saver import save as save_state

@@ -1,4 +1,4 @@
-"""Write one file per layer with torch.save, and an index.
+"""Write one file per layer with torch.save, and an index of their keys.
 
 Expected peak: no copy of the weights.
 """

@@ -1,4 +1,4 @@
-"""Write one file per parameter with torch.save, named by its full key, and an index.
+"""Write one file per parameter with torch.save, named after its key, and an index.
 
 Expected peak: no copy of the weights.
 """

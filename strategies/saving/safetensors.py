@@ -1,6 +1,6 @@
 """Write one safetensors file with safetensors.torch.save_model.
 
-Expected peak: no copy of the weights; a tied weight is written once. No pickle.
+Expected peak: no copy of the weights. A tied weight is written once. The file contains no pickle.
 """
 
 from safetensors.torch import save_model

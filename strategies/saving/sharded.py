@@ -1,8 +1,8 @@
-"""Write shards of a largest size, with Hugging Face's index: safetensors, or .bin by torch.save.
+"""Write shards of limited size with Hugging Face's index, as safetensors or as .bin of torch.save.
 
 Expected peak: no copy of the weights.
 
-Options: max_shard_bytes (5 GiB).
+Options: max_shard_bytes (default: 5 GiB).
 """
 
 import json
@@ -43,7 +43,7 @@ def save(job: Save) -> None:
 def split(
     state: dict[str, torch.Tensor], shared: dict[str, str], max_bytes: int
 ) -> list[dict[str, torch.Tensor]]:
-    """Return the tensors in shards, filled in order; of tied names only the first."""
+    """Return the tensors in shards, filled in order; of tied names only the first is included."""
     shards: list[dict[str, torch.Tensor]] = [{}]
     filled = 0
     for name, tensor in state.items():

@@ -1,9 +1,9 @@
 """Write the whole state dict to one file with torch.save.
 
-Expected peak: no copy of the weights; every storage is written from where it is. (On a GPU, each
-passes through RAM.)
+Expected peak: no copy of the weights; each storage is written from its own memory. On a GPU, each
+storage passes through RAM.
 
-Options: crc32 (true): whether the zip archive gets its checksums.
+Options: crc32 (whether to write the zip archive's checksums; default: true).
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""One case of conformance: a model, a checkpoint of it, and how it is loaded; and its check."""
+"""Define a conformance case (a model, its checkpoint and the options of the load) and check it."""
 
 import re
 from collections import Counter
@@ -25,7 +25,7 @@ SEED = 5
 
 @dataclass(frozen=True)
 class Case:
-    """What is loaded from what, and how."""
+    """A model, a checkpoint, and the options of the load."""
 
     recipe: Recipe
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
@@ -41,7 +41,7 @@ class Case:
 
 
 class Refusal(NamedTuple):
-    """A reason for which what torch loads may be refused, and when it can be the reason."""
+    """A valid reason to refuse a checkpoint that torch loads, and the condition for this reason."""
 
     message: str
     why: str
@@ -55,22 +55,22 @@ def _holds_more_than_tensors(state: State) -> bool:
 REFUSALS = (
     Refusal(
         r"the state dict is empty",
-        "a checkpoint without a tensor is a mistake far oftener than a model without one",
+        "a checkpoint without tensors is usually a mistake",
         lambda state: not state,
     ),
     Refusal(
         r"not a flat state dict|holds more than tensors",
-        "a file is read without executing it: extra state that is no tensor would need a pickle",
+        "extra state that is not a tensor would need unpickling, which can execute code",
         _holds_more_than_tensors,
     ),
 )
 
 REFUSED: Counter[str] = Counter()
-"""How often torch's load was refused, by reason; "" counts those that were not."""
+"""The number of refused loads that torch does, by reason; "" counts the loads that were compared."""
 
 
 def cases() -> st.SearchStrategy[Case]:
-    """Draw a case."""
+    """Return a hypothesis strategy for a case."""
     return st.builds(
         Case,
         recipe=recipes(),
@@ -83,7 +83,7 @@ def cases() -> st.SearchStrategy[Case]:
 
 
 def check(case: Case, folder: Path, load: Callable[..., nn.Module] = load_streaming) -> None:
-    """Assert that a loader does with a case what torch does, or refuses it for a good reason."""
+    """Assert that a loader gives the same model as torch, or refuses the case for a valid reason."""
     path, state = make(case.recipe, case.checkpoint, folder)
     wanted, raised = _as_torch(case, state)
     source, foreign = _source(case)
@@ -108,7 +108,7 @@ def check(case: Case, folder: Path, load: Callable[..., nn.Module] = load_stream
 
 
 def _as_torch(case: Case, state: State) -> tuple[nn.Module, Exception | None]:
-    """Return the model, with the foreign one, as torch leaves it, or what torch raised."""
+    """Return the model that torch loads, with the foreign model, or the exception that torch raises."""
     seed(SEED)
     build, foreign = case.recipe.prepare()
     model = build()
@@ -151,7 +151,7 @@ def _count_refusal(error: CheckpointError, state: State) -> None:
 
 
 def _outputs(case: Case, both: nn.Module) -> dict[str, Any]:
-    """Return what the modules return that know what they are called with."""
+    """Return the forward outputs of those modules that have inputs in STANDARD."""
     outputs = {}
     for path, leaf in leaves(case.recipe.root):
         inputs = STANDARD.get(leaf.kind, (None, None))[1]

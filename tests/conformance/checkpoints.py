@@ -1,4 +1,4 @@
-"""Checkpoints of a model: values of their own, any format, dtype and storage, whole or damaged."""
+"""Make checkpoints of a model with new values, in any format, dtype and storage, whole or damaged."""
 
 import shutil
 from collections import OrderedDict
@@ -29,7 +29,7 @@ _SAFETENSORS = {"safetensors", "sharded"}
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """How a checkpoint is made. ``dtype`` is of all floating-point tensors; None keeps their own."""
+    """The options of a checkpoint. ``dtype`` is of all floating-point tensors; None keeps their own."""
 
     fmt: str = "pt"
     seed: int = 1
@@ -42,7 +42,7 @@ class Checkpoint:
 
 
 def checkpoints() -> st.SearchStrategy[Checkpoint]:
-    """Draw how a checkpoint is made: most in torch's own formats, some damaged, few cold."""
+    """Return a hypothesis strategy for a checkpoint: most in torch's formats, some damaged, few cold."""
     return st.builds(
         Checkpoint,
         fmt=st.sampled_from(("pt", "pt", "pt", "pt_legacy", "safetensors", *formats.NAMES)),
@@ -59,7 +59,8 @@ def checkpoints() -> st.SearchStrategy[Checkpoint]:
 def make(recipe: Recipe, how: Checkpoint, folder: Path) -> tuple[Path, State]:
     """Write a checkpoint of a model into a folder; return its path and the state dict to load.
 
-    Where torch reads the file, that is what it reads; of other formats, a plain dict of the tensors.
+    The state dict is the one that torch reads from the file; for formats that torch cannot read, it
+    is a plain dict of the tensors.
     """
     state = _state(recipe, how)
     fmt = how.fmt if _holds(how.fmt, state) else "pt"
@@ -83,7 +84,7 @@ def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _state(recipe: Recipe, how: Checkpoint) -> State:
-    """Return the state dict of another instance with values of its own."""
+    """Return the state dict of another instance of the model, with new values."""
     seed(how.seed)
     build, _foreign = recipe.prepare()
     model = build()
@@ -105,7 +106,7 @@ def _state(recipe: Recipe, how: Checkpoint) -> State:
 
 
 def materialise(model: nn.Module, recipe: Recipe) -> None:
-    """Give lazy modules their parameters, by calling them."""
+    """Call lazy modules, so that they create their parameters."""
     for path, leaf in leaves(recipe.root):
         if leaf.kind.startswith("Lazy"):
             inputs = STANDARD[leaf.kind][1]
@@ -118,7 +119,7 @@ def _cast(tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:
 
 
 def _stored(state: State, storage: str, generator: torch.Generator, specials: bool) -> State:
-    """Return the tensors in storages of another kind; "apart" gives tied names values of their own."""
+    """Return the tensors in storages of the given kind; "apart" gives tied names different values."""
     if storage == "as they are":
         return state
     flats: dict[torch.dtype, torch.Tensor] = {}
@@ -132,7 +133,9 @@ def _stored(state: State, storage: str, generator: torch.Generator, specials: bo
             new = tensor.reshape(-1)[:1].clone().reshape([1] * tensor.dim()).expand(tensor.shape)
         elif storage == "one storage" and size < 100:
             flat = flats.setdefault(tensor.dtype, torch.zeros(400, dtype=tensor.dtype))
-            start = sum(key.encode()) * 7 % 300  # overlaps some; no hash: the same in every process
+            start = (
+                sum(key.encode()) * 7 % 300
+            )  # some overlap; unlike hash(), equal in every process
             new = flat[start : start + size].view(tensor.shape).copy_(tensor)
         else:
             new = tensor.clone()
@@ -161,7 +164,7 @@ def _damaged(state: State, damage: str | None) -> State:
 
 
 def _holds(fmt: str, state: State) -> bool:
-    """Tell whether a format can hold a state dict: those that are not torch's hold tensors alone."""
+    """Tell whether a format can store a state dict; formats other than torch's store only tensors."""
     if fmt == "pt_legacy":  # torch cannot load float8 from it
         return not any("float8" in str(getattr(value, "dtype", "")) for value in state.values())
     if fmt == "pt":

@@ -1,4 +1,4 @@
-"""torch's warnings that drawn modules cause, and the count of refusals after the tests."""
+"""Ignore torch's warnings about randomly drawn modules, and report the refusals after the tests."""
 
 import pytest
 from cases import REFUSED
@@ -21,6 +21,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if REFUSED:
-        terminalreporter.section("loads that torch does")
+        terminalreporter.section("checkpoints that torch loads")
         for why, count in REFUSED.most_common():
             terminalreporter.line(f"{count:,} {f'refused: {why}' if why else 'compared'}")

@@ -1,4 +1,4 @@
-"""Modules whose constructors are hard to skip: they look at values, or compute buffers from them."""
+"""Define modules whose constructors read values of weights, or compute buffers from them."""
 
 import copy
 
@@ -7,7 +7,7 @@ from torch import nn
 
 
 class ReadsItem(nn.Module):
-    """Keeps a number that it reads from a weight."""
+    """Stores a number that the constructor reads from a weight."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -17,7 +17,7 @@ class ReadsItem(nn.Module):
 
 
 class ReadsList(nn.Module):
-    """Keeps a list of a weight's numbers."""
+    """Stores a list of a weight's elements."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class ReadsList(nn.Module):
 
 
 class ForwardInConstructor(nn.Module):
-    """Learns a size and a value from a forward pass of its own."""
+    """Runs a forward pass in the constructor, and uses the output's size and values."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class ForwardInConstructor(nn.Module):
 
 
 class Factorised(nn.Module):
-    """Starts from the factors of a random matrix."""
+    """Initialises its tensors with the QR factors of a random matrix."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Factorised(nn.Module):
 
 
 class CopiesParameter(nn.Module):
-    """A target network: copied from the online one when it is built, no checkpoint holds it."""
+    """A target network that the constructor copies from the online one, and no checkpoint contains."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class CopiesParameter(nn.Module):
 
 
 class InPlaceOnData(nn.Module):
-    """Changes weight.data in place, and keeps what came of it."""
+    """Changes weight.data in place, and computes a buffer from the result."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class InPlaceOnData(nn.Module):
 
 
 class ConstantBuffer(nn.Module):
-    """A buffer that torch.nn.init fills: a plain tensor, which no checkpoint holds."""
+    """Buffers and a plain tensor that torch.nn.init fills."""
 
     def __init__(self, size: int, *, persistent: bool = False) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class ConstantBuffer(nn.Module):
 
 
 class RandomBuffer(nn.Module):
-    """Random features: drawn by the constructor, after a weight was."""
+    """Random features that the constructor draws after the random values of a weight."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class RandomBuffer(nn.Module):
 
 
 class ComputedBuffer(nn.Module):
-    """Buffers computed from a parameter: one is in the checkpoint, one is not."""
+    """Buffers computed from a parameter, some of them in the checkpoint and some not."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class ComputedBuffer(nn.Module):
 
 
 class SharedBuffers(nn.Module):
-    """A buffer under two names, one in memory of another, one over a parameter."""
+    """A buffer under two names, a buffer within another's memory, and a view of a parameter."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class SharedBuffers(nn.Module):
 
 
 class FlatViews(nn.Module):
-    """Parameters that are views at offsets of one flat tensor, as optimizers and FSDP lay them."""
+    """Parameters that are views at offsets of one flat tensor, as in some optimizers and FSDP."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class FlatViews(nn.Module):
 
 
 class Quantised(nn.Module):
-    """A linear layer of int8 weights and scales, half of them parameters."""
+    """A linear layer with int8 weights, and scales in buffers."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class Quantised(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Position tables and a causal mask, computed and not saved."""
+    """Position tables and a causal mask, which are computed and not saved."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class Rotary(nn.Module):
 
 
 class Deepcopied(nn.Module):
-    """Layers that are copies of one, and an average of them that is not saved."""
+    """Layers that are deep copies of one, and a copy of its weight in a plain list."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -185,11 +185,11 @@ class Large(nn.Module):
 
 
 class SubclassedParameter(nn.Parameter):
-    """A parameter of a class of its own, as libraries mark theirs."""
+    """A subclass of Parameter, by which some libraries mark their parameters."""
 
 
 class Marked(nn.Module):
-    """Parameters with attributes, of a subclass, frozen, and kept in a plain list too."""
+    """Parameters of a subclass, with attributes, frozen, and also in a plain list."""
 
     def __init__(self, size: int) -> None:
         super().__init__()

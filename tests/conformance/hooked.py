@@ -1,4 +1,4 @@
-"""Modules that change how state dicts are saved and loaded: hooks, overrides, extra state."""
+"""Define modules that change the saving and loading of state dicts: hooks, overrides, extra state."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ State = dict[str, Any]
 
 
 class RenamesOldKey(nn.Module):
-    """Takes a key that it had in an older version; saves under that name."""
+    """Saves and loads its weight under the name of an older version."""
 
     _version = 2
 
@@ -30,7 +30,7 @@ def _save_as_gamma(module: nn.Module, state: State, prefix: str, metadata: Any) 
 
 
 class ComputesOnLoad(nn.Module):
-    """Computes a value from what it loads, and counts the loads."""
+    """Computes a buffer from the loaded weight, and counts the loads."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class ComputesOnLoad(nn.Module):
 
 
 class TransformsOnLoad(nn.Module):
-    """A pre-hook that scales a value, splits a joint one, drops one and adds one."""
+    """A pre-hook that scales one value, splits another, drops one and adds one."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def _after(module: Any, keys: Any) -> None:
 
 
 class ForgivesMissing(nn.Module):
-    """A post-hook that takes a missing key off the list: the buffer keeps its value."""
+    """A post-hook that removes a missing key from the list, so that the buffer keeps its value."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def _forgive(module: nn.Module, keys: Any) -> None:
 
 
 class DropsOnSave(nn.Module):
-    """Its state dict lacks a key, so that torch refuses what it saves."""
+    """Leaves a key out of its state dict, so that torch refuses to load it again."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class DropsOnSave(nn.Module):
 
 
 class DetachesOnSave(nn.Module):
-    """Its state dict holds copies, not the tensors themselves: filling them fills no weight."""
+    """Returns copies in its state dict, so that writing to them does not change the weights."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def _clone(module: nn.Module, state: State, prefix: str, metadata: Any) -> None:
 
 
 class KeepsDtype(nn.Module):
-    """Overrides _apply: its table stays float32 and its moves are counted."""
+    """Overrides _apply: its table stays float32, and it counts the calls."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class ExtraTensor(nn.Module):
 
 
 class ExtraDict(nn.Module):
-    """Extra state that is a dict of numbers, which a file of tensors alone cannot hold."""
+    """Extra state that is a dict of numbers, which formats of tensors alone cannot store."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ class ExtraDict(nn.Module):
 
 
 class FillsItself(nn.Module):
-    """Loads by itself: a sum of two keys, in place, and no other tensor in the model."""
+    """Loads with code of its own: the weight is the sum of two keys of the checkpoint."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -216,4 +216,4 @@ HOOKED = {
 WRITES_ON_LOAD = frozenset({
     "ComputesOnLoad", "TransformsOnLoad", "ComputesAfterLoad", "FillsItself", "ExtraTensor",
 })  # fmt: skip
-"""What writes to its own tensors while it is loaded: it has done so where torch refuses the load later."""
+"""Modules that write to their own tensors during a load, also if torch then refuses the load."""

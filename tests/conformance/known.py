@@ -1,4 +1,4 @@
-"""Cases that are known to be hard, by the behaviour that they ask for."""
+"""List cases that are known to be difficult, by the behaviour that they require."""
 
 from cases import Case
 from checkpoints import Checkpoint

@@ -1,4 +1,4 @@
-"""Recipes of modules: plain data that build the same module any number of times."""
+"""Describe modules as recipes: plain data from which the same module is built any number of times."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Leaf:
-    """A module that holds tensors: one of the tables, "Foreign", or "Tensors" of recipes."""
+    """A module with tensors: one of STANDARD, CONSTRUCTING or HOOKED, or "Foreign" or "Tensors"."""
 
     kind: str
     size: int = 2
@@ -24,7 +24,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Tree:
-    """A module of modules, by their names; a list has none."""
+    """A module that contains modules, with their names; a list ignores the names."""
 
     kind: str
     children: tuple[tuple[str, "Node"], ...]
@@ -35,7 +35,7 @@ Node = Leaf | Tree
 
 @dataclass(frozen=True)
 class Touch:
-    """A change that the constructor makes at its end, of the parameters of two numbers."""
+    """A change at the end of the constructor to two parameters, given by their numbers."""
 
     kind: str
     first: int = 0
@@ -44,13 +44,13 @@ class Touch:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A model: its modules, and what its constructor does to them in the end."""
+    """A model: its modules, and the changes that its constructor makes to them at its end."""
 
     root: Node
     touches: tuple[Touch, ...] = ()
 
     def prepare(self) -> tuple[Callable[[], nn.Module], nn.Module]:
-        """Return a function that builds the model once, and the foreign model that it shares with."""
+        """Return a function that builds the model, and a foreign model with which it shares weights."""
         sizes = [leaf.size for _, leaf in leaves(self.root) if leaf.kind == "Foreign"]
         foreign = nn.ModuleList(nn.Linear(size, 3) for size in sizes)
 
@@ -64,7 +64,7 @@ class Recipe:
 
 
 class Foreign(nn.Module):
-    """Shares a weight, and the memory of another, with a model that was there before."""
+    """Shares a weight, and the memory of another, with an existing model."""
 
     def __init__(self, other: nn.Module) -> None:
         super().__init__()
@@ -74,11 +74,11 @@ class Foreign(nn.Module):
 
 
 class Plain(nn.Module):
-    """A module with children of any names."""
+    """A module whose children may have any names."""
 
 
 def leaves(node: Node, path: str = "") -> Iterator[tuple[str, Leaf]]:
-    """Yield the leaves with their paths, in the order in which they are built."""
+    """Yield the leaves with their paths, in the order of construction."""
     if isinstance(node, Leaf):
         yield path, node
     else:
@@ -87,7 +87,7 @@ def leaves(node: Node, path: str = "") -> Iterator[tuple[str, Leaf]]:
 
 
 def named_children(tree: Tree) -> Iterator[tuple[str, Node]]:
-    """Yield a tree's children by the names that they have in the module."""
+    """Yield a tree's children with their names in the module."""
     for number, (name, child) in enumerate(tree.children):
         yield (name if tree.kind in {"plain", "dict"} else str(number)), child
 
@@ -228,7 +228,7 @@ def _tree_strategy(children: st.SearchStrategy[Node]) -> st.SearchStrategy[Tree]
 
 
 def recipes() -> st.SearchStrategy[Recipe]:
-    """Draw the recipe of a model: one module, or a tree of two or three levels."""
+    """Return a hypothesis strategy for a model: one module, or a tree of two or three levels."""
     leaf = _leaf_strategy()
     inner = _tree_strategy(leaf)
     touches = st.builds(

@@ -1,4 +1,4 @@
-"""torch's own modules, each with what it is called with."""
+"""List modules of torch, each with a builder and the inputs of a forward pass."""
 
 from collections.abc import Callable
 

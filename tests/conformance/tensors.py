@@ -1,4 +1,4 @@
-"""Tensors of every shape, dtype and layout, as recipes, and a module that holds them."""
+"""Describe tensors of many shapes, dtypes and memory layouts as recipes, and build a module of them."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -18,7 +18,7 @@ _FLAT_ELEMENTS = 48
 
 @dataclass(frozen=True)
 class TensorRecipe:
-    """One tensor of a module. With ``flat`` it is a view, at ``offset``, of one that others share."""
+    """One tensor of a module. With ``flat`` it is a view, at ``offset``, of a tensor that others share."""
 
     role: Literal["parameter", "buffer", "temporary", "plain"] = "parameter"
     shape: tuple[int, ...] = (3,)
@@ -29,7 +29,7 @@ class TensorRecipe:
 
 
 class Tensors(nn.Module):
-    """Holds the tensors of some recipes: as parameters, buffers and plain attributes."""
+    """A module with the tensors of some recipes, as parameters, buffers and plain attributes."""
 
     def __init__(self, recipes: tuple[TensorRecipe, ...]) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def _values(shape: tuple[int, ...], recipe: TensorRecipe) -> torch.Tensor:
 
 
 def fill(tensor: torch.Tensor, generator: torch.Generator, *, specials: bool) -> None:
-    """Give a tensor random values in place, NaN and infinities among them if ``specials``."""
+    """Fill a tensor with random values in place, including NaN and infinities if ``specials``."""
     if not tensor.numel():
         return
     sides = zip(tensor.shape, tensor.stride(), strict=True)
@@ -98,7 +98,7 @@ def fill(tensor: torch.Tensor, generator: torch.Generator, *, specials: bool) ->
 
 
 def tensor_recipes() -> st.SearchStrategy[TensorRecipe]:
-    """Draw the recipe of one tensor."""
+    """Return a hypothesis strategy for the recipe of one tensor."""
     return st.builds(
         TensorRecipe,
         role=st.sampled_from(("parameter", "buffer", "parameter", "buffer", "temporary", "plain")),

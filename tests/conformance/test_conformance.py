@@ -1,7 +1,7 @@
-"""For any module and any checkpoint: load_streaming leaves what torch's load_state_dict leaves.
+"""Test with random modules and checkpoints that load_streaming gives the same model as torch.
 
-Random cases, 300 or as many as WEIGHIN_DRAWS says (`make conformance DRAWS=20000`); test_known_hard.py
-names the hard ones.
+WEIGHIN_DRAWS is the number of cases, 300 by default (`make conformance DRAWS=20000`).
+test_known_hard.py has the difficult cases by name.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""What is known to be hard, each as a test of its own: for a builder, and for a built model."""
+"""Test each case that is known to be difficult, with a builder and with a built model."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The comparison itself: it finds each planted difference, and none between two equal models."""
+"""Test the comparison itself: it finds each planted difference, and none between equal models."""
 
 import re
 from collections.abc import Callable
@@ -143,7 +143,7 @@ def load_plainly(
     dtype: torch.dtype | None,
     **_options: Any,
 ) -> nn.Module:
-    """Load as torch does, with torch's means; what it refuses changes no tensor."""
+    """Load with torch's own load_state_dict; restore all tensors if torch raises."""
     if formats.detect(path).NAME in PT:
         state = torch.load(path, weights_only=True)
     else:

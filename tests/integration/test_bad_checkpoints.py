@@ -45,7 +45,7 @@ class Bomb:
 
 
 REFUSED_CHECKPOINTS = {
-    "truncated": "truncated: the zip archive has no end\ncopy or download the file again\n",
+    "truncated": "truncated: the zip archive has no end record\ncopy or download the file again\n",
     "damaged": (
         "damaged: the pickle from byte N cannot be read at byte N:"
         " instruction 0xff, which no state dict needs\ncopy or download the file again\n"
@@ -63,7 +63,7 @@ REFUSED_CHECKPOINTS = {
     ),
     "code": (
         "holds more than tensors, and was NOT executed: it refers to posix.system\n"
-        "save plain weights where you trust the file: torch.save(model.state_dict(), ...)\n"
+        "if you trust the file, load it and save plain weights: torch.save(model.state_dict(), ...)\n"
     ),
 }
 

@@ -92,7 +92,7 @@ REFUSED: dict[str, tuple[str, int, str]] = {
         2,
         f"{NOT_LIMITED}making the checkpoint of build\n"
         "error: builder 'nowhere.nets:build': there is no module 'nowhere'\n"
-        "correct the builder's name, or install the package that holds the module\n",
+        "correct the builder's name, or install the package that contains the module\n",
     ),
     "arguments that the model does not take": (
         'bench gpt2-tiny --kwargs {"widht":3} --isolation process',
@@ -129,7 +129,7 @@ REFUSED: dict[str, tuple[str, int, str]] = {
         "list stratgies",
         2,
         "error: no list is called 'stratgies'\n"
-        "did you mean 'strategies'? known: all, isolations, models, strategies\n",
+        "did you mean 'strategies'? known: all, isolations, models, strategies, suites\n",
     ),
 }
 

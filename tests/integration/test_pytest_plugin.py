@@ -1,6 +1,7 @@
 """The pytest plugin in a pytest of its own, as a user has it: real workers, whole messages."""
 
 import re
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ def test_the_plugin_is_found_and_imports_nothing_of_weighin(user: pytest.Pyteste
         """,
     )
     result.assert_outcomes(passed=1)
-    assert "weighin-0.1.0" in result.stdout.str()
+    assert f"weighin-{version('weighin')}" in result.stdout.str()
 
 
 def test_bodies_whose_peaks_are_limited(

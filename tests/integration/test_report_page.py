@@ -221,7 +221,7 @@ def test_a_bar_and_a_point_say_what_they_are(open_page) -> None:
     point = opened.page.locator("#front figure:visible g[data-tip]", has_text="streaming")
     assert opened.hover(point.locator("circle")).split("\n") == [
         "streaming", "peak RSS 6.750 GiB (exact)", "ready in 7.30 s",
-        "on the front: nothing here is better in both",
+        "on the Pareto front: no other is better in both",
     ]  # fmt: skip
 
 
@@ -229,7 +229,7 @@ def test_a_verdict_says_why(open_page) -> None:
     opened = open_page(a_sweep())
     said = opened.hover(opened.page.locator("td.thrashes"))
     assert said.startswith("mmap_assign, 1 GiB: thrashes\n41.0 s, 8.2x the reference of 5.00 s")
-    opened.page.get_by_label("What works under which limit; arrow keys").focus()
+    opened.page.get_by_label("Survival under each limit; arrow keys").focus()
     opened.settle()
     opened.page.keyboard.press("ArrowLeft")
     assert opened.tip().startswith("streaming, 1 GiB: killed")
@@ -300,6 +300,16 @@ def test_the_published_run(open_page) -> None:
     )
     ready = [one.ready_ns for one in results if one.cell.strategy == "streaming" and one.ready_ns]
     assert f"The fastest is streaming, ready in {median(ready) / 1e9:.2f} s" in said
+
+
+def test_timelines_of_samples_that_a_kernel_gave(open_page) -> None:
+    run = Path(__file__).parent / "fixtures" / "gpt2-xl-8GiB"  # every 20th sample of two cells
+    opened = open_page(run_folder.read(run).results, run=run)
+    timelines = opened.page.locator("#timelines")
+    assert timelines.locator("figure:visible").count() == 2
+    said = timelines.inner_text()
+    assert "no samples" not in said
+    assert "baseline" in said and "oom_killed" in said
 
 
 def _faint(page: Page) -> list[str]:

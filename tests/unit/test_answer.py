@@ -111,8 +111,8 @@ def test_below_the_models_size_the_one_that_reads_again_and_again_is_named() -> 
     assert (advice.best.strategy, advice.best.verdict) == ("mmap_assign", FitVerdict.THRASHES)
     text = printed(advice)
     assert (
-        "Nothing fits as a whole. What follows works, but slowly. A smaller dtype (--dtype bf16) or a"
-        " higher limit may help.\n" in text
+        "No strategy fits with the whole model in memory. This one works, but slowly. A smaller dtype"
+        " (--dtype bf16) or a higher limit may help.\n" in text
     )
     assert "Use mmap_assign:" in text
 
@@ -122,7 +122,7 @@ def test_where_nothing_fits_no_code_is_given() -> None:
     assert (advice.best, advice.code) == (None, "")
     text = printed(advice)
     assert text.endswith(
-        "Nothing fits for sure. A smaller dtype (--dtype bf16) or a higher limit may help.\n"
+        "No strategy is sure to fit. A smaller dtype (--dtype bf16) or a higher limit may help.\n"
     )
 
 
@@ -176,7 +176,7 @@ def test_a_gpu_limit_is_said_and_held(asked: Asked) -> None:
     advice = answer.advise(question, gather(question, lambda _: None))
     assert {one.cell.device for one in asked[0]} == {"cuda"}
     assert {one.verdict for one in advice.candidates} == {FitVerdict.TOO_LARGE}
-    assert "m as float32 on cuda, 1GiB of the GPU" in printed(advice)
+    assert "m as float32 on cuda, 1GiB of GPU memory" in printed(advice)
 
 
 def test_records_come_first_and_say_so(monkeypatch: MonkeyPatch) -> None:
@@ -223,7 +223,7 @@ def test_a_strategy_that_cannot_be_written_out_is_named_by_its_file(
     monkeypatch.setattr(registry, "strategies", lambda: {"mine": mine})
     monkeypatch.setattr(registry, "strategy", lambda _: mine)
     assert advised().code == (
-        "# mine cannot be written out: line 2 of load() needs the job itself."
+        "# mine cannot be written as one function: line 2 of load() uses the job object itself."
         f" Its code is in {mine.path}\n"
     )
 
@@ -245,14 +245,14 @@ def test_a_checkpoint_without_its_model_says_that_it_knows_less_and_why(tmp_path
     torch.save({"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}, file)
     alone = advised(8 * GIB, model=of_checkpoint(file), checkpoint=file)
     note = (
-        "weights.pt alone tells less than it does with its model: neither what the constructor takes,"
-        " nor buffers that are in no checkpoint, nor what runs of the model measured. To count them:"
-        f" weighin recommend --model package:builder --checkpoint {file}"
+        "weights.pt was given without its model, so the answer leaves out the cost of the constructor,"
+        " buffers that are not in the checkpoint, and earlier measurements of the model. To include"
+        f" them: weighin recommend --model package:builder --checkpoint {file}"
     )
     assert note in " ".join(printed(alone).split())
     assert alone.as_json()["notes"] == [note]
     known = advised(8 * GIB, checkpoint=file)
-    assert "tells less" not in printed(known)
+    assert "leaves out" not in printed(known)
     assert known.as_json()["notes"] == []
 
 

@@ -186,7 +186,7 @@ def test_a_block_with_gaps_is_refused_with_its_place(
         load_streaming(torch.nn.Linear(4, 4), tmp_path)
     assert str(caught.value) == (
         f"{tmp_path}/__0_0.distcp: the part of 'w' at byte 64 has gaps between its elements\n"
-        f"write its tensors whole: weighin convert {tmp_path} WHOLE --format dcp"
+        f"rewrite the checkpoint with each tensor in one block: weighin convert {tmp_path} WHOLE --format dcp"
     )
 
 

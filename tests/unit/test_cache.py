@@ -151,7 +151,7 @@ def test_a_damaged_entry_is_made_again_with_a_warning(in_process, harm, what: st
     again = cache.ensure(TIED, "pt")
     assert again.made
     (warning,) = again.warnings
-    assert warning.startswith(f"the cached checkpoint in {good.path.parent} was made again: ")
+    assert warning.startswith(f"the cached checkpoint in {good.path.parent} was replaced: ")
     assert re.search(what, warning)
     assert again.path.read_bytes() == content
     assert cache.ensure(TIED, "pt").warnings == ()
@@ -235,7 +235,9 @@ def test_whoever_waits_for_another_is_told_so(in_process, root) -> None:
         lock.release()
 
     cache.ensure(TIED, "pt", progress=progress)
-    assert said == [f"waiting: another weighin holds {prepared.manifest_path.parent.name}"]
+    assert said == [
+        f"waiting for another weighin process that uses {prepared.manifest_path.parent.name}"
+    ]
 
 
 def test_a_users_own_file_is_read_once_and_again_when_it_changes(in_process, tmp_path) -> None:

@@ -43,8 +43,8 @@ def test_a_block_says_how_far_predictions_and_measurements_are_apart(tmp_path: P
     }
     (run / "predicted.json").write_text(json.dumps(told))
     assert fill(BLOCK, tmp_path).splitlines()[1:4] == [
-        "| run | measured by | series | anonymous apart at most MiB | of | floors apart at most MiB"
-        " | of | predicted by |",
+        "| run | measured with | series | largest difference of anonymous MiB | strategy"
+        " | largest difference of floors MiB | strategy | predicted with |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
         "| x | commit unknown, date unknown | 2 | 7 | mmap_assign | 26 | mmap_assign"
         " | commit ababababab, 2026-11-24 |",
@@ -56,6 +56,6 @@ def test_a_run_without_predictions_says_how_to_make_them(tmp_path: Path) -> None
     run_folder.append(run, a_search()[0])
     with pytest.raises(RecordError) as caught:
         fill(BLOCK, tmp_path)
-    assert f"make them: weighin predict --check {run} --json > {run}/predicted.json" in str(
+    assert f"create the file: weighin predict --check {run} --json {run}/predicted.json" in str(
         caught.value
     )

@@ -77,7 +77,10 @@ def test_layouts_by_what_is_there(tmp_path) -> None:
     file, folder = tmp_path / "m.pt", tmp_path / "split"
     torch.save({"w": torch.ones(2)}, file)
     folder.mkdir()
-    with pytest.raises(CheckpointError, match="split: a folder in which no checkpoint is known"):
+    with pytest.raises(
+        CheckpointError,
+        match="split: not a checkpoint: the folder has neither an index nor metadata",
+    ):
         formats.detect(folder)
     per_param.write(folder / "a", [TensorPlan("w", (2,), torch.float32)], lambda _: [torch.ones(2)])
     assert formats.detect(file).NAME == "pt"
@@ -156,10 +159,10 @@ def nested(path: Path) -> None:
         (Path.mkdir, "not a file", "give the checkpoint file itself"),
         (Path.touch, "empty file", AGAIN),
         (lambda p: p.write_text("garbage " * 100), "not a checkpoint that torch.save wrote", AGAIN),
-        (truncated, "truncated: the zip archive has no end", AGAIN),
+        (truncated, "truncated: the zip archive has no end record", AGAIN),
         (
             lambda p: p.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n"),
-            "a git-lfs pointer, not the checkpoint it points to",
+            "a git-lfs pointer, not the checkpoint that it points to",
             "fetch the file itself: git lfs pull --include model.pt",
         ),
         (
@@ -180,7 +183,7 @@ def nested(path: Path) -> None:
         (
             lambda p: saved(p, {"w": torch.zeros(2), "f": Command()}),
             "holds more than tensors, and was NOT executed: it refers to posix.system",
-            "save plain weights where you trust the file: torch.save(model.state_dict(), ...)",
+            "if you trust the file, load it and save plain weights: torch.save(model.state_dict(), ...)",
         ),
     ],
 )
@@ -254,11 +257,11 @@ def test_a_whole_pickled_module_is_refused_with_its_class_and_the_way_out(
     with pytest.raises(CheckpointError) as caught:
         formats.read(path)
     assert caught.value.message == (
-        f"{path}: holds a whole pickled module ({Net.__module__}.Net), which only executing its code"
-        " could load: it was NOT executed"
+        f"{path}: holds a whole pickled module ({Net.__module__}.Net), which cannot be loaded without executing"
+        " its code: it was NOT executed"
     )
     assert caught.value.repair == (
-        "where you trust that code, load it with it and save plain weights:"
+        "if you trust that code, load the module with it and save plain weights:"
         " torch.save(model.state_dict(), ...)"
     )
 

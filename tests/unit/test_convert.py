@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from rich.console import Console
-from typer.testing import CliRunner
 
 from weighin import formats
 from weighin.checkpoint import convert, convert_request
@@ -107,7 +107,7 @@ def test_a_kill_leaves_no_target_and_the_next_conversion_removes_what_it_left(so
         (left,) = source.parent.glob(".new.weighin-*")
         with pytest.raises(ConfigError) as caught:
             convert.convert(source, target, order())
-        assert caught.value.message == f"another weighin is writing {target}"
+        assert caught.value.message == f"another weighin process is writing {target}"
         os.kill(process.pid, signal.SIGKILL)
     assert not target.exists()
     assert left.is_dir()
@@ -139,10 +139,10 @@ def test_what_must_not_be_written_over_is_refused(source, tmp_path) -> None:
             f"{target} exists already\nname another target, or remove it first"
         )
     assert complaint(source, tmp_path / "no" / "new") == (
-        f"{tmp_path}/no: no such folder\nmake it: mkdir -p {tmp_path}/no"
+        f"{tmp_path}/no: no such folder\ncreate it: mkdir -p {tmp_path}/no"
     )
     assert complaint(folder, folder / "new") == (
-        f"{folder}/new lies inside {folder}\nname a target outside of the source"
+        f"{folder}/new is inside {folder}\nname a target outside of the source"
     )
 
 
@@ -197,7 +197,7 @@ def test_verify_finds_a_single_wrong_byte_and_a_missing_key(source, monkeypatch,
         "value": "other values than the source in head",
         "key": "other names, shapes, dtypes or ties than the source",
     }
-    assert caught.value.message == f"new: what was written has {what[harm]}; it was removed"
+    assert caught.value.message == f"new: the written checkpoint has {what[harm]}; it was removed"
     assert names(source.parent) == ["model.pt"]
 
 
@@ -222,11 +222,32 @@ def test_memory_stays_far_below_the_largest_tensor_and_300_mib(tmp_path, fmt: st
 def test_the_command_says_what_it_made(source) -> None:
     target = source.with_name("half.pt")
     console = Console(stderr=True)
-    said = convert_request.convert(wish(source, target, dtype="bf16", verify=True), console)
+    done = convert_request.convert(wish(source, target, dtype="bf16", verify=True), console)
+    said = str(done)
     assert said.startswith(f"{target}: pt from pt, {target.stat().st_size / 1024:.3f} KiB in ")
-    assert "read as" not in said
+    assert "source matches" not in said
     assert said.endswith("every tensor's checksum verified")
     assert torch.load(target)["head"].dtype is torch.bfloat16
+    assert done.as_json() == {
+        "schema": 1,
+        "source": str(source),
+        "source_format": "pt",
+        "target": str(target),
+        "format": "pt",
+        "bytes": target.stat().st_size,
+        "seconds": done.seconds,
+        "checksums": None,
+        "verified": True,
+    }
+
+
+@pytest.mark.parametrize(("size", "shards"), [("4.8KB", 2), ("4.8KiB", 1)])
+def test_shards_are_sized_as_hugging_face_writes_it(source, size: str, shards: int) -> None:
+    """The tensors have 4800 and 28 bytes: together more than 4.8 KB, and less than 4.8 KiB."""
+    target = source.with_name("shards")
+    asked = wish(source, target, fmt="sharded", max_shard_size=size)
+    convert_request.convert(asked, Console(stderr=True))
+    assert len(list(target.glob("*.safetensors"))) == shards
 
 
 def test_the_command_refuses_before_it_starts_anything(source, monkeypatch) -> None:
@@ -237,8 +258,10 @@ def test_the_command_refuses_before_it_starts_anything(source, monkeypatch) -> N
     with pytest.raises(UnknownName) as caught:
         convert_request.convert(wish(source, source.with_name("new"), dtype="bfloat"), Console())
     assert caught.value.message == "no dtype is called 'bfloat'"
-    with pytest.raises(HarnessError, match=r"'5GB' is ambiguous"):
-        convert_request.convert(wish(source, source.with_name("new"), split_above="5GB"), Console())
+    with pytest.raises(
+        HarnessError, match=r"^cannot read '5XB' as a size\nwrite a size such as 20MB"
+    ):
+        convert_request.convert(wish(source, source.with_name("new"), split_above="5XB"), Console())
 
 
 def test_an_interrupted_command_leaves_nothing(source, monkeypatch) -> None:
@@ -265,7 +288,7 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
     with pytest.raises(ConfigError) as caught:
         convert_request.convert(wish(source, target), Console())
     assert caught.value.message == (
-        f"{target} needs 12.715 KiB, and 1000 B are free in {source.parent}"
+        f"{target} needs 12.715 KiB, but only 1000 B are free in {source.parent}"
     )
     assert names(source.parent) == ["model.pt"]
 

@@ -130,23 +130,23 @@ def split(metadata: Metadata) -> None:
         ),
         (lambda m: place(m, relative_path="no"), "no: cannot be read: No such file or directory"),
         (lambda m: place(m, relative_path="x" * 10_000), "cannot be read: File name too long"),
-        (lambda m: place(m, relative_path=3), "damaged: the shape or place of 'b'"),
-        (lambda m: place(m, offset=-1), "damaged: the shape or place of 'b'"),
-        (lambda m: place(m, offset=2**70), "damaged: the shape or place of 'b'"),
+        (lambda m: place(m, relative_path=3), "damaged: invalid shape or offset of 'b'"),
+        (lambda m: place(m, offset=-1), "damaged: invalid shape or offset of 'b'"),
+        (lambda m: place(m, offset=2**70), "damaged: invalid shape or offset of 'b'"),
         (lambda m: place(m, offset=2**62), "truncated: 'b' ends at byte"),
         (lambda m: place(m, offset=1), "__0_0.distcp: "),
         (lambda m: place(m, length=0), "__0_0.distcp: "),
         (lambda m: place(m, transform_descriptors=["zip"]), "'b' was transformed (compressed)"),
-        (lambda m: m.storage_data.clear(), "damaged: 'b' has no dtype or no place"),
-        (lambda m: m.state_dict_metadata.clear(), "damaged: names no tensors or no places"),
+        (lambda m: m.storage_data.clear(), "damaged: 'b' has no dtype or no offset"),
+        (lambda m: m.state_dict_metadata.clear(), "damaged: it has no tensors or no offsets"),
         (split, "the part of 'b' at (5, 0) is missing"),
         (
             lambda m: m.state_dict_metadata.update(b=BytesStorageMetadata()),
-            "not a flat state dict of tensors: 'b' is something else",
+            "not a flat state dict of tensors: 'b' is not a tensor",
         ),
         (
             lambda m: m.state_dict_metadata.update({3: m.state_dict_metadata["b"]}),
-            "damaged: a key that is no text: 3",
+            "damaged: a key is not a string: 3",
         ),
         (
             lambda m: vars(m.state_dict_metadata["b"]).update(size=torch.Size([7, 10])),
@@ -179,7 +179,7 @@ def test_wrong_metadata_is_named_and_never_run(ours, harm, message: str) -> None
 )
 def test_what_is_no_metadata_is_refused_in_little_memory(ours, text: bytes) -> None:
     (ours / ".metadata").write_bytes(text)
-    with pytest.raises(CheckpointError, match=r"\.metadata: (damaged|no) metadata"):
+    with pytest.raises(CheckpointError, match=r"\.metadata: (damaged|not) metadata"):
         dcp.read(ours)
 
 
@@ -278,11 +278,11 @@ def harmed(**changes: object) -> Callable[[Metadata], None]:
         (harmed(), "the parts of 'b' leave a gap in (10, 7)"),
         (harmed(start=(4, 3)), "the parts of 'b' at (0, 0) and (4, 3) overlap"),
         (harmed(start=(5, 2)), "the parts of 'b' at (5, 0) and (5, 2) overlap"),
-        (harmed(start=(5, 4)), "the part of 'b' at (5, 4) lies outside of (10, 7)"),
+        (harmed(start=(5, 4)), "the part of 'b' at (5, 4) is outside the shape (10, 7)"),
         (harmed(start=(5, 3), shape=(5, 3)), "the parts of 'b' leave a gap in (10, 7)"),
-        (harmed(start=(5,), shape=(20,)), "the part of 'b' at (5,) lies outside of (10, 7)"),
-        (harmed(start=(2**62, 3)), "lies outside of (10, 7)"),
-        (harmed(start=(-1, 3)), "damaged: the shape or place of 'b'"),
+        (harmed(start=(5,), shape=(20,)), "the part of 'b' at (5,) is outside the shape (10, 7)"),
+        (harmed(start=(2**62, 3)), "is outside the shape (10, 7)"),
+        (harmed(start=(-1, 3)), "damaged: invalid shape or offset of 'b'"),
     ],
 )
 def test_blocks_that_do_not_tile_their_tensor_are_refused(

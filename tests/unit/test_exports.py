@@ -128,7 +128,7 @@ def test_what_github_action_benchmark_is_told() -> None:
         "name": f"{STREAMING} ready",
         "unit": "ns",
         "value": 7_300_000_000,
-        "extra": "exact, median of the ok repeats of 3",
+        "extra": "exact, median of the ok ones of 3 repeats",
         "range": "7300000000..9000000000",
     }
     assert "range" not in found[f"{STREAMING} peak_rss"]

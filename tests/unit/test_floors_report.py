@@ -91,13 +91,13 @@ def test_the_floors_in_a_terminal_of_80_columns() -> None:
         "gpt2-xl (4.000 GiB) · device cpu · format pt · float32 · cold page cache ·",
         "isolation docker · testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch",
         "2.13.0 · commit unknown, date unknown",
-        "RAM floor: the smallest limit, swap off, under which the strategy loaded, every",
-        "byte was read and compared, three times out of three; one step below, it was",
-        "killed for lack of memory, or did not end in the time that is named.",
-        "above import: the floor less the anonymous memory after `import torch`, over the",
-        "model's size.",
-        "ready: until every byte was read through once, in the median cell. 13 cells in",
-        "all.",
+        "RAM floor: the smallest limit, swap off, under which three of three loads",
+        "succeeded and every byte was read and compared. One step below, the load was",
+        "killed for lack of memory or timed out.",
+        "above import: (floor - anonymous memory after `import torch`) / the model's",
+        "size.",
+        "ready: time until every byte was read once, in the median cell. The search ran",
+        "13 cells in all.",
     ]
 
 
@@ -118,13 +118,13 @@ def test_searches_side_by_side_say_how_far_they_are_apart() -> None:
         (None, 2, 0), (4328, 2, 0), (4300, None, 0), (4328, 2, 1), (4328, 2, 2),
     )]  # fmt: skip
     assert markdown_agreement({"docker": a_search(), "cgroup": again}).splitlines() == [
-        "| floor, MiB | docker | cgroup | apart, MiB |",
+        "| floor, MiB | docker | cgroup | difference, MiB |",
         "| --- | ---: | ---: | ---: |",
         "| streaming | 4300 | 4328 | 28 (0.7%) |",
         "| mmap_assign | 256 (timed out after 300 s) | - | - |",
         "| broken | - | - | - |",
         "",
-        "One step below, the load was killed for lack of memory, unless another end stands there.",
+        "One step below its floor, a load was killed for lack of memory, unless the table names another outcome.",
         "",
         "gpt2-xl (4.000 GiB) · device cpu · format pt · float32 · cold page cache · isolation docker · testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0 · commit unknown, date unknown",
     ]

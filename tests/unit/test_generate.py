@@ -146,7 +146,9 @@ def test_the_needed_space_is_asked_for_first_and_is_enough(tmp_path) -> None:
 
 
 def test_extra_state_is_refused(tmp_path) -> None:
-    with pytest.raises(ConfigError, match="'_extra_state' in the state dict is no parameter"):
+    with pytest.raises(
+        ConfigError, match="'_extra_state' in the state dict is neither a parameter"
+    ):
         make(tmp_path / "a", f"{__name__}:extra", {})
 
 

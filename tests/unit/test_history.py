@@ -70,7 +70,7 @@ def test_noise_within_the_gates_tolerance_is_no_step(tmp_path: Path) -> None:
     write(tmp_path, [measured(day, GIB + noise.randrange(4 * MIB)) for day in range(1, 29)])
     found = history.read(tmp_path, "peak_rss")
     assert found.lines[0].steps == []
-    assert "no step: nothing changed its level" in said(found)
+    assert "no step: no series changed its level" in said(found)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -95,15 +95,15 @@ def test_what_moved_with_a_step_is_said(tmp_path: Path) -> None:
     ])  # fmt: skip
     text = said(history.read(tmp_path, "peak_rss"))
     assert (
-        "measured elsewhere since run-2026-11-03: kernel: 6.18.0 -> 7.0; torch: 2.13.0 -> 2.14.0"
+        "machine or software changed since run-2026-11-03: kernel: 6.18.0 -> 7.0; torch: 2.13.0 -> 2.14.0"
         in text
     )
-    assert "; there also kernel: 6.18.0 -> 7.0; torch: 2.13.0 -> 2.14.0" in text
+    assert "; also changed: kernel: 6.18.0 -> 7.0; torch: 2.13.0 -> 2.14.0" in text
 
 
 def test_what_an_older_record_does_not_say_is_no_change(tmp_path: Path) -> None:
     write(tmp_path, [measured(1, GIB), measured(2, GIB, weighin="0.1.0", git_commit="a" * 40)])
-    assert "measured elsewhere" not in said(history.read(tmp_path, "peak_rss"))
+    assert "machine or software changed" not in said(history.read(tmp_path, "peak_rss"))
 
 
 def test_without_ruptures_it_says_what_to_install(
@@ -142,9 +142,9 @@ def test_runs_that_cannot_be_read_are_left_out_with_a_warning(tmp_path: Path) ->
 
 
 def test_names_that_lead_nowhere(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no run with a record"):
+    with pytest.raises(ConfigError, match="contains no run with a record"):
         history.read(tmp_path, "peak_rss")
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         history.read(tmp_path / "gone", "peak_rss")
     write(tmp_path, [measured(1, GIB)])
     with pytest.raises(UnknownName, match="no metric is called 'peak_rsss'"):

@@ -159,7 +159,7 @@ def test_an_empty_run(tmp_path: Path) -> None:
     found = page(tmp_path, [])
     assert "A run without cells" in found.words()
     assert "No cells were measured." in found.words()
-    assert "Nothing is drawn: there is no record of a cell yet." in found.words()
+    assert "There are no figures: the run has no record of a cell yet." in found.words()
     assert not found.having("svg")
 
 
@@ -186,8 +186,8 @@ def test_cells_of_two_machines_are_a_warning(tmp_path: Path) -> None:
     other = make_result(make_cell("baseline"), environment=ENVIRONMENT | {"kernel": "6.1.0"})
     found = page(tmp_path, [make_result(), other, make_skipped()])
     assert (
-        "the cells were not measured on one machine with one software: kernel (6.18.0, 6.1.0)."
-        " Compare their figures with care, their times not at all"
+        "the cells were measured on different machines or with different software: kernel (6.18.0,"
+        " 6.1.0). Compare memory figures with care; do not compare times"
     ) in found.words()
     assert len(found.having("div", **{"class": "differs"})) == 1
 
@@ -227,7 +227,7 @@ def test_a_sweep_has_its_survival_matrix_and_the_reasons(tmp_path: Path) -> None
     tip = thrashing["data-tip"] or ""
     assert tip.startswith("mmap_assign, 1 GiB: thrashes\n41.0 s, 8.2x the reference of 5.00 s")
     assert found.having(
-        "div", **{"aria-label": "What works under which limit; arrow keys go from field to field"}
+        "div", **{"aria-label": "Survival under each limit; arrow keys move between fields"}
     )
     assert "≈ 41.0 s thrashes" in found.words()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from weighin import formats
 from weighin.checkpoint import inspect
@@ -56,13 +56,13 @@ def test_the_table(tmp_path) -> None:
     path = make(tmp_path / "model.safetensors", "safetensors")
     text = run(str(path))
     for line in (
-        f"{path}: layout safetensors, 4 tensors (1 share a storage with an earlier one), 47 numbers"
+        f"{path}: format safetensors, 4 tensors (1 sharing a storage with an earlier one), 47 elements"
         " (parameters and buffers), 180 B",
         "largest: embedding.weight, 160 B",
-        "Expected: computed from sizes, not measured",
+        "The expected peaks are computed from sizes, not measured",
     ):
         assert line in text
-    assert "converted: --format pt" in text
+    assert "no: use --format pt" in text
     assert "scalar" in text
 
 
@@ -79,7 +79,7 @@ def test_a_long_table_shows_its_ends(tmp_path) -> None:
 
 
 def test_json_has_it_all(tmp_path) -> None:
-    found = json.loads(run(str(make(tmp_path / "m.pt", "pt")), "--json"))
+    found = json.loads(run(str(make(tmp_path / "m.pt", "pt")), "--json", "-"))
     assert found["totals"] == {
         "tensors": 4, "shared": 1, "numbers": 47, "bytes": 180,
         "file_bytes": (tmp_path / "m.pt").stat().st_size, "largest": "embedding.weight",

@@ -103,7 +103,7 @@ def test_a_model_is_refused_of_which_a_tensor_in_no_checkpoint_is_on_the_meta_de
         load_streaming(model, path)
     assert str(caught.value) == (
         f"{path}: has no values for rotary.cos, rotary.sin, which the model has on the meta device\n"
-        "give load_streaming the function that builds the model, not a model without values"
+        "pass load_streaming the function that builds the model, not a model on the meta device"
     )
     assert all(tensor.is_meta for tensor in model.parameters())
 
@@ -234,7 +234,7 @@ def test_a_constructor_that_looks_at_values_is_built_with_them_and_that_is_said_
     assert isinstance(model, Looks)
     assert model.scales == right.scales
     assert caplog.messages == [
-        "the model's constructor looks at values of its tensors: 144 B were initialised for that"
+        "the model's constructor reads values of its tensors, so 144 B of them were initialised"
     ]
 
 

@@ -57,20 +57,20 @@ def test_each_method_stands_beside_what_was_published() -> None:
         " | - | - | - |",
     ]
     assert text[start + 8 : start + 12] == [
-        "- **the model alone on the GPU**: GPU equal to the printed digit. Host: not published.",
-        "- **model on the GPU, state dict on the GPU, load_state_dict**: GPU equal to the printed digit."
-        " Host: the model is built on the CPU first, and 4.4 is less than its 6.3 GiB: the look every"
-        " 0.1 s has missed the peak.",
-        "- **model on the GPU, state dict on the CPU, copied parameter by parameter**: GPU differs from"
-        " the published figure. Host: the state dict, all of it; the model that was built in RAM before"
-        " has as much, but is gone by then.",
-        "- **meta device, to_empty on the GPU, state dict on the GPU, copied**: nothing was measured.",
+        "- **the model alone on the GPU**: GPU: equal to all published digits. Host: not published.",
+        "- **model on the GPU, state dict on the GPU, load_state_dict**: GPU: equal to all published digits."
+        " Host: the model is built on the CPU first, and 4.4 is less than its 6.3 GiB: samples"
+        " every 0.1 s missed the peak.",
+        "- **model on the GPU, state dict on the CPU, copied parameter by parameter**: GPU: differs from"
+        " the published figure. Host: the whole state dict; the model that was built in RAM before is"
+        " as large, but was freed by then.",
+        "- **meta device, to_empty on the GPU, state dict on the GPU, copied**: not measured.",
     ]
 
 
 def test_a_cell_that_failed_is_not_compared() -> None:
     text = notebook.markdown_notebook([gpu_cell("mmap_assign", 1.0, outcome=Outcome.CUDA_OOM)])
-    assert "- **meta device, state dict mapped to the GPU, assign**: nothing was measured." in text
+    assert "- **meta device, state dict mapped to the GPU, assign**: not measured." in text
 
 
 def test_other_runs_have_no_such_section() -> None:
@@ -92,6 +92,6 @@ def test_the_report_of_such_a_run_holds_it(tmp_path: Path) -> None:
     write_report(tmp_path)
     text = (tmp_path / "report.md").read_text()
     assert (
-        f"## Beside the notebook's published figures\n\n{notebook.markdown_notebook([result])}\n"
+        f"## Comparison with the notebook's published figures\n\n{notebook.markdown_notebook([result])}\n"
         in text
     )

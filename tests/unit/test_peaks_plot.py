@@ -227,9 +227,7 @@ def test_a_traced_cell_shows_every_step_of_the_gpu(tmp_path: Path) -> None:
     assert list(line.get_xdata()) == pytest.approx([1, 2, 3])
     assert list(line.get_ydata()) == [1, 2, 3]
     assert line.get_drawstyle() == "steps-post"
-    assert any(
-        "On the GPU, traced: requested bytes, exact" in one.get_text() for one in figure.texts
-    )
+    assert any("On the GPU: requested bytes, exact" in one.get_text() for one in figure.texts)
 
 
 def test_without_a_trace_the_samples_show_the_gpu(tmp_path: Path) -> None:

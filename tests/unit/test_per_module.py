@@ -78,17 +78,20 @@ def broken(**changes: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        (broken(version=2), "index of version 2, this weighin reads 1"),
+        (broken(version=2), "index of version 2, but this weighin reads 1"),
         (broken(order=3), "damaged index: no 'files' or no 'shared' or no 'order'"),
         (broken(files={"no.pt": ["a"]}), "file 'no.pt' of a module is missing"),
         (broken(files={"../x": ["a"]}), "the file of a module lies outside the folder: '../x'"),
-        (broken(files={"emb.pt": []}), "the keys of file 'emb.pt' are no list of texts"),
+        (broken(files={"emb.pt": []}), "the keys of file 'emb.pt' are not a list of strings"),
         (broken(files={"emb.pt": ["a", "a"]}), "'a' occurs twice"),
         (broken(files={"emb.pt": ["a"], "layers.1.pt": ["a"]}), "'a' occurs twice"),
-        (broken(order=["emb.weight"]), "'order' does not name the keys of 'files', each once"),
-        (broken(order=["emb.weight"] * 2), "'order' does not name the keys of 'files', each once"),
-        (broken(shared={"head.weight": "x"}), "'head.weight' is tied to 'x' but has another file"),
-        (broken(shared={"head.weight": []}), "'head.weight' is tied to [] but has another file"),
+        (broken(order=["emb.weight"]), "'order' does not list each key of 'files' once"),
+        (broken(order=["emb.weight"] * 2), "'order' does not list each key of 'files' once"),
+        (
+            broken(shared={"head.weight": "x"}),
+            "'head.weight' is tied to 'x' but is in another file",
+        ),
+        (broken(shared={"head.weight": []}), "'head.weight' is tied to [] but is in another file"),
     ],
 )
 def test_a_damaged_index_is_named(folder, index: object, message: str) -> None:
@@ -104,12 +107,14 @@ def test_a_tie_that_the_file_does_not_have_is_named(folder) -> None:
     )
     with pytest.raises(CheckpointError) as caught:
         per_module.read(folder)
-    assert caught.value.message.endswith("'head.weight' is tied to 'emb.weight' but lies elsewhere")
+    assert caught.value.message.endswith(
+        "'head.weight' is tied to 'emb.weight' but stored elsewhere"
+    )
 
 
 def test_a_file_with_other_keys_is_named(folder) -> None:
     torch.save({"layers.1.c": torch.zeros(3)}, folder / "layers.1.pt")
     with pytest.raises(
-        CheckpointError, match=r"layers\.1\.pt: has other keys than index\.json says"
+        CheckpointError, match=r"layers\.1\.pt: has other keys than index\.json lists"
     ):
         per_module.read(folder)

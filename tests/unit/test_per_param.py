@@ -67,7 +67,7 @@ def tensors(**files: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        (tensors(), "names no tensors"),
+        (tensors(), "lists no tensors"),
         (tensors(c="c.pt"), "file 'c.pt' of 'c' is missing"),
         (tensors(c="x" * 300), f"file {'x' * 100!r}... (300 characters) of 'c' is missing"),
         (tensors(c="a\0.pt"), "the file of 'c' lies outside the folder: 'a\\x00.pt'"),
@@ -78,9 +78,9 @@ def tensors(**files: object) -> dict[str, object]:
         (tensors(a="a.pt", b="a.pt"), "'a' and 'b' are not tied but share 'a.pt'"),
         (
             tensors(a="a.pt", b="b.pt") | {"shared": {"b": "a"}},
-            "'b' is tied to 'a' but has another file",
+            "'b' is tied to 'a' but is in another file",
         ),
-        (tensors() | {"version": 2}, "index of version 2, this weighin reads 1"),
+        (tensors() | {"version": 2}, "index of version 2, but this weighin reads 1"),
         ({"format": "shards"}, "not an index of one file per parameter"),
         ({"format": "per_param", "version": 1}, "damaged index: no 'tensors' or no 'shared'"),
         ([], "damaged index: not a JSON object"),

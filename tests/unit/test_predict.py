@@ -148,7 +148,9 @@ def test_what_cannot_be_followed_says_so(tmp_path: Path) -> None:
     )
     looks, missing = predicted(str(own)), predicted("safetensors_copy", device="cuda")
     assert missing[0].cannot == ""
-    assert looks[0].cannot == "CannotFollow: it looks at the values of tensors that were not read"
+    assert looks[0].cannot == (
+        "CannotFollow: it uses values of tensors, which a prediction does not read"
+    )
     assert looks[0].host_anon_peak_bytes is None
 
 

@@ -86,7 +86,7 @@ PREDICTED = """\
       gpt2-xl (131.000 GiB) · device cuda · float32 · predicted peaks, GiB
 
                           anony-   file    RAM  CUDA re-  allo-     re-    disk
- strategy     reads         mous  pages  floor   quested  cated  served    read
+ strategy     format        mous  pages  floor   quested  cated  served    read
  ──────────────────────────────────────────────────────────────────────────────
  safetensors  safetensor   1.000  0.078  2.000     131.0  132.0   133.0  65.000
  _mmap        s
@@ -95,28 +95,28 @@ PREDICTED = """\
 
 safetensors_mmap, streaming threads=2: keeps one copy of the weights on the GPU
 odd (pt) is not predicted: looks at values
-Predicted from a run without values; weighin bench measures, predict --check
-compares.
+Predicted by running each strategy without tensor values. weighin bench
+measures; weighin predict --check RUN compares.
 """
 
 OTHERS = """\
   gpt2-xl (6.000 GiB) · device cpu · float32 ·
               predicted peaks, GiB
 
-                    anony-   file     RAM  disk
- strategy    reads    mous  pages   floor  read
- ──────────────────────────────────────────────
- baseline    pt     13.000         13.000
- sequential  pt     13.000         13.000
- meta_copy   pt     13.000         13.000
- per_module  pt     13.000         13.000
+                     anony-   file     RAM  disk
+ strategy    format    mous  pages   floor  read
+ ───────────────────────────────────────────────
+ baseline    pt      13.000         13.000
+ sequential  pt      13.000         13.000
+ meta_copy   pt      13.000         13.000
+ per_module  pt      13.000         13.000
 
-baseline, sequential: in some processes 12.824 GiB anonymous, where the heap
-uses again what large blocks left
-per_module: in some processes 13.293 GiB anonymous, where a small block keeps
-what large ones left in the heap
-Predicted from a run without values; weighin bench measures, predict --check
-compares.
+baseline, sequential: 12.824 GiB anonymous in processes where the heap reuses
+the holes of freed large blocks
+per_module: 13.293 GiB anonymous in processes where a small block keeps freed
+large blocks in the heap
+Predicted by running each strategy without tensor values. weighin bench
+measures; weighin predict --check RUN compares.
 """
 
 CHECKED = """\

@@ -117,18 +117,18 @@ class Allocation:
         (
             {"w": Command()},
             "holds more than tensors, and was NOT executed: it refers to posix.system",
-            "save plain weights where you trust the file: torch.save(model.state_dict(), ...)",
+            "if you trust the file, load it and save plain weights: torch.save(model.state_dict(), ...)",
         ),
         (
             {"w": Allocation()},
             "holds more than tensors, and was NOT executed: it refers to __builtin__.bytearray",
-            "save plain weights where you trust the file: torch.save(model.state_dict(), ...)",
+            "if you trust the file, load it and save plain weights: torch.save(model.state_dict(), ...)",
         ),
         (
             {"w": torch.zeros(2).to_sparse()},
             "holds more than tensors, and was NOT executed: it refers to "
             "torch.serialization._get_layout",
-            "save plain weights where you trust the file: torch.save(model.state_dict(), ...)",
+            "if you trust the file, load it and save plain weights: torch.save(model.state_dict(), ...)",
         ),
         (
             {"model": {"w": torch.zeros(2)}},
@@ -160,7 +160,7 @@ def test_a_truncated_file_is_named_with_its_place(tmp_path) -> None:
     with pytest.raises(CheckpointError) as caught:
         pt_legacy.read(path)
     assert caught.value.message.startswith(f"{path}: truncated: storage '")
-    assert caught.value.message.endswith(f"' ends at byte {end:,}, the file at {end - 4:,}")
+    assert caught.value.message.endswith(f"' ends at byte {end:,}, but the file at {end - 4:,}")
     path.write_bytes(data[:60])
     with pytest.raises(CheckpointError) as caught:
         pt_legacy.read(path)
@@ -175,7 +175,9 @@ def test_a_storage_of_another_length_is_named(tmp_path) -> None:
     path.write_bytes(data[:-408] + struct.pack("<q", -1) + data[-400:])
     with pytest.raises(CheckpointError) as caught:
         pt_legacy.read(path)
-    assert caught.value.message.endswith("has 18,446,744,073,709,551,615 elements, its tensors 100")
+    assert caught.value.message.endswith(
+        "has 18,446,744,073,709,551,615 elements, but its tensors 100"
+    )
 
 
 def pickled(*instructions: bytes) -> bytes:
@@ -187,17 +189,17 @@ def pickled(*instructions: bytes) -> bytes:
     [
         (pickled(b"\x8e" + struct.pack("<Q", 2**62)), "instruction 0x8e, which no state dict needs"),
         (pickled(b"X" + struct.pack("<I", 2**31)), "longer than 33,554,432 bytes"),
-        (pickled(b"h\x05"), "an instruction finds nothing to work on"),
+        (pickled(b"h\x05"), "an instruction has no operand"),
         (pickled(b"t"), "a mark is missing"),
-        (pickled(b"("), "a mark stands where a value should"),
+        (pickled(b"("), "a mark is in the place of a value"),
         (pickled(b"}(K\x01K\x02K\x01K\x03u"), "key 1 occurs twice"),
-        (pickled(b"})K\x01s"), "a key of a dict is a tuple"),
-        (pickled(b"]K\x01K\x02s"), "something is set in what is no dict"),
-        (pickled(b"K\x01K\x02a"), "something is appended to what is no list"),
-        (pickled(b"K\x01Q"), "a persistent id is not a storage's"),
-        (pickled(b"K\x01)R"), "something that is no function is called"),
-        (pickled(b"]Nb"), "a state is given to a list"),
-        (pickled(b"ctorch\n" + b"x" * 2000 + b"\n"), "the name of a function or class does not end"),
+        (pickled(b"})K\x01s"), "a dict has a key of type tuple"),
+        (pickled(b"]K\x01K\x02s"), "an item is set on an object that is not a dict"),
+        (pickled(b"K\x01K\x02a"), "an item is appended to an object that is not a list"),
+        (pickled(b"K\x01Q"), "a persistent id does not describe a storage"),
+        (pickled(b"K\x01)R"), "an object that is not a function is called"),
+        (pickled(b"]Nb"), "a state is set on a list"),
+        (pickled(b"ctorch\n" + b"x" * 2000 + b"\n"), "the name of a function or class is too long or truncated"),
         (pickled(b"ctorch._utils\n_rebuild_tensor_v2\n)R"), "torch._utils._rebuild_tensor_v2 has other arguments than torch.save writes"),
     ],
 )  # fmt: skip

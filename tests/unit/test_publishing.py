@@ -11,7 +11,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from factories import make_cell, make_result
+from factories import make_cell, make_result, write_samples
+from sweeps import a_sweep
 
 from weighin.cell import Cell
 from weighin.cli import app
@@ -72,7 +73,7 @@ def measured(strategy: str, commit: str | None = None, *, hashed: bool = False) 
 def test_a_run_of_the_code_as_it_is_is_not_stale(copy: Path) -> None:
     head = git(copy, "rev-parse", "HEAD")
     for results in ([measured("baseline", head)], [measured("baseline", hashed=True)]):
-        assert str(standing(results, copy)) == "of its code as it is"
+        assert str(standing(results, copy)) == "measured with the current code"
         assert not standing(results, copy).is_stale
 
 
@@ -80,7 +81,9 @@ def test_a_record_with_a_hash_is_stale_where_its_sources_are_others(copy: Path) 
     results = [measured(name, hashed=True) for name in ("baseline", "streaming")]
     change(copy, "harness/weighin/loader/load.py")
     change(copy, "harness/weighin/report/tables.py")
-    assert str(standing(results, copy)) == "OLDER than its code: streaming (other sources)"
+    assert (
+        str(standing(results, copy)) == "OLDER than the current code: streaming (sources changed)"
+    )
 
 
 def test_a_record_without_one_is_stale_by_git_for_those_files_alone(copy: Path) -> None:
@@ -93,13 +96,14 @@ def test_a_record_without_one_is_stale_by_git_for_those_files_alone(copy: Path) 
     git(copy, "commit", "--quiet", "-a", "-m", "the loader")
     change(copy, "harness/weighin/loader/load.py")
     assert str(standing(results, copy)) == (
-        "OLDER than its code: streaming (1 commit since and edited)"
+        "OLDER than the current code: streaming (1 commit since and edited)"
     )
     git(copy, "commit", "--quiet", "-a", "-m", "the loader again")
     change(copy, "harness/weighin/worker/touch.py")
     git(copy, "commit", "--quiet", "-a", "-m", "the worker")
     assert str(standing(results, copy)) == (
-        "OLDER than its code: baseline, sequential (1 commit since); streaming (3 commits since)"
+        "OLDER than the current code: baseline, sequential (1 commit since);"
+        " streaming (3 commits since)"
     )
 
 
@@ -107,11 +111,15 @@ def test_it_is_said_where_it_cannot_be_told(copy: Path) -> None:
     results = [measured("baseline"), measured("streaming", "d" * 40)]
     said = standing(results, copy)
     assert str(said) == (
-        "cannot tell: baseline (its commit is not known); streaming (git does not know dddddddddd)"
+        "cannot tell: baseline (its commit was not recorded);"
+        " streaming (git does not know commit dddddddddd)"
     )
     assert not said.is_stale
     (copy / "strategies" / "baseline.py").unlink()
-    assert str(standing(results[:1], copy)) == "OLDER than its code: baseline (gone)"
+    assert (
+        str(standing(results[:1], copy))
+        == "OLDER than the current code: baseline (strategy removed)"
+    )
 
 
 def test_the_status_names_what_is_stale_with_commit_and_day(
@@ -126,13 +134,14 @@ def test_the_status_names_what_is_stale_with_commit_and_day(
     git(copy, "add", ".")
     git(copy, "commit", "--quiet", "-m", "second")
     assert publish.status(publish.read(copy), copy) == [
-        f"a: commit {head[:10]}, 2025-01-02: of its code as it is",
-        f"b: commit {head[:10]}, 2025-01-02: OLDER than its code: streaming (1 commit since)",
+        f"a: commit {head[:10]}, 2025-01-02: measured with the current code",
+        f"b: commit {head[:10]}, 2025-01-02: OLDER than the current code: streaming (1 commit since)",
         "c: never measured",
-        "2 of 3 are older than their code, or were never measured: b, c",
+        "2 of 3 are older than the current code or were never measured: b, c",
     ]
     assert (
-        publish.status(publish.read(copy, ["a"]), copy)[1] == "all 1 are up to date with their code"
+        publish.status(publish.read(copy, ["a"]), copy)[1]
+        == "all 1 were measured with the current code"
     )
 
 
@@ -156,10 +165,10 @@ def test_the_status_says_of_which_code_predictions_are(publish: ModuleType, copy
     told = {"predicted_at": "2026-11-24T01:02:03+00:00", "environment": {"git_commit": head}}
     (folder / "predicted.json").write_text(json.dumps(told))
     said = f"  its predictions: commit {head[:10]}, 2026-11-24: "
-    assert publish.predictions(run, copy) == [said + "up to date with its code"]
+    assert publish.predictions(run, copy) == [said + "made with the current code"]
     change(copy, "harness/weighin/predict/heap.py")
     git(copy, "commit", "--quiet", "-a", "-m", "the heap")
-    assert publish.predictions(run, copy) == [said + "OLDER than its code (1 commit since)"]
+    assert publish.predictions(run, copy) == [said + "OLDER than the current code (1 commit since)"]
 
 
 def series(cells: Sequence[Cell]) -> set[str]:
@@ -289,15 +298,42 @@ def test_a_whole_run_takes_the_place_of_the_published_one(
     publish: ModuleType, tmp_path: Path
 ) -> None:
     measured, published = tmp_path / "measured", tmp_path / "published"
-    for folder, text in ((measured, "new"), (published, "old")):
-        (folder / "samples").mkdir(parents=True)
-        for name in ("records.jsonl", "report.md", "peaks.png"):
-            (folder / name).write_text(text)
-        (folder / "samples" / f"{text}-r0.csv").write_text(text)
-    (measured / "samples" / "new-r1.csv").write_text("new")
-    (measured / "plan.json").write_text("of this machine")
-    (published / "predicted.json").write_text("old")
+    old, new = make_result(make_cell("baseline")), make_result(make_cell("streaming"))
+    run_folder.append(published, old)
+    write_samples(published, old)
+    for name in ("report.md", "timeline.png", "predicted.json"):
+        (published / name).write_text("old")
+    run_folder.write_plan(measured, [new.cell])
+    run_folder.append(measured, new)
+    write_samples(measured, new)
+    (measured / "report.md").write_text("new")
     publish.put_in_place(measured, published)
     found = {str(path.relative_to(published)) for path in published.rglob("*") if path.is_file()}
-    assert found == {"records.jsonl", "report.md", "peaks.png", "samples/new-r0.csv"}
-    assert (published / "records.jsonl").read_text() == "new"
+    assert found == {"records.jsonl", "timeline.svg"}
+    assert [one.cell.strategy for one in run_folder.read(published).results] == ["streaming"]
+    picture = (published / "timeline.svg").read_text()
+    assert "streaming: ok" in picture
+    assert "no samples" not in picture
+
+
+def test_a_run_under_several_limits_keeps_no_timeline(publish: ModuleType, tmp_path: Path) -> None:
+    for result in a_sweep():
+        run_folder.append(tmp_path / "measured", result)
+    publish.put_in_place(tmp_path / "measured", tmp_path / "published")
+    assert [path.name for path in (tmp_path / "published").iterdir()] == ["records.jsonl"]
+
+
+def test_git_keeps_no_more_of_a_published_run_than_is_said(publish: ModuleType) -> None:
+    shown = "".join(
+        page.read_text() for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
+    )
+    files = [Path(name) for name in git(ROOT, "ls-files", "results/published").splitlines()]
+    for run in publish.read(ROOT):
+        is_save = any(one.cell.operation == "save" for one in run.results)
+        is_one_limit = len({one.cell.ram_limit_bytes for one in run.results}) == 1
+        kept = {"records.jsonl"} | (set() if is_save else {"predicted.json"})
+        found = {path.name for path in files if path.parent.name == run.name}
+        pictures = {name for name in found if f"{run.name}/{name}" in shown}
+        timelines = {name for name in found if name.startswith("timeline.")}
+        assert found == kept | pictures | timelines
+        assert len(timelines) == is_one_limit

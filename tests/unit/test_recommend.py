@@ -74,7 +74,7 @@ def judged(
         (2.0, False, 8 * GIB, FitVerdict.CLOSE, "keeps two copies: 8.2 GiB"),
         (2.0, False, 7 * GIB, FitVerdict.TOO_LARGE, "keeps two copies: 8.2 GiB"),
         (1.5, False, 8 * GIB, FitVerdict.FITS, "keeps 1.5 times the model: 6.2 GiB"),
-        (0.0, True, 8 * GIB, FitVerdict.FITS, "keeps pages of the file, and 166.0 MiB"),
+        (0.0, True, 8 * GIB, FitVerdict.FITS, "keeps 166.0 MiB and mapped pages of the file"),
         (
             0.0, True, 2 * GIB, FitVerdict.THRASHES,
             "its 4.0 GiB of file pages do not fit: each pass reads them again",
@@ -149,7 +149,7 @@ def test_what_was_not_followed_is_not_known() -> None:
 def test_a_gpu_that_is_too_small_refuses() -> None:
     big = replace(prediction("x", 0.1), cuda_reserved_bytes=2 * GIB)
     found = assess(info("x"), big, None, CALIBRATION, Limits(None, GIB), "pt")
-    assert (found.verdict, found.why) == (FitVerdict.TOO_LARGE, "takes 2.0 GiB of the GPU")
+    assert (found.verdict, found.why) == (FitVerdict.TOO_LARGE, "needs 2.0 GiB of GPU memory")
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,7 @@ def test_closing_a_worker_that_does_not_die_ends_and_says_so() -> None:
         running.close()
     assert str(caught.value) == (
         f"the worker, process {running.pid}, does not end, not even after SIGKILL\n"
-        "it waits in the kernel, as for a disk or a network share that does not answer: mend that,"
+        "it waits in the kernel, for example for a disk or a network share that does not answer: repair that,"
         " or restart the machine"
     )
     running.close()
@@ -237,11 +237,11 @@ def test_what_stops_a_run_that_has_records_says_how_to_go_on(
         (
             OSError(errno.ENOSPC, "No space left on device", "/x/y"),
             "/x/y: No space left on device\n"
-            "free some space there; TMPDIR and WEIGHIN_CACHE name other folders",
+            "free some space there, or set TMPDIR or WEIGHIN_CACHE to a folder on another disk",
         ),
         (
             PermissionError(errno.EACCES, "Permission denied", "/x y"),
-            "/x y: Permission denied\nls -ld '/x y' shows whose it is",
+            "/x y: Permission denied\nrun ls -ld '/x y' to see who owns it",
         ),
         (
             OSError(errno.EMFILE, "Too many open files"),
@@ -251,11 +251,11 @@ def test_what_stops_a_run_that_has_records_says_how_to_go_on(
         (
             OSError(errno.ENOMEM, "Cannot allocate memory"),
             "the operating system refused: Cannot allocate memory\n"
-            "free memory: end other programs, or measure fewer things at once",
+            "free memory: end other programs, or run fewer measurements at once",
         ),
         (
             OSError("odd"),
-            "the operating system refused: odd\nweighin doctor says what works on this machine",
+            "the operating system refused: odd\nrun weighin doctor to see what works on this machine",
         ),
     ],
 )
@@ -286,5 +286,5 @@ def test_an_output_that_is_full_is_an_error_without_a_traceback() -> None:
     assert (ended.returncode, ended.stderr) == (
         2,
         "error: the operating system refused: No space left on device\n"
-        "free some space there; TMPDIR and WEIGHIN_CACHE name other folders\n",
+        "free some space there, or set TMPDIR or WEIGHIN_CACHE to a folder on another disk\n",
     )

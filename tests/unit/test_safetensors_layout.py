@@ -125,11 +125,11 @@ def test_pieces_of_another_length_are_refused(tmp_path, numel: int) -> None:
         ),
         (
             TensorPlan("__metadata__", (1,), torch.float32),
-            "a tensor is called __metadata__, which safetensors keeps for itself",
+            "a tensor is called __metadata__, a name that safetensors reserves",
         ),
         (
             TensorPlan("format", (1,), torch.float32, "w"),
-            "the tied tensor 'format' has a name that the metadata keep for themselves",
+            "the tied tensor 'format' has a name that is reserved in the metadata",
         ),
     ],
 )
@@ -157,39 +157,39 @@ LONG = "x" * 10_000
     ("header", "message"),
     [
         ({"a": entry(0, 4), "b": entry(0, 8)}, "tensor 'b' at byte 130 overlaps tensor 'a'"),
-        ({"a": entry(0, 4), "b": entry(5, 9)}, "tensor 'b' at byte 135 leaves a hole behind tensor 'a'"),
-        ({"a": entry(4, 8)}, "tensor 'a' at byte 73 leaves a hole behind the header"),
-        ({"a": entry(0, 4)}, "4 bytes behind tensor 'a' belong to no tensor"),
-        ({"a": entry(0, 16)}, "truncated: tensor 'a' ends at byte 86, the file at 78"),
-        (b"{}", "8 bytes behind the header belong to no tensor"),
+        ({"a": entry(0, 4), "b": entry(5, 9)}, "tensor 'b' at byte 135 leaves a gap after tensor 'a'"),
+        ({"a": entry(4, 8)}, "tensor 'a' at byte 73 leaves a gap after the header"),
+        ({"a": entry(0, 4)}, "4 bytes after tensor 'a' belong to no tensor"),
+        ({"a": entry(0, 16)}, "truncated: tensor 'a' ends at byte 86, but the file at 78"),
+        (b"{}", "8 bytes after the header belong to no tensor"),
         ({"a": entry(0, 8, [-2])}, "tensor 'a': [-2] is not a shape"),
         ({"a": entry(0, 8, [True, 2])}, "tensor 'a': [True, 2] is not a shape"),
         ({"a": entry(0, 8, [1] * 65)}, "tensor 'a': " + str([1] * 65)[:100] + "... is not a shape"),
-        ({"a": entry(-8, 0, [2])}, "tensor 'a': [-8, 0] are not offsets"),
-        ({"a": entry(8, 0, [2])}, "tensor 'a': [8, 0] are not offsets"),
-        ({"a": entry(0, 2**64, [2])}, "tensor 'a': [0, 18446744073709551616] are not offsets"),
+        ({"a": entry(-8, 0, [2])}, "tensor 'a': [-8, 0] is not a pair of offsets"),
+        ({"a": entry(8, 0, [2])}, "tensor 'a': [8, 0] is not a pair of offsets"),
+        ({"a": entry(0, 2**64, [2])}, "tensor 'a': [0, 18446744073709551616] is not a pair of offsets"),
         (
             {"a": entry(0, 8, [3])},
-            "tensor 'a': F32 of shape [3] takes 12 bytes, its offsets leave 8",
+            "tensor 'a': F32 of shape [3] takes 12 bytes, but its offsets span 8",
         ),
         (
             {"a": entry(0, 0, [0, 2**62, 4])},
-            "tensor 'a': F32 of shape [0, 4611686018427387904, 4] takes 0 bytes, its offsets leave 0",
+            "tensor 'a': F32 of shape [0, 4611686018427387904, 4] takes 0 bytes, but its offsets span 0",
         ),
-        ({"a": entry(0, 8, dtype="F4")}, "tensor 'a': dtype 'F4' is none that torch has"),
-        ({"a": entry(0, 8, dtype=[])}, "tensor 'a': dtype [] is none that torch has"),
-        ({"a": {}}, "tensor 'a': dtype None is none that torch has"),
+        ({"a": entry(0, 8, dtype="F4")}, "tensor 'a': torch has no dtype 'F4'"),
+        ({"a": entry(0, 8, dtype=[])}, "tensor 'a': torch has no dtype []"),
+        ({"a": {}}, "tensor 'a': torch has no dtype None"),
         (
             {LONG: entry(0, 8, [3])},
-            f"tensor '{LONG[:100]}'... (10,000 characters): F32 of shape [3] takes 12 bytes, its "
-            "offsets leave 8",
+            f"tensor '{LONG[:100]}'... (10,000 characters): F32 of shape [3] takes 12 bytes, but its "
+            "offsets span 8",
         ),
         ({"__metadata__": {"a": 1}}, "__metadata__: 'a' is not a string"),
         (
             {"__metadata__": {"weighin.order": '["b"]'}, "a": entry(0, 8)},
-            "__metadata__: weighin.order is not a list of the file's names",
+            "__metadata__: weighin.order is not a list of the file's tensor names",
         ),
-        (b'{"a":{},"a":{}}', "tensor 'a': dtype None is none that torch has"),
+        (b'{"a":{},"a":{}}', "tensor 'a': torch has no dtype None"),
         (
             b'{"a":' + json.dumps(entry(0, 8)).encode() + b',"a":{}}',
             "'a' occurs twice in the header",
@@ -198,11 +198,11 @@ LONG = "x" * 10_000
             b'{"a":{"dtype":"F32","dtype":"F32"}}',
             "the header is not JSON in tensor 'a': a key occurs twice",
         ),
-        (b'{"a":{"x":' + b"[" * 20_000 + b"]" * 20_000 + b"}}", "the header is not JSON in tensor 'a': it nests too deep"),
+        (b'{"a":{"x":' + b"[" * 20_000 + b"]" * 20_000 + b"}}", "the header is not JSON in tensor 'a': it is nested too deeply"),
         (b"[1, 2]", "the header does not begin with '{' but with b'[1, 2]'"),
-        (b'{"a": 1}', "the header is not the JSON of tensors at byte 9"),
-        (b'{"a":{"b":{}}}', "the header is not the JSON of tensors at byte 9"),
-        (b"{} x", "the header is not the JSON of tensors at byte 9"),
+        (b'{"a": 1}', "the header is not valid JSON for tensors at byte 9"),
+        (b'{"a":{"b":{}}}', "the header is not valid JSON for tensors at byte 9"),
+        (b"{} x", "the header is not valid JSON for tensors at byte 9"),
     ],
 )  # fmt: skip
 def test_a_damaged_header_is_named_with_its_place(tmp_path, header, message) -> None:
@@ -218,11 +218,11 @@ def test_a_damaged_header_is_named_with_its_place(tmp_path, header, message) -> 
     ("content", "message"),
     [
         (b"\x02\0\0", "truncated: 3 bytes, but the header's length takes 8"),
-        (b"\x64" + bytes(7) + b"{}", "truncated: the header ends at byte 108, the file at 10"),
+        (b"\x64" + bytes(7) + b"{}", "truncated: the header ends at byte 108, but the file at 10"),
         (
             b"\xff" * 8 + b"{}",
-            "not a safetensors file, or damaged: its first 8 bytes announce a header of "
-            "18,446,744,073,709,551,615 bytes, and the format allows 100,000,000",
+            "not a safetensors file, or damaged: its first 8 bytes give a header length of "
+            "18,446,744,073,709,551,615 bytes, but the format allows 100,000,000",
         ),
         (b"", "empty file"),
     ],

@@ -89,7 +89,7 @@ def test_a_single_wrong_byte_of_the_weights_is_found(tmp_path: Path, name: str, 
     file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
     with pytest.raises(WrongWeights) as caught:
         check(tmp_path, expected(model), CPU)
-    assert str(caught.value) == "1 tensor written with other values than the model's: mask"
+    assert str(caught.value) == "1 tensor saved with other values than the model's: mask"
 
 
 def harm_names(folder: Path) -> None:
@@ -109,16 +109,16 @@ def harm_dtype(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "complaint"),
     [
-        (harm_names, "2 tensors missing from what was written: embedding.weight, mask"),
-        (harm_shape, "1 tensor written in another shape or dtype than the model's: mask"),
-        (harm_dtype, "1 tensor written in another shape or dtype than the model's: mask"),
+        (harm_names, "2 tensors missing from the saved checkpoint: embedding.weight, mask"),
+        (harm_shape, "1 tensor saved in another shape or dtype than the model's: mask"),
+        (harm_dtype, "1 tensor saved in another shape or dtype than the model's: mask"),
         (
             lambda folder: (folder / "model.pt").write_bytes(b"nothing"),
-            "what was written cannot be read: FOLDER/model.pt: ",
+            "the saved checkpoint cannot be read: FOLDER/model.pt: ",
         ),
         (
             lambda folder: (folder / "more.txt").touch(),
-            "what was written cannot be read: FOLDER: a folder in which no checkpoint is known",
+            "the saved checkpoint cannot be read: FOLDER: not a checkpoint: the folder has neither an index nor metadata",
         ),
     ],
 )
@@ -247,7 +247,10 @@ def test_a_save_has_headings_of_its_own() -> None:
         "| strategy | outcome | save s | on the disk s | peak RSS GiB | above the model x model |"
         " anonymous (sampled) GiB | cgroup peak GiB | written GiB | files |"
     ) in text
-    assert "\n- save: until the strategy returned; on the disk: until every file was synced" in text
+    assert (
+        "\n- save: time until the strategy returned; on the disk: time until every file was synced"
+        in text
+    )
     assert "load:" not in text
 
 

@@ -22,7 +22,7 @@ from weighin.report.html_page import render
 from weighin.report.sections import of
 
 PUBLISHED = sorted((Path(__file__).parents[2] / "results" / "published").glob("*/records.jsonl"))
-DRAWN = {"In words", "Peak memory", "Time over peak", "Memory over time", "Machine and software"}
+DRAWN = {"Summary", "Peak memory", "Time over peak", "Memory over time", "Machine and software"}
 
 
 class Headings(HTMLParser):
@@ -84,7 +84,7 @@ def same_everywhere(results: Sequence[Result], run: Path, warnings: Sequence[str
 def test_the_sections_of_a_published_run_are_the_same_everywhere(records: Path) -> None:
     run = records.parent
     shown = same_everywhere(run_folder.read(run).results, run)
-    assert {"All cells", "What the figures are"} <= shown
+    assert {"All results", "How to read the figures"} <= shown
     assert ("RAM floors" in shown) == ("floors" in run.name)
     assert ("Survival" in shown) == ("survival" in run.name)
 
@@ -108,9 +108,9 @@ def test_the_notebooks_figures_warnings_and_a_full_gpu_are_told_everywhere(tmp_p
     warned = replace(gpu_cell("baseline", 12.832), warnings=("the disk was busy",))
     shown = same_everywhere([warned, refused], tmp_path, ["line 7 is incomplete"])
     assert {
-        "Beside the notebook's published figures",
+        "Comparison with the notebook's published figures",
         "Not ok",
-        "Where meta_copy ran out of GPU memory",
+        "meta_copy ran out of GPU memory: the allocator's summary",
         "Warnings",
     } <= shown
 
@@ -119,4 +119,4 @@ def test_the_page_has_the_notebooks_table_and_why_ours_differs(tmp_path: Path) -
     text = render(tmp_path, [gpu_cell("baseline", 12.832)])
     page = " ".join(re.sub(r"<[^>]*>", " ", text).split())
     assert "model on the GPU, state dict on the GPU, load_state_dict baseline 12.8 12.8 (12.832) 4.4 1.000" in page  # fmt: skip
-    assert "GPU equal to the printed digit. Host: the model is built on the CPU first" in page
+    assert "GPU: equal to all published digits. Host: the model is built on the CPU first" in page

@@ -120,8 +120,8 @@ FIRST, SECOND = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2)
         ({"x" * 10_000: "none"}, "", f"shard 'none' of '{'x' * 100}'... (10,000 characters) is missing"),
         ({"../../x": FIRST}, "", f"'../../x' is not in its shard '{FIRST}'"),
         ({"": FIRST}, "", f"'' is not in its shard '{FIRST}'"),
-        ({"a": SECOND}, FIRST, f"'a' is here, by the index in '{SECOND}'"),
-        ({"a": None}, FIRST, "'a' is here, by the index nowhere"),
+        ({"a": SECOND}, FIRST, f"'a' is in this file, but the index lists it in '{SECOND}'"),
+        ({"a": None}, FIRST, "'a' is in this file, but the index does not list it"),
     ],
 )  # fmt: skip
 def test_an_index_that_lies_is_named(tmp_path, changes, file: str, message: str) -> None:
@@ -141,15 +141,15 @@ def test_an_index_that_lies_is_named(tmp_path, changes, file: str, message: str)
         ("{}", "damaged index: no 'weight_map'"),
         ('{"weight_map": {}}', "damaged index: no 'weight_map'"),
         ('{"weight_map": {"a": "x", "a": "y"}}', "damaged index: 'a' occurs twice"),
-        ('{"a":' + "[" * 9999 + "]" * 9999 + "}", "damaged index: it nests too deep"),
-        ('{"a":[' + "[]," * 10_000 + "1]}", "damaged index: it nests too much"),
+        ('{"a":' + "[" * 9999 + "]" * 9999 + "}", "damaged index: it is nested too deeply"),
+        ('{"a":[' + "[]," * 10_000 + "1]}", "damaged index: it has too many nested values"),
         (
             '{"metadata": {"weighin.order": ["a"]}, "weight_map": {"a": "none"}}',
             "shard 'none' of 'a' is missing",
         ),
         (
             '{"metadata": {"weighin.order": 1}, "weight_map": {"a": "none"}}',
-            "weighin.order is not a list of the checkpoint's names",
+            "weighin.order is not a list of the checkpoint's tensor names",
         ),
     ],
 )  # fmt: skip

@@ -91,7 +91,7 @@ def test_one_bit_that_changed_since_is_found(source: Path, fmt: str, dtype) -> N
     with pytest.raises(CheckpointError) as caught:
         convert(first, "two", "per_param", dtype=dtype)
     assert str(caught.value) == (
-        f"{first}: has other values than {sidecar.find(first)} says: 'a.weight', 'head'\n"
+        f"{first}: has other values than {sidecar.find(first)} lists: 'a.weight', 'head'\n"
         "copy or download the checkpoint again; if it was changed on purpose, remove that file"
     )
     assert sorted(source.parent.rglob("*")) == before
@@ -121,7 +121,7 @@ def test_a_checkpoint_in_the_cache_is_compared_with_its_manifest(
         }
         assert sums(sidecar.beside(target)) == right
         harm(path, formats.read(path)[1][0].name)
-        with pytest.raises(CheckpointError, match=r"has other values than .*manifest\.json says"):
+        with pytest.raises(CheckpointError, match=r"has other values than .*manifest\.json lists"):
             converting.convert(path, tmp_path / "no", order)
 
 
@@ -129,18 +129,18 @@ def test_a_checkpoint_in_the_cache_is_compared_with_its_manifest(
     ("text", "message"),
     [
         ("{", "SUMS: damaged index: Expecting property name"),
-        ('{"format": "other"}', "SUMS: not checksums that this weighin reads"),
+        ('{"format": "other"}', "SUMS: not a checksum file that this weighin reads"),
         (
             '{"format": "weighin-checksums", "version": 1, "tensors": {"steps": "int64 0"}}',
             "SUMS: damaged: 'steps' has no checksum",
         ),
         (
             '{"format": "weighin-checksums", "version": 1, "tensors": {"x": "int64 0000000000000000"}}',
-            "MODEL: has other tensors or dtypes than SUMS says: 'a.weight', 'steps', 'head'",
+            "MODEL: has other tensors or dtypes than SUMS lists: 'a.weight', 'steps', 'head'",
         ),
         (
             '{"format": "weighin-checksums", "version": 1}',
-            "MODEL: has other tensors or dtypes than SUMS says: 'a.weight', 'steps', 'head'",
+            "MODEL: has other tensors or dtypes than SUMS lists: 'a.weight', 'steps', 'head'",
         ),
     ],
 )
@@ -165,8 +165,10 @@ def test_checksums_of_a_target_that_is_gone_are_not_left_to_the_new_one(source: 
 def test_the_command_says_what_it_compared(source: Path) -> None:
     first = convert(source, "one", "per_module", verify=True)
     wish = convert_request.Wish(first, source.with_name("two.pt"), "pt", None, "5GiB", "5GiB", True)
-    said = convert_request.convert(wish, Console(stderr=True))
-    assert said.endswith(f", read as {first / sidecar.NAME} says, every tensor's checksum verified")
+    said = str(convert_request.convert(wish, Console(stderr=True)))
+    assert said.endswith(
+        f", source matches {first / sidecar.NAME}, every tensor's checksum verified"
+    )
     assert sums(sidecar.beside(source.with_name("two.pt"))) == WHOLE
     harm(first, "a.weight")
     wish = convert_request.Wish(

@@ -55,7 +55,7 @@ class FromParameters(nn.Module):
         (
             "weighin.nothing:f",
             "builder 'weighin.nothing:f': there is no module 'weighin.nothing'",
-            "correct the builder's name, or install the package that holds the module",
+            "correct the builder's name, or install the package that contains the module",
         ),
         (
             "weighin.models.gpt2:gpt3",
@@ -141,7 +141,7 @@ def test_a_buffer_that_cannot_be_given_back_is_named() -> None:
     with pytest.raises(ConfigError) as caught:
         reset_buffers(model, tied, TIED, CPU, torch.float32)
     assert caught.value.message == (
-        "cannot give buffer 'copy' its value back: builder weighin.models.tied:tied makes none"
+        "cannot reset buffer 'copy': the model of builder weighin.models.tied:tied has no such buffer"
     )
 
 

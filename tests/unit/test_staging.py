@@ -30,7 +30,7 @@ def test_of_conversions_at_once_to_one_target_one_writes(tmp_path: Path) -> None
                 with count:
                     inside -= 1
         except ConfigError as error:
-            assert error.message == f"another weighin is writing {target}"
+            assert error.message == f"another weighin process is writing {target}"
             with count:
                 refused += 1
 

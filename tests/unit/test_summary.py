@@ -40,7 +40,7 @@ def test_each_limit_is_a_paragraph() -> None:
 
 def test_what_sets_two_settings_apart_is_said() -> None:
     results = [make_result(), make_result(make_cell(cache="warm"))]
-    assert [text.partition(", the one")[0] for text in paragraphs(series(results))] == [
+    assert [text.partition(", the only")[0] for text in paragraphs(series(results))] == [
         "With 8 GiB of RAM (cold page cache)",
         "With 8 GiB of RAM (warm page cache)",
     ]
@@ -48,11 +48,11 @@ def test_what_sets_two_settings_apart_is_said() -> None:
 
 def test_one_cell() -> None:
     assert paragraphs(series([make_result()])) == [
-        "With 8 GiB of RAM, the one way of loading that was tried, mmap_assign, works."
+        "With 8 GiB of RAM, the only strategy that was tried, mmap_assign, works."
         " mmap_assign is ready in 5.44 s."
     ]
     assert paragraphs(series([make_result(make_cell("baseline"))])) == [
-        "With 8 GiB of RAM, the one way of loading that was tried, baseline, does not work."
+        "With 8 GiB of RAM, the only strategy that was tried, baseline, does not work."
         " Killed by the kernel for lack of memory: baseline."
     ]
 
@@ -67,7 +67,7 @@ def test_nothing() -> None:
 def test_what_thrashes_is_said() -> None:
     results = a_sweep()
     said = paragraphs(series(results), results)
-    thrashing = "Thrashing, so that the same pages are read again and again: mmap_assign."
+    thrashing = "Thrashing (the same pages are read again and again): mmap_assign."
     assert [text.endswith(thrashing) for text in said] == [False] * 4 + [True]
 
 
@@ -88,7 +88,7 @@ def test_a_model_of_80_mib_under_1_gib_is_not_said_to_thrash() -> None:
 def test_a_search_for_floors_says_the_floors() -> None:
     results = a_search()
     assert paragraphs(series(results), results) == [
-        "mmap_assign needs the least RAM: 256 MiB (0.06 x the model). Then streaming 4300 MiB"
+        "mmap_assign needs the least RAM: 256 MiB (0.06 x the model). Next: streaming 4300 MiB"
         " (1.05 x the model). No floor was found for broken.",
         "Without a RAM limit, 2 of 3 strategies load gpt2-xl: streaming and mmap_assign."
         " The fastest is streaming, ready in 2.00 s. The smallest peak RSS is that of streaming:"
@@ -103,9 +103,9 @@ def test_every_outcome_is_named() -> None:
         "With 8 GiB of RAM, 1 of 5 strategies loads gpt2-xl: streaming."
         " streaming is ready in 7.30 s."
         " Killed by the kernel for lack of memory: baseline."
-        " Not ready in the time allowed: sequential."
-        " Failed by themselves: broken."
-        " Left wrong weights: lossy."
+        " Timed out: sequential."
+        " Failed with an error: broken."
+        " Produced wrong weights: lossy."
         " Not run: direct_cuda."
     )
 
@@ -117,10 +117,10 @@ def test_repeats_that_overlap_name_no_winner_alone() -> None:
             cell = make_cell(name, repeat=repeat)
             results.append(make_result(cell, ready_ns=int(ready_s * 1e9)))
     (text,) = paragraphs(series(results))
-    assert "The fastest is streaming, ready in 2.00 s (the repeats do not tell it from per_param)." in text  # fmt: skip
+    assert "The fastest is streaming, ready in 2.00 s (the times of its repeats overlap with per_param)." in text  # fmt: skip
 
 
-def test_a_way_that_works_only_sometimes_does_not_count_as_working() -> None:
+def test_a_strategy_that_works_only_sometimes_does_not_count_as_working() -> None:
     results = [
         make_result(make_cell("streaming")),
         make_result(make_cell("streaming", repeat=1), outcome=Outcome.TIMEOUT),
@@ -128,7 +128,7 @@ def test_a_way_that_works_only_sometimes_does_not_count_as_working() -> None:
     ]
     (text,) = paragraphs(series(results))
     assert text.startswith("With 8 GiB of RAM, 1 of 2 strategies loads gpt2-xl: per_param.")
-    assert text.endswith("Not the same in all repeats: streaming (ok 1, timeout 1).")
+    assert text.endswith("The repeats ended differently: streaming (ok 1, timeout 1).")
 
 
 def test_a_long_sweep_is_cut() -> None:
@@ -138,10 +138,10 @@ def test_a_long_sweep_is_cut() -> None:
     assert said[-1] == "4 more settings are in the table."
 
 
-def test_several_formats_of_a_strategy_are_ways_of_loading() -> None:
+def test_several_formats_of_a_strategy_are_variants() -> None:
     results = [
         make_result(make_cell("streaming", format=fmt), SCRIPTS["streaming"])
         for fmt in ("pt", "safetensors")
     ]
     (text,) = paragraphs(series([replace(result) for result in results]))
-    assert text.startswith("With 8 GiB of RAM, all 2 ways of loading load gpt2-xl: streaming pt and streaming safetensors.")  # fmt: skip
+    assert text.startswith("With 8 GiB of RAM, all 2 strategy variants load gpt2-xl: streaming pt and streaming safetensors.")  # fmt: skip

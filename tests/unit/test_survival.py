@@ -113,10 +113,10 @@ def test_the_sweep_in_a_terminal() -> None:
         "the model); 5500 major faults; waited for memory 0% of the load (all tasks 0%)",
         "gpt2-xl (6.290 GiB) · device cpu · float32 · cold page cache · isolation docker · testbench ·",
         "Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0 · commit unknown, date unknown",
-        "Time: of the load until every byte was read, and of one forward pass. killed: by the kernel, for",
+        "Time: for the load until every byte was read and for one forward pass. killed: by the kernel, for",
         "lack of memory.",
-        "thrashes: its memory met the limit, and either it waited for memory 20% of the time or more, or it",
-        "read at least 10% of the model again and took 2x the time without a limit.",
+        "thrashes: the cell's memory reached the limit, and it either waited for memory for 20% of the time",
+        "or more, or read at least 10% of the model again and took at least 2x the time without a limit.",
     ]
 
 
@@ -130,8 +130,8 @@ def test_the_sweep_as_markdown() -> None:
         "",
         "gpt2-xl (6.290 GiB) · device cpu · float32 · cold page cache · isolation docker · testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0 · commit unknown, date unknown",
         "",
-        "Time: of the load until every byte was read, and of one forward pass. killed: by the kernel, for lack of memory.",
-        "thrashes: its memory met the limit, and either it waited for memory 20% of the time or more, or it read at least 10% of the model again and took 2x the time without a limit.",
+        "Time: for the load until every byte was read and for one forward pass. killed: by the kernel, for lack of memory.",
+        "thrashes: the cell's memory reached the limit, and it either waited for memory for 20% of the time or more, or read at least 10% of the model again and took at least 2x the time without a limit.",
     ]
 
 
@@ -142,10 +142,10 @@ def test_the_passes_of_each_series_as_markdown() -> None:
     assert markdown_passes([*results, swept("broken", 4, None, passes=2)]).splitlines() == [
         "| strategy | RAM limit | pass 1 | pass 2 |",
         "| --- | --- | ---: | ---: |",
-        "| mmap_assign | none | 2.00 s, 0 faults, 0.00x again | 2.00 s, 0 faults, 0.00x again |",
-        "| mmap_assign | 4 GiB | 2.00 s, 120 faults, 0.60x again | 2.00 s, 120 faults, 0.60x again |",
+        "| mmap_assign | none | 2.00 s, 0 faults, 0.00x reread | 2.00 s, 0 faults, 0.00x reread |",
+        "| mmap_assign | 4 GiB | 2.00 s, 120 faults, 0.60x reread | 2.00 s, 120 faults, 0.60x reread |",
         "",
-        "Each pass: its time, its major faults (waits for the disk), and how much of the model was read again in it (refaults, whose pages were in memory before).",
+        "Each pass: its time, its major faults (waits for the disk), and the bytes read again as a multiple of the model (refaults: pages that had been in memory before).",
         "",
         "gpt2-xl (6.290 GiB) · device cpu · format pt · float32 · cold page cache · isolation docker · testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0 · commit unknown, date unknown",
     ]
@@ -163,7 +163,7 @@ def test_the_report_of_a_sweep_has_its_pictures(tmp_path: Any) -> None:
     assert (
         "- streaming under 4 GiB killed: killed by the kernel for lack of memory in phase" in text
     )
-    assert text.index("## Survival") < text.index("## All cells") < text.index("survival.png")
+    assert text.index("## Survival") < text.index("## All results") < text.index("survival.png")
 
 
 def test_the_picture_of_the_matrix_says_what_the_matrix_says() -> None:
@@ -179,7 +179,7 @@ def test_the_picture_of_the_matrix_says_what_the_matrix_says() -> None:
         white, green, green, red, red,
     ]  # fmt: skip
     said = [text.get_text() for text in axes.texts if text.get_text()]
-    assert said[-1] == " less RAM than the model's 6.29 GiB →"
+    assert said[-1] == " limit below the model's 6.29 GiB →"
     assert said[6:12] == ["killed", "in read", "5.00 s", "5.20 s", "6.00 s", "9.00 s"]
     assert said[12:15] == ["1.2x reread", "41.0 s", "thrashes\n5.5x reread"]
 

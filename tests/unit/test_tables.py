@@ -59,7 +59,7 @@ def test_the_markdown_report_of_a_run_in_which_much_went_wrong() -> None:
         "gpt2-xl (6.290 GiB) · device cpu · RAM limit 8 GiB · float32 · cold page cache · isolation "
         "docker · testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0 · commit unknown, 2025-01-02",
         "",
-        "## All cells",
+        "## All results",
         "",
         "| strategy | outcome | load s | ready s | peak RSS GiB | above import x model | "
         "anonymous (sampled) GiB | cgroup peak GiB |",
@@ -125,8 +125,9 @@ def test_cells_of_two_machines_are_a_warning_in_the_report() -> None:
     first = make_result(environment={"kernel": "6.18.0", "torch": "2.13.0", "git_commit": "a"})
     lines = markdown([first, other, make_skipped()])
     assert lines[lines.index("## Warnings") + 2] == (
-        "- the cells were not measured on one machine with one software: git_commit (a, b);"
-        " kernel (6.18.0, 6.1.0). Compare their figures with care, their times not at all"
+        "- the cells were measured on different machines or with different software:"
+        " git_commit (a, b); kernel (6.18.0, 6.1.0). Compare memory figures with care; do not compare"
+        " times"
     )
 
 
@@ -138,9 +139,9 @@ def test_where_the_gpu_refused_the_allocators_summary_is_shown() -> None:
         allocator_summary="| Metric | Cur |\n| `a` | 1 |\n",
     )
     lines = markdown([refused])
-    start = lines.index("## Where baseline ran out of GPU memory")
+    start = lines.index("## baseline ran out of GPU memory: the allocator's summary")
     assert lines[start : start + 6] == [
-        "## Where baseline ran out of GPU memory",
+        "## baseline ran out of GPU memory: the allocator's summary",
         "",
         "```",
         "| Metric | Cur |",
@@ -161,11 +162,11 @@ def test_the_four_figures_of_a_gpu_stand_side_by_side() -> None:
         " | pinned GiB |"
     )
     assert lines[8].endswith("| 1.000 | 2.000 | 3.000 | 4.000 | 5.000 |")
-    assert lines[lines.index("## What the figures are") :][3:6] == [
-        "- Exact, the allocator's own marks, of the load alone: CUDA requested (what tensors asked"
-        " for), allocated (rounded up to blocks), reserved (held of the driver).",
-        "- Sampled: CUDA driver, the driver's own figure; it holds the context too.",
-        "- pinned: page-locked host memory, the mark of its own allocator.",
+    assert lines[lines.index("## How to read the figures") :][3:6] == [
+        "- Exact, the allocator's peaks during the load: CUDA requested (by tensors), allocated"
+        " (requests rounded up to blocks), reserved (from the driver).",
+        "- Sampled: CUDA driver, the driver's own figure, which includes the CUDA context.",
+        "- Exact: pinned, the peak of the allocator of page-locked host memory.",
     ]
 
 

@@ -37,7 +37,7 @@ def characters(text: str) -> Counter[str]:
 
 def test_the_terminal_table_of_a_run() -> None:
     assert terminal(notebook_run()) == [
-        "All cells",
+        "All results",
         "",
         "                                                 peak    above  anonymous  cgroup",
         "                                   load  ready    RSS   import  (sampled)    peak",
@@ -56,18 +56,18 @@ def test_the_terminal_table_of_a_run() -> None:
         "baseline: oom_killed: killed by the kernel for lack of memory in phase 'read'",
         "sequential: oom_killed: killed by the kernel for lack of memory in phase 'read'",
         "meta_copy: oom_killed: killed by the kernel for lack of memory in phase 'apply'",
-        "What the figures are",
-        "Exact, the kernel's own high-water marks: peak RSS, cgroup peak (includes page cache).",
+        "How to read the figures",
+        "Exact, the kernel's high-water marks: peak RSS, cgroup peak (includes page cache).",
         "Exact, computed: above import = (peak RSS - RSS after import torch) / the model's size.",
-        "Sampled, so it may miss short spikes: anonymous.",
-        "load: until the strategy returned; ready: until every byte was read through once.",
-        "Not ok: the figures are what the cell had reached when last seen, not what it needs.",
+        "Sampled, so short spikes may be missed: anonymous.",
+        "load: time until the strategy returned; ready: time until every byte was read once.",
+        "Not ok: the figures are the last readings before the cell ended, not the memory it needs.",
     ]
 
 
 def test_ten_columns_of_numbers_of_saves_in_80_columns() -> None:
     assert terminal(saving_run(), 80) == [
-        "All cells",
+        "All results",
         "",
         "                                on         above",
         "                               the  peak     the anonymous cgroup",
@@ -82,16 +82,16 @@ def test_ten_columns_of_numbers_of_saves_in_80_columns() -> None:
         "saving · gpt2-xl (6.290 GiB) · device cpu · RAM limit 8 GiB · float32 · cold",
         "page cache · isolation docker · testbench · Example CPU · Linux 6.18.0 · cgroup",
         "v2 · torch 2.13.0 · commit unknown, 2025-01-02",
-        "What the figures are",
-        "Exact, the kernel's own high-water marks: peak RSS, cgroup peak (includes page",
+        "How to read the figures",
+        "Exact, the kernel's high-water marks: peak RSS, cgroup peak (includes page",
         "cache).",
         "Exact, computed: above the model = (peak RSS - RSS with the model loaded) / the",
         "model's size.",
-        "Sampled, so it may miss short spikes: anonymous.",
-        "save: until the strategy returned; on the disk: until every file was synced",
-        "(fsync).",
-        "Not ok: the figures are what the cell had reached when last seen, not what it",
-        "needs.",
+        "Sampled, so short spikes may be missed: anonymous.",
+        "save: time until the strategy returned; on the disk: time until every file was",
+        "synced (fsync).",
+        "Not ok: the figures are the last readings before the cell ended, not the memory",
+        "it needs.",
     ]
 
 
@@ -151,8 +151,8 @@ def test_cells_of_two_machines_are_a_warning() -> None:
     first = make_result(environment={"kernel": "6.18.0", "torch": "2.13.0"})
     shown = " ".join(" ".join(terminal([first, other])).split())
     assert (
-        "the cells were not measured on one machine with one software: kernel (6.18.0, 6.1.0)."
-        " Compare their figures with care, their times not at all" in shown
+        "the cells were measured on different machines or with different software: kernel (6.18.0,"
+        " 6.1.0). Compare memory figures with care; do not compare times" in shown
     )
 
 
@@ -163,8 +163,8 @@ def test_a_model_that_was_never_called_is_said_to_be_so_where_ok_stands() -> Non
         for name in ("streaming", "mmap_assign")
     ]
     note = (
-        "toy: no forward pass, so ok says that every weight is right, not that the model runs:"
-        " mynets gives no example_inputs (docs/models.md)."
+        "toy: no forward pass was run, because mynets defines no example_inputs (docs/models.md): ok"
+        " means that every weight is right, not that the model runs."
     )
     assert note in " ".join(terminal(never))
     file = io.StringIO()

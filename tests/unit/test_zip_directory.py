@@ -61,19 +61,19 @@ PICKLE, DATA, VERSION = "model/data.pkl", "model/data/0", "model/version"
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (put("<Q", -36, 2**31), "damaged: a directory of 2,147,483,648 bytes, at most 33,554,432 make sense"),
+        (put("<Q", -36, 2**31), "damaged: the directory has 2,147,483,648 bytes, more than 33,554,432"),
         (put("<Q", -28, 2**31), "damaged: the directory at byte 2,147,483,648 lies outside the archive"),
-        (put("<Q", -28, 0), "damaged: the directory has an entry that is none"),
+        (put("<Q", -28, 0), "damaged: the directory has an invalid entry"),
         (put_entry(DATA, "<H", 10, 8), "record 'model/data/0' is compressed"),
-        (put_entry(DATA, "<H", 8, 1), "damaged: record 'model/data/0' is not stored as it is"),
-        (put_entry(DATA, "<L", 20, 5), "damaged: record 'model/data/0' is not stored as it is"),
+        (put_entry(DATA, "<H", 8, 1), "damaged: record 'model/data/0' is compressed or encrypted"),
+        (put_entry(DATA, "<L", 20, 5), "damaged: record 'model/data/0' is compressed or encrypted"),
         (put_entry(DATA, "<2L", 20, 2**31, 2**31), "damaged: record 'model/data/0' at byte {at:,} lies outside the archive"),
-        (put_entry(DATA, "<2L", 20, 2**32 - 1, 2**32 - 1), "damaged: record 'model/data/0' does not say how long it is"),
+        (put_entry(DATA, "<2L", 20, 2**32 - 1, 2**32 - 1), "damaged: record 'model/data/0' has no 64-bit size"),
         (put_entry(DATA, "<L", 42, 2**31), "damaged: record 'model/data/0' at byte 2,147,483,648 lies outside the archive"),
         (put_entry(DATA, "<L", 42, 1), "damaged: record 'model/data/0' at byte 1 lies outside the archive"),
-        (put_entry(DATA, "<L", 42, 0), "damaged: record 'model/data/0' lies over record 'model/data.pkl'"),
-        (put_entry(DATA, "<2L", 20, 3996, 3996), "damaged: the storage of 'w' has 4,000 bytes, its record in the file 3,996"),
-        (put_entry(DATA, "12s", 46, b"model/data/1"), "damaged: the storage of 'w' has 4,000 bytes, its record in the file 0"),
+        (put_entry(DATA, "<L", 42, 0), "damaged: record 'model/data/0' overlaps record 'model/data.pkl'"),
+        (put_entry(DATA, "<2L", 20, 3996, 3996), "damaged: the storage of 'w' has 4,000 bytes, but its record in the file has 3,996"),
+        (put_entry(DATA, "12s", 46, b"model/data/1"), "damaged: the storage of 'w' has 4,000 bytes, but its record in the file has 0"),
         (put_entry(VERSION, "13s", 46, b"model/data/9x"), ""),
         (put_entry(PICKLE, "14s", 46, b"model/data.pk_"), "no data.pkl in the archive"),
         (put_entry(PICKLE, "<2L", 20, 0, 0), "damaged: the pickle from byte {pickle:,} cannot be read at byte {pickle:,}: truncated: the file ends"),
@@ -105,7 +105,7 @@ def test_a_zip_bomb_is_not_inflated(path, tmp_path) -> None:
 def test_a_pickle_of_endless_length_is_not_read(path, monkeypatch) -> None:
     monkeypatch.setattr(state_pickle, "MOST_BYTES", 10)
     assert message_of(path).startswith("damaged: record 'model/data.pkl' has ")
-    assert message_of(path).endswith(" bytes, at most 10 make sense")
+    assert message_of(path).endswith(" bytes, more than 10")
 
 
 def test_a_record_that_occurs_twice_is_refused(path) -> None:

@@ -1,4 +1,4 @@
-"""Try the loader and every strategy over models that nobody here wrote: ``python tests/zoo --help``."""
+"""Test the loader and every strategy with models of torch and torchvision: ``python tests/zoo --help``."""
 
 import argparse
 import fnmatch
@@ -79,13 +79,17 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python tests/zoo", description=__doc__)
     parser.add_argument("--out", type=Path, help="write the page to this file")
     parser.add_argument(
-        "--only", metavar="PATTERN", help="models whose label matches, as in 'nn.LSTM*'"
+        "--only", metavar="PATTERN", help="models whose label matches, such as 'nn.LSTM*'"
     )
-    parser.add_argument("--exactly", metavar="LABELS", help="these models, with commas between")
+    parser.add_argument(
+        "--exactly", metavar="LABELS", help="the models with these labels, by commas"
+    )
     parser.add_argument("--sample", type=int, metavar="N", help="about N models, spread over all")
-    parser.add_argument("--models", help=f"some of {','.join(FAMILIES)}")
-    parser.add_argument("--quick", action="store_true", help="strategies: three formats, not all")
-    parser.add_argument("--keep", type=Path, help="a file that keeps what is done, to go on from")
+    parser.add_argument("--models", help=f"comma-separated names of {','.join(FAMILIES)}")
+    parser.add_argument(
+        "--quick", action="store_true", help="test strategies with three formats only"
+    )
+    parser.add_argument("--keep", type=Path, help="append results to this file, and resume from it")
     return parser
 
 

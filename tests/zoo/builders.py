@@ -1,7 +1,7 @@
-"""Models that nobody here wrote, built by name: the modules of torch's own tests, and torchvision's.
+"""Build models of other projects by name: the modules of torch's own tests, and torchvision's models.
 
-Each function is a builder as ``weighin bench --builder builders:NAME`` takes it. No seed is set:
-whoever wants the same values twice sets one before.
+Each function is a builder for a model ``builders:NAME``. No function sets a random seed: callers that
+need equal values set one first.
 """
 
 import copy
@@ -15,12 +15,12 @@ from torch import nn
 _STILL = {"vit": 224, "maxvit": 224, "inception": 96, "quantized_inception": 96, "raft": 128}
 _VIDEO = {"s3d": (16, 224), "mvit": (16, 224), "r3d": (4, 64), "mc3": (4, 64), "r2plus1d": (4, 64),
           "swin3d": (4, 64)}  # fmt: skip
-_PIXELS = 64  # of images of what is not named above
+_PIXELS = 64  # of images for models that are not named above
 
 
 @cache
 def module_inputs(name: str) -> list[Any]:
-    """Return what torch's tests call this module with, once for each way of constructing it."""
+    """Return one input of torch's tests for each set of constructor arguments of this module."""
     from torch.testing._internal.common_modules import module_db
 
     info = next(info for info in module_db if info.name == name)
@@ -45,14 +45,14 @@ def module_class(name: str) -> type[nn.Module]:
 
 
 def from_module_db(name: str, number: int) -> nn.Module:
-    """Return a module of torch's own tests, constructed in one of the ways that they try."""
-    # Tensors among the arguments become the module's own: each module gets copies.
+    """Return a module of torch's own tests, constructed with one of their sets of arguments."""
+    # Tensors among the arguments become the module's own, so each module gets copies.
     ways = copy.deepcopy(module_inputs(name)[number].constructor_input)
     return module_class(name)(*ways.args, **ways.kwargs)
 
 
 class Pair(nn.Module):
-    """A module under two names, which ties all its tensors, beside a buffer that no file holds."""
+    """A module under two names, which ties all its tensors, and a non-persistent buffer."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -65,12 +65,12 @@ class Pair(nn.Module):
 
 
 def pair_of(name: str, number: int) -> nn.Module:
-    """Return ``from_module_db`` as a ``Pair``."""
+    """Return a ``Pair`` of the module of ``from_module_db``."""
     return Pair(from_module_db(name, number))
 
 
 def from_torchvision(name: str) -> nn.Module:
-    """Return a model of torchvision as its constructor fills it."""
+    """Return a model of torchvision with its constructor's values."""
     from vision import models
 
     builder = models.get_model_builder(name)
@@ -90,7 +90,7 @@ def small_vit() -> nn.Module:
 
 
 def forward_input(kind: str, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return the arguments of one forward pass of what ``kind`` names; None where there are none."""
+    """Return the arguments of one forward pass of the builder ``kind``; None if there are none."""
     if kind in ("from_module_db", "pair_of"):
         given = module_inputs(kwargs["name"])[kwargs["number"]].forward_input
         return None if given is None else copy.deepcopy((tuple(given.args), dict(given.kwargs)))
@@ -118,7 +118,7 @@ def _image(*sizes: int) -> torch.Tensor:
 
 
 def example_inputs(**kwargs: Any) -> tuple[torch.Tensor, ...]:
-    """Return what a measured process calls the model with: nothing where that are not only tensors."""
+    """Return the model's inputs for a worker; nothing if they are not all tensors."""
     kind = "from_module_db" if "number" in kwargs else "from_torchvision"
     given = forward_input(kind, **kwargs) if kwargs else ((_image(32),), {})
     if given is None or given[1] or not all(isinstance(one, torch.Tensor) for one in given[0]):

@@ -1,4 +1,4 @@
-"""Which models are tried, and how one of them is built, filled and called."""
+"""List the models to test, and build, fill and call one of them."""
 
 import copy
 from dataclasses import dataclass, field
@@ -8,10 +8,10 @@ import builders
 import torch
 from torch import nn
 
-FITS_BYTES = 400 * 1024**2  # of parameters
-_FEW_BYTES = 20 * 1024**2  # what can be built, saved and loaded in every way
-_SURE = 0.1  # a score above which a detected thing counts: nearly none in a model without training
-_DETECTION_PIXELS = 96  # detection models make images of 800 pixels of any that they are given
+FITS_BYTES = 400 * 1024**2  # the largest size of a model's parameters
+_FEW_BYTES = 20 * 1024**2  # up to this size, a model is tested in every way
+_SURE = 0.1  # the score threshold of detections, which an untrained model rarely reaches
+_DETECTION_PIXELS = 96  # detection models would resize every image to 800 pixels
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,18 +24,18 @@ class Case:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def build(self, seed: int) -> nn.Module:
-        """Return a new model as its constructor fills it after this seed."""
+        """Return a new model with its constructor's values after this seed."""
         torch.manual_seed(seed)
         model: nn.Module = getattr(builders, self.builder)(**self.kwargs)
         return model
 
     def inputs(self, dtype: torch.dtype | None = None) -> Any:
-        """Return the arguments of a forward pass, floating-point tensors as ``dtype``."""
+        """Return the arguments of a forward pass, with floating-point tensors of ``dtype``."""
         given = builders.forward_input(self.builder, **self.kwargs)
         return given if given is None or dtype is None else _converted(given, dtype)
 
     def donor(self) -> nn.Module:
-        """Return a model of other values than any that ``build(0)`` gives: what is to be loaded."""
+        """Return the model to save, whose values differ from those of ``build(0)``."""
         model = self.build(1)
         if any(map(nn.parameter.is_lazy, (*model.parameters(), *model.buffers()))):
             args, kwargs = self.inputs()
@@ -50,14 +50,14 @@ class Case:
 
 
 def _disturb(tensor: torch.Tensor) -> None:
-    """Give a tensor other values: near those that it has, so that the model still computes."""
+    """Change a tensor's values a little, so that the model's output stays meaningful."""
     if tensor.is_floating_point() and tensor.numel():
         flat = tensor.view(-1) if tensor.is_contiguous() else tensor
-        # No larger than they were, in the middle: a deep model's output must stay finite.
+        # On average not larger than before, so that a deep model's output stays finite.
         noise = torch.rand_like(flat)
         flat.mul_(0.95).add_(noise.sub_(0.5), alpha=0.001)
     elif tensor.dtype == torch.int64 and tensor.ndim == 0:
-        tensor.fill_(7)  # batches seen
+        tensor.fill_(7)  # a batch norm's number of batches
 
 
 def _converted(given: Any, dtype: torch.dtype) -> Any:
@@ -71,19 +71,19 @@ def _converted(given: Any, dtype: torch.dtype) -> Any:
 
 
 def bytes_of(model: nn.Module) -> int:
-    """Return the bytes of a model's parameters and buffers."""
+    """Return the size of a model's parameters and buffers in bytes."""
     return sum(
         t.nbytes for t in (*model.parameters(), *model.buffers()) if not nn.parameter.is_lazy(t)
     )
 
 
 def is_small(model: nn.Module) -> bool:
-    """Tell whether a model is tried in every way rather than in some."""
+    """Tell whether a model is small enough to be tested in every way."""
     return bytes_of(model) <= _FEW_BYTES
 
 
 def make_ready(model: nn.Module) -> nn.Module:
-    """Return the model so that a forward pass is short: detection of few things on small images."""
+    """Set a detection model to small images and few detections, so that its forward pass is short."""
     if hasattr(model, "score_thresh"):
         model.score_thresh = _SURE
     transform = getattr(model, "transform", None)
@@ -93,17 +93,17 @@ def make_ready(model: nn.Module) -> nn.Module:
 
 
 def twin(model: nn.Module, case: Case) -> nn.Module:
-    """Return another model as ``case.build(0)``, of which ``model`` is one: copied where that is faster."""
+    """Return another model equal to ``model``, which ``case.build(0)`` built; copy a large one."""
     return case.build(0) if is_small(model) else copy.deepcopy(model)
 
 
 def every_case() -> list[Case]:
-    """Return all cases: torch's modules, a pair of each kind of them, torchvision."""
+    """Return all cases: torch's modules, a pair of each kind of them, and torchvision's models."""
     return [*module_cases(), *pair_cases(), *vision_cases()]
 
 
 def module_cases() -> list[Case]:
-    """Return each way of constructing each module that torch's tests try."""
+    """Return a case for each module of torch's tests and each set of constructor arguments."""
     return [
         Case(f"{name}[{number}]", "module_db", "from_module_db", {"name": name, "number": number})
         for name in module_names()
@@ -112,7 +112,7 @@ def module_cases() -> list[Case]:
 
 
 def pair_cases() -> list[Case]:
-    """Return the first module of each kind, under two names."""
+    """Return a case for the first module of each kind, under two names."""
     return [
         Case(f"pair of {name}", "pair", "pair_of", {"name": name, "number": 0})
         for name in module_names()
@@ -126,7 +126,7 @@ def module_names() -> list[str]:
 
 
 def vision_cases() -> list[Case]:
-    """Return every architecture of torchvision whose parameters fit."""
+    """Return a case for every architecture of torchvision up to ``FITS_BYTES``."""
     sizes = {name: vision_bytes(name) for name in vision_names()}
     return [Case("small_vit", "torchvision", "small_vit")] + [
         Case(name, "torchvision", "from_torchvision", {"name": name})
@@ -143,7 +143,7 @@ def vision_names() -> list[str]:
 
 
 def vision_bytes(name: str) -> int:
-    """Return the bytes of an architecture's parameters, as torchvision tells them."""
+    """Return the size in bytes of an architecture's parameters, from torchvision's metadata."""
     from vision import models
 
     weights = next(iter(models.get_model_weights(name)))

@@ -1,7 +1,7 @@
-"""Whether every strategy loads what it is given, and whether a wrong load is found out.
+"""Test that every strategy loads a model correctly, and that the worker's checks detect wrong loads.
 
-The truth is the harness's: the manifest that it makes of a user's own checkpoint and builder, and the
-checks of its worker. They run in this process, without an isolation.
+The expected tensors are those of the manifest that the harness makes of a user's own checkpoint and
+builder. The worker's checks run in this process, without an isolation.
 """
 
 import copy
@@ -27,8 +27,8 @@ from weighin.worker.inputs import Inputs
 from weighin.worker.loading import WorkerLoad, import_strategy
 
 STRATEGIES = Path(__file__).parents[2] / "strategies"
-_ALL_FORMATS_BYTES = 100 * 1024**2  # larger models are tried as pt and safetensors only
-_ALL_PLANTS_BYTES = 20 * 1024**2  # of larger ones, some strategies get a wrong byte, in turn
+_ALL_FORMATS_BYTES = 100 * 1024**2  # larger models are tested as pt and safetensors only
+_ALL_PLANTS_BYTES = 20 * 1024**2  # for larger models, only every fourth strategy gets a wrong byte
 _IN_TURN = 4
 _FORWARD = ("streaming, pt", "streaming, safetensors")  # of large models
 _ALWAYS = ("pt", "safetensors")
@@ -41,7 +41,7 @@ class _NoMarks:
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """A checkpoint as the harness prepares it for one format, and what must come of it."""
+    """A checkpoint that the harness prepared in one format, and the manifest of the expected tensors."""
 
     checkpoint: Path
     manifest: Manifest
@@ -65,12 +65,12 @@ def sys_formats(load: Callable[..., Any]) -> tuple[str, ...]:
 def try_strategies(
     case: Case, size: int, pt: Path, folder: Path, turn: int, *, quick: bool = False
 ) -> list[Outcome]:
-    """Load with every strategy, as it should be and with faults planted; judge as a worker does.
+    """Load with every strategy, unmodified and with planted faults, and verify as a worker does.
 
     Args:
         size: of the model, in bytes.
-        turn: which strategies get a wrong byte, where not all do, and which format is tried.
-        quick: try one other format beside pt and safetensors, rather than all.
+        turn: a number that selects the strategies with a wrong byte and the format for ``quick``.
+        quick: test only one other format besides pt and safetensors.
     """
     outcomes = []
     truths: dict[str, Truth] = {}
@@ -83,7 +83,7 @@ def try_strategies(
         try:
             truths[fmt] = truth(case, pt, fmt, folder / f"truth-{fmt}")
         except Exception as error:
-            outcomes.append(failed(f"truth, {fmt}", error))
+            outcomes.append(failed(f"manifest, {fmt}", error))
     number = turn
     for name, path, formats in strategies():
         for fmt in formats:
@@ -95,7 +95,7 @@ def try_strategies(
 
 
 def truth(case: Case, pt: Path, fmt: str, folder: Path) -> Truth:
-    """Return the checkpoint in this format, and its manifest, as the harness makes them."""
+    """Return the checkpoint in this format and its manifest, made by the harness's own code."""
     folder.mkdir()
     threads = torch.get_num_threads()
     try:
@@ -148,7 +148,7 @@ def _try_strategy(
 
 
 def _meta_failure(case: Case) -> str:
-    """Return what torch says where this model cannot be built on the meta device."""
+    """Return torch's error if this model cannot be built on the meta device, else an empty string."""
     try:
         with torch.device("meta"):
             case.build(0)
@@ -158,7 +158,7 @@ def _meta_failure(case: Case) -> str:
 
 
 def _is_finite(case: Case) -> bool:
-    """Tell whether the model, as torch itself loads it, gives finite values: some losses do not."""
+    """Tell whether the model gives finite values when torch itself loads it; some losses do not."""
     inputs = builders.example_inputs(**case.kwargs) if case.family != "torchvision" else ()
     if not inputs:
         return True
@@ -175,7 +175,7 @@ def _is_finite(case: Case) -> bool:
 
 
 def _version_failure(case: Case) -> str:
-    """Return what torch says to a state dict that knows no versions, as most formats keep none."""
+    """Return torch's error for a state dict without version metadata, which most formats do not store."""
     try:
         case.build(0).load_state_dict(dict(case.donor().state_dict()))
     except Exception as error:
@@ -207,7 +207,7 @@ def judge(
     *,
     forward: bool = True,
 ) -> str:
-    """Return what a worker's check finds wrong with a model; nothing where it is right."""
+    """Return the fault that the worker's checks find in a model; an empty string if it is right."""
     device = torch.device("cpu")
     try:
         tensors = touch.named_tensors(model)
@@ -234,9 +234,9 @@ def _expect(what: str, wanted: str, judged: Callable[[], str]) -> Outcome:
 
 
 def _spoilers(model: nn.Module, truth: Truth) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Yield the faults that can be planted in this loaded model, each with what plants it.
+    """Yield each fault that is possible in this loaded model, with a function that plants it.
 
-    The second one is planted beside the first: it is undone before.
+    The first fault is undone before the second is planted.
     """
     lost = [e for e in truth.manifest.tensors if e.kind == "non_persistent_buffer" and e.numel]
     if lost:
@@ -253,7 +253,7 @@ def _spoilers(model: nn.Module, truth: Truth) -> Iterator[tuple[str, Callable[[]
 
 
 def _untie(model: nn.Module, name: str, first: str) -> None:
-    """Give one name of a tied parameter a copy of it, or of the module that has both names."""
+    """Replace one name of a tied parameter by a copy of it, or of the module that has both names."""
     (owner, leaf), (other, _) = _owner(model, name), _owner(model, first)
     if owner is not other:
         owner._parameters[leaf] = nn.Parameter(owner._parameters[leaf].detach().clone())
@@ -275,10 +275,10 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 @contextmanager
 def _wrong_byte(checkpoint: Path) -> Iterator[None]:
-    """Change the sign or exponent of one element of the largest tensor; change it back in the end."""
+    """Change the sign or exponent of an element of the largest tensor; undo it at the context's end."""
     largest = max(layouts.read(checkpoint)[1], key=lambda one: one.nbytes)
     one = largest.parts[0].where if largest.parts else largest
-    # The last byte of an element: a change in the first is lost where a load converts the dtype.
+    # The last byte of an element: a conversion of the dtype may discard a change in the first.
     at = one.offset + one.nbytes // one.dtype.itemsize // 2 * one.dtype.itemsize
     at += one.dtype.itemsize - 1
     _flip(one.file, at)

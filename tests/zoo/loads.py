@@ -1,4 +1,4 @@
-"""Whether the loader gives what torch's own ``load_state_dict`` gives."""
+"""Test that the loader gives the same model as torch's own ``load_state_dict``."""
 
 import copy
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from weighin.loader.load import load_streaming
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one try. ``kind``: ok, refused, DIFFERENT, CRASHED, MISJUDGED, or not applicable."""
+    """The outcome of one try: ok, refused, DIFFERENT, CRASHED, MISJUDGED, or not applicable."""
 
     what: str
     kind: str
@@ -28,7 +28,7 @@ class Outcome:
 
 
 def save(case: Case, donor: nn.Module, folder: Path) -> dict[str, Path]:
-    """Save what is to be loaded, as pt and as safetensors; return the files by format."""
+    """Save a model's weights as pt and as safetensors; return the files by format."""
     files = {"pt": folder / "model.pt", "safetensors": folder / "model.safetensors"}
     torch.save(donor.state_dict(), files["pt"])
     save_model(donor, str(files["safetensors"]), force_contiguous=True)
@@ -36,7 +36,7 @@ def save(case: Case, donor: nn.Module, folder: Path) -> dict[str, Path]:
 
 
 def convert(files: dict[str, Path], folder: Path) -> tuple[dict[str, Path], list[Outcome]]:
-    """Write the pt file as every other format with the project's own converter."""
+    """Convert the pt file to every other format with weighin's own converter."""
     made, outcomes = {}, []
     for fmt in formats.NAMES:
         if fmt in files:
@@ -53,7 +53,7 @@ def convert(files: dict[str, Path], folder: Path) -> tuple[dict[str, Path], list
 
 
 def try_loader(case: Case, files: dict[str, Path]) -> list[Outcome]:
-    """Load each file into a model that is there and into one that is built, and compare."""
+    """Load each file into an existing model and into one that the load builds, and compare."""
     fresh = case.build(0)
     small = is_small(fresh)
     right = twin(fresh, case)
@@ -89,7 +89,7 @@ def try_loader(case: Case, files: dict[str, Path]) -> list[Outcome]:
 
 
 def _ways(files: dict[str, Path], small: bool) -> Iterator[tuple[str, bool, torch.dtype | None]]:
-    """Yield format, whether the model is there already, and dtype."""
+    """Yield the format, whether the model exists before the load, and the dtype of each load."""
     if small:
         for fmt in files:
             yield from (

@@ -1,4 +1,4 @@
-"""What a model's forward pass gives, and in what it differs from another's."""
+"""Run a model's forward pass, and compare its output with another model's."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -8,13 +8,13 @@ from torch import nn
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Tell whether two tensors of one shape and dtype hold the same bytes."""
+    """Tell whether two tensors of the same shape and dtype have the same bytes."""
     flat = [t.detach().contiguous().view(-1).view(torch.uint8) for t in (one, other)]
     return torch.equal(*flat)
 
 
 def output_of(model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Any]:
-    """Return the tensors of one forward pass in evaluation mode, or which error it raised."""
+    """Return the tensors of one forward pass in evaluation mode, or the name of the error it raised."""
     args, kwargs = inputs
     torch.manual_seed(7)
     try:
@@ -25,7 +25,7 @@ def output_of(model: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]]) 
 
 
 def unlike_outputs(one: list[Any], other: list[Any]) -> str:
-    """Return in words in what two outputs differ; nothing where they are the same."""
+    """Describe the first difference between two outputs; an empty string if they are equal."""
     if len(one) != len(other):
         return f"forward gives {one[:1]}, not {other[:1]}"
     for mine, right in zip(one, other, strict=True):

@@ -1,4 +1,4 @@
-"""Try one model in a process of its own, so that a crash or a mode that stays on ends with it."""
+"""Test one model in a process of its own, so that a crash or a global setting affects no other model."""
 
 import multiprocessing
 import tempfile
@@ -13,15 +13,15 @@ from entries import Case, bytes_of
 from judged import strategies, try_strategies
 from loads import Outcome, convert, failed, save, try_loader
 
-_EVERY_FORMAT = 8  # of small models of torch's own, every eighth is loaded from every format
-_STRATEGIES_TRY = 8  # ways of constructing one module: one has 440
+_EVERY_FORMAT = 8  # every eighth small model is loaded from every format
+_STRATEGIES_TRY = 8  # the most cases of one module that strategies load; one module has 440
 _LIMIT_S = 600.0
 _FORMATS_BYTES = 20 * 1024**2
 
 
 @dataclass(slots=True)
 class Tried:
-    """What came of one model: of the loader, and of the strategies and the truth that judges them."""
+    """The outcomes for one model: those of the loader, and those of the strategies and the manifest."""
 
     case: Case
     loads: list[Outcome] = field(default_factory=list)
@@ -31,7 +31,7 @@ class Tried:
 
 
 def run(case: Case, turn: int, *, quick: bool = False) -> Tried:
-    """Try a model in this process; leave no files. ``quick``: with three formats, not with all."""
+    """Test a model in this process, and leave no files. ``quick`` tests three formats instead of all."""
     started = time.monotonic()
     tried = Tried(case)
     with tempfile.TemporaryDirectory(prefix="weighin-zoo-") as name:
@@ -59,7 +59,7 @@ def run(case: Case, turn: int, *, quick: bool = False) -> Tried:
 
 
 def run_apart(cases: list[Case], *, quick: bool = False) -> Iterator[Tried]:
-    """Try each model in a process of its own, one after the other."""
+    """Test each model in a process of its own, one after the other."""
     fork = multiprocessing.get_context("fork")  # torch and both collections are imported once
     strategies()
     for turn, case in enumerate(cases):

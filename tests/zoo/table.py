@@ -1,4 +1,4 @@
-"""The zoo's result as a page: counts, all that is not equal or ok, and what was covered."""
+"""Write the zoo's results as a page: counts, the loads that are not equal or ok, and the models."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ def bad(tried: Sequence[Tried]) -> bool:
 
 
 def worst(outcomes: Iterable[Outcome]) -> str:
-    """Return one word for all outcomes of a model."""
+    """Return the worst of a model's outcomes."""
     kinds = {one.kind for one in outcomes}
     for kind in ("CRASHED", "DIFFERENT", "MISJUDGED", "refused", "not applicable"):
         if kind in kinds:
@@ -28,14 +28,15 @@ def worst(outcomes: Iterable[Outcome]) -> str:
 def page(tried: Sequence[Tried], versions: str) -> str:
     """Return the whole page as Markdown."""
     parts = [
-        "# The zoo: models that nobody here wrote\n",
-        f"Made by `make zoo` with {versions}. Each model's checkpoint is loaded by `load_streaming`, and compared bit by bit with\n"
-        "what torch's own `load_state_dict` gives; and by every strategy, judged as a worker judges it.\n",
+        "# The zoo: models of torch's tests and of torchvision\n",
+        f"`make zoo` wrote this page with {versions}. `load_streaming` loads each model's checkpoint, and the\n"
+        "result is compared bit by bit with that of torch's own `load_state_dict`. Every strategy loads it too, unmodified and with planted\n"
+        "faults, and the result is verified as in a worker.\n",
         "## The loader\n", _loader_counts(tried),
-        "## The strategies, and what judges them\n", _strategy_counts(tried),
-        "## What is not equal\n", _rows(tried, "loads"),
-        "## What is not ok\n", _rows(tried, "judged"),
-        "## Covered\n", _covered(tried),
+        "## The strategies and their verification\n", _strategy_counts(tried),
+        "## Loads by the loader that are not equal\n", _rows(tried, "loads"),
+        "## Loads by strategies that are not ok\n", _rows(tried, "judged"),
+        "## Models\n", _covered(tried),
     ]  # fmt: skip
     return "\n".join(parts)
 
@@ -45,17 +46,17 @@ def _loader_counts(tried: Sequence[Tried]) -> str:
     kinds = ["equal", "refused", "not applicable", "DIFFERENT", "CRASHED"]
     lines = [f"| models | all | {' | '.join(kinds)} |", "| --- |" + " ---: |" * (len(kinds) + 1)]
     for family in families:
-        found = Counter(worst(one.loads) for one in tried if one.case.family == family)
-        figures = " | ".join(str(found[kind]) for kind in kinds)
-        lines.append(f"| {family} | {sum(found.values())} | {figures} |")
-    loads = Counter(one.kind for each in tried for one in each.loads)
-    said = ", ".join(f"{count} {kind}" for kind, count in loads.most_common())
-    return "\n".join([*lines, f"\n{sum(loads.values())} loads: {said}.\n"])
+        outcomes = Counter(worst(one.loads) for one in tried if one.case.family == family)
+        figures = " | ".join(str(outcomes[kind]) for kind in kinds)
+        lines.append(f"| {family} | {sum(outcomes.values())} | {figures} |")
+    loads = Counter(outcome.kind for each in tried for outcome in each.loads)
+    counts = ", ".join(f"{count} {kind}" for kind, count in loads.most_common())
+    return "\n".join([*lines, f"\n{sum(loads.values())} loads: {counts}.\n"])
 
 
 def _strategy_counts(tried: Sequence[Tried]) -> str:
-    names = ["truth", *(name for name, _, _ in strategies())]
-    lines = ["| strategy | right loads | ok | wrong byte: found | lost buffer: found | broken tie: found "
+    names = ["manifest", *(name for name, _, _ in strategies())]
+    lines = ["| strategy | unmodified loads | ok | wrong byte: detected | lost buffer: detected | broken tie: detected "
              "| refused | MISJUDGED | CRASHED |", "| --- |" + " ---: |" * 8]  # fmt: skip
     for name in names:
         mine = [one for each in tried for one in each.judged if one.what.partition(",")[0] == name]
@@ -75,23 +76,23 @@ def _strategy_counts(tried: Sequence[Tried]) -> str:
 
 
 def _rows(tried: Sequence[Tried], field: str) -> str:
-    """Return a table of all that is not ok: one row for each outcome that is told in the same words."""
-    found: dict[tuple[str, str], tuple[dict[str, None], dict[str, None]]] = {}
+    """Return a table of the tries that are not ok, with one row for each outcome and message."""
+    rows: dict[tuple[str, str], tuple[dict[str, None], dict[str, None]]] = {}
     for each in tried:
         for one in getattr(each, field):
             if one.kind != "ok":
-                whats, labels = found.setdefault((one.kind, _plain(one.detail)), ({}, {}))
+                whats, labels = rows.setdefault((one.kind, _plain(one.detail)), ({}, {}))
                 whats[one.what] = labels[each.case.label] = None
-    if not found:
-        return "Nothing.\n"
-    lines = ["| outcome | what | tries | models |", "| --- | --- | --- | --- |"]
-    for (kind, detail), (tries, named) in sorted(found.items()):
+    if not rows:
+        return "None.\n"
+    lines = ["| outcome | message | tries | models |", "| --- | --- | --- | --- |"]
+    for (kind, detail), (tries, named) in sorted(rows.items()):
         lines.append(f"| {kind} | {detail or '-'} | {_some(list(tries), 4)} | {_names(named)} |")
     return "\n".join([*lines, ""])
 
 
 def _plain(detail: str) -> str:
-    """Return a detail without the names of temporary folders, and safe within a table."""
+    """Return a message without the names of temporary folders, and escaped for a Markdown table."""
     words = (w.rpartition("/")[2] if "weighin-zoo-" in w else w for w in detail.split())
     return " ".join(words).replace("|", "\\|").replace("<", "&lt;")
 
@@ -102,7 +103,7 @@ def _some(names: Sequence[str], shown: int) -> str:
 
 
 def _names(labels: Iterable[str]) -> str:
-    """Return the names of models, those that differ in their number only as one."""
+    """Return the names of models; labels that differ only in their number are one name with a count."""
     names = Counter(label.partition("[")[0] for label in labels)
     return ", ".join(f"{name} ({count})" if count > 1 else name for name, count in names.items())
 

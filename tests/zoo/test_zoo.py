@@ -1,6 +1,6 @@
-"""A sample of the zoo: the loader gives what torch gives, and strategies are judged rightly.
+"""Test a sample of the zoo: the loader equals torch, and strategies are verified correctly.
 
-``make zoo`` tries all models. This sample runs in a process of its own: torch's test code and
+``make zoo`` tests all models. The sample runs in a process of its own, because torch's test code and
 torchvision change settings of the process that imports them.
 """
 

@@ -1,15 +1,15 @@
-"""torchvision's models where its compiled operators cannot load: beside a build of torch without CUDA.
+"""Import torchvision's models even if its compiled operators cannot load, as with a CPU build of torch.
 
-The wheel of torchvision that PyPI has is linked against CUDA's libraries. Its models are Python, but
-importing them fails, because it describes two operators that nothing has defined then. They are
-defined here, and the one that detection models call is written in Python.
+PyPI's wheel of torchvision is linked against CUDA's libraries. Its models are Python code, but without
+the compiled library their import fails, because torchvision registers code for two operators that are
+then undefined. This module defines them, and implements the one that detection models call in Python.
 """
 
 import torch
 
 
 def _suppress(boxes: torch.Tensor, scores: torch.Tensor, iou_threshold: float) -> torch.Tensor:
-    """Return the indices of the boxes that remain, by falling score: non-maximum suppression."""
+    """Return the indices of the boxes that non-maximum suppression keeps, by descending score."""
     area = (boxes[:, 2:] - boxes[:, :2]).prod(1)
     order, kept = scores.argsort(descending=True, stable=True), []
     while order.numel():
@@ -45,8 +45,8 @@ def _import() -> torch.library.Library | None:
     return library
 
 
-_OPERATORS = _import()  # they are gone when this is
+_OPERATORS = _import()  # the operators exist as long as this object
 
-from torchvision import models  # noqa: E402 (only now it can be imported)
+from torchvision import models  # noqa: E402 (only after the operators are defined)
 
 __all__ = ["models"]

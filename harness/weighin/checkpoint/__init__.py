@@ -1,1 +1,1 @@
-"""Checkpoints on disk: formats, offsets, making, splitting, and manifests with checksums."""
+"""Generate, convert, inspect and cache checkpoints, and record their checksums in manifests."""

@@ -1,9 +1,10 @@
-"""The maker's process: ``python -m weighin.checkpoint make|index|convert ...``.
+"""Generate, index or convert a checkpoint: ``python -m weighin.checkpoint make|index|convert ...``.
 
-Standard output carries one JSON object a line: {"event": "size", "needed_bytes"} first, after
-which one line is awaited on standard input (nothing is written before); then {"event":
-"progress", "done_bytes", "total_bytes"}; at last {"event": "done", "seconds"}, or {"error":
-{"type", "message", "repair"}}. The process ends with its parent.
+weighin runs this as a subprocess (``subprocess_client``). Standard output has one JSON object per
+line. The first is {"event": "size", "needed_bytes"}; the process then waits for a line on standard
+input before it writes anything. Others are {"event": "progress", "done_bytes", "total_bytes"}. The
+last is {"event": "done", "seconds"} or {"error": {"type", "message", "repair"}}. The kernel kills the
+process when its parent ends.
 """
 
 import argparse
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _say({"error": {"type": kind, "message": message, "repair": repair}})
         return error.exit_code
     except OSError as error:
-        repair = "see that the folder is writable and has free space"
+        repair = "check that the folder is writable and has free space"
         _say({"error": {"type": "CheckpointError", "message": str(error), "repair": repair}})
         return CheckpointError.exit_code
     _say({"event": "done", "seconds": seconds})
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> dict[str, float]:
     import_start = time.monotonic()
-    # torch is imported here: `--help` and wrong options need not wait for it.
+    # torch is imported only here, so that `--help` and wrong options do not wait for it.
     from weighin.checkpoint import convert, generate, index
 
     import_s = time.monotonic() - import_start
@@ -99,29 +100,29 @@ def _order(options: argparse.Namespace) -> "Conversion":
 
 
 class _Meter:
-    """Asks before the work starts, and reports how far it is, a few times a second.
+    """Asks the parent for permission to write, and reports the progress a few times a second.
 
-    ``rounds`` is how often every byte is counted: when written, and when read back.
+    ``rounds`` is how often every byte counts: once when it is written, again when it is read back.
     """
 
     def __init__(self, rounds: int = 1) -> None:
         self._rounds = rounds
         self._lock = threading.Lock()
         self._done = self._total = 0
-        self._said = 0.0
+        self._reported_s = 0.0
 
     def permit(self, needed_bytes: int) -> None:
         self._total = needed_bytes * self._rounds
         _say({"event": "size", "needed_bytes": needed_bytes})
-        if not sys.stdin.readline():  # the parent refused, or is gone
+        if not sys.stdin.readline():  # the parent refused or has ended
             sys.exit(0)
 
     def wrote(self, size: int) -> None:
         with self._lock:
             self._done += size
             now = time.monotonic()
-            if now - self._said >= _PROGRESS_EVERY_S:
-                self._said = now
+            if now - self._reported_s >= _PROGRESS_EVERY_S:
+                self._reported_s = now
                 _say({"event": "progress", "done_bytes": self._done, "total_bytes": self._total})
 
 
@@ -130,7 +131,7 @@ def _say(line: dict[str, Any]) -> None:
 
 
 def _end_with_parent() -> None:
-    """Ask the kernel to end this process when the one that started it ends."""
+    """Ask the kernel to kill this process when its parent ends."""
     parent = os.getppid()
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
@@ -143,28 +144,28 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m weighin.checkpoint", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
     for verb, text in (
-        ("make", "make a seeded checkpoint"),
-        ("index", "compare a checkpoint with a model, and convert it if need be"),
+        ("make", "generate a checkpoint from a seed"),
+        ("index", "compare a checkpoint with a model, and convert it if necessary"),
     ):
         sub = verbs.add_parser(verb, help=text)
         sub.add_argument("--model", required=True, help="the model's name")
         sub.add_argument("--builder", required=True, help="package.module:function")
         sub.add_argument("--kwargs", default="{}", help="the builder's arguments, as JSON")
-        sub.add_argument("--format", required=True, help="a layout's name")
+        sub.add_argument("--format", required=True, help="a format's name")
         sub.add_argument("--out", type=Path, required=True, help="an empty folder")
         if verb == "make":
             sub.add_argument("--seed", type=int, default=0)
         else:
             sub.add_argument("--checkpoint", type=Path, required=True)
-    sub = verbs.add_parser("convert", help="write a checkpoint again in another layout or dtype")
+    sub = verbs.add_parser("convert", help="write a checkpoint in another format or dtype")
     sub.add_argument("source", type=Path)
     sub.add_argument("target", type=Path)
-    sub.add_argument("--format", required=True, help="a layout's name, or auto")
-    sub.add_argument("--dtype", help="as torch calls it; default: each tensor's own")
+    sub.add_argument("--format", required=True, help="a format's name, or auto")
+    sub.add_argument("--dtype", help="torch's name of it; default: each tensor's own")
     sub.add_argument("--split-above-bytes", type=int, required=True)
     sub.add_argument("--max-shard-bytes", type=int, required=True)
     sub.add_argument("--verify", action="store_true")
-    sub.add_argument("--checksums", type=Path, help="a file with those of the source")
+    sub.add_argument("--checksums", type=Path, help="a file with the source's checksums")
     return parser
 
 

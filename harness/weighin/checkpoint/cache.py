@@ -1,6 +1,7 @@
-"""Checkpoints ready to be loaded: made once, kept in the cache, checked at each use.
+"""Provide checkpoints to load: each is generated or converted once, cached, and checked at each use.
 
-Runs in the parent: torch is imported in the maker's process only. See ``entries`` for the layout.
+Runs in the parent process, which does not import torch: a subprocess writes the checkpoints.
+``entries`` describes the cache's folder.
 """
 
 import json
@@ -24,20 +25,20 @@ from weighin.units import format_bytes
 __all__ = ["CachedCheckpoint", "Prepared", "Report", "clear", "ensure", "folder", "list_entries"]
 
 Report = Callable[[str, float | None], None]
-"""Called with one line on what is being done, and the share that is done (None: unknown)."""
+"""A function that is called with one line about the current step and its progress, 0 to 1 or None."""
 
-_VALUES: Final = 1  # raised when the same seed begins to give other values
+_VALUES: Final = 1  # a version: increase it when the same seed gives other values
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A checkpoint that is ready to be loaded.
+    """A checkpoint that is ready to load.
 
     Attributes:
         path: the file, or the folder of a format of many files.
-        files_bytes: of all its files.
-        made: whether it was made by this call.
-        warnings: what a user should know, such as that a damaged one was made again.
+        files_bytes: the size of all its files.
+        made: whether this call created it.
+        warnings: messages for the user, such as that a damaged checkpoint was replaced.
     """
 
     path: Path
@@ -48,13 +49,13 @@ class Prepared:
     warnings: tuple[str, ...] = ()
 
     def manifest(self) -> Manifest:
-        """Return the whole manifest."""
+        """Read and return the checkpoint's manifest."""
         return read_manifest(self.manifest_path)
 
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """One call of ``ensure``: what to make, and where."""
+    """The arguments of one call of ``ensure``, and the folder of its entry in the cache."""
 
     model: ModelSpec
     fmt: str
@@ -66,7 +67,7 @@ class _Task:
 
     @property
     def in_place(self) -> bool:
-        """Whether the user's own file is what is loaded, and only its manifest is cached."""
+        """Whether cells load the user's own file, so that only its manifest is cached."""
         return self.checkpoint is not None and self.fmt == formats.detect(self.checkpoint).NAME
 
 
@@ -79,16 +80,17 @@ def ensure(
     progress: Report | None = None,
     python_path: Sequence[str] = (),
 ) -> Prepared:
-    """Return a checkpoint of ``model`` in format ``fmt``; make it where there is none yet.
+    """Return a checkpoint of ``model`` in format ``fmt``; create it if the cache does not have it.
 
-    With ``checkpoint`` it is the user's own file: read against the model once (again when its
-    size or time changes), and converted into the cache where ``fmt`` is not its own format.
-    ``python_path`` holds the folders that a user's builder is imported from.
+    If ``checkpoint`` is given, it is the user's own file: it is compared with the model once, and
+    again when its size or modification time changes, and is converted into the cache if it has
+    another format than ``fmt``. ``python_path`` lists the folders to import a user's builder from.
 
     Raises:
-        UnknownName: no format is called so.
-        ConfigError: the model's builder cannot be used, or the disk is too full.
-        CheckpointError: the user's checkpoint cannot be used, or the maker was killed.
+        UnknownName: no format has this name.
+        ConfigError: the model's builder is invalid, or the disk is too full.
+        CheckpointError: the user's checkpoint is damaged or does not fit the model, or the subprocess
+            was killed.
     """
     formats.named(fmt)
     origin: list[object] = [model.builder, model.kwargs]
@@ -106,7 +108,7 @@ def ensure(
     report = progress or (lambda _text, _share: None)
     task = _Task(model, fmt, entry, checkpoint, seed, tuple(python_path), report)
     with entries.locked(
-        entry, lambda: report(f"waiting: another weighin holds {entry.name}", None)
+        entry, lambda: report(f"waiting for another weighin process that uses {entry.name}", None)
     ):
         return _ensure_locked(task)
 
@@ -115,20 +117,20 @@ def _ensure_locked(task: _Task) -> Prepared:
     task.entry.mkdir(parents=True, exist_ok=True)
     entries.remove_leftovers(task.entry)
     warnings: tuple[str, ...] = ()
-    wrong = None if task.in_place else entries.damage(task.entry, task.fmt)
-    if wrong is None and _cached_manifest(task.entry) is None:
+    damage = None if task.in_place else entries.damage(task.entry, task.fmt)
+    if damage is None and _cached_manifest(task.entry) is None:
         missing = not (task.entry / "manifest.json").exists()
-        wrong = "" if missing else "manifest.json is damaged"
-    if wrong:
-        warnings = (f"the cached checkpoint in {task.entry / task.fmt} was made again: {wrong}",)
-    if wrong is not None:
+        damage = "" if missing else "manifest.json is damaged"
+    if damage:
+        warnings = (f"the cached checkpoint in {task.entry / task.fmt} was replaced: {damage}",)
+    if damage is not None:
         try:
             _make(task)
         except BaseException:
             if not any(task.entry.iterdir()):
                 task.entry.rmdir()
             raise
-    return _prepared(task, made=wrong is not None, warnings=warnings)
+    return _prepared(task, made=damage is not None, warnings=warnings)
 
 
 def _prepared(task: _Task, *, made: bool, warnings: tuple[str, ...]) -> Prepared:
@@ -136,7 +138,7 @@ def _prepared(task: _Task, *, made: bool, warnings: tuple[str, ...]) -> Prepared
     if task.in_place:
         assert task.checkpoint is not None
         path = task.checkpoint
-        os.utime(manifest_path)  # when it was last used
+        os.utime(manifest_path)  # records the time of this use
     else:
         path = formats.checkpoint_in(task.entry, task.fmt)
         os.utime(task.entry / f"{task.fmt}.json")
@@ -151,7 +153,7 @@ def _prepared(task: _Task, *, made: bool, warnings: tuple[str, ...]) -> Prepared
 
 
 def _make(task: _Task) -> None:
-    """Run the maker in a folder beside the entry's, then rename what it made into place."""
+    """Run the subprocess in a temporary folder of the entry, then rename its files into place."""
     verb = "reading" if task.in_place else "converting" if task.checkpoint else "making"
     text = f"{verb} the checkpoint of {task.model.name}"
     task.report(text, None)
@@ -177,11 +179,11 @@ def _arguments(task: _Task, out: Path) -> list[str]:
 
 
 def _publish(task: _Task, temporary: Path) -> None:
-    """Put what was made in its place: at every instant, what has a marker is whole."""
+    """Move the new files into place; at every instant, each format with a marker is complete."""
     new = read_manifest(temporary / "manifest.json")
     old = _cached_manifest(task.entry)
     if old is not None and old.tensors != new.tensors:
-        # Another torch or another processor gave other values: no format may keep the old ones.
+        # Another torch or processor gave other values: discard the formats with the old values.
         for marker in task.entry.glob("*.json"):
             if marker.name != "manifest.json":
                 entries.discard(task.entry, marker.stem)

@@ -1,9 +1,10 @@
-"""A checksum of a tensor's bytes that runs at the speed of memory, on any device.
+"""Compute a checksum of a tensor's bytes at the speed of memory, on any device.
 
-``ready`` is the time until every byte of the model was read once. A CRC reads 2 GB/s and would
-hide the load behind itself; a plain sum misses bytes that changed places. This one adds 8-byte
-words in 65,521 lanes (a prime, so that a shifted row meets other lanes), weighs the lanes with odd
-constants and chains the chunks: every single changed word changes the result, at 13 GB/s.
+``ready`` is the time until every byte of the model was read once, and the checksum does that reading.
+A CRC reads only 2 GB/s and would take longer than many loads; a plain sum misses swapped bytes. This
+checksum adds 8-byte words in 65,521 lanes (a prime, so that a shifted row falls into other lanes),
+multiplies each lane by an odd constant, and chains the chunks. Any single changed word changes the
+result. It reads 13 GB/s.
 """
 
 import threading
@@ -13,8 +14,8 @@ from typing import Final
 import torch
 
 _LANES: Final = 65_521
-_CHUNK_BYTES: Final = _LANES * 8 * 8  # 4 MiB: a chunk's words and lane sums stay in the cache
-_MULTIPLIER: Final = 6364136223846793005  # odd (Knuth's MMIX): no chunk's share is ever lost
+_CHUNK_BYTES: Final = _LANES * 8 * 8  # 4 MiB: a chunk and its lane sums fit the processor's cache
+_MULTIPLIER: Final = 6364136223846793005  # Knuth's MMIX; odd, so that multiplying loses no bits
 _MASK: Final = 2**64 - 1
 
 _weights: dict[torch.device, torch.Tensor] = {}
@@ -24,8 +25,9 @@ _computing = threading.Lock()
 def checksum(tensor: torch.Tensor) -> str:
     """Return the checksum of the tensor's elements in row-major order, as 16 hexadecimal digits.
 
-    Equal for equal bytes, whatever the strides or the device. Takes up to 16 MiB beside a
-    contiguous tensor; of a strided one, 4 MiB or a row of its first dimension at a time are copied.
+    Tensors with equal bytes have equal checksums, whatever their strides and device. Needs up to
+    16 MiB of memory for a contiguous tensor. Of a strided tensor, 4 MiB or one row of the first
+    dimension are copied at a time.
     """
     value = tensor.numel() * tensor.element_size()
     for part in _contiguous_parts(tensor):
@@ -41,7 +43,7 @@ def _contiguous_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     if tensor.is_contiguous():
         yield tensor.reshape(-1).view(torch.uint8)
         return
-    # Chunk boundaries are part of the checksum: cut a strided tensor as its copy would be cut.
+    # Chunk boundaries affect the checksum: they must be those of a contiguous copy.
     row_bytes = tensor[0].numel() * tensor.element_size()
     rows = max(1, _CHUNK_BYTES // row_bytes)
     rest = torch.empty(0, dtype=torch.uint8, device=tensor.device)
@@ -80,8 +82,8 @@ def _chunk_value(words: torch.Tensor) -> int:
 
 
 def _lane_weights(device: torch.device) -> torch.Tensor:
-    """Return one odd 64-bit constant a lane: the splitmix64 sequence with its lowest bit set."""
-    with _computing:  # every thread would compute them at once, in memory of its own
+    """Return one odd 64-bit constant per lane: the splitmix64 sequence with its lowest bit set."""
+    with _computing:  # otherwise every thread computes them, each in its own memory
         if device not in _weights:
             word = torch.arange(1, _LANES + 1, dtype=torch.int64) * _signed(0x9E3779B97F4A7C15)
             for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):

@@ -1,11 +1,11 @@
-"""Writing a checkpoint again in another layout or dtype, without ever holding it.
+"""Write a checkpoint in another format or dtype, in bounded memory.
 
-Tensors pass through as pieces of 16 MiB, read from their places in the source. What is written
-grows in a hidden folder beside the target and is renamed into place once it is whole, so that a
-kill leaves the source as it was, no target, and a folder that the next conversion removes.
+Tensors are read and written in pieces of 16 MiB. The new files are written to a hidden folder next to
+the target and renamed when they are complete. A kill leaves the source unchanged, no target, and a
+folder that the next conversion removes.
 
-Where the source has checksums, what is read is compared with them, and the target gets its own: so
-that a byte which changes anywhere between two conversions is found by the next one.
+If the source has checksums, the values read are compared with them and the target gets checksums of
+its own. So each conversion detects bytes that changed since the previous one.
 """
 
 import os
@@ -32,20 +32,21 @@ from weighin.models.skeleton import map_large_tensors
 
 AUTO: Final = "auto"
 
-_WHOLE, _SPLIT = "safetensors", "sharded"  # what auto writes; no pickle in either
-_SHARDED: Final = (_SPLIT, "sharded_pt")  # what max_shard_bytes is for
+_WHOLE, _SPLIT = "safetensors", "sharded"  # auto writes these two; neither contains a pickle
+_SHARDED: Final = (_SPLIT, "sharded_pt")  # the formats to which max_shard_bytes applies
 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """What to convert to. ``dtype`` is of floating-point tensors; None keeps each one's own.
+    """The options of a conversion.
 
     Attributes:
-        fmt: a layout's name, or "auto": one file up to ``split_above_bytes`` of tensors, else
-            shards.
-        max_shard_bytes: of one file of the layout ``sharded``.
-        verify: whether what was written is read back, from the disk, and compared.
-        checksums: the file with the source's, as ``sidecar.find`` names it.
+        fmt: a format's name, or "auto": one file for up to ``split_above_bytes`` of tensors, shards
+            for more.
+        dtype: of floating-point tensors; None keeps each tensor's own.
+        max_shard_bytes: the largest size of one file of a sharded format.
+        verify: whether to read the target back from the disk and compare it with the source.
+        checksums: the file with the source's checksums, as returned by ``sidecar.find``.
     """
 
     fmt: str
@@ -64,18 +65,18 @@ def convert(
     permit: Callable[[int], None] | None = None,
     progress: Progress | None = None,
 ) -> dict[str, float]:
-    """Write the checkpoint ``source`` to ``target``, which must not exist; seconds by stage.
+    """Write the checkpoint ``source`` to ``target``, which must not exist; return seconds by stage.
 
-    The target gets checksums where the source has them, and where it is verified. ``permit`` is
-    called with the bytes that will be written before any is.
+    The target gets checksums if the source has them or if it is verified. ``permit`` is called with
+    the number of bytes to write before any is written.
 
     Raises:
-        ConfigError: the target exists, lies inside the source, or is being written by another.
-        CheckpointError: the source cannot be read, has other values than its checksums say, or what
-            was written is not what was read.
+        ConfigError: the target exists, is inside the source, or another process is writing it.
+        CheckpointError: the source cannot be read or does not match its checksums, or the target
+            differs from the source when it is read back.
     """
     map_large_tensors()
-    torch.set_num_threads(1)  # the writers are the threads
+    torch.set_num_threads(1)  # the format's writers run in several threads of their own
     started = time.monotonic()
     check_target(source, target)
     _, slices = formats.read(source)
@@ -88,8 +89,8 @@ def convert(
     layout = formats.named(choose(order.fmt, size, order.split_above_bytes))
     if permit is not None:
         permit(size + RECORD_BYTES * len(tensors))
-    known = sidecar.KnownChecksums(source, order.checksums, slices) if order.checksums else None
-    copier = _Copier(slices, tensors, known, summing=order.verify or known is not None)
+    stored = sidecar.KnownChecksums(source, order.checksums, slices) if order.checksums else None
+    copier = _Copier(slices, tensors, stored, summing=order.verify or stored is not None)
     read = time.monotonic()
     with growing_beside(target) as temporary:
         new = temporary / target.name
@@ -102,7 +103,7 @@ def convert(
             sidecar.write(sums, copier.sums())
         check_target(source, target)
         atomic.rename(new, target)
-        if sums.exists():  # beside a file; a folder has taken its own along
+        if sums.exists():  # of a file; a folder contains its checksums and took them along
             atomic.rename(sums, sidecar.beside(target))
     return {
         "read": read - started,
@@ -127,51 +128,57 @@ def _write(
 
 
 def choose(fmt: str, size: int, split_above_bytes: int) -> str:
-    """Return the layout to write; raises UnknownName where none is called so."""
+    """Return the name of the format to write.
+
+    Raises:
+        UnknownName: no format has this name.
+    """
     if fmt == AUTO:
         return _SPLIT if size > split_above_bytes else _WHOLE
     return formats.named(fmt).NAME
 
 
 def tensor_bytes(tensors: Iterable[TensorPlan]) -> int:
-    """Return the bytes of all tensors, tied ones counted once."""
+    """Return the size of all tensors in bytes, with tied tensors counted once."""
     return sum(
-        torch.Size(one.shape).numel() * one.dtype.itemsize
-        for one in tensors
-        if one.shared_with is None
+        torch.Size(plan.shape).numel() * plan.dtype.itemsize
+        for plan in tensors
+        if plan.shared_with is None
     )
 
 
 def check_target(source: Path, target: Path) -> None:
-    """Raise ConfigError where the target cannot be made without touching what is there."""
-    for path in (target, sidecar.beside(target)):  # of one that is gone: not the new one's
+    """Raise ConfigError if the target exists, has no parent folder, or is inside the source."""
+    for path in (target, sidecar.beside(target)):  # old checksums are not the new target's
         if os.path.lexists(path):
             raise ConfigError(f"{path} exists already", "name another target, or remove it first")
     if not target.parent.is_dir():
-        raise ConfigError(f"{target.parent}: no such folder", f"make it: mkdir -p {target.parent}")
+        raise ConfigError(
+            f"{target.parent}: no such folder", f"create it: mkdir -p {target.parent}"
+        )
     if source.resolve() in target.resolve().parents:
-        raise ConfigError(f"{target} lies inside {source}", "name a target outside of the source")
+        raise ConfigError(f"{target} is inside {source}", "name a target outside of the source")
 
 
 class _Copier:
-    """Hands a source's tensors to a writer, and remembers their checksums to compare them with."""
+    """Reads a source's tensors for a writer, and keeps their checksums for the comparison."""
 
     def __init__(
         self,
         slices: Sequence[TensorSlice],
         tensors: Sequence[TensorPlan],
-        known: sidecar.KnownChecksums | None,
+        stored: sidecar.KnownChecksums | None,
         *,
         summing: bool,
     ) -> None:
         self.summing = summing
-        self._slices = {one.name: one for one in slices}
-        self._plans = {one.name: one for one in tensors}
-        self._known = known
+        self._slices = {where.name: where for where in slices}
+        self._plans = {plan.name: plan for plan in tensors}
+        self._stored = stored
         self._sums: dict[str, str] = {}  # several threads set one item each
         self._tied: dict[str, list[str]] = {}
-        for one in tensors:
-            self._tied.setdefault(one.shared_with or one.name, []).append(one.name)
+        for plan in tensors:
+            self._tied.setdefault(plan.shared_with or plan.name, []).append(plan.name)
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
         plan, where = self._plans[name], self._slices[name]
@@ -184,19 +191,19 @@ class _Copier:
                 if read is not written:
                     read.update(piece)
             yield converted
-        if self._known is not None:
-            self._known.check(self._tied[name], read.hexdigest())
+        if self._stored is not None:
+            self._stored.check(self._tied[name], read.hexdigest())
         self._sums[name] = written.hexdigest()
 
     def sums(self) -> dict[str, tuple[str, str]]:
-        """Return the dtype and the checksum of each tensor as it was written."""
+        """Return the dtype and the checksum of each written tensor."""
         return {
             name: (dtype_name(plan.dtype), self._sums[plan.shared_with or name])
             for name, plan in self._plans.items()
         }
 
     def verify(self, new: Path, progress: Progress | None) -> None:
-        """Read what was written, from the disk, and compare every tensor with the source's."""
+        """Read the new checkpoint back from the disk and compare every tensor with the source's."""
         _, slices = formats.read(new)
         if plans(slices) != list(self._plans.values()):
             raise _wrong(new, "other names, shapes, dtypes or ties than the source")
@@ -213,8 +220,8 @@ class _Copier:
                 with lock:
                     wrong.append(where.name)
 
-        own = [one for one in slices if self._plans[one.name].shared_with is None]
-        run_parallel(partial(check, one) for one in own)
+        untied = [where for where in slices if self._plans[where.name].shared_with is None]
+        run_parallel(partial(check, where) for where in untied)
         if wrong:
             raise _wrong(new, f"other values than the source in {', '.join(sorted(wrong)[:3])}")
 
@@ -225,6 +232,6 @@ def _running(plan: TensorPlan) -> RunningChecksum:
 
 def _wrong(new: Path, what: str) -> CheckpointError:
     return CheckpointError(
-        f"{new.name}: what was written has {what}; it was removed",
+        f"{new.name}: the written checkpoint has {what}; it was removed",
         "check the disk and the memory of this machine, then convert again",
     )

@@ -1,4 +1,4 @@
-"""What a model's checkpoint consists of, read from its skeleton."""
+"""List the tensors of a model, without allocating its weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from weighin.models.skeleton import (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Described:
-    """One tensor of a skeleton, of which buffers have values."""
+    """One tensor of a model skeleton; parameters are on the meta device, some buffers have values."""
 
     name: str
     tensor: torch.Tensor
@@ -29,7 +29,7 @@ class Described:
     shared_with: str | None
 
     def entry(self, checksums: dict[str, str], dtype: torch.dtype | None = None) -> TensorEntry:
-        """Return the manifest's entry for it, in ``dtype`` where the checkpoint has another."""
+        """Return the tensor's manifest entry; ``dtype`` is the checkpoint's, if it differs."""
         kind = dtype or self.tensor.dtype
         return TensorEntry(
             name=self.name,
@@ -48,17 +48,17 @@ def describe(
     """Return all tensors of a model: its state dict in order, then its non-persistent buffers.
 
     Raises:
-        ConfigError: the builder cannot be used, or its state dict is not made of parameters and
-            persistent buffers alone.
+        ConfigError: the builder is invalid, or the state dict contains more than parameters and
+            persistent buffers.
     """
     model = build_skeleton(resolve_builder(builder), kwargs, real_buffers=real_buffers)
     _refuse_lazy(builder, model)
-    found: list[Described] = []
+    described: list[Described] = []
     first_names: dict[int, str] = {}
 
     def add(name: str, tensor: torch.Tensor, kind: Kind) -> None:
         first = first_names.setdefault(id(tensor), name)
-        found.append(Described(name, tensor, kind, None if first == name else first))
+        described.append(Described(name, tensor, kind, None if first == name else first))
 
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))
@@ -69,16 +69,16 @@ def describe(
             add(name, value, "persistent_buffer")
         else:
             raise ConfigError(
-                f"builder {builder}: {name!r} in the state dict is no parameter and no buffer",
-                "give a model without state-dict hooks and extra state",
+                f"builder {builder}: {name!r} in the state dict is neither a parameter nor a buffer",
+                "use a model without state-dict hooks and extra state",
             )
     for name, (owner, leaf) in non_persistent_buffers(model):
         value = owner._buffers[leaf]
         assert value is not None
         add(name, value, "non_persistent_buffer")
-    if not found:
-        raise ConfigError(f"builder {builder}: the model has no tensors", "give another model")
-    return found
+    if not described:
+        raise ConfigError(f"builder {builder}: the model has no tensors", "use another model")
+    return described
 
 
 def _refuse_lazy(builder: str, model: torch.nn.Module) -> None:
@@ -90,26 +90,25 @@ def _refuse_lazy(builder: str, model: torch.nn.Module) -> None:
     ]
     if names:
         raise ConfigError(
-            f"builder {builder}: nobody knows the shape of {names[0]!r} yet: its module is lazy",
-            "run the model once in the builder, or give its layers their sizes",
+            f"builder {builder}: the shape of {names[0]!r} is not known yet: its module is lazy",
+            "run the model once in the builder, or set the sizes of its layers",
         )
 
 
 def in_checkpoint(described: list[Described]) -> list[Described]:
-    """Return those that a checkpoint holds under a key."""
-    return [one for one in described if one.kind != "non_persistent_buffer"]
+    """Return the tensors that a checkpoint contains."""
+    return [tensor for tensor in described if tensor.kind != "non_persistent_buffer"]
 
 
 def buffer_checksums(builder: str, kwargs: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Return the checksums of the non-persistent buffers, by name and dtype, as a load must leave them.
+    """Return the checksums that non-persistent buffers must have after a load, by name and dtype.
 
-    Of models that are really constructed, in every dtype that a cell may want, as nothing else tells
-    what a constructor computes. Takes the memory of one model.
-
+    Constructs the whole model once for each dtype that a cell may use, because only the constructor
+    computes these values. Needs the memory of one model.
     """
     build = resolve_builder(builder)
-    found: dict[str, dict[str, str]] = {}
+    checksums: dict[str, dict[str, str]] = {}
     for wanted in CELL_DTYPES:
         for name, value in constructed_buffers(build, kwargs, getattr(torch, wanted)).items():
-            found.setdefault(name, {})[dtype_name(value.dtype)] = checksum(value)
-    return found
+            checksums.setdefault(name, {})[dtype_name(value.dtype)] = checksum(value)
+    return checksums

@@ -1,18 +1,18 @@
-"""The cache's folder and what is in it: one entry for each model and origin of its values.
+"""Manage the cache's folder, which has one entry for each model and source of its values.
 
 ::
 
     $WEIGHIN_CACHE/models/gpt2-xl-1f2e3d4c/   one entry
-        manifest.json     what the model must be after a load
+        manifest.json     the tensors that the model must have after a load
         pt.json           marker: format pt is complete; its files and their sizes
         pt/model.pt
         per_param.json
         per_param/...
-        .making-XXXX/     a maker at work, or killed
+        .making-XXXX/     the folder of a running or killed subprocess
     $WEIGHIN_CACHE/locks/gpt2-xl-1f2e3d4c.lock
 
-Not everything that is there is whole: what has no marker, or other sizes than its marker says,
-does not count. The parent uses this: no torch.
+A format without a marker, or with other file sizes than its marker lists, is incomplete and not used.
+Does not import torch, because the parent process uses this module.
 """
 
 import json
@@ -34,15 +34,15 @@ from weighin.errors import ConfigError, UnknownName
 
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]")
 TEMPORARY: Final = ".making-"
-"""How the folders of makers at work begin."""
+"""The prefix of the folders that subprocesses write to."""
 
 
 @dataclass(frozen=True, slots=True)
 class CachedCheckpoint:
-    """A checkpoint in the cache. ``last_used_s`` is a time of the epoch, in seconds.
+    """A checkpoint in the cache. ``last_used_s`` is in seconds since the epoch.
 
-    ``size_bytes`` is of its files; 0 for a user's own checkpoint, of which the cache holds no
-    copy but only the manifest (``format`` is "index" then).
+    ``size_bytes`` is the size of its files. For a user's own checkpoint, of which the cache has only
+    the manifest, it is 0 and ``format`` is "index".
     """
 
     name: str
@@ -53,7 +53,7 @@ class CachedCheckpoint:
 
 
 def folder() -> Path:
-    """Return the cache's folder: $WEIGHIN_CACHE, or the user's own cache folder."""
+    """Return the cache's folder: $WEIGHIN_CACHE, or a folder in the user's cache directory."""
     chosen = os.environ.get("WEIGHIN_CACHE")
     return Path(chosen).expanduser().absolute() if chosen else Path(user_cache_dir("weighin"))
 
@@ -66,15 +66,15 @@ def entry_name(model: str, *origin: Any) -> str:
 
 
 def write_marker(entry: Path, fmt: str) -> None:
-    """Mark format ``fmt`` of an entry as complete, with the sizes that its files have now."""
+    """Mark format ``fmt`` of an entry as complete, and record the current sizes of its files."""
     files = {file.name: file.stat().st_size for file in sorted((entry / fmt).iterdir())}
     write_text(entry / f"{fmt}.json", json.dumps({"format": fmt, "files": files}))
 
 
 def damage(entry: Path, fmt: str) -> str | None:
-    """Return what is wrong with format ``fmt`` of an entry; "" where it was never made.
+    """Return a description of the damage to format ``fmt`` of an entry.
 
-    None where it is whole, by its files' names and sizes.
+    None if all files have the recorded sizes; "" if the entry does not have this format.
     """
     try:
         files: dict[str, int] = json.loads((entry / f"{fmt}.json").read_text())["files"]
@@ -84,11 +84,11 @@ def damage(entry: Path, fmt: str) -> str | None:
         return "its marker is damaged"
     for name, size in files.items():
         try:
-            found = (entry / fmt / name).stat().st_size
+            actual_size = (entry / fmt / name).stat().st_size
         except OSError:
             return f"{name} is missing"
-        if found != size:
-            return f"{name} has {found:,} bytes, not {size:,}"
+        if actual_size != size:
+            return f"{name} has {actual_size:,} bytes, not {size:,}"
     if not (entry / "manifest.json").is_file():
         return "manifest.json is missing"
     return None
@@ -102,12 +102,12 @@ def discard(entry: Path, fmt: str) -> None:
 
 @contextmanager
 def locked(entry: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Hold the lock of one entry; the kernel gives it back where its holder is killed.
+    """Hold the lock of one entry within the context; the kernel releases it if the process is killed.
 
-    ``waiting`` is called once where another process holds it.
+    ``waiting`` is called once if another process holds the lock.
 
     Raises:
-        ConfigError: the cache cannot be written.
+        ConfigError: the cache is not writable.
     """
     path = folder() / "locks" / f"{entry.name}.lock"
     try:
@@ -130,24 +130,24 @@ def locked(entry: Path, waiting: Callable[[], None]) -> Iterator[None]:
 
 
 def remove_leftovers(entry: Path) -> None:
-    """Remove what killed makers left in an entry. Its lock must be held."""
+    """Remove the folders of killed subprocesses from an entry. The caller must hold its lock."""
     for leftover in entry.glob(f"{TEMPORARY}*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
 
 def list_entries() -> list[CachedCheckpoint]:
-    """Return all checkpoints of the cache, the last used first."""
-    found = [stored for entry in _entries() for stored in _formats(entry)]
-    return sorted(found, key=lambda stored: stored.last_used_s, reverse=True)
+    """Return all checkpoints of the cache, the most recently used first."""
+    checkpoints = [stored for entry in _entries() for stored in _formats(entry)]
+    return sorted(checkpoints, key=lambda stored: stored.last_used_s, reverse=True)
 
 
 def clear(name: str | None = None) -> list[CachedCheckpoint]:
-    """Remove the entries of a model or of that exact name, or all; return what was removed.
+    """Remove the entries of a model, the entry of exactly this name, or all; return the removed ones.
 
-    Waits for makers that are at work on them. Touches nothing but entries in the cache's folder.
+    Waits for subprocesses that are writing to them. Removes nothing but entries of the cache's folder.
 
     Raises:
-        UnknownName: no entry is called so.
+        UnknownName: no entry has this name.
     """
     chosen = [e for e in _entries() if name is None or name in {e.name, e.name.rpartition("-")[0]}]
     if name is not None and not chosen:
@@ -156,7 +156,7 @@ def clear(name: str | None = None) -> list[CachedCheckpoint]:
     for entry in chosen:
         with locked(entry, lambda: None):
             removed += _formats(entry)
-            for marker in entry.glob("*.json"):  # first: half of an entry must not look whole
+            for marker in entry.glob("*.json"):  # first: a partly removed entry must be incomplete
                 marker.unlink(missing_ok=True)
             shutil.rmtree(entry, ignore_errors=True)
     return removed
@@ -165,7 +165,7 @@ def clear(name: str | None = None) -> list[CachedCheckpoint]:
 def _entries() -> Iterator[Path]:
     models = folder() / "models"
     if models.is_dir():
-        # A link would lead out of the cache.
+        # A symbolic link could lead out of the cache.
         yield from sorted(e for e in models.iterdir() if e.is_dir() and not e.is_symlink())
 
 

@@ -1,7 +1,6 @@
-"""What each of our strategies is expected to need, by arithmetic: nothing is measured here.
+"""Compute the memory that each of weighin's strategies is expected to need, from tensor sizes alone.
 
-The same words stand in each strategy's docstring. Beside it, every process has what a bare
-``import torch`` holds.
+Each strategy's docstring states the same expectation. The memory of ``import torch`` comes on top.
 """
 
 from collections.abc import Iterable
@@ -13,15 +12,15 @@ from weighin.suite.registry import StrategyInfo
 
 Piece = Literal["tensor", "layer", "shard"]
 
-SHARD_BYTES: Final = 5 * 1024**3  # what convert makes unless it is told otherwise
+SHARD_BYTES: Final = 5 * 1024**3  # the default of weighin convert
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedMemory:
-    """Anonymous memory on the CPU: copies of all weights and the largest piece of one kind.
+    """Anonymous memory of a load on the CPU: copies of all weights, and the largest piece of one kind.
 
     Attributes:
-        mapped: whether the weights stay pages of the file beside that.
+        mapped: whether the file's pages are mapped in addition.
     """
 
     copies: int
@@ -49,12 +48,12 @@ _NEEDS_OF_BIN_SHARDS: Final = ExpectedMemory(1, "shard")
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What one strategy should need for one checkpoint.
+    """The expected memory of one strategy for one checkpoint.
 
     Attributes:
-        layouts: what it reads.
-        anonymous_bytes: its expected peak above a bare import; None for a strategy of others.
-        mapped_bytes: pages of the file beside it, which the kernel can take back.
+        layouts: the formats that it reads.
+        anonymous_bytes: its expected peak without ``import torch``; None for a user's strategy.
+        mapped_bytes: file-backed pages in addition, which the kernel can reclaim.
     """
 
     strategy: str
@@ -66,9 +65,10 @@ class Expected:
 def expected(
     strategies: Iterable[StrategyInfo], layout: str, sizes: dict[str, int]
 ) -> list[Expected]:
-    """Return what each strategy should need for weights of these names and bytes.
+    """Return the expected memory of each strategy.
 
-    ``sizes`` has each tensor that is tied to no earlier one; ``layout`` is the checkpoint's own.
+    ``sizes`` maps the names of tensors to their sizes in bytes, without tied duplicates; ``layout`` is
+    the checkpoint's format.
     """
     total = sum(sizes.values())
     layers: dict[str, int] = {}
@@ -80,12 +80,12 @@ def expected(
         "layer": max(layers.values(), default=0),
         "shard": min(total, max(SHARD_BYTES, max(sizes.values(), default=0))),
     }
-    found = []
+    needs = []
     for info in strategies:
         need = _NEEDS.get(info.name)
         if info.name == "sharded" and layout == "sharded_pt":
             need = _NEEDS_OF_BIN_SHARDS
-        found.append(
+        needs.append(
             Expected(
                 strategy=info.name,
                 layouts=info.formats,
@@ -93,4 +93,4 @@ def expected(
                 mapped_bytes=None if need is None else total * need.mapped,
             )
         )
-    return found
+    return needs

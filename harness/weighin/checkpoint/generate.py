@@ -1,8 +1,8 @@
-"""Making a seeded checkpoint for a model: right shapes and order, and values known to all.
+"""Generate a checkpoint for a model from a seed.
 
-A tensor's values depend on the seed, its name and the place in it, never on the format or the
-order of writing. Runs in a process of its own; the largest things in memory are the constructor's
-persistent buffers and a few pieces of 16 MiB.
+An element's value depends only on the seed, the tensor's name and the element's position, not on the
+format or the order of writing. Runs in a subprocess, whose memory is that of the persistent buffers
+and a few pieces of 16 MiB.
 """
 
 import threading
@@ -25,22 +25,22 @@ from weighin.models.skeleton import map_large_tensors
 
 _STANDARD_DEVIATION: Final = 0.02
 _SCALES: Final = frozenset({"weight", "scale", "gamma"})
-RECORD_BYTES: Final = 4096  # what one tensor's file or record needs beside the tensor, at most
+RECORD_BYTES: Final = 4096  # an upper bound of a tensor's overhead in a file
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What was made, and the seconds of each stage."""
+    """The manifest of a new checkpoint, and the seconds of each stage."""
 
     manifest: Manifest
     seconds: dict[str, float]
 
 
 def needed_bytes(described: Iterable[Described]) -> int:
-    """Return the disk space that a checkpoint of these tensors takes at most, in any format."""
+    """Return an upper bound of the disk space for a checkpoint of these tensors, in any format."""
     return sum(
-        RECORD_BYTES + (0 if one.shared_with else one.tensor.nbytes)
-        for one in in_checkpoint(list(described))
+        RECORD_BYTES + (0 if stored.shared_with else stored.tensor.nbytes)
+        for stored in in_checkpoint(list(described))
     )
 
 
@@ -55,16 +55,16 @@ def make(
     permit: Callable[[int], None] | None = None,
     progress: Progress | None = None,
 ) -> Made:
-    """Write a checkpoint into ``folder``, which must be empty, and ``manifest.json`` beside it.
+    """Write a checkpoint and its ``manifest.json`` into ``folder``, which must be empty.
 
-    ``permit`` is called with the bytes that will be needed before anything is written.
+    ``permit`` is called with the number of bytes needed before anything is written.
 
     Raises:
-        ConfigError: the builder cannot be used.
+        ConfigError: the builder is invalid.
     """
     formats.named(fmt)
     map_large_tensors()
-    torch.set_num_threads(1)  # the writers are the threads
+    torch.set_num_threads(1)  # the format's writers run in several threads of their own
     started = time.monotonic()
     described = describe(builder, kwargs, real_buffers="all")
     built = time.monotonic()
@@ -77,7 +77,7 @@ def make(
     if len(stored) < len(described):
         for name, checksums in buffer_checksums(builder, kwargs).items():
             sums.set(name, checksums)
-    entries = tuple(one.entry(sums.of(one)) for one in described)
+    entries = tuple(tensor.entry(sums.of(tensor)) for tensor in described)
     manifest = Manifest(model, builder, f"seed {seed}", entries)
     manifest.write(folder / "manifest.json")
     seconds = {"build": built - started, "write": time.monotonic() - permitted}
@@ -85,10 +85,10 @@ def make(
 
 
 def plans(stored: Iterable[Described]) -> list[TensorPlan]:
-    """Return what to write of a model's tensors."""
+    """Return the plans by which a format writes these tensors."""
     return [
-        TensorPlan(one.name, tuple(one.tensor.shape), one.tensor.dtype, one.shared_with)
-        for one in stored
+        TensorPlan(each.name, tuple(each.tensor.shape), each.tensor.dtype, each.shared_with)
+        for each in stored
     ]
 
 
@@ -99,7 +99,7 @@ def write(
     pieces: Pieces,
     progress: Progress | None,
 ) -> None:
-    """Write a checkpoint into ``folder``, where ``checkpoint_in`` finds it."""
+    """Write a checkpoint into ``folder``, at the path that ``formats.checkpoint_in`` returns."""
     target = formats.checkpoint_in(folder, fmt)
     if formats.named(fmt).SUFFIX:
         target.parent.mkdir()
@@ -107,9 +107,9 @@ def write(
 
 
 def parameter_pieces(seed: int, name: str, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the values of a parameter: N(0, 0.02), and one more for the scales of norms.
+    """Yield a parameter's values: normal with standard deviation 0.02, mean 1 for scales of norms, else 0.
 
-    Every piece has a generator of its own. Pieces share memory: use each before the next.
+    Every piece has a random generator of its own. Pieces share memory: use each before the next.
     """
     numel, dtype = tensor.numel(), tensor.dtype
     if not dtype.is_floating_point:
@@ -126,10 +126,10 @@ def parameter_pieces(seed: int, name: str, tensor: torch.Tensor) -> Iterator[tor
 
 
 class _GeneratedChecksums:
-    """The checksums of all tensors, filled by several threads."""
+    """The checksums of all tensors, which several threads set."""
 
     def __init__(self, described: list[Described]) -> None:
-        self.described = {one.name: one for one in described}
+        self.described = {tensor.name: tensor for tensor in described}
         self._sums: dict[str, dict[str, str]] = {}
         self._lock = threading.Lock()
 
@@ -137,17 +137,17 @@ class _GeneratedChecksums:
         with self._lock:
             self._sums[name] = checksums
 
-    def of(self, one: Described) -> dict[str, str]:
-        return self._sums[one.shared_with or one.name]
+    def of(self, tensor: Described) -> dict[str, str]:
+        return self._sums[tensor.shared_with or tensor.name]
 
 
 def _summed_pieces(sums: _GeneratedChecksums, seed: int, name: str) -> Iterator[torch.Tensor]:
-    """Yield a tensor's values for the file, and leave their checksums in ``sums``."""
-    one = sums.described[name]
-    if one.kind == "parameter":
-        pieces = parameter_pieces(seed, name, one.tensor)
+    """Yield a tensor's values for the file, and store their checksums in ``sums``."""
+    described = sums.described[name]
+    if described.kind == "parameter":
+        pieces = parameter_pieces(seed, name, described.tensor)
     else:
-        pieces = pieces_of(one.tensor)
-    running = Checksums(one.tensor.numel(), one.tensor.dtype)
+        pieces = pieces_of(described.tensor)
+    running = Checksums(described.tensor.numel(), described.tensor.dtype)
     yield from checksummed(pieces, running)
     sums.set(name, running.result())

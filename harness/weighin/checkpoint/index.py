@@ -1,4 +1,4 @@
-"""Reading a user's own checkpoint against a model: what is in it, and does it fit."""
+"""Compare a user's own checkpoint with a model, and write its manifest."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -33,26 +33,26 @@ def index(
     permit: Callable[[int], None] | None = None,
     progress: Progress | None = None,
 ) -> Made:
-    """Write the manifest of a user's checkpoint into ``folder``; convert it there if need be.
+    """Write the manifest of a user's checkpoint into ``folder``, and convert the checkpoint if needed.
 
-    Tensors are read from their places, a piece at a time, whatever the layout; the checkpoint is
-    converted only where its own layout is not ``fmt``.
+    Tensors are read piece by piece from any format. The checkpoint is converted into ``folder`` if it
+    has another format than ``fmt``.
 
     Raises:
-        CheckpointError: it cannot be read, or does not fit the model.
+        CheckpointError: the checkpoint cannot be read, or does not fit the model.
     """
     formats.named(fmt)
     map_large_tensors()
-    torch.set_num_threads(1)  # the readers are the threads
+    torch.set_num_threads(1)  # the readers run in several threads of their own
     started = time.monotonic()
     own, slices = formats.read(checkpoint)
-    places = {one.name: one for one in slices}
+    places = {where.name: where for where in slices}
     described = describe(builder, kwargs, real_buffers="non_persistent")
     check_fits(checkpoint, model, places, described)
     if own != fmt and not slices:
         raise CheckpointError(
-            f"{checkpoint}: holds no tensors, which {fmt} cannot hold",
-            f"load it as {own}: --format {own}",
+            f"{checkpoint}: holds no tensors, which format {fmt} does not allow",
+            f"load it in its own format: --format {own}",
         )
     if permit is not None:
         permit(_needed_bytes(slices) if own != fmt else 0)
@@ -60,18 +60,18 @@ def index(
     read = time.monotonic()
     if own != fmt:
         stored = in_checkpoint(described)
-        tensors = [replace(one, dtype=places[one.name].dtype) for one in plans(stored)]
+        tensors = [replace(plan, dtype=places[plan.name].dtype) for plan in plans(stored)]
         write(fmt, folder, tensors, sums.pieces, progress)
     sums.complete(progress if own == fmt else None)
     _check_ties(checkpoint, sums.by_name, described)
     if len(in_checkpoint(described)) < len(described):
         sums.by_name |= buffer_checksums(builder, kwargs)
     entries = tuple(
-        one.entry(
-            sums.by_name[one.name],
-            places[one.name].dtype if one.kind != "non_persistent_buffer" else None,
+        tensor.entry(
+            sums.by_name[tensor.name],
+            places[tensor.name].dtype if tensor.kind != "non_persistent_buffer" else None,
         )
-        for one in described
+        for tensor in described
     )
     manifest = Manifest(model, builder, str(checkpoint), entries)
     manifest.write(folder / "manifest.json")
@@ -79,7 +79,7 @@ def index(
 
 
 class _IndexedChecksums:
-    """The checksums of a checkpoint's tensors: taken when they are converted, or read for them."""
+    """The checksums of a checkpoint's tensors, computed during the conversion or by reading them."""
 
     def __init__(self, places: Mapping[str, TensorSlice]) -> None:
         self.by_name: dict[str, dict[str, str]] = {}  # several threads set one item each
@@ -93,29 +93,29 @@ class _IndexedChecksums:
         self.by_name[name] = running.result()
 
     def complete(self, progress: Progress | None) -> None:
-        """Read every tensor that has no checksums yet; of equal places, one."""
+        """Read every tensor that has no checksums yet; tensors at the same place are read once."""
         names: dict[object, list[str]] = {}
-        for name, one in self._places.items():
-            place = one.file, one.offset, one.dtype, one.shape, one.stride
+        for name, where in self._places.items():
+            place = where.file, where.offset, where.dtype, where.shape, where.stride
             names.setdefault(place, []).append(name)
         run_parallel(partial(self._sum, group, progress) for group in names.values())
 
     def _sum(self, names: list[str], progress: Progress | None) -> None:
-        known = next((name for name in names if name in self.by_name), None)
-        if known is None:
-            known = names[0]
-            for piece in self.pieces(known):
+        summed = next((name for name in names if name in self.by_name), None)
+        if summed is None:
+            summed = names[0]
+            for piece in self.pieces(summed):
                 if progress is not None:
                     progress(piece.nbytes)
         for name in names:
-            self.by_name.setdefault(name, self.by_name[known])
+            self.by_name.setdefault(name, self.by_name[summed])
 
 
 def check_fits(
     checkpoint: Path, model: str, places: Mapping[str, TensorSlice], described: list[Described]
 ) -> None:
-    """Raise CheckpointError where keys are missing or unexpected, or shapes differ."""
-    wanted = {one.name: tuple(one.tensor.shape) for one in in_checkpoint(described)}
+    """Raise CheckpointError if keys are missing or unexpected, or shapes differ."""
+    wanted = {stored.name: tuple(stored.tensor.shape) for stored in in_checkpoint(described)}
     problems = {
         "missing": [plain(name) for name in wanted if name not in places],
         "unexpected": [plain(name) for name in places if name not in wanted],
@@ -132,14 +132,15 @@ def check_fits(
 def _check_ties(
     checkpoint: Path, checksums: Mapping[str, dict[str, str]], described: list[Described]
 ) -> None:
-    for one in in_checkpoint(described):
-        if one.shared_with and checksums[one.name] != checksums[one.shared_with]:
+    for tensor in in_checkpoint(described):
+        first = tensor.shared_with
+        if first and checksums[tensor.name] != checksums[first]:
             raise CheckpointError(
-                f"{checkpoint}: {one.name!r} and {one.shared_with!r} are one tensor in the model, "
+                f"{checkpoint}: {tensor.name!r} and {first!r} are one tensor in the model, "
                 "but have different values in the file",
                 "choose the model that this checkpoint was saved from",
             )
 
 
 def _needed_bytes(slices: Iterable[TensorSlice]) -> int:
-    return sum(RECORD_BYTES + one.nbytes for one in slices)
+    return sum(RECORD_BYTES + where.nbytes for where in slices)

@@ -1,4 +1,4 @@
-"""What is in a checkpoint, without reading the weights: ``weighin inspect``. Imports no torch."""
+"""List the tensors of a checkpoint for ``weighin inspect``, without reading them or importing torch."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -21,17 +21,17 @@ from weighin.units import format_bytes
 SCHEMA: Final = 1
 SORTS: Final = ("file", "name", "size")
 
-_SHOWN_ROWS: Final = 20  # of a long table: half at its head, half at its end
+_SHOWN_ROWS: Final = 20  # of a long table: half from its start, half from its end
 _SHOWN_FILES: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One key. ``offset`` is in bytes, in ``file``, a name relative to the checkpoint.
+    """One tensor. ``offset`` is in bytes within ``file``, which is relative to the checkpoint.
 
     Attributes:
-        shared_with: the first key that lies in the same storage; None for that one itself.
-        contiguous: whether its elements lie one behind the other.
+        shared_with: the first key in the same storage; None for that key itself.
+        contiguous: whether its elements are stored in row-major order without gaps.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
-    """A checkpoint. ``tensors`` in the state dict's order, ``files`` as (name, bytes)."""
+    """A checkpoint: its ``tensors`` in the state dict's order, and its ``files`` as (name, bytes)."""
 
     path: Path
     layout: str
@@ -56,26 +56,26 @@ class Inspected:
 
     @property
     def once(self) -> list[Tensor]:
-        """The tensors that share no storage with an earlier one."""
+        """The tensors without those that share a storage with an earlier one."""
         return [tensor for tensor in self.tensors if tensor.shared_with is None]
 
     @property
     def numbers(self) -> int:
-        """How many elements there are: parameters and persistent buffers, shared ones once."""
+        """The number of elements of all tensors, with shared ones counted once."""
         return sum(prod(tensor.shape) for tensor in self.once)
 
     @property
     def bytes(self) -> int:
-        """The bytes of all tensors, shared ones counted once."""
+        """The size of all tensors in bytes, with shared ones counted once."""
         return sum(tensor.bytes for tensor in self.once)
 
     @property
     def largest(self) -> Tensor:
-        """The largest tensor; the first of several."""
+        """The largest tensor; the first one if several are equally large."""
         return max(self.tensors, key=lambda tensor: tensor.bytes)
 
     def as_json(self) -> dict[str, Any]:
-        """Return all of it for ``--json``."""
+        """Return the checkpoint's description for ``--json``."""
         totals = {
             "tensors": len(self.tensors),
             "shared": len(self.tensors) - len(self.once),
@@ -91,15 +91,16 @@ class Inspected:
             "files": [{"name": name, "bytes": size} for name, size in self.files],
             "totals": totals,
             "tensors": [asdict(tensor) for tensor in self.tensors],
-            "expected": [asdict(one) for one in self.expected],
+            "expected": [asdict(need) for need in self.expected],
         }
 
 
 def inspect(path: Path) -> Inspected:
-    """Return what is in a checkpoint of any layout; reads no tensor data.
+    """Return the description of a checkpoint of any format; reads no tensor data.
 
     Raises:
-        CheckpointError: nothing that a layout knows, or damaged; names the file and the place.
+        CheckpointError: ``path`` is not a checkpoint or is damaged; the message names the file and
+            the place.
     """
     layout, slices = formats.read(path)
     root = path if path.is_dir() else path.parent
@@ -110,20 +111,22 @@ def inspect(path: Path) -> Inspected:
     return Inspected(path, layout, files, tensors, tuple(needs))
 
 
-def tables(found: Inspected, *, sort: str = "file", show_all: bool = False) -> list[Table | str]:
-    """Return what ``weighin inspect`` prints: tables and lines.
+def tables(
+    inspected: Inspected, *, sort: str = "file", show_all: bool = False
+) -> list[Table | str]:
+    """Return the tables and lines that ``weighin inspect`` prints.
 
     Raises:
-        UnknownName: no such order.
+        UnknownName: ``sort`` is not one of SORTS.
     """
     if sort not in SORTS:
         raise UnknownName("order of tensors", sort, SORTS)
     return [
-        _tensor_table(_sorted(found.tensors, sort), show_all),
-        *_lines(found),
-        _expected_table(found),
-        "Expected: computed from sizes, not measured; above what a bare import of torch holds."
-        " weighin bench measures it.",
+        _tensor_table(_sorted(inspected.tensors, sort), show_all),
+        *_lines(inspected),
+        _expected_table(inspected),
+        "The expected peaks are computed from sizes, not measured, and leave out the memory of"
+        " `import torch`. weighin bench measures them.",
     ]
 
 
@@ -131,7 +134,7 @@ def _tensors(root: Path, slices: Iterable[TensorSlice]) -> Iterable[Tensor]:
     firsts: dict[tuple[Path, int], str] = {}
     for place in slices:
         first = place.name
-        if place.storage_bytes:  # empty storages lie anywhere
+        if place.storage_bytes:  # the offset of an empty storage means nothing
             first = firsts.setdefault((place.file, place.storage_offset), place.name)
         yield Tensor(
             name=place.name,
@@ -182,34 +185,34 @@ def _tensor_table(tensors: list[Tensor], show_all: bool) -> Table:
     return table
 
 
-def _lines(found: Inspected) -> list[str]:
-    files = [f"{name} ({format_bytes(size)})" for name, size in found.files[:_SHOWN_FILES]]
-    more = len(found.files) - len(files)
-    shared = len(found.tensors) - len(found.once)
-    strided = sum(not tensor.contiguous for tensor in found.tensors)
-    notes = [f"{shared} share a storage with an earlier one"] if shared else []
+def _lines(inspected: Inspected) -> list[str]:
+    files = [f"{name} ({format_bytes(size)})" for name, size in inspected.files[:_SHOWN_FILES]]
+    more = len(inspected.files) - len(files)
+    shared = len(inspected.tensors) - len(inspected.once)
+    strided = sum(not tensor.contiguous for tensor in inspected.tensors)
+    notes = [f"{shared} sharing a storage with an earlier one"] if shared else []
     notes += [f"{strided} not contiguous"] if strided else []
-    count = f"{len(found.tensors)} tensors" + (f" ({', '.join(notes)})" if notes else "")
+    count = f"{len(inspected.tensors)} tensors" + (f" ({', '.join(notes)})" if notes else "")
     return [
-        f"{one_line(str(found.path))}: layout {found.layout}, {count}, {found.numbers:,} numbers"
-        f" (parameters and buffers), {format_bytes(found.bytes)}",
-        f"largest: {one_line(found.largest.name, 100)}, {format_bytes(found.largest.bytes)}",
+        f"{one_line(str(inspected.path))}: format {inspected.layout}, {count}, {inspected.numbers:,} elements"
+        f" (parameters and buffers), {format_bytes(inspected.bytes)}",
+        f"largest: {one_line(inspected.largest.name, 100)}, {format_bytes(inspected.largest.bytes)}",
         f"files: {one_line(', '.join(files))}" + (f" and {more} more" if more > 0 else ""),
     ]
 
 
-def _expected_table(found: Inspected) -> Table:
-    table = Table("strategy", "loads this layout", box=SIMPLE_HEAD, pad_edge=False)
+def _expected_table(inspected: Inspected) -> Table:
+    table = Table("strategy", "reads this format", box=SIMPLE_HEAD, pad_edge=False)
     table.title = "expected peak of a load on the CPU"
-    table.add_column("memory", justify="right")
-    table.add_column("file pages", justify="right")
-    order = sorted(found.expected, key=lambda one: found.layout not in one.layouts)
-    for one in order:
-        reads = found.layout in one.layouts
-        other = f"converted: --format {one.layouts[0]}"
-        sizes = (one.anonymous_bytes, one.mapped_bytes)
+    table.add_column("anonymous", justify="right")
+    table.add_column("file-backed", justify="right")
+    order = sorted(inspected.expected, key=lambda need: inspected.layout not in need.layouts)
+    for need in order:
+        reads = inspected.layout in need.layouts
+        other = f"no: use --format {need.layouts[0]}"
+        sizes = (need.anonymous_bytes, need.mapped_bytes)
         table.add_row(
-            escape(one.strategy),
+            escape(need.strategy),
             "yes" if reads else other,
             *("-" if size is None else format_bytes(size) for size in sizes),
         )

@@ -1,6 +1,6 @@
-"""What a model must look like after a load: every tensor's name, shape, dtype and checksums.
+"""Read and write manifests: the name, shape, dtype and checksums of each tensor that a load must give.
 
-Standard library only: the parent reads manifests too.
+Standard library only, because the parent process reads manifests too.
 """
 
 import json
@@ -21,15 +21,14 @@ Kind = Literal["parameter", "persistent_buffer", "non_persistent_buffer"]
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One parameter or buffer of a model, as the checkpoint or the constructor gives it.
+    """One parameter or buffer of a model, with values from the checkpoint or the constructor.
 
     Attributes:
-        dtype: without "torch.", in the checkpoint.
-        bytes: of its elements in that dtype.
-        shared_with: the first name of its group of tied names; None for that first name itself
-            and for a tensor that is tied to none.
-        checksums: by dtype; floating-point tensors have those of the value converted to
-            float32, bfloat16 and float16, others only that of their own dtype.
+        dtype: in the checkpoint, without "torch.".
+        bytes: the size of its elements in that dtype.
+        shared_with: the earlier tensor that it is tied to; None if there is none.
+        checksums: by dtype. Floating-point tensors have those of their values converted to float32,
+            bfloat16 and float16, and in their own dtype; other tensors only the latter.
     """
 
     name: str
@@ -46,19 +45,19 @@ class TensorEntry:
 
     @property
     def floating(self) -> bool:
-        """Whether a load converts it, as ``torch.nn.Module.to`` does: of float8, too."""
+        """Whether a load converts it to the cell's dtype, as ``torch.nn.Module.to`` does; float8 too."""
         return "float" in self.dtype
 
     def bytes_as(self, dtype: str) -> int:
-        """Return its bytes in a model whose floating-point tensors are ``dtype``."""
+        """Return its size in bytes in a model whose floating-point tensors have ``dtype``."""
         return self.numel * ITEM_BYTES[dtype] if self.floating else self.bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """All tensors of a model in the order of its state dict, non-persistent buffers last.
+    """All tensors of a model in the order of its state dict, with non-persistent buffers last.
 
-    ``source`` says where the values come from: "seed 0", or a user's file.
+    ``source`` is the origin of the values: "seed 0", or a user's file.
     """
 
     model: str
@@ -68,30 +67,30 @@ class Manifest:
 
     @property
     def state_dict_entries(self) -> int:
-        """How many keys the checkpoint has, tied names counted each."""
+        """The number of keys in the checkpoint, with every tied name counted."""
         return sum(entry.kind != "non_persistent_buffer" for entry in self.tensors)
 
     @property
     def parameters(self) -> int:
-        """How many numbers the parameters are, tied ones counted once."""
+        """The number of elements of all parameters, with tied ones counted once."""
         return sum(entry.numel for entry in self._once() if entry.kind == "parameter")
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of all tensors in the checkpoint, tied ones counted once."""
+        """The size of all tensors in the checkpoint in bytes, with tied ones counted once."""
         return sum(e.bytes for e in self._once() if e.kind != "non_persistent_buffer")
 
     @property
     def largest_bytes(self) -> int:
-        """Bytes of the largest single tensor in the checkpoint."""
+        """The size of the largest tensor in the checkpoint in bytes."""
         return max((e.bytes for e in self.tensors if e.kind != "non_persistent_buffer"), default=0)
 
     def model_bytes(self, dtype: str = "float32") -> int:
-        """Return the bytes of all parameters and buffers once loaded as ``dtype``."""
+        """Return the size in bytes of all parameters and buffers when loaded in ``dtype``."""
         return sum(entry.bytes_as(dtype) for entry in self._once())
 
     def entry(self, name: str) -> TensorEntry:
-        """Return the tensor called ``name``; raises KeyError."""
+        """Return the tensor called ``name``; raise KeyError if there is none."""
         for entry in self.tensors:
             if entry.name == name:
                 return entry
@@ -101,7 +100,7 @@ class Manifest:
         return (entry for entry in self.tensors if entry.shared_with is None)
 
     def write(self, path: Path) -> None:
-        """Write as JSON; a reader sees the old file or the new one, never half of it."""
+        """Write the manifest as JSON; a concurrent reader sees the old file or the new one, whole."""
         write_text(path, json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1))
 
 
@@ -109,9 +108,9 @@ def read_manifest(path: Path) -> Manifest:
     """Return the manifest that ``Manifest.write`` wrote.
 
     Raises:
-        CheckpointError: missing, damaged, or of a later schema.
+        CheckpointError: the file is missing, damaged, or of another schema.
     """
-    repair = "delete it: it is made again at the next run"
+    repair = "delete it; the next run creates it again"
     try:
         fields = json.loads(path.read_text())
         if fields.pop("schema") != SCHEMA:

@@ -1,4 +1,4 @@
-"""Checksums of a tensor that comes in pieces, in every dtype that a cell may want it in."""
+"""Compute a tensor's checksums from pieces, in every dtype that a cell may load it in."""
 
 from collections.abc import Iterable, Iterator
 from typing import Final
@@ -15,30 +15,30 @@ from weighin.checkpoint.checksum import (
 )
 
 CELL_DTYPES: Final = ("float32", "bfloat16", "float16")
-"""What floating-point weights may be loaded as."""
+"""The dtypes in which floating-point weights may be loaded."""
 
 PIECE_ELEMENTS: Final = _CHUNK_BYTES
-"""Elements in one piece, a whole number of checksum chunks in every dtype: 16 MiB of float32."""
+"""The number of elements in a piece: 16 MiB of float32, and whole checksum chunks in every dtype."""
 
 
 class RunningChecksum:
-    """The checksum of a tensor whose elements are given in order, piece after piece."""
+    """The checksum of a tensor whose elements arrive in order, in pieces."""
 
     def __init__(self, total_bytes: int) -> None:
         self._value = total_bytes
 
     def update(self, piece: torch.Tensor) -> None:
-        """Take the next piece, contiguous; all but the last fill whole chunks."""
+        """Add the next contiguous piece; all pieces but the last must be whole chunks."""
         for words in _chunks(piece.reshape(-1).view(torch.uint8)):
             self._value = (self._value * _MULTIPLIER + _chunk_value(words)) & _MASK
 
     def hexdigest(self) -> str:
-        """Return what ``checksum`` returns of the whole tensor."""
+        """Return the same text as ``checksum`` returns for the whole tensor."""
         return f"{self._value:016x}"
 
 
 class Checksums:
-    """The checksums of one tensor: in each of ``CELL_DTYPES`` if floating, else in its own."""
+    """The checksums of one tensor: in each of ``CELL_DTYPES`` and its own dtype if floating-point."""
 
     def __init__(self, numel: int, dtype: torch.dtype) -> None:
         names = CELL_DTYPES if dtype.is_floating_point else ()
@@ -49,7 +49,7 @@ class Checksums:
         }
 
     def update(self, piece: torch.Tensor) -> None:
-        """Take the next piece of the tensor, in the tensor's own dtype."""
+        """Add the next piece of the tensor, in the tensor's own dtype."""
         for name, running in self._running.items():
             running.update(piece.to(self._dtypes[name]))
 
@@ -59,7 +59,7 @@ class Checksums:
 
 
 def tensor_checksums(tensor: torch.Tensor) -> dict[str, str]:
-    """Return the checksums of a whole tensor; needs 64 MiB beside it unless it is strided."""
+    """Return the checksums of a tensor; needs 64 MiB of memory, or copies of a non-contiguous tensor."""
     sums = Checksums(tensor.numel(), tensor.dtype)
     if tensor.numel() and not tensor.is_contiguous():
         return {name: checksum(tensor.to(kind)) for name, kind in sums._dtypes.items()}
@@ -76,7 +76,7 @@ def pieces_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def checksummed(pieces: Iterable[torch.Tensor], sums: Checksums) -> Iterator[torch.Tensor]:
-    """Pass the pieces on, each added to ``sums`` on its way."""
+    """Yield the pieces, and add each to ``sums``."""
     for piece in pieces:
         sums.update(piece)
         yield piece

@@ -1,4 +1,4 @@
-"""A tensor's elements from their place in a file, piece after piece: never held or mapped whole."""
+"""Read a tensor's elements from a checkpoint in pieces, in bounded memory."""
 
 import mmap
 import os
@@ -13,7 +13,7 @@ from weighin.errors import CheckpointError
 from weighin.formats.base import TensorPlan, TensorSlice
 from weighin.loader.direct_io import PIECE_BYTES, PieceReader
 
-_ROWS_BYTES: Final = PIECE_ELEMENTS  # of a strided tensor, this much is copied at a time
+_ROWS_BYTES: Final = PIECE_ELEMENTS  # the part of a strided tensor that is copied at a time
 
 
 def read_pieces(where: TensorSlice) -> Iterator[torch.Tensor]:
@@ -22,7 +22,7 @@ def read_pieces(where: TensorSlice) -> Iterator[torch.Tensor]:
     All but the last have that length. Pieces share memory: use each before the next.
 
     Raises:
-        CheckpointError: the file ends before the tensor does, or its disk fails.
+        CheckpointError: the file is too short, or its disk fails.
     """
     if where.nbytes == 0:
         return
@@ -50,7 +50,7 @@ def _contiguous(where: TensorSlice) -> Iterator[torch.Tensor]:
 
 
 def _gathered(where: TensorSlice) -> Iterator[torch.Tensor]:
-    """A transposed or otherwise strided tensor: its stretch of the file is mapped, and copied."""
+    """Yield a strided (for example transposed) tensor, copied from a mapping of its part of the file."""
     tensor = _mapped(where)
     rows = max(1, _ROWS_BYTES // max(1, tensor[0].numel()))
     yield from _cut(
@@ -60,7 +60,7 @@ def _gathered(where: TensorSlice) -> Iterator[torch.Tensor]:
 
 
 def _joined(where: TensorSlice) -> Iterator[torch.Tensor]:
-    """A tensor in several parts: some of its rows at a time are put together from mapped files."""
+    """Yield a tensor that is stored in several parts, assembled from mapped files row by row."""
     yield from _cut(_rows(where))
 
 
@@ -85,7 +85,7 @@ def _rows(where: TensorSlice) -> Iterator[torch.Tensor]:
 
 
 def _cut(stretches: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the elements of all stretches in pieces of ``PIECE_ELEMENTS``, the last one shorter."""
+    """Yield the elements of all tensors in pieces of ``PIECE_ELEMENTS``; the last may be shorter."""
     rest: torch.Tensor | None = None
     for stretch in stretches:
         rest = stretch if rest is None else torch.cat([rest, stretch])
@@ -97,7 +97,7 @@ def _cut(stretches: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def _mapped(where: TensorSlice) -> torch.Tensor:
-    """Return a tensor over its mapped stretch of the file, and no more of it."""
+    """Map a tensor's part of the file, and return the tensor in this mapping."""
     reach = sum((size - 1) * step for size, step in zip(where.shape, where.stride, strict=True))
     start = where.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     length = where.offset - start + (reach + 1) * where.dtype.itemsize
@@ -107,25 +107,25 @@ def _mapped(where: TensorSlice) -> torch.Tensor:
                 f"{where.file}: truncated: it ends before byte {start + length:,}",
                 "copy or download the file again",
             )
-        # Copy on write only makes torch take it: nothing is written.
+        # Copy-on-write only because torch needs a writable buffer: nothing is written.
         mapped = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=start)
     flat = torch.frombuffer(mapped, dtype=where.dtype, offset=where.offset - start, count=reach + 1)
     return flat.as_strided(where.shape, where.stride)
 
 
 def plans(slices: Sequence[TensorSlice], dtype: torch.dtype | None = None) -> list[TensorPlan]:
-    """Return what to write of a checkpoint's tensors; equal places in a file are tied.
+    """Return the plans by which a format writes these tensors; tensors at the same place are tied.
 
-    ``dtype`` is what floating-point tensors become. Views of one storage that are not the same
-    tensor are no longer views once written.
+    ``dtype`` is the new dtype of floating-point tensors. Different views of one storage become
+    separate tensors.
     """
     firsts: dict[object, str] = {}
-    found = []
-    for one in slices:
-        parts = tuple((part.start, part.where.file, part.where.offset) for part in one.parts)
-        place = one.file, one.offset, one.dtype, one.shape, one.stride, parts
-        first = firsts.setdefault(place, one.name)
-        tied = first != one.name and one.nbytes > 0
-        kind = dtype if dtype is not None and one.dtype.is_floating_point else one.dtype
-        found.append(TensorPlan(one.name, one.shape, kind, first if tied else None))
-    return found
+    tensors = []
+    for source in slices:
+        parts = tuple((part.start, part.where.file, part.where.offset) for part in source.parts)
+        place = source.file, source.offset, source.dtype, source.shape, source.stride, parts
+        first = firsts.setdefault(place, source.name)
+        tied = first != source.name and source.nbytes > 0
+        kind = dtype if dtype is not None and source.dtype.is_floating_point else source.dtype
+        tensors.append(TensorPlan(source.name, source.shape, kind, first if tied else None))
+    return tensors

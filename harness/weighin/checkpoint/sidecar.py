@@ -1,10 +1,12 @@
-"""The checksums of a checkpoint's tensors, in a small file that goes where the checkpoint goes.
+"""Keep the checksums of a checkpoint's tensors in a small file with the checkpoint.
 
-A file has it beside itself (``model.pt.weighin-checksums.json``), a folder inside::
+For a checkpoint that is a file, it is next to it (``model.pt.weighin-checksums.json``); for a folder,
+it is inside::
 
     {"format": "weighin-checksums", "version": 1, "tensors": {"tok_emb.weight": "float32 0f3a..."}}
 
-A checkpoint in the cache has its checksums in the entry's manifest. The parent uses this: no torch.
+A checkpoint in the cache has its checksums in the entry's manifest instead. Does not import torch,
+because the parent process uses this module.
 """
 
 import json
@@ -31,42 +33,44 @@ _SUM: Final = re.compile(r"([a-z0-9_]+) ([0-9a-f]{16})")
 
 
 class KnownChecksums:
-    """The checksums that a checkpoint came with: of each of its tensors, in its own dtype."""
+    """The stored checksums of a checkpoint's tensors, each in the tensor's own dtype."""
 
     def __init__(self, checkpoint: Path, path: Path, slices: Iterable[TensorSlice]) -> None:
-        """Read them from ``path``, which ``find`` named.
+        """Read the checksums from ``path``, which ``find`` returned.
 
         Raises:
-            CheckpointError: unreadable, or of other tensors than ``slices``.
+            CheckpointError: the file is unreadable, or has other tensors than ``slices``.
         """
         self._checkpoint, self._path = checkpoint, path
-        known = _read(path)
-        self._sums = {one.name: known.get(one.name, {}).get(one.dtype_name) for one in slices}
-        odd = [name for name, one in self._sums.items() if one is None]
-        odd += [name for name in known if name not in self._sums]
+        sums = _read(path)
+        self._sums = {
+            where.name: sums.get(where.name, {}).get(where.dtype_name) for where in slices
+        }
+        odd = [name for name, checksum in self._sums.items() if checksum is None]
+        odd += [name for name in sums if name not in self._sums]
         if odd:
             raise self._other("tensors or dtypes", odd)
 
-    def check(self, names: Iterable[str], found: str) -> None:
-        """Raise CheckpointError unless ``found`` is the checksum of all these names."""
-        if wrong := [name for name in names if self._sums[name] != found]:
+    def check(self, names: Iterable[str], actual: str) -> None:
+        """Raise CheckpointError unless ``actual`` is the checksum of all these tensors."""
+        if wrong := [name for name in names if self._sums[name] != actual]:
             raise self._other("values", wrong)
 
     def _other(self, what: str, names: list[str]) -> CheckpointError:
         return CheckpointError(
-            f"{self._checkpoint}: has other {what} than {self._path} says: {first_names(map(shown, names))}",
+            f"{self._checkpoint}: has other {what} than {self._path} lists: {first_names(map(shown, names))}",
             "copy or download the checkpoint again; if it was changed on purpose, remove that file",
         )
 
 
 def beside(checkpoint: Path) -> Path:
-    """Return where the checksums of a checkpoint that is one file belong."""
+    """Return the path of the checksums of a checkpoint that is one file."""
     return checkpoint.with_name(f"{checkpoint.name}.{NAME}")
 
 
 def find(checkpoint: Path) -> Path | None:
-    """Return the file that holds a checkpoint's checksums; None where there is none."""
-    from weighin.checkpoint import entries  # only the parent has file locks
+    """Return the file with a checkpoint's checksums; None if there is none."""
+    from weighin.checkpoint import entries  # not at the top: only the parent has its dependencies
 
     place = checkpoint / NAME if checkpoint.is_dir() else beside(checkpoint)
     if os.path.exists(place):  # noqa: PTH110 (Path.exists raises for a name that is too long)
@@ -80,26 +84,26 @@ def find(checkpoint: Path) -> Path | None:
 
 
 def write(path: Path, sums: Mapping[str, tuple[str, str]]) -> None:
-    """Write each name's dtype and checksum."""
+    """Write a checksum file; ``sums`` maps each tensor's name to its dtype and checksum."""
     tensors = {name: f"{dtype} {checksum}" for name, (dtype, checksum) in sums.items()}
     content = {"format": _FORMAT, "version": _VERSION, "tensors": tensors}
     write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def _read(path: Path) -> dict[str, dict[str, str]]:
-    """Return the checksums of each name, by dtype."""
+    """Return each tensor's checksums by dtype."""
     if path.name == _MANIFEST_NAME:
         entries = read_manifest(path).tensors
-        return {one.name: one.checksums for one in entries if one.kind != "non_persistent_buffer"}
+        return {e.name: e.checksums for e in entries if e.kind != "non_persistent_buffer"}
     repair = "remove it: a conversion with --verify writes a new one"
     content = read_object(path, repair)
     tensors = content.get("tensors")
     if (content.get("format"), content.get("version")) != (_FORMAT, _VERSION):
-        raise CheckpointError(f"{path}: not checksums that this weighin reads", repair)
-    found: dict[str, dict[str, str]] = {}
+        raise CheckpointError(f"{path}: not a checksum file that this weighin reads", repair)
+    sums: dict[str, dict[str, str]] = {}
     for name, text in (tensors if isinstance(tensors, dict) else {}).items():
         match = _SUM.fullmatch(text) if isinstance(text, str) else None
         if match is None:
             raise CheckpointError(f"{path}: damaged: {shown(name)} has no checksum", repair)
-        found[name] = {match[1]: match[2]}
-    return found
+        sums[name] = {match[1]: match[2]}
+    return sums

@@ -1,7 +1,8 @@
-"""A hidden folder beside a file or folder that is being made, until it is whole and renamed.
+"""Provide a hidden folder next to a target, in which the target is written before it is renamed.
 
-There is one for each target, locked by the process that works in it; the kernel gives the lock back
-when that process dies, so that leftovers are told from work. The parent uses this too: no torch.
+There is one folder for each target, locked by the process that writes. The kernel releases the lock
+when that process ends, so that a folder without a lock is a leftover. Does not import torch, because
+the parent process uses this module too.
 """
 
 import fcntl
@@ -16,15 +17,17 @@ from typing import Final
 
 from weighin.errors import ConfigError
 
-_LONGEST_NAME: Final = 100  # of a target, in the name of its folder: file systems take 255 bytes
+_LONGEST_NAME: Final = 100  # of a target, in its folder's name: file systems allow 255 bytes
 
 
 @contextmanager
 def growing_beside(target: Path) -> Iterator[Path]:
-    """Give an empty folder beside the target, on the same disk; it is removed at the end.
+    """Yield an empty folder next to the target, on the same disk; remove it at the end.
+
+    Of concurrent conversions to one target, one proceeds and the others exit with an error.
 
     Raises:
-        ConfigError: another conversion to the same target is alive.
+        ConfigError: another process is writing the same target.
     """
     remove_dead(target)
     temporary = target.with_name(f"{_prefix(target)}new")
@@ -32,19 +35,21 @@ def growing_beside(target: Path) -> Iterator[Path]:
     try:
         yield temporary
     finally:
-        if _is_at(temporary, descriptor):  # else it was renamed, and this may be another's
-            shutil.rmtree(temporary, ignore_errors=True)  # before the lock goes
+        if _is_at(
+            temporary, descriptor
+        ):  # else it was renamed, and another process may own this one
+            shutil.rmtree(temporary, ignore_errors=True)  # before the lock is released
         os.close(descriptor)
 
 
 def remove_dead(target: Path) -> None:
-    """Remove what killed conversions to ``target`` left.
+    """Remove the folders of killed conversions to ``target``.
 
     Raises:
-        ConfigError: one is alive.
+        ConfigError: a conversion to ``target`` is running.
     """
     for leftover in sorted(target.parent.glob(f"{escape(_prefix(target))}*")):
-        with suppress(FileNotFoundError):  # its owner has just removed it
+        with suppress(FileNotFoundError):  # its owner removed it just now
             _remove_if_dead(leftover, target)
 
 
@@ -56,19 +61,19 @@ def _prefix(target: Path) -> str:
 
 
 def _locked(folder: Path, target: Path) -> int:
-    """Make a folder, or take one that is nobody's, and lock it; return its open descriptor."""
+    """Create a folder, or reuse one without an owner, and lock it; return its open descriptor."""
     while True:
-        with suppress(FileExistsError):  # exist_ok would raise it where the folder has just gone
+        with suppress(FileExistsError):  # exist_ok would still raise it if the folder vanishes now
             folder.mkdir(mode=0o700)
         try:
             descriptor = _lock(folder, target)
-        except FileNotFoundError:  # removed by its owner since
+        except FileNotFoundError:  # its owner removed it meanwhile
             continue
         if _is_at(folder, descriptor):
             for left in folder.iterdir():
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
             return descriptor
-        os.close(descriptor)  # locked, but removed before: another has, or will make, a new one
+        os.close(descriptor)  # the locked folder was removed before: try again with a new one
 
 
 def _lock(folder: Path, target: Path) -> int:
@@ -78,7 +83,8 @@ def _lock(folder: Path, target: Path) -> int:
     except BlockingIOError:
         os.close(descriptor)
         raise ConfigError(
-            f"another weighin is writing {target}", "wait until it has ended, or name another"
+            f"another weighin process is writing {target}",
+            "wait until it has ended, or name another target",
         ) from None
     return descriptor
 
@@ -86,14 +92,14 @@ def _lock(folder: Path, target: Path) -> int:
 def _remove_if_dead(leftover: Path, target: Path) -> None:
     descriptor = _lock(leftover, target)
     try:
-        if _is_at(leftover, descriptor):  # else its owner removed it, and this is another's
+        if _is_at(leftover, descriptor):  # else its owner removed it, and another process owns this
             shutil.rmtree(leftover, ignore_errors=True)
     finally:
         os.close(descriptor)
 
 
 def _is_at(folder: Path, descriptor: int) -> bool:
-    """Tell whether an open folder is the one of that name: a lock may be of one that is gone."""
+    """Tell whether the open folder is still at this path; a locked folder may have been removed."""
     try:
         return os.path.samestat(os.fstat(descriptor), folder.stat())
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Running the maker's process from the parent: without torch, with errors as exceptions."""
+"""Run ``python -m weighin.checkpoint`` from the parent, and turn its errors into exceptions."""
 
 import json
 import os
@@ -26,11 +26,11 @@ def run_maker(
 ) -> dict[str, float]:
     """Run ``python -m weighin.checkpoint`` to its end; return its seconds by stage.
 
-    ``permit`` gets the bytes that will be written before the first one is, and raises to refuse;
-    ``report`` gets the bytes done and in all. The process never outlives this call.
+    ``permit`` is called with the number of bytes to write before any is written, and raises to refuse.
+    ``report`` is called with the bytes done and the total. The subprocess never outlives this call.
 
     Raises:
-        HarnessError: whatever the maker raised, or that it was killed.
+        HarnessError: the error that the subprocess raised, or that it was killed.
     """
     with tempfile.TemporaryFile() as stderr_tail:
         process = subprocess.Popen(
@@ -46,7 +46,7 @@ def run_maker(
             done = _follow(process.stdout, process.stdin, permit, report)
             process.wait()
         finally:
-            process.kill()  # nothing to end where it has ended by itself
+            process.kill()  # no effect if it has ended
             process.communicate()
         if done is None:
             raise _died(process.returncode, stderr_tail)
@@ -63,7 +63,7 @@ def _follow(
     for line in lines:
         event = _decode(line)
         if event is None:
-            continue  # a builder that prints
+            continue  # output of a builder
         if "error" in event:
             raise _error(event["error"])
         if event["event"] == "size":
@@ -82,8 +82,8 @@ def _decode(line: str) -> dict[str, Any] | None:
         event = json.loads(line)
     except ValueError:
         return None
-    known = isinstance(event, dict) and ("event" in event or "error" in event)
-    return event if known else None
+    is_event = isinstance(event, dict) and ("event" in event or "error" in event)
+    return event if is_event else None
 
 
 def _error(fields: dict[str, str]) -> HarnessError:
@@ -95,17 +95,17 @@ def _died(code: int, stderr_tail: IO[bytes]) -> CheckpointError:
     stderr_tail.seek(0)
     lines = stderr_tail.read().decode(errors="replace").strip().splitlines()[-_LAST_LINES:]
     if code < 0:
-        cause = f"killed by {signal.Signals(-code).name}"
+        end = f"was killed by {signal.Signals(-code).name}"
         repair = "run it again; if the kernel killed it (see `dmesg`), free some memory first"
     else:
-        cause = f"stopped with exit code {code}"
-        repair = "correct the model's builder, if this is its error; else report these lines"
-    said = f": {' | '.join(line.strip() for line in lines)}" if lines else ""
-    return CheckpointError(f"the process that prepares the checkpoint was {cause}{said}", repair)
+        end = f"ended with exit code {code}"
+        repair = "if the model's builder raised this error, correct it; else report these lines"
+    output = f": {' | '.join(line.strip() for line in lines)}" if lines else ""
+    return CheckpointError(f"the process that prepares the checkpoint {end}{output}", repair)
 
 
 def environment(python_path: Iterable[str]) -> dict[str, str]:
-    """Return the environment of a process that imports this package and a user's builders."""
+    """Return the environment of a process that can import this package and a user's builders."""
     ours = str(Path(weighin.__file__).resolve().parent.parent)
     inherited = os.environ.get("PYTHONPATH", "")
     paths = [*python_path, ours, *([inherited] if inherited else [])]

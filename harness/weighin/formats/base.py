@@ -1,9 +1,9 @@
-"""What every layout of a checkpoint on the disk can do, and the words for what lies in one.
+"""Define the interface of a checkpoint format, and the types that describe a checkpoint's tensors.
 
-A layout is a module of this package with ``NAME``, ``SUFFIX``, ``matches``, ``files``, ``read`` and
-``write``. ``read`` reads no tensor data: it says where each tensor lies, so that a loader can read it
-straight into place, whatever the layout. The parent uses all but the last: a layout imports torch
-inside ``write`` only.
+A format is a module of this package with ``NAME``, ``SUFFIX``, ``matches``, ``files``, ``read`` and
+``write``. ``read`` reads no tensor data: it returns the place of each tensor in the files, so that a
+loader can read any format straight into a model. Only ``write`` imports torch, because the parent
+process calls the other functions and must stay light.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     import torch
 
 Pieces = Callable[[str], Iterable["torch.Tensor"]]
-"""From a name to its elements in order, as contiguous tensors of any sizes."""
+"""A function from a tensor's name to its elements in order, as contiguous tensors of any sizes."""
 
 Progress = Callable[[int], None]
-"""Called with the bytes written since the last call, from any thread."""
+"""A function that is called, from any thread, with the number of bytes written since the last call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A block of a tensor that is stored in several: where it begins in the tensor, and in a file."""
+    """One of several blocks of a tensor: its start within the tensor, and its place in a file."""
 
     start: tuple[int, ...]
     where: "TensorSlice"
@@ -34,17 +34,17 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """One key of a state dict as a stretch of a file.
+    """One tensor of a state dict and its place in a file.
 
     Attributes:
         stride: in elements.
-        dtype_name: as torch calls it, "float32".
+        dtype_name: torch's name, "float32".
         offset: in bytes, from the file's start to the tensor's first element.
-        storage_offset: in bytes, from the file's start to the storage that the tensor views;
-            equal, in one file, for keys that share it (tied weights, views).
+        storage_offset: in bytes, from the file's start to the storage that the tensor views.
+            Tensors of one file that share a storage (tied weights, views) have the same.
         storage_bytes: the length of that storage.
-        parts: the blocks that tile a tensor which lies in several; file and offsets are then the
-            first one's. Empty for a tensor that lies in one place.
+        parts: the blocks of a tensor that is stored in several, which together cover it; ``file`` and
+            the offsets are then those of the first block. Empty for a tensor in one place.
     """
 
     name: str
@@ -59,20 +59,20 @@ class TensorSlice:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its elements, without what a stride leaves out."""
+        """The size of the tensor's elements in bytes, without gaps between them."""
         return prod(self.shape) * ITEM_BYTES[self.dtype_name]
 
     @property
     def dtype(self) -> "torch.dtype":
-        """The dtype itself; imports torch."""
-        import torch  # nothing else of a slice needs it, and `weighin inspect` answers at once
+        """The tensor's ``torch.dtype``; imports torch."""
+        import torch  # not at the top: `weighin inspect` does without it
 
-        found: torch.dtype = getattr(torch, self.dtype_name)
-        return found
+        dtype: torch.dtype = getattr(torch, self.dtype_name)
+        return dtype
 
     @property
     def contiguous(self) -> bool:
-        """Whether the elements lie one behind the other, in row-major order."""
+        """Whether the elements are stored in row-major order without gaps."""
         expected = 1
         for size, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if size not in (0, 1) and step != expected:
@@ -84,8 +84,8 @@ class TensorSlice:
 class Slices(list[TensorSlice]):
     """The tensors of a checkpoint, in the state dict's order.
 
-    ``metadata``: what ``torch.save`` keeps of each module's version, by the module's name, from which
-    ``load_state_dict`` tells older checkpoints; None where the layout keeps none.
+    ``metadata`` maps each module's name to its version metadata, by which ``load_state_dict`` detects
+    older checkpoints; None where the format does not store it.
     """
 
     metadata: Mapping[str, Mapping[str, object]] | None = None
@@ -93,7 +93,7 @@ class Slices(list[TensorSlice]):
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """One tensor to write. ``shared_with`` is the first name of its group of tied names, or None."""
+    """One tensor to write. ``shared_with`` is the earlier tensor that it is tied to, or None."""
 
     name: str
     shape: tuple[int, ...]
@@ -102,26 +102,31 @@ class TensorPlan:
 
 
 class Layout(Protocol):
-    """What a module of this package offers."""
+    """The interface of a checkpoint format."""
 
     NAME: str
     SUFFIX: str
-    """How a checkpoint of one file ends, ".pt"; empty where it is a folder."""
+    """The suffix of a checkpoint of one file, ".pt"; empty if a checkpoint is a folder."""
 
     def matches(self, path: Path) -> bool:
-        """Tell whether ``path`` looks like this layout, by its name and its first bytes."""
+        """Tell whether ``path`` has this format, by its name and its first bytes."""
         ...
 
     def files(self, path: Path) -> list[Path]:
-        """Return every file that a load may read, in a stable order; CheckpointError as ``read``."""
+        """Return every file that a load may read, in a stable order.
+
+        Raises:
+            CheckpointError: as ``read``.
+        """
         ...
 
     def read(self, path: Path) -> list[TensorSlice]:
-        """Return all tensors in the state dict's order; every one lies inside its file.
+        """Return the places of all tensors, each within its file, in the state dict's order.
+
+        Executes nothing in the files, and reads nothing outside ``path``.
 
         Raises:
-            CheckpointError: names the file, what is wrong, and where. Nothing in the file is
-                executed, and nothing outside ``path`` is read.
+            CheckpointError: a file is damaged; the message names the file and the place.
         """
         ...
 
@@ -134,7 +139,7 @@ class Layout(Protocol):
     ) -> None:
         """Write a checkpoint to ``target``, a file or a folder that does not exist yet.
 
-        ``pieces`` is called once for each tensor that is not tied to an earlier one. Anonymous
-        memory stays below a few pieces; files are synced and dropped from the page cache.
+        Calls ``pieces`` once for each tensor that is not tied to an earlier one. The anonymous memory
+        is that of a few pieces. The files are synced and dropped from the page cache.
         """
         ...

@@ -1,4 +1,4 @@
-"""JSON that somebody else wrote, read without the memory that a crafted one could ask for."""
+"""Read JSON from untrusted files in bounded memory."""
 
 import json
 import os
@@ -9,16 +9,16 @@ from weighin.errors import CheckpointError
 from weighin.formats.sniff import shown
 
 MOST_BYTES: Final = 16 * 1024**2
-"""Of an index: some 170,000 keys; at worst 12 bytes of Python objects come of one of text."""
+"""The largest index that is read: some 170,000 keys. One byte of text becomes at most 12 in Python."""
 
 _MOST_BRACKETS: Final = 10_000  # an empty list takes 3 bytes of text and 80 of memory
 
 
 def read_object(path: Path, repair: str) -> dict[str, Any]:
-    """Return the JSON object of a file, in which no key occurs twice.
+    """Return the JSON object in a file.
 
     Raises:
-        CheckpointError: unreadable, too long, no JSON, or no object.
+        CheckpointError: the file is unreadable, too long, or not a JSON object, or a key occurs twice.
     """
     try:
         with path.open("rb") as file:
@@ -29,11 +29,11 @@ def read_object(path: Path, repair: str) -> dict[str, Any]:
     if size > MOST_BYTES:
         raise CheckpointError(f"{path}: {size:,} bytes are too many for an index", repair)
     if text.count(b"[") + text.count(b"{") > _MOST_BRACKETS:
-        raise CheckpointError(f"{path}: damaged index: it nests too much", repair)
+        raise CheckpointError(f"{path}: damaged index: it has too many nested values", repair)
     try:
         value = json.loads(text.decode(), object_pairs_hook=_no_duplicates)
     except RecursionError:
-        raise CheckpointError(f"{path}: damaged index: it nests too deep", repair) from None
+        raise CheckpointError(f"{path}: damaged index: it is nested too deeply", repair) from None
     except ValueError as error:
         raise CheckpointError(f"{path}: damaged index: {error}", repair) from error
     if not isinstance(value, dict):
@@ -42,9 +42,9 @@ def read_object(path: Path, repair: str) -> dict[str, Any]:
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    content: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in content:
             raise ValueError(f"{shown(key)} occurs twice")
-        found[key] = value
-    return found
+        content[key] = value
+    return content

@@ -1,8 +1,8 @@
-"""The folder that ``torch.distributed.checkpoint.save`` writes: ``.metadata`` and ``*.distcp``.
+"""Read and write the folders of ``torch.distributed.checkpoint``: ``.metadata`` and ``*.distcp``.
 
-Each tensor is a ``torch.save`` archive of its own inside ``__0_0.distcp``; the metadata says where.
-Tied keys point at one archive. torch's own writer holds whole tensors: this one writes the same
-files piece by piece, and ``torch.distributed.checkpoint.load`` reads them.
+Each tensor is a ``torch.save`` archive of its own inside ``__0_0.distcp``, at an offset that the
+metadata has. Tied keys refer to the same archive. torch's own writer needs whole tensors in memory;
+this one writes the same files piece by piece, and ``torch.distributed.checkpoint.load`` reads them.
 """
 
 import os
@@ -39,33 +39,34 @@ def matches(path: Path) -> bool:
 
 
 def files(path: Path) -> list[Path]:
-    """Return the metadata and all files of data."""
+    """Return the metadata file and all data files."""
     return [path / _METADATA_NAME, *sorted(path.glob("*.distcp"))]
 
 
 def read(path: Path) -> list[TensorSlice]:
-    """Return where each tensor lies inside the files of data.
+    """Return the place of each tensor in the data files.
 
     Raises:
-        CheckpointError: damaged metadata, parts that do not tile their tensor, or a damaged archive.
+        CheckpointError: the metadata or an archive is damaged, or the blocks of a tensor do not cover
+            it exactly.
     """
     from weighin.formats import dcp_metadata
 
-    known: dict[tuple[str, int], TensorSlice] = {}
-    return [_slice(path, stored, known) for stored in dcp_metadata.read(path)]
+    archives: dict[tuple[str, int], TensorSlice] = {}
+    return [_slice(path, stored, archives) for stored in dcp_metadata.read(path)]
 
 
 def _slice(
-    path: Path, stored: "DcpTensor", known: dict[tuple[str, int], TensorSlice]
+    path: Path, stored: "DcpTensor", archives: dict[tuple[str, int], TensorSlice]
 ) -> TensorSlice:
     from weighin.formats.dcp_pickle import AGAIN
 
     parts = []
     for block in stored.blocks:
         place = block.file, block.offset
-        if place not in known:
-            known[place] = _read_archive(path, stored.key, block)
-        where = replace(known[place], name=stored.key)
+        if place not in archives:
+            archives[place] = _read_archive(path, stored.key, block)
+        where = replace(archives[place], name=stored.key)
         if (where.shape, where.dtype_name) != (block.shape, stored.dtype):
             raise CheckpointError(
                 f"{where.file}: {shown(stored.key)} is {where.shape} of torch.{where.dtype_name} there, "
@@ -91,14 +92,14 @@ def _read_archive(folder: Path, key: str, stored: "DcpBlock") -> TensorSlice:
             AGAIN,
         )
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would block
             raise CheckpointError(f"{path}: not a file", AGAIN)
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if stored.offset + stored.length > size:
                 raise CheckpointError(
                     f"{path}: truncated: {shown(key)} ends at byte "
-                    f"{stored.offset + stored.length:,}, the file at {size:,}",
+                    f"{stored.offset + stored.length:,}, but the file at {size:,}",
                     AGAIN,
                 )
             view = FileView(file.fileno(), stored.offset, stored.length)
@@ -120,7 +121,7 @@ def write(
     pieces: Pieces,
     progress: Progress | None = None,
 ) -> None:
-    """Write the file of data, then the metadata."""
+    """Write the data file, then the metadata."""
     from weighin.formats import zip_writer
 
     target.mkdir()
@@ -148,7 +149,7 @@ def write(
 
 
 def _metadata(tensors: Sequence[TensorPlan], places: Mapping[str, tuple[int, int]]) -> bytes:
-    # A third of a second, and only to write: the reader has stand-ins.
+    # Not at the top: this import takes a third of a second, and reading does without it.
     import torch
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (
@@ -168,7 +169,7 @@ def _metadata(tensors: Sequence[TensorPlan], places: Mapping[str, tuple[int, int
         )
         index = MetadataIndex(plan.name, zeros, 0)
         stored[index] = _StorageInfo(DATA_NAME, *places[plan.name])
-    has_version = any(one.name == "version" for one in fields(Metadata))  # not in torch 2.6
+    has_version = any(field.name == "version" for field in fields(Metadata))  # not in torch 2.6
     metadata = Metadata(
         state_dict_metadata=described,  # type: ignore[arg-type]
         planner_data={plan.name: (plan.name,) for plan in tensors},

@@ -1,4 +1,4 @@
-"""Which tensors ``.metadata`` of ``torch.distributed.checkpoint`` names, and where they lie."""
+"""Read the tensors and their places from ``.metadata`` of ``torch.distributed.checkpoint``."""
 
 from dataclasses import dataclass
 from itertools import combinations
@@ -14,13 +14,13 @@ from weighin.formats.dtypes import ITEM_BYTES
 from weighin.formats.sniff import shown
 
 FILE_NAME: Final = ".metadata"
-_MOST_BLOCKS: Final = 2_000  # of one tensor: each is compared with each
+_MOST_BLOCKS: Final = 2_000  # of one tensor: every pair is compared
 _MERGE: Final = "merge it first: python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE.pt"
 
 
 @dataclass(frozen=True, slots=True)
 class DcpBlock:
-    """A block of a tensor: an archive of its own inside a file, whose places are in bytes."""
+    """A block of a tensor: an archive inside a file, with its offset and length in bytes."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class DcpBlock:
 
 @dataclass(frozen=True, slots=True)
 class DcpTensor:
-    """One tensor and its blocks: one that is all of it, or several that tile it."""
+    """One tensor and its blocks, one or several, which together cover it exactly."""
 
     key: str
     shape: tuple[int, ...]
@@ -43,28 +43,28 @@ def read(folder: Path) -> list[DcpTensor]:
     """Return all tensors in the metadata's order.
 
     Raises:
-        CheckpointError: not such metadata, damaged, or it holds more than whole tensors.
+        CheckpointError: the file is not such metadata, is damaged, or describes more than tensors.
     """
     path = folder / FILE_NAME
     metadata = dcp_pickle.load(path)
     tensors, places = metadata.field("state_dict_metadata"), metadata.field("storage_data")
     if not (isinstance(tensors, dict) and isinstance(places, dict) and tensors):
-        raise CheckpointError(f"{path}: damaged: names no tensors or no places", AGAIN)
+        raise CheckpointError(f"{path}: damaged: it has no tensors or no offsets", AGAIN)
     by_key: dict[str, list[tuple[Any, Any]]] = {}
     for index, place in places.items():
         key = index.field("fqn") if isinstance(index, MetadataIndex) else None
         if not isinstance(key, str):
-            raise CheckpointError(f"{path}: damaged: a place belongs to no key", AGAIN)
+            raise CheckpointError(f"{path}: damaged: an offset belongs to no key", AGAIN)
         by_key.setdefault(key, []).append((index.field("offset"), place))
-    return [_stored(path, key, one, by_key.get(key, [])) for key, one in tensors.items()]
+    return [_stored(path, key, tensor, by_key.get(key, [])) for key, tensor in tensors.items()]
 
 
 def _stored(path: Path, key: Any, tensor: Any, places: list[tuple[Any, Any]]) -> DcpTensor:
     if not isinstance(key, str):
-        raise CheckpointError(f"{path}: damaged: a key that is no text: {shown(key)}", AGAIN)
+        raise CheckpointError(f"{path}: damaged: a key is not a string: {shown(key)}", AGAIN)
     if not isinstance(tensor, TensorMetadata):
         raise CheckpointError(
-            f"{path}: not a flat state dict of tensors: {shown(key)} is something else",
+            f"{path}: not a flat state dict of tensors: {shown(key)} is not a tensor",
             "save the weights alone: torch.distributed.checkpoint.save(model.state_dict(), ...)",
         )
     chunks, properties = tensor.field("chunks"), tensor.field("properties")
@@ -72,9 +72,9 @@ def _stored(path: Path, key: Any, tensor: Any, places: list[tuple[Any, Any]]) ->
     dtype = state[0] if isinstance(state, tuple) and state else None
     shape = tensor.field("size")
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES or not places:
-        raise CheckpointError(f"{path}: damaged: {shown(key)} has no dtype or no place", AGAIN)
+        raise CheckpointError(f"{path}: damaged: {shown(key)} has no dtype or no offset", AGAIN)
     if not _are_sizes(shape):
-        raise CheckpointError(f"{path}: damaged: the shape or place of {shown(key)}", AGAIN)
+        raise CheckpointError(f"{path}: damaged: invalid shape or offset of {shown(key)}", AGAIN)
     shape = tuple(shape)
     if not (isinstance(chunks, list) and len(chunks) > 1) and len(places) == 1:
         begin = (0,) * len(shape)
@@ -88,21 +88,21 @@ def _block(
     path: Path, key: str, start: tuple[int, ...], shape: tuple[int, ...], place: Any
 ) -> DcpBlock:
     if not isinstance(place, StandIn):
-        raise CheckpointError(f"{path}: damaged: {shown(key)} has no dtype or no place", AGAIN)
+        raise CheckpointError(f"{path}: damaged: {shown(key)} has no dtype or no offset", AGAIN)
     file, offset, length = (place.field(name) for name in ("relative_path", "offset", "length"))
     if place.field("transform_descriptors"):
         raise CheckpointError(
             f"{path}: {shown(key)} was transformed (compressed) when saved", _MERGE
         )
     if not (_are_sizes((offset, length)) and isinstance(file, str)):
-        raise CheckpointError(f"{path}: damaged: the shape or place of {shown(key)}", AGAIN)
+        raise CheckpointError(f"{path}: damaged: invalid shape or offset of {shown(key)}", AGAIN)
     return DcpBlock(start, shape, file, offset, length)
 
 
 def _blocks(path: Path, key: str, chunks: Any, places: list[tuple[Any, Any]]) -> list[DcpBlock]:
-    """Return the blocks of a tensor that is stored in several, each with the place of its start."""
+    """Return the blocks of a tensor that is stored in several, matched to their places in the files."""
     by_start = {tuple(start): place for start, place in places if _are_sizes(start)}
-    found = []
+    blocks = []
     for chunk in chunks if isinstance(chunks, list) else []:
         start, shape = (
             (chunk.field("offsets"), chunk.field("sizes"))
@@ -110,40 +110,44 @@ def _blocks(path: Path, key: str, chunks: Any, places: list[tuple[Any, Any]]) ->
             else (None, None)
         )
         if start is None or shape is None or not (_are_sizes(start) and _are_sizes(shape)):
-            raise CheckpointError(f"{path}: damaged: the shape or place of {shown(key)}", AGAIN)
+            raise CheckpointError(
+                f"{path}: damaged: invalid shape or offset of {shown(key)}", AGAIN
+            )
         if tuple(start) not in by_start:
             raise CheckpointError(
                 f"{path}: the part of {shown(key)} at {tuple(start)} is missing", AGAIN
             )
-        found.append(_block(path, key, tuple(start), tuple(shape), by_start[tuple(start)]))
-    if len(found) != len(places):
+        blocks.append(_block(path, key, tuple(start), tuple(shape), by_start[tuple(start)]))
+    if len(blocks) != len(places):
         raise CheckpointError(
-            f"{path}: {shown(key)} has {len(places)} places for {len(found)} parts", AGAIN
+            f"{path}: {shown(key)} has {len(places)} offsets for {len(blocks)} parts", AGAIN
         )
-    return found
+    return blocks
 
 
 def _check_tiles(path: Path, key: str, shape: tuple[int, ...], blocks: list[DcpBlock]) -> None:
-    """Raise CheckpointError unless the blocks cover the tensor, and no element twice."""
-    for one in blocks:
-        ends = [at + size for at, size in zip(one.start, one.shape, strict=False)]
-        inside = len(one.start) == len(one.shape) == len(shape) and all(map(le, ends, shape))
+    """Raise CheckpointError unless the blocks cover each element of the tensor exactly once."""
+    for block in blocks:
+        ends = [at + size for at, size in zip(block.start, block.shape, strict=False)]
+        inside = len(block.start) == len(block.shape) == len(shape) and all(map(le, ends, shape))
         if not inside:
             raise CheckpointError(
-                f"{path}: the part of {shown(key)} at {one.start} lies outside of {shape}", AGAIN
+                f"{path}: the part of {shown(key)} at {block.start} is outside the shape {shape}",
+                AGAIN,
             )
     if len(blocks) > _MOST_BLOCKS:
         raise CheckpointError(f"{path}: {shown(key)} is stored in {len(blocks):,} parts", _MERGE)
-    solid = [one for one in blocks if prod(one.shape)]
-    for one, other in combinations(solid, 2):
+    solid = [block for block in blocks if prod(block.shape)]
+    for first, second in combinations(solid, 2):
         if all(
             a < b + n and b < a + m
-            for a, m, b, n in zip(one.start, one.shape, other.start, other.shape, strict=True)
+            for a, m, b, n in zip(first.start, first.shape, second.start, second.shape, strict=True)
         ):
             raise CheckpointError(
-                f"{path}: the parts of {shown(key)} at {one.start} and {other.start} overlap", AGAIN
+                f"{path}: the parts of {shown(key)} at {first.start} and {second.start} overlap",
+                AGAIN,
             )
-    if sum(prod(one.shape) for one in solid) != prod(shape):  # inside, and none twice: a gap
+    if sum(prod(block.shape) for block in solid) != prod(shape):  # no overlap: so there is a gap
         raise CheckpointError(f"{path}: the parts of {shown(key)} leave a gap in {shape}", AGAIN)
 
 

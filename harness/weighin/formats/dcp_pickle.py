@@ -1,7 +1,7 @@
-"""``.metadata`` of ``torch.distributed.checkpoint``: a pickle, read without running any of it.
+"""Unpickle ``.metadata`` of ``torch.distributed.checkpoint`` without executing any of its code.
 
-The names that the pickle refers to become stand-ins that keep what they are given; a name that
-does not belong to such a file ends the reading. Nothing of torch.distributed is imported.
+Each class that the pickle refers to is replaced by a stand-in that keeps its arguments and state. A
+name that such metadata never contains is an error. torch.distributed is not imported.
 """
 
 import io
@@ -20,7 +20,7 @@ AGAIN: Final = "copy or download the folder again, or convert its source again"
 
 
 class StandIn:
-    """Keeps the arguments and the state of an object of another class."""
+    """Keeps the constructor's arguments and the state of an object of the replaced class."""
 
     state: Any = None
 
@@ -35,7 +35,7 @@ class StandIn:
 
 
 class _Size(tuple[Any, ...]):
-    """A torch.Size; copies no more than one can hold."""
+    """Stands in for torch.Size; refuses more dimensions than a tensor can have."""
 
     __slots__ = ()
 
@@ -46,7 +46,7 @@ class _Size(tuple[Any, ...]):
 
 
 class _Ordered(dict[Any, Any]):
-    """An OrderedDict, which such metadata only have empty."""
+    """Stands in for an OrderedDict, which is always empty in such metadata."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,15 +83,15 @@ _KNOWN: Final[dict[tuple[str, str], type]] = {
     ("pathlib._local", "PosixPath"): StandIn,
     ("pathlib._local", "WindowsPath"): StandIn,
     ("collections", "OrderedDict"): _Ordered,
-    ("builtins", "getattr"): StandIn,  # Python 3.11.0 to 3.11.3 names a member of an enum so
+    ("builtins", "getattr"): StandIn,  # Python 3.11.0 to 3.11.3 pickles an enum's member with it
 }
 
 
 class _Forbidden(Exception):
-    """The pickle refers to something that is no part of such metadata."""
+    """The pickle refers to a name that such metadata never contains."""
 
 
-# What allocates the length that it is told, hashes nested tuples for ever, or is of no use here.
+# Instructions that allocate a given length, hash nested tuples endlessly, or are not needed here.
 _REFUSED: Final = frozenset(
     code[0]
     for code in (
@@ -102,7 +102,7 @@ _REFUSED: Final = frozenset(
 
 
 def _guarded(code: int, handler: Callable[["_Unpickler"], None]) -> Callable[["_Unpickler"], None]:
-    """Return a handler that is counted, and whose dicts have keys that are quick to hash, each once."""
+    """Return a handler that limits the number of instructions and checks the keys of dicts."""
 
     def handle(unpickler: "_Unpickler") -> None:
         unpickler.left -= 1  # each instruction can make an object of 100 bytes out of one byte
@@ -119,21 +119,21 @@ def _guarded(code: int, handler: Callable[["_Unpickler"], None]) -> Callable[["_
 
 def _check_keys(target: Any, keys: list[Any]) -> None:
     if not isinstance(target, dict):
-        raise TypeError("something is set in what is no dict")
+        raise TypeError("an item is set on an object that is not a dict")
     new = set()
     for key in keys:
         if not isinstance(key, str | int | MetadataIndex):
-            raise TypeError(f"a key of a dict is a {type(key).__name__}")
+            raise TypeError(f"a dict has a key of type {type(key).__name__}")
         if key in target or key in new:
             raise ValueError(f"{shown(key)} occurs twice")
         new.add(key)
 
 
-# The one in Python: the one in C allocates as much memo as a crafted pickle asks for.
+# Python's implementation: that in C allocates as large a memo as a crafted pickle asks for.
 class _Unpickler(pickle._Unpickler):
     left = _MOST_INSTRUCTIONS
-    stack: list[Any]  # what was pushed since the last mark
-    metastack: list[list[Any]]  # what was pushed before each mark
+    stack: list[Any]  # values pushed since the last mark
+    metastack: list[list[Any]]  # values pushed before each mark
     dispatch: ClassVar = {
         code: _guarded(code, handler)  # type: ignore[arg-type, misc]
         for code, handler in pickle._Unpickler.dispatch.items()
@@ -159,11 +159,11 @@ def load(path: Path) -> Metadata:
         ) from error
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}", AGAIN) from error
-    except Exception as error:  # a damaged pickle fails in any way
-        what = str(error).partition("\n")[0][:200]
+    except Exception as error:  # a damaged pickle can raise any exception
+        message = str(error).partition("\n")[0][:200]
         raise CheckpointError(
-            f"{path}: damaged metadata: {type(error).__name__}: {what}", AGAIN
+            f"{path}: damaged metadata: {type(error).__name__}: {message}", AGAIN
         ) from error
     if not isinstance(metadata, Metadata):
-        raise CheckpointError(f"{path}: no metadata of torch.distributed.checkpoint", AGAIN)
+        raise CheckpointError(f"{path}: not metadata of torch.distributed.checkpoint", AGAIN)
     return metadata

@@ -1,4 +1,4 @@
-"""The dtypes that a file can hold, by torch's names, and the sizes. Standard library only."""
+"""List the dtypes that a checkpoint can contain, and the largest sizes. Standard library only."""
 
 from typing import Final
 
@@ -7,13 +7,13 @@ from weighin.formats.item_bytes import ITEM_BYTES
 __all__ = ("ITEM_BYTES", "LARGEST", "MOST_DIMENSIONS", "is_sizes")
 
 LARGEST: Final = 2**63 - 1
-"""The largest size and offset that torch can count."""
+"""The largest size or offset that torch can represent."""
 
 MOST_DIMENSIONS: Final = 64
 
 
 def is_sizes(value: object) -> bool:
-    """Tell whether a value is a list or tuple of sizes that torch can count."""
+    """Tell whether a value is a list or tuple of sizes that torch can represent."""
     return (
         isinstance(value, list | tuple)
         and len(value) <= MOST_DIMENSIONS

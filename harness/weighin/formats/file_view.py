@@ -1,4 +1,4 @@
-"""A stretch of a file as a file of its own: for archives that lie inside other files."""
+"""Present a part of a file as a file of its own, for archives inside other files."""
 
 import io
 import os
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class FileView(io.RawIOBase):
-    """``length`` bytes from ``base`` on of an open file, whose position it leaves alone."""
+    """The ``length`` bytes from ``base`` on of an open file; does not move that file's position."""
 
     def __init__(self, descriptor: int, base: int, length: int) -> None:
         self._descriptor, self._base, self._length = descriptor, base, length
@@ -24,11 +24,11 @@ class FileView(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        """Return the position within the stretch."""
+        """Return the position within the view."""
         return self._at
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Move as ``io`` says; never before the stretch's start."""
+        """Move the position, as in ``io``; a position before the view's start is an error."""
         start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
         if start + offset < 0:
             raise ValueError(f"negative position {start + offset}")
@@ -36,7 +36,7 @@ class FileView(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: "WriteableBuffer", /) -> int:
-        """Fill ``buffer`` as far as the stretch goes."""
+        """Read into ``buffer``, at most up to the view's end."""
         view = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
         read = os.preadv(self._descriptor, [view], self._base + self._at) if view else 0
         self._at += read

@@ -1,4 +1,4 @@
-"""``index.json`` of the layouts with many files, and names of files that no key can escape from."""
+"""Read and write ``index.json`` of formats with many files, and turn keys into safe file names."""
 
 import json
 import re
@@ -16,15 +16,15 @@ INDEX_NAME: Final = "index.json"
 VERSION: Final = 1
 
 _UNSAFE: Final = re.compile(rb"[^A-Za-z0-9_.\-]")
-_LONGEST_NAME: Final = 200  # file systems take 255 bytes
+_LONGEST_NAME: Final = 200  # file systems allow 255 bytes
 _HEAD_BYTES: Final = 4096
 
 
 def file_name(key: str, suffix: str = ".pt") -> str:
-    """Return the name of a key's file: the key itself, where a file may be called so.
+    """Return the name of a key's file: the key itself if it is a safe file name.
 
-    Other bytes are percent-encoded, and so is a leading dot; a name that gets too long ends in
-    a hash of the key. No two keys get one name, and no name leaves the folder.
+    Unsafe bytes and a leading dot are percent-encoded; the end of a long name is replaced by a hash.
+    Different keys get different names, and no name leads out of the folder.
     """
     name = _UNSAFE.sub(
         lambda match: f"%{match[0][0]:02X}".encode(), key.encode("utf-8", "surrogatepass")
@@ -33,13 +33,13 @@ def file_name(key: str, suffix: str = ".pt") -> str:
     if text.startswith("."):
         text = f"%2E{text[1:]}"
     if len(text) > _LONGEST_NAME:
-        # "%-" comes out of no escape, so that a hashed name is nobody's plain one.
+        # No escape contains "%-", so that a hashed name never equals another key's name.
         text = f"{text[:150]}%-{sha256(name).hexdigest()[:32]}"
     return (text or "%") + suffix
 
 
 def says(folder: Path, layout: str) -> bool:
-    """Tell whether the folder's index names that layout, in its first bytes."""
+    """Tell whether the first bytes of the folder's index name this format."""
     try:
         with (folder / INDEX_NAME).open("rb") as file:
             head = file.read(_HEAD_BYTES)
@@ -49,17 +49,17 @@ def says(folder: Path, layout: str) -> bool:
 
 
 def write(folder: Path, layout: str, fields: Mapping[str, Any]) -> None:
-    """Write the index; its presence says that all files were written before it."""
+    """Write the index. Call it last: a folder with an index is complete."""
     index = {"format": layout, "version": VERSION, **fields}
     write_text(folder / INDEX_NAME, json.dumps(index, indent=1))
 
 
 def read(folder: Path, layout: str, what: str, fields: Mapping[str, type]) -> dict[str, Any]:
-    """Return the index of a folder of that layout, which ``what`` describes.
+    """Return the index of a folder of this format; ``what`` describes the format in messages.
 
     Raises:
-        CheckpointError: none, damaged, of another layout or version, a key that occurs twice, or
-            one of ``fields`` that is missing or of another type.
+        CheckpointError: the index is missing or damaged, is of another format or version, has a key
+            twice, or lacks one of ``fields`` or has it with another type.
     """
     path, repair = folder / INDEX_NAME, _repair(layout)
     index = read_object(path, repair)
@@ -67,7 +67,7 @@ def read(folder: Path, layout: str, what: str, fields: Mapping[str, type]) -> di
         raise CheckpointError(f"{path}: not an index of {what}", repair)
     if index.get("version") != VERSION:
         raise CheckpointError(
-            f"{path}: index of version {index.get('version')!r}, this weighin reads {VERSION}",
+            f"{path}: index of version {index.get('version')!r}, but this weighin reads {VERSION}",
             repair,
         )
     if not all(isinstance(index.get(name), kind) for name, kind in fields.items()):
@@ -77,7 +77,11 @@ def read(folder: Path, layout: str, what: str, fields: Mapping[str, type]) -> di
 
 
 def check_name(folder: Path, layout: str, name: object, owner: str) -> str:
-    """Return a file's name from an index; raises CheckpointError where it leads elsewhere."""
+    """Return a file's name from an index.
+
+    Raises:
+        CheckpointError: the name leads out of the folder, or the file is missing.
+    """
     if not isinstance(name, str) or Path(name).name != name or "\0" in name:
         raise damaged(folder, layout, f"the file of {owner} lies outside the folder: {shown(name)}")
     if not _is_file(folder / name):
@@ -88,12 +92,12 @@ def check_name(folder: Path, layout: str, name: object, owner: str) -> str:
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError:  # a name longer than the file system takes
+    except OSError:  # a name longer than the file system allows
         return False
 
 
 def damaged(folder: Path, layout: str, what: str) -> CheckpointError:
-    """Return the error for an index that says something impossible."""
+    """Return the error for an invalid index."""
     return CheckpointError(f"{folder / INDEX_NAME}: {what}", _repair(layout))
 
 

@@ -1,6 +1,7 @@
-"""The one table of the dtypes that are read, written and verified.
+"""Define the one table of the dtypes that are read, written and verified.
 
-On its own: a measured process reads a manifest before its baseline, and pays for the layouts after it.
+It is a module of its own because the worker imports it before its baseline is measured, and the
+formats only after.
 """
 
 from typing import Final
@@ -13,4 +14,4 @@ ITEM_BYTES: Final = {
     "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1,
     "float8_e8m0fnu": 1,
 }  # fmt: skip
-"""The bytes of one element, by torch's names of dtypes."""
+"""The size of one element in bytes, by torch's name of the dtype."""

@@ -1,4 +1,4 @@
-"""One file for each layer or submodule, in a folder with an index that keeps the order.
+"""Read and write one file for each layer or submodule, in a folder with an index.
 
 ``index.json``::
 
@@ -7,9 +7,10 @@
      "shared": {"head.weight": "tok_emb.weight"},
      "order": ["tok_emb.weight", "trf_blocks.0.norm1.scale", ...]}
 
-A key belongs to the module that its path names up to its first number (``trf_blocks.3``), or to
-its first component (``tok_emb``). Each file is a flat state dict. A tied key lies in the file of
-the first key of its group and shares its storage there, as ``shared`` says.
+The module of a key is the part up to its first number (``trf_blocks.3``), or else its first
+component (``tok_emb``). Each file is a flat state dict. A tied key is in the same file as the first
+key of its group and shares that key's storage; ``shared`` lists the tied keys. ``order`` is the order
+of the whole state dict.
 """
 
 import re
@@ -30,7 +31,7 @@ _NUMBERED: Final = re.compile(r"(.*?\.\d+)\..")
 
 
 def matches(path: Path) -> bool:
-    """Tell whether ``path`` is a folder whose index names this layout."""
+    """Tell whether ``path`` is a folder whose index names this format."""
     return folder_index.says(path, NAME)
 
 
@@ -40,27 +41,27 @@ def files(path: Path) -> list[Path]:
 
 
 def read(path: Path) -> list[TensorSlice]:
-    """Return where each tensor lies, in the state dict's order.
+    """Return the place of each tensor, in the state dict's order.
 
     Raises:
-        CheckpointError: a damaged index, or a file that is missing, damaged, or has other keys.
+        CheckpointError: the index is damaged, or a file is missing, damaged, or has other keys.
     """
-    found: dict[str, TensorSlice] = {}
+    slices: dict[str, TensorSlice] = {}
     for file, keys in read_index(path).items():
         state = {where.name: where for where in pt.read(file)}
         if list(state) != keys:
             odd = next(iter(set(state) ^ set(keys)), keys[0])
             raise CheckpointError(
-                f"{file}: has other keys than {INDEX_NAME} says, such as {shown(odd)}",
+                f"{file}: has other keys than {INDEX_NAME} lists, such as {shown(odd)}",
                 "convert the checkpoint again: weighin convert CHECKPOINT OUT --format per_module",
             )
-        found |= state
+        slices |= state
     index = _read(path)
     for key, first in index["shared"].items():
-        one, other = found[key], found[first]
+        one, other = slices[key], slices[first]
         if (one.file, one.offset, one.shape) != (other.file, other.offset, other.shape):
-            raise _damaged(path, f"{shown(key)} is tied to {shown(first)} but lies elsewhere")
-    return [found[key] for key in index["order"]]
+            raise _damaged(path, f"{shown(key)} is tied to {shown(first)} but stored elsewhere")
+    return [slices[key] for key in index["order"]]
 
 
 def write(
@@ -78,7 +79,7 @@ def write(
     target.mkdir()
     for module, plans in groups.items():
         write_pt(target / file_name(module), placeholders(plans), pieces, progress)
-    files = {module: [one.name for one in plans] for module, plans in groups.items()}
+    files = {module: [plan.name for plan in plans] for module, plans in groups.items()}
     shared = {plan.name: plan.shared_with for plan in tensors if plan.shared_with is not None}
     write_index(target, files, shared, [plan.name for plan in tensors])
 
@@ -89,7 +90,7 @@ def write_index(
     shared: Mapping[str, str],
     order: Sequence[str],
 ) -> None:
-    """Write the index: the keys of each module, the ties as for ``per_param``, and all keys."""
+    """Write the index: the keys of each module, the tied keys as for ``per_param``, and the order."""
     files = {file_name(module): list(keys) for module, keys in modules.items()}
     fields = {"files": files, "shared": dict(shared), "order": list(order)}
     folder_index.write(folder, NAME, fields)
@@ -102,17 +103,17 @@ def module_of(key: str) -> str:
 
 
 def read_index(folder: Path) -> dict[Path, list[str]]:
-    """Return the files, and the keys that each holds; every key lies in one file.
+    """Return the keys in each file; every key is in one file.
 
     Raises:
-        CheckpointError: no index, a damaged one, or a file that is missing or lies elsewhere.
+        CheckpointError: the index is missing or damaged, or a file is missing or outside the folder.
     """
     index = _read(folder)
     owners: dict[str, str] = {}
     for name, keys in index["files"].items():
         folder_index.check_name(folder, NAME, name, "a module")
         if not _are_keys(keys):
-            raise _damaged(folder, f"the keys of file {shown(name)} are no list of texts")
+            raise _damaged(folder, f"the keys of file {shown(name)} are not a list of strings")
         for key in keys:
             if owners.setdefault(key, name) != name or keys.count(key) > 1:
                 raise _damaged(folder, f"{shown(key)} occurs twice")
@@ -123,10 +124,10 @@ def read_index(folder: Path) -> dict[Path, list[str]]:
 def _check_order(folder: Path, index: Mapping[str, Any], owners: Mapping[str, str]) -> None:
     order = index["order"]
     if not _are_keys(order) or len(order) != len(owners) or set(order) != set(owners):
-        raise _damaged(folder, "'order' does not name the keys of 'files', each once")
+        raise _damaged(folder, "'order' does not list each key of 'files' once")
     for key, first in index["shared"].items():
         if key not in owners or not isinstance(first, str) or owners.get(first) != owners[key]:
-            raise _damaged(folder, f"{shown(key)} is tied to {shown(first)} but has another file")
+            raise _damaged(folder, f"{shown(key)} is tied to {shown(first)} but is in another file")
 
 
 def _are_keys(value: object) -> bool:

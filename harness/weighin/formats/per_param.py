@@ -1,4 +1,4 @@
-"""One file for each state-dict key, in a folder with an index that keeps the order.
+"""Read and write one file for each state-dict key, in a folder with an index that keeps the order.
 
 ``index.json``::
 
@@ -6,8 +6,8 @@
      "tensors": {"tok_emb.weight": "tok_emb.weight.pt", ...},
      "shared": {"head.weight": "tok_emb.weight"}}
 
-``tensors`` names every key; a key that is tied to an earlier one names that one's file, and
-``shared`` says so.
+``tensors`` maps every key to its file. A key that is tied to an earlier one has that key's file and
+is listed in ``shared``.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +26,7 @@ SUFFIX = ""
 
 
 def matches(path: Path) -> bool:
-    """Tell whether ``path`` is a folder with an index; ``read`` says where it is another's."""
+    """Tell whether ``path`` is a folder with an index; ``read`` refuses other formats' indexes."""
     return (path / INDEX_NAME).is_file()
 
 
@@ -36,18 +36,18 @@ def files(path: Path) -> list[Path]:
 
 
 def read(path: Path) -> list[TensorSlice]:
-    """Return where each tensor lies; tied ones lie in one file.
+    """Return the place of each tensor; tied tensors are in the same file.
 
     Raises:
-        CheckpointError: a damaged index, or a file that is missing or holds anything but a tensor.
+        CheckpointError: the index is damaged, or a file is missing or is not one tensor.
     """
-    found: list[TensorSlice] = []
-    known: dict[Path, TensorSlice] = {}
+    slices: list[TensorSlice] = []
+    by_file: dict[Path, TensorSlice] = {}
     for key, file in read_index(path).items():
-        if file not in known:
-            known[file] = pt.read_one(file, key)
-        found.append(replace(known[file], name=key))
-    return found
+        if file not in by_file:
+            by_file[file] = pt.read_one(file, key)
+        slices.append(replace(by_file[file], name=key))
+    return slices
 
 
 def write(
@@ -79,13 +79,13 @@ def read_index(folder: Path) -> dict[str, Path]:
     """Return each key's file, in the state dict's order; tied keys have the same file.
 
     Raises:
-        CheckpointError: no index, a damaged one, a file that is missing or lies elsewhere, or
-            a file that two keys share which are not tied.
+        CheckpointError: the index is missing or damaged, a file is missing or outside the folder, or
+            two keys share a file without being tied.
     """
     index = _read(folder)
     tensors, shared = index["tensors"], index["shared"]
     if not tensors:
-        raise folder_index.damaged(folder, NAME, "names no tensors")
+        raise folder_index.damaged(folder, NAME, "lists no tensors")
     owners: dict[str, str] = {}
     for key, name in tensors.items():
         folder_index.check_name(folder, NAME, name, shown(key))
@@ -99,13 +99,17 @@ def read_index(folder: Path) -> dict[str, Path]:
     for key, first in shared.items():
         if key not in tensors or owners.get(tensors[key]) != first:
             raise folder_index.damaged(
-                folder, NAME, f"{shown(key)} is tied to {shown(first)} but has another file"
+                folder, NAME, f"{shown(key)} is tied to {shown(first)} but is in another file"
             )
     return {key: folder / name for key, name in tensors.items()}
 
 
 def read_shared(folder: Path) -> dict[str, str]:
-    """Return which key is tied to which earlier one; raises CheckpointError as ``read_index``."""
+    """Return a map from each tied key to the first key of its group.
+
+    Raises:
+        CheckpointError: as ``read_index``.
+    """
     return dict(_read(folder)["shared"])
 
 

@@ -1,7 +1,7 @@
-"""One zip file, as ``torch.save(model.state_dict(), path)`` writes it since torch 1.6.
+"""Read and write the zip file of ``torch.save(model.state_dict(), path)``, used since torch 1.6.
 
-Neither torch nor Python's own pickle reads it here: ``archive`` says where the records lie, and
-``state_pickle`` what the tensors in them are.
+Reading uses neither torch nor Python's pickle: ``zip_directory`` finds the records in the file, and
+``state_pickle`` reads the tensors' description from one of them.
 """
 
 import io
@@ -38,11 +38,11 @@ def files(path: Path) -> list[Path]:
 
 
 def read(path: Path) -> list[TensorSlice]:
-    """Return where each tensor of a flat state dict lies; takes 0.03 s for GPT-2 XL.
+    """Return the place of each tensor of a flat state dict; takes 0.03 s for GPT-2 XL.
 
     Raises:
-        CheckpointError: not a zip that ``torch.save`` wrote, not a flat dict of tensors,
-            compressed records, or a tensor that lies outside its record.
+        CheckpointError: the file is not a zip that ``torch.save`` wrote or not a flat dict of
+            tensors, a record is compressed, or a tensor extends beyond its record.
     """
     check_file(path)
     with _opened(path) as file:
@@ -55,12 +55,12 @@ def read(path: Path) -> list[TensorSlice]:
 
 
 def read_one(path: Path, name: str, archive: "FileView | None" = None) -> TensorSlice:
-    """Return where the one tensor of a file lies, under ``name``.
+    """Return the place of the only tensor of a file, under the name ``name``.
 
-    With ``archive``, an archive inside that file, places count from the archive's start.
+    With ``archive``, an archive inside that file, offsets count from the archive's start.
 
     Raises:
-        CheckpointError: as ``read``, or the file holds something else.
+        CheckpointError: as ``read``, or the file does not contain one tensor.
     """
     if archive is None:
         check_file(path)
@@ -79,7 +79,7 @@ def write(
     pieces: Pieces,
     progress: Progress | None = None,
 ) -> None:
-    """Write ``torch.save``'s own file; tied tensors share a storage in it."""
+    """Write the same file as ``torch.save``; tied tensors share a storage in it."""
     from weighin.formats.zip_writer import placeholders, write_pt
 
     write_pt(target, placeholders(tensors), pieces, progress)
@@ -93,7 +93,7 @@ def _opened(path: Path) -> IO[bytes]:
 
 
 def _read_value(path: Path, file: "IO[bytes] | FileView") -> tuple[Any, dict[str, ZipRecord]]:
-    """Return what was pickled, and the records of the storages by their keys."""
+    """Return the pickled value, and the records of the storages by their keys."""
     archive = Archive(path, file)
     pickles = [name for name in archive.records if name.endswith(_PICKLE) and name.count("/") == 1]
     if len(pickles) != 1:
@@ -124,7 +124,7 @@ def _slice(path: Path, name: str, tensor: TensorRef, records: dict[str, ZipRecor
     if storage.nbytes > record.size:
         raise CheckpointError(
             f"{path}: damaged: the storage of {shown(name)} has {storage.nbytes:,} bytes, "
-            f"its record in the file {record.size:,}",
+            f"but its record in the file has {record.size:,}",
             AGAIN,
         )
     return TensorSlice(

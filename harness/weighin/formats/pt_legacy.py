@@ -1,16 +1,16 @@
-"""One file as torch wrote it before 1.6: pickles one behind the other, then the storages.
+"""Read and write the file format of torch before 1.6: several pickles, then the storages.
 
 ::
 
-    pickle   0x1950a86a20f9469cfc6c, the format's mark
-    pickle   1001, its version
+    pickle   0x1950a86a20f9469cfc6c, the magic number
+    pickle   1001, the version
     pickle   {"little_endian": True, ...}
-    pickle   the state dict; a tensor names its storage by a key
+    pickle   the state dict; each tensor refers to its storage by a key
     pickle   [key, ...], the order of the storages
-    for each: 8 bytes, its number of elements; then its bytes
+    then for each storage: 8 bytes with its number of elements, and its bytes
 
-It cannot be mapped, and torch.load reads it whole. ``torch.save(..., _use_new_zipfile_serialization
-=False)`` still writes it.
+torch cannot map such a file; torch.load reads it whole. ``torch.save(...,
+_use_new_zipfile_serialization=False)`` still writes it.
 """
 
 import io
@@ -39,7 +39,7 @@ _PICKLE_PROTOCOL: Final = 2
 
 
 def matches(path: Path) -> bool:
-    """Tell whether a file begins with the format's mark, pickled."""
+    """Tell whether a file begins with the format's pickled magic number."""
     return _MAGIC.to_bytes(10, "little") in first_bytes(path)[:32]
 
 
@@ -50,10 +50,10 @@ def files(path: Path) -> list[Path]:
 
 
 def read(path: Path) -> list[TensorSlice]:
-    """Return all tensors in the state dict's order; tied ones lie in one storage.
+    """Return the places of all tensors, in the state dict's order; tied tensors share a storage.
 
     Raises:
-        CheckpointError: names the file, what is wrong, and where. Nothing is executed.
+        CheckpointError: the file is damaged; the message names the file and the place.
     """
     check_present(path)
     try:
@@ -68,7 +68,7 @@ def read(path: Path) -> list[TensorSlice]:
 
 
 def slice_of(path: Path, name: str, tensor: TensorRef, starts: dict[str, int]) -> TensorSlice:
-    """Return the slice of a tensor whose storage begins at ``starts`` of its key."""
+    """Return the place of a tensor; ``starts`` maps a storage's key to its offset in the file."""
     start = starts[tensor.storage.key]
     return TensorSlice(
         name=name,
@@ -85,9 +85,9 @@ def slice_of(path: Path, name: str, tensor: TensorRef, starts: dict[str, int]) -
 def _read_pickles(path: Path, file: BinaryIO) -> tuple[dict[str, TensorRef], list[str]]:
     magic, version, system = (state_pickle.load(path, file) for _ in range(3))
     if magic != _MAGIC:
-        raise _damaged(path, "it does not begin with the mark of torch before 1.6")
+        raise _damaged(path, "it does not begin with the magic number of torch before 1.6")
     if version != _VERSION:
-        raise _damaged(path, f"format version {shown(version)}, this weighin reads {_VERSION}")
+        raise _damaged(path, f"format version {shown(version)}, but this weighin reads {_VERSION}")
     if not isinstance(system, dict) or system.get("little_endian") is not True:
         raise CheckpointError(
             f"{path}: written on a big-endian machine",
@@ -96,16 +96,16 @@ def _read_pickles(path: Path, file: BinaryIO) -> tuple[dict[str, TensorRef], lis
     tensors = flat(path, state_pickle.load(path, file))
     keys = state_pickle.load(path, file)
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-        raise _damaged(path, "the list of its storages is none")
+        raise _damaged(path, "its list of storages is not a list of strings")
     return tensors, keys
 
 
 def _storage_starts(
     path: Path, file: BinaryIO, storages: dict[str, StorageRef], keys: list[str]
 ) -> dict[str, int]:
-    """Return where the bytes of each storage begin; each lies inside the file."""
+    """Return the offset of each storage's bytes, checked to lie within the file."""
     if len(set(keys)) != len(keys) or set(keys) != set(storages):
-        raise _damaged(path, "the list of its storages is not that of its tensors")
+        raise _damaged(path, "its list of storages does not match its tensors")
     file_bytes = os.fstat(file.fileno()).st_size
     starts: dict[str, int] = {}
     at = file.tell()
@@ -116,14 +116,14 @@ def _storage_starts(
         if len(word) < 8 or at > file_bytes:
             raise CheckpointError(
                 f"{path}: truncated: storage {shown(key)} ends at byte {at:,}, "
-                f"the file at {file_bytes:,}",
+                f"but the file at {file_bytes:,}",
                 AGAIN,
             )
         if int.from_bytes(word, "little") != storage.numel:
             raise _damaged(
                 path,
                 f"storage {shown(key)} at byte {start - 8:,} has "
-                f"{int.from_bytes(word, 'little'):,} elements, its tensors {storage.numel:,}",
+                f"{int.from_bytes(word, 'little'):,} elements, but its tensors {storage.numel:,}",
             )
         starts[key] = start
     return starts
@@ -138,7 +138,7 @@ def write(
     """Write a file that does not exist yet; tied tensors share a storage in it.
 
     Raises:
-        ConfigError: a dtype that torch had no storage type for before 1.6.
+        ConfigError: torch before 1.6 had no storage type for one of the dtypes.
     """
     from weighin.formats.raw import plan_bytes, write_raw
 
@@ -191,7 +191,7 @@ def _check_dtypes(tensors: Sequence[TensorPlan]) -> None:
         if plan.dtype not in _dtype_to_storage_type_map():
             raise ConfigError(
                 f"tensor {shown(plan.name)}: torch before 1.6 had no dtype {plan.dtype}",
-                "write format pt, which has every dtype of torch",
+                "use format pt, which supports every dtype of torch",
             )
 
 

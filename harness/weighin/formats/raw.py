@@ -1,4 +1,4 @@
-"""Writing tensors' bytes at known places of a new file, by several threads, in bounded memory."""
+"""Write tensors' bytes at given offsets of a new file, with several threads, in bounded memory."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -11,11 +11,11 @@ from weighin.formats.base import Pieces, Progress, TensorPlan
 from weighin.formats.zip_writer import _Flusher, _write_all, finish, leaves_holes, run_parallel
 
 Place = tuple[TensorPlan, int]
-"""A tensor to write, and the byte of the file where it begins."""
+"""A tensor to write, and its offset in the file in bytes."""
 
 
 def plan_bytes(plan: TensorPlan) -> int:
-    """Return the bytes of a tensor's elements."""
+    """Return the size of a tensor's elements in bytes."""
     return torch.Size(plan.shape).numel() * plan.dtype.itemsize
 
 
@@ -26,7 +26,7 @@ def write_raw(
     pieces: Pieces,
     progress: Progress | None,
 ) -> None:
-    """Write the fixed bytes and each tensor at their places, in a new file that ends with the last.
+    """Write a new file: ``fixed`` maps offsets to bytes, and ``places`` has the tensors.
 
     The file is synced and dropped from the page cache.
 
@@ -56,7 +56,7 @@ def _write_one(
         data = memoryview(piece.detach().reshape(-1).view(torch.uint8).numpy().data)
         if at + len(data) > end:
             raise ValueError(
-                f"{plan.name!r}: more than {end - start} bytes for a tensor of that size"
+                f"{plan.name!r}: more than {end - start} bytes for a tensor of {end - start}"
             )
         _write_all(descriptor, data, at)
         at += len(data)

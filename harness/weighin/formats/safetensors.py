@@ -1,9 +1,9 @@
-"""One safetensors file: a JSON header and the tensors' bytes; no pickle, nothing to execute.
+"""Read and write a safetensors file: a JSON header and the tensors' bytes, with nothing to execute.
 
-The format has no sharing. A tied tensor is written once, under the first of its names; the other
-names go into ``__metadata__`` as {name: first name}, as Hugging Face's ``save_model`` does it, and
-``read`` gives them back. Where tied names are not the last ones, ``weighin.order`` in the metadata
-keeps the order of all. Other programs see the first names, and their metadata.
+The format has no shared tensors. A tied tensor is written once, under the first of its names. The
+other names go into ``__metadata__`` as {name: first name}, as Hugging Face's ``save_model`` writes
+them, and ``read`` returns them too. Where tied names are not the last ones, ``weighin.order`` in the
+metadata keeps the order of all names. Other programs see only the first names.
 """
 
 import json
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 NAME: Final = "safetensors"
 SUFFIX: Final = ".safetensors"
 
-_ALIGNMENT: Final = 64  # of the data's start: whole cache lines, as torch.save aligns
-_FORMAT: Final = "format"  # {"format": "pt"} says which library wrote a file; no tie
+_ALIGNMENT: Final = 64  # of the start of the data: a cache line, as in torch.save
+_FORMAT: Final = "format"  # {"format": "pt"} names the library that wrote the file; not a tied name
 _ORDER: Final = "weighin.order"
 _NAMES: Final = {torch_name: name for name, torch_name in DTYPES.items()}
 
 
 def matches(path: Path) -> bool:
-    """Tell whether a file is called .safetensors, or begins like one."""
+    """Tell whether a file has the suffix .safetensors or begins like a safetensors file."""
     head = first_bytes(path)
     if not head:
         return False
@@ -45,16 +45,20 @@ def matches(path: Path) -> bool:
 
 
 def files(path: Path) -> list[Path]:
-    """Return the one file of the checkpoint; raises CheckpointError as ``read``."""
+    """Return the one file of the checkpoint.
+
+    Raises:
+        CheckpointError: as ``read``.
+    """
     read_header(path)
     return [path]
 
 
 def read(path: Path) -> list[TensorSlice]:
-    """Return all tensors in the header's order, tied names where they were.
+    """Return the places of all tensors in the header's order, with tied names in their old places.
 
     Raises:
-        CheckpointError: names the file, what is wrong, and where.
+        CheckpointError: the file is damaged; the message names the file and the place.
     """
     header = read_header(path)
     slices = {entry.name: _slice(path, entry.name, entry) for entry in header.entries}
@@ -75,19 +79,19 @@ def write(
     """Write a file that does not exist yet; see ``base.Layout.write``.
 
     Raises:
-        ConfigError: a dtype that the format does not have, or a tensor called __metadata__.
+        ConfigError: the format lacks one of the dtypes, or a tensor is called __metadata__.
     """
-    from weighin.formats.raw import write_raw  # imports torch, as the lines below do
+    from weighin.formats.raw import write_raw  # not at the top: imports torch
 
     head, places = layout_of(tensors)
     write_raw(target, {0: head}, places, pieces, progress)
 
 
 def layout_of(tensors: Sequence[TensorPlan]) -> "tuple[bytes, list[Place]]":
-    """Return the file's bytes before the data, and where each tensor's data go.
+    """Return the file's bytes before the data, and the offset of each tensor's data.
 
-    Wide dtypes lie before narrow ones, so that each tensor is aligned to its elements; the header
-    keeps the tensors' own order.
+    Tensors with wide elements come first, so that each tensor is aligned to its elements. The header
+    keeps the order of ``tensors``.
 
     Raises:
         ConfigError: as ``write``.
@@ -112,7 +116,7 @@ def layout_of(tensors: Sequence[TensorPlan]) -> "tuple[bytes, list[Place]]":
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     if len(text) > MOST_HEADER_BYTES:
         raise ConfigError(
-            f"the header of {len(stored):,} tensors takes {len(text):,} bytes, safetensors allows "
+            f"the header of {len(stored):,} tensors takes {len(text):,} bytes, but safetensors allows "
             f"{MOST_HEADER_BYTES:,}",
             "write several files: weighin convert CHECKPOINT OUT --format sharded",
         )
@@ -125,12 +129,12 @@ def _dtype_name(plan: TensorPlan) -> str:
     if name is None:
         raise ConfigError(
             f"tensor {shown(plan.name)}: safetensors has no dtype {plan.dtype}",
-            "write format pt, which has every dtype of torch",
+            "use format pt, which supports every dtype of torch",
         )
     if plan.name == METADATA:
         raise ConfigError(
-            f"a tensor is called {METADATA}, which safetensors keeps for itself",
-            "write format pt, which takes every name",
+            f"a tensor is called {METADATA}, a name that safetensors reserves",
+            "use format pt, which allows every name",
         )
     return name
 
@@ -140,8 +144,8 @@ def _metadata(tensors: Sequence[TensorPlan]) -> dict[str, str]:
     reserved = [name for name in ties if name in {_FORMAT, _ORDER}]
     if reserved:
         raise ConfigError(
-            f"the tied tensor {reserved[0]!r} has a name that the metadata keep for themselves",
-            "write format pt, which takes every name",
+            f"the tied tensor {reserved[0]!r} has a name that is reserved in the metadata",
+            "use format pt, which allows every name",
         )
     metadata = {_FORMAT: "pt", **ties}
     names = [plan.name for plan in tensors]
@@ -167,7 +171,7 @@ def _order(path: Path, text: str, slices: dict[str, TensorSlice]) -> list[str]:
     fits = isinstance(names, list) and all(isinstance(name, str) for name in names)
     if not fits or sorted(names) != sorted(slices):
         raise CheckpointError(
-            f"{path}: {METADATA}: {_ORDER} is not a list of the file's names", AGAIN
+            f"{path}: {METADATA}: {_ORDER} is not a list of the file's tensor names", AGAIN
         )
     return list(names)
 

@@ -1,13 +1,13 @@
-"""A safetensors file's header: which tensors there are and where they lie. Standard library only.
+"""Read a safetensors file's header: the tensors and their places. Standard library only.
 
 ::
 
     8 bytes   N, little-endian
     N bytes   JSON: {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}
-    the rest  the tensors' bytes, without a hole; data_offsets count from here
+    the rest  the tensors' bytes, without gaps; data_offsets count from here
 
-The JSON is read entry by entry, so that a crafted header costs no more memory than the tensors
-that it names.
+The JSON is parsed entry by entry, so that a crafted header takes no more memory than an honest one
+with as many tensors.
 """
 
 import json
@@ -32,14 +32,14 @@ DTYPES: Final = {
     "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
     "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
 }  # fmt: skip
-"""The format's names of dtypes, and torch's."""
+"""From the format's name of a dtype to torch's."""
 
 MOST_HEADER_BYTES: Final = 100_000_000  # the format's own limit
-MOST_TENSORS: Final = 200_000  # in one file; some 100 MiB of Python objects
+MOST_TENSORS: Final = 200_000  # in one file; they take some 100 MiB of Python objects
 MOST_METADATA_BYTES: Final = 8 * 1024**2
 _MOST_ENTRY_BYTES: Final = 64 * 1024
 
-# Possessive (*+): a crafted header must not make the expression remember ways to go back.
+# Possessive (*+): otherwise a crafted header makes the expression store states for backtracking.
 _STRING: Final = rb'"(?:[^"\\]|\\.)*+"'
 _ITEM: Final = re.compile(
     rb"\s*+(" + _STRING + rb")\s*+:\s*+(\{(?:[^{}\"]|" + _STRING + rb")*+\})\s*+([,}])", re.DOTALL
@@ -48,7 +48,7 @@ _ITEM: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class HeaderEntry:
-    """One tensor: ``dtype`` as torch calls it, ``begin`` and ``end`` in bytes from the file's start."""
+    """One tensor: torch's name of its dtype, and ``begin`` and ``end`` in bytes from the file's start."""
 
     name: str
     dtype: str
@@ -59,17 +59,17 @@ class HeaderEntry:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What the header of one file says; ``entries`` in the header's own order."""
+    """The content of a file's header; ``entries`` are in the header's own order."""
 
     entries: tuple[HeaderEntry, ...]
     metadata: dict[str, str]
 
 
 def read_header(path: Path) -> Header:
-    """Return what is in a file; every tensor lies inside it, and none over another.
+    """Return the header of a file, checked: all tensors lie within the file and none overlap.
 
     Raises:
-        CheckpointError: names the file, what is wrong, and where.
+        CheckpointError: the file is damaged; the message names the file and the place.
     """
     check_present(path)
     try:
@@ -80,7 +80,7 @@ def read_header(path: Path) -> Header:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}", AGAIN) from error
     if len(text) != length:
-        raise _damaged(path, "the file became shorter while it was read")
+        raise _damaged(path, "the file was truncated while it was read")
     data_start = 8 + length
     entries: dict[str, HeaderEntry] = {}
     metadata: dict[str, str] = {}
@@ -106,12 +106,13 @@ def _length(path: Path, head: bytes, file_bytes: int) -> int:
     if length > MOST_HEADER_BYTES:
         raise _damaged(
             path,
-            f"not a safetensors file, or damaged: its first 8 bytes announce a header of {length:,} "
-            f"bytes, and the format allows {MOST_HEADER_BYTES:,}",
+            f"not a safetensors file, or damaged: its first 8 bytes give a header length of {length:,} "
+            f"bytes, but the format allows {MOST_HEADER_BYTES:,}",
         )
     if 8 + length > file_bytes:
         raise _damaged(
-            path, f"truncated: the header ends at byte {8 + length:,}, the file at {file_bytes:,}"
+            path,
+            f"truncated: the header ends at byte {8 + length:,}, but the file at {file_bytes:,}",
         )
     return length
 
@@ -126,13 +127,13 @@ def _items(path: Path, text: bytes) -> Iterator[tuple[str, bytes]]:
     while last == b",":
         item = _ITEM.match(text, at)
         if item is None:
-            raise _damaged(path, f"the header is not the JSON of tensors at byte {8 + at:,}")
+            raise _damaged(path, f"the header is not valid JSON for tensors at byte {8 + at:,}")
         if item.end(1) - item.start(1) > _MOST_ENTRY_BYTES:
             raise _damaged(path, f"a name of more than {_MOST_ENTRY_BYTES:,} bytes at {8 + at:,}")
         yield _loads(path, item[1], at), item[2]
         at, last = item.end(), item[3]
     if text[at:].strip():
-        raise _damaged(path, f"the header goes on behind its end at byte {8 + at:,}")
+        raise _damaged(path, f"the header has more text after its end at byte {8 + at:,}")
 
 
 def _loads(path: Path, text: bytes, at: int | str) -> Any:
@@ -140,15 +141,15 @@ def _loads(path: Path, text: bytes, at: int | str) -> Any:
         return _DECODER.decode(text.decode())
     except (ValueError, RecursionError) as error:
         where = f"at byte {8 + at:,}" if isinstance(at, int) else f"in {at}"
-        reason = "it nests too deep" if isinstance(error, RecursionError) else error
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
         raise _damaged(path, f"the header is not JSON {where}: {reason}") from error
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    content = dict(pairs)
+    if len(content) != len(pairs):
         raise ValueError("a key occurs twice")
-    return found
+    return content
 
 
 _DECODER: Final = json.JSONDecoder(object_pairs_hook=_no_duplicates)
@@ -157,27 +158,27 @@ _DECODER: Final = json.JSONDecoder(object_pairs_hook=_no_duplicates)
 def _metadata(path: Path, text: bytes) -> dict[str, str]:
     if len(text) > MOST_METADATA_BYTES:
         raise _damaged(
-            path, f"{METADATA} takes {len(text):,} bytes of at most {MOST_METADATA_BYTES:,}"
+            path, f"{METADATA} has {len(text):,} bytes, more than {MOST_METADATA_BYTES:,}"
         )
-    found: dict[str, str] = _loads(path, text, METADATA)
-    for key, value in found.items():
+    metadata: dict[str, str] = _loads(path, text, METADATA)
+    for key, value in metadata.items():
         if not isinstance(value, str):
             raise _damaged(path, f"{METADATA}: {shown(key)} is not a string")
-    return found
+    return metadata
 
 
 def _entry(path: Path, name: str, text: bytes, data_start: int) -> HeaderEntry:
     if len(text) > _MOST_ENTRY_BYTES:
-        raise _damaged(path, f"tensor {shown(name)}: its entry takes {len(text):,} bytes")
+        raise _damaged(path, f"tensor {shown(name)}: its entry is too long: {len(text):,} bytes")
     fields = _loads(path, text, f"tensor {shown(name)}")
     dtype = fields.get("dtype")
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise _damaged(path, f"tensor {shown(name)}: dtype {short(dtype)} is none that torch has")
+        raise _damaged(path, f"tensor {shown(name)}: torch has no dtype {short(dtype)}")
     shape, offsets = fields.get("shape"), fields.get("data_offsets")
     if not is_sizes(shape):
         raise _damaged(path, f"tensor {shown(name)}: {short(shape)} is not a shape")
     if not is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise _damaged(path, f"tensor {shown(name)}: {short(offsets)} are not offsets")
+        raise _damaged(path, f"tensor {shown(name)}: {short(offsets)} is not a pair of offsets")
     kind = DTYPES[dtype]
     begin, end = offsets
     needed = prod(shape) * ITEM_BYTES[kind]
@@ -185,29 +186,29 @@ def _entry(path: Path, name: str, text: bytes, data_start: int) -> HeaderEntry:
         raise _damaged(
             path,
             f"tensor {shown(name)}: {dtype} of shape {short(shape)} takes {needed:,} bytes, "
-            f"its offsets leave {end - begin:,}",
+            f"but its offsets span {end - begin:,}",
         )
     return HeaderEntry(name, kind, tuple(shape), data_start + begin, data_start + end)
 
 
 def _check_cover(path: Path, entries: list[HeaderEntry], data_start: int, file_bytes: int) -> None:
-    """The tensors fill the rest of the file, none over another: the format demands it."""
+    """Raise CheckpointError unless the tensors fill the rest of the file without gaps or overlaps."""
     at, before = data_start, "the header"
     for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
         if entry.begin != at:
-            what = "overlaps" if entry.begin < at else "leaves a hole behind"
+            fault = "overlaps" if entry.begin < at else "leaves a gap after"
             raise _damaged(
-                path, f"tensor {shown(entry.name)} at byte {entry.begin:,} {what} {before}"
+                path, f"tensor {shown(entry.name)} at byte {entry.begin:,} {fault} {before}"
             )
         if entry.end > file_bytes:
             raise _damaged(
                 path,
                 f"truncated: tensor {shown(entry.name)} ends at byte {entry.end:,}, "
-                f"the file at {file_bytes:,}",
+                f"but the file at {file_bytes:,}",
             )
         at, before = entry.end, f"tensor {shown(entry.name)}"
     if at != file_bytes:
-        raise _damaged(path, f"{file_bytes - at:,} bytes behind {before} belong to no tensor")
+        raise _damaged(path, f"{file_bytes - at:,} bytes after {before} belong to no tensor")
 
 
 def _damaged(path: Path, what: str) -> CheckpointError:

@@ -1,4 +1,4 @@
-"""Hugging Face's shards: a folder of numbered files, and an index that says which key lies where.
+"""Read and write Hugging Face's shards: a folder of numbered files, and an index of their keys.
 
 ::
 
@@ -7,12 +7,12 @@
     model.safetensors.index.json              pytorch_model.bin.index.json
         {"metadata": {"total_size": 123}, "weight_map": {"key": "model-00001-of-00002.safetensors"}}
 
-A tied name lies in the shard of its first name. safetensors keeps it in the shard's own metadata,
-so it is not in the map. Where ties change the order of the state dict, ``weighin.order`` in the
-index's metadata keeps it.
+A tied name is in the same shard as the first name of its group. In safetensors it is in the shard's
+own metadata and not in the map. Where tied names change the order of the state dict,
+``weighin.order`` in the index's metadata keeps the order.
 
-Shards must be plain names in the folder. They may be links that lead elsewhere: that is how
-Hugging Face's cache keeps them, and only whoever owns the folder can make one.
+Shards must be plain names in the folder. They may be symbolic links to files elsewhere: Hugging
+Face's cache uses them, and only the folder's owner can create one.
 """
 
 import json
@@ -28,14 +28,14 @@ from weighin.formats.bounded_json import read_object
 from weighin.formats.sniff import shown
 
 MAX_SHARD_BYTES: Final = 5 * 1024**3
-"""What one shard holds at most, unless a single tensor is larger; the field's usual 5 GB."""
+"""The largest size of a shard, unless a single tensor is larger; Hugging Face's default is 5 GB."""
 
 _ORDER: Final = "weighin.order"
 _AGAIN: Final = "download the missing or damaged files again, or convert the checkpoint again"
 
 
 class Sharded:
-    """A layout of shards that are each a checkpoint of layout ``shard``."""
+    """A format of several shards, each of which is a checkpoint of the format ``shard``."""
 
     SUFFIX = ""
 
@@ -43,38 +43,44 @@ class Sharded:
         self.NAME = name
         self.index_name = f"{stem}{suffix}.index.json"
         self._stem, self._suffix, self._shard = stem, suffix, shard
-        self._ties_in_map = shard.NAME == "pt"  # where two keys can name one storage
+        self._ties_in_map = shard.NAME == "pt"  # in which two keys can share a storage
 
     def matches(self, path: Path) -> bool:
-        """Tell whether a folder has an index of such shards."""
+        """Tell whether ``path`` is a folder with an index of such shards."""
         return path.is_dir() and (path / self.index_name).is_file()
 
     def files(self, path: Path) -> list[Path]:
-        """Return the index and all shards; raises CheckpointError as ``read``."""
+        """Return the index and all shards.
+
+        Raises:
+            CheckpointError: as ``read``.
+        """
         shards = dict.fromkeys(self._weight_map(path)[0].values())
         return [path / self.index_name, *(path / name for name in shards)]
 
     def read(self, path: Path) -> list[TensorSlice]:
-        """Return all tensors in the index's order, tied names where they were.
+        """Return the places of all tensors in the index's order, with tied names in their old places.
 
         Raises:
-            CheckpointError: names the index or the shard, what is wrong, and where.
+            CheckpointError: the index or a shard is damaged; the message names the file and the place.
         """
         weight_map, order = self._weight_map(path)
-        found: dict[str, TensorSlice] = {}
+        slices: dict[str, TensorSlice] = {}
         for name in dict.fromkeys(weight_map.values()):
             for place in self._read_shard(path / name, weight_map):
-                if place.name in found:
-                    where = f"{shown(place.name)} is in shard {found[place.name].file.name!r} too"
-                    raise CheckpointError(f"{path / name}: {where}", _AGAIN)
-                found[place.name] = place
+                if place.name in slices:
+                    other = slices[place.name].file.name
+                    raise CheckpointError(
+                        f"{path / name}: {shown(place.name)} is also in shard {other!r}", _AGAIN
+                    )
+                slices[place.name] = place
         for key, name in weight_map.items():
-            if key not in found:
+            if key not in slices:
                 raise self._damaged(path, f"{shown(key)} is not in its shard {shown(name)}")
-        names = order or [*weight_map, *(key for key in found if key not in weight_map)]
-        if sorted(names) != sorted(found):
-            raise self._damaged(path, f"{_ORDER} is not a list of the checkpoint's names")
-        return [found[name] for name in names]
+        names = order or [*weight_map, *(key for key in slices if key not in weight_map)]
+        if sorted(names) != sorted(slices):
+            raise self._damaged(path, f"{_ORDER} is not a list of the checkpoint's tensor names")
+        return [slices[name] for name in names]
 
     def write(
         self,
@@ -85,7 +91,7 @@ class Sharded:
         *,
         max_shard_bytes: int = MAX_SHARD_BYTES,
     ) -> None:
-        """Write a folder that does not exist yet, its index last; see ``base.Layout.write``."""
+        """Write a folder that does not exist yet, with its index last; see ``base.Layout.write``."""
         from weighin.formats.raw import plan_bytes
 
         shards = split(tensors, max_shard_bytes)
@@ -107,14 +113,14 @@ class Sharded:
         write_text(target / self.index_name, json.dumps(index, indent=2) + "\n")
 
     def _weight_map(self, path: Path) -> tuple[dict[str, str], list[str] | None]:
-        """Return each key's shard, all of them files, and the order of all keys if it is said."""
+        """Return each key's shard, checked to exist, and the order of all keys if the index has it."""
         index = read_object(path / self.index_name, _AGAIN)
         weight_map, metadata = index.get("weight_map"), index.get("metadata")
         if not isinstance(weight_map, dict) or not weight_map:
             raise self._damaged(path, "damaged index: no 'weight_map'")
         order = metadata.get(_ORDER) if isinstance(metadata, dict) else None
         if order is not None and not _is_names(order):
-            raise self._damaged(path, f"{_ORDER} is not a list of the checkpoint's names")
+            raise self._damaged(path, f"{_ORDER} is not a list of the checkpoint's tensor names")
         checked: set[str] = set()
         for key, name in weight_map.items():
             if not isinstance(name, str) or not name or Path(name).name != name or "\0" in name:
@@ -127,17 +133,22 @@ class Sharded:
         return weight_map, order
 
     def _read_shard(self, shard: Path, weight_map: dict[str, str]) -> list[TensorSlice]:
-        """Return a shard's tensors; raises CheckpointError where the index does not know one."""
+        """Return the places of a shard's tensors.
+
+        Raises:
+            CheckpointError: the index does not list one of them in this shard.
+        """
         places = self._shard.read(shard)
-        # A tie of safetensors lies where a tensor does that is in the map.
-        known = {place.offset for place in places if weight_map.get(place.name) == shard.name}
+        # A tied name of safetensors is at the same place as a name that is in the map.
+        mapped = {place.offset for place in places if weight_map.get(place.name) == shard.name}
         for place in places:
             home = weight_map.get(place.name)
-            tied = home is None and not self._ties_in_map and place.offset in known
+            tied = home is None and not self._ties_in_map and place.offset in mapped
             if home != shard.name and not tied:
-                where = f"in {shown(home)}" if home else "nowhere"
-                what = f"{shown(place.name)} is here, by the index {where}"
-                raise CheckpointError(f"{shard}: {what}", _AGAIN)
+                listed = f"lists it in {shown(home)}" if home else "does not list it"
+                raise CheckpointError(
+                    f"{shard}: {shown(place.name)} is in this file, but the index {listed}", _AGAIN
+                )
         return places
 
     def _damaged(self, path: Path, what: str) -> CheckpointError:
@@ -145,7 +156,7 @@ class Sharded:
 
 
 def split(tensors: Sequence[TensorPlan], max_bytes: int) -> list[list[TensorPlan]]:
-    """Return the tensors in shards, filled in order; a tied name goes where its first name is."""
+    """Return the tensors in shards, filled in order; a tied name goes to its first name's shard."""
     from weighin.formats.raw import plan_bytes
 
     shards: list[list[TensorPlan]] = [[]]
@@ -172,7 +183,7 @@ def _is_names(value: object) -> bool:
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except (OSError, ValueError):  # a name that no file can have
+    except (OSError, ValueError):  # not a valid file name
         return False
 
 

@@ -1,4 +1,4 @@
-"""What a file is, by its first bytes, where it is no checkpoint at all."""
+"""Recognise files that are not checkpoints, by their first bytes, and shorten names for messages."""
 
 from pathlib import Path
 from typing import Final
@@ -14,8 +14,8 @@ def check_present(path: Path) -> bytes:
     """Return the first bytes of a file that may be a checkpoint.
 
     Raises:
-        CheckpointError: nothing is there, no regular file, unreadable, empty, a git-lfs
-            pointer, or a web page.
+        CheckpointError: the path does not exist, is not a regular file or cannot be read, or the file
+            is empty, a git-lfs pointer or a web page.
     """
     if not path.exists():
         raise CheckpointError(f"{path}: no such file", "check the path")
@@ -32,7 +32,7 @@ def check_present(path: Path) -> bytes:
         raise CheckpointError(f"{path}: empty file", AGAIN)
     if head.startswith(b"version https://git-lfs.github.com/spec/"):
         raise CheckpointError(
-            f"{path}: a git-lfs pointer, not the checkpoint it points to",
+            f"{path}: a git-lfs pointer, not the checkpoint that it points to",
             f"fetch the file itself: git lfs pull --include {path.name}",
         )
     if head.lstrip().lower().startswith((b"<!doctype html", b"<html")):
@@ -44,8 +44,8 @@ def check_present(path: Path) -> bytes:
 
 
 def first_bytes(path: Path) -> bytes:
-    """Return the first bytes of a file; none where it cannot be read."""
-    if not path.is_file():  # opening a pipe would wait
+    """Return the first bytes of a file; an empty result if it cannot be read."""
+    if not path.is_file():  # opening a pipe would block
         return b""
     try:
         with path.open("rb") as file:
@@ -55,13 +55,13 @@ def first_bytes(path: Path) -> bytes:
 
 
 def shown(name: object) -> str:
-    """Return a tensor's name for a message: quoted, and cut where it is very long."""
+    """Return a tensor's name for a message: quoted, and cut if it is very long."""
     if isinstance(name, str | bytes) and len(name) > _MOST_SHOWN:
         return f"{name[:_MOST_SHOWN]!r}... ({len(name):,} characters)"
     return repr(name)
 
 
 def short(value: object) -> str:
-    """Return a small value for a message, cut where its text is long."""
+    """Return a value for a message, cut if its text is long."""
     text = repr(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."

@@ -1,9 +1,9 @@
-"""Reads a pickled state dict without unpickling it: only what ``torch.save`` writes for tensors.
+"""Read a pickled state dict without executing it; accepts only what ``torch.save`` writes.
 
-A machine of our own for the instructions of pickle protocol 2, which is what torch's weights-only
-unpickler accepts. That one still calls constructors such as ``bytearray(10**12)``, and Python's own
-allocates what a crafted length asks for; here nothing is imported or called, every length is
-compared with what is there, and the number of objects is bounded.
+This is an interpreter for the instructions of pickle protocol 2, which torch's weights-only unpickler
+accepts too. That unpickler still calls constructors such as ``bytearray(10**12)``, and Python's own
+allocates as much as a crafted length asks for. This one imports and calls nothing, compares every
+length with the file's, and limits the number of objects.
 """
 
 import struct
@@ -17,22 +17,23 @@ from weighin.formats.sniff import AGAIN
 from weighin.formats.tensor_refs import Malformed, Named, NotTensors, WholeModule
 
 MOST_BYTES: Final = 32 * 1024**2
-"""Of one pickle: 200 times that of GPT-2 XL."""
+"""The largest pickle that is read, in bytes: 200 times as large as that of GPT-2 XL."""
 
-_MOST_PUSHED: Final = 3_000_000  # each some 40 bytes, and
-_MOST_OBJECTS: Final = 1_000_000  # of them lists, dicts, tuples and strings, each some 100
+_MOST_PUSHED: Final = 3_000_000  # values on the stack, of some 40 bytes each
+_MOST_OBJECTS: Final = 1_000_000  # lists, dicts, tuples and strings, of some 100 bytes each
 _LONGEST_NAME: Final = 1000
 _LOOK_AHEAD_BYTES: Final = 1000
 _MARK: Final = object()
 
 
 def load(path: Path, file: BinaryIO, base: int = 0) -> Any:
-    """Return the next pickled value of ``file``, with tensors and storages as inert records.
+    """Return the next pickled value of ``file``, with tensors and storages as plain records.
 
-    ``base`` is where ``file`` begins in the file at ``path``, for messages.
+    ``base`` is the offset of ``file`` within the file at ``path``, for messages.
 
     Raises:
-        CheckpointError: damaged, or it holds more than tensors; names the byte.
+        CheckpointError: the pickle is damaged or contains more than tensors; the message names the
+            byte.
     """
     machine = _Machine(file)
     start = base + file.tell()
@@ -40,21 +41,21 @@ def load(path: Path, file: BinaryIO, base: int = 0) -> Any:
         return machine.run()
     except WholeModule as error:
         raise CheckpointError(
-            f"{path}: holds a whole pickled module ({error}), which only executing its code could"
-            " load: it was NOT executed",
-            "where you trust that code, load it with it and save plain weights:"
+            f"{path}: holds a whole pickled module ({error}), which cannot be loaded without executing"
+            " its code: it was NOT executed",
+            "if you trust that code, load the module with it and save plain weights:"
             " torch.save(model.state_dict(), ...)",
         ) from None
     except NotTensors as error:
         raise CheckpointError(
             f"{path}: holds more than tensors, and was NOT executed: it refers to {error}",
-            "save plain weights where you trust the file: torch.save(model.state_dict(), ...)",
+            "if you trust the file, load it and save plain weights: torch.save(model.state_dict(), ...)",
         ) from None
     except (Malformed, IndexError, KeyError, struct.error, UnicodeDecodeError) as error:
-        what = error if isinstance(error, Malformed) else "an instruction finds nothing to work on"
+        reason = error if isinstance(error, Malformed) else "an instruction has no operand"
         at = base + file.tell()
         raise CheckpointError(
-            f"{path}: damaged: the pickle from byte {start:,} cannot be read at byte {at:,}: {what}",
+            f"{path}: damaged: the pickle from byte {start:,} cannot be read at byte {at:,}: {reason}",
             AGAIN,
         ) from error
 
@@ -75,7 +76,7 @@ class _Machine:
             ord("\x85"): lambda: self._tuple_of(1), ord("\x86"): lambda: self._tuple_of(2),
             ord("\x87"): lambda: self._tuple_of(3),
             ord("]"): lambda: self._new([]), ord("}"): lambda: self._new({}),
-            ord("\x8f"): lambda: self._new([]),  # a set; only its place matters
+            ord("\x8f"): lambda: self._new([]),  # a set, whose elements are not needed
             ord("a"): lambda: self._extend([self._pop()]), ord("e"): lambda: self._extend(self._marked()),
             ord("s"): lambda: self._update([self._pop(), self._pop()][::-1]),
             ord("u"): lambda: self._update(self._marked()),
@@ -126,16 +127,16 @@ class _Machine:
     def _pop(self) -> Any:
         value = self._stack.pop()
         if value is _MARK:
-            raise Malformed("a mark stands where a value should")
+            raise Malformed("a mark is in the place of a value")
         return value
 
     def _top(self) -> Any:
         if self._stack[-1] is _MARK:
-            raise Malformed("a mark stands where a value should")
+            raise Malformed("a mark is in the place of a value")
         return self._stack[-1]
 
     def _marked(self) -> list[Any]:
-        """Return what lies above the last mark, and take it and the mark away."""
+        """Remove the last mark and the values above it from the stack, and return those values."""
         for at in range(len(self._stack) - 1, -1, -1):
             if self._stack[at] is _MARK:
                 values = self._stack[at + 1 :]
@@ -152,13 +153,13 @@ class _Machine:
     def _extend(self, values: list[Any]) -> None:
         target = self._top()
         if not isinstance(target, list):
-            raise Malformed("something is appended to what is no list")
+            raise Malformed("an item is appended to an object that is not a list")
         target += values
 
     def _update(self, values: list[Any]) -> None:
         target = self._top()
         if not isinstance(target, dict) or len(values) % 2:
-            raise Malformed("something is set in what is no dict")
+            raise Malformed("an item is set on an object that is not a dict")
         for key, value in zip(values[::2], values[1::2], strict=True):
             tensor_refs.put(target, key, value)
 
@@ -173,25 +174,25 @@ class _Machine:
         line = self._file.readline(_LONGEST_NAME)
         self._left_bytes -= len(line)
         if not line.endswith(b"\n"):
-            raise Malformed("the name of a function or class does not end")
+            raise Malformed("the name of a function or class is too long or truncated")
         return line[:-1].decode()
 
     def _reduce(self) -> None:
         arguments, function = self._pop(), self._pop()
-        if isinstance(arguments, tuple):  # an OrderedDict of a list is a copy, call for call
+        if isinstance(arguments, tuple):  # each OrderedDict(list) copies the list
             self._count(sum(len(each) for each in arguments if isinstance(each, list)))
         self._new(tensor_refs.call(function, arguments))
 
     def _object(self) -> None:
-        """Refuse an object of a class: its first attributes, which follow, tell a module."""
+        """Raise the error for an object of a class; the attributes that follow show if it is a module."""
         self._pop()
         tensor_refs.create(self._pop(), self._file.read(_LOOK_AHEAD_BYTES))
 
     def _build(self) -> None:
-        """Set on the value below what is said of it: the metadata of a state dict."""
+        """Set the state of the object below it on the stack: the metadata of a state dict."""
         state, target = self._pop(), self._top()
         if not isinstance(target, dict):
-            raise Malformed(f"a state is given to a {tensor_refs.type_name(target)}")
+            raise Malformed(f"a state is set on a {tensor_refs.type_name(target)}")
         if isinstance(target, tensor_refs.StateDict):
             target.build(state)
 

@@ -1,4 +1,4 @@
-"""What a pickled state dict says of its tensors, as inert records. Standard library only.
+"""Describe the tensors of a pickled state dict as plain records. Standard library only.
 
 Names of functions and classes in a pickle are only compared with those that ``torch.save`` writes
 for tensors; nothing is imported and nothing is called.
@@ -22,39 +22,39 @@ _STORAGES: Final = {
     "UntypedStorage": "uint8",
 }  # fmt: skip
 _REBUILD: Final = "torch._utils._rebuild_"
-_OF_MODULES: Final = (b"_parameters", b"_buffers")  # what every torch.nn.Module keeps, first of all
+_OF_MODULES: Final = (b"_parameters", b"_buffers")  # a torch.nn.Module pickles them early
 _PLAIN: Final = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter"})
 
 
 class NotTensors(Exception):
-    """The pickle refers to something that no plain tensor needs; its name is the argument."""
+    """The pickle refers to a name that plain tensors do not need; the argument is that name."""
 
 
 class WholeModule(Exception):
-    """The pickle is of a module itself, not of its weights; its class's name is the argument."""
+    """The pickle contains a module itself, not its weights; the argument is the class's name."""
 
 
 class Malformed(Exception):
-    """The pickle says something impossible of a tensor."""
+    """The pickle is invalid, or describes an impossible tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A class or function by its full name; never imported."""
+    """The full name of a class or function, which is never imported."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """A value that is no tensor, and is not read further."""
+    """A value that is not a tensor, of which only the type's name is kept."""
 
     kind: str
 
 
 @dataclass(frozen=True, slots=True)
 class StorageRef:
-    """A storage: its key in the file, and what the pickle says of its elements."""
+    """A storage: its key in the file, and the dtype and number of its elements."""
 
     key: str
     dtype: str
@@ -67,7 +67,7 @@ class StorageRef:
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """A strided tensor: a view of a storage, ``offset`` and ``stride`` in elements."""
+    """A strided tensor: a view of a storage, with ``offset`` and ``stride`` in elements."""
 
     storage: StorageRef
     dtype: str
@@ -77,17 +77,17 @@ class TensorRef:
 
 
 class StateDict(dict[Any, Any]):
-    """An OrderedDict of a pickle, and the ``metadata`` that torch has set on it."""
+    """An OrderedDict in a pickle, with the version metadata that torch sets on it."""
 
     metadata: dict[str, dict[str, object]] | None = None
 
     def build(self, state: Any) -> None:
-        """Keep, of what is set on the value, the versions of the modules."""
-        found = state.get("_metadata") if isinstance(state, dict) else None
-        if isinstance(found, dict):
+        """Take the modules' version metadata from the object's pickled state."""
+        metadata = state.get("_metadata") if isinstance(state, dict) else None
+        if isinstance(metadata, dict):
             self.metadata = {
                 name: {key: value for key, value in local.items() if isinstance(value, int | str)}
-                for name, local in found.items()
+                for name, local in metadata.items()
                 if isinstance(name, str) and isinstance(local, dict)
             }
 
@@ -96,12 +96,12 @@ def storage(identity: Any) -> StorageRef:
     """Return the storage that a persistent id describes.
 
     Raises:
-        Malformed, NotTensors, WholeModule: it describes none.
+        Malformed, NotTensors, WholeModule: the id does not describe a storage.
     """
     if isinstance(identity, tuple) and len(identity) > 1 and identity[0] == "module":
         raise WholeModule(identity[1].name if isinstance(identity[1], Named) else "its class")
     if not isinstance(identity, tuple) or not identity or identity[0] != "storage":
-        raise Malformed("a persistent id is not a storage's")
+        raise Malformed("a persistent id does not describe a storage")
     if len(identity) < 5:
         raise Malformed("a storage has too few fields")
     kind, key, _location, numel = identity[1:5]
@@ -114,18 +114,18 @@ def storage(identity: Any) -> StorageRef:
         raise NotTensors(kind.name)
     dtype = _STORAGES[name]
     if not is_sizes((numel,)) or numel * ITEM_BYTES[dtype] > LARGEST:
-        raise Malformed(f"storage {shown(key)} has no size that can be")
+        raise Malformed(f"storage {shown(key)} has an impossible size")
     return StorageRef(key, dtype, numel)
 
 
 def call(function: Any, arguments: Any) -> Any:
-    """Return what a call in the pickle stands for, without calling anything.
+    """Return the record for the result of a call in the pickle, without calling anything.
 
     Raises:
-        Malformed, NotTensors: a call that ``torch.save`` does not write for plain tensors.
+        Malformed, NotTensors: ``torch.save`` does not write this call for plain tensors.
     """
     if not isinstance(function, Named) or not isinstance(arguments, tuple):
-        raise Malformed("something that is no function is called")
+        raise Malformed("an object that is not a function is called")
     name = function.name
     try:
         if name == "collections.OrderedDict":
@@ -133,7 +133,7 @@ def call(function: Any, arguments: Any) -> Any:
         if name == "torch.Size":
             (sizes,) = arguments
             if not is_sizes(sizes):
-                raise Malformed("a torch.Size is none that can be")
+                raise Malformed("a torch.Size is impossible")
             return tuple(sizes)
         if name in {"torch.device", "_codecs.encode"}:
             return Opaque(name.rpartition(".")[2])
@@ -151,30 +151,34 @@ def call(function: Any, arguments: Any) -> Any:
 
 
 def create(kind: Any, begins: bytes) -> NoReturn:
-    """Refuse to make an object of a class; ``begins`` is what the pickle goes on with.
+    """Raise the error for an object of a class; ``begins`` is the pickle's next bytes.
 
     Raises:
         Malformed, NotTensors, WholeModule: always.
     """
     if not isinstance(kind, Named):
-        raise Malformed("an object is made of something that is no class")
+        raise Malformed("an object is created from something that is not a class")
     if all(name in begins for name in _OF_MODULES):
         raise WholeModule(kind.name)
     raise NotTensors(kind.name)
 
 
 def _mapping(pairs: Any = ()) -> dict[Any, Any]:
-    """Return the OrderedDict of a list of pairs, as old Pythons pickled it."""
-    found = StateDict()
+    """Return the OrderedDict of a list of pairs, which is how old Python versions pickled it."""
+    mapping = StateDict()
     for key, value in pairs:
-        put(found, key, value)
-    return found
+        put(mapping, key, value)
+    return mapping
 
 
 def put(mapping: dict[Any, Any], key: Any, value: Any) -> None:
-    """Set an item of a pickled dict; raises Malformed for a key that is there already."""
-    if not isinstance(key, str | int | bytes):  # hashing a nested tuple can take for ever
-        raise Malformed(f"a key of a dict is a {type_name(key)}")
+    """Set an item of a pickled dict.
+
+    Raises:
+        Malformed: the dict has the key already, or the key's type is not one that ``torch.save`` uses.
+    """
+    if not isinstance(key, str | int | bytes):  # hashing a crafted nested tuple may never end
+        raise Malformed(f"a dict has a key of type {type_name(key)}")
     if key in mapping:
         raise Malformed(f"key {shown(key)} occurs twice")
     mapping[key] = value
@@ -185,7 +189,7 @@ def _rebuilt(name: str, arguments: tuple[Any, ...]) -> Any:
     if kind in {"parameter", "parameter_with_state"}:
         tensor = arguments[0] if arguments else None
         if not isinstance(tensor, TensorRef):
-            raise Malformed("a parameter is made of something that is no tensor")
+            raise Malformed("a parameter is created from something that is not a tensor")
         return tensor
     if kind == "tensor":
         return _tensor(*arguments, dtype=None)
@@ -204,20 +208,22 @@ def _tensor(
     source: Any, offset: Any, shape: Any, stride: Any, metadata: Any = None, *, dtype: str | None
 ) -> TensorRef:
     if not isinstance(source, StorageRef):
-        raise Malformed("a tensor is made of something that is no storage")
+        raise Malformed("a tensor is created from something that is not a storage")
     if metadata and (not isinstance(metadata, Mapping) or any(metadata.values())):
         raise NotTensors("a tensor that is conjugated or negated lazily")
     if not is_sizes(shape) or not is_sizes(stride) or not is_sizes((offset,)):
-        raise Malformed(f"a tensor in storage {shown(source.key)} has no shape that can be")
+        raise Malformed(
+            f"a tensor in storage {shown(source.key)} has an impossible shape, stride or offset"
+        )
     kind = dtype or source.dtype
     if len(shape) != len(stride):
         raise Malformed(
             f"a tensor in storage {shown(source.key)} has {len(shape)} sizes and {len(stride)} strides"
         )
     if prod(max(size, 1) for size in shape) * ITEM_BYTES[kind] > LARGEST:
-        raise Malformed(f"a tensor in storage {shown(source.key)} has no shape that can be")
+        raise Malformed(f"a tensor in storage {shown(source.key)} has an impossible shape")
     if 0 in shape:
-        offset = ends = 0  # nothing lies anywhere
+        offset = ends = 0  # the tensor has no elements
     else:
         ends = offset + 1
         ends += sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
@@ -230,10 +236,10 @@ def _tensor(
 
 
 def flat(path: Path, value: Any) -> dict[str, TensorRef]:
-    """Return a flat state dict.
+    """Return the pickled value if it is a flat state dict.
 
     Raises:
-        CheckpointError: something else was pickled; says what, and how to save it.
+        CheckpointError: it is something else; the message names it, and the repair how to save it.
     """
     weights_alone = "save the weights alone: torch.save(model.state_dict(), ...)"
     if not isinstance(value, dict):
@@ -253,21 +259,25 @@ def flat(path: Path, value: Any) -> dict[str, TensorRef]:
 
 
 def check_storages(path: Path, tensors: Mapping[str, TensorRef]) -> dict[str, StorageRef]:
-    """Return all storages by their keys; raises CheckpointError where one has two sizes."""
-    found: dict[str, StorageRef] = {}
+    """Return all storages by their keys.
+
+    Raises:
+        CheckpointError: two tensors disagree about the size of a storage.
+    """
+    storages: dict[str, StorageRef] = {}
     for tensor in tensors.values():
-        first = found.setdefault(tensor.storage.key, tensor.storage)
+        first = storages.setdefault(tensor.storage.key, tensor.storage)
         if first.nbytes != tensor.storage.nbytes:
             raise CheckpointError(
-                f"{path}: damaged: storage {shown(first.key)} has {first.nbytes:,} bytes, and "
-                f"{tensor.storage.nbytes:,}",
+                f"{path}: damaged: storage {shown(first.key)} has {first.nbytes:,} bytes for one "
+                f"tensor and {tensor.storage.nbytes:,} for another",
                 AGAIN,
             )
-    return found
+    return storages
 
 
 def type_name(value: Any) -> str:
-    """Return what Python would call the type of a value that was pickled."""
+    """Return the name of the Python type that a pickled value had."""
     names = {TensorRef: "Tensor", StorageRef: "storage", Named: "class or function"}
     if isinstance(value, Opaque):
         return value.kind

@@ -1,8 +1,8 @@
-"""The zip archive that ``torch.save`` writes: where its records lie. Standard library only.
+"""Find the records of a zip archive that ``torch.save`` wrote. Standard library only.
 
-Written by ourselves because a crafted archive makes Python's ``zipfile`` read a directory of any
-size at once, and torch's own reader is C++. Only what torch writes is accepted: stored records,
-each inside the file, none over another, no name twice.
+Python's ``zipfile`` is not used because a crafted archive makes it read a directory of any size at
+once; torch's own reader is C++ and needs torch. Only archives like torch's are accepted: their
+records are not compressed, lie within the file, do not overlap, and have unique names.
 """
 
 import os
@@ -39,20 +39,20 @@ _SAVE_AGAIN: Final = "load the file and save it again with torch.save"
 
 @dataclass(frozen=True, slots=True)
 class ZipRecord:
-    """One record: where its bytes start in the file, and how many they are."""
+    """One record: the offset of its bytes in the file, and their number."""
 
     start: int
     size: int
 
 
 class Archive:
-    """The records of one archive, checked. ``file`` must stay open while it is read from."""
+    """The checked records of one archive. ``file`` must stay open as long as records are read."""
 
     def __init__(self, path: Path, file: "IO[bytes] | FileView") -> None:
         """Read the directory; ``path`` is for messages.
 
         Raises:
-            CheckpointError: names the file, what is wrong, and where.
+            CheckpointError: the archive is damaged; the message names the file and the place.
         """
         self._path, self._file = path, file
         self._size = file.seek(0, os.SEEK_END)
@@ -72,41 +72,43 @@ class Archive:
         """Return the bytes of a record.
 
         Raises:
-            CheckpointError: it is missing, or longer than ``at_most``.
+            CheckpointError: the record is missing, or longer than ``at_most`` bytes.
         """
         record = self.records.get(name)
         if record is None:
             raise self._damaged(f"record {shown(name)} is missing")
         if record.size > at_most:
             raise self._damaged(
-                f"record {shown(name)} has {record.size:,} bytes, at most {at_most:,} make sense"
+                f"record {shown(name)} has {record.size:,} bytes, more than {at_most:,}"
             )
         return self._read(record.start, record.size)
 
     def _directory(self) -> tuple[int, int]:
-        """Return where the central directory begins, and its length."""
+        """Return the offset and the length of the central directory."""
         tail_at = max(0, self._size - _END.size - _LONGEST_COMMENT)
         tail = self._read(tail_at, self._size - tail_at)
         end_at = tail.rfind(b"PK\5\6")
         if end_at < 0 or len(tail) - end_at < _END.size:
-            raise CheckpointError(f"{self._path}: truncated: the zip archive has no end", AGAIN)
+            raise CheckpointError(
+                f"{self._path}: truncated: the zip archive has no end record", AGAIN
+            )
         *_, length, at, _comment = _END.unpack_from(tail, end_at)
         limit = tail_at + end_at
         if end_at >= _LOCATOR64.size and tail[end_at - _LOCATOR64.size :].startswith(b"PK\6\7"):
             limit = _LOCATOR64.unpack_from(tail, end_at - _LOCATOR64.size)[2]
             magic, *_, length, at = _END64.unpack(self._read(limit, _END64.size))
             if magic != b"PK\6\6":
-                raise self._damaged(f"there is no end of the directory at byte {limit:,}")
+                raise self._damaged(f"byte {limit:,} is not the end record of the directory")
         if length > MOST_DIRECTORY_BYTES:
             raise self._damaged(
-                f"a directory of {length:,} bytes, at most {MOST_DIRECTORY_BYTES:,} make sense"
+                f"the directory has {length:,} bytes, more than {MOST_DIRECTORY_BYTES:,}"
             )
         if at + length > limit:
             raise self._damaged(f"the directory at byte {at:,} lies outside the archive")
         return at, length
 
     def _entries(self, directory: bytes) -> Iterator[tuple[str, int, int]]:
-        """Yield each record's name, the place of its own header, and its size."""
+        """Yield each record's name, the offset of its local header, and its size."""
         at = 0
         while at < len(directory):
             if len(directory) - at < _ENTRY.size:
@@ -119,18 +121,18 @@ class Archive:
             extra = directory[at + name_bytes : at + name_bytes + extra_bytes]
             at += name_bytes + extra_bytes + comment_bytes
             if fields[0] != b"PK\1\2" or at > len(directory):
-                raise self._damaged("the directory has an entry that is none")
+                raise self._damaged("the directory has an invalid entry")
             if method:
                 raise CheckpointError(
                     f"{self._path}: record {shown(name)} is compressed", _SAVE_AGAIN
                 )
             size, packed, local_at = self._wide(name, extra, [size, packed, local_at])
             if packed != size or flags & _ENCRYPTED:
-                raise self._damaged(f"record {shown(name)} is not stored as it is")
+                raise self._damaged(f"record {shown(name)} is compressed or encrypted")
             yield name, local_at, size
 
     def _wide(self, name: str, extra: bytes, values: list[int]) -> list[int]:
-        """Return the values of an entry, those of 64 bits from its extra field."""
+        """Return the values of an entry, with 64-bit values taken from its extra field."""
         wanted = [place for place, value in enumerate(values) if value == 0xFFFFFFFF]
         at = 0
         while wanted and at + 4 <= len(extra):
@@ -142,22 +144,22 @@ class Archive:
                 return values
             at += 4 + length
         if wanted:
-            raise self._damaged(f"record {shown(name)} does not say how long it is")
+            raise self._damaged(f"record {shown(name)} has no 64-bit size")
         return values
 
     def _announce(self, places: Iterable[int]) -> None:
-        """Let the disk look for all headers at once: read one by one, each would wait for it."""
+        """Ask the kernel to read all local headers ahead, so that not each read waits for the disk."""
         try:
             descriptor = self._file.fileno()
         except OSError:
-            return  # inside another file, where there are few
+            return  # an archive inside another file, which has few records
         if hasattr(os, "posix_fadvise"):
             for at in places:
                 if at < self._size:
                     os.posix_fadvise(descriptor, at, DEFAULT_BUFFER_SIZE, os.POSIX_FADV_WILLNEED)
 
     def _record(self, name: str, local_at: int, size: int, directory_at: int) -> ZipRecord:
-        """Return where a record's bytes lie, by the header before them."""
+        """Return the place of a record's bytes, which follow its local header."""
         if local_at + _LOCAL.size <= directory_at:
             header = _LOCAL.unpack(self._read(local_at, _LOCAL.size))
             start = local_at + _LOCAL.size + header[9] + header[10]
@@ -169,7 +171,7 @@ class Archive:
         end, before = 0, ""
         for name, record in sorted(self.records.items(), key=lambda item: item[1].start):
             if record.start < end:
-                raise self._damaged(f"record {shown(name)} lies over record {shown(before)}")
+                raise self._damaged(f"record {shown(name)} overlaps record {shown(before)}")
             end, before = record.start + record.size, name
 
     def _read(self, at: int, size: int) -> bytes:
@@ -178,7 +180,7 @@ class Archive:
         self._file.seek(at)
         data = self._file.read(size) or b""
         if len(data) != size:
-            raise self._damaged("the file became shorter while it was read")
+            raise self._damaged("the file was truncated while it was read")
         return data
 
     def _damaged(self, what: str) -> CheckpointError:
@@ -186,7 +188,7 @@ class Archive:
 
 
 def check_file(path: Path) -> None:
-    """Raise CheckpointError where ``path`` cannot be a zip checkpoint, with what it is instead."""
+    """Raise CheckpointError unless ``path`` is a zip file; the message says what it is instead."""
     head = check_present(path)
     if not head.startswith(b"PK"):
         raise _not_a_zip(path, head)
@@ -201,7 +203,7 @@ def _not_a_zip(path: Path, head: bytes) -> CheckpointError:
         )
     if path.suffix == ".safetensors":
         return CheckpointError(
-            f"{path}: called .safetensors, but neither that nor a file that torch.save wrote",
+            f"{path}: named .safetensors, but neither a safetensors file nor one that torch.save wrote",
             AGAIN,
         )
     return CheckpointError(f"{path}: not a checkpoint that torch.save wrote", AGAIN)

@@ -1,8 +1,9 @@
-"""Writing ``torch.save``'s own zip files in bounded memory.
+"""Write the same zip files as ``torch.save``, in bounded memory.
 
-``torch.save`` writes the archive's structure around holes (``torch.serialization.skip_data``),
-so that the layout is its own to the byte; the tensors are then written into the holes piece by
-piece, by several threads, and their CRC-32s into the zip's records. Nothing is ever held whole.
+``torch.save`` itself writes the archive with holes in place of the tensors
+(``torch.serialization.skip_data``), so that the file has exactly torch's structure. Several threads
+then write the tensors into the holes piece by piece, and their CRC-32s into the zip's records. No
+tensor is ever in memory as a whole.
 """
 
 import os
@@ -22,23 +23,24 @@ import torch
 from weighin.atomic import drop_written
 from weighin.formats.base import Pieces, Progress, TensorPlan
 
-WRITERS: Final = 2  # one generates while another waits for the disk; more only add memory
+WRITERS: Final = 2  # one computes while the other waits for the disk; more only need more memory
 
 _SYNC_EVERY_BYTES: Final = 128 * 1024 * 1024
-_DESCRIPTOR: Final = b"PK\x07\x08"  # the data descriptor behind a record, and
-_ENTRY: Final = b"PK\x01\x02"  # its entry in the central directory
+_DESCRIPTOR: Final = b"PK\x07\x08"  # of the data descriptor after a record
+_ENTRY: Final = b"PK\x01\x02"  # of a record's entry in the central directory
 
 
-_holes = False  # whether values are left out: see leaving_holes
+_holes = False  # whether tensors' values are left out: see leaving_holes
 
 
 @contextmanager
 def leaving_holes() -> Iterator[None]:
-    """Write files inside with their whole structure, but holes in place of the values.
+    """Make all writes within the context leave holes in place of the tensors' values.
 
-    They take almost no room on the disk. For whoever needs no values; their CRC-32s are wrong.
+    Such files have their whole structure but take almost no disk space, and their CRC-32s are wrong.
+    They serve callers that read no values.
     """
-    global _holes  # noqa: PLW0603 (each layout would have to hand it down to the one place that asks)
+    global _holes  # noqa: PLW0603 (else every format would have to pass it down to the one place)
     _holes = True
     try:
         yield
@@ -47,23 +49,23 @@ def leaving_holes() -> Iterator[None]:
 
 
 def leaves_holes() -> bool:
-    """Tell whether values are left out."""
+    """Tell whether tensors' values are left out."""
     return _holes
 
 
 def finish(descriptor: int) -> None:
-    """Put a written file on the disk and out of the page cache, unless nothing worth it is in it."""
+    """Sync a written file and drop it from the page cache, unless its values were left out."""
     if not _holes:
         drop_written(descriptor)
 
 
 def placeholder(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return a CPU tensor whose memory is never touched, and so costs nothing."""
+    """Return a CPU tensor whose memory is never touched, and so never resident."""
     return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
 
 def placeholders(tensors: Sequence[TensorPlan]) -> dict[str, torch.Tensor]:
-    """Return a placeholder for each tensor; tied ones have the same."""
+    """Return a placeholder for each tensor; tied tensors share one."""
     blank: dict[str, torch.Tensor] = {}
     for plan in tensors:
         first = plan.shared_with
@@ -77,7 +79,7 @@ def write_pt(
     pieces: Pieces,
     progress: Progress | None = None,
 ) -> None:
-    """Write a state dict as ``torch.save`` does, the values of each name from ``pieces``.
+    """Write a state dict as ``torch.save`` does, with each tensor's values from ``pieces``.
 
     Names whose placeholder is the same tensor share one storage in the file; ``pieces`` is
     called for the first of them. The file is synced and dropped from the page cache.
@@ -96,14 +98,14 @@ def write_pt(
 def write_tensor(
     path: Path, tensor: torch.Tensor, pieces: Iterable[torch.Tensor], progress: Progress | None
 ) -> None:
-    """Write one tensor's file as ``torch.save(tensor, path)`` does; the rest as ``write_pt``."""
+    """Write one tensor to a file as ``torch.save(tensor, path)`` does, with values from ``pieces``."""
     with torch.serialization.skip_data():
         torch.save(tensor, path)
     fill_holes(path, [""], lambda _: pieces, progress)
 
 
 def fill_holes(path: Path, names: list[str], pieces: Pieces, progress: Progress | None) -> None:
-    """Write into record ``data/i`` what ``pieces(names[i])`` gives, and set all CRC-32s."""
+    """Write the values of ``pieces(names[i])`` into record ``data/i``, and set all CRC-32s."""
     with path.open("r+b") as file:
         records = data_records(path, file.fileno())
         assert len(records) == len(names)
@@ -117,7 +119,7 @@ def fill_holes(path: Path, names: list[str], pieces: Pieces, progress: Progress 
 
 
 def run_parallel(jobs: Iterable[Callable[[], None]]) -> None:
-    """Run all jobs on ``WRITERS`` threads; the first error stops those not yet started."""
+    """Run all jobs on ``WRITERS`` threads; the first error cancels those that have not started."""
     with ThreadPoolExecutor(WRITERS) as pool:
         futures = [pool.submit(job) for job in jobs]
         wait(futures, return_when=FIRST_EXCEPTION)
@@ -129,14 +131,14 @@ def run_parallel(jobs: Iterable[Callable[[], None]]) -> None:
 
 
 class WrittenRecord:
-    """One ``data/N`` of the archive: where its bytes lie and where its CRC-32 stands, twice."""
+    """One ``data/N`` of the archive: the place of its bytes, and the two places of its CRC-32."""
 
     def __init__(self, start: int, size: int, entry: int) -> None:
         self.start, self.size = start, size
         self.crc_places = [entry + 16] if not size else [start + size + 4, entry + 16]
 
     def move(self, distance: int) -> None:
-        """Count from a place ``distance`` bytes before the archive's start."""
+        """Add ``distance`` bytes to all offsets, for an archive that starts there in a file."""
         self.start += distance
         self.crc_places = [place + distance for place in self.crc_places]
 
@@ -165,9 +167,9 @@ def data_records(path: Path, descriptor: int) -> list[WrittenRecord]:
 def embed(
     tensor: torch.Tensor, scratch: Path, descriptor: int, at: int
 ) -> tuple[WrittenRecord, int]:
-    """Write at ``at`` what ``torch.save(tensor, scratch)`` writes, around a hole for its values.
+    """Write the archive of ``torch.save(tensor, scratch)`` at ``at``, with a hole for the values.
 
-    Returns the record to fill, and the length of it all in bytes. ``scratch`` is written over.
+    Return the record to fill, and the archive's length in bytes. ``scratch`` is overwritten.
     """
     with torch.serialization.skip_data():
         torch.save(tensor, scratch)
@@ -187,10 +189,10 @@ def fill(
     pieces: Callable[[], Iterable[torch.Tensor]],
     flusher: "_Flusher",
 ) -> None:
-    """Write the values that ``pieces`` gives into a record, and their CRC-32 where it belongs.
+    """Write the values of ``pieces`` into a record, and their CRC-32 into its two places.
 
     Raises:
-        ValueError: they are not as long as the record.
+        ValueError: the values are not as long as the record.
     """
     if leaves_holes():
         return
@@ -198,7 +200,7 @@ def fill(
     for piece in pieces():
         data = memoryview(piece.reshape(-1).view(torch.uint8).numpy().data)
         if at + len(data) > record.start + record.size:
-            raise ValueError(f"more than {record.size} bytes for a tensor of that size")
+            raise ValueError(f"more than {record.size} bytes for a tensor of {record.size}")
         crc = zlib.crc32(data, crc)
         _write_all(descriptor, data, at)
         at += len(data)
@@ -216,7 +218,7 @@ def _write_all(descriptor: int, data: memoryview, at: int) -> None:
 
 
 class _Flusher:
-    """Counts written bytes, and now and then puts them on the disk and out of the page cache."""
+    """Counts written bytes, and syncs and drops them from the page cache every 128 MiB."""
 
     def __init__(self, descriptor: int, progress: Progress | None) -> None:
         self._descriptor, self._progress = descriptor, progress

@@ -1,1 +1,1 @@
-"""Our own loader: a checkpoint straight into a model. A contestant like any other."""
+"""Load a checkpoint straight into a model: weighin's own loader, measured like any other strategy."""

@@ -1,4 +1,4 @@
-"""How a file wants to be read past the page cache: at which multiples, in it and in memory."""
+"""Find the alignment that ``O_DIRECT`` reads of a file need, in the file and in memory."""
 
 import ctypes
 import math
@@ -7,7 +7,7 @@ from typing import Final
 from weighin.loader.vectored import ALIGNMENT
 
 LARGEST_ALIGNMENT: Final = 64 * 1024
-"""For which a reader has room: of what is known, file systems with blocks of 64 KiB ask for the most."""
+"""The largest alignment that a reader's buffer allows, in bytes: that of a file system with 64 KiB blocks."""
 
 _AT_EMPTY_PATH: Final = 0x1000  # linux/fcntl.h
 _STATX_DIOALIGN: Final = 0x2000  # linux/stat.h; Linux 6.1
@@ -16,7 +16,7 @@ _libc = ctypes.CDLL(None)
 
 
 class _Statx(ctypes.Structure):
-    """Of linux/stat.h, as far as it is read."""
+    """``struct statx`` of linux/stat.h, with the fields that are used here."""
 
     _fields_ = (
         ("mask", ctypes.c_uint32),
@@ -28,19 +28,19 @@ class _Statx(ctypes.Structure):
 
 
 def alignment_of(descriptor: int) -> int:
-    """Return the alignment to read an open file with, in bytes; 0 where it must go through the cache.
+    """Return the alignment for direct reads of an open file, in bytes; 0 if it allows no direct reads.
 
-    ``ALIGNMENT``, or a multiple of it, which also is what the kernel is not asked for, or does not
-    tell: then a read tells.
+    The result is a multiple of ``ALIGNMENT``. It is ``ALIGNMENT`` where neither the C library nor the
+    kernel reports one; whether direct reads work then shows at the first read.
     """
-    found = _Statx()
+    status = _Statx()
     statx = getattr(_libc, "statx", None)  # glibc 2.28, musl 1.2.5
     if statx is None:
         return ALIGNMENT
-    failed = statx(descriptor, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, ctypes.byref(found))
-    if failed or not found.mask & _STATX_DIOALIGN:
+    failed = statx(descriptor, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, ctypes.byref(status))
+    if failed or not status.mask & _STATX_DIOALIGN:
         return ALIGNMENT
-    if not found.dio_offset_align or ALIGNMENT % max(1, found.dio_mem_align):
+    if not status.dio_offset_align or ALIGNMENT % max(1, status.dio_mem_align):
         return 0
-    alignment = math.lcm(ALIGNMENT, found.dio_offset_align)
+    alignment = math.lcm(ALIGNMENT, status.dio_offset_align)
     return alignment if alignment <= LARGEST_ALIGNMENT else 0

@@ -1,9 +1,9 @@
-"""Memory for what a checkpoint holds; what lies side by side in a file lies so in memory, too.
+"""Allocate memory for a checkpoint's tensors; tensors that are adjacent in a file share one area.
 
-One read fills neighbours then, across the borders between tensors: as much at once as the disk, or
-a copy of what is cached, is fastest with. They share huge pages, where each alone would end in small
-ones. Each still is a storage of its own, whose memory is given back with it, and begins where torch
-would let it begin: at a multiple of 64 bytes, which decides how some operations round.
+One read then fills several tensors, so that reads are as large as is fastest for the disk or the
+page cache. The tensors of an area share huge pages. Each tensor has a storage of its own, whose
+memory is freed with the tensor, and begins at a multiple of 64 bytes, as in torch's own allocations:
+the address decides how some operations round.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,9 +21,9 @@ _CPU: Final = torch.device("cpu")
 
 
 class MemoryNeed(NamedTuple):
-    """Memory that is wanted for a tensor of a checkpoint.
+    """A tensor that needs memory, and the place of its values in the checkpoint.
 
-    ``tensor`` tells shape and strides, and gets the memory as its data; without gaps.
+    ``tensor`` has the shape and strides, without gaps, and gets the memory as its data.
     """
 
     source: TensorSlice
@@ -32,13 +32,13 @@ class MemoryNeed(NamedTuple):
     device: torch.device
 
     def give(self, flat: torch.Tensor) -> Fill:
-        """Let the tensor lie in flat memory, and return what is to be filled."""
+        """Make flat memory the tensor's data, and return the ``Fill`` that reads its values."""
         self.tensor.data = flat.as_strided(self.tensor.shape, self.tensor.stride(), 0)
         return Fill(self.source, self.tensor.detach())
 
     @property
     def stays(self) -> bool:
-        """Whether it is in CPU memory what it is in the file, byte for byte, from end to end."""
+        """Whether the tensor is on the CPU and has the same bytes, in the same order, as the file."""
         source, tensor = self.source, self.tensor
         return (
             self.device == _CPU
@@ -56,7 +56,7 @@ class MemoryNeed(NamedTuple):
         )
 
     def follows(self, before: "MemoryNeed", first: "MemoryNeed") -> bool:
-        """Tell whether it can lie behind another one in memory that begins with ``first``."""
+        """Tell whether this tensor can follow ``before`` in the area that begins with ``first``."""
         source = self.source
         return (
             source.file == before.source.file
@@ -67,7 +67,7 @@ class MemoryNeed(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Neighbours:
-    """Tensors of one file, in its order, and the memory that holds them all as the file does."""
+    """Adjacent tensors of one file, in its order, and the area of memory that they share."""
 
     members: tuple[torch.Tensor, ...]
     source: TensorSlice
@@ -82,15 +82,15 @@ class Neighbours:
         return self.source.nbytes
 
     def pieces(self, most_bytes: int) -> Iterator[Piece]:
-        """Yield the reads to make, none into more memory than that."""
+        """Yield the reads to make; each fills at most ``most_bytes`` of memory."""
         yield from cut(self.source, self.source.offset, self.memory, most_bytes)
 
 
 def provide(needs: Sequence[MemoryNeed]) -> Iterator[Fillable]:
-    """Give fresh memory to all tensors, and yield what is to be filled.
+    """Allocate memory for all tensors, and yield the parts to fill.
 
     Args:
-        needs: in the order of the files' bytes.
+        needs: sorted by file and offset.
     """
     run: list[MemoryNeed] = []
     for need in needs:
@@ -106,12 +106,12 @@ def provide(needs: Sequence[MemoryNeed]) -> Iterator[Fillable]:
 
 
 def _alone(need: MemoryNeed, offset: int) -> torch.Tensor:
-    """Return memory for one tensor, which lies in its pages as if it began at ``offset``."""
+    """Return memory for one tensor, aligned to its pages as ``offset`` is to the file's pages."""
     return allocate(need.tensor.numel(), need.dtype, need.device, offset)
 
 
 def _together(run: Sequence[MemoryNeed]) -> Iterator[Fillable]:
-    """Yield memory for tensors of one file that follow each other and stay as they are."""
+    """Yield one shared area for adjacent tensors of one file; memory for each if they are small."""
     if not run:
         return
     start = run[0].source.offset

@@ -1,9 +1,10 @@
-"""Reading stretches of a file into memory as fast as the machine allows, whatever is cached.
+"""Read parts of a file into memory: by copying cached pages, or past the page cache.
 
-A piece that the page cache holds is copied from it; any other is read around it with ``O_DIRECT``,
-which is faster than filling the cache and leaves no page behind to be charged. What lies one behind
-the other is one read. Where memory lies otherwise than the file, it is read beside its place and
-moved. Where the file system refuses that, pages are dropped behind the read position.
+A piece that is in the page cache is copied from there. Any other piece is read with ``O_DIRECT``,
+which is faster than filling the cache and leaves no page that the cell is charged for. Adjacent
+targets are filled by one read. Where target and file differ in alignment, the bytes are read next to
+their place and moved. Where the file system refuses ``O_DIRECT``, the pages behind the read position
+are dropped.
 """
 
 import ctypes
@@ -21,34 +22,34 @@ from weighin.loader.open_file import OpenedFile
 from weighin.loader.vectored import ALIGNMENT, address_of, down, gather, up
 
 PIECE_BYTES: Final = 1024**2
-"""How much passes a buffer at once: enough for a disk, small enough for a processor's cache."""
+"""The size of a read through a buffer: efficient for a disk, and small enough for a processor's cache."""
 
 DISK_THREADS: Final = 16
-"""How many threads read what is not cached: while some convert, or wait for a few bytes, others keep
-the disk busy."""
+"""The number of threads that read from the disk: while some convert, or wait for a small read, the
+others keep the disk busy."""
 
 COPIED_BYTES: Final = 192 * 1024**2
-"""As much of the page cache is copied at once, past the processor's caches: glibc's memcpy does not
-read first what it overwrites where that is 3/4 of a thread's share of the largest cache, and more."""
+"""The size of a copy from the page cache that bypasses the processor's caches. glibc's memcpy writes
+without reading the target first from 3/4 of a thread's share of the largest cache upwards."""
 
 BUFFER_BYTES: Final = PIECE_BYTES + 2 * ALIGNMENT
-"""What a reader's own buffer takes: a piece, and what aligned reads take before and behind it."""
+"""The size of a reader's own buffer: a piece, and the bytes that alignment adds before and after it."""
 
 LARGEST_ELEMENT_BYTES: Final = 8
-"""Of what is converted."""
+"""The size of the largest element that is converted, in bytes."""
 
-_ROOM_BYTES: Final = PIECE_BYTES + 2 * LARGEST_ALIGNMENT  # memory only where it is touched
-_LEAST_MOVED_BYTES: Final = 2 * PIECE_BYTES  # what is less passes the buffer as fast
+_ROOM_BYTES: Final = PIECE_BYTES + 2 * LARGEST_ALIGNMENT  # address space: only touched pages cost
+_LEAST_MOVED_BYTES: Final = 2 * PIECE_BYTES  # smaller targets are as fast through the buffer
 
 
 class PieceReader:
-    """Reads pieces of files, on one thread: one file is open at a time, one buffer serves them all.
+    """Reads pieces of files on one thread, with one open file at a time and one buffer.
 
-    Whatever cannot be read is a CheckpointError that names the file: it ends before, or its disk fails.
+    Each read raises a CheckpointError that names the file if the file is too short or its disk fails.
 
     Args:
-        buffer: page-aligned memory to use; else the reader has its own, which takes ``BUFFER_BYTES``
-            once something is read that needs it.
+        buffer: page-aligned memory to use. By default the reader has its own, which takes
+            ``BUFFER_BYTES`` from the first read that needs it.
     """
 
     def __init__(self, buffer: memoryview | None = None) -> None:
@@ -56,11 +57,11 @@ class PieceReader:
         self._bounce = buffer or memoryview(mmap.mmap(-1, _ROOM_BYTES, flags=mmap.MAP_PRIVATE))
 
     def read(self, file: Path, target: memoryview, offset: int) -> None:
-        """Fill ``target`` with the file's bytes at ``offset``, at once wherever that can be."""
+        """Fill ``target`` with the file's bytes at ``offset``, in one read where possible."""
         self.read_together(file, [(target, offset)])
 
     def read_together(self, file: Path, places: Sequence[tuple[memoryview, int]]) -> None:
-        """Fill targets, given with their offsets, that lie one behind the other in the file."""
+        """Fill targets, given with their offsets, that are adjacent in the file and in its order."""
         opened = self._open(file)
         (_, start), (last, at) = places[0], places[-1]
         if opened.is_cached(start, at + len(last) - start):
@@ -72,38 +73,38 @@ class PieceReader:
 
     @property
     def piece_bytes(self) -> int:
-        """The most bytes that a piece has."""
+        """The largest size of a piece, in bytes."""
         return len(self._bounce) - 2 * LARGEST_ALIGNMENT
 
     def piece(self, file: Path, offset: int, size: int) -> memoryview:
         """Return ``size`` bytes of the file, at most ``piece_bytes``, in the reader's buffer.
 
-        They are good until the next read, and begin at a multiple of 8 wherever they lie in the file.
+        The result is valid until the next read. It begins at a multiple of 8, whatever the offset.
         """
         opened = self._open(file)
         piece = self._bounce[:size]
         if opened.is_cached(offset, size):
             opened.read_cached(piece, offset)
-        elif (found := self._read_around_cache(opened, offset, size)) is None:
+        elif (direct := self._read_around_cache(opened, offset, size)) is None:
             opened.read_and_drop(piece, offset)
         elif offset % LARGEST_ELEMENT_BYTES:
-            copy(piece, found)  # towards the front: memmove bears the overlap
+            copy(piece, direct)  # towards the front: memmove allows the overlap
         else:
-            piece = found
+            piece = direct
         return piece
 
     def is_cached(self, file: Path, offset: int, size: int) -> bool:
-        """Tell whether the page cache is known to hold all of a stretch."""
+        """Tell whether all of this range is known to be in the page cache."""
         return self._open(file).is_cached(offset, size)
 
     @contextmanager
     def looking(self, file: Path, offset: int, size: int) -> Iterator[memoryview]:
-        """Give what is cached of a file where it lies, to be read only: at most ``WINDOW_BYTES``."""
-        with self._open(file).looking(offset, size) as found:
-            yield found
+        """Map at most ``WINDOW_BYTES`` of cached pages of a file, read-only, for the context."""
+        with self._open(file).looking(offset, size) as mapped:
+            yield mapped
 
     def close(self) -> None:
-        """Close the file that is open. The buffer goes when nobody looks at it any more."""
+        """Close the open file. The buffer is freed with the last reference to it."""
         if self._file:
             self._file.close()
         self._file = None
@@ -115,19 +116,19 @@ class PieceReader:
         return self._file
 
     def _read_alone(self, opened: OpenedFile, target: memoryview, offset: int) -> None:
-        """Fill a target in pieces, as far as its bulk cannot be moved into place."""
+        """Fill a target: by a move into place as far as possible, and the rest in pieces."""
         moved = self._read_and_move(opened, target, offset)
         for start in range(moved, len(target), PIECE_BYTES):
             part, at = target[start : start + PIECE_BYTES], offset + start
             if opened.is_cached(at, len(part)):
                 opened.read_cached(part, at)
             elif not self._read_at_once(opened, [(part, at)]):
-                # All: of the next part, what the kernel read ahead would seem to have been there.
+                # All of it: the kernel's read-ahead would make the next part look cached.
                 opened.read_and_drop(target[start:], at)
                 return
 
     def _read_at_once(self, opened: OpenedFile, places: Sequence[tuple[memoryview, int]]) -> bool:
-        """Read past the cache; False where the buffer is too small for that, or the disk refuses."""
+        """Read past the page cache; False if the buffer is too small or the file system refuses."""
         room = self._bounce[: self.piece_bytes + 2 * opened.alignment]
         gathered = gather(places, room, opened.alignment) if opened.direct else None
         if gathered is None:
@@ -139,10 +140,10 @@ class PieceReader:
         return True
 
     def _read_and_move(self, opened: OpenedFile, target: memoryview, offset: int) -> int:
-        """Fill the front of a target that lies otherwise than the file; return how much of it.
+        """Fill the front of a target whose alignment differs from the file's; return its size in bytes.
 
-        It is read to where in the target it lies as in the file, and moved: so the disk is asked for
-        as much at once as anywhere, and no buffer is needed.
+        The bytes are read to an aligned place within the target and then moved to its front. Reads
+        are as large as elsewhere, and no buffer is needed.
         """
         shift = (offset - address_of(target)) % opened.alignment
         if not shift or len(target) < _LEAST_MOVED_BYTES or not opened.direct:
@@ -155,7 +156,7 @@ class PieceReader:
         return count
 
     def _read_around_cache(self, opened: OpenedFile, offset: int, size: int) -> memoryview | None:
-        """Return the bytes in the buffer; None where the disk refuses."""
+        """Read into the buffer and return that part of it; None if the file system refuses."""
         skip = offset % opened.alignment
         buffer = self._bounce[: up(skip + size, opened.alignment)]
         if not opened.direct or not opened.read_direct([buffer], offset - skip, skip + size):
@@ -164,35 +165,35 @@ class PieceReader:
 
 
 def copy(target: memoryview, source: memoryview) -> None:
-    """Copy bytes without holding the GIL, as an assignment of slices would."""
+    """Copy bytes and release the GIL meanwhile, which an assignment of slices would not."""
     ctypes.memmove(address_of(target), address_of(source), len(source))
 
 
 @cache
 def copies_by_mapping(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Tell whether this processor copies what is cached faster out of a mapping than the kernel does.
+    """Tell whether memcpy from a mapping copies cached pages faster than ``read()`` on this processor.
 
-    glibc's memcpy writes past the caches of an x86 processor. The kernel copies by one instruction
-    where that is fast ("fsrm"): on an AMD EPYC faster than memcpy, on an Intel Xeon not
-    (``benchmarks/copying.py``).
+    glibc's memcpy bypasses the caches of an x86 processor. The kernel copies with one instruction
+    where the processor has the flag ``fsrm``; that is faster than memcpy on an AMD EPYC, and slower
+    on an Intel Xeon (``benchmarks/copying.py``).
     """
     try:
         with cpuinfo.open() as lines:
-            first = takewhile(str.strip, lines)  # one processor's
+            first = takewhile(str.strip, lines)  # the lines of the first processor
             parted = [line.partition(":") for line in first]
     except OSError:
         return False
-    told = {name.strip(): value.split() for name, _, value in parted}
-    if told.get("vendor_id") == ["AuthenticAMD"]:
-        return "fsrm" not in told.get("flags", [])
-    return told.get("vendor_id") == ["GenuineIntel"]
+    properties = {name.strip(): value.split() for name, _, value in parted}
+    if properties.get("vendor_id") == ["AuthenticAMD"]:
+        return "fsrm" not in properties.get("flags", [])
+    return properties.get("vendor_id") == ["GenuineIntel"]
 
 
 def _copy_cached(opened: OpenedFile, target: memoryview, offset: int) -> None:
-    """Fill a target with what is cached: read, or copied from where it lies to pages that are cleared before."""
+    """Fill a target from the page cache: by ``read()``, or by memcpy from a mapping if that is faster."""
     if len(target) < COPIED_BYTES or not copies_by_mapping():
         opened.read_cached(target, offset)
         return
     make_present(target)
-    with opened.looking(offset, len(target)) as found:
-        copy(target, found)
+    with opened.looking(offset, len(target)) as mapped:
+        copy(target, mapped)

@@ -1,4 +1,4 @@
-"""Filling memory from stretches of files: what lies in it, and the threads that read it."""
+"""Fill tensors from a checkpoint's files: divide them into reads, and run the threads that read."""
 
 import os
 import threading
@@ -25,14 +25,14 @@ from weighin.loader.reads import Fillable, Piece, PieceFiller, Runs, cut
 from weighin.loader.scratch import Lent, buffer_in, lend
 
 READ_BYTES: Final = 16 * HUGE_PAGE_BYTES
-"""How much a thread reads at once where nothing is converted: it takes the lock seldom."""
+"""The size of a thread's reads where nothing is converted: large, so that it takes the lock seldom."""
 
 _MOST_CACHE_THREADS: Final = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fill:
-    """One tensor of a checkpoint, and the tensor of the same shape that gets its values."""
+    """One tensor of a checkpoint, and the tensor of the same shape that receives its values."""
 
     source: TensorSlice
     memory: torch.Tensor
@@ -50,7 +50,7 @@ class Fill:
         return self.source.nbytes
 
     def pieces(self, most_bytes: int) -> Iterator[Piece]:
-        """Yield the reads to make, block after block, none into more memory than that."""
+        """Yield the reads to make, block by block; each fills at most ``most_bytes`` of memory."""
         if not self.memory.numel():
             return
         for where, target in self._blocks():
@@ -59,7 +59,7 @@ class Fill:
             yield from _cut(where, where.offset, target.permute(order), most_bytes)
 
     def _blocks(self) -> Iterator[tuple[TensorSlice, torch.Tensor]]:
-        """Yield each stretch of a file with the part of the tensor that lies there."""
+        """Yield each range of a file with the part of the tensor that it holds."""
         if not self.source.parts:
             yield self.source, self.memory
         for part in self.source.parts:
@@ -70,15 +70,15 @@ class Fill:
 
 
 def is_readable(source: TensorSlice) -> bool:
-    """Tell whether the elements lie one behind the other in the file, in any order of the dimensions."""
+    """Tell whether the elements are stored without gaps, in any order of the dimensions."""
     places = [part.where for part in source.parts] or [source]
-    return all(file_order(one) is not None for one in places)
+    return all(file_order(place) is not None for place in places)
 
 
 def file_order(where: TensorSlice) -> list[int] | None:
-    """Return the dimensions from the one that is outermost in the file to the innermost.
+    """Return the dimensions in the file's order, from the outermost to the innermost.
 
-    None where the elements have gaps between them, or lie on one another.
+    None if there are gaps between the elements, or if they overlap.
     """
     if where.contiguous:
         return list(range(len(where.shape)))
@@ -90,7 +90,7 @@ def file_order(where: TensorSlice) -> list[int] | None:
 def _cut(
     source: TensorSlice, offset: int, target: torch.Tensor, most_bytes: int
 ) -> Iterator[Piece]:
-    """Yield the reads that fill ``target`` from one stretch of the file, which begins at ``offset``."""
+    """Yield the reads that fill ``target`` with the file's bytes from ``offset`` on."""
     if target.is_contiguous():
         yield from cut(source, offset, target, most_bytes)
         return
@@ -106,14 +106,14 @@ def _cut(
 
 @contextmanager
 def being_filled(stretches: Sequence[Fillable], threads: int | None) -> Iterator[None]:
-    """Read all stretches into their memory while the block runs; its end waits for the last.
+    """Read all ``stretches`` on background threads while the context's block runs.
 
-    The first error, here or in the block, ends it. Whoever runs Python meanwhile is held up by each
-    read for a moment, and each read by him. Torch computes on one thread at a time, here and in the
-    block.
+    Leaving the block waits for the last read. The first error, in a thread or in the block, stops all
+    threads. They share the GIL with the block, so that each delays the other a little. Torch computes
+    on one thread until the block ends.
 
     Args:
-        threads: how many read; None: as many as suit what is cached.
+        threads: the number of threads that read; None chooses it by whether the files are cached.
     """
     if not stretches:
         yield
@@ -152,27 +152,27 @@ def being_filled(stretches: Sequence[Fillable], threads: int | None) -> Iterator
 
 
 def copies(stretches: Iterable[Fillable], threads: int) -> Iterator[Piece]:
-    """Yield the reads of what is cached: equal shares where each thread has enough to copy at once."""
-    for one in stretches:
-        shares = one.memory.nbytes // (threads * COPIED_BYTES) * threads
-        if one.converts or not shares or not copies_by_mapping():
-            yield from one.pieces(READ_BYTES)
+    """Yield the reads of cached files: an equal share for each thread where the shares are large."""
+    for stretch in stretches:
+        shares = stretch.memory.nbytes // (threads * COPIED_BYTES) * threads
+        if stretch.converts or not shares or not copies_by_mapping():
+            yield from stretch.pieces(READ_BYTES)
         else:
-            pages = ceil(one.memory.nbytes / shares / HUGE_PAGE_BYTES)
-            yield from one.pieces(pages * HUGE_PAGE_BYTES)
+            pages = ceil(stretch.memory.nbytes / shares / HUGE_PAGE_BYTES)
+            yield from stretch.pieces(pages * HUGE_PAGE_BYTES)
 
 
 def _cache_threads() -> int:
-    """Return how many threads copy what is cached: two that share a processor hold each other up."""
+    """Return the number of threads that copy cached files: at most one per available processor."""
     affinity = getattr(os, "sched_getaffinity", None)  # Linux
     processors = len(affinity(0)) if affinity else os.cpu_count() or 1
     return min(_MOST_CACHE_THREADS, processors)
 
 
 class _OneThreadEach:
-    """Keeps torch from starting threads for each of ours, which would wait for each other.
+    """Makes torch compute on one thread: the threads that read would otherwise each start a pool.
 
-    The number is the process's: of loads at once, the last one puts it back.
+    The setting belongs to the process. Of concurrent loads, the last one to end restores it.
     """
 
     def __init__(self) -> None:
@@ -197,8 +197,8 @@ _one_thread_each = _OneThreadEach()
 
 
 def begin_cached(stretches: Sequence[Fillable]) -> bool:
-    """Tell whether the page cache holds the front of the largest stretch, of at least one."""
-    largest = max(stretches, key=lambda one: one.memory.nbytes)
+    """Tell whether the first bytes of the largest of ``stretches`` are in the page cache."""
+    largest = max(stretches, key=lambda stretch: stretch.memory.nbytes)
     first = next(largest.pieces(READ_BYTES), None)
     if first is None:
         return True
@@ -207,9 +207,9 @@ def begin_cached(stretches: Sequence[Fillable]) -> bool:
 
 
 def buffer_bytes(stretches: Iterable[Fillable], threads: int | None, *, gpu: bool) -> int:
-    """Return the most memory that filling holds beside the stretches, in bytes: of all threads."""
+    """Return the size of the buffers of all threads, in bytes: the most memory that filling adds."""
     threads = threads or DISK_THREADS
-    read = (one.source_bytes for one in stretches)
-    used = sum(min(size, ceil(size / READ_BYTES) * BUFFER_BYTES) for size in read)
+    read_bytes = (stretch.source_bytes for stretch in stretches)
+    used = sum(min(size, ceil(size / READ_BYTES) * BUFFER_BYTES) for size in read_bytes)
     pinned = threads * 2 * PIECE_BYTES if gpu else 0
     return min(threads * BUFFER_BYTES, used) + pinned

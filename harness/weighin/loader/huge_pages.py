@@ -1,4 +1,4 @@
-"""Memory to read tensors into: fresh, in huge pages, and a tensor's memory as bytes."""
+"""Allocate memory in huge pages for tensors, and view a tensor's memory as bytes."""
 
 import ctypes
 import mmap
@@ -13,22 +13,22 @@ from weighin.loader.vectored import ALIGNMENT
 HUGE_PAGE_BYTES: Final = 2 * 1024**2
 
 TENSOR_ALIGNMENT: Final = 64
-"""Of what torch allocates, in bytes: where a tensor lies decides how some operations round."""
+"""The alignment of torch's own allocations, in bytes: the address decides how some operations round."""
 
 MAP_NORESERVE: Final = 0x4000
-"""Of linux/mman.h: not counted by the kernel's overcommit heuristic, as many small mappings are not."""
+"""From linux/mman.h: the kernel's overcommit heuristic then ignores the mapping's size."""
 
 
 class Area:
-    """Fresh memory, in huge pages, in which tensors lie as in a stretch of a file.
+    """Fresh memory in huge pages for adjacent tensors, in the same order as in a range of a file.
 
-    Each tensor has a storage of its own: saving it concerns no other, and the pages that it has alone
-    are given back with it; the rest with the last.
+    Each tensor has a storage of its own, so that saving it writes no other tensor. The pages of one
+    tensor alone are freed with it; pages that tensors share are freed with the area's last tensor.
 
     Args:
-        size: of the stretch, in bytes.
-        offset: where in its file the stretch begins. The memory begins as far behind a page's start,
-            but for what torch's alignment takes away: then a disk writes into it without a buffer between.
+        size: of the range, in bytes.
+        offset: of the range in its file. The memory has the same offset within its page, rounded down
+            to ``TENSOR_ALIGNMENT``, so that a disk can write into it without a buffer.
     """
 
     def __init__(self, size: int, offset: int) -> None:
@@ -37,13 +37,13 @@ class Area:
 
     @property
     def whole(self) -> torch.Tensor:
-        """All bytes, to be filled."""
+        """The whole area as one tensor of bytes, to be filled."""
         return torch.frombuffer(
             self._memory, dtype=torch.uint8, count=self._size, offset=self._first
         )
 
     def tensor(self, at: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a flat tensor whose elements begin ``at`` so many bytes behind the stretch's start."""
+        """Return a flat tensor whose elements begin ``at`` bytes after the start of the range."""
         first = self._first + at
         last = first + numel * dtype.itemsize
         view = memoryview(self._memory)[first:last]
@@ -58,13 +58,13 @@ class Area:
 
 
 def allocate(numel: int, dtype: torch.dtype, device: torch.device, offset: int = 0) -> torch.Tensor:
-    """Return flat uninitialised memory; on the CPU it asks for huge pages where it is large.
+    """Return a flat uninitialised tensor; large ones on the CPU ask the kernel for huge pages.
 
-    Faults on fresh 4 KiB pages are most of what a load from the cache costs. The memory is the
-    tensor's own: it is given back with it, and saving or freeing it concerns no other tensor.
+    Faults on fresh 4 KiB pages are most of the time of a load from the page cache. The tensor has a
+    storage of its own, which is freed with it.
 
     Args:
-        offset: where in its file the tensor begins, as for an ``Area``.
+        offset: of the tensor in its file, as for an ``Area``.
     """
     size = numel * dtype.itemsize
     if device.type != "cpu" or size < HUGE_PAGE_BYTES:
@@ -74,24 +74,24 @@ def allocate(numel: int, dtype: torch.dtype, device: torch.device, offset: int =
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor, to be written to."""
+    """Return the memory of a contiguous CPU tensor as writable bytes."""
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def _lead(offset: int) -> int:
-    """Return how far behind a page's start memory begins that is read from ``offset`` of a file.
+    """Return the offset within a page for memory that is read from ``offset`` of a file, in bytes.
 
-    As far as the file does, or less than 64 bytes before, where a tensor would begin otherwise.
+    It is the file's own offset within a page, rounded down to ``TENSOR_ALIGNMENT``.
     """
     within = offset % ALIGNMENT
     return within - within % TENSOR_ALIGNMENT
 
 
 def _huge(size: int, lead: int) -> tuple[mmap.mmap, int]:
-    """Return a mapping, and where in it so many bytes begin: ``lead`` behind the start of a huge page."""
+    """Return a mapping, and the offset in it of ``size`` bytes: ``lead`` bytes after a huge page's start."""
     flags = mmap.MAP_PRIVATE | MAP_NORESERVE
     area = mmap.mmap(-1, size + HUGE_PAGE_BYTES + lead, flags=flags)
     skip = -ctypes.addressof(ctypes.c_char.from_buffer(area)) % HUGE_PAGE_BYTES
-    # Whole huge pages only: one that sticks out of the tensors would be paid for and not used.
+    # Whole huge pages only: a part of the last one would be charged but not used.
     ask_for_huge_pages(area, skip, (size + lead) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
     return area, skip + lead

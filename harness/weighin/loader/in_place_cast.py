@@ -1,8 +1,8 @@
-"""Reading wide elements into the memory of the narrow ones that they become.
+"""Convert elements to a smaller dtype within the memory of the converted tensor.
 
-A float32 stretch is read to where its bfloat16 tensor will be: half of it fits, and once converted
-takes a quarter; half of the rest fits behind that, and so on. The disk writes into memory that is
-needed anyway, in reads as large as without a conversion; only the last MiB passes a buffer.
+To load float32 elements as bfloat16, half of them are read into the bfloat16 tensor's memory and
+converted to its front, where they then take half of it. Half of the rest is read into the other
+half, and so on. Reads are as large as without a conversion; only the last MiB needs a buffer.
 """
 
 from typing import Final
@@ -14,31 +14,31 @@ from weighin.loader.direct_io import PieceReader
 from weighin.loader.huge_pages import memory_of
 from weighin.loader.vectored import ALIGNMENT
 
-_LEAST_BYTES: Final = 1024**2  # of memory: below that, what fits is no read for a disk
-_FIRST_ELEMENTS: Final = 1024  # converted by way of a copy: there the two overlap
-_MOST_ELEMENTS: Final = 256 * 1024  # at a time: what a processor's cache holds
+_LEAST_BYTES: Final = 1024**2  # of memory: with less, reads are too small for a disk
+_FIRST_ELEMENTS: Final = 1024  # are converted from a copy, because source and target overlap there
+_MOST_ELEMENTS: Final = 256 * 1024  # are converted at a time: they fit a processor's cache
 
 
 def shrinks(source: TensorSlice, target: torch.Tensor) -> bool:
-    """Tell whether elements of ``source`` can be converted in the memory of ``target``."""
+    """Tell whether elements of ``source`` can be read into ``target``'s memory and converted there."""
     return target.is_contiguous() and target.dtype.itemsize < source.dtype.itemsize
 
 
 def read_shrinking(
     reader: PieceReader, source: TensorSlice, offset: int, target: torch.Tensor
 ) -> int:
-    """Fill the front of a contiguous CPU ``target``; return how many elements of it.
+    """Fill the front of a contiguous CPU ``target``; return the number of elements filled.
 
-    What is left takes less than 1 MiB, and has no room to convert in. The ``offset`` is a multiple of
-    an element's size.
+    Less than 1 MiB of the target stays unfilled. The ``offset`` must be a multiple of an element's
+    size.
 
     Raises:
-        CheckpointError: the file ends before, or its disk fails.
+        CheckpointError: the file is too short, or its disk fails.
     """
     width, flat, done = source.dtype.itemsize, target.view(-1), 0
     while (rest := flat[done:]).nbytes >= _LEAST_BYTES:
         at = offset + done * width
-        lead = (at - rest.data_ptr()) % ALIGNMENT  # file and memory then lie alike
+        lead = (at - rest.data_ptr()) % ALIGNMENT  # then file and memory have the same alignment
         count = (rest.nbytes - lead) // width
         count -= (at + count * width) % ALIGNMENT // width  # to the end of one of the file's pages
         memory = memory_of(rest)[lead : lead + count * width]
@@ -49,7 +49,7 @@ def read_shrinking(
 
 
 def _convert(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Convert elements towards the front of the memory that they lie in, as far as room is free."""
+    """Convert ``source``, which lies in ``target``'s memory, to ``target``, from the front."""
     done = 0
     while done < len(target):
         free_bytes = source[done:].data_ptr() - target[done:].data_ptr()

@@ -1,4 +1,4 @@
-"""A checkpoint as a state dict without values, and torch's own way of handing it to a model."""
+"""Make a state dict without values from a checkpoint, and load it into a model with torch's own code."""
 
 import mmap
 import re
@@ -19,36 +19,36 @@ from weighin.loader.huge_pages import MAP_NORESERVE, TENSOR_ALIGNMENT
 from weighin.models.deferred import DeferredLoad, WriteLog
 
 FILLED_DEVICES: Final = frozenset({"cpu", "cuda"})
-"""Whose memory is filled piece by piece; any other's by torch, from a copy in host memory."""
+"""The devices whose memory is filled piece by piece; others are filled by torch from a CPU copy."""
 
 _MISFIT: Final = re.compile(r"size mismatch for (.+?): copying a param")
 
 
 def lazy_state(log: WriteLog, slices: Sequence[TensorSlice]) -> dict[str, torch.Tensor]:
-    """Return a state dict of tensors that have no values, but are promised them by ``log``.
+    """Return a state dict of tensors without values; ``log`` records where their values are.
 
-    Their memory has addresses only, until somebody looks. Metadata of the modules' versions is there
-    where the file has it.
+    The tensors reserve address space, and take memory only if a module's code reads them. The state
+    dict has the modules' version metadata if the file has it.
 
     Raises:
-        CheckpointError: the elements of a block do not lie one behind the other, in any order of its
-            dimensions; ``torch.distributed.checkpoint`` writes no such.
+        CheckpointError: a block of a tensor has gaps between its elements, which
+            ``torch.distributed.checkpoint`` never writes.
     """
-    for one in slices:
-        _check_blocks(one)
-    sizes = [-(-_extent(one) * one.dtype.itemsize // TENSOR_ALIGNMENT) for one in slices]
+    for source in slices:
+        _check_blocks(source)
+    sizes = [-(-_extent(source) * source.dtype.itemsize // TENSOR_ALIGNMENT) for source in slices]
     length = sum(sizes) * TENSOR_ALIGNMENT
     memory = mmap.mmap(-1, max(length, 1), flags=mmap.MAP_PRIVATE | MAP_NORESERVE)
     state: OrderedDict[str, torch.Tensor] = OrderedDict()
     offset = 0
-    for one, size in zip(slices, sizes, strict=True):
-        if count := _extent(one):
-            flat = torch.frombuffer(memory, dtype=one.dtype, count=count, offset=offset)
-            tensor = flat.as_strided(one.shape, one.stride)
+    for source, size in zip(slices, sizes, strict=True):
+        if count := _extent(source):
+            flat = torch.frombuffer(memory, dtype=source.dtype, count=count, offset=offset)
+            tensor = flat.as_strided(source.shape, source.stride)
         else:
-            tensor = torch.empty_strided(one.shape, one.stride, dtype=one.dtype)
-        log.promise(tensor, one)
-        state[one.name] = tensor
+            tensor = torch.empty_strided(source.shape, source.stride, dtype=source.dtype)
+        log.promise(tensor, source)
+        state[source.name] = tensor
         offset += size * TENSOR_ALIGNMENT
     metadata = getattr(slices, "metadata", None)
     if metadata is not None:
@@ -57,7 +57,7 @@ def lazy_state(log: WriteLog, slices: Sequence[TensorSlice]) -> dict[str, torch.
 
 
 def read_at_once(load: DeferredLoad) -> None:
-    """Give one tensor its values now, whatever view of the file they are."""
+    """Read one tensor's values now, also if they are a view of a tensor of the file."""
     source, target = source_of(load), load.target
     direct = target.device.type in FILLED_DEVICES
     if direct and source is not None and is_readable(source):
@@ -83,7 +83,7 @@ def _fill(source: TensorSlice, target: torch.Tensor) -> None:
 
 
 def source_of(load: DeferredLoad) -> TensorSlice | None:
-    """Return where in the file a load's values lie; None for a view of a tensor in several blocks."""
+    """Return the place of a load's values in the file; None for a view across blocks or of another dtype."""
     promised: TensorSlice = load.promise
     view = load.source
     same = (tuple(view.shape), view.stride()) == (promised.shape, promised.stride)
@@ -96,10 +96,10 @@ def source_of(load: DeferredLoad) -> TensorSlice | None:
 
 
 def load_state(model: torch.nn.Module, state: dict[str, torch.Tensor], checkpoint: Path) -> None:
-    """Hand a state dict to a model, as torch does it.
+    """Call ``model.load_state_dict(state)``, and turn its errors into CheckpointErrors.
 
     Raises:
-        CheckpointError: missing or unexpected keys, other shapes; or a module's own code fails.
+        CheckpointError: keys are missing or unexpected, shapes differ, or a module's own code fails.
     """
     keys = set(state)
     try:
@@ -110,7 +110,7 @@ def load_state(model: torch.nn.Module, state: dict[str, torch.Tensor], checkpoin
         if not str(error).startswith("Error(s) in loading state_dict"):
             raise CheckpointError(
                 f"{checkpoint}: a module of this model cannot load it: {type(error).__name__}: {error}",
-                "choose the model that this checkpoint was saved from, or see what its own code raises: "
+                "choose the model that this checkpoint was saved from; to debug the module's own code, run "
                 "model.load_state_dict(torch.load(...))",
             ) from error
         wanted = model.state_dict(keep_vars=True).keys()
@@ -119,23 +119,25 @@ def load_state(model: torch.nn.Module, state: dict[str, torch.Tensor], checkpoin
             "unexpected": keys - wanted,
             "of another shape": set(_MISFIT.findall(str(error))),
         }
-        shown = {what: sorted(map(plain, names)) for what, names in problems.items()}
-        raise misfit(checkpoint, "this model", shown, str(error)) from error
+        by_fault = {fault: sorted(map(plain, names)) for fault, names in problems.items()}
+        raise misfit(checkpoint, "this model", by_fault, str(error)) from error
 
 
-def _check_blocks(one: TensorSlice) -> None:
-    for part in one.parts:
+def _check_blocks(source: TensorSlice) -> None:
+    for part in source.parts:
         where = part.where
         if file_order(where) is None:
             raise CheckpointError(
-                f"{where.file}: the part of {one.name!r} at byte {where.offset:,} has gaps between its "
+                f"{where.file}: the part of {source.name!r} at byte {where.offset:,} has gaps between its "
                 "elements",
-                f"write its tensors whole: weighin convert {where.file.parent} WHOLE --format dcp",
+                "rewrite the checkpoint with each tensor in one block: "
+                f"weighin convert {where.file.parent} WHOLE --format dcp",
             )
 
 
-def _extent(one: TensorSlice) -> int:
-    """Return how many elements lie from a tensor's first to its last."""
-    if 0 in one.shape:
+def _extent(source: TensorSlice) -> int:
+    """Return the number of elements from a tensor's first to its last, gaps included."""
+    if 0 in source.shape:
         return 0
-    return 1 + sum((size - 1) * step for size, step in zip(one.shape, one.stride, strict=True))
+    steps = zip(source.shape, source.stride, strict=True)
+    return 1 + sum((size - 1) * step for size, step in steps)

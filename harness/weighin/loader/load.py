@@ -1,12 +1,14 @@
-"""Load a checkpoint straight into a model: no second copy, converted on the way.
+"""Load a checkpoint straight into a model, without a second copy of the weights.
 
-What a model becomes is torch's own doing: ``load_state_dict`` runs, with every hook and override, on
-a state dict without values, whose copies are noted (``models/deferred.py``). Then they are made all
-at once: tensors are read from their places in the file into fresh memory that asks for huge pages and
-lies as the file does, by several threads, a piece at a time. What is converted is read out of the page
-cache where it lies there, else by way of memory that is filled last; what goes to a GPU passes two
-pinned buffers. Peak: the model, and a few MiB for each thread; while what is cached is copied, its
-pages in the cache are mapped, and so in the RSS: up to 400 MiB for each thread.
+torch's own ``load_state_dict`` runs, with every hook and override, on a state dict without values,
+and its copies are recorded instead of made (``models/deferred.py``). Then several threads make all of
+them, piece by piece: each tensor is read from its place in the file into fresh memory that uses huge
+pages and has the file's alignment. Elements of another dtype are converted from the page cache if
+they are cached, and otherwise through memory of tensors that are filled last. Tensors for a GPU pass
+two pinned buffers.
+
+Peak: the model, and a few MiB for each thread. While cached pages are copied they are mapped, and so
+count in the RSS: up to 400 MiB for each thread.
 """
 
 import gc
@@ -45,14 +47,14 @@ _EXACT: Final = frozenset({
     (torch.bfloat16, torch.float32), (torch.bfloat16, torch.float64),
     (torch.float32, torch.float64),
 })  # fmt: skip
-"""Conversions that lose nothing: one that follows may begin from the original."""
+"""Conversions that lose nothing, so that a second conversion may start from the original values."""
 
 _log = logging.getLogger("weighin")
 
 
 @contextmanager
 def _collecting_later() -> Iterator[None]:
-    """Keep Python from looking for garbage: among all that torch imported, while every thread waits."""
+    """Turn Python's garbage collection off: it walks all of torch's objects while every thread waits."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -72,29 +74,31 @@ def load_streaming(
     threads: int | None = None,
     granularity: Granularity = "all",
 ) -> torch.nn.Module:
-    """Load a checkpoint of any layout that ``weighin inspect`` reads into ``model``; return it.
+    """Load a checkpoint, in any format that ``weighin inspect`` reads, into ``model`` and return it.
 
-    The model ends as ``model.load_state_dict(torch.load(checkpoint))`` and then ``model.to(device,
-    dtype)`` leave it. Give a function that builds it: then its weights are never initialised, but
-    where the constructor itself looks at their values, which is logged. Or a model: a tensor of it
-    that has the right device and dtype is filled where it is. A tensor on the meta device gets the
-    dtype that the checkpoint has.
+    The result equals that of ``model.load_state_dict(torch.load(checkpoint))`` followed by
+    ``model.to(device, dtype)``. If ``model`` is a function that builds the model, the weights are not
+    initialised, except those whose values the constructor itself reads, which is logged. If it is a
+    model, its tensors that already have the right device and dtype are filled in place. Tensors on
+    the meta device get the checkpoint's dtype.
 
     Args:
         dtype: of all floating-point tensors; None keeps the model's own.
-        threads: how many read; None: one for each processor, up to 4, what is cached; 16 what is not.
-        granularity: whether reading one tensor, or one module, ends before the next begins.
+        threads: the number of threads that read. None means one for each processor, at most 4, if the
+            checkpoint is cached, and 16 if it is not.
+        granularity: "tensor" or "module" finishes reading one before the next; "all" reads everything
+            at once.
 
     Raises:
-        CheckpointError: unreadable, or not this model's: missing or unexpected keys, other shapes; or
-            a tensor that is in no checkpoint is on the meta device.
+        CheckpointError: the checkpoint is unreadable or does not fit the model (missing or unexpected
+            keys, other shapes), or a tensor that is in no checkpoint is on the meta device.
     """
     device = _with_index(torch.device(device))
-    found, was_meta = _load(model, Path(checkpoint), device, dtype, threads, granularity)
-    skeleton.give_back_heap()  # what the load itself took
-    if dtype is not None or was_meta or any(one.device != device for one in _tensors(found)):
-        found.to(device=device, dtype=dtype)  # with what modules do on their own account then
-    return found
+    loaded, was_meta = _load(model, Path(checkpoint), device, dtype, threads, granularity)
+    skeleton.give_back_heap()  # the load's own garbage
+    if dtype is not None or was_meta or any(tensor.device != device for tensor in _tensors(loaded)):
+        loaded.to(device=device, dtype=dtype)  # also runs modules' own overrides of it
+    return loaded
 
 
 def _load(
@@ -105,15 +109,17 @@ def _load(
     threads: int | None,
     granularity: Granularity,
 ) -> tuple[torch.nn.Module, bool]:
-    """Return the model with the checkpoint's values, and whether some of it was on the meta device."""
+    """Return the filled model, and whether any of its tensors was on the meta device."""
     slices = formats.read(path)[1]
     log = WriteLog(read_at_once)
     with ExitStack() as undone:
         with log.recording():
             if not isinstance(model, torch.nn.Module):
                 model = _built(model, log)
-            was_meta = any(one.is_meta for one in _tensors(model))
-            undone.enter_context(real_memory(model, {one.name: one.dtype for one in slices}))
+            was_meta = any(tensor.is_meta for tensor in _tensors(model))
+            undone.enter_context(
+                real_memory(model, {source.name: source.dtype for source in slices})
+            )
             load_state(model, lazy_state(log, slices), path)
         loads = log.finish()
         _refuse_meta(model, path)
@@ -130,7 +136,7 @@ def _load(
 
 
 def _with_index(device: torch.device) -> torch.device:
-    """Return the device as its tensors name theirs."""
+    """Return the device with the index that tensors on it report."""
     if device.type == "cpu":
         return torch.device("cpu")
     if device.type == "cuda" and device.index is None:
@@ -145,14 +151,14 @@ def _built(builder: Callable[[], torch.nn.Module], log: WriteLog) -> torch.nn.Mo
         from weighin.units import format_bytes  # imports decimal, which few loads need
 
         _log.warning(
-            "the model's constructor looks at values of its tensors: %s were initialised for that",
+            "the model's constructor reads values of its tensors, so %s of them were initialised",
             format_bytes(log.initialised_bytes),
         )
     return model
 
 
 class _Placer:
-    """Decides where tensors are filled: in their own memory, or in fresh memory, which they get."""
+    """Decides for each tensor whether it is filled in its own memory or gets fresh memory."""
 
     def __init__(
         self,
@@ -163,19 +169,22 @@ class _Placer:
     ) -> None:
         self._log, self._device, self._dtype = log, device, dtype
         self._tensors: dict[int, list[torch.Tensor]] = {}
-        for one in _tensors(model):
-            self._tensors.setdefault(storage_key(one), []).append(one)
+        for tensor in _tensors(model):
+            self._tensors.setdefault(storage_key(tensor), []).append(tensor)
         self._buffers = {
-            id(one): (module, leaf)
+            id(buffer): (module, leaf)
             for module in model.modules()
-            for leaf, one in module._buffers.items()
+            for leaf, buffer in module._buffers.items()
         }
         self._left_to_modules = {
-            id(one) for module in model.modules() if _converts(module) for one in _tensors(module)
+            id(tensor)
+            for module in model.modules()
+            if _converts(module)
+            for tensor in _tensors(module)
         }
 
     def all(self, loads: list[DeferredLoad]) -> Iterator[Fillable]:
-        """Yield what is to be filled; what cannot be read piece by piece is read at once."""
+        """Yield the memory to fill; a tensor that cannot be read piece by piece is read here."""
         needs: list[MemoryNeed] = []
         for load in loads:
             source = source_of(load)
@@ -186,18 +195,18 @@ class _Placer:
                 needs.append(need)
             else:
                 yield Fill(source, load.target)
-        loads.clear()  # with them goes the memory that tensors had
+        loads.clear()  # frees the tensors' former memory
         yield from provide(needs)
 
     def _need(self, load: DeferredLoad, source: TensorSlice) -> MemoryNeed | None:
-        """Return what fresh memory a load wants; None where the tensor's own is filled.
+        """Return the fresh memory that a load needs; None if it must fill the tensor's own memory.
 
-        Its own, where others share it, torch's conversions would tell the names of a buffer apart, or
-        a module converts in a way of its own.
+        It must where other tensors share the memory, where torch's conversion would untie the names
+        of a buffer, and where a module overrides the conversion.
         """
         target = load.target
         tensors = self._tensors.get(storage_key(target), [])
-        if len({id(one) for one in tensors}) != 1:
+        if len({id(tensor) for tensor in tensors}) != 1:
             return None
         (tensor, *more), kind = tensors, self._final_dtype(target)
         stays = (tensor.device, tensor.dtype) == (self._device, kind)
@@ -213,7 +222,7 @@ class _Placer:
             return None
         if not stays and id(tensor) in self._buffers:
             module, leaf = self._buffers[id(tensor)]
-            tensor = module._buffers[leaf] = target  # torch makes a new one, too
+            tensor = module._buffers[leaf] = target  # Module.to() also makes a new buffer
         return MemoryNeed(source, tensor, kind, self._device)
 
     def _final_dtype(self, tensor: torch.Tensor) -> torch.dtype:
@@ -221,13 +230,13 @@ class _Placer:
 
 
 def _converts(module: torch.nn.Module) -> bool:
-    """Tell whether a module has a way of its own to go to another dtype or device."""
-    ways = type(module)._apply, type(module).to
-    return not all(way.__module__.startswith("torch.nn.modules.") for way in ways)
+    """Tell whether a module overrides the conversion to another dtype or device."""
+    methods = type(module)._apply, type(module).to
+    return not all(method.__module__.startswith("torch.nn.modules.") for method in methods)
 
 
 def _is_whole(tensor: torch.Tensor, target: torch.Tensor) -> bool:
-    """Tell whether a model's tensor has its memory alone, without gaps, and all of it is the target."""
+    """Tell whether a model's tensor has memory of its own, without gaps, and the target is all of it."""
     return (
         tensor.layout is torch.strided
         and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
@@ -235,7 +244,7 @@ def _is_whole(tensor: torch.Tensor, target: torch.Tensor) -> bool:
         and tensor.storage_offset() == target.storage_offset() == 0
         and tensor.untyped_storage().nbytes() == tensor.nbytes
         and is_dense(tensor)
-        and use_count(tensor) == 2  # itself, and the load's target
+        and use_count(tensor) == 2  # the model's tensor and the load's target
     )
 
 
@@ -244,7 +253,7 @@ def _position(source: TensorSlice) -> tuple[str, int]:
 
 
 def _batches(loads: list[DeferredLoad], granularity: Granularity) -> list[list[DeferredLoad]]:
-    """Return the loads to be made together."""
+    """Return the loads in the groups that are read together."""
     if granularity == "all":
         return [loads]
     if granularity == "tensor":
@@ -263,7 +272,7 @@ def _refuse_meta(model: torch.nn.Module, checkpoint: Path) -> None:
     if left:
         raise CheckpointError(
             f"{checkpoint}: has no values for {first_names(left)}, which the model has on the meta device",
-            "give load_streaming the function that builds the model, not a model without values",
+            "pass load_streaming the function that builds the model, not a model on the meta device",
         )
 
 

@@ -1,4 +1,4 @@
-"""Looking at what the page cache holds of a file where it lies there; and pages to copy it to."""
+"""Map cached pages of a file to copy them, and populate the memory that they are copied to."""
 
 import ctypes
 import errno
@@ -9,14 +9,14 @@ from contextlib import contextmanager, suppress
 from typing import Final
 
 WINDOW_BYTES: Final = 16 * 1024**2
-"""How much is looked at at once: giving pages back costs every processor an interruption."""
+"""The size of the part that is mapped at a time: each unmapping interrupts every processor."""
 
 _MADV_POPULATE_READ: Final = 22  # linux/mman.h; Linux 5.14
 _MADV_POPULATE_WRITE: Final = 23
-_POPULATED_BYTES: Final = 16 * 1024**2  # at once: nobody else can map anything meanwhile
+_POPULATED_BYTES: Final = 16 * 1024**2  # at a time: it blocks the other threads' mmap calls
 _MAP_FAILED: Final = ctypes.c_size_t(-1).value
 
-# By ctypes, which lets other threads run meanwhile; Python's own mmap does not.
+# ctypes releases the GIL during these calls; Python's own mmap does not.
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_size_t
 _libc.mmap.argtypes = (
@@ -27,7 +27,7 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Window:
-    """A map of a whole file of which only what is looked at takes memory, file-backed."""
+    """A mapping of a whole file, of which only the pages in use are resident (file-backed)."""
 
     def __init__(self, descriptor: int) -> None:
         self._size = os.fstat(descriptor).st_size
@@ -42,43 +42,44 @@ class Window:
 
     @contextmanager
     def looking(self, offset: int, size: int) -> Iterator[memoryview]:
-        """Give the bytes at ``offset``, to be read only, for as long as the context lasts.
+        """Yield the bytes at ``offset``, which are read-only and valid until the context ends.
 
-        Who cuts the file short meanwhile ends this process with SIGBUS, as with any map.
+        If another process truncates the file meanwhile, SIGBUS ends this one, as with any mapping.
 
         Raises:
-            EOFError: the file ends before.
+            EOFError: the file is too short.
         """
         if offset + size > self._size:
             raise EOFError
         start = self._address + offset - offset % mmap.PAGESIZE
         length = self._address + offset + size - start
-        # All pages at once; an older kernel, which refuses, brings them as they are touched.
+        # All pages with one call; older kernels refuse it and fault each page in on access.
         if _libc.madvise(start, length, _MADV_POPULATE_READ) and ctypes.get_errno() == errno.EFAULT:
-            raise EOFError  # it became shorter
+            raise EOFError  # the file was truncated
         try:
             yield memoryview((ctypes.c_ubyte * size).from_address(self._address + offset))
         finally:
-            # The whole map: the kernel may have brought neighbours, which lie in the same huge page.
+            # The whole mapping: the kernel may have mapped adjacent pages of the same huge page.
             _libc.madvise(self._address, self._size, mmap.MADV_DONTNEED)
 
     def close(self) -> None:
-        """Take the map down: nothing may look at it any more."""
+        """Unmap the file. No view of it may be in use."""
         if self._address != _MAP_FAILED:
             _libc.munmap(self._address, self._size)
             self._address = _MAP_FAILED
 
 
 def ask_for_huge_pages(area: mmap.mmap, start: int, size: int) -> None:
-    """Ask the kernel for huge pages in a stretch of a mapping; one that was built without them has none."""
+    """Ask the kernel for huge pages in a part of a mapping; no effect on kernels without them."""
     with suppress(AttributeError, OSError):
         area.madvise(mmap.MADV_HUGEPAGE, start, size)
 
 
 def make_present(memory: memoryview) -> None:
-    """Have all pages of anonymous memory there, cleared, before they are written to.
+    """Populate all pages of anonymous memory before it is written to.
 
-    Whoever clears them in the middle of a copy slows it down. An older kernel refuses, and does.
+    Page faults in the middle of a copy slow it down. Kernels before Linux 5.14 refuse this call and
+    take those faults.
     """
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     first, end = address - address % mmap.PAGESIZE, address + len(memory)

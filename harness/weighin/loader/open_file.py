@@ -1,4 +1,4 @@
-"""A file that is open for reading: through the page cache, around it, and where it lies in there."""
+"""Read an open file through the page cache, past it, or by mapping its cached pages."""
 
 import errno
 import mmap
@@ -14,18 +14,18 @@ from weighin.loader.mapped_copy import Window
 from weighin.loader.vectored import ALIGNMENT, down
 from weighin.probes import page_cache
 
-_PASSED_BYTES: Final = 1024**2  # of the page cache, where what was read is dropped behind it
+_PASSED_BYTES: Final = 1024**2  # read through the page cache before those pages are dropped
 _REFUSED: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
 
 
 class OpenedFile:
-    """An open file. Whatever cannot be read of it is a CheckpointError that names it.
+    """A file open for reading, whose methods raise a CheckpointError with its name if reading fails.
 
     Attributes:
-        alignment: of what is read past the page cache, in bytes: in the file, and in memory.
+        alignment: that reads past the page cache need, in the file and in memory, in bytes.
 
     Raises:
-        CheckpointError: it cannot be opened.
+        CheckpointError: the file cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,18 +43,20 @@ class OpenedFile:
 
     @property
     def direct(self) -> bool:
-        """Whether the page cache can be gone around, as far as is known."""
+        """Whether reads can bypass the page cache; a failed read sets it to False."""
         return self._direct >= 0
 
     def is_cached(self, offset: int, size: int) -> bool:
-        """Tell whether the page cache is known to hold all of a stretch."""
+        """Tell whether all of this range is known to be in the page cache."""
         return page_cache.is_cached(self._buffered, offset, size)
 
     def read_direct(self, buffers: Sequence[memoryview], offset: int, wanted_bytes: int) -> bool:
-        """Read what is wanted into aligned buffers in turn; False, from now on, where the disk refuses.
+        """Read ``wanted_bytes`` into aligned buffers in turn, past the page cache.
+
+        Return False if the file system refuses; ``direct`` is False from then on.
 
         Raises:
-            CheckpointError: the file ends before, or the disk fails.
+            CheckpointError: the file is too short, or the disk fails.
         """
         done = 0
         while done < wanted_bytes:
@@ -67,7 +69,7 @@ class OpenedFile:
                 return False
             end = done + read
             if end < wanted_bytes:
-                end = down(end, self.alignment)  # it may end anywhere; the next begins where it may
+                end = down(end, self.alignment)  # the next read must begin at a multiple of it
                 if end == done:
                     self._read_rest(_behind(buffers, done), offset + done, wanted_bytes - done)
                     return True
@@ -75,27 +77,27 @@ class OpenedFile:
         return True
 
     def _read_rest(self, buffers: Sequence[memoryview], offset: int, wanted_bytes: int) -> None:
-        """Read what a disk does not give at its alignment, as the end of a file may be."""
+        """Read through the page cache the bytes that an aligned read does not return, as at a file's end."""
         for buffer in buffers:
             size = min(len(buffer), wanted_bytes)
             self.read_and_drop(buffer[:size], offset)
             offset, wanted_bytes = offset + size, wanted_bytes - size
 
     def read_cached(self, target: memoryview, offset: int) -> None:
-        """Read through the page cache, which keeps what it holds then.
+        """Read through the page cache and leave the pages there.
 
         Raises:
-            CheckpointError: the file ends before, or the disk fails.
+            CheckpointError: the file is too short, or the disk fails.
         """
         done = 0
         while done < len(target):
             done += self._read_some(target[done:], offset + done, offset + len(target))
 
     def read_and_drop(self, target: memoryview, offset: int) -> None:
-        """Read through the page cache, piece by piece, and drop the pages behind.
+        """Read through the page cache, piece by piece, and drop the pages of each piece.
 
         Raises:
-            CheckpointError: the file ends before, or the disk fails.
+            CheckpointError: the file is too short, or the disk fails.
         """
         done = 0
         while done < len(target):
@@ -106,20 +108,20 @@ class OpenedFile:
 
     @contextmanager
     def looking(self, offset: int, size: int) -> Iterator[memoryview]:
-        """Give what is cached of the file where it lies, to be read only.
+        """Map cached pages of the file, read-only, for the context.
 
         Raises:
-            CheckpointError: the file ends before.
+            CheckpointError: the file is too short.
         """
         self._window = self._window or Window(self._buffered)
         try:
-            with self._window.looking(offset, size) as found:
-                yield found
+            with self._window.looking(offset, size) as mapped:
+                yield mapped
         except EOFError as error:
             raise self._ended(offset + size) from error
 
     def close(self) -> None:
-        """Close it. Nobody may look at it any more."""
+        """Close the file. No view of it may be in use."""
         if self._window:
             self._window.close()
             self._window = None
@@ -127,9 +129,10 @@ class OpenedFile:
         self._close_direct()
 
     def _drop_behind(self, start: int, end: int) -> None:
-        """Drop what was read, and again what lies before it: the kernel keeps what it is named a part of.
+        """Drop the pages just read, and again those of the previous call.
 
-        The page cache holds pages, and several as one; what was read last may end within them.
+        The kernel keeps a page, or several that it manages as one, if the range covers only a part of
+        it, as at the end of the previous range.
         """
         first, last = self._dropped
         first = first if start == last else down(start, mmap.PAGESIZE)
@@ -159,12 +162,12 @@ class OpenedFile:
     def _unreadable(self, error: OSError) -> CheckpointError:
         return CheckpointError(
             f"{self.path}: cannot read it: {error.strerror}",
-            "check that the file is there, that you may read it, and that its disk is well",
+            "check that the file exists, that you may read it, and that its disk works",
         )
 
 
 def _behind(buffers: Sequence[memoryview], filled: int) -> list[memoryview]:
-    """Return what of the buffers lies behind so many bytes."""
+    """Return the parts of the buffers after the first ``filled`` bytes."""
     rest = list(buffers)
     while rest and filled >= len(rest[0]):
         filled -= len(rest.pop(0))
@@ -174,5 +177,5 @@ def _behind(buffers: Sequence[memoryview], filled: int) -> list[memoryview]:
 def _open_direct(path: Path) -> int:
     try:
         return os.open(path, os.O_RDONLY | os.O_DIRECT)
-    except OSError:  # tmpfs, and some network file systems; what else is wrong, any read tells
+    except OSError:  # tmpfs and some network file systems; any other fault shows at the first read
         return -1

@@ -1,4 +1,4 @@
-"""One read: a piece of a file into a piece of memory, converted and copied to the GPU on the way."""
+"""Read a piece of a file into a piece of memory; convert it and copy it to the GPU if necessary."""
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,14 +15,14 @@ from weighin.loader.in_place_cast import read_shrinking, shrinks
 from weighin.loader.mapped_copy import WINDOW_BYTES
 
 MOST_BETWEEN_BYTES: Final = 64 * 1024
-"""How much of a file that nobody asked for one read may take between two others."""
+"""The largest gap between two pieces of a file that one read covers, in bytes."""
 
-_MOST_PIECES: Final = 256  # each takes up to two of the buffers of one call, which takes 1024
+_MOST_PIECES: Final = 256  # each takes up to two buffers of one preadv call, which allows 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """One read: ``target`` is filled, in row-major order, with what lies at ``offset``."""
+    """One read: the file's bytes from ``offset`` on fill ``target``, in row-major order."""
 
     source: TensorSlice
     offset: int
@@ -34,12 +34,12 @@ class Piece:
 
     @property
     def end(self) -> int:
-        """Where in the file it ends."""
+        """The offset in the file at which the piece ends."""
         return self.offset + self.source_bytes
 
     @property
     def plain(self) -> bool:
-        """Whether the file's bytes are the target's own."""
+        """Whether the file's bytes can be read into the target as they are."""
         target = self.target
         return (
             target.dtype == self.source.dtype
@@ -50,7 +50,7 @@ class Piece:
 
     @property
     def buffered(self) -> bool:
-        """Whether it passes a buffer on its way, where it can lie beside its neighbours in the file."""
+        """Whether the piece is read through a buffer, which adjacent pieces can share."""
         return (
             not self.plain
             and not self.target.is_cuda
@@ -59,7 +59,7 @@ class Piece:
         )
 
     def parts(self, most_bytes: int) -> Iterator["Piece"]:
-        """Yield this read in parts of which none takes more than ``most_bytes`` of the file."""
+        """Yield this read in parts that each read at most ``most_bytes`` of the file."""
         if self.source_bytes <= most_bytes:
             yield self
             return
@@ -70,10 +70,10 @@ class Piece:
 
 
 def cut(source: TensorSlice, offset: int, target: torch.Tensor, most_bytes: int) -> Iterator[Piece]:
-    """Yield the reads that fill a contiguous ``target`` with what lies at ``offset``.
+    """Yield the reads that fill a contiguous ``target`` with the file's bytes from ``offset`` on.
 
-    They are cut where its huge pages are: two threads that touch one at once would both clear it.
-    On a GPU none outgrows a pinned buffer.
+    They end where the target's huge pages end: two threads that touch the same page would both clear
+    it. Reads for a GPU are no larger than a pinned buffer.
     """
     flat, size, start = target.view(-1), target.dtype.itemsize, target.data_ptr()
     most = min(PIECE_BYTES, most_bytes) if target.is_cuda else most_bytes
@@ -87,10 +87,10 @@ def cut(source: TensorSlice, offset: int, target: torch.Tensor, most_bytes: int)
 
 
 class Runs:
-    """Pieces to read, taken by several threads as what can be one read: neighbours in a file.
+    """Pieces to read, which several threads take in runs: adjacent pieces of a file for one read.
 
     Args:
-        most_bytes: that a run takes together, where nothing is converted.
+        most_bytes: the largest size of a run where nothing is converted.
     """
 
     def __init__(self, pieces: Iterable[Piece], most_bytes: int) -> None:
@@ -100,10 +100,11 @@ class Runs:
         self._next = next(self._pieces, None)
 
     def take(self, most_converted_bytes: int) -> list[Piece]:
-        """Return the next run, none if nothing is left.
+        """Return the next run; an empty list if nothing is left.
 
         Args:
-            most_converted_bytes: of a run that is converted, and so passes the taker's buffer.
+            most_converted_bytes: the largest size of a run that is converted, and so must fit the
+                thread's buffer.
         """
         run: list[Piece] = []
         with self._lock:
@@ -128,16 +129,16 @@ def _follows(run: list[Piece], piece: Piece, most_bytes: int) -> bool:
 
 
 def _aligned(offset: int) -> int:
-    """Return where to begin to read for every number of a run to be aligned in a buffer."""
+    """Return the offset from which to read so that every element of a run is aligned in the buffer."""
     return offset - offset % LARGEST_ELEMENT_BYTES
 
 
 class PieceFiller:
-    """Fills pieces of memory, on one thread: with a reader of files, and a way to the GPU.
+    """Fills pieces of memory on one thread, with a reader and, for a GPU, pinned buffers.
 
     Args:
-        buffer: page-aligned memory by way of which to read what is converted; else a small one of
-            its own.
+        buffer: page-aligned memory for the elements to convert. By default the filler has a small
+            buffer of its own.
     """
 
     def __init__(self, buffer: memoryview | None) -> None:
@@ -155,11 +156,11 @@ class PieceFiller:
 
     @property
     def most_converted_bytes(self) -> int:
-        """Of a run that is converted."""
+        """The largest size of a run that is converted, in bytes."""
         return self._pieces.piece_bytes
 
     def fill(self, run: Sequence[Piece]) -> None:
-        """Read pieces, one or a run, into place, converted and copied to the GPU where they must be."""
+        """Read one piece or a run into place; convert it and copy it to the GPU if necessary."""
         if run[0].plain:
             places = [(memory_of(piece.target), piece.offset) for piece in run]
             self._pieces.read_together(run[0].source.file, places)
@@ -181,20 +182,20 @@ class PieceFiller:
             for piece in run:
                 self._read(piece)
             return
-        found = self._pieces.piece(file, start, end - start)
+        content = self._pieces.piece(file, start, end - start)
         for piece in run:
-            _convert(piece, found[piece.offset - start : piece.end - start])
+            _convert(piece, content[piece.offset - start : piece.end - start])
 
     def _read(self, piece: Piece) -> None:
         source, offset, target = piece.source, piece.offset, piece.target
         if piece.plain:
             self._pieces.read(source.file, memory_of(target), offset)
         elif offset % source.dtype.itemsize:
-            self._convert_copies(piece)  # what lies odd is copied before it is read as numbers
+            self._convert_copies(piece)  # misaligned elements are copied first
         elif self._pieces.is_cached(source.file, offset, piece.source_bytes):
             for part in piece.parts(WINDOW_BYTES):
-                with self._pieces.looking(source.file, part.offset, part.source_bytes) as found:
-                    _convert(part, found)
+                with self._pieces.looking(source.file, part.offset, part.source_bytes) as mapped:
+                    _convert(part, mapped)
         elif not self._borrows and shrinks(source, target):
             done = read_shrinking(self._pieces, source, offset, target)
             offset += done * source.dtype.itemsize
@@ -207,26 +208,26 @@ class PieceFiller:
             _convert(part, self._pieces.piece(part.source.file, part.offset, part.source_bytes))
 
 
-def _convert(piece: Piece, found: memoryview) -> None:
-    """Give the target the values that were found."""
+def _convert(piece: Piece, content: memoryview) -> None:
+    """Copy the elements in ``content`` to the target, converted to its dtype."""
     if piece.target.numel():
-        values = torch.frombuffer(found, dtype=piece.source.dtype)
+        values = torch.frombuffer(content, dtype=piece.source.dtype)
         piece.target.copy_(values.view(piece.target.shape))
 
 
 class _GpuCopier:
-    """Two pinned buffers and a stream: one buffer is filled while the other is copied."""
+    """Copies to the GPU through two pinned buffers: one is filled while the other is copied."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._stream.wait_stream(torch.cuda.current_stream(device))  # the memory is from there
+        self._stream.wait_stream(torch.cuda.current_stream(device))  # which allocated the memory
         self._buffers = [torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in "ab"]
         self._copied = [torch.cuda.Event() for _ in "ab"]  # type: ignore[no-untyped-call]
         self._turn = 0
 
     @contextmanager
     def copying_to(self, target: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Give a pinned tensor to fill; copies it to ``target`` afterwards, without waiting."""
+        """Yield a pinned tensor to fill, and then start its copy to ``target`` without waiting."""
         turn, self._turn = self._turn, 1 - self._turn
         self._copied[turn].synchronize()
         pinned = self._buffers[turn][: target.nbytes].view(target.dtype).view(target.shape)
@@ -245,24 +246,24 @@ class Fillable(Protocol):
 
     @property
     def memory(self) -> torch.Tensor:
-        """What is filled: one tensor, or the bytes of several."""
+        """The memory to fill: one tensor, or an area of bytes that several tensors share."""
         ...
 
     @property
     def members(self) -> Sequence[torch.Tensor]:
-        """The tensors that lie in it."""
+        """The tensors in this memory."""
         ...
 
     @property
     def converts(self) -> bool:
-        """Whether a file holds another dtype."""
+        """Whether the file's elements have another dtype."""
         ...
 
     @property
     def source_bytes(self) -> int:
-        """How much is read of files."""
+        """The number of bytes that are read from files."""
         ...
 
     def pieces(self, most_bytes: int) -> Iterator[Piece]:
-        """Yield the reads to make, none into more memory than that."""
+        """Yield the reads to make; each fills at most ``most_bytes`` of memory."""
         ...

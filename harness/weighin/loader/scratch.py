@@ -1,7 +1,7 @@
-"""Memory that is still to be filled lends itself as buffers for what is read and converted before.
+"""Use the memory of tensors that are filled last as buffers for tensors that are converted first.
 
-A disk wants large reads, and a load that converts has no memory for them to spare: but the largest
-tensors have, until it is their turn. They are filled last.
+Large reads are the fastest for a disk, but a load that converts would need large buffers for them.
+The largest tensors' memory serves as those buffers until they are filled themselves.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,38 +14,38 @@ from weighin.loader.reads import Fillable, Piece, cut
 from weighin.loader.vectored import ALIGNMENT
 
 LENT_BYTES: Final = 12 * HUGE_PAGE_BYTES
-"""The most that one piece lends: what a thread reads at once."""
+"""The largest size of a lent buffer, and so of a thread's reads, in bytes."""
 
-_LEAST_BYTES: Final = 2 * PIECE_BYTES  # less is no better than a reader's own buffer
+_LEAST_BYTES: Final = 2 * PIECE_BYTES  # a smaller one is no better than a reader's own buffer
 
 
 @dataclass(frozen=True, slots=True)
 class Lent:
-    """All reads to make: ``borrowers`` by way of the memory of ``lenders``, and then these."""
+    """All reads to make: ``borrowers`` first, with the memory of ``lenders`` as buffers."""
 
     lenders: tuple[Piece, ...]
     borrowers: Iterator[Piece]
 
 
 def lend(stretches: Sequence[Fillable], most_bytes: int, threads: int) -> Lent:
-    """Return the reads to make, of which up to one for each thread lends its memory first.
+    """Return the reads to make, with up to one lender for each thread.
 
-    The largest stretches lend that are converted, together at most half of what is.
+    The lenders are the largest of the stretches that are converted, and at most half of their size.
 
     Args:
-        most_bytes: that the read of a borrower fills.
+        most_bytes: the largest size that a borrower's read fills.
     """
-    able = [one for one in stretches if _converts(one)]
-    left = sum(one.memory.nbytes for one in able) // 2
+    able = [stretch for stretch in stretches if _converts(stretch)]
+    left = sum(stretch.memory.nbytes for stretch in able) // 2
     each = left // threads // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     each = max(_LEAST_BYTES, min(LENT_BYTES, each))
     lenders: list[Piece] = []
     others: dict[int, list[Piece]] = {}
-    for one in sorted(able, key=lambda one: one.memory.nbytes, reverse=True):
+    for stretch in sorted(able, key=lambda stretch: stretch.memory.nbytes, reverse=True):
         if len(lenders) == threads or left < _LEAST_BYTES:
             break
-        own = others[id(one)] = []
-        for piece in one.pieces(each):
+        own = others[id(stretch)] = []
+        for piece in stretch.pieces(each):
             size = piece.target.nbytes
             lends = _LEAST_BYTES <= size <= left and piece.target.is_contiguous()
             if lends and len(lenders) < threads:
@@ -55,15 +55,15 @@ def lend(stretches: Sequence[Fillable], most_bytes: int, threads: int) -> Lent:
                 own.append(piece)
     borrowers = (
         part
-        for one in stretches
-        for piece in others.get(id(one), one.pieces(most_bytes))
+        for stretch in stretches
+        for piece in others.get(id(stretch), stretch.pieces(most_bytes))
         for part in _parts(piece)
     )
     return Lent(tuple(lenders), borrowers)
 
 
 def _parts(piece: Piece) -> Iterator[Piece]:
-    """Yield a read as it is; what passes a buffer in parts, which fill whatever buffer takes them."""
+    """Yield a read; one that passes a buffer in small parts, of which as many as fit fill a buffer."""
     if piece.buffered and piece.target.is_contiguous():
         yield from cut(piece.source, piece.offset, piece.target, HUGE_PAGE_BYTES)
     else:
@@ -71,9 +71,9 @@ def _parts(piece: Piece) -> Iterator[Piece]:
 
 
 def buffer_in(lender: Piece) -> memoryview:
-    """Return a piece's memory, from where a page begins."""
+    """Return a piece's memory from its first page boundary on."""
     return memory_of(lender.target)[-lender.target.data_ptr() % ALIGNMENT :]
 
 
-def _converts(one: Fillable) -> bool:
-    return one.converts and one.memory.device.type == "cpu"
+def _converts(stretch: Fillable) -> bool:
+    return stretch.converts and stretch.memory.device.type == "cpu"

@@ -1,9 +1,9 @@
-"""One read from a disk for several targets: what lies alike goes straight there, the rest by a buffer.
+"""Fill several targets by one vectored read: aligned targets directly, the others through a buffer.
 
-A disk reads whole pages of a file into whole pages of memory. Where a target lies in memory as in
-the file, all its pages but the first and the last can be read into it. These, and small targets
-between, pass a buffer, which takes its turn in the same call: a small read of its own would wait for
-all the large ones that were asked for before.
+A direct read transfers whole pages of a file to whole pages of memory. If a target has the same
+alignment in memory as in the file, all its pages except the first and the last can be read straight
+into it. Those two pages and small targets pass a buffer, which is a part of the same call: a small
+read of its own would wait for the large reads that were submitted before.
 """
 
 import ctypes
@@ -13,16 +13,16 @@ from itertools import pairwise
 from typing import Final
 
 ALIGNMENT: Final = 4096
-"""Of O_DIRECT, in bytes: 512 would do for most files, this for all but those that ask for more."""
+"""The alignment of O_DIRECT reads, in bytes. 512 suffices for most files, 4096 for nearly all."""
 
-_LEAST_STRAIGHT_BYTES: Final = 16 * ALIGNMENT  # what is less is copied as fast
+_LEAST_STRAIGHT_BYTES: Final = 16 * ALIGNMENT  # smaller targets are as fast through the buffer
 
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """A read at ``offset`` into all ``buffers`` in turn, of which ``wanted_bytes`` must be there.
+    """A read at ``offset`` into all ``buffers`` in turn; the file must have ``wanted_bytes`` there.
 
-    ``copies`` are to be made afterwards: targets, and where in the buffer their bytes lie then.
+    ``copies`` are to be made after the read: each is a target and its bytes in the buffer.
     """
 
     offset: int
@@ -34,12 +34,12 @@ class Gathered:
 def gather(
     places: Sequence[tuple[memoryview, int]], bounce: memoryview, alignment: int = ALIGNMENT
 ) -> Gathered | None:
-    """Return the read that fills all targets, given with their offsets in the file; None if it needs more buffer.
+    """Return the read that fills all targets; None if it needs a larger buffer.
 
     Args:
-        places: in the order of the file, none over another.
-        bounce: the buffer, which begins where a page does.
-        alignment: of the file, in bytes.
+        places: the targets with their offsets in the file, in its order, without overlaps.
+        bounce: the buffer, which begins at a page boundary.
+        alignment: that the file needs, in bytes.
     """
     start, stop = down(places[0][1], alignment), up(places[-1][1] + len(places[-1][0]), alignment)
     straight = [
@@ -55,7 +55,7 @@ def gather(
             return None
         passing = bounce[used : used + last - first]
         used += last - first
-        buffers += [one for one in (passing, view) if len(one)]
+        buffers += [buffer for buffer in (passing, view) if len(buffer)]
         for target, offset in places:
             low, high = max(first, offset), min(last, offset + len(target))
             if low < high:
@@ -66,22 +66,25 @@ def gather(
 
 
 def address_of(view: memoryview) -> int:
-    """Return where in memory a view begins."""
+    """Return the address of a view's first byte."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 def down(offset: int, alignment: int) -> int:
-    """Return the last multiple of the alignment up to an offset."""
+    """Return the offset rounded down to a multiple of the alignment."""
     return offset - offset % alignment
 
 
 def up(offset: int, alignment: int) -> int:
-    """Return the first multiple of the alignment from an offset on."""
+    """Return the offset rounded up to a multiple of the alignment."""
     return down(offset + alignment - 1, alignment)
 
 
 def _straight(place: tuple[memoryview, int], alignment: int) -> tuple[int, int, memoryview] | None:
-    """Return from where to where in the file a disk can read into the target itself, and that part of it."""
+    """Return the part of a target that can be read directly: its start and end in the file, and its memory.
+
+    None if the alignments differ or the part is small.
+    """
     target, offset = place
     first, last = up(offset, alignment), down(offset + len(target), alignment)
     if last - first < _LEAST_STRAIGHT_BYTES or (address_of(target) - offset) % alignment:

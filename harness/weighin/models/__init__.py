@@ -1,1 +1,1 @@
-"""Models to load: builders, and building them without paying for their weights."""
+"""Define the models that weighin brings, and build models without allocating their weights."""

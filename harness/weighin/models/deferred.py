@@ -1,12 +1,13 @@
-"""Writes that nobody has looked at: kept in order, made when somebody looks, or never.
+"""Defer a constructor's writes to tensors until their values are read, or skip them.
 
-A constructor initialises weights that a checkpoint replaces. Under a ``WriteLog`` each write in place
-to memory that was allocated under it is noted and not made; so memory that nobody reads is never
-touched, and takes no RAM. Whatever reads such memory gets what a real run would have left there: the
-writes that it depends on are made first, in their order, and random numbers are drawn in theirs.
+A constructor initialises weights that a checkpoint then replaces. While a ``WriteLog`` records, each
+in-place write to memory that was allocated meanwhile is recorded but not executed. Memory that is
+never read is thus never touched, and takes no RAM. Code that reads such memory gets the same values
+as without the log: the writes that those values depend on are executed first, in their order, with
+the same random numbers.
 
-Nothing is patched, and only the thread that records is concerned. What Python reads of a tensor past
-torch's operations is seen for the methods of ``_LOOKS``; memory that is read by address is not.
+Nothing is patched, and only the recording thread is affected. Reads of a tensor's memory without a
+torch operation are noticed for the methods in ``_DIRECT_READS``; reads by address are not.
 """
 
 from collections import Counter
@@ -37,24 +38,24 @@ _SHAPES: Final = frozenset({
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like",
     "new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full", "is_same_size",
 })  # fmt: skip
-"""Operations that look at a tensor's shape and dtype alone."""
+"""Operations that use only a tensor's shape and dtype, not its values."""
 
 _LATER: Final = frozenset({_ONES, *_DRAWS, *_CLONES, *_TRIANGLES})
-"""Operations whose results are fresh memory, written by one of the writes that can wait."""
+"""Operations that equal an allocation and one write, which can be deferred."""
 
 _RESIZES: Final = frozenset({"set_", "resize_", "resize_as_", "_resize_output_"})
-_LOOKS: Final = frozenset({
+_DIRECT_READS: Final = frozenset({
     torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__,
 })  # fmt: skip
 _PLAIN: Final = torch.Tensor.__torch_dispatch__
-_LARGE_BYTES: Final = 1024**2  # of constants, which are computed at once where they are smaller
+_LARGE_BYTES: Final = 1024**2  # of a constant; smaller ones are computed at once
 
 
 class DeferredLoad(NamedTuple):
-    """A copy of a promised tensor that is still to be made: ``target`` gets the values of ``source``.
+    """A deferred copy from a promised tensor: ``target`` is to get the values of ``source``.
 
-    ``source`` is a view of the promised tensor, which has no values itself; ``promise`` is what
-    ``WriteLog.promise`` was given for it.
+    ``source`` is a view of the promised tensor, which has no values itself. ``promise`` is the
+    argument ``source`` of ``WriteLog.promise`` for that tensor.
     """
 
     target: torch.Tensor
@@ -64,10 +65,10 @@ class DeferredLoad(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Write:
-    """One write: an operation, or a load. ``touched`` are the storages that it reads and writes.
+    """One deferred write: an operation, or a load. ``touched`` are the storages it reads or writes.
 
-    ``held`` are all tensors that it keeps, the ``target`` among them. ``rng_state`` is the state of
-    the generator that it begins from; None: where the random write before it ends.
+    ``held`` are all tensors that it refers to, with ``target``. ``rng_state`` is the random generator's
+    state before the write; None means the state after the previous random write.
     """
 
     target: torch.Tensor
@@ -81,14 +82,14 @@ class _Write:
 
 @dataclass(slots=True)
 class _Loads:
-    """Loads to be made together: from where to where they reach in storages, and which bytes they fill."""
+    """Loads to execute together, and the byte ranges of storages that they span and that they fill."""
 
     chosen: list[DeferredLoad] = field(default_factory=list)
     reached: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     filled: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
     def covers(self, key: int, start: int, end: int) -> bool:
-        """Tell whether they fill all bytes of a stretch."""
+        """Tell whether the loads fill every byte from ``start`` to ``end`` of a storage."""
         for first, last in sorted(self.filled.get(key, ())):
             if first > start:
                 return False
@@ -96,40 +97,38 @@ class _Loads:
         return start >= end
 
     def meets(self, key: int, start: int, end: int) -> bool:
-        """Tell whether one of them may fill a byte of a stretch."""
+        """Tell whether a load may fill some byte from ``start`` to ``end`` of a storage."""
         return any(first < end and start < last for first, last in self.reached.get(key, ()))
 
 
 class WriteLog:
-    """The writes of one thread that were not made yet.
+    """The deferred writes of one thread.
 
     Args:
-        make: gives the target of a ``Load`` its values at once.
+        make: executes a ``DeferredLoad`` at once.
     """
 
     def __init__(self, make: Callable[[DeferredLoad], None] | None = None) -> None:
         self._make = make
         self._writes: dict[int, _Write] = {}  # by number, in order
         self._count = 0
-        self._draws = 0  # how many writes are random
-        self._pending: dict[int, int] = {}  # how many writes touch a storage
-        self._own: dict[
-            int, StorageWeakRef
-        ] = {}  # the reference keeps the number from being reused
+        self._draws = 0  # number of random writes
+        self._pending: dict[int, int] = {}  # number of writes that touch a storage
+        self._own: dict[int, StorageWeakRef] = {}  # a reference prevents the key's reuse
         self._promised: dict[int, Any] = {}
         self._rng_state = torch.empty(0)
         self._at_once = False
         self.initialised_bytes = 0
-        """How much was initialised since somebody looked, in bytes."""
+        """The size of the tensors that were initialised because their values were read, in bytes."""
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Note this thread's writes."""
-        with _Looks(self), _Operations(self):
+        """Record this thread's writes within the context."""
+        with _DirectReads(self), _Operations(self):
             yield
 
     def promise(self, tensor: torch.Tensor, source: Any) -> None:
-        """Let ``tensor``, whose memory nobody has touched, have the values of ``source``."""
+        """Declare that ``tensor``, whose memory is untouched, has the values that ``source`` describes."""
         key, alias = storage_key(tensor), tensor.detach()
         self._own[key] = _weak(tensor)
         self._promised[key] = source
@@ -137,17 +136,17 @@ class WriteLog:
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Tell whether a tensor's memory was allocated while this log recorded."""
-        known = self._own.get(storage_key(tensor))
-        return known is not None and not known.expired()  # type: ignore[no-untyped-call]
+        storage = self._own.get(storage_key(tensor))
+        return storage is not None and not storage.expired()  # type: ignore[no-untyped-call]
 
     def finish(
         self, unwanted: Iterable[torch.Tensor] = (), wanted: Iterable[torch.Tensor] = ()
     ) -> list[DeferredLoad]:
-        """Make the writes that count, and return the loads that are left, in their order.
+        """Execute the necessary writes, and return the remaining loads, in their order.
 
-        These can be made in any order. A write does not count where loads replace all that it leaves,
-        or nobody holds it any more: ``unwanted`` tensors need no values, but where they share memory
-        with ``wanted`` ones.
+        The loads can be executed in any order. A write is unnecessary if loads replace all of its
+        values, or if only unwanted or freed tensors would have them: ``unwanted`` tensors need no
+        values, unless they share memory with ``wanted`` ones.
         """
         loads, live, touched, random = _Loads(), [], set[int](), False
         ignored = set(map(storage_key, unwanted)) - set(map(storage_key, wanted))
@@ -156,14 +155,14 @@ class WriteLog:
             write = self._writes[number]
             key = storage_key(write.target)
             if not touched.isdisjoint(write.touched) or (random and write.random):
-                counts = True
+                necessary = True
             elif write.load is not None and key not in self._promised:
-                counts = not _choose(loads, key, write.load)
+                necessary = not _choose(loads, key, write.load)
             else:
                 size = write.target.untyped_storage().nbytes()
                 held = use_count(write.target) > aliases[key]
-                counts = held and key not in ignored and not loads.covers(key, 0, size)
-            if counts:
+                necessary = held and key not in ignored and not loads.covers(key, 0, size)
+            if necessary:
                 live.append(number)
                 touched.update(write.touched)
                 random |= write.random
@@ -174,12 +173,12 @@ class WriteLog:
         return loads.chosen[::-1]
 
     def _aliases(self) -> Counter[int]:
-        """Return how many tensors the writes hold over each storage."""
-        held = {id(one): one for write in self._writes.values() for one in write.held}
+        """Return the number of tensors that the writes hold over each storage."""
+        held = {id(tensor): tensor for write in self._writes.values() for tensor in write.held}
         return Counter(map(storage_key, held.values()))
 
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do what an operation does, now or later."""
+        """Execute an operation now, or record it to execute later."""
         kind = _kind(func)
         if kind.is_view or self._at_once:
             return func(*args, **kwargs)
@@ -195,19 +194,19 @@ class WriteLog:
         if self._writes:
             read = [] if kind.reads_shape else tensors
             self.look(read, random=kind.random)
-            for one in read:
-                self._promised.pop(storage_key(one), None)
+            for tensor in read:
+                self._promised.pop(storage_key(tensor), None)
         result = func(*args, **kwargs)
         if not kind.resizes:
-            self._own_results(result, {storage_key(one) for one in tensors})
+            self._own_results(result, {storage_key(tensor) for tensor in tensors})
         return result
 
     def look(self, tensors: Iterable[torch.Tensor], *, random: bool = False) -> None:
-        """Make the writes that these tensors' values depend on.
+        """Execute the writes that these tensors' values depend on, because the values will be read.
 
-        With ``random``, also all that draw random numbers: somebody is about to.
+        With ``random``, also execute all writes that draw random numbers, because the caller will draw.
         """
-        keys = {key for one in tensors if (key := storage_key(one)) in self._pending}
+        keys = {key for tensor in tensors if (key := storage_key(tensor)) in self._pending}
         if not keys and not random:
             return
         chosen = []
@@ -223,7 +222,7 @@ class WriteLog:
         self._run(reversed(chosen))
 
     def _run(self, numbers: Iterable[int]) -> None:
-        """Make these writes, in their order, each from the state of the generator that it needs."""
+        """Execute these writes in their order, each with the generator's state that it needs."""
         before = None
         with torch.no_grad(), self._making():
             for number in list(numbers):
@@ -240,7 +239,7 @@ class WriteLog:
                 self._do(write)
         if before is not None:
             if not torch.equal(before, self._rng_state):
-                torch.set_rng_state(before)  # somebody has chosen another one since the last draw
+                torch.set_rng_state(before)  # the caller set another state since the last draw
             self._rng_state = torch.get_rng_state()
 
     def _append(self, write: _Write) -> None:
@@ -279,15 +278,16 @@ class WriteLog:
         *,
         random: bool,
     ) -> None:
-        """Keep a write, with tensors of its own: those that it was given may be changed later."""
+        """Record a write with aliases of its tensors, because the originals may change later."""
         if (load := self._as_load(func, args)) is not None:
             self._append_load(load)
             return
         self._promised.pop(storage_key(target), None)
-        args, kwargs = _map_tensors(args), {name: _map_tensors(one) for name, one in kwargs.items()}
+        args = _map_tensors(args)
+        kwargs = {name: _map_tensors(value) for name, value in kwargs.items()}
         held = tuple(_tensors((args, kwargs)))
-        own = next(one for one in held if storage_key(one) == storage_key(target))
-        touched = tuple({storage_key(one) for one in held})
+        own = next(tensor for tensor in held if storage_key(tensor) == storage_key(target))
+        touched = tuple({storage_key(tensor) for tensor in held})
         write = _Write(own, touched, held, (func, args, kwargs), random)
         if random:
             state = torch.get_rng_state()
@@ -297,7 +297,7 @@ class WriteLog:
         self._append(write)
 
     def _as_load(self, func: Any, args: tuple[Any, ...]) -> DeferredLoad | None:
-        """Return the load that a copy is, if it is one: of what still is as it was promised."""
+        """Return the load that equals a copy; None if its source is not an unchanged promised tensor."""
         if func is not _COPY or (key := storage_key(args[1])) not in self._promised:
             return None
         target, source = args[:2]
@@ -311,13 +311,13 @@ class WriteLog:
             return False
         if self._as_load(func, (target, *tensors[1:])) is not None:
             return target.layout is torch.strided and not target.is_meta
-        fits = all(_is_plain(one) and _fits(one, target) for one in tensors)
-        return fits and self.owns(target)  # what raises does so at once
+        fits = all(_is_plain(tensor) and _fits(tensor, target) for tensor in tensors)
+        return fits and self.owns(target)  # an operation that will raise is executed at once
 
     def _made_later(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
-        """Return the write into fresh memory that an operation is; None where it is to be done at once."""
+        """Return the write into fresh memory that equals an operation; None to execute it at once."""
         given = {name for name, value in kwargs.items() if value is not None and value is not False}
         if given - {"dtype", "device", "memory_format", "non_blocking"}:
             return None
@@ -343,16 +343,16 @@ class WriteLog:
         return instead
 
     def _own_results(self, result: Any, given: set[int]) -> None:
-        for one in _tensors(result):
-            key = storage_key(one)
-            if key and key not in given and one.device.type == "cpu" and not self.owns(one):
-                self._own[key] = _weak(one)
+        for tensor in _tensors(result):
+            key = storage_key(tensor)
+            if key and key not in given and tensor.device.type == "cpu" and not self.owns(tensor):
+                self._own[key] = _weak(tensor)
 
 
 def _choose(loads: _Loads, key: int, load: DeferredLoad) -> bool:
-    """Take a load among those that are made together; False where it has to be made before them.
+    """Add a load to those that are executed together; False if it must be executed before them.
 
-    One that later ones replace is taken by taking none of it.
+    A load whose target later loads fill completely is dropped.
     """
     start, end = extent(load.target)
     if loads.covers(key, start, end):
@@ -367,13 +367,13 @@ def _choose(loads: _Loads, key: int, load: DeferredLoad) -> bool:
 
 
 def use_count(tensor: torch.Tensor) -> int:
-    """Return how many tensors there are over a tensor's storage, itself among them."""
-    storage = tensor.untyped_storage()  # this object of Python's counts as one more
+    """Return the number of tensors over this tensor's storage, including the tensor itself."""
+    storage = tensor.untyped_storage()  # this Python object adds one
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return from where to where in its storage a tensor's elements lie, in bytes."""
+    """Return the start and the end of a tensor's elements within its storage, in bytes."""
     start, size = int(tensor.storage_offset()), tensor.element_size()
     if not tensor.numel():
         return start * size, start * size
@@ -382,7 +382,7 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor's elements fill a stretch of its storage, in whatever order, each once."""
+    """Tell whether a tensor's elements fill a range of its storage without gaps, in any order."""
     expected = 1
     for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and step != expected:
@@ -392,7 +392,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 class _Operations(TorchDispatchMode):
-    """Hands every operation to the log, those that C++ calls, too."""
+    """Passes every operation to the log, including those that C++ code calls."""
 
     def __init__(self, log: WriteLog) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -400,7 +400,7 @@ class _Operations(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # the wrapper against dynamo would import it: 820 modules, 68 MiB
+        return False  # the wrapper that skips dynamo would import dynamo: 820 modules, 68 MiB
 
     def __torch_dispatch__(
         self,
@@ -409,13 +409,13 @@ class _Operations(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if any(getattr(one, "__torch_dispatch__", _PLAIN) != _PLAIN for one in types):
-            return NotImplemented  # the subclass does it by operations on plain tensors
+        if any(getattr(kind, "__torch_dispatch__", _PLAIN) != _PLAIN for kind in types):
+            return NotImplemented  # the subclass then calls operations on plain tensors
         return self._log.operate(func, args, kwargs or {})
 
 
-class _Looks(TorchFunctionMode):
-    """Tells the log of what reads a tensor's memory by no operation."""
+class _DirectReads(TorchFunctionMode):
+    """Notifies the log when Python reads a tensor's memory without an operation."""
 
     def __init__(self, log: WriteLog) -> None:
         super().__init__()
@@ -428,15 +428,15 @@ class _Looks(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func in _LOOKS:
+        if func in _DIRECT_READS:
             self._log.look(args[:1])
         return func(*args, **(kwargs or {}))
 
 
 class _Kind(NamedTuple):
-    """What an operation's schema says of it.
+    """The properties of an operation, derived from its schema.
 
-    ``given`` are the arguments that may be tensors, ``written`` is that which it writes and returns.
+    ``given`` are the arguments that may be tensors; ``written`` is the one that it writes and returns.
     """
 
     is_view: bool
@@ -456,7 +456,7 @@ class _Kind(NamedTuple):
         ]
 
     def target(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-        """Return the one tensor that it writes to and returns; None where it does otherwise."""
+        """Return the tensor that the operation writes to and returns; None if there is no such one."""
         if self.written is None:
             return None
         position, name = self.written
@@ -469,12 +469,12 @@ def _kind(func: Any) -> _Kind:
     schema = func._schema
     name = schema.name.removeprefix("aten::")
     writes = [
-        (number, one.name)
-        for number, one in enumerate(schema.arguments)
-        if one.alias_info and one.alias_info.is_write
+        (number, argument.name)
+        for number, argument in enumerate(schema.arguments)
+        if argument.alias_info and argument.alias_info.is_write
     ]
     moves_only = torch.Tag.inplace_view in func.tags and name not in _RESIZES
-    is_view = moves_only or (not writes and any(one.alias_info for one in schema.returns))
+    is_view = moves_only or (not writes and any(result.alias_info for result in schema.returns))
     returned = schema.returns[0].alias_info if len(schema.returns) == 1 else None
     waits = len(writes) == 1 and returned is not None and returned.is_write
     return _Kind(
@@ -483,9 +483,9 @@ def _kind(func: Any) -> _Kind:
         resizes=name in _RESIZES,
         random=torch.Tag.nondeterministic_seeded in func.tags,
         given=tuple(
-            (number, one.name)
-            for number, one in enumerate(schema.arguments)
-            if "Tensor" in str(one.type)
+            (number, argument.name)
+            for number, argument in enumerate(schema.arguments)
+            if "Tensor" in str(argument.type)
         ),
         written=writes[0] if waits and name not in _RESIZES else None,
     )
@@ -510,10 +510,10 @@ def _weak(tensor: torch.Tensor) -> StorageWeakRef:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Return the number of a tensor's storage; 0 for one that has none."""
+    """Return the identity of a tensor's storage; 0 if it has none."""
     try:
         return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, ValueError):  # sparse, or a lazy module's
+    except (NotImplementedError, ValueError):  # a sparse tensor, or one of a lazy module
         return 0
 
 
@@ -525,14 +525,14 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif _is_sequence(value):
-        for one in value:
-            yield from _tensors(one)
+        for element in value:
+            yield from _tensors(element)
     elif isinstance(value, dict):
         yield from _tensors(list(value.values()))
 
 
 def _map_tensors(value: Any) -> Any:
-    """Return the same with tensors of its own over the same memory."""
+    """Return the same value with each tensor replaced by an alias of the same memory."""
     if isinstance(value, torch.Tensor):
         return value.detach()
     return type(value)(map(_map_tensors, value)) if _is_sequence(value) else value

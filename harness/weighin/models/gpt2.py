@@ -1,8 +1,8 @@
-"""GPT-2 as it is written from scratch in books: the model of the memory-efficient loading notebook.
+"""Define GPT-2 as in the notebook about memory-efficient loading.
 
-Unlike the published GPT-2, the output head is a matrix of its own, query, key and value have
-separate projections, and each layer keeps its causal mask as a persistent buffer, so that the
-masks travel in the checkpoint: 821 entries and 6.290 GiB for GPT-2 XL.
+Unlike in the published GPT-2, the output head is a matrix of its own, query, key and value have
+separate projections, and each layer has its causal mask as a persistent buffer, so that the
+checkpoint contains the masks: 821 entries and 6.290 GiB for GPT-2 XL.
 """
 
 import torch
@@ -58,7 +58,7 @@ class MultiHeadAttention(nn.Module):
 
 
 class GPT2FeedForward(nn.Module):
-    """Two linear layers, four times as wide between them."""
+    """Two linear layers with a hidden dimension of four times the embedding dimension."""
 
     def __init__(self, emb_dim: int) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class GPT2FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention and feed-forward, each behind a norm and beside a shortcut."""
+    """Attention and feed-forward, each with a norm before it and a residual connection."""
 
     def __init__(
         self, emb_dim: int, context_length: int, n_heads: int, drop_rate: float, qkv_bias: bool
@@ -93,7 +93,7 @@ class TransformerBlock(nn.Module):
 
 
 class GPTModel(nn.Module):
-    """Token ids (batch x length) to logits (batch x length x vocabulary)."""
+    """Maps token ids (batch x length) to logits (batch x length x vocabulary)."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ def gpt2(
     drop_rate: float = 0.1,
     qkv_bias: bool = True,
 ) -> GPTModel:
-    """Return a GPT-2 in evaluation mode: its dropout modules are there and do nothing."""
+    """Return a GPT-2 in evaluation mode, in which its dropout modules have no effect."""
     model = GPTModel(
         vocab_size=vocab_size,
         context_length=context_length,
@@ -152,6 +152,6 @@ def gpt2(
 def example_inputs(
     *, vocab_size: int = 50_257, context_length: int = 1024, **_: object
 ) -> tuple[torch.Tensor, ...]:
-    """Return the arguments of one forward pass: 1 x 16 token ids, the same every time."""
+    """Return the arguments of one forward pass: 1 x 16 token ids, equal in every call."""
     length = min(16, context_length)
     return ((torch.arange(length) * 7919 % vocab_size).unsqueeze(0),)

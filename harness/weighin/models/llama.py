@@ -1,7 +1,7 @@
-"""Llama as Meta published its third version: grouped-query attention, rotary positions, SwiGLU.
+"""Define Llama 3: grouped-query attention, rotary position embeddings, SwiGLU.
 
-The names of the parameters are those of Hugging Face's checkpoints. The rotary frequencies are a
-non-persistent buffer, as there: 723 entries and 131.4 GiB of bfloat16 for the 70B shapes.
+The parameters have the names of Hugging Face's checkpoints, and the rotary frequencies are a
+non-persistent buffer as in Hugging Face's model: 723 entries and 131.4 GiB of bfloat16 for 70B.
 """
 
 import torch
@@ -9,7 +9,7 @@ from torch import nn
 
 
 class Rotary(nn.Module):
-    """Turns queries and keys by their positions (Su et al., 2021)."""
+    """Rotates queries and keys by their positions (Su et al., 2021)."""
 
     inv_freq: torch.Tensor
 
@@ -64,7 +64,7 @@ class LlamaFeedForward(nn.Module):
 
 
 class LlamaBlock(nn.Module):
-    """Attention and feed-forward, each behind an RMS norm and beside a shortcut."""
+    """Attention and feed-forward, each with an RMS norm before it and a residual connection."""
 
     def __init__(self, emb_dim: int, hidden_dim: int, n_heads: int, n_kv_heads: int) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class LlamaBlock(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token ids to hidden states."""
+    """Maps token ids to hidden states."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class Decoder(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    """Token ids (batch x length) to logits (batch x length x vocabulary)."""
+    """Maps token ids (batch x length) to logits (batch x length x vocabulary)."""
 
     def __init__(self, decoder: Decoder, vocab_size: int, emb_dim: int) -> None:
         super().__init__()
@@ -146,5 +146,5 @@ def llama(
 
 
 def example_inputs(*, vocab_size: int = 128_256, **_: object) -> tuple[torch.Tensor, ...]:
-    """Return the arguments of one forward pass: 1 x 16 token ids, the same every time."""
+    """Return the arguments of one forward pass: 1 x 16 token ids, equal in every call."""
     return ((torch.arange(16) * 7919 % vocab_size).unsqueeze(0),)

@@ -1,4 +1,4 @@
-"""Memory for what a model has on the meta device, so that it can be loaded like any other."""
+"""Give a model's tensors on the meta device memory on the CPU, so that the model can be loaded."""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -9,13 +9,13 @@ import torch
 
 @contextmanager
 def real_memory(model: torch.nn.Module, dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
-    """Give parameters and persistent buffers on the meta device CPU memory, which nobody has written.
+    """Give parameters and persistent buffers on the meta device uninitialised CPU memory.
 
-    Whoever holds one of them, such as another name or a list, holds it still, but where there are weak
-    references to it. They are on the meta device again where the block fails.
+    Each tensor stays the same object for all that refer to it, such as another name or a list, except
+    if there are weak references to it. If the block raises, the tensors return to the meta device.
 
     Args:
-        dtypes: of the tensors by their names; those that are not there keep their own.
+        dtypes: the new dtypes by tensor name; other tensors keep theirs.
     """
     places: dict[int, tuple[torch.Tensor, list[tuple[torch.nn.Module, str]]]] = {}
     names: dict[int, str] = {}
@@ -33,29 +33,29 @@ def real_memory(model: torch.nn.Module, dtypes: Mapping[str, torch.dtype]) -> It
     try:
         yield
     except BaseException:
-        for back in undo:
-            back()
+        for restore in undo:
+            restore()
         raise
 
 
 def _put(
     old: torch.Tensor, new: torch.Tensor, owners: list[tuple[torch.nn.Module, str]]
 ) -> Callable[[], None]:
-    """Put a tensor in another one's places, and return what undoes it."""
+    """Replace a tensor by another one, and return a function that undoes it."""
 
     def put(tensor: torch.Tensor) -> None:
         for module, leaf in owners:
             setattr(module, leaf, tensor)
 
-    if weakref.getweakrefs(old):  # RNNs hold their weights so, and follow what is set
+    if weakref.getweakrefs(old):  # RNNs have them to their weights, and notice a new attribute
         put(new)
         return lambda: put(old)
     _swap(old, new)
     return lambda: _swap(old, new)
 
 
-def _swap(one: torch.Tensor, other: torch.Tensor) -> None:
-    torch.utils.swap_tensors(one, other)  # type: ignore[no-untyped-call]
+def _swap(first: torch.Tensor, second: torch.Tensor) -> None:
+    torch.utils.swap_tensors(first, second)  # type: ignore[no-untyped-call]
 
 
 def _real(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -1,8 +1,9 @@
-"""Building a model without paying for its weights, and giving back the buffers no file holds.
+"""Build a model without writing its weights, and restore the buffers that no checkpoint contains.
 
-A *skeleton* is a model built on the CPU whose parameters lie in memory that nobody has written, which
-takes none; its buffers have their constructor's values. Building on the meta device would lose the
-buffers, and its first operation that is written in Python imports 800 modules (0.75 s, 68 MiB).
+A *skeleton* is a model on the CPU whose parameters are in memory that was never written, and so take
+no RAM; its buffers have the values of the constructor. A model built on the meta device would lose
+the buffers' values, and the meta device's first operation in Python imports 800 modules (0.75 s,
+68 MiB).
 """
 
 import ctypes
@@ -26,7 +27,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def resolve_builder(name: str) -> Builder:
-    """Return the function that "package.module:function" names.
+    """Return the function with the name "package.module:function".
 
     Raises:
         ConfigError: the name has another form, or the module or the function is missing.
@@ -53,21 +54,21 @@ def _import_module(module_name: str, builder: str) -> Any:
         if missing and (module_name == missing or module_name.startswith(f"{missing}.")):
             raise ConfigError(
                 f"builder {builder!r}: there is no module {missing!r}",
-                "correct the builder's name, or install the package that holds the module",
+                "correct the builder's name, or install the package that contains the module",
             ) from error
         raise ConfigError(
             f"builder {builder!r}: importing {module_name!r} failed: {error}",
-            f'see the whole traceback with: python -c "import {module_name}"',
+            f'to see the whole traceback, run: python -c "import {module_name}"',
         ) from error
 
 
 def build_skeleton(
     builder: Builder, kwargs: Mapping[str, Any], *, real_buffers: RealBuffers = "all"
 ) -> nn.Module:
-    """Return the model without weights, as a float32 one; see ``without_weights``.
+    """Return the model without weights and with float32 as its dtype; see ``without_weights``.
 
     Raises:
-        ConfigError: the builder does not accept ``kwargs`` or returns no module.
+        ConfigError: the builder does not accept ``kwargs`` or does not return a module.
     """
     build = partial(_call, builder, kwargs)
     with _constructing(torch.float32):
@@ -77,12 +78,11 @@ def build_skeleton(
 def without_weights(
     build: Callable[[], Model], *, real_buffers: RealBuffers = "non_persistent"
 ) -> Model:
-    """Return what ``build`` builds, at almost no cost: nothing is written to memory that nobody reads.
+    """Build a model without initialising its weights, for callers that load them or need only shapes.
 
-    Parameters end with whatever their memory holds, but where the constructor looked at their values,
-    and so do persistent buffers, unless ``real_buffers="all"``: a checkpoint is to follow, or
-    somebody who needs their shapes alone. All other tensors have the values of a real construction.
-    GPT-2 XL: 0.1 s, and no memory.
+    Parameters are uninitialised, except those whose values the constructor reads. Persistent buffers
+    are too, unless ``real_buffers="all"``. All other tensors have the values of a normal construction.
+    GPT-2 XL takes 0.1 s and no memory.
     """
     log = WriteLog()
     with on_cpu(), log.recording():
@@ -98,28 +98,29 @@ def without_weights(
 
 
 def construct(build: Callable[[], Model], dtype: torch.dtype) -> Model:
-    """Return what ``build`` builds where ``dtype`` is the default: the model to load into, or its truth.
+    """Build a model with ``dtype`` as torch's default dtype.
 
-    What its constructor makes in another floating-point dtype is converted; where it computes what
-    torch cannot in ``dtype``, such as an orthogonal matrix in half precision, all of it is built as
-    float32. Random numbers are the same at every call; the caller's random state is as before.
+    Tensors that the constructor creates in another floating-point dtype are converted. If torch does
+    not support an operation of the constructor in ``dtype``, such as an orthogonal matrix in half
+    precision, the model is built in float32 and converted. Each call uses the same random numbers; the
+    caller's random state does not change.
     """
     try:
         with _constructing(dtype):
             model = build()
-    except RuntimeError as error:  # NotImplementedError, and what torch raised before it
+    except RuntimeError as error:  # or NotImplementedError, a subclass, in later versions of torch
         if "not implemented for" not in str(error):
             raise
         with _constructing(torch.float32):
             model = build()
     tensors = itertools.chain(model.parameters(), model.buffers())
-    if any(one.is_floating_point() and one.dtype != dtype for one in tensors):
+    if any(tensor.is_floating_point() and tensor.dtype != dtype for tensor in tensors):
         _convert(model, dtype)
     return model
 
 
 def _convert(model: nn.Module, dtype: torch.dtype) -> None:
-    """Make all floating-point tensors ``dtype``. ``Module.to`` would untie buffers, and halve complex ones."""
+    """Convert floating-point tensors to ``dtype``. ``Module.to`` would untie buffers and convert complex ones."""
     converted: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
@@ -144,16 +145,18 @@ def _constructing(dtype: torch.dtype) -> Iterator[None]:
 
 
 def on_cpu() -> AbstractContextManager[object]:
-    """Make the CPU the default device where it is not: the mode costs each of torch's calls a detour."""
-    if torch.empty(0).device.type == "cpu":  # torch 2.6 does not tell its own contexts by name
+    """Return a context in which the CPU is the default device; a null context, which is faster, if it is."""
+    if (
+        torch.empty(0).device.type == "cpu"
+    ):  # torch 2.6 has no function that returns it in a context
         return nullcontext()
     return torch.device("cpu")
 
 
 def give_back_heap() -> None:
-    """Return the free pages of the heap to the kernel, where the C library is glibc.
+    """Return free pages of the heap to the kernel, if the C library is glibc.
 
-    Temporaries of a few MiB, such as the masks that a constructor computes, leave them there.
+    Freed temporaries of a few MiB, such as masks that a constructor computes, leave such pages.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -161,10 +164,10 @@ def give_back_heap() -> None:
 
 
 def map_large_tensors() -> None:
-    """Make this process give tensors of 1 MiB and more back to the kernel when they are freed.
+    """Make this process return tensors of 1 MiB or more to the kernel when they are freed.
 
-    glibc moves its threshold up to 32 MiB by itself, and then temporaries strand pages in the
-    heap. Not for a measured process: users do not set this. Does nothing without glibc.
+    By default glibc raises this threshold up to 32 MiB, and freed temporaries leave pages in the heap.
+    A worker must not call this, because users do not either. Has no effect without glibc.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -199,13 +202,13 @@ def reset_buffers(
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
-    """Give every non-persistent buffer of ``model`` its constructor's value, on ``device``.
+    """Set every non-persistent buffer of ``model`` to its constructor's value, on ``device``.
 
-    Floating-point buffers end as ``dtype``. Persistent buffers are left alone: they are in the
-    checkpoint. Buffers that are one tensor in the builder's model stay one tensor.
+    Floating-point buffers get ``dtype``. Persistent buffers do not change, because the checkpoint has
+    their values. Buffers that are one tensor in the builder's model stay one tensor.
 
     Raises:
-        ConfigError: a buffer is none of the builder's, or its value depends on parameters.
+        ConfigError: the builder's model has no buffer of that name.
     """
     wanted = dict(non_persistent_buffers(model))
     if not wanted:
@@ -220,7 +223,7 @@ def reset_buffers(
         value = values.get(name)
         if value is None:
             raise ConfigError(
-                f"cannot give buffer {name!r} its value back: builder {_name(builder)} makes none",
+                f"cannot reset buffer {name!r}: the model of builder {_name(builder)} has no such buffer",
                 "register the buffer with persistent=True, or keep the builder's names",
             )
         if id(value) not in moved:
@@ -232,9 +235,9 @@ def reset_buffers(
 def constructed_buffers(
     builder: Builder, kwargs: Mapping[str, Any], dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Return the non-persistent buffers of a model that is really constructed, with all its weights.
+    """Construct the model with all its weights, and return its non-persistent buffers.
 
-    Floating-point ones are ``dtype``, which is the default dtype of the construction, too.
+    ``dtype`` is torch's default dtype during the construction and that of floating-point buffers.
 
     Raises:
         ConfigError: as ``build_skeleton``.
@@ -249,9 +252,9 @@ def constructed_buffers(
 
 
 def non_persistent_buffers(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
-    """Yield each non-persistent buffer as its full name and (its module, its name in there)."""
+    """Yield the full name of each non-persistent buffer, and its module and name within that module."""
     for prefix, module in model.named_modules():
-        # In the order of registration: a set has another one in every process.
+        # In the order of registration: the order of the set differs between processes.
         for leaf, buffer in module._buffers.items():
             if leaf in module._non_persistent_buffers_set and buffer is not None:
                 yield (f"{prefix}.{leaf}" if prefix else leaf), (module, leaf)

@@ -1,7 +1,7 @@
-"""A small model with what loading loses most easily: tied weights and non-persistent buffers.
+"""Define a small model with tied weights and non-persistent buffers, which strategies easily lose.
 
-The output head is the token embedding, and the rotary tables are in no checkpoint. A strategy
-that breaks the tie, or leaves the tables as the meta device gave them, is wrong.
+The output head shares its weight with the token embedding, and no checkpoint contains the rotary
+tables. A strategy that unties the weight, or leaves the tables uninitialised, is wrong.
 """
 
 import torch
@@ -29,7 +29,7 @@ class RotaryTables(nn.Module):
 
 
 class TiedBlock(nn.Module):
-    """Rotary attention and feed-forward, each behind an RMS norm and beside a shortcut."""
+    """Rotary attention and feed-forward, each with an RMS norm before it and a residual connection."""
 
     def __init__(self, emb_dim: int, n_heads: int) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class TiedBlock(nn.Module):
 
 
 class TiedModel(nn.Module):
-    """Token ids (batch x length) to logits; ``head.weight`` is ``embedding.weight``."""
+    """Maps token ids (batch x length) to logits; ``head.weight`` is ``embedding.weight``."""
 
     def __init__(
         self, vocab_size: int, context_length: int, emb_dim: int, n_layers: int, n_heads: int
@@ -83,5 +83,5 @@ def tied(
 
 
 def example_inputs(*, vocab_size: int, **_: object) -> tuple[torch.Tensor, ...]:
-    """Return the arguments of one forward pass: 1 x 16 token ids, the same every time."""
+    """Return the arguments of one forward pass: 1 x 16 token ids, equal in every call."""
     return ((torch.arange(16) * 7919 % vocab_size).unsqueeze(0),)

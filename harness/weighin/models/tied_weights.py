@@ -1,10 +1,10 @@
-"""Tied weights: which names of a module share one tensor, and how to make them share again."""
+"""Find the tied weights of a model, and tie them again after a load."""
 
 import torch
 
 
 def tied_names(model: torch.nn.Module) -> list[list[str]]:
-    """Return the groups of names that share one parameter or persistent buffer; not groups of one."""
+    """Return each group of two or more names that share one parameter or persistent buffer."""
     groups: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
@@ -18,7 +18,7 @@ def tied_names(model: torch.nn.Module) -> list[list[str]]:
 def retie(model: torch.nn.Module, groups: list[list[str]]) -> None:
     """Make the names of each group share the tensor of its first name again.
 
-    ``to_empty`` from the meta device and ``load_state_dict(assign=True)`` both untie silently.
+    ``to_empty`` from the meta device and ``load_state_dict(assign=True)`` both untie them silently.
     """
     for first, *others in groups:
         owner, _, attribute = first.rpartition(".")
@@ -29,9 +29,9 @@ def retie(model: torch.nn.Module, groups: list[list[str]]) -> None:
 
 
 def share_missing(state: dict[str, torch.Tensor], groups: list[list[str]]) -> None:
-    """Give the names of each group that a state dict leaves out the tensor of one that it has.
+    """Add the missing names of each group to a state dict, with the tensor of a name that it has.
 
-    Formats without sharing, such as safetensors, keep only one name of each group.
+    Formats without shared tensors, such as safetensors, store only one name of each group.
     """
     for names in groups:
         present = [name for name in names if name in state]

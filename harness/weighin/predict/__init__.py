@@ -1,5 +1,6 @@
-"""Peaks of a load without running it: the strategy's own code, run on tensors without values.
+"""Predict the peaks of a load by running the strategy's own code on tensors without values.
 
-``predicting.predict`` is what others call. It asks ``python -m weighin.predict``, a process that
-imports torch as a worker does and forks for each cell: nothing but that may be imported here.
+``client.predict`` is the entry point. It asks ``python -m weighin.predict``, a process that imports
+torch as a worker does and forks for each cell. This file imports nothing, because its imports would
+add to the memory of that process.
 """

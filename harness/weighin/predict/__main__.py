@@ -1,7 +1,7 @@
-"""Predict cells: ``python -m weighin.predict``, one JSON request a line, one JSON answer a line.
+"""Predict cells: ``python -m weighin.predict`` answers each line of JSON with a line of JSON.
 
-Imports torch as a worker does, once; then every cell runs in a fork of its own, whose heap is a
-fresh worker's. Nothing is read of a checkpoint but its structure.
+The process imports torch once, as a worker does. Each cell then runs in its own fork, whose heap is
+that of a fresh worker. Of a checkpoint, only the structure is read.
 """
 
 import ctypes
@@ -31,21 +31,21 @@ _PR_SET_THP_DISABLE: Final = 41
 def main() -> None:
     settle_math()
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a builder or a strategy prints is no answer
+    os.dup2(2, 1)  # keeps the prints of builders and strategies out of the answers
     for line in sys.stdin:
         request = json.loads(line)
         request["baseline"] = asdict(memory_of(read_status()))
-        print(json.dumps(_apart(request)), file=answers, flush=True)
+        print(json.dumps(_answer_in_fork(request)), file=answers, flush=True)
 
 
-def _apart(request: dict[str, Any]) -> dict[str, Any]:
-    """Answer one request from a fork; whatever ends the fork becomes its answer."""
+def _answer_in_fork(request: dict[str, Any]) -> dict[str, Any]:
+    """Answer one request from a fork; if the fork dies, the answer says how it ended."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         prctl = ctypes.CDLL(None).prctl
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # never outlives the parent
-        # What is small is written for real, and must not bring a huge page of what is not.
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the fork never outlives its parent
+        # Small tensors are really written. A huge page would make memory around them resident.
         prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0)
         os.close(reading)
         answer = _answer(request)
@@ -57,8 +57,8 @@ def _apart(request: dict[str, Any]) -> dict[str, Any]:
         text = pipe.read()
     _, status = os.waitpid(child, 0)
     if text:
-        found: dict[str, Any] = json.loads(text)
-        return found
+        reply: dict[str, Any] = json.loads(text)
+        return reply
     return {"cannot": f"the symbolic run ended with status {os.waitstatus_to_exitcode(status)}"}
 
 
@@ -79,7 +79,7 @@ def _make(cell: Cell, make: dict[str, Any]) -> dict[str, Any]:
 
     source = Path(make["source"]) if make["source"] else None
     folder = Path(make["folder"])
-    own = make["own"]  # where the user's own checkpoint has the right layout already
+    own = make["own"]  # the user's checkpoint already has the cell's format
     path = source if own else make_sparse(cell.model, cell.format, make["dtype"], folder, source)
     manifest = write_manifest(cell.model, folder)
     return {"checkpoint": str(path), "manifest": str(manifest)}
@@ -89,12 +89,16 @@ def _predict(cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
     builder = resolve_builder(cell.model.builder)
     from weighin.predict.simulate import run
 
-    manifest = read_manifest(Path(request["manifest"]))  # as a worker does: it leaves its heap so
-    now = replace(Memory(**request["baseline"]), anon_bytes=memory_of(read_status()).anon_bytes)
+    manifest = read_manifest(Path(request["manifest"]))  # shapes the heap as in a worker
+    baseline = replace(
+        Memory(**request["baseline"]), anon_bytes=memory_of(read_status()).anon_bytes
+    )
     checkpoint, strategy = Path(request["checkpoint"]), Path(request["strategy_path"])
-    found = asdict(run(cell, builder, checkpoint, strategy, now, request["read_ahead_bytes"]))
+    figures = asdict(
+        run(cell, builder, checkpoint, strategy, baseline, request["read_ahead_bytes"])
+    )
     del manifest
-    return found
+    return figures
 
 
 if __name__ == "__main__":

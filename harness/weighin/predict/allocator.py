@@ -1,6 +1,6 @@
-"""A model of PyTorch's CUDA caching allocator: what it allocates and reserves for given requests.
+"""A model of PyTorch's CUDA caching allocator: how many bytes requests allocate and reserve.
 
-Written after c10/cuda/CUDACachingAllocator.cpp of torch 2.13 with its default settings (one
+Follows c10/cuda/CUDACachingAllocator.cpp of torch 2.13 with its default settings (one
 stream, no expandable segments, no ``max_split_size_mb``, no rounding to powers of two).
 """
 
@@ -13,20 +13,20 @@ from weighin.units import MIB
 _MIN_BLOCK_BYTES: Final = 512  # kMinBlockSize: every size is rounded up to a multiple
 _SMALL_BYTES: Final = MIB  # kSmallSize: the largest request of the small pool
 _SMALL_SEGMENT_BYTES: Final = 2 * MIB  # kSmallBuffer
-_MIN_LARGE_BYTES: Final = 10 * MIB  # kMinLargeAlloc: from here on a segment of its own
-_LARGE_SEGMENT_BYTES: Final = 20 * MIB  # kLargeBuffer: for what lies between
+_MIN_LARGE_BYTES: Final = 10 * MIB  # kMinLargeAlloc: the smallest request with its own segment
+_LARGE_SEGMENT_BYTES: Final = 20 * MIB  # kLargeBuffer: the segment of requests between these two
 _ROUND_LARGE_BYTES: Final = 2 * MIB  # kRoundLarge
 
 _KINDS: Final = ("requested", "allocated", "reserved")
 
 
 class CudaOutOfMemory(Exception):
-    """The allocator has no room for a request, even with its cache emptied."""
+    """The allocator has no room for a request, even after it emptied its cache."""
 
 
 @dataclass(slots=True, eq=False)
 class CudaBlock:
-    """A stretch of a segment. Neighbours are linked, so that free ones can be merged."""
+    """A part of a segment, linked to its neighbours so that free ones can be merged."""
 
     address: int
     size: int
@@ -38,13 +38,13 @@ class CudaBlock:
 
     @property
     def key(self) -> tuple[int, int]:
-        return self.size, self.address  # best fit: the smallest, then the lowest
+        return self.size, self.address  # best fit: the smallest size, then the lowest address
 
 
 class CachingAllocator:
-    """Blocks and segments of one device, and their current and highest sums, in bytes.
+    """Blocks and segments of one device, with their current sums and peaks in bytes.
 
-    ``limit_bytes`` is what ``set_per_process_memory_fraction`` allows to be reserved.
+    ``limit_bytes`` is the most that may be reserved (``set_per_process_memory_fraction``).
     """
 
     def __init__(self, limit_bytes: int | None = None) -> None:
@@ -55,10 +55,10 @@ class CachingAllocator:
         self._next_address = 0
 
     def malloc(self, requested: int) -> CudaBlock:
-        """Return a block for so many bytes, which are more than none.
+        """Return a block for ``requested`` bytes, at least one.
 
         Raises:
-            CudaOutOfMemory: the limit forbids it.
+            CudaOutOfMemory: the limit does not allow it.
         """
         size = -(-requested // _MIN_BLOCK_BYTES) * _MIN_BLOCK_BYTES
         small = size <= _SMALL_BYTES
@@ -68,11 +68,11 @@ class CachingAllocator:
             self._split(block, size)
         block.free, block.requested = False, requested
         self._count("requested", requested)
-        self._count("allocated", block.size)  # with what was too little to be split off
+        self._count("allocated", block.size)  # includes a rest that is too small to split off
         return block
 
     def free(self, block: CudaBlock) -> None:
-        """Take a block back and merge it with free neighbours; its segment stays reserved."""
+        """Free a block and merge it with free neighbours; its segment stays reserved."""
         self._count("requested", -block.requested)
         self._count("allocated", -block.size)
         block.free = True
@@ -83,14 +83,14 @@ class CachingAllocator:
         insort(self._free[block.small], (block.key, block), key=lambda item: item[0])
 
     def empty_cache(self) -> None:
-        """Give back every segment that is free as a whole."""
+        """Release every segment that is completely free."""
         for pool in self._free.values():
             for item in [one for one in pool if not (one[1].before or one[1].after)]:
                 pool.remove(item)
                 self._count("reserved", -item[1].size)
 
     def reset_peaks(self) -> None:
-        """Begin new peaks at what is held now."""
+        """Reset the peaks to the current sums."""
         self.peak = dict(self.current)
 
     def _best_fit(self, size: int, small: bool) -> CudaBlock | None:

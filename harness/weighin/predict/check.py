@@ -1,4 +1,4 @@
-"""Predictions beside what a run measured, cell by cell."""
+"""Compare predictions with the measurements of a run, cell by cell."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ _ALTERNATIVES = {
 class Checked:
     """One series of a run: ``figures`` as (name, predicted bytes, measured bytes).
 
-    Of the three anonymous peaks that are predicted, it is the one that came true.
+    Of the three predicted anonymous peaks, ``figures`` has the one nearest to the measured one.
     """
 
     prediction: Prediction
@@ -47,18 +47,20 @@ class Checked:
 
 
 def check(run: Path, *, trusted: bool = False) -> list[Checked]:
-    """Predict every series of a run that has an ok cell, and set it beside the median of those.
+    """Predict every series of a run that has an ok cell; compare with the median of its ok cells.
 
     Raises:
-        RecordError: no run, or nothing in it was ok. HarnessError: as ``predict``.
-        ConfigError: the run names foreign code, which is not ``trusted``.
+        RecordError: there is no run, or none of its loads is ok. HarnessError: see ``predict``.
+        ConfigError: the run names foreign code and is not ``trusted``.
     """
     series: dict[str, list[Result]] = {}
     for result in run_folder.read(run).results:
         if result.outcome is Outcome.OK and result.cell.operation == "load":
             series.setdefault(result.cell.series, []).append(result)
     if not series:
-        raise RecordError(f"{run} has no load that is ok", "predict the model itself")
+        raise RecordError(
+            f"{run} has no load whose outcome is ok", "predict the model: weighin predict MODEL"
+        )
     paths, checkpoint = _settings(run)
     if not trusted:
         cells = [results[0].cell for results in series.values()]
@@ -73,36 +75,36 @@ def check(run: Path, *, trusted: bool = False) -> list[Checked]:
         Planned.of(results[0].cell, _strategy(results[0].cell.strategy, paths))
         for results in series.values()
     ]
-    found = predict(planned, checkpoint=checkpoint)
+    predictions = predict(planned, checkpoint=checkpoint)
     return [
         Checked(one, tuple(_figures(one, results)))
-        for one, results in zip(found, series.values(), strict=True)
+        for one, results in zip(predictions, series.values(), strict=True)
     ]
 
 
 def as_json(checked: Sequence[Checked]) -> dict[str, Any]:
-    """Return all of it, for programs."""
+    """Return all comparisons for ``--json``."""
     return {
         "schema": 1,
         "predicted_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "environment": environment.code(),
         "checked": [
             {
-                "strategy": one.prediction.strategy,
-                "model": one.prediction.cell.model.title,
-                "format": one.prediction.cell.format,
-                "dtype": one.prediction.cell.dtype,
-                "device": one.prediction.cell.device,
-                "ram_limit_bytes": one.prediction.cell.ram_limit_bytes,
-                "options": one.prediction.cell.options,
-                "cannot": one.prediction.cannot,
-                "floor_bytes": one.prediction.floor_bytes,
+                "strategy": series.prediction.strategy,
+                "model": series.prediction.cell.model.title,
+                "format": series.prediction.cell.format,
+                "dtype": series.prediction.cell.dtype,
+                "device": series.prediction.cell.device,
+                "ram_limit_bytes": series.prediction.cell.ram_limit_bytes,
+                "options": series.prediction.cell.options,
+                "cannot": series.prediction.cannot,
+                "floor_bytes": series.prediction.floor_bytes,
                 "figures": {
                     name: {"predicted": predicted, "measured": measured}
-                    for name, predicted, measured in one.figures
+                    for name, predicted, measured in series.figures
                 },
             }
-            for one in checked
+            for series in checked
         ],
     }
 
@@ -110,17 +112,17 @@ def as_json(checked: Sequence[Checked]) -> dict[str, Any]:
 def _figures(prediction: Prediction, results: list[Result]) -> Iterator[tuple[str, int, int]]:
     for name, measured in _FIGURES.items():
         sizes = [getattr(result.peaks, measured) for result in results]
-        known = [size for size in sizes if size is not None]
+        measured_sizes = [size for size in sizes if size is not None]
         alternatives = _ALTERNATIVES.get(name, (name,))
         predicted = {one: getattr(prediction, one) for one in alternatives}
-        if known and None not in predicted.values():
-            found = round(median(known))
-            nearest = min(predicted, key=lambda one: abs(predicted[one] - found))
-            yield nearest, predicted[nearest], found
+        if measured_sizes and None not in predicted.values():
+            median_size = round(median(measured_sizes))
+            nearest = min(predicted, key=lambda one: abs(predicted[one] - median_size))
+            yield nearest, predicted[nearest], median_size
 
 
 def _settings(run: Path) -> tuple[dict[str, str], Path | None]:
-    """Return the strategies' files and the user's checkpoint; published runs have no plan."""
+    """Return the strategies' files and the user's checkpoint; none for published runs (no plan)."""
     try:
         settings = run_folder.read_plan(run).settings
     except HarnessError:

@@ -1,4 +1,4 @@
-"""Asking for predictions, from a process without torch."""
+"""Predict cells from a process without torch: the client of ``python -m weighin.predict``."""
 
 import json
 import subprocess
@@ -19,7 +19,7 @@ from weighin.suite.config import DTYPES
 from weighin.suite.matrix import Planned
 
 Report = Callable[[int, str], None]
-"""Called with the number of cells that are done, and the name of the next strategy."""
+"""Called with the number of finished cells and the name of the next strategy."""
 
 
 def predict(
@@ -30,14 +30,15 @@ def predict(
     python_path: Sequence[str] = (),
     report: Report | None = None,
 ) -> list[Prediction]:
-    """Return what each cell would need, in their order; reads no tensor data and needs no GPU.
+    """Return a prediction for each cell, in the order of the cells.
 
-    A cell's checkpoint is ``checkpoint`` itself where it has the cell's layout; otherwise one with
-    its structure (or the model's, of dtype ``checkpoint_dtype``) and no values. A cell that cannot
-    be followed says why in ``cannot``: its figures are None.
+    Reads no tensor data and needs no GPU. A cell loads ``checkpoint`` itself if that has the cell's
+    format, and otherwise a generated checkpoint without values: with the structure of
+    ``checkpoint``, or of the model in dtype ``checkpoint_dtype``. If a cell cannot be predicted, its
+    figures are None and ``cannot`` says why.
 
     Raises:
-        HarnessError: the process that predicts was killed.
+        HarnessError: the predicting process was killed.
     """
     own = formats.detect(checkpoint).NAME if checkpoint else None
     with tempfile.TemporaryDirectory(prefix="weighin-predict-") as folder:
@@ -53,29 +54,31 @@ def predict(
             assert process.stdin and process.stdout
             ask = _Asker(process.stdin, process.stdout)
             made: dict[str, dict[str, Any]] = {}
-            found = []
-            for number, one in enumerate(planned):
+            predictions = []
+            for number, planned_cell in enumerate(planned):
                 if report:
-                    report(number, one.cell.strategy)
-                found.append(
-                    Prediction(one.cell, cannot=one.skip)
-                    if one.skip
-                    else _one(one, ask, made, folder, checkpoint, own, checkpoint_dtype)
+                    report(number, planned_cell.cell.strategy)
+                predictions.append(
+                    Prediction(planned_cell.cell, cannot=planned_cell.skip)
+                    if planned_cell.skip
+                    else _predict_cell(
+                        planned_cell, ask, made, folder, checkpoint, own, checkpoint_dtype
+                    )
                 )
-            return found
+            return predictions
         finally:
             process.kill()
             process.communicate()
 
 
 def dtype_name(text: str) -> str:
-    """Return the dtype that ``text`` names, as torch calls it; raises UnknownName."""
+    """Return torch's name of the dtype ``text``; raises UnknownName."""
     if text not in DTYPES:
         raise UnknownName("dtype", text, DTYPES)
     return DTYPES[text]
 
 
-def _one(
+def _predict_cell(
     planned: Planned,
     ask: "_Asker",
     made: dict[str, dict[str, Any]],
@@ -106,7 +109,7 @@ def _one(
 
 
 class _Asker:
-    """Asks the process that predicts; one question at a time."""
+    """Sends one question at a time to the predicting process and returns its answer."""
 
     def __init__(self, questions: IO[str], answers: IO[str]) -> None:
         self._questions, self._answers = questions, answers

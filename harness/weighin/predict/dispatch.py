@@ -1,4 +1,4 @@
-"""What every operation of a symbolic run does to the ledger, instead of to memory."""
+"""Intercept every operation of a symbolic run: update the ledger instead of writing to memory."""
 
 import sys
 from collections.abc import Callable
@@ -27,16 +27,16 @@ _RANDOM: Final = frozenset({
     "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "cauchy_", "log_normal_",
     "geometric_", "rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal",
 })  # fmt: skip
-_SAME: Final = frozenset({"clone", "_to_copy", "triu", "tril"})  # of the shape of the input
+_SAME: Final = frozenset({"clone", "_to_copy", "triu", "tril"})  # results have the input's shape
 
 
 class CannotFollow(Exception):
-    """The run did something whose memory the ledger does not know."""
+    """The symbolic run executed code whose memory use the ledger cannot compute."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One operation with its arguments, and all tensors among them."""
+    """One operation with its arguments; ``inputs`` are the tensors among them."""
 
     func: Any
     args: tuple[Any, ...]
@@ -54,7 +54,7 @@ class Call:
 
     @property
     def has_no_memory(self) -> bool:
-        """Whether it happens on the meta device alone."""
+        """Whether it uses only the meta device."""
         target = self.kwargs.get("device")
         if target is not None:
             return torch.device(target).type == "meta"
@@ -62,7 +62,7 @@ class Call:
 
     @property
     def written(self) -> list[torch.Tensor]:
-        """The tensors that it writes to, by its schema."""
+        """The tensors that it writes to, according to its schema."""
         names = [one.name for one in self.func._schema.arguments]
         given = dict(zip(names, self.args, strict=False)) | self.kwargs
         return [
@@ -84,7 +84,7 @@ def _name(func: Any) -> str:
 
 @cache
 def _kind(func: Any) -> str:
-    """Sort an operation by its schema: metadata, empty, filled, like, writes, or computes."""
+    """Classify an operation by its schema: metadata, empty, filled, like, writes, or computes."""
     name = _name(func)
     if name in _METADATA or torch.Tag.inplace_view in func.tags:
         return "metadata"
@@ -99,7 +99,7 @@ def _kind(func: Any) -> str:
 
 
 class Operations(TorchDispatchMode):
-    """Runs what only makes views or asks for memory; of the rest, tells the ledger what it touches."""
+    """Runs operations that only create views or allocate; records in the ledger what others touch."""
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -115,7 +115,7 @@ class Operations(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # the wrapper against dynamo would import it: 820 modules, 68 MiB
+        return False  # True would make torch import dynamo: 820 modules, 68 MiB
 
     def __torch_dispatch__(
         self,
@@ -132,24 +132,24 @@ class Operations(TorchDispatchMode):
         if ledger.forced_place is None and any(
             one.ndim and ledger.place_of(one) == "cuda" for one in call.inputs
         ):
-            inherited = "cuda"  # results are where the inputs are
+            inherited = "cuda"  # results are on the device of the inputs
         with ledger.placed(inherited):
             return self._handlers[_kind(func)](call)
 
     def _metadata(self, call: Call) -> Any:
         result = call.run()
-        for one in tree_leaves(result):
-            if isinstance(one, torch.Tensor):
-                self._ledger.place_of(one)
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._ledger.place_of(tensor)
         return result
 
     def _empty(self, call: Call) -> Any:
         if call.kwargs.get("pin_memory"):
-            raise CannotFollow("it makes empty pinned tensors")
+            raise CannotFollow("it creates empty pinned tensors")
         return self._allocate(call.func(*call.args, **{**call.kwargs, "device": "meta"}))
 
     def _filled(self, call: Call) -> Any:
-        """A factory; a large result is kept without values."""
+        """Run a factory function; a large result has no values."""
         if call.name == "eye":
             size = [one for one in call.args if isinstance(one, int)] * 2
             size = size[:2]
@@ -176,20 +176,20 @@ class Operations(TorchDispatchMode):
         written = call.written
         if self._all_real(call.inputs):
             return call.run()
-        for one in call.inputs:
-            if not any(one is other for other in written):
-                self._read(one)
+        for tensor in call.inputs:
+            if not any(tensor is other for other in written):
+                self._read(tensor)
         if call.name == "copy_":
             self._convert_on_cpu(written[0], call.args[1])
-        for one in written:
-            self._write(one, call.name)
+        for tensor in written:
+            self._write(tensor, call.name)
         returns = call.func._schema.returns
         if len(returns) > 1:
             return tuple(written)
         return written[0] if returns else None
 
     def _convert_on_cpu(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """A copy to the GPU converts on the CPU first (ATen's copy_kernel_cuda)."""
+        """Record the CPU buffer of a copy to the GPU that converts the dtype (ATen's copy_kernel_cuda)."""
         ledger = self._ledger
         if target.dtype != source.dtype and ledger.place_of(target) == "cuda":
             with ledger.holding(target.nbytes if ledger.place_of(source) != "cuda" else 0):
@@ -198,11 +198,11 @@ class Operations(TorchDispatchMode):
     def _computes(self, call: Call) -> Any:
         if self._all_real(call.inputs):
             return self._really(call)
-        for one in call.inputs:
-            self._read(one)
-        if call.name == "_local_scalar_dense":  # one element: torch.asarray looks at the first
+        for tensor in call.inputs:
+            self._read(tensor)
+        if call.name == "_local_scalar_dense":  # reads one element, as torch.asarray does
             if self._ledger.place_of(call.inputs[0]) != "file":
-                raise CannotFollow("it looks at the values of tensors that were not read")
+                raise CannotFollow("it uses values of tensors, which a prediction does not read")
             return call.run()
         shapes: Any
         if call.name in _SAME:
@@ -211,19 +211,20 @@ class Operations(TorchDispatchMode):
         else:
             shapes = self._shapes(call)
         results = tree_map(
-            lambda one: self._allocate(one) if isinstance(one, torch.Tensor) else one, shapes
+            lambda tensor: self._allocate(tensor) if isinstance(tensor, torch.Tensor) else tensor,
+            shapes,
         )
-        for one in tree_leaves(results):
-            if isinstance(one, torch.Tensor):
-                self._write(one, call.name)
+        for tensor in tree_leaves(results):
+            if isinstance(tensor, torch.Tensor):
+                self._write(tensor, call.name)
         return results
 
     def _shapes(self, call: Call) -> Any:
-        """Return the results on the meta device; what that imports is not the strategy's."""
+        """Return the results on the meta device; modules imported here do not count for the strategy."""
         before, modules = self._ledger.own_anon_bytes, len(sys.modules)
         try:
             args, kwargs = tree_map(
-                lambda one: one.to("meta") if isinstance(one, torch.Tensor) else one,
+                lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf,
                 (call.args, call.kwargs),
             )
             if "device" in kwargs:
@@ -236,22 +237,22 @@ class Operations(TorchDispatchMode):
             self._ledger.work["modules"] -= len(sys.modules) - modules
 
     def _really(self, call: Call) -> Any:
-        """Run an operation on small values; what is large of its results is kept without values."""
+        """Run an operation on small tensors; large results have no values."""
 
-        def keep(one: Any) -> Any:
-            if not isinstance(one, torch.Tensor):
-                return one
-            if one.is_meta or one.untyped_storage().nbytes() <= SMALL_BYTES:
-                self._ledger.place_of(one)
-                return one
-            large = self._allocate(torch.empty_like(one, device="meta"))
+        def keep(result: Any) -> Any:
+            if not isinstance(result, torch.Tensor):
+                return result
+            if result.is_meta or result.untyped_storage().nbytes() <= SMALL_BYTES:
+                self._ledger.place_of(result)
+                return result
+            large = self._allocate(torch.empty_like(result, device="meta"))
             self._write(large, call.name)
             return large
 
         return tree_map(keep, call.run())
 
     def _all_real(self, inputs: list[torch.Tensor]) -> bool:
-        """Tell whether all tensors hold the values that a real run would have."""
+        """Tell whether all tensors hold the values of a real run."""
         blocks = [self._ledger.block_of(one) for one in inputs if not one.is_meta]
         return all(block.real and block.known for block in blocks)
 
@@ -267,7 +268,7 @@ class Operations(TorchDispatchMode):
             ledger.work[kind] += tensor.nbytes
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
-        """Return memory that is not written yet, for a tensor on the meta device."""
+        """Return a tensor like ``like``, a meta tensor, in memory that is not written yet."""
         ledger = self._ledger
         nbytes = like.untyped_storage().nbytes()
         if nbytes > SMALL_BYTES:

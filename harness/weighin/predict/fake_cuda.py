@@ -1,8 +1,8 @@
-"""A GPU that is not there: whatever is asked of "cuda" happens to storages that the ledger places there.
+"""Simulate one GPU: calls that name "cuda" create CPU storages that the ledger places on the GPU.
 
-Torch without CUDA refuses to make or to move a tensor to "cuda". So each call that names that
-device is made for the CPU while the ledger is told where its results pretend to be, and whoever
-asks a tensor for its device is told the same.
+Torch without CUDA refuses to create a tensor on "cuda" or to move it there. So a call that names
+that device is executed for the CPU, and the ledger records "cuda" as the place of its results. Code
+that asks such a tensor for its device gets "cuda".
 """
 
 from collections.abc import Callable, Iterator
@@ -18,11 +18,11 @@ from weighin.predict.dispatch import CannotFollow
 from weighin.predict.ledger import Ledger
 
 _CUDA: Final = torch.device("cuda", 0)
-_PRIORITY: Final = 15  # of torch.load's handlers: between that of the CPU (10) and of CUDA (20)
+_PRIORITY: Final = 15  # among torch.load's handlers: between the CPU's (10) and CUDA's (20)
 
 
 class Devices(TorchFunctionMode):
-    """Rewrites calls that name "cuda", and answers for the tensors that pretend to be there."""
+    """Rewrites calls that name "cuda", and answers device queries of tensors on the simulated GPU."""
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Devices(TorchFunctionMode):
             return own(*args, **kwargs)
         target = kwargs.get("device")
         if target is None and func in _device._device_constructors():
-            target = _device.CURRENT_DEVICE  # "with torch.device(...)" is asked after this mode
+            target = _device.CURRENT_DEVICE  # this mode runs before that of "with torch.device()"
         if target is None:
             return func(*args, **kwargs)
         if not _is_cuda(target):
@@ -79,14 +79,14 @@ class Devices(TorchFunctionMode):
         return self._to(tensor, torch.device("cpu"))
 
     def _pin_memory(self, tensor: torch.Tensor, *_: Any) -> torch.Tensor:
-        """Copy into page-locked memory, of which the host's allocator gives nothing back."""
+        """Copy into page-locked memory, which torch's host allocator never releases."""
         with self._ledger.placed("pinned"):
             pinned = torch.empty_like(tensor, device="cpu")
         pinned.copy_(tensor)
         return pinned
 
     def _to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """``Tensor.to``: allocates on the other device and copies, where it is another."""
+        """Replace ``Tensor.to``: allocate and copy if the device changes."""
         copy = kwargs.pop("copy", False)
         if args and isinstance(args[0], torch.Tensor):
             args = (self._device(args[0]), args[0].dtype, *args[1:])
@@ -103,11 +103,11 @@ class Devices(TorchFunctionMode):
 
 @contextmanager
 def pretended(ledger: Ledger) -> Iterator[None]:
-    """Let the code inside find one GPU, whose memory is the ledger's."""
+    """Simulate one GPU for the code inside; the ledger's allocator manages its memory."""
     allocator = ledger.cuda
     assert allocator is not None
     answers: dict[str, Callable[..., Any]] = {
-        # Each is a function of its own: torch._dynamo refuses one object with two names.
+        # Each name needs its own function: torch._dynamo refuses one object with two names.
         "synchronize": lambda *_: None,
         "init": lambda *_: None,
         "set_device": lambda *_: None,
@@ -132,7 +132,7 @@ def pretended(ledger: Ledger) -> Iterator[None]:
 
 @contextmanager
 def _deserialized() -> Iterator[None]:
-    """``torch.load(map_location="cuda")``: each storage is read to the CPU, moved, and freed."""
+    """Handle ``torch.load(map_location="cuda")``: it reads each storage to the CPU, moves and frees it."""
 
     def move(storage: Any, location: str) -> Any:
         if not location.startswith("cuda"):
@@ -150,5 +150,5 @@ def _is_cuda(device: Any) -> bool:
         return True
     kind = torch.device(device)
     if kind.index:
-        raise CannotFollow(f"it uses {kind}; one GPU is pretended")
+        raise CannotFollow(f"it uses {kind}; only one GPU is simulated")
     return kind.type == "cuda"

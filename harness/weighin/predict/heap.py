@@ -1,9 +1,12 @@
-"""A model of glibc's malloc for large blocks: which lie in the heap, and which pages stay there.
+"""A model of glibc's malloc for large blocks: which lie in the heap, and which pages stay resident.
 
-After malloc/malloc.c of glibc 2.36 with its default settings. Small blocks are left out. Mostly they
-sit in the rests beside large ones, so that a hole between two blocks in use takes no block of its
-own size again; in some processes they lie elsewhere, and it does; in some one lies above all large
-blocks, and nothing below goes back to the kernel. Each is modelled throughout.
+Follows malloc/malloc.c of glibc 2.36 with its default settings. Small blocks are not modelled one
+by one. Where they lie differs between processes, so a ``Heap`` models one of three cases:
+
+* usual: small blocks use the space beside large ones, so that a hole between two blocks in use is
+  too small for another block of the same size;
+* ``reuses``: small blocks lie elsewhere, and such a hole holds another block of the same size;
+* ``pinned``: a small block lies above all large ones, so that the kernel gets no freed page back.
 """
 
 from bisect import bisect_left, insort
@@ -15,16 +18,14 @@ from weighin.units import KIB, MIB
 
 _FIRST_THRESHOLD_BYTES: Final = 128 * KIB  # DEFAULT_MMAP_THRESHOLD, and DEFAULT_TRIM_THRESHOLD
 _LAST_THRESHOLD_BYTES: Final = 32 * MIB  # DEFAULT_MMAP_THRESHOLD_MAX
-_HEAD_BYTES: Final = 16  # before each block
-_ALIGNING_BYTES: Final = (
-    64 + 32
-)  # torch asks for 64-byte alignment: posix_memalign takes so much more
-_TOP_PAD_BYTES: Final = 128 * KIB  # DEFAULT_TOP_PAD: what trimming leaves
+_HEAD_BYTES: Final = 16  # malloc's header before each block
+_ALIGNING_BYTES: Final = 64 + 32  # posix_memalign adds this for torch's 64-byte alignment
+_TOP_PAD_BYTES: Final = 128 * KIB  # DEFAULT_TOP_PAD: trimming leaves this much at the top
 
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """A stretch of the heap, in use or free, between its neighbours; or a map of its own."""
+    """A part of the heap, in use or free, linked to its neighbours; or a separate mapping."""
 
     address: int
     size: int
@@ -39,11 +40,11 @@ class Chunk:
 
 
 class Heap:
-    """Chunks of one process; ``pages`` are those of the heap that were written, in model addresses.
+    """The heap of one process; ``pages`` are its written pages, by addresses of this model.
 
     Args:
-        reuses: whether a hole takes a block of its own size again.
-        pinned: whether a small block lies at the top, so that what is free below stays a hole.
+        reuses: whether a hole holds another block of the same size.
+        pinned: whether a small block lies at the top, so that free chunks below it stay holes.
     """
 
     def __init__(self, *, reuses: bool = False, pinned: bool = False) -> None:
@@ -57,7 +58,7 @@ class Heap:
         self._holes: list[tuple[tuple[int, int], Chunk]] = []
 
     def malloc(self, nbytes: int) -> Chunk:
-        """Return a chunk for so many bytes."""
+        """Return a chunk for ``nbytes`` bytes."""
         wanted = nbytes + _ALIGNING_BYTES
         if wanted >= self._threshold:
             return Chunk(0, nbytes, in_heap=False)
@@ -72,7 +73,7 @@ class Heap:
         return chunk
 
     def free(self, chunk: Chunk) -> None:
-        """Take a chunk back; gives the top of the heap to the kernel when it has grown large."""
+        """Free a chunk; release the top of the heap to the kernel if it is above the threshold."""
         if not chunk.in_heap:
             if self._threshold < chunk.size <= _LAST_THRESHOLD_BYTES:
                 self._threshold, self._trim_threshold = chunk.size + PAGE_BYTES, 2 * chunk.size
@@ -95,13 +96,13 @@ class Heap:
         insort(self._holes, (first.key, first), key=lambda item: item[0])
 
     def trim(self) -> None:
-        """Give back every page that no chunk in use covers, as ``malloc_trim`` does."""
+        """Release every page that no chunk in use covers, as ``malloc_trim`` does."""
         for _, hole in self._holes:
             self.pages.remove(hole.address, hole.size)
         self.pages.remove_from(self._top)
 
     def _from_hole(self, hole: Chunk, size: int) -> Chunk:
-        """Return the beginning of a hole; the rest of it stays one."""
+        """Return the beginning of a hole as a chunk in use; the rest stays a hole."""
         rest = Chunk(hole.address + size, hole.size - size, True, True, hole, hole.after)
         if hole.after:
             hole.after.before = rest
@@ -112,7 +113,7 @@ class Heap:
         return hole
 
     def _lower_top(self, chunk: Chunk) -> None:
-        """Join the last chunk to the top; glibc trims the top where it is above its threshold."""
+        """Join the last chunk to the top; trim the top if it is above glibc's threshold."""
         self._last = chunk.before
         if self._last:
             self._last.after = None

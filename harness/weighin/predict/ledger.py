@@ -1,7 +1,7 @@
-"""The ledger of a symbolic run: every storage, where it lies, and which of its pages were written.
+"""The ledger of a symbolic run: every storage, its place, and which of its pages were written.
 
-Storages are real ones, so that everything that asks for addresses, views or sharing works; but
-large ones are never written, and so take no memory. The ledger adds up what they would have taken.
+Storages are real, so that code which asks for addresses, views or sharing works. Large ones are
+never written and so take no memory; the ledger sums the memory that they would have taken.
 """
 
 import ctypes
@@ -31,17 +31,17 @@ from weighin.probes.process import memory_of, read_status
 from weighin.record import Memory
 
 _ATTRIBUTE: Final = "_weighin_block"
-"""Where a storage has its block: the Python object of a storage lives as long as its memory."""
+"""The attribute of a storage that holds its block; the Python object lives as long as the memory."""
 
 
 class Ledger:
     """Current sums and peaks of one symbolic run, in bytes.
 
     Attributes:
-        work: what costs time, by the names of ``Work``.
-        least_anon_bytes: the peak in a process whose heap takes every hole again: the lowest there is.
-        most_anon_bytes: the peak in a process whose heap gives nothing back: the highest.
-        other_anon_bytes: of this process's own growth, what only the symbolic run needs.
+        work: counts of everything that costs time, by the field names of ``Work``.
+        least_anon_bytes: the peak in a process whose heap reuses every hole: the lowest possible.
+        most_anon_bytes: the peak in a process whose heap releases nothing: the highest possible.
+        other_anon_bytes: memory of this process that only the symbolic run needs.
     """
 
     def __init__(self, cuda: CachingAllocator | None, baseline: Memory) -> None:
@@ -57,7 +57,7 @@ class Ledger:
         self.copies: dict[str, int] = {}
         self.phases: list[PredictedPhase] = []
         self.forced_place: Place | None = None
-        # A chain, and no dict: the tables of dicts that come and go would pin the heap's top.
+        # A linked list, not a dict: a dict reallocates its table, which would pin the heap's top.
         self._last: MemoryBlock | None = None
         self._files: list[MappedFile] = []
         self._heap, self._tight_heap, self._pinned_heap = self._heaps = (
@@ -73,9 +73,9 @@ class Ledger:
     # -- storages
 
     def block_of(self, tensor: torch.Tensor, *, allocated: bool = False) -> MemoryBlock:
-        """Return the block of a tensor's storage; registers one that is new.
+        """Return the block of a tensor's storage; register a new storage.
 
-        ``allocated`` tells that it comes from torch's own allocator just now.
+        ``allocated`` tells that torch's own allocator has just created it.
         """
         storage = tensor.untyped_storage()
         block: MemoryBlock | None = getattr(storage, _ATTRIBUTE, None)
@@ -83,7 +83,7 @@ class Ledger:
 
     @contextmanager
     def placed(self, place: Place | None) -> Iterator[None]:
-        """Let what is allocated inside be at ``place``; None leaves it as it is."""
+        """Place what the code inside allocates at ``place``; None changes nothing."""
         before = self.forced_place
         self.forced_place = place or before
         try:
@@ -92,7 +92,7 @@ class Ledger:
             self.forced_place = before
 
     def place_of(self, tensor: torch.Tensor) -> Place:
-        """Return where a tensor pretends to be."""
+        """Return the simulated place of a tensor."""
         return "meta" if tensor.is_meta else self.block_of(tensor).place
 
     def _register(self, storage: torch.UntypedStorage, allocated: bool) -> MemoryBlock:
@@ -116,7 +116,7 @@ class Ledger:
         return block
 
     def _pin(self, nbytes: int) -> None:
-        """Take page-locked memory: torch's host allocator keeps what is freed (CachingHostAllocator)."""
+        """Count page-locked memory; torch's CachingHostAllocator keeps freed blocks for reuse."""
         size = _pinned_size(nbytes)
         if self._free_pinned[size]:
             self._free_pinned[size] -= 1
@@ -142,12 +142,12 @@ class Ledger:
             return
         for heap, chunk in zip(self._heaps, block.chunks, strict=False):
             heap.free(chunk)
-        self._mapped_anon_bytes -= block.pages.nbytes  # what is in the heap may stay there
+        self._mapped_anon_bytes -= block.pages.nbytes  # freed pages of the heap may stay resident
 
-    # -- memory that is touched
+    # -- touching memory
 
     def write(self, tensor: torch.Tensor) -> None:
-        """Tell that a tensor's elements would have been written; a small one is, with zeros."""
+        """Record that a tensor's elements are written; a small tensor is really filled with zeros."""
         block = self.block_of(tensor)
         block.known = False
         if block.real:
@@ -162,7 +162,7 @@ class Ledger:
                 self.work["fresh_bytes"] += fresh
             else:
                 self._touch(block, start, length)
-        elif block.place == "file":  # a private map: what is written becomes anonymous
+        elif block.place == "file":  # a private map: written pages become anonymous
             self._touch(block, *extent(tensor))
         self.update()
 
@@ -172,7 +172,7 @@ class Ledger:
         self.work["fresh_bytes"] += new
 
     def read(self, tensor: torch.Tensor) -> None:
-        """Tell that a tensor's elements were read: pages of mapped files come into memory."""
+        """Record that a tensor's elements are read: pages of mapped files become resident."""
         block = self.block_of(tensor)
         if block.place == "file":
             start, length = extent(tensor)
@@ -182,7 +182,7 @@ class Ledger:
 
     @contextmanager
     def holding(self, nbytes: int) -> Iterator[None]:
-        """Hold so much more anonymous memory: buffers of code that is not run here."""
+        """Count ``nbytes`` more anonymous memory: buffers of code that does not run here."""
         self._mapped_anon_bytes += nbytes
         self.update()
         try:
@@ -191,12 +191,12 @@ class Ledger:
             self._mapped_anon_bytes -= nbytes
 
     def trimmed(self) -> None:
-        """Tell that ``malloc_trim`` gave back all free pages of the heap."""
+        """Record that ``malloc_trim`` released all free pages of the heap."""
         for heap in self._heaps:
             heap.trim()
 
     def reserve(self, nbytes: int) -> torch.UntypedStorage:
-        """Return a storage with addresses and no memory, which the machine need not have."""
+        """Return a storage with addresses but no resident memory; it may exceed the machine's RAM."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         area = mmap.mmap(-1, nbytes, flags=flags)
         return torch.frombuffer(area, dtype=torch.uint8).untyped_storage()
@@ -211,35 +211,35 @@ class Ledger:
                 prot=mmap.PROT_READ | mmap.PROT_WRITE,
             )
         storage = torch.frombuffer(mapped, dtype=torch.uint8).untyped_storage()
-        one = MappedFile(path, storage.data_ptr(), nbytes)
-        self._files.append(one)
-        weakref.finalize(mapped, self._files.remove, one).atexit = False
+        mapped_file = MappedFile(path, storage.data_ptr(), nbytes)
+        self._files.append(mapped_file)
+        weakref.finalize(mapped, self._files.remove, mapped_file).atexit = False
         return storage
 
     # -- sums
 
     @property
     def own_anon_bytes(self) -> int:
-        """The anonymous memory that this process really has: imports, objects, small tensors."""
+        """The anonymous memory of this process now: imports, objects, small tensors."""
         return memory_of(read_status()).anon_bytes
 
     @property
     def anon_bytes(self) -> int:
-        """The anonymous memory of the pretended process, now."""
+        """The anonymous memory of the simulated process now."""
         return self.own_anon_bytes - self.other_anon_bytes + self.tensor_bytes
 
     @property
     def tensor_bytes(self) -> int:
-        """What of it tensors hold, now; small ones, which this process really has, are left out."""
+        """The part of it that large tensors hold now; small ones are in ``own_anon_bytes``."""
         return self._heap.pages.nbytes + self._mapped_anon_bytes + self.pinned_bytes
 
     @property
     def file_bytes(self) -> int:
-        """The mapped pages of files, now."""
+        """The resident pages of mapped files now."""
         return self.baseline.file_bytes + sum(one.pages.nbytes for one in self._files)
 
     def update(self) -> None:
-        """Take the sums of now into the peaks."""
+        """Raise the peaks to the current sums."""
         anon, file = self.anon_bytes, self.file_bytes
         outside = anon - self._heap.pages.nbytes
         self.least_anon_bytes = max(self.least_anon_bytes, outside + self._tight_heap.pages.nbytes)
@@ -251,7 +251,7 @@ class Ledger:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Keep the peaks of what runs inside."""
+        """Record the peaks of the code inside as a phase."""
         self._phase_peaks = (0, 0)
         self.update()
         if self.cuda:
@@ -265,5 +265,5 @@ class Ledger:
 
 
 def _pinned_size(nbytes: int) -> int:
-    """Return the power of two that page-locked memory is rounded up to."""
+    """Return the power of two to which torch rounds page-locked memory up."""
     return 1 << max(nbytes - 1, 0).bit_length()

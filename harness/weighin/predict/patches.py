@@ -1,7 +1,7 @@
-"""Where a load leaves torch's operations: each place says to the ledger what is done there.
+"""Patches where a load bypasses torch's operations: each records in the ledger what is done there.
 
-Files are read by C++ (``torch.load``) or by threads of our own (streaming); neither passes
-through an operation. Everything else of a strategy runs as it is written.
+``torch.load`` reads files in C++, and ``load_streaming`` reads them in its own threads; no operation
+sees either. All other code of a strategy runs unchanged.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +16,7 @@ from weighin.predict.ledger import Ledger
 
 @contextmanager
 def declared(ledger: Ledger) -> Iterator[None]:
-    """Let every way to read a checkpoint's tensors tell the ledger, and read none of their bytes."""
+    """Patch every function that reads tensors of a checkpoint: it updates the ledger, and reads no bytes."""
     with ExitStack() as stack:
         for place in (
             _archives(ledger),
@@ -30,7 +30,7 @@ def declared(ledger: Ledger) -> Iterator[None]:
 
 
 def _archives(ledger: Ledger) -> Any:
-    """``torch.load`` of a zip: each record is read into a storage of its own."""
+    """Patch ``torch.load`` of a zip file: it reads each record into a storage of its own."""
     original = torch._C.PyTorchFileReader
 
     class Reader(original):  # type: ignore[misc, valid-type]
@@ -51,13 +51,13 @@ def _read_storage(ledger: Ledger, nbytes: int) -> torch.Tensor:
 
 
 def _filled(ledger: Ledger, tensor: torch.Tensor) -> None:
-    """Tell that a tensor was filled from a file."""
+    """Record that a tensor was filled from a file."""
     ledger.write(tensor)
     ledger.work["read_bytes"] += tensor.nbytes
 
 
 def _maps(ledger: Ledger) -> Any:
-    """``torch.load(mmap=True)`` and safetensors: a private map of the whole file."""
+    """Patch ``torch.load(mmap=True)`` and safetensors: they create a private map of the whole file."""
 
     def from_file(filename: Any, shared: bool = False, nbytes: int = 0) -> Any:  # noqa: ARG001 (torch's names)
         return ledger.map_file(str(filename), nbytes)
@@ -66,14 +66,14 @@ def _maps(ledger: Ledger) -> Any:
 
 
 def _legacy(ledger: Ledger) -> Any:
-    """``torch.load`` of a file from before torch 1.6: storages are made first and filled last."""
+    """Patch ``torch.load`` of files older than torch 1.6: it creates all storages, then fills them."""
 
     def set_from_file(
         self: torch.UntypedStorage, file: Any, offset: Any, _direct: bool, _element_size: int
     ) -> torch.UntypedStorage:
         if offset is not None:
             file.seek(offset)
-        file.seek(8 + self.nbytes(), 1)  # the number of elements, and they
+        file.seek(8 + self.nbytes(), 1)  # skips the number of elements and the elements
         whole = torch.empty(0, dtype=torch.uint8).set_(self)
         _filled(ledger, whole)
         return self
@@ -82,7 +82,7 @@ def _legacy(ledger: Ledger) -> Any:
 
 
 def _streaming(ledger: Ledger) -> Any:
-    """``load_streaming``: threads that read into memory which was allocated before."""
+    """Patch ``load_streaming``: its threads read into memory that was allocated before."""
     from weighin.loader import fill
     from weighin.loader.reads import Fillable
 
@@ -90,19 +90,20 @@ def _streaming(ledger: Ledger) -> Any:
     def being_filled(stretches: Sequence[Fillable], threads: int | None) -> Iterator[None]:
         yield
         with ledger.holding(fill.buffer_bytes(stretches, threads, gpu=ledger.cuda is not None)):
-            for one in stretches:
+            for stretch in stretches:
                 fresh = ledger.work["fresh_bytes"]
-                for tensor in one.members:
+                for tensor in stretch.members:
                     ledger.write(tensor)
-                ledger.work["fresh_bytes"] = fresh  # in huge pages: few faults, and the zeroing
-                ledger.work["written_bytes"] += one.memory.nbytes
-                ledger.work["read_direct_bytes"] += one.source_bytes
+                # Huge pages cause few faults. Zeroing them costs time: it counts as written bytes.
+                ledger.work["fresh_bytes"] = fresh
+                ledger.work["written_bytes"] += stretch.memory.nbytes
+                ledger.work["read_direct_bytes"] += stretch.source_bytes
 
     return patch.object(fill, "being_filled", being_filled)
 
 
 def _trim(ledger: Ledger) -> Any:
-    """``malloc_trim`` gives pages back of which the ledger must know."""
+    """Patch ``give_back_heap``: the ledger must know that ``malloc_trim`` released pages."""
     from weighin.models import skeleton
 
     original: Callable[[], None] = skeleton.give_back_heap

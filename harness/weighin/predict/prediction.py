@@ -1,4 +1,4 @@
-"""What was predicted for one cell. Bytes are integers; None means that it was not followed."""
+"""The prediction for one cell. Bytes are integers; None means not predicted."""
 
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -7,12 +7,12 @@ from weighin.cell import Cell
 from weighin.units import MIB
 
 ABOVE_PEAK_BYTES: Final = 16 * MIB
-"""From the anonymous peak of what copies to its floor, without page tables; 8 to 24 MB, measured."""
+"""The floor of a copying strategy less its anonymous peak and page tables; measured: 8 to 24 MB."""
 
 
 @dataclass(frozen=True, slots=True)
 class PredictedPhase:
-    """The highest figures inside one phase of a strategy, as ``record.Phase`` has them measured."""
+    """The predicted peaks inside one phase of a strategy; ``record.Phase`` has the measured ones."""
 
     name: str
     host_anon_peak_bytes: int
@@ -24,17 +24,17 @@ class PredictedPhase:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a load does on the host until it is ready, as far as it costs time.
+    """The work of a load on the host until it is ready: everything that costs time.
 
     Attributes:
-        read_bytes: of files, through the page cache into memory.
-        read_direct_bytes: of files, around the page cache, by several threads.
-        mapped_bytes: of files, as pages of a map.
-        fresh_bytes: pages that are touched for the first time, again where they were given back.
-        written_bytes: by copies, fills and whatever else computes values.
-        random_bytes: drawn, as constructors do.
-        archives: how often a file was opened by ``torch.load``.
-        modules: how many of Python's modules were imported.
+        read_bytes: read from files through the page cache.
+        read_direct_bytes: read from files with direct I/O, by several threads.
+        mapped_bytes: read as pages of mapped files.
+        fresh_bytes: pages touched for the first time, or again after they were released.
+        written_bytes: written by copies, fills and computations.
+        random_bytes: random numbers that constructors draw.
+        archives: how often ``torch.load`` opened a file.
+        modules: how many Python modules were imported.
     """
 
     read_bytes: int = 0
@@ -48,32 +48,33 @@ class Work:
 
     @property
     def disk_read_bytes(self) -> int:
-        """Of files, each stretch as often as it would come from the disk."""
+        """Bytes read from files; a range that is read twice counts twice."""
         return self.read_bytes + self.read_direct_bytes + self.mapped_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The peaks of one load, from its start until every byte was read (``touch``).
+    """The predicted peaks of one load, from its start until every byte was read (``touch``).
 
     Attributes:
-        model_bytes: of all parameters and buffers, tied ones once.
-        baseline_anon_bytes: what the process holds before the load: the import of torch.
-        host_anon_peak_bytes: anonymous memory of the process, with that import.
-        host_anon_least_bytes: the same in those processes whose heap happens to use again what large
-            blocks left; equal where there is nothing of that kind.
-        host_anon_most_bytes: the same in those processes where a small block happens to lie above
-            large ones, and keeps what they leave from the kernel; equal where they leave nothing.
-        tensor_peak_bytes: what of the anonymous memory tensors hold, at most.
-        host_file_peak_bytes: mapped pages of files, with those of torch's libraries.
-        in_flight_bytes: pages of a mapped file that are being read while the model is touched, which
-            a limit cannot take back; 0 where nothing stays mapped. How many, is the disk's setting.
+        model_bytes: size of all parameters and buffers; tied ones count once.
+        baseline_anon_bytes: anonymous memory before the load, after the import of torch.
+        host_anon_peak_bytes: anonymous memory of the process, including that import.
+        host_anon_least_bytes: the same in processes whose heap reuses the holes that freed large
+            blocks leave; equal if there are no such holes.
+        host_anon_most_bytes: the same in processes where a small block lies above freed large
+            blocks, so that the kernel does not get them back; equal if there are none.
+        tensor_peak_bytes: the part of the anonymous memory that tensors hold.
+        host_file_peak_bytes: resident pages of mapped files, including torch's libraries.
+        in_flight_bytes: pages of a mapped file that the disk is reading while the model is touched;
+            the kernel cannot reclaim them. Depends on the disk's read-ahead; 0 if nothing stays
+            mapped.
         floor_bytes: the smallest RAM limit under which the load should work in every process.
-        cuda_requested_bytes, cuda_allocated_bytes, cuda_reserved_bytes: None where the device is
-            the CPU.
-        disk_read_bytes: of the checkpoint, where nothing of it is cached.
+        cuda_requested_bytes, cuda_allocated_bytes, cuda_reserved_bytes: None if the device is the
+            CPU.
+        disk_read_bytes: read from the checkpoint, if nothing of it is cached.
         reasons: phrases that explain the peak: "keeps two copies of the weights".
-        cannot: why it could not be followed, empty where it could; then no figure is given.
+        cannot: why the cell could not be predicted; empty if it could. If set, no figure is given.
     """
 
     cell: Cell
@@ -97,9 +98,9 @@ class Prediction:
 
     @property
     def floor_least_bytes(self) -> int | None:
-        """The smallest RAM limit under which it should work in some processes, if not in every one.
+        """The smallest RAM limit under which the load should work in at least some processes.
 
-        A kernel that is short of memory may read less ahead.
+        Leaves out ``in_flight_bytes``: a kernel that is short of memory may read ahead less.
         """
         if self.floor_bytes is None:
             return None
@@ -108,7 +109,7 @@ class Prediction:
 
     @property
     def above_peak_bytes(self) -> int:
-        """How far the floor is above the anonymous peak: at least, where that is not known."""
+        """The floor less the highest anonymous peak; ``ABOVE_PEAK_BYTES`` if one is unknown."""
         most = self.host_anon_most_bytes or self.host_anon_peak_bytes
         if self.floor_bytes is None or most is None:
             return ABOVE_PEAK_BYTES

@@ -1,4 +1,4 @@
-"""One symbolic run: the strategy's own code, from its import to the touch of every byte."""
+"""One symbolic run: run a strategy on tensors without values, from its import to the touch phase."""
 
 import sys
 from collections.abc import Callable
@@ -22,13 +22,13 @@ from weighin.units import MIB
 from weighin.worker.loading import WorkerLoad, import_strategy
 from weighin.worker.touch import identity, named_tensors, touch
 
-_PAGE_TABLE_SHARE: Final = 512  # of memory in huge pages, too
-_WINDOWS_IN_FLIGHT: Final = 4  # measured: 3 to 5 of 8 MiB, whether 1, 2 or 4 threads touch a file
+_PAGE_TABLE_SHARE: Final = 512  # page tables take 1/512 of the memory, also with huge pages
+_WINDOWS_IN_FLIGHT: Final = 4  # measured: 3 to 5 read-aheads of 8 MiB, with 1, 2 or 4 threads
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRun:
-    """What one symbolic run found; the fields of ``Prediction`` without its cell."""
+    """The result of one symbolic run: the fields of ``Prediction`` without its cell."""
 
     model_bytes: int
     baseline_anon_bytes: int
@@ -56,11 +56,11 @@ def run(
     baseline: Memory,
     read_ahead_bytes: int,
 ) -> SimulatedRun:
-    """Run the strategy of a cell without values, and return what it would have taken.
+    """Run the strategy of a cell without tensor values; return the peaks and work of a real run.
 
     Args:
-        baseline: of the process that this one was forked from: a fork has no file pages yet.
-        read_ahead_bytes: of the disk, where a page of a mapped file is not in memory.
+        baseline: memory of the process that this one was forked from; a fork has no file pages yet.
+        read_ahead_bytes: how much the disk reads ahead for a missing page of a mapped file.
     """
     device = torch.device(cell.device)
     ledger = Ledger(
@@ -80,19 +80,19 @@ def run(
         modules = len(sys.modules)
         model = import_strategy(strategy)(job)
         ledger.work["modules"] += len(sys.modules) - modules
-    tensors = {identity(one): one for one in named_tensors(model).values()}
+    tensors = {identity(tensor): tensor for tensor in named_tensors(model).values()}
     with ledger.phase("touch"):
-        for one in tensors.values():
-            ledger.read(one)
+        for tensor in tensors.values():
+            ledger.read(tensor)
         if device.type == "cpu":
             _touch(ledger)
-    model_bytes = sum(one.nbytes for one in tensors.values())
-    mapped = any(ledger.place_of(one) == "file" for one in tensors.values())
+    model_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    mapped = any(ledger.place_of(tensor) == "file" for tensor in tensors.values())
     return _figures(ledger, model_bytes, mapped * _WINDOWS_IN_FLIGHT * read_ahead_bytes)
 
 
 def _touch(ledger: Ledger) -> None:
-    """Read two real tensors as the worker reads a model: what that takes stays in this process."""
+    """Read two real tensors as the worker reads a model, to measure the memory of that code."""
     before = ledger.own_anon_bytes
     tensors = {name: torch.zeros(8 * MIB, dtype=torch.uint8) for name in "ab"}
     ledger.other_anon_bytes += ledger.own_anon_bytes - before
@@ -101,7 +101,7 @@ def _touch(ledger: Ledger) -> None:
 
 
 def _figures(ledger: Ledger, model_bytes: int, in_flight_bytes: int) -> SimulatedRun:
-    """Sum up; ``in_flight_bytes`` are file pages that are being read, which no limit takes back."""
+    """Return the sums; ``in_flight_bytes`` are file pages being read, which cannot be reclaimed."""
     highest: dict[str, Any] = {
         f"cuda_{kind}_bytes": max(getattr(phase, f"cuda_{kind}_bytes") for phase in ledger.phases)
         if ledger.cuda

@@ -1,4 +1,4 @@
-"""A checkpoint with its structure and no values: sparse files that take no room on the disk."""
+"""Checkpoints with structure but without values: sparse files that take no disk space."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,10 +18,10 @@ from weighin.formats.zip_writer import leaving_holes
 def make_sparse(
     model: ModelSpec, fmt: str, dtype: str | None, folder: Path, source: Path | None = None
 ) -> Path:
-    """Write a checkpoint in layout ``fmt`` without its values; return its path.
+    """Write a checkpoint in format ``fmt`` without values; return its path.
 
-    It has the tensors of ``source``, another checkpoint, or else of ``model``. ``dtype`` is of
-    its floating-point tensors; None keeps their own.
+    Its tensors are those of the checkpoint ``source``, or of ``model`` if that is None. ``dtype``
+    replaces the dtype of floating-point tensors; None keeps it.
 
     Raises:
         ConfigError: the builder cannot be used. CheckpointError: ``source`` cannot be read.
@@ -45,7 +45,7 @@ def make_sparse(
 
 
 def write_manifest(model: ModelSpec, folder: Path) -> Path:
-    """Write the manifest that a worker would read, with checksums of nothing; return its path."""
+    """Write the manifest that a worker would read, with placeholder checksums; return its path."""
     described = describe(model.builder, model.kwargs, real_buffers="non_persistent")
     blank = tensor_checksums(torch.zeros(1))
     entries = tuple(one.entry(blank) for one in described)

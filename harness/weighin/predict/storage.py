@@ -1,4 +1,4 @@
-"""One storage of a symbolic run: where it pretends to be, and which of its pages were written."""
+"""One storage of a symbolic run: its simulated place, and which of its pages were written."""
 
 import weakref
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from weighin.units import KIB
 Place = Literal["host", "pinned", "file", "cuda", "meta"]
 
 SMALL_BYTES: Final = 64 * KIB
-"""Storages up to this size are written for real: they may hold what the code looks at."""
+"""Storages up to this size are really written, because code may read their values."""
 
 
 @dataclass(slots=True, eq=False)
@@ -22,9 +22,9 @@ class MemoryBlock:
     """One storage.
 
     Attributes:
-        chunks: where it lies in each of the ledger's heaps.
-        real: whether the process itself holds it, because what is written is written for real.
-        known: whether its values are those that a real run would have.
+        chunks: its chunk in each of the ledger's heaps.
+        real: whether it is really written and so takes memory of this process.
+        known: whether its values are those of a real run.
     """
 
     place: Place
@@ -41,7 +41,7 @@ class MemoryBlock:
 
 
 class FollowedStorage(weakref.ref[torch.UntypedStorage]):
-    """Knows the block of a storage, and calls back when the storage is freed."""
+    """A weak reference to a storage that knows its block and calls back when it is freed."""
 
     __slots__ = ("block",)
     block: MemoryBlock
@@ -49,7 +49,7 @@ class FollowedStorage(weakref.ref[torch.UntypedStorage]):
 
 @dataclass(slots=True, eq=False)
 class MappedFile:
-    """A file that is mapped, from its first to its last slice."""
+    """A private map of a file, and which of its pages were read."""
 
     path: str
     address: int
@@ -58,7 +58,7 @@ class MappedFile:
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the address of a tensor's first byte, and how many bytes its elements span."""
+    """Return the address of a tensor's first byte and the number of bytes that its elements span."""
     if tensor.numel() == 0:
         return tensor.data_ptr(), 0
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,1 +1,1 @@
-"""Which way of loading to use: ``weighin recommend``. Measured where it was, else predicted."""
+"""Choose a strategy: ``weighin recommend``. Uses earlier measurements, and predictions for the rest."""

@@ -1,4 +1,4 @@
-"""What ``weighin recommend`` was asked for, and its answer: as tables, as JSON, as code to paste."""
+"""A question to ``weighin recommend`` and its answer: as a table, as JSON, and as code to paste."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -27,9 +27,9 @@ from weighin.units import format_bytes, format_exact
 
 SCHEMA: Final = 1
 ALLOWED: Final = ("resave", "packages", "weighin")
-"""What a way of loading may ask for, by the words of --allow."""
+"""The words of --allow: what a strategy may require beside the checkpoint as it is."""
 
-_MIRROR: Final = "weighin.models.mirror:mirror"  # the model of a checkpoint whose own is not known
+_MIRROR: Final = "weighin.models.mirror:mirror"  # builds a model from a checkpoint's own keys
 _STYLES: Final = {FitVerdict.FITS: "green", FitVerdict.TOO_LARGE: "red", FitVerdict.UNKNOWN: "dim"}
 _HELP: Final = "A smaller dtype (--dtype bf16) or a higher limit may help."
 _USABLE: Final = (FitVerdict.FITS, FitVerdict.THRASHES, FitVerdict.BARELY)
@@ -37,7 +37,7 @@ _USABLE: Final = (FitVerdict.FITS, FitVerdict.THRASHES, FitVerdict.BARELY)
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is to be loaded, where to, under which limits, and what may be asked for."""
+    """The model to load, its device and dtype, the limits, and the allowed requirements."""
 
     model: ModelSpec
     limits: Limits
@@ -51,7 +51,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The answer: all candidates in the order in which to try them, and the best one's code."""
+    """The answer: all candidates, best first, and the code of the best one."""
 
     question: Question
     candidates: tuple[Candidate, ...]
@@ -59,25 +59,25 @@ class Advice:
 
     @property
     def best(self) -> Candidate | None:
-        """What to use; None where nothing works for sure."""
+        """The strategy to use; None if no strategy is sure to work."""
         first = self.candidates[0] if self.candidates else None
         return first if first and first.verdict in _USABLE else None
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the answer does not know, and how it would."""
+        """What the answer leaves out, and which command includes it."""
         asked = self.question
         if asked.model.builder != _MIRROR:
             return ()
         return (
-            f"{asked.model.name} alone tells less than it does with its model: neither what the"
-            " constructor takes, nor buffers that are in no checkpoint, nor what runs of the model"
-            " measured. To count them: weighin recommend --model package:builder --checkpoint"
+            f"{asked.model.name} was given without its model, so the answer leaves out the cost of"
+            " the constructor, buffers that are not in the checkpoint, and earlier measurements of"
+            " the model. To include them: weighin recommend --model package:builder --checkpoint"
             f" {asked.checkpoint}",
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return all of it for ``--json``."""
+        """Return the whole answer for ``--json``."""
         asked = self.question
         return {
             "schema": SCHEMA,
@@ -94,57 +94,64 @@ class Advice:
 
 
 def of_checkpoint(path: Path) -> ModelSpec:
-    """Return a model of a checkpoint's own keys; raises CheckpointError where it is none."""
+    """Return a model with a checkpoint's own keys; raises CheckpointError if it is no checkpoint."""
     formats.detect(path)
     where = str(path.resolve())
     return ModelSpec(path.name, _MIRROR, {"checkpoint": where})
 
 
 def check_allowed(words: Sequence[str]) -> tuple[str, ...]:
-    """Return what --allow names; raises UnknownName."""
+    """Return the requirements that --allow names; raises UnknownName."""
     if list(words) == ["none"]:
         return ()
     for word in words:
         if word not in ALLOWED:
-            raise UnknownName("thing to allow", word, [*ALLOWED, "none"])
+            raise UnknownName("requirement", word, [*ALLOWED, "none"])
     return tuple(words)
 
 
 @dataclass(frozen=True, slots=True)
 class PriorKnowledge:
-    """What is known of every way of loading, whatever the limits: predictions, and records."""
+    """Predictions and earlier records of every strategy; they do not depend on the limits."""
 
     planned: tuple[Planned, ...]
     predictions: tuple[Prediction, ...]
     evidence: dict[tuple[str, str], Evidence]
     calibration: Calibration
-    layout: str
+    checkpoint_format: str
 
 
 def gather(question: Question, say: Callable[[str], None]) -> PriorKnowledge:
-    """Predict every way of loading and look for records. Calibrates the machine where none did.
+    """Predict every strategy and read earlier records; calibrate the machine if it was not yet.
 
     Raises:
         HarnessError: the checkpoint, the model or a run's records cannot be used.
     """
-    layout = formats.detect(question.checkpoint).NAME if question.checkpoint else "pt"
-    planned = [*_planned(question, layout)]
-    say(f"predicting {len(planned)} ways of loading {question.model.title}")
+    fmt = formats.detect(question.checkpoint).NAME if question.checkpoint else "pt"
+    planned = [*_planned(question, fmt)]
+    say(f"predicting {len(planned)} strategies for {question.model.title}")
     predictions = predict(planned, checkpoint=question.checkpoint, python_path=question.python_path)
-    found = find([question.results], planned[0].cell)
+    evidence = find([question.results], planned[0].cell)
     calibration = calibrating.stored() or calibrating.calibrate(say)
-    return PriorKnowledge(tuple(planned), tuple(predictions), found, calibration, layout)
+    return PriorKnowledge(tuple(planned), tuple(predictions), evidence, calibration, fmt)
 
 
-def advise(question: Question, known: PriorKnowledge) -> Advice:
-    """Return what to use under the question's limits, given what is known."""
-    found = [known.evidence.get((one.cell.strategy, one.cell.format)) for one in known.planned]
-    measured = [(one, seen) for one, seen in zip(known.predictions, found, strict=True) if seen]
-    calibration = known.calibration.slowed(slowness(measured, known.calibration))
-    judged = [
-        assess(one.strategy, prediction, seen, calibration, question.limits, known.layout)
-        for one, prediction, seen in zip(known.planned, known.predictions, found, strict=True)
+def advise(question: Question, prior: PriorKnowledge) -> Advice:
+    """Return the candidates under the question's limits, best first, and the code of the best."""
+    records = [prior.evidence.get((one.cell.strategy, one.cell.format)) for one in prior.planned]
+    measured = [
+        (prediction, evidence)
+        for prediction, evidence in zip(prior.predictions, records, strict=True)
+        if evidence
     ]
+    calibration = prior.calibration.slowed(slowness(measured, prior.calibration))
+    judged = [
+        assess(
+            one.strategy, prediction, evidence, calibration, question.limits,
+            prior.checkpoint_format,
+        )
+        for one, prediction, evidence in zip(prior.planned, prior.predictions, records, strict=True)
+    ]  # fmt: skip
     allowed = [one for one in judged if _is_allowed(one, question.allow)]
     advice = Advice(question, tuple(ranked(allowed)))
     if not advice.best:
@@ -154,17 +161,19 @@ def advise(question: Question, known: PriorKnowledge) -> Advice:
     try:
         code = snippet(info, device=question.device, dtype=question.dtype, checkpoint=checkpoint)
     except CannotWriteOut as why:
-        code = f"# {info.name} cannot be written out: {why}. Its code is in {info.path}\n"
+        code = (
+            f"# {info.name} cannot be written as one function: {why}. Its code is in {info.path}\n"
+        )
     return Advice(question, advice.candidates, code)
 
 
 def parts(advice: Advice) -> Iterator[RenderableType]:
-    """Yield what ``weighin recommend`` prints."""
+    """Yield the parts of the answer that ``weighin recommend`` prints."""
     asked = advice.question
     limits = [f"{format_exact(asked.limits.ram_bytes)} of RAM"] if asked.limits.ram_bytes else []
     if asked.limits.vram_bytes:
-        limits.append(f"{format_exact(asked.limits.vram_bytes)} of the GPU")
-    sources = [_sources(one) for one in advice.candidates]
+        limits.append(f"{format_exact(asked.limits.vram_bytes)} of GPU memory")
+    sources = [_sources(candidate) for candidate in advice.candidates]
     same = len(set(sources)) == 1
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.title = f"{asked.model.title} as {asked.dtype} on {asked.device}, " + (
@@ -174,44 +183,48 @@ def parts(advice: Advice) -> Iterator[RenderableType]:
     table.add_column("strategy", no_wrap=True)
     for heading in ("verdict", "why"):
         table.add_column(heading, overflow="fold")
-    table.add_column("leaves", justify="right", no_wrap=True)
+    table.add_column("margin", justify="right", no_wrap=True)
     table.add_column("ready", justify="right", no_wrap=True)
-    for heading in [*([] if same else ["memory, time"]), "asks for"]:
+    for heading in [*([] if same else ["memory, time"]), "requires"]:
         table.add_column(heading, overflow="fold")
-    for one, source in zip(advice.candidates, sources, strict=True):
+    for candidate, source in zip(advice.candidates, sources, strict=True):
         table.add_row(
-            escape(one.strategy),
-            f"[{_STYLES.get(one.verdict, 'yellow')}]{one.verdict}[/]",
-            escape(one.why),
-            "-" if one.margin_bytes is None else format_bytes(one.margin_bytes, digits=1),
-            "-" if one.ready_s is None else f"{one.ready_s:.1f} s",
+            escape(candidate.strategy),
+            f"[{_STYLES.get(candidate.verdict, 'yellow')}]{candidate.verdict}[/]",
+            escape(candidate.why),
+            "-"
+            if candidate.margin_bytes is None
+            else format_bytes(candidate.margin_bytes, digits=1),
+            "-" if candidate.ready_s is None else f"{candidate.ready_s:.1f} s",
             *([] if same else [source]),
-            escape(", ".join(map(_asked, one.asks))),
+            escape(", ".join(map(_requirement, candidate.asks))),
         )
     yield table
     yield from (f"{escape(note)}\n" for note in advice.notes)
     if advice.best is None:
-        yield f"Nothing fits for sure. {_HELP}"
+        yield f"No strategy is sure to fit. {_HELP}"
         return
     if advice.best.verdict is FitVerdict.THRASHES:
-        yield f"Nothing fits as a whole. What follows works, but slowly. {_HELP}\n"
+        yield f"No strategy fits with the whole model in memory. This one works, but slowly. {_HELP}\n"
     yield f"Use {advice.best.strategy}:\n"
     yield escape(advice.code)
 
 
-def _sources(one: Candidate) -> str:
-    return ", ".join(dict.fromkeys(filter(None, (one.memory_from, one.time_from)))) or "-"
+def _sources(candidate: Candidate) -> str:
+    return (
+        ", ".join(dict.fromkeys(filter(None, (candidate.memory_from, candidate.time_from)))) or "-"
+    )
 
 
-def _asked(what: str) -> str:
-    return what if what.startswith(SAVED_AS) else f"package {what}"
+def _requirement(asked: str) -> str:
+    return asked if asked.startswith(SAVED_AS) else f"package {asked}"
 
 
-def _planned(question: Question, layout: str) -> Iterator[Planned]:
+def _planned(question: Question, checkpoint_format: str) -> Iterator[Planned]:
     for info in registry.strategies().values():
         if question.device.partition(":")[0] not in info.devices:
             continue
-        fmt = layout if layout in info.formats else info.formats[0]
+        fmt = checkpoint_format if checkpoint_format in info.formats else info.formats[0]
         cell = Cell(
             question.model, info.name, "process", device=question.device, dtype=question.dtype,
             format=fmt,
@@ -219,8 +232,8 @@ def _planned(question: Question, layout: str) -> Iterator[Planned]:
         yield Planned.of(cell, info)
 
 
-def _is_allowed(one: Candidate, allow: Sequence[str]) -> bool:
-    for asked in one.asks:
+def _is_allowed(candidate: Candidate, allow: Sequence[str]) -> bool:
+    for asked in candidate.asks:
         kind = "resave" if asked.startswith(SAVED_AS) else "packages"
         if (asked if asked == "weighin" else kind) not in allow:
             return False

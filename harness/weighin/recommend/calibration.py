@@ -1,7 +1,8 @@
-"""How fast this machine reads, touches fresh memory, copies and initialises: measured once.
+"""Calibration: measure once how fast this machine reads, touches fresh memory, copies and initialises.
 
-``weighin recommend`` predicts times from it. Each figure is the best of three rounds, which take
-turns: whatever else runs only slows them. Files are read cold, and their pages are proven gone before.
+``weighin recommend`` predicts times from it. Each figure is the best of three interleaved rounds,
+because other load can only slow a round down. Files are read cold: their pages are evicted from the
+page cache, and the eviction is verified.
 """
 
 import ctypes
@@ -41,10 +42,10 @@ _TORCH_TIMEOUT_S: Final = 300
 _TORCH: Final = """
 import json, sys, tempfile, time, torch
 from torch import nn
-known = len(sys.modules)
+modules_before = len(sys.modules)
 start = time.perf_counter()
 nn.Embedding(1, 1, device="meta")  # imports a part of torch
-module_s = (time.perf_counter() - start) / max(1, len(sys.modules) - known)
+module_s = (time.perf_counter() - start) / max(1, len(sys.modules) - modules_before)
 with tempfile.NamedTemporaryFile() as file:
     torch.save(torch.zeros(1), file.name)
     torch.load(file.name)
@@ -58,24 +59,25 @@ start = time.perf_counter()
 nn.init.normal_(weights)
 init_s = time.perf_counter() - start
 init_bytes_per_s = weights.nbytes / init_s
-found = {"archive_s": archive_s, "module_s": module_s, "init_bytes_per_s": init_bytes_per_s}
-print(json.dumps(found))
+figures = {"archive_s": archive_s, "module_s": module_s, "init_bytes_per_s": init_bytes_per_s}
+print(json.dumps(figures))
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Bytes a second, and seconds.
+    """The speeds of a machine, in bytes per second, and costs, in seconds.
 
     Attributes:
-        read_bytes_per_s: one thread through the page cache, from a file that is not in it.
-        read_direct_bytes_per_s: eight threads around the page cache, as ``streaming`` reads.
-        map_bytes_per_s: pages of a map, from a file that is not in the page cache.
+        read_bytes_per_s: reading a cold file with one thread through the page cache.
+        read_direct_bytes_per_s: reading a cold file with eight threads and direct I/O, as
+            ``streaming`` does.
+        map_bytes_per_s: reading the pages of a mapped cold file.
         fault_bytes_per_s: writing to fresh memory, in pages of the usual size.
-        copy_bytes_per_s: from memory to memory that were both used before.
-        init_bytes_per_s: random numbers, as a module's constructor draws them.
-        archive_s: opening a file with ``torch.load``, in seconds.
-        module_s: importing one of Python's modules, in seconds.
+        copy_bytes_per_s: copying memory, if both places were used before.
+        init_bytes_per_s: drawing random numbers, as a module's constructor does.
+        archive_s: opening a file with ``torch.load``.
+        module_s: importing one Python module.
     """
 
     read_bytes_per_s: float
@@ -88,7 +90,7 @@ class Calibration:
     module_s: float
 
     def slowed(self, times: float) -> "Calibration":
-        """Return the calibration of a machine on which everything takes ``times`` as long."""
+        """Return the calibration of a machine that takes ``times`` as long for everything."""
         figures = asdict(self).items()
         return Calibration(**{
             name: value / times if name.endswith("_per_s") else value * times
@@ -97,19 +99,19 @@ class Calibration:
 
 
 def stored() -> Calibration | None:
-    """Return this machine's calibration; None where there is none, or it is of another machine."""
+    """Return this machine's calibration; None if there is none, or only that of another machine."""
     try:
-        found = json.loads((cache.folder() / FILE).read_text())
-        figures = {one.name: float(found["figures"][one.name]) for one in fields(Calibration)}
+        content = json.loads((cache.folder() / FILE).read_text())
+        figures = {one.name: float(content["figures"][one.name]) for one in fields(Calibration)}
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    if found.get("schema") != SCHEMA or found.get("machine") != _machine():
+    if content.get("schema") != SCHEMA or content.get("machine") != _machine():
         return None
     return Calibration(**figures)
 
 
 def calibrate(say: Callable[[str], None]) -> Calibration:
-    """Measure this machine and keep what was found in the cache's folder; takes about 20 s.
+    """Measure this machine and store the figures in the cache folder; takes about 20 s.
 
     Raises:
         ConfigError: the cache's folder cannot be written, or is not on a disk.
@@ -136,44 +138,45 @@ def calibrate(say: Callable[[str], None]) -> Calibration:
         name: max(values) if name.endswith("_per_s") else min(values)
         for name, values in rounds.items()
     }
-    found = Calibration(**best)
-    content = {"schema": SCHEMA, "machine": _machine(), "figures": asdict(found), "rounds": rounds}
+    calibration = Calibration(**best)
+    figures = asdict(calibration)
+    content = {"schema": SCHEMA, "machine": _machine(), "figures": figures, "rounds": rounds}
     write_text(folder / FILE, json.dumps(content, indent=1))
-    return found
+    return calibration
 
 
-def table(found: Calibration) -> Table:
-    """Return a calibration as a doctor's table."""
-    shown = Table("what", "this machine", "what it is", box=SIMPLE_HEAD, pad_edge=False)
-    shown.title = f"calibration, kept in {cache.folder() / FILE}"
-    for name, what in _WORDS.items():
-        value = getattr(found, name)
+def table(calibration: Calibration) -> Table:
+    """Return a calibration as the table that ``weighin doctor --calibrate`` prints."""
+    drawn = Table("figure", "this machine", "meaning", box=SIMPLE_HEAD, pad_edge=False)
+    drawn.title = f"calibration, stored in {cache.folder() / FILE}"
+    for name, meaning in _MEANINGS.items():
+        value = getattr(calibration, name)
         size = f"{value / GIB:.2f} GiB/s" if name.endswith("_per_s") else f"{value * 1e3:.2f} ms"
-        shown.add_row(name, size, what)
-    return shown
+        drawn.add_row(name, size, meaning)
+    return drawn
 
 
-_WORDS: Final = {
-    "read_bytes_per_s": "a cold file, by one thread through the page cache",
-    "read_direct_bytes_per_s": "a cold file, by eight threads around the page cache",
-    "map_bytes_per_s": "a cold file, as pages of a map",
+_MEANINGS: Final = {
+    "read_bytes_per_s": "reading a cold file: one thread, through the page cache",
+    "read_direct_bytes_per_s": "reading a cold file: eight threads, direct I/O",
+    "map_bytes_per_s": "reading a cold file: pages of a map",
     "fault_bytes_per_s": "writing to fresh memory",
-    "copy_bytes_per_s": "from memory to memory",
-    "init_bytes_per_s": "random numbers, as constructors draw them",
+    "copy_bytes_per_s": "copying memory",
+    "init_bytes_per_s": "drawing random numbers, as constructors do",
     "archive_s": "opening a file with torch.load",
-    "module_s": "importing one of Python's modules",
+    "module_s": "importing one Python module",
 }
 
 
 def _machine() -> dict[str, Any]:
-    found = environment.machine()
-    return {name: found[name] for name in ("machine", "cpu", "cpus", "ram_bytes", "kernel")}
+    here = environment.machine()
+    return {name: here[name] for name in ("machine", "cpu", "cpus", "ram_bytes", "kernel")}
 
 
 @contextmanager
 def _file(folder: Path) -> Iterator[Path]:
-    """Give a file of random bytes that is on the disk, and remove it."""
-    block = os.urandom(MIB)  # the same again and again: no disk compresses across a MiB
+    """Yield a file of random bytes on the disk; remove it afterwards."""
+    block = os.urandom(MIB)  # repeated: no disk compresses across a MiB
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".calibration-") as file:
@@ -190,16 +193,16 @@ def _file(folder: Path) -> Iterator[Path]:
 
 
 def _cold(path: Path, read: Callable[[Path], None]) -> float:
-    left = page_cache.drop([path])
-    if left is None:
+    cached_bytes = page_cache.drop([path])
+    if cached_bytes is None:
         raise ConfigError(
-            f"cannot calibrate in {path.parent}: this kernel does not tell what it caches",
-            "calibrate on Linux itself, outside of this sandbox",
+            f"cannot calibrate in {path.parent}: this kernel does not report cached file pages",
+            "calibrate on the Linux host, outside of this sandbox",
         )
-    if left:
+    if cached_bytes:
         raise ConfigError(
-            f"{path.parent} keeps its pages in memory: it is no disk",
-            "choose a folder on one: WEIGHIN_CACHE=/path weighin ...",
+            f"cannot calibrate in {path.parent}: its files stay in memory, so it is not on a disk",
+            "choose a folder on a disk: WEIGHIN_CACHE=/path weighin ...",
         )
     start = time.perf_counter()
     read(path)
@@ -227,7 +230,7 @@ def _read_direct(path: Path) -> None:
 
 
 def _read_mapped(path: Path) -> None:
-    """Copy out of a map, on a thread a processor, as every byte of a mapped model is read."""
+    """Copy from a map with one thread per processor, as the touch phase reads a mapped model."""
     threads = os.cpu_count() or 1
     with (
         path.open("rb") as file,
@@ -263,9 +266,9 @@ def _copy() -> float:
         address = ctypes.addressof(view)
         start = time.perf_counter()
         ctypes.memmove(address + half, address, half)
-        taken_s = time.perf_counter() - start
+        elapsed_s = time.perf_counter() - start
         del view  # the mapping cannot be closed while a pointer into it lives
-        return half / taken_s
+        return half / elapsed_s
 
 
 def _fill(area: mmap.mmap) -> None:
@@ -275,16 +278,16 @@ def _fill(area: mmap.mmap) -> None:
 
 
 def _ask_torch() -> dict[str, float]:
-    """Return what only a process that imports torch can tell."""
-    asked = subprocess.run(
+    """Return the figures that need torch, measured in a process that imports it."""
+    process = subprocess.run(
         [sys.executable, "-c", _TORCH],
         capture_output=True,
         text=True,
         timeout=_TORCH_TIMEOUT_S,
         check=False,
     )
-    if asked.returncode:
-        last = (asked.stderr.strip().splitlines() or ["?"])[-1]
+    if process.returncode:
+        last = (process.stderr.strip().splitlines() or ["?"])[-1]
         raise HarnessError(f"cannot calibrate: torch does not run: {one_line(last)}")
-    found: dict[str, float] = json.loads(asked.stdout)
-    return found
+    figures: dict[str, float] = json.loads(process.stdout)
+    return figures

@@ -1,4 +1,4 @@
-"""What this machine has measured already: the records of runs, for one model and one device."""
+"""Earlier measurements of this machine: the records of runs, for one model and one device."""
 
 import statistics
 from collections.abc import Iterable, Iterator
@@ -11,19 +11,19 @@ from weighin.probes import environment
 from weighin.record import Outcome, Result
 from weighin.records import run_folder
 
-_REPEATS: Final = 2  # as few as show a noise
+_REPEATS: Final = 2  # the fewest repeats that show noise
 _SAME_MACHINE: Final = ("machine", "cpu", "cpus", "ram_bytes")
 
 
 @dataclass(slots=True)
 class Evidence:
-    """What was measured of one strategy with one layout.
+    """The measurements of one strategy with one format.
 
     Attributes:
-        ok_limits: under which RAM limits it ended ok, in bytes; None is no limit.
-        killed_limits: under which it was killed for memory.
-        anon_bytes: its largest anonymous peak where it ended ok (sampled).
-        ready_s: how long it took each time that it ended ok, by the RAM limit.
+        ok_limits: RAM limits under which it ended ok, in bytes; None is no limit.
+        killed_limits: RAM limits under which it was killed for lack of memory, in bytes.
+        anon_bytes: sampled maximum of its anonymous memory, over the cells that ended ok.
+        ready_s: ready times of the cells that ended ok, by RAM limit.
     """
 
     ok_limits: list[int | None] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Evidence:
             self.ready_s.setdefault(cell.ram_limit_bytes, []).append(result.ready_ns / 1e9)
 
     def fits(self, limit_bytes: int) -> bool | None:
-        """Tell whether it lives under a RAM limit, as far as was tried; None where it was not."""
+        """Tell whether it works under a RAM limit; None if the tried limits do not decide that."""
         if any(limit is not None and limit <= limit_bytes for limit in self.ok_limits):
             return True
         if any(limit >= limit_bytes for limit in self.killed_limits):
@@ -54,18 +54,18 @@ class Evidence:
         return None
 
     def median_ready_s(self, limit_bytes: int | None) -> float | None:
-        """Return how long it took to be ready: under this RAM limit, or under the one next to it.
+        """Return the median ready time under this RAM limit, or under the next one that was tried.
 
-        That is the smallest above it, and only where there is none the largest below: a load
-        that reads its file again and again takes many times as long as it would take here.
+        The next one is the smallest larger limit. The largest smaller limit is used only if there
+        is no larger one: a load that thrashes there takes many times as long as it would here.
         """
         seconds = self._ready_s_near(limit_bytes)
         return statistics.median(seconds) if seconds else None
 
     def noise_s(self, limit_bytes: int | None) -> float | None:
-        """Return the median distance of the repeats from ``median_ready_s``; None without repeats.
+        """Return the median absolute deviation of the ready times; None without repeats.
 
-        One repeat that something else slowed down moves it little, as it moves the median.
+        Like the median, it changes little if other load slows one repeat down.
         """
         seconds = self._ready_s_near(limit_bytes)
         if len(seconds) < _REPEATS:
@@ -86,12 +86,12 @@ def _size(limit_bytes: int | None) -> float:
 
 
 def find(folders: Iterable[Path], wanted: Cell) -> dict[tuple[str, str], Evidence]:
-    """Return what runs in these folders measured on this machine, by strategy and layout.
+    """Return what runs in these folders measured on this machine, by strategy and format.
 
-    ``wanted`` says of which model, device and dtype; cells with options do not count.
+    Only cells with the model, device, dtype and cache state of ``wanted``, and without options.
     """
     here = environment.machine()
-    found: dict[tuple[str, str], Evidence] = {}
+    evidence: dict[tuple[str, str], Evidence] = {}
     for result in _results(folders):
         cell = result.cell
         same_machine = all(result.environment.get(key) == here[key] for key in _SAME_MACHINE)
@@ -99,8 +99,8 @@ def find(folders: Iterable[Path], wanted: Cell) -> dict[tuple[str, str], Evidenc
             wanted.model, wanted.device, wanted.dtype, wanted.cache, {},
         )  # fmt: skip
         if same_machine and same_load and cell.operation == "load" and not cell.vram_limit_bytes:
-            found.setdefault((cell.strategy, cell.format), Evidence()).take(result)
-    return found
+            evidence.setdefault((cell.strategy, cell.format), Evidence()).take(result)
+    return evidence
 
 
 def _results(folders: Iterable[Path]) -> Iterator[Result]:

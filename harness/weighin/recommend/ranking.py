@@ -1,4 +1,4 @@
-"""What fits under the limits, what does not and why, and how long it should take."""
+"""Judge a strategy: whether it fits under the limits, why, and how long it should take."""
 
 import statistics
 from collections.abc import Iterable
@@ -14,15 +14,15 @@ from weighin.units import MIB, format_bytes
 
 MEASURED: Final = "measured"
 SAVED_AS: Final = "saved as "
-"""How a wish for another layout begins; any other wish is a package."""
+"""Prefix of the requirement of another format; any other requirement is a package."""
 
-_DOUBT_SHARE, _DOUBT_BYTES = 0.02, 32 * MIB  # how exactly floors are predicted
+_DOUBT_SHARE, _DOUBT_BYTES = 0.02, 32 * MIB  # the error of a predicted floor
 _OURS: Final = frozenset({"streaming"})
 _PACKAGES: Final = {"safetensors_mmap": "safetensors", "safetensors_copy": "safetensors", "sharded": "safetensors"}  # fmt: skip
 
 
 class FitVerdict(StrEnum):
-    """Whether a way of loading works under the limits, in the order in which to try them."""
+    """Whether a strategy works under the limits; better verdicts come first."""
 
     FITS = "fits"
     THRASHES = "reads again and again"
@@ -34,7 +34,7 @@ class FitVerdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What there is, in bytes; None is no limit."""
+    """The memory that a load may use, in bytes; None is no limit."""
 
     ram_bytes: int | None = None
     vram_bytes: int | None = None
@@ -42,15 +42,16 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way of loading, judged.
+    """One strategy with its verdict.
 
     Attributes:
-        need_bytes: of RAM: the smallest limit under which it works.
-        margin_bytes: what the limit leaves; None without a limit.
-        ready_s: until every byte was read through once.
-        noise_s: how far its repeats are from ``ready_s``; None where that shows no noise.
-        memory_from, time_from: "measured" or "predicted"; empty where nothing is known.
-        asks: what it wants beside the checkpoint as it is, in a few words each.
+        need_bytes: the smallest RAM limit under which it works.
+        margin_bytes: the RAM limit less ``need_bytes``; None without a limit.
+        cuda_bytes: GPU memory that the allocator reserves.
+        ready_s: time until every byte was read once.
+        noise_s: median deviation of the repeats from ``ready_s``; None if there are no repeats.
+        memory_from, time_from: "measured" or "predicted"; empty if nothing is known.
+        asks: its requirements beside the checkpoint as it is: another format, packages.
     """
 
     strategy: str
@@ -73,9 +74,9 @@ def assess(
     evidence: Evidence | None,
     calibration: Calibration | None,
     limits: Limits,
-    layout: str,
+    checkpoint_format: str,
 ) -> Candidate:
-    """Return what is to be said of one strategy; ``layout`` is that of the checkpoint at hand."""
+    """Return one strategy with its verdict; ``checkpoint_format`` is that of the user's checkpoint."""
     cell, ready_s, time_from = prediction.cell, None, ""
     measured_s = evidence.median_ready_s(limits.ram_bytes) if evidence else None
     if measured_s is not None:
@@ -103,13 +104,13 @@ def assess(
         ready_s=ready_s,
         memory_from=memory_from if need is not None else "",
         time_from=time_from,
-        asks=tuple(_asks(info, cell.format, layout)),
+        asks=tuple(_asks(info, cell.format, checkpoint_format)),
         noise_s=evidence.noise_s(limits.ram_bytes) if evidence else None,
     )
 
 
 def predicted_ready_s(prediction: Prediction, calibration: Calibration) -> float:
-    """Return how long a load should take until it is ready, from all that it does."""
+    """Return the predicted ready time of a load: the sum of its work at this machine's speeds."""
     work, machine = prediction.work, calibration
     stays_in_memory = max(0, (prediction.model_bytes or 0) - work.mapped_bytes)
     return (
@@ -126,10 +127,11 @@ def predicted_ready_s(prediction: Prediction, calibration: Calibration) -> float
 
 
 def slowness(measured: Iterable[tuple[Prediction, Evidence]], calibration: Calibration) -> float:
-    """Return how many times as long as predicted the loads took that were measured: the median.
+    """Return the median ratio of measured to predicted ready time; 1 if nothing was measured.
 
-    A busy machine's times stand beside times that were predicted for a quiet one, unless these are
-    made as slow. 1 where nothing was measured. Takes the times under the largest limit of each.
+    Predicted times are those of the machine when it was calibrated. If it was busier when it
+    measured, they must be scaled by this ratio to be comparable. Uses the times under the largest
+    limit of each strategy.
     """
     ratios = [
         seconds / predicted_s
@@ -148,36 +150,36 @@ def _verdict(
     limits: Limits,
 ) -> tuple[FitVerdict, str]:
     if need is None:
-        return FitVerdict.UNKNOWN, prediction.cannot or "nothing is known of its memory"
+        return FitVerdict.UNKNOWN, prediction.cannot or "its memory use is unknown"
     if limits.vram_bytes and cuda is not None and cuda > limits.vram_bytes:
-        return FitVerdict.TOO_LARGE, f"takes {format_bytes(cuda, digits=1)} of the GPU"
+        return FitVerdict.TOO_LARGE, f"needs {format_bytes(cuda, digits=1)} of GPU memory"
     verdict = FitVerdict.FITS
     if limits.ram_bytes is not None:
         verdict = _under(limits.ram_bytes, prediction, need, tried)
     if verdict is FitVerdict.THRASHES:
         pages = format_bytes(prediction.model_bytes or 0, digits=1)
         return verdict, f"its {pages} of file pages do not fit: each pass reads them again"
-    return verdict, _held(prediction, need)
+    return verdict, _memory_phrase(prediction, need)
 
 
 def _under(ram_bytes: int, prediction: Prediction, need: int, tried: bool | None) -> FitVerdict:
-    """Return how it lives under a RAM limit; ``tried`` is what records say of that, if anything."""
-    least, edge = _edges(prediction, need)
+    """Return the verdict under a RAM limit; ``tried`` tells whether records show that it works."""
+    least, most = _floor_range(prediction, need)
     if tried is False or (tried is None and least > ram_bytes + doubt_bytes(least)):
         return FitVerdict.TOO_LARGE
-    if edge > ram_bytes - doubt_bytes(edge):
+    if most > ram_bytes - doubt_bytes(most):
         return FitVerdict.BARELY if tried else FitVerdict.CLOSE
-    if _stays_mapped(prediction) and edge + (prediction.model_bytes or 0) > ram_bytes:
+    if _stays_mapped(prediction) and most + (prediction.model_bytes or 0) > ram_bytes:
         return FitVerdict.THRASHES
     return FitVerdict.FITS
 
 
-def _edges(prediction: Prediction, need: int) -> tuple[int, int]:
-    """Return below which limit it dies in every process, and above which it lives in every one.
+def _floor_range(prediction: Prediction, need: int) -> tuple[int, int]:
+    """Return two limits: below the first every process is killed, above the second none is.
 
-    As predicted, unless ``need`` refutes it: two measurements differ by some MiB, and by more where
-    the heap decides. A limit near the edge would name one strategy before a run and another one
-    after it.
+    Both are the predicted ones, unless ``need`` contradicts them. Measurements of one strategy
+    differ by some MiB, and by more if its heap fragments differently. With measured limits, a run
+    could therefore change the recommendation although it agrees with the prediction.
     """
     least, most = prediction.floor_least_bytes, prediction.floor_bytes
     if least and most and least - doubt_bytes(least) <= need <= most + doubt_bytes(most):
@@ -186,16 +188,16 @@ def _edges(prediction: Prediction, need: int) -> tuple[int, int]:
 
 
 def doubt_bytes(need: int) -> int:
-    """Return how far a floor may be from where it was predicted."""
+    """Return the error of a predicted floor in bytes: the real one may differ by as much."""
     return _DOUBT_BYTES + int(_DOUBT_SHARE * need)
 
 
-def _held(prediction: Prediction, need: int) -> str:
-    """Return in one phrase what it keeps: "keeps two copies: 12.9 GiB"."""
+def _memory_phrase(prediction: Prediction, need: int) -> str:
+    """Return a phrase for the memory that it needs: "keeps two copies: 12.9 GiB"."""
     size, model = format_bytes(need, digits=1), prediction.model_bytes
     if _stays_mapped(prediction):
-        return f"keeps pages of the file, and {size}"
-    # An import's memory, and that of objects, are no copies: a tiny model has more of them.
+        return f"keeps {size} and mapped pages of the file"
+    # Memory of imports and objects is not part of a copy. It may exceed the size of a tiny model.
     beside = (prediction.floor_bytes or 0) - (prediction.tensor_peak_bytes or 0)
     if not model or need - beside < model // 2:
         return f"keeps {size}"
@@ -208,15 +210,15 @@ def _held(prediction: Prediction, need: int) -> str:
 
 
 def _stays_mapped(prediction: Prediction) -> bool:
-    """Tell whether the model that it leaves is pages of a file."""
+    """Tell whether most of the loaded model consists of mapped pages of its file."""
     if prediction.cell.device != "cpu" or not prediction.model_bytes:
         return False
-    held, mapped = prediction.tensor_peak_bytes or 0, prediction.work.mapped_bytes
-    return held < prediction.model_bytes // 2 < mapped
+    anonymous, mapped = prediction.tensor_peak_bytes or 0, prediction.work.mapped_bytes
+    return anonymous < prediction.model_bytes // 2 < mapped
 
 
-def _asks(info: StrategyInfo, fmt: str, layout: str) -> list[str]:
-    asked = [] if fmt == layout else [f"{SAVED_AS}{fmt}"]
+def _asks(info: StrategyInfo, fmt: str, checkpoint_format: str) -> list[str]:
+    asked = [] if fmt == checkpoint_format else [f"{SAVED_AS}{fmt}"]
     if info.name in _PACKAGES:
         asked.append(_PACKAGES[info.name])
     if info.name in _OURS:

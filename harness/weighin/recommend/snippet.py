@@ -1,7 +1,7 @@
-"""The code to paste: a strategy's own ``load``, written out as a plain function without a Job.
+"""The code to paste: a strategy's own ``load``, rewritten as a plain function without a job object.
 
-What the strategy's file takes from us is written out too, where it is short; a strategy that is
-ours through and through keeps its imports.
+Short helpers that the strategy imports from weighin become part of the code. The strategy of
+weighin's own loader keeps its imports.
 """
 
 import ast
@@ -14,23 +14,23 @@ from weighin.suite.registry import StrategyInfo
 
 _PACKAGE: Final = Path(__file__).resolve().parents[1]
 _KEPT: Final = ("weighin.loader.load", "weighin.models.skeleton")
-"""What is too much to write out: the strategies that need it are ours."""
+"""Modules too large to include: strategies that import them keep these imports."""
 
 _INSTALLED: Final = {"safetensors": "safetensors", "weighin": "weighin"}
-"""What an import with this word in it needs beside torch, as pip calls it."""
+"""The pip package that an import line with this word needs."""
 
 
 class CannotWriteOut(Exception):
-    """The strategy uses its Job, or us, in a way that no plain function can have."""
+    """The strategy uses its job object or weighin in a way that a plain function cannot."""
 
 
 def snippet(
     info: StrategyInfo, *, device: str = "cpu", dtype: str = "float32", checkpoint: str = "model.pt"
 ) -> str:
-    """Return the strategy as Python that runs as it stands.
+    """Return the strategy as Python code that runs without changes.
 
     Raises:
-        CannotWriteOut: says what cannot be written out.
+        CannotWriteOut: the strategy cannot become a plain function; the message says why.
     """
     tree = ast.parse(info.path.read_text(encoding="utf-8"))
     plain = _Plain(convert=dtype != "float32")
@@ -55,7 +55,7 @@ def snippet(
 
 
 def _import(node: ast.Import | ast.ImportFrom) -> tuple[list[str], list[str]]:
-    """Return what an import becomes: imports that stay, and functions that are written out."""
+    """Return the import lines to keep and the source of functions to include, for one import."""
     if isinstance(node, ast.Import):
         return [ast.unparse(node)], []
     module = node.module or ""
@@ -68,7 +68,7 @@ def _import(node: ast.Import | ast.ImportFrom) -> tuple[list[str], list[str]]:
             kept.append(f"from {module} import {alias.name}")
         elif source == "weighin.models.tied_weights":
             written.append(_source(source, alias.name))
-        elif source != "weighin.strategy":  # whose types of jobs a plain function does without
+        elif source != "weighin.strategy":  # only types of jobs, which a plain function has not
             raise CannotWriteOut(f"it imports {alias.name} from {module}")
     return kept, written
 
@@ -87,7 +87,7 @@ def _function(node: ast.FunctionDef, plain: "_Plain", device: str, dtype: str) -
     new = ast.fix_missing_locations(plain.visit(node))
     for one in ast.walk(new):
         if isinstance(one, ast.Name) and is_load and one.id == plain.job:
-            raise CannotWriteOut(f"line {one.lineno} of {node.name}() needs the job itself")
+            raise CannotWriteOut(f"line {one.lineno} of {node.name}() uses the job object itself")
     if not is_load:
         return ast.unparse(new)
     body = textwrap.indent("\n".join(ast.unparse(part) for part in new.body), "    ")
@@ -96,7 +96,7 @@ def _function(node: ast.FunctionDef, plain: "_Plain", device: str, dtype: str) -
 
 
 class _Plain(ast.NodeTransformer):
-    """Takes the Job out of a function: its phases go, its attributes become arguments."""
+    """Removes the job object from a function: phases disappear, attributes become arguments."""
 
     def __init__(self, *, convert: bool) -> None:
         self.job: str | None = None
@@ -118,9 +118,8 @@ class _Plain(ast.NodeTransformer):
         if isinstance(node.func, ast.Attribute) and self._is_attribute(node.func.value, "options"):
             default = node.args[1] if len(node.args) > 1 else ast.Constant(None)
             return self.visit(default)  # type: ignore[no-any-return]
-        if (
-            ast.unparse(node.func) == "load_streaming"
-        ):  # a job's builder knows the dtype, a user's not
+        # A job's builder knows the dtype; a user's does not.
+        if ast.unparse(node.func) == "load_streaming":
             node.keywords.append(ast.keyword("dtype", ast.Name("dtype", ast.Load())))
         node.keywords = [
             one for one in node.keywords

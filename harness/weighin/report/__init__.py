@@ -1,7 +1,7 @@
-"""A run's records as a report to read: report.html, report.md, summary.csv, peaks.png and timeline.png.
+"""Write the report of a run: report.html, report.md, summary.csv, peaks.png and timeline.png.
 
-Only reads the run's folder. The one place that imports pandas and matplotlib, and only when
-something is written.
+Reads only the folder of the run. No other package imports pandas and matplotlib; this one imports
+them only when it writes a report.
 """
 
 from collections.abc import Sequence
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 def terminal_table(results: Sequence[Result], warnings: Sequence[str] = ()) -> "RenderableType":
-    """Return the report of a run for a terminal; what it has found stands last, where one looks."""
+    """Return the report of a run for a terminal; findings come last, just above the prompt."""
     from rich.console import Group
     from rich.text import Text
 
     from weighin.report import sections  # pandas takes half a second to import
 
     parts: list[RenderableType] = [] if results else [Text("No cells were measured.")]
-    for one in sorted(sections.of(results, warnings), key=lambda one: one.is_found):
-        parts += [Text(one.heading, style="bold"), one.terminal()]
+    for section in sorted(sections.of(results, warnings), key=lambda section: section.is_found):
+        parts += [Text(section.heading, style="bold"), section.terminal()]
     return Group(*parts)
 
 
@@ -35,10 +35,10 @@ def terminal_floors(results: Sequence[Result]) -> "RenderableType":
 
 
 def write_report(run: Path, formats: Sequence[str] = ()) -> list[Path]:
-    """Write the report into the run's own folder; return the paths of what was written.
+    """Write the report into the run's own folder; return the paths of the written files.
 
-    ``formats`` are keys of ``writing.FORMATS``; none means ``writing.DEFAULT``. Of a damaged run,
-    what is whole is written.
+    ``formats`` are keys of ``writing.FORMATS``; none means ``writing.DEFAULT``. The report of a
+    damaged run contains its intact records.
 
     Raises:
         RecordError: the run's records cannot be read, or its folder cannot be written.

@@ -1,4 +1,4 @@
-"""What the sections of report.html consist of; ``template`` is the file that draws a block."""
+"""The blocks of which a section of report.html consists; ``template`` is the file that draws one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ if TYPE_CHECKING:
 
 
 class Drawable(Protocol):
-    """Anything that a template draws."""
+    """A block: anything that a template draws."""
 
     template: ClassVar[str]
 
 
 @dataclass(frozen=True, slots=True)
 class ListEntry:
-    """One field of a table; ``kind`` is its verdict, for colours, and ``tip`` says why."""
+    """One field of a table; ``kind`` is its verdict, for colours; ``tip`` is its text on hover."""
 
     text: str
     kind: str = ""
@@ -26,7 +26,7 @@ class ListEntry:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A table with names in its first column; ``names`` columns are no figures."""
+    """A table of a finding; its first ``names`` columns are names, the others figures."""
 
     template: ClassVar[str] = "found.html"
     label: str
@@ -47,7 +47,7 @@ class Cells:
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """A list; of each item, what it is about, or nothing, and what is said."""
+    """A list; each item has a name, which may be empty, and a text."""
 
     template: ClassVar[str] = "items.html"
     items: Sequence[tuple[str, str]]
@@ -55,7 +55,7 @@ class Items:
 
 @dataclass(frozen=True, slots=True)
 class Preformatted:
-    """Lines of another program."""
+    """Output of another program."""
 
     template: ClassVar[str] = "preformatted.html"
     text: str
@@ -63,7 +63,7 @@ class Preformatted:
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """Of each figure: its name, its unit, what it is, and how exact."""
+    """A table of figures: name, unit, meaning and accuracy of each."""
 
     template: ClassVar[str] = "explained.html"
     figures: Sequence[tuple[str, str, str, str]]

@@ -1,4 +1,4 @@
-"""The words around a report's figures: what all its cells share, and what each figure is."""
+"""The captions of a report: the properties that all cells share, and explanations of figures."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from weighin.records.machine import policy_of, settings_of
 from weighin.report.dataframe import DIMENSIONS, known, varying
 from weighin.units import format_bytes, format_exact
 
-# Environment keys that a caption prints, with the word before each; any of them may be missing.
+# Environment keys that a caption prints, with the prefix of each; any of them may be missing.
 _MACHINE: Final = {"machine": "", "cpu": "", "kernel": "Linux ", "cgroup_version": "cgroup v", "torch": "torch "}  # fmt: skip
 
 _COMMIT_DIGITS: Final = 10  # as many as `weighin compare` shows
@@ -21,18 +21,18 @@ _COMPUTED: Final = {
     "saving": "Exact, computed: above the model = (peak RSS - RSS with the model loaded) / the model's size.",
 }
 _TIMES: Final = {
-    "loading": "load: until the strategy returned; ready: until every byte was read through once.",
-    "saving": "save: until the strategy returned; on the disk: until every file was synced (fsync).",
+    "loading": "load: time until the strategy returned; ready: time until every byte was read once.",
+    "saving": "save: time until the strategy returned; on the disk: time until every file was synced (fsync).",
 }
 
 
 def size(value: int | None) -> str:
-    """Return a limit as it reads in a sentence: "8 GiB", "6500 MiB"."""
+    """Return a limit as text for a sentence: "8 GiB", "6500 MiB"."""
     return re.sub(r"(?<=\d)(?=[A-Z])", " ", format_exact(int(value))) if value else "none"
 
 
 def dimension(name: str, value: Any, model_bytes: int | None = None) -> str:
-    """Return one dimension's value as a caption says it: "RAM limit 8 GiB", "cold page cache"."""
+    """Return one dimension's value as text for a caption: "RAM limit 8 GiB", "cold page cache"."""
     value = known(value)
     if name == "operation":
         return _DOING[value]
@@ -49,19 +49,19 @@ def dimension(name: str, value: Any, model_bytes: int | None = None) -> str:
 
 
 def model_size(frame: pd.DataFrame) -> int | None:
-    """Return the model's size in bytes, or None where no row has it or they differ."""
+    """Return the model's size in bytes, or None if no row has it or the rows differ."""
     sizes = frame["model_bytes"].dropna().unique()
     return int(sizes[0]) if len(sizes) == 1 else None
 
 
 def shared(frame: pd.DataFrame, results: Sequence[Result], without: Sequence[str] = ()) -> str:
-    """Return what all rows have in common and where they were measured, as one line."""
+    """Return as one line the properties that all rows share, the machine and the commit."""
     if frame.empty:
         return "No cells were measured."
     first = frame.iloc[0]
     changing = {*varying(frame), *without}
     if first["operation"] == "load":
-        changing.add("operation")  # what all of this is about
+        changing.add("operation")  # loading is the default
     words = [
         dimension(name, first[name], model_size(frame))
         for name in DIMENSIONS
@@ -73,16 +73,16 @@ def shared(frame: pd.DataFrame, results: Sequence[Result], without: Sequence[str
 
 
 def code(results: Sequence[Result]) -> str:
-    """Return of which commit the figures are, and of which days: "commit d71778a29d, 2026-11-23".
+    """Return the commit and days of the measurements: "commit d71778a29d, 2026-11-23".
 
-    What was skipped was not measured, and says nothing.
+    Skipped cells do not count, because they were not measured.
     """
-    measured = [one for one in results if one.outcome is not Outcome.SKIPPED] or results
-    return when_and_what([(one.environment, one.started_at) for one in measured])
+    measured = [result for result in results if result.outcome is not Outcome.SKIPPED] or results
+    return when_and_what([(result.environment, result.started_at) for result in measured])
 
 
 def when_and_what(made: Sequence[tuple[Mapping[str, Any], str]]) -> str:
-    """Return the same of anything that was made by our code: its environments, and when each was."""
+    """Return the commits and days of what our code made; ``made`` has the environment and time of each."""
     commits = list(dict.fromkeys(_commit(environment) for environment, _ in made))
     days = sorted({day[:10] for _, day in made} - {""})
     when = " to ".join(dict.fromkeys((days[0], days[-1]))) if days else "date unknown"
@@ -96,24 +96,24 @@ def _commit(environment: Mapping[str, Any]) -> str:
 
 
 def doing(frame: pd.DataFrame) -> str:
-    """Return what the cells did: "loading", "saving", or "loading and saving"."""
+    """Return the operations of the cells: "loading", "saving", or "loading and saving"."""
     return " and ".join(_DOING[name] for name in _DOING if (frame["operation"] == name).any())
 
 
 def until(frame: pd.DataFrame) -> str:
-    """Return what the measured stretch of the cells ended with."""
+    """Return the event at which the measurement of the cells ended."""
     return "every byte was on the disk" if doing(frame) == "saving" else "every byte was read"
 
 
 def ending(row: Any) -> str:
-    """Return what became of a series, and in which phase where it was cut off in one."""
+    """Return the outcome of a series, and the phase in which it was cut off, if it was."""
     is_whole = row["outcome"] in {Outcome.OK, Outcome.SKIPPED, Outcome.WRONG_WEIGHTS}
     phase = None if is_whole else known(row["last_phase"])
     return f"{row['outcome']} in {phase}" if phase else str(row["outcome"])
 
 
 def machine(environments: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return where the cells ran; what differs between them is left out."""
+    """Return the machine and software of the cells; values that differ are left out."""
     described = [environment for environment in environments if environment]
     words = []
     for key, before in _MACHINE.items():
@@ -125,12 +125,12 @@ def machine(environments: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def mixed_machines(environments: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a warning where cells of one run were measured on what is not the same machine."""
+    """Return a warning if cells of one run were measured with different machines or software."""
     seen: dict[str, list[str]] = {}
     for name, value in (pair for one in environments for pair in settings_of([one]).items()):
-        # What a skipped cell did not look at is no difference.
-        is_told = name == "git_commit" or policy_of(name, {}) != "ignore"
-        if is_told and value is not None and str(value) not in seen.setdefault(name, []):
+        # A skipped cell does not record every setting; a missing value is no difference.
+        is_compared = name == "git_commit" or policy_of(name, {}) != "ignore"
+        if is_compared and value is not None and str(value) not in seen.setdefault(name, []):
             seen[name].append(str(value))
     differing = [
         f"{name} ({', '.join(values)})" for name, values in seen.items() if len(values) > 1
@@ -138,37 +138,37 @@ def mixed_machines(environments: Sequence[Mapping[str, Any]]) -> list[str]:
     if not differing:
         return []
     return [
-        f"the cells were not measured on one machine with one software: {'; '.join(differing)}."
-        " Compare their figures with care, their times not at all"
+        "the cells were measured on different machines or with different software:"
+        f" {'; '.join(differing)}. Compare memory figures with care; do not compare times"
     ]
 
 
 def warnings(results: Sequence[Result], of_the_file: Sequence[str]) -> list[str]:
-    """Return what may be wrong with the run: its file first, then its machines, then its cells."""
-    said: dict[str, list[str]] = {}
+    """Return the warnings of a run: of its records' file, of its machines, then of its cells."""
+    cells_of: dict[str, list[str]] = {}
     for result in results:
         for warning in result.warnings:
-            said.setdefault(warning, []).append(result.cell.id)
-    of_cells = [f"{text} ({', '.join(_few(cells))})" for text, cells in said.items()]
+            cells_of.setdefault(warning, []).append(result.cell.id)
+    of_cells = [f"{text} ({', '.join(_few(cells))})" for text, cells in cells_of.items()]
     mixed = mixed_machines([result.environment for result in results])
     return [*of_the_file, *mixed, *of_cells]
 
 
 def note_figures(*, doing: str, cuda: bool, repeats: int) -> list[str]:
-    """Return what each column of the summary is and how exact, one sentence a line."""
+    """Return an explanation of each column of the summary and its accuracy, one per line."""
     lines = [
-        "Exact, the kernel's own high-water marks: peak RSS, cgroup peak (includes page cache).",
+        "Exact, the kernel's high-water marks: peak RSS, cgroup peak (includes page cache).",
         *(line for name, line in _COMPUTED.items() if name in doing),
-        "Sampled, so it may miss short spikes: anonymous.",
+        "Sampled, so short spikes may be missed: anonymous.",
         *(line for name, line in _TIMES.items() if name in doing),
-        "Not ok: the figures are what the cell had reached when last seen, not what it needs.",
+        "Not ok: the figures are the last readings before the cell ended, not the memory it needs.",
     ]
     if cuda:
         lines[1:1] = [
-            "Exact, the allocator's own marks, of the load alone: CUDA requested (what tensors asked"
-            " for), allocated (rounded up to blocks), reserved (held of the driver).",
-            "Sampled: CUDA driver, the driver's own figure; it holds the context too.",
-            "pinned: page-locked host memory, the mark of its own allocator.",
+            "Exact, the allocator's peaks during the load: CUDA requested (by tensors), allocated"
+            " (requests rounded up to blocks), reserved (from the driver).",
+            "Sampled: CUDA driver, the driver's own figure, which includes the CUDA context.",
+            "Exact: pinned, the peak of the allocator of page-locked host memory.",
         ]
     if repeats > 1:
         lines.append(f"Median of up to {repeats} repeats, with the whole range.")
@@ -180,15 +180,15 @@ def _few(names: Sequence[str]) -> list[str]:
 
 
 def note_unused(results: Sequence[Result]) -> list[str]:
-    """Return which models were never called though a pass was asked for: what their ok leaves open."""
+    """Return a note for each model that was never called although a forward pass was requested."""
     builders = {
-        one.cell.model.name: one.cell.model.builder.partition(":")[0]
-        for one in results
-        if one.outcome is Outcome.OK and one.cell.operation == "load" and _is_unused(one)
+        result.cell.model.name: result.cell.model.builder.partition(":")[0]
+        for result in results
+        if result.outcome is Outcome.OK and result.cell.operation == "load" and _is_unused(result)
     }
     return [
-        f"{name}: no forward pass, so ok says that every weight is right, not that the model runs:"
-        f" {module} gives no example_inputs (docs/models.md)."
+        f"{name}: no forward pass was run, because {module} defines no example_inputs"
+        " (docs/models.md): ok means that every weight is right, not that the model runs."
         for name, module in builders.items()
     ]
 

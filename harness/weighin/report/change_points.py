@@ -1,8 +1,8 @@
-"""Where a sequence of figures changes its level: change points.
+"""Find change points: the places where a sequence of figures changes its level.
 
-By PELT (Killick, Fearnhead and Eckley, 2012) with least squares, as ruptures has it. The penalty of
-a step is the larger of BIC's, for the noise that the figures show, and the square of what the gate
-allows a metric to change: what a check must not alarm of, is no step either.
+Uses PELT (Killick, Fearnhead and Eckley, 2012) with least squares, from the package ruptures. The
+penalty of a step is the larger of two values: that of BIC for the noise of the figures, and the
+square of the change that ``weighin check`` tolerates. So a tolerated change is not a step.
 """
 
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ _MAD_TO_SIGMA: Final = 1.4826  # of a normal distribution
 
 
 def find_steps(figures: Sequence[int], allowance: int, least_runs: int) -> list[int]:
-    """Return where a sequence of figures changes its level: the first index of each new level.
+    """Return the first index of each new level in a sequence of figures.
 
-    ``allowance`` is the change that is never a step between two runs; ``least_runs`` how many runs
-    a level must last.
+    ``allowance`` is the largest change between two runs that is never a step; ``least_runs`` is the
+    number of runs that a level must last.
 
     Raises:
         ConfigError: ruptures is not installed.
@@ -30,10 +30,10 @@ def find_steps(figures: Sequence[int], allowance: int, least_runs: int) -> list[
         import ruptures  # with scipy: 150 MB that measuring does not need
     signal = np.asarray(figures, dtype=float)
     changes = np.diff(signal)
-    # The spread of the changes around their median: a step is one change, and does not move it.
+    # Median absolute deviation of the changes: a step is a single change and hardly affects it.
     spread = float(np.median(np.abs(changes - np.median(changes))))
     sigma = _MAD_TO_SIGMA * spread / np.sqrt(2)
     penalty = max(2 * sigma**2 * np.log(len(signal)), float(allowance) ** 2, 1.0)
     search = ruptures.Pelt(model="l2", min_size=least_runs, jump=1).fit(signal.reshape(-1, 1))
-    found: list[int] = search.predict(pen=penalty)
-    return found[:-1]  # the last is the end
+    ends: list[int] = search.predict(pen=penalty)
+    return ends[:-1]  # the last is the end

@@ -1,4 +1,4 @@
-"""The columns that every table of a run has: which figures, called what, and how they are printed."""
+"""The number columns of every table of a run: their figures, headings, units and formats."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -13,7 +13,7 @@ from weighin.units import GIB
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of numbers: the frame's column, its heading, and how it is printed."""
+    """A column of numbers: ``key`` is the frame's column, ``scale`` divides its values."""
 
     key: str
     heading: str
@@ -38,10 +38,11 @@ _FIGURES: Final = (
     Column("written_bytes", "written", "GiB", GIB, 3),
     Column("written_files", "files", "", 1, 0),
 )
+# These columns are left out if no cell has the figure.
 _WHERE_MEASURED: Final = frozenset(
     ["unreclaimable_sampled_bytes", *(figure.key for figure in _FIGURES[-7:])]
 )
-# What the same figures are called where the cells saved.
+# Headings of the same figures for saves.
 _OF_SAVES: Final = {
     "load_s": "save",
     "ready_s": "on the disk",
@@ -51,28 +52,28 @@ HEADINGS: Final = {"ram_limit_bytes": "RAM limit", "vram_limit_bytes": "GPU limi
 
 
 def figures_of(frame: pd.DataFrame) -> list[Column]:
-    """Return the columns of numbers for these series, called as their operation calls them."""
-    called = _OF_SAVES if captions.doing(frame) == "saving" else {}
+    """Return the number columns for these series, with the headings of their operation."""
+    headings = _OF_SAVES if captions.doing(frame) == "saving" else {}
     return [
-        replace(figure, heading=called.get(figure.key, figure.heading))
+        replace(figure, heading=headings.get(figure.key, figure.heading))
         for figure in _FIGURES
         if figure.key not in _WHERE_MEASURED or frame[figure.key].notna().any()
     ]
 
 
 def name_text(name: str, row: "pd.Series[Any]") -> str:
-    """Return what a series has of a dimension, as it is printed."""
+    """Return the value of a series in one dimension as text."""
     value = known(row[name])
     return captions.size(value) if name in HEADINGS else plain(str(value or "-"))
 
 
 def number_text(value: Any, figure: Column) -> str:
-    """Return a figure without its unit; "-" where it is missing."""
+    """Return a figure as text without its unit; "-" if it is missing."""
     value = known(value)
     return "-" if value is None else f"{value / figure.scale:.{figure.digits}f}"
 
 
 def range_text(row: "pd.Series[Any]", figure: Column) -> str:
-    """Return the smallest and the largest of the repeats; nothing where they print alike."""
+    """Return the smallest and the largest value of the repeats as text; empty if they print alike."""
     low, high = (number_text(row[f"{figure.key}{end}"], figure) for end in ("_min", "_max"))
     return "" if low == high else f"{low}..{high}"

@@ -1,7 +1,6 @@
-"""Results as pandas tables: a row for each cell, and a row for each series of repeats.
+"""Results as pandas tables: one row per cell, or one row per series of repeats.
 
-Figures keep the record's units: bytes as integers, times in seconds without rounding; a figure
-that was not measured is NA.
+Bytes are integers, times are seconds, unrounded; a figure that was not measured is NA.
 """
 
 import json
@@ -16,7 +15,7 @@ from weighin.cell import Cell
 from weighin.record import Outcome, Result
 from weighin.units import format_exact
 
-# What tells one series from another, but for the strategy; in the order of columns.
+# Properties that identify a series beside its strategy, in the order of columns.
 DIMENSIONS: Final = (
     "operation", "model", "device", "ram_limit_bytes", "vram_limit_bytes",
     "format", "dtype", "cache", "isolation", "options",
@@ -30,21 +29,21 @@ BYTES: Final = (
 )  # fmt: skip
 NUMBERS: Final = ("load_s", "ready_s", "above_import_per_model")
 FIGURES: Final = ("load_s", "ready_s", *BYTES, "above_import_per_model")
-_LARGEST: Final = float(2**63)  # what no counter of the kernel reaches
+_LARGEST: Final = float(2**63)  # no counter of the kernel reaches this value
 _LIMITS: Final = ("ram_limit_bytes", "vram_limit_bytes")
 _TEXTS: Final = ("group", "strategy", *DIMENSIONS, "outcome", "last_phase", "message")
 
 
 def cells(results: Iterable[Result]) -> pd.DataFrame:
-    """Return one row a cell, in the order of the records.
+    """Return one row per cell, in the order of the records.
 
-    A cell that was measured twice (its record was repeated) counts with its last record.
-    ``above_import_bytes`` is the exact peak RSS less the RSS after ``import torch`` (of a save: with
-    the model in memory), and ``above_import_per_model`` that divided by the model's size.
+    Of a cell with several records, the last one counts. ``above_import_bytes`` is the exact peak RSS
+    less the RSS after ``import torch`` (for a save: less the RSS with the model in memory);
+    ``above_import_per_model`` is that divided by the model's size.
     """
     rows = {result.cell.id: _row(result) for result in results}
     columns = [*_TEXTS, "repeat", *FIGURES]
-    # As objects: pandas would make floats of integers beside None, and 2**53 + 1 is none.
+    # As objects: beside None, pandas would convert integers to floats, which lose 2**53 + 1.
     frame = pd.DataFrame(list(rows.values()), columns=columns, dtype=object)
     types = dict.fromkeys((*BYTES, *_LIMITS), "Int64") | dict.fromkeys(NUMBERS, "Float64")
     types |= {"repeat": "Int64"} | {name: "object" for name in _TEXTS if name not in _LIMITS}
@@ -52,10 +51,10 @@ def cells(results: Iterable[Result]) -> pd.DataFrame:
 
 
 def series(results: Iterable[Result]) -> pd.DataFrame:
-    """Return one row a series: the median of each figure over its repeats, and the range.
+    """Return one row per series: the median of each figure over its repeats, and the range.
 
-    The range of a figure ``x`` is in ``x_min`` and ``x_max``. Where some repeats are ok and some
-    are not, the figures are those of the ok ones, and ``outcome`` counts all: "ok 2, timeout 1".
+    The range of a figure ``x`` is in ``x_min`` and ``x_max``. If only some repeats are ok, the
+    figures are those of the ok ones, and ``outcome`` counts all: "ok 2, timeout 1".
     """
     frame = cells(results)
     rows = [_summary(group) for _, group in frame.groupby("group", sort=False)]
@@ -68,10 +67,10 @@ def series(results: Iterable[Result]) -> pd.DataFrame:
 
 
 def samples(run: Path, result: Result) -> pd.DataFrame | None:
-    """Return the cell's samples, or None where there are none to read.
+    """Return the cell's samples, or None if none can be read.
 
-    Columns are the fields of ``record.Sample``; a torn last line is left out, and what no sampler
-    can have written.
+    Columns are the fields of ``record.Sample``. An incomplete last line is left out, and so are rows
+    with impossible values.
     """
     if result.samples_path is None or not _is_inside(PurePath(result.samples_path)):
         return None
@@ -88,7 +87,7 @@ def samples(run: Path, result: Result) -> pd.DataFrame | None:
 
 
 def possible(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of counters that a kernel can have written; what is missing may be."""
+    """Return the rows whose counters have possible values; missing values are allowed."""
     numbers = frame.apply(pd.to_numeric, errors="coerce")
     kept: pd.DataFrame = numbers[
         (numbers.isna() | (numbers.ge(0) & numbers.lt(_LARGEST))).all(axis=1)
@@ -99,7 +98,7 @@ def possible(frame: pd.DataFrame) -> pd.DataFrame:
 def varying(frame: pd.DataFrame) -> list[str]:
     """Return the dimensions in which the rows of ``frame`` differ.
 
-    What a strategy's name already says, such as the one format that it reads, is left out.
+    Leaves out the format if each strategy has only one.
     """
     per_strategy = frame.groupby("strategy")
     return [
@@ -111,12 +110,12 @@ def varying(frame: pd.DataFrame) -> list[str]:
 
 
 def known(value: Any) -> Any:
-    """Return a value out of a frame as Python has it: None for NA."""
+    """Return a value of a frame as a Python value: None for NA."""
     return None if pd.isna(value) else value
 
 
 def _is_inside(path: PurePath) -> bool:
-    """Tell whether a path of a record stays in the run's folder: records come from elsewhere, too."""
+    """Tell whether a record's path stays in the run's folder; foreign records may contain any path."""
     return not path.is_absolute() and ".." not in path.parts
 
 
@@ -166,14 +165,14 @@ def _row(result: Result) -> dict[str, Any]:
 
 def _summary(group: pd.DataFrame) -> dict[str, Any]:
     good = group[group["outcome"] == Outcome.OK.value]
-    counted = good if len(good) else group
+    measured = good if len(good) else group
     bad = group[group["outcome"] != Outcome.OK.value]
-    shown = bad if len(bad) else group
+    example = bad if len(bad) else group
     row = {name: group[name].iloc[0] for name in _TEXTS}
-    row |= {name: shown[name].iloc[0] for name in ("last_phase", "message")}
+    row |= {name: example[name].iloc[0] for name in ("last_phase", "message")}
     row |= {"outcome": _outcome(list(group["outcome"])), "repeats": len(group), "ok": len(good)}
     for name in FIGURES:
-        column = counted[name]
+        column = measured[name]
         row |= {name: column.median(), f"{name}_min": column.min(), f"{name}_max": column.max()}
     return row
 
@@ -186,7 +185,7 @@ def _outcome(outcomes: Sequence[str]) -> str:
 
 
 def _options(cell: Cell) -> Iterator[str]:
-    """Yield what was set for a cell beside its dimensions: a soft limit, the strategy's options."""
+    """Yield the settings of a cell beside its dimensions: a soft limit, the strategy's options."""
     if cell.ram_high_bytes is not None:
         yield f"ram_high={format_exact(cell.ram_high_bytes)}"
     yield from (f"{key}={_short(value)}" for key, value in sorted(cell.options.items()))

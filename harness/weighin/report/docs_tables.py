@@ -1,13 +1,14 @@
-"""Puts published results into our own pages: ``python -m weighin.report.docs_tables PAGE...``.
+"""Write published results into the project's pages: ``python -m weighin.report.docs_tables PAGE...``.
 
-The published runs' own report.md are written, too.
+Also draws the pictures that the pages show, but for timelines: they need samples, which are not
+kept (``make publish`` draws them).
 
-A page holds blocks; what stands between their two lines is written here, from the records alone.
-A block names a run and what of it is told: nothing for the table of all series, ``relative`` for
-that with times as multiples, ``survival``, ``floors`` or ``passes``; or several searches for
-floors, to be compared (``agreement``); or runs whose predictions are compared with what was
-measured (``checked``); or it is the notebook's GPU table, predicted, because
-nothing was measured on one::
+A page contains blocks; the text between the two lines of a block is generated from records alone. A
+block names a run and a part of its report: nothing for the table of all series, ``relative`` for
+that table with times as multiples, ``survival``, ``floors`` or ``passes``. A block may also name
+several searches for floors, to compare them (``agreement``), or several runs, to compare their
+predictions with their measurements (``checked``). The block ``predicted`` is the notebook's GPU
+table with predicted figures, because no GPU was available to measure them::
 
     <!-- results/published/gpt2-xl-8GiB -->
     ...
@@ -23,14 +24,14 @@ nothing was measured on one::
 import re
 import sys
 from collections.abc import Sequence
-from io import StringIO
+from io import BytesIO
 from pathlib import Path
 from typing import Final
 
 from weighin.record import Result
 from weighin.records import run_folder
+from weighin.report import style, writing
 from weighin.report.checked import markdown_checked
-from weighin.report.document import write_markdown
 from weighin.report.floors import markdown_agreement, markdown_floors
 from weighin.report.passes import markdown_passes
 from weighin.report.predicted import markdown_predicted
@@ -46,6 +47,7 @@ _BLOCK: Final = re.compile(
 _PREDICTED: Final = re.compile(
     r"(?P<first><!-- predicted configs/suites/notebook.yaml -->\n).*?<!-- end -->", re.DOTALL
 )
+_PICTURE: Final = re.compile(r"results/published/(?P<run>[\w.-]+)/(?P<name>[\w-]+)\.svg")
 _PARTS: Final = {
     None: markdown_table,
     "relative": markdown_relative,
@@ -59,7 +61,7 @@ def fill(page: str, root: Path) -> str:
     """Return the page with every block filled from the runs that it names, below ``root``.
 
     Raises:
-        RecordError: a run that a block names is not there, or is damaged.
+        RecordError: a block names a run that does not exist or is damaged.
     """
 
     def block(match: re.Match[str]) -> str:
@@ -67,7 +69,7 @@ def fill(page: str, root: Path) -> str:
             run: run_folder.read(root / run).results for run in match["runs"].split()
         }
         first = match[0].partition("\n")[0]
-        return f"{first}\n{_told(match['part'], runs, root)}\n<!-- end -->"
+        return f"{first}\n{_content(match['part'], runs, root)}\n<!-- end -->"
 
     def predicted(match: re.Match[str]) -> str:
         return f"{match['first']}{markdown_predicted()}\n<!-- end -->"
@@ -75,19 +77,28 @@ def fill(page: str, root: Path) -> str:
     return _PREDICTED.sub(predicted, _BLOCK.sub(block, page))
 
 
-def report(run: Path) -> str:
-    """Return report.md of a published run, with those pictures that lie beside it."""
-    records, file = run_folder.read(run), StringIO()
-    images = sorted(path.name for path in run.glob("*.png"))
-    write_markdown(records.results, file, warnings=records.warnings, images=images)
-    return file.getvalue()
+def draw(page: str, root: Path) -> dict[Path, bytes]:
+    """Return the pictures of a page that need nothing but records, as SVG, by their paths.
+
+    Raises:
+        RecordError: a run whose picture the page shows is not there, or is damaged.
+    """
+    drawn = {}
+    for match in _PICTURE.finditer(page):
+        path, name = root / match[0], match["name"]
+        if name != writing.TIMELINE:
+            file = BytesIO()
+            results = run_folder.read(path.parent).results
+            style.save(writing.pictures(path.parent, results)[name](), file, "svg")
+            drawn[path] = file.getvalue()
+    return drawn
 
 
-def _told(part: str | None, runs: dict[str, Sequence[Result]], root: Path) -> str:
+def _content(part: str | None, runs: dict[str, Sequence[Result]], root: Path) -> str:
     if part == "checked":
-        return markdown_checked({root / run: found for run, found in runs.items()})
+        return markdown_checked({root / run: results for run, results in runs.items()})
     if part == "agreement":
-        return markdown_agreement({run.rpartition("/")[2]: found for run, found in runs.items()})
+        return markdown_agreement({run.rpartition("/")[2]: one for run, one in runs.items()})
     (results,) = runs.values()
     return _PARTS[part](results)
 
@@ -95,9 +106,10 @@ def _told(part: str | None, runs: dict[str, Sequence[Result]], root: Path) -> st
 def main() -> None:
     for name in sys.argv[1:]:
         page = Path(name)
-        page.write_text(fill(page.read_text(), Path.cwd()))
-    for records in Path("results/published").glob("*/records.jsonl"):
-        (records.parent / "report.md").write_text(report(records.parent))
+        text = page.read_text()
+        page.write_text(fill(text, Path.cwd()))
+        for path, picture in draw(text, Path.cwd()).items():
+            path.write_bytes(picture)
 
 
 if __name__ == "__main__":

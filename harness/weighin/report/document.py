@@ -17,7 +17,7 @@ def write_markdown(
     warnings: Sequence[str] = (),
     images: Sequence[str] = (),
 ) -> None:
-    """Write the report of a run as markdown; ``images`` are linked below."""
+    """Write the report of a run as markdown, with links to ``images`` at its end."""
     frame = series(results)
     models = ", ".join(dict.fromkeys(frame["model"])) or "nothing"
     doing = captions.doing(frame).capitalize() or "Loading"

@@ -1,7 +1,7 @@
-"""A run for other programs: benchmark dashboards, Prometheus, and data frames.
+"""Export a run for other programs: benchmark dashboards, Prometheus, and data frames.
 
-A series has the name that ``weighin check`` compares it by, and the figures of its ok repeats: the
-median, the lowest and the highest. What is not ok is counted, since its figures say nothing.
+A series has the same name as in ``weighin check``. Its figures are the median, the lowest and the
+highest value of its ok repeats. Repeats that are not ok are only counted.
 """
 
 import json
@@ -31,16 +31,16 @@ def bencher(results: Sequence[Result]) -> str:
 
     https://bencher.dev/docs/reference/bencher-metric-format
     """
-    found: dict[str, dict[str, dict[str, int]]] = {}
+    benchmarks: dict[str, dict[str, dict[str, int]]] = {}
     for name, series in summarise([SeriesRun(_run(results))]).items():
-        found[name] = {_NOT_OK: {"value": _not_ok(results, name)}}
+        benchmarks[name] = {_NOT_OK: {"value": _not_ok(results, name)}}
         for metric, figure in _figures(series):
-            found[name][_measure(metric)] = {
+            benchmarks[name][_measure(metric)] = {
                 "value": figure.median,
                 "lower_value": figure.low,
                 "upper_value": figure.high,
             }
-    return json.dumps(found, indent=1, ensure_ascii=False) + "\n"
+    return json.dumps(benchmarks, indent=1, ensure_ascii=False) + "\n"
 
 
 def github_action_benchmark(results: Sequence[Result]) -> str:
@@ -48,26 +48,26 @@ def github_action_benchmark(results: Sequence[Result]) -> str:
 
     https://github.com/benchmark-action/github-action-benchmark
     """
-    found: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     for name, series in summarise([SeriesRun(_run(results))]).items():
-        found.append({"name": f"{name} {_NOT_OK}", "unit": "repeats", "value": _not_ok(results, name), "extra": f"{series.repeats} repeats: {series.outcome}"})  # fmt: skip
+        entries.append({"name": f"{name} {_NOT_OK}", "unit": "repeats", "value": _not_ok(results, name), "extra": f"{series.repeats} repeats: {series.outcome}"})  # fmt: skip
         for metric, figure in _figures(series):
             entry: dict[str, Any] = {
                 "name": f"{name} {metric.name}",
                 "unit": metric.unit,
                 "value": figure.median,
-                "extra": f"{'exact' if metric.exact else 'sampled'}, median of the ok repeats of {series.repeats}",
+                "extra": f"{'exact' if metric.exact else 'sampled'}, median of the ok ones of {series.repeats} repeats",
             }
             if figure.low != figure.high:
                 entry["range"] = f"{figure.low}..{figure.high}"
-            found.append(entry)
-    return json.dumps(found, indent=1, ensure_ascii=False) + "\n"
+            entries.append(entry)
+    return json.dumps(entries, indent=1, ensure_ascii=False) + "\n"
 
 
 def openmetrics(results: Sequence[Result]) -> str:
-    """Return OpenMetrics text, which Prometheus and its relatives read.
+    """Return OpenMetrics text, which Prometheus reads; in bytes and seconds.
 
-    Bytes and seconds. https://prometheus.io/docs/specs/om/open_metrics_spec
+    https://prometheus.io/docs/specs/om/open_metrics_spec
 
     Raises:
         ConfigError: prometheus_client is not installed.
@@ -83,7 +83,7 @@ def openmetrics(results: Sequence[Result]) -> str:
 
 
 def parquet(results: Sequence[Result]) -> bytes:
-    """Return a Parquet file with one row a cell: the figures of ``frame.cells``, unrounded.
+    """Return a Parquet file with one row per cell: the columns of ``dataframe.cells``, unrounded.
 
     Raises:
         ConfigError: pyarrow is not installed.
@@ -97,7 +97,7 @@ def parquet(results: Sequence[Result]) -> bytes:
 
 
 class _Collected:
-    """What prometheus_client wants to ask for metrics."""
+    """The collector interface that prometheus_client requires."""
 
     def __init__(self, families: Iterable["Family"]) -> None:
         self._families = list(families)
@@ -118,9 +118,9 @@ def _families(results: Sequence[Result]) -> Iterator["Family"]:
         unit = "bytes" if metric.unit == "bytes" else "seconds"
         scale = 1 if metric.unit == "bytes" else _NS
         how = "exact" if metric.exact else "sampled"
-        says = f"{metric.name.replace('_', ' ')} of the ok repeats, {how}"
+        help_text = f"{metric.name.replace('_', ' ')} of the ok repeats, {how}"
         family = GaugeMetricFamily(
-            f"weighin_{metric.name}", says, labels=[*first, "statistic"], unit=unit
+            f"weighin_{metric.name}", help_text, labels=[*first, "statistic"], unit=unit
         )
         for name, series in summary.items():
             if figure := series.figures.get(metric.name):
@@ -130,20 +130,20 @@ def _families(results: Sequence[Result]) -> Iterator["Family"]:
                     family.add_metric([*labels, statistic], value if scale == 1 else value / scale)
         if family.samples:
             yield family
-    counted = GaugeMetricFamily("weighin_repeats", "cells of each series by outcome", labels=[*first, "outcome"])  # fmt: skip
+    counted = GaugeMetricFamily("weighin_repeats", "repeats of each series by outcome", labels=[*first, "outcome"])  # fmt: skip
     for name, outcomes in _outcomes(results).items():
         for outcome in Outcome:
             counted.add_metric([*_labels(cells[name]).values(), outcome.value], outcomes[outcome])
     yield counted
-    about = InfoMetricFamily("weighin_run", "where the cells were measured")
+    run_info = InfoMetricFamily("weighin_run", "machine and software of the run")
     settings = settings_of(result.environment for result in results if result.environment)
     words = {_label_name(key): str(value) for key, value in settings.items() if value is not None}
-    about.add_metric([], words)
-    yield about
+    run_info.add_metric([], words)
+    yield run_info
 
 
 def _labels(cell: Cell) -> dict[str, str]:
-    """Return what tells a series from others, as labels: the same ones for each."""
+    """Return the properties that identify a series, as labels; every series has the same keys."""
     options = ",".join(f"{key}={value}" for key, value in sorted(cell.options.items()))
     return {
         "model": one_line(cell.model.title),
@@ -176,16 +176,16 @@ def _figures(series: Series) -> Iterator[tuple[Metric, Any]]:
 
 
 def _run(results: Sequence[Result]) -> list[Result]:
-    """Return what was run: a cell that was skipped is no benchmark."""
+    """Return the last record of each cell that was run; a skipped cell is no benchmark."""
     last = {result.cell.id: result for result in results}
     return [result for result in last.values() if result.outcome is not Outcome.SKIPPED]
 
 
 def _outcomes(results: Sequence[Result]) -> dict[str, Counter[Outcome]]:
-    found: dict[str, Counter[Outcome]] = {}
+    counts: dict[str, Counter[Outcome]] = {}
     for result in results:
-        found.setdefault(name_of(result.cell), Counter())[result.outcome] += 1
-    return found
+        counts.setdefault(name_of(result.cell), Counter())[result.outcome] += 1
+    return counts
 
 
 def _not_ok(results: Sequence[Result], name: str) -> int:

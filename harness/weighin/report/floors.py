@@ -1,4 +1,4 @@
-"""RAM floors as a table: for the terminal, and as markdown."""
+"""RAM floors as a table for the terminal and as markdown."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,76 +40,80 @@ def has_data(results: Sequence[Result]) -> bool:
 
 def terminal_floors(results: Sequence[Result]) -> RenderableType:
     """Return the floors for a terminal, with the figures behind each verdict."""
-    found = floors(results)
+    searched = floors(results)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
     for index, (heading, unit) in enumerate(HEADINGS):
         text = Text("\n".join([*heading.split(), unit]) if unit else heading)
         table.add_column(text, justify="left" if index < NAMES else "right", overflow="fold")
-    for floor in found:
-        table.add_row(*(_styled(text) for text in row(floor, found)))
+    for floor in searched:
+        table.add_row(*(_styled(text) for text in row(floor, searched)))
     parts: list[RenderableType] = [table]
-    parts += [Text(line) for line in reasons(found)]
-    parts += [Text(line, style="dim") for line in (caption(results), *notes(found))]
+    parts += [Text(line) for line in reasons(searched)]
+    parts += [Text(line, style="dim") for line in (caption(results), *notes(searched))]
     return Group(*parts)
 
 
 def markdown_floors(results: Sequence[Result]) -> str:
     """Return the floors as a markdown table, with the caption below."""
-    found = floors(results)
+    searched = floors(results)
     heads = [f"{heading} {unit}".strip() for heading, unit in HEADINGS]
-    rows = [row(floor, found) for floor in found]
+    rows = [row(floor, searched) for floor in searched]
     return "\n".join([*table_lines(heads, rows, names=NAMES), "", escaped(caption(results))])
 
 
 def markdown_reasons(results: Sequence[Result]) -> str:
-    """Return ``markdown_floors`` with the figures behind each verdict, and what the columns are."""
-    found = floors(results)
-    lines = [*reasons(found), *notes(found)]
+    """Return ``markdown_floors`` with the figures behind each verdict, and the columns explained."""
+    searched = floors(results)
+    lines = [*reasons(searched), *notes(searched)]
     return "\n".join([markdown_floors(results), "", *(f"- {escaped(line)}" for line in lines)])
 
 
 def html_floors(results: Sequence[Result]) -> list[Drawable]:
     """Return the floors as a block of the page, with the figures behind each verdict."""
-    found = floors(results)
+    searched = floors(results)
     heads = [f"{heading} {unit}".strip() for heading, unit in HEADINGS]
-    rows = [[_entry(text) for text in row(floor, found)] for floor in found]
-    why = [*notes(found), *reasons(found)]
-    return [Found("RAM floors", caption(results), heads, rows, NAMES, why)]
+    rows = [[_entry(text) for text in row(floor, searched)] for floor in searched]
+    explanations = [*notes(searched), *reasons(searched)]
+    return [Found("RAM floors", caption(results), heads, rows, NAMES, explanations)]
 
 
 def markdown_agreement(runs: Mapping[str, Sequence[Result]]) -> str:
-    """Return the floors of several searches side by side, by strategy, and how far they are apart.
+    """Return the floors of several searches side by side, by strategy, and their differences.
 
-    ``runs`` are their results by their names.
+    ``runs`` has the results of each search by its name.
     """
-    found = {name: {one.cell.strategy: one for one in floors(r)} for name, r in runs.items()}
-    names = list(dict.fromkeys(strategy for run in found.values() for strategy in run))
+    searches = {
+        name: {floor.cell.strategy: floor for floor in floors(results)}
+        for name, results in runs.items()
+    }
+    names = list(dict.fromkeys(strategy for search in searches.values() for strategy in search))
     rows = []
     for strategy in names:
-        ours = [run.get(strategy) for run in found.values()]
-        known = [size for floor in ours if floor and (size := floor.bytes) is not None]
-        apart = max(known) - min(known) if len(known) > 1 else None
-        share = f" ({apart / min(known):.1%})" if apart is not None else ""
-        rows.append([strategy, *map(_agreeing, ours), _scaled(apart, MIB, 0) + share])
-    heads = ["floor, MiB", *found, "apart, MiB"]
-    said = (
-        "One step below, the load was killed for lack of memory, unless another end stands there."
+        of_strategy = [search.get(strategy) for search in searches.values()]
+        sizes = [size for floor in of_strategy if floor and (size := floor.bytes) is not None]
+        difference = max(sizes) - min(sizes) if len(sizes) > 1 else None
+        share = f" ({difference / min(sizes):.1%})" if difference is not None else ""
+        rows.append([strategy, *map(_floor_text, of_strategy), _scaled(difference, MIB, 0) + share])
+    heads = ["floor, MiB", *searches, "difference, MiB"]
+    note = (
+        "One step below its floor, a load was killed for lack of memory, unless the table names"
+        " another outcome."
     )
     everything = [result for results in runs.values() for result in results]
     return "\n".join(
-        [*table_lines(heads, rows, names=1), "", said, "", escaped(caption(everything))]
+        [*table_lines(heads, rows, names=1), "", note, "", escaped(caption(everything))]
     )
 
 
-def _agreeing(floor: Floor | None) -> str:
-    """Return a floor in MiB, and how it failed below where that was no kill."""
+def _floor_text(floor: Floor | None) -> str:
+    """Return a floor in MiB, and the outcome one step below it unless the load was killed there."""
     if floor is None or floor.bytes is None:
         return "-"
     return _scaled(floor.bytes, MIB, 0) + (f" ({floor.below})" if floor.below != KILLED else "")
 
 
 def as_dict(floor: Floor) -> dict[str, Any]:
-    """Return a floor for programs: bytes and nanoseconds, None where something was not found."""
+    """Return a floor for ``--json``: bytes and nanoseconds; None means not found."""
     cell = floor.cell
     lives = {"unlimited": floor.unlimited, "at_floor": floor.at_floor, "with_room": floor.with_room}
     return {
@@ -137,48 +141,49 @@ def as_dict(floor: Floor) -> dict[str, Any]:
 def _life_as_dict(life: Life | None) -> dict[str, Any] | None:
     if life is None:
         return None
-    said = life.judgement
+    judgement = life.judgement
     return {
         "limit_bytes": life.limit_bytes,
         "ready_ns": life.ready_ns,
-        "verdict": said.verdict.value if said else None,
-        "reason": said.reason if said else "",
+        "verdict": judgement.verdict.value if judgement else None,
+        "reason": judgement.reason if judgement else "",
     }
 
 
-def reasons(found: Iterable[Floor]) -> list[str]:
-    """Return, one line each, why there is no floor, and the figures that decided each verdict."""
+def reasons(searched: Iterable[Floor]) -> list[str]:
+    """Return one line for each missing floor and its reason, and for each verdict and its figures."""
     lines = []
-    for floor in found:
+    for floor in searched:
         if floor.message:
             lines.append(f"{floor.cell.strategy}: no floor: {floor.message}")
         for where, life in (("at the floor", floor.at_floor), ("at 1.1x", floor.with_room)):
             if life and life.judgement:
-                said = life.judgement
-                lines.append(f"{floor.cell.strategy} {where} {said.verdict}: {said.reason}")
+                verdict, reason = life.judgement.verdict, life.judgement.reason
+                lines.append(f"{floor.cell.strategy} {where} {verdict}: {reason}")
     return lines
 
 
-def notes(found: Sequence[Floor]) -> list[str]:
-    """Return what the columns are."""
-    cells = sum(floor.cells for floor in found)
+def notes(searched: Sequence[Floor]) -> list[str]:
+    """Return explanations of the columns."""
+    cells = sum(floor.cells for floor in searched)
     return [
-        "RAM floor: the smallest limit, swap off, under which the strategy loaded, every byte was read"
-        " and compared, three times out of three; one step below, it was killed for lack of memory,"
-        " or did not end in the time that is named.",
-        "above import: the floor less the anonymous memory after `import torch`, over the model's size.",
-        f"ready: until every byte was read through once, in the median cell. {cells} cells in all.",
+        "RAM floor: the smallest limit, swap off, under which three of three loads succeeded and every"
+        " byte was read and compared. One step below, the load was killed for lack of memory or timed"
+        " out.",
+        "above import: (floor - anonymous memory after `import torch`) / the model's size.",
+        "ready: time until every byte was read once, in the median cell."
+        f" The search ran {cells} cells in all.",
     ]
 
 
 def caption(results: Sequence[Result]) -> str:
-    """Return what all cells have in common, but for the limit."""
+    """Return the properties that all cells share; the limit is left out."""
     return captions.shared(series(results), results, without=("ram_limit_bytes",))
 
 
-def row(floor: Floor, found: Sequence[Floor]) -> list[str]:
+def row(floor: Floor, searched: Sequence[Floor]) -> list[str]:
     return [
-        label(floor, found),
+        label(floor, searched),
         _scaled(floor.bytes, GIB, 3),
         _scaled(floor.per_model, 1, 2),
         _scaled(floor.above_import_per_model, 1, 2),
@@ -190,14 +195,14 @@ def row(floor: Floor, found: Sequence[Floor]) -> list[str]:
 
 
 def _below(floor: Floor) -> str:
-    """Return how far below the floor a cell ran out of memory, and how."""
+    """Return the size of the step below the floor, and how the load failed there."""
     return f"{_scaled(floor.step_bytes, MIB, 0)} MiB: {floor.below}" if floor.bytes else "-"
 
 
-def label(floor: Floor, found: Sequence[Floor]) -> str:
-    """Return the strategy's name, with what tells it from others of that name."""
+def label(floor: Floor, searched: Sequence[Floor]) -> str:
+    """Return the strategy's name, with the properties that distinguish floors of the same strategy."""
     cell = floor.cell
-    same = [other.cell for other in found if other.cell.strategy == cell.strategy]
+    same = [other.cell for other in searched if other.cell.strategy == cell.strategy]
     words = [cell.strategy]
     for name in ("format", "options", "model", "isolation"):
         value = getattr(cell, name)
@@ -227,7 +232,7 @@ def _entry(text: str) -> ListEntry:
 
 
 def _styled(text: str) -> Text:
-    """Return a cell in lines as narrow as its words, so that nine columns fit 80 letters."""
+    """Return a text broken into short lines, so that nine columns fit 80 letters."""
     before, _, last = text.rpartition(" ")
     if last in STYLES:
         return Text(f"{before}\n{last}", style=STYLES[Verdict(last)])

@@ -1,4 +1,4 @@
-"""Whether a run's figures are of the code as it is, or of older code: by hash, else by git."""
+"""Tell whether a run was measured with the current code: by a hash of its sources, else by git."""
 
 import subprocess
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from weighin.suite import registry
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What became of the code since a run was measured.
+    """The changes of the code since a run was measured.
 
     Attributes:
-        changed: by strategy whose code differs: how, in words ("3 commits since").
-        unknown: by strategy of which it cannot be told: why.
+        changed: for each strategy whose code changed: how ("3 commits since").
+        unknown: for each strategy that cannot be compared: why.
     """
 
     changed: dict[str, str]
@@ -30,32 +30,32 @@ class Standing:
     def __str__(self) -> str:
         parts = []
         if self.changed:
-            parts.append(f"OLDER than its code: {_listed(self.changed)}")
+            parts.append(f"OLDER than the current code: {_listed(self.changed)}")
         if self.unknown:
             parts.append(f"cannot tell: {_listed(self.unknown)}")
-        return "; ".join(parts) or "of its code as it is"
+        return "; ".join(parts) or "measured with the current code"
 
 
 def standing(results: Sequence[Result], root: Path) -> Standing:
-    """Compare the code that was measured with what ``root``, a git work tree, holds now."""
+    """Compare the measured code with the current code in ``root``, a git work tree."""
     changed: dict[str, str] = {}
     unknown: dict[str, str] = {}
-    asked: set[tuple[object, ...]] = set()
-    for one in results:
-        cell = one.cell
-        commit = one.environment.get("git_commit")
-        key = (cell.strategy, cell.operation, cell.model.builder, one.sources_hash, commit)
-        if one.outcome is Outcome.SKIPPED or key in asked:
+    compared: set[tuple[object, ...]] = set()
+    for result in results:
+        cell = result.cell
+        commit = result.environment.get("git_commit")
+        key = (cell.strategy, cell.operation, cell.model.builder, result.sources_hash, commit)
+        if result.outcome is Outcome.SKIPPED or key in compared:
             continue
-        asked.add(key)
+        compared.add(key)
         try:
             path = registry.strategy(cell.strategy, cell.operation).path
         except HarnessError:
-            changed[cell.strategy] = "gone"
+            changed[cell.strategy] = "strategy removed"
             continue
-        if one.sources_hash:
-            if one.sources_hash != sources.hashed(path, cell):
-                changed[cell.strategy] = "other sources"
+        if result.sources_hash:
+            if result.sources_hash != sources.hashed(path, cell):
+                changed[cell.strategy] = "sources changed"
         else:
             _ask_git(root, commit, sources.deciding(path, cell), cell.strategy, changed, unknown)
     return Standing(changed, unknown)
@@ -69,20 +69,20 @@ def _ask_git(
     changed: dict[str, str],
     unknown: dict[str, str],
 ) -> None:
-    """Note what git knows of the files since the commit, for records without a hash.
+    """Record the changes of the files since the commit, for a record without a hash.
 
-    What was imported then and is no longer shows in the file that imported it.
+    If an import was removed since then, the file that contained it has changed.
     """
     if not commit:
-        unknown[strategy] = "its commit is not known"
-    elif (said := since(root, commit, files)) is None:
-        unknown[strategy] = f"git does not know {commit[:10]}"
-    elif said:
-        changed[strategy] = said
+        unknown[strategy] = "its commit was not recorded"
+    elif (changes := since(root, commit, files)) is None:
+        unknown[strategy] = f"git does not know commit {commit[:10]}"
+    elif changes:
+        changed[strategy] = changes
 
 
 def since(root: Path, commit: str, files: Sequence[Path]) -> str | None:
-    """Return what became of files since a commit, in words: empty: nothing; None: git does not know."""
+    """Return the changes of files since a commit in words, empty if none; None if git knows no such commit."""
     names = [str(path) for path in files]
     commits = _git(root, "log", "--format=%h", f"{commit}..HEAD", "--", *names)
     edited = _git(root, "status", "--porcelain", "--", *names)
@@ -100,9 +100,9 @@ def _git(root: Path, *arguments: str) -> str | None:
     return done.stdout if done.returncode == 0 else None
 
 
-def _listed(said: dict[str, str]) -> str:
-    """Return who and what, those of whom the same is said together."""
-    together: dict[str, list[str]] = {}
-    for who, what in said.items():
-        together.setdefault(what, []).append(who)
-    return "; ".join(f"{', '.join(names)} ({what})" for what, names in together.items())
+def _listed(texts: dict[str, str]) -> str:
+    """Return strategies with their texts; strategies with the same text are grouped."""
+    groups: dict[str, list[str]] = {}
+    for strategy, text in texts.items():
+        groups.setdefault(text, []).append(strategy)
+    return "; ".join(f"{', '.join(names)} ({text})" for text, names in groups.items())

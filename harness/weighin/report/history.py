@@ -1,4 +1,4 @@
-"""A metric over the runs of a folder, with the steps in it."""
+"""The history of a metric over the runs of a folder, and its steps."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ from weighin.records.series import Figure, SeriesRun, summarise
 from weighin.report.change_points import find_steps
 
 _COMMIT_LETTERS: Final = 9
-_SEVERAL: Final = 2  # runs that a step must last where one run's figure may be off
+_SEVERAL: Final = 2  # runs that a step must last, for metrics with noise
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One run: its folder's name, when it began, and where it was measured."""
+    """One run: its folder's name, its start, and its machine and software."""
 
     name: str
     started_at: str
@@ -33,7 +33,7 @@ class Moment:
 
     @property
     def commit(self) -> str:
-        """The commit, cut; with a + where tracked files differed from it."""
+        """The first letters of the commit, and a + if tracked files differed from it."""
         commit = str(self.settings.get("git_commit") or "")[:_COMMIT_LETTERS]
         return commit + ("+" if commit and self.settings.get("git_dirty") else "")
 
@@ -44,7 +44,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class HistoryPoint:
-    """One series in one run; ``figure`` is None where no repeat was ok."""
+    """One series in one run; ``figure`` is None if no repeat was ok."""
 
     moment: Moment
     outcome: str
@@ -53,9 +53,9 @@ class HistoryPoint:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A change that lasts, from the run ``index`` of a line on; figures are medians around it.
+    """A lasting change from the run ``index`` of a series on; figures are medians before and after.
 
-    ``moved`` is what differs between the two runs at the step: the machine, torch, the commit.
+    ``moved`` are the differences between the two runs at the step: machine, torch, commit.
     """
 
     index: int
@@ -72,12 +72,12 @@ class SeriesHistory:
     points: list[HistoryPoint]
     steps: list[Step]
     turns: list[tuple[int, str, str]]
-    """Where the outcome changed: the place in ``points``, what it was, what it became."""
+    """Changes of the outcome: the index in ``points``, the old outcome, the new outcome."""
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """A metric over runs, in the order of time."""
+    """A metric over runs, in the order in which they started."""
 
     metric: Metric
     moments: list[Moment]
@@ -88,7 +88,7 @@ class History:
 def read(folder: Path, metric: str, words: Sequence[str] = ()) -> History:
     """Return the history of a metric over every run below ``folder``.
 
-    ``words`` keeps the series whose names have them all. Runs that cannot be read are warnings.
+    Keeps the series whose names contain all ``words``. A run that cannot be read is a warning.
 
     Raises:
         UnknownName: there is no such metric.
@@ -98,8 +98,8 @@ def read(folder: Path, metric: str, words: Sequence[str] = ()) -> History:
     runs, warnings = _runs(folder)
     if not runs:
         raise ConfigError(
-            f"{folder} holds no run with a record",
-            "name a folder that holds runs, such as results, or one run's own",
+            f"{folder} contains no run with a record",
+            "name a folder that contains runs, such as results, or the folder of one run",
         )
     points: dict[str, list[HistoryPoint]] = {}
     for moment, results in runs:
@@ -110,15 +110,15 @@ def read(folder: Path, metric: str, words: Sequence[str] = ()) -> History:
     if not points:
         raise ConfigError(
             f"no series of {folder} has {' and '.join(map(repr, words))} in its name",
-            "weighin history without --series shows them all",
+            "weighin history without --series shows all series",
         )
-    lines = [_line(name, found, chosen) for name, found in points.items()]
+    lines = [_line(name, series_points, chosen) for name, series_points in points.items()]
     lines.sort(key=lambda line: (-len(line.steps) - len(line.turns), line.series))
     return History(chosen, [moment for moment, _ in runs], lines, warnings)
 
 
 def terminal_table(history: History) -> RenderableType:
-    """Return a line for each series: first and last figure, and what changed, where."""
+    """Return a row for each series with its first and last figure, and the steps below."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
     table.add_column("series", overflow="fold")
     for heading in ("runs", "first", "last", "change"):
@@ -128,46 +128,48 @@ def terminal_table(history: History) -> RenderableType:
         table,
     ]
     for line in history.lines:
-        shown = [point.figure.median for point in line.points if point.figure]
+        figures = [point.figure.median for point in line.points if point.figure]
         texts = ["-", "-", "-"]
-        if shown:
-            was, now = shown[0], shown[-1]
+        if figures:
+            was, now = figures[0], figures[-1]
             texts = [history.metric.text(was), history.metric.text(now), history.metric.change(was, now)]  # fmt: skip
         table.add_row(Text(line.series), str(len(line.points)), *texts)
         parts += [Text(text) for text in describe(line, history.metric)]
     parts += [Text(text, style="yellow") for text in _changes(history.moments)]
     if not any(line.steps or line.turns for line in history.lines):
-        parts.append(Text("no step: nothing changed its level"))
+        parts.append(Text("no step: no series changed its level"))
     parts += [Text(text, style="dim") for text in notes(history)]
     return Group(*parts)
 
 
 def describe(line: SeriesHistory, metric: Metric) -> list[str]:
     """Return a sentence for each step and each change of outcome of a series."""
-    said = []
+    sentences = []
     for step in line.steps:
         before, after = (line.points[index].moment for index in (step.index - 1, step.index))
         change = metric.change(step.was, step.now)
         text = f"{line.series}: {change} since {after.name} ({metric.text(step.was)} -> {metric.text(step.now)})"
         if after.commit and after.commit != before.commit:
-            text += f", commit {before.commit or 'not known'} -> {after.commit}"
+            text += f", commit {before.commit or 'unknown'} -> {after.commit}"
         if step.moved:
-            text += f"; there also {'; '.join(map(str, step.moved))}"
-        said.append(text)
+            text += f"; also changed: {'; '.join(map(str, step.moved))}"
+        sentences.append(text)
     for index, was, now in line.turns:
-        said.append(f"{line.series}: {was} -> {now} since {line.points[index].moment.name}")
-    return said
+        sentences.append(f"{line.series}: {was} -> {now} since {line.points[index].moment.name}")
+    return sentences
 
 
 def notes(history: History) -> list[str]:
-    """Return how figures and steps were come by."""
+    """Return explanations of the figures and steps."""
     how = "exact" if history.metric.exact else "sampled"
     lines = [
-        f"{history.metric.name}: {how}; the median of a run's ok repeats.",
-        "Steps: PELT with least squares (ruptures); a step must outweigh the gate's tolerance.",
+        f"{history.metric.name}: {how}; each figure is the median of a run's ok repeats.",
+        "Steps: change points larger than the tolerance of weighin check (PELT, least squares).",
     ]
     if history.metric.unit == "ns":
-        lines.append("Times of different runs differ for many reasons: a step is a hint, no proof.")
+        lines.append(
+            "Times of different runs differ for many reasons: a step is a hint, not a proof."
+        )
     return lines
 
 
@@ -175,7 +177,7 @@ def _runs(folder: Path) -> tuple[list[tuple[Moment, Sequence[Any]]], list[str]]:
     """Read every run below a folder, oldest first."""
     if not folder.is_dir():
         raise ConfigError(
-            f"{folder} is no folder", "name a folder that holds runs, such as results"
+            f"{folder} is not a folder", "name a folder that contains runs, such as results"
         )
     runs, warnings = [], []
     for path in sorted(folder.rglob(run_folder.RECORDS)):
@@ -219,15 +221,18 @@ def _line(name: str, points: list[HistoryPoint], metric: Metric) -> SeriesHistor
 
 
 def _changes(moments: Sequence[Moment]) -> list[str]:
-    """Return, a line each, where runs were measured elsewhere or with other software than before."""
+    """Return a line for each run whose machine or software differs from that of the run before."""
     return [
-        f"measured elsewhere since {after.name}: {'; '.join(map(str, moved))}"
+        f"machine or software changed since {after.name}: {'; '.join(map(str, moved))}"
         for before, after in pairwise(moments)
         if (moved := changed(before, after))
     ]
 
 
 def changed(before: Moment, after: Moment) -> list[Difference]:
-    """Return what of machine and software differs between two runs, where both say what it was."""
-    found = differences(before.settings, after.settings, {})
-    return [one for one in found if one.was is not None and one.now is not None]
+    """Return the settings of machine and software that both runs record with different values."""
+    return [
+        difference
+        for difference in differences(before.settings, after.settings, {})
+        if difference.was is not None and difference.now is not None
+    ]

@@ -1,4 +1,4 @@
-"""Draws a history: one panel for each setting, one line a strategy, steps marked."""
+"""Draw a history: one panel per setting, one line per strategy, with its steps."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _MARKERS: Final = "osD^vP*X<>hp"
-_LABELS: Final = 24  # runs that can be named below an axis
+_LABELS: Final = 24  # the most runs that have room for their names below an axis
 _NS: Final = 1e9
 
 
 def draw(history: History, path: Path) -> Path:
-    """Draw the history as PNG or SVG, by the name's end; returns the path.
+    """Draw the history as PNG or SVG, according to the suffix of ``path``; return the path.
 
     Raises:
-        ConfigError: the name has another end.
+        ConfigError: the suffix is another one.
         RecordError: the file cannot be written.
     """
     kind = path.suffix.removeprefix(".").lower()
@@ -42,29 +42,31 @@ def draw(history: History, path: Path) -> Path:
 def save(history: History, file: BinaryIO, kind: str) -> None:
     """Write the drawing of a history as ``kind``: png or svg."""
     panels = _panels(history.lines)
-    shown = dict(list(panels.items())[: look.MAX_PANELS])
-    figure, grid = look.new_figure(2.6 * len(shown) + 0.7, len(shown), 1, sharex=True)
+    drawn = dict(list(panels.items())[: look.MAX_PANELS])
+    figure, grid = look.new_figure(2.6 * len(drawn) + 0.7, len(drawn), 1, sharex=True)
     places = {moment.name: place for place, moment in enumerate(history.moments)}
-    for axes, (title, lines) in zip(grid[:, 0], shown.items(), strict=True):
+    for axes, (title, lines) in zip(grid[:, 0], drawn.items(), strict=True):
         axes.set_title(look.verbatim(title), fontsize=9, loc="left")
         _panel(axes, history, lines, places)
     _name_runs(grid[-1, 0], history.moments)
     captions = [f"From {history.moments[0].name} to {history.moments[-1].name}.", *notes(history)]
     captions.append("▲▼: a step. ✕: not ok. Dotted: machine or software changed there.")
-    if len(panels) > len(shown):
-        captions.append(f"{len(panels) - len(shown)} more panels are not drawn: --series chooses.")
+    if len(panels) > len(drawn):
+        captions.append(
+            f"{len(panels) - len(drawn)} more panels are not drawn: choose series with --series."
+        )
     look.dress(figure, f"{history.metric.title} over {len(places)} runs", [], captions)
     look.save(figure, file, kind)
 
 
 def _panels(lines: Sequence[SeriesHistory]) -> dict[str, list[SeriesHistory]]:
-    """Put series that differ in no more than the strategy and its format into one panel."""
-    found: dict[str, list[SeriesHistory]] = {}
+    """Group series that differ only in strategy and format into one panel."""
+    panels: dict[str, list[SeriesHistory]] = {}
     for line in sorted(lines, key=lambda line: line.series):
         words = line.series.split(" ")
         title = " · ".join(words[:STRATEGY] + words[STRATEGY + 2 :])
-        found.setdefault(title, []).append(line)
-    return found
+        panels.setdefault(title, []).append(line)
+    return panels
 
 
 def _panel(
@@ -79,7 +81,7 @@ def _panel(
     _changes(axes, history)
     axes.set_xlim(-0.5, len(places) - 0.5)
     low, high = axes.get_ylim()
-    room = max(high - low, 0.05 * high)  # a line that hardly moves shall look so
+    room = max(high - low, 0.05 * high)  # so that a small change looks small
     axes.set_ylim(max(0.0, low - 0.15 * room), high + 0.25 * room)
     axes.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
@@ -106,7 +108,7 @@ def _series(
 
 
 def _changes(axes: "Axes", history: History) -> None:
-    """Mark where the machine or its software changed: a step there says nothing of the code."""
+    """Mark changes of the machine or its software; a step there need not come from the code."""
     for place, (before, after) in enumerate(pairwise(history.moments), start=1):
         if changed(before, after):
             axes.axvline(place - 0.5, color=look.INK, linestyle=":", linewidth=1)

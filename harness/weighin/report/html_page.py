@@ -1,7 +1,7 @@
-"""A run as one HTML file that needs nothing else: no network, no other file, no library.
+"""A run as one self-contained HTML file: it needs no network, no other file, and no library.
 
-Drawings are SVG and boxes that are laid out here; ``templates/script.js`` sorts, filters and shows
-on hover or arrow keys what a mark means. Without scripts everything can still be read.
+The drawings are SVG and HTML boxes, computed here. ``templates/script.js`` sorts, filters, and
+explains a mark on hover or with the arrow keys. The page can be read without scripts.
 """
 
 import base64
@@ -26,10 +26,10 @@ if TYPE_CHECKING:  # a tenth of a second to import
 
 
 def render(run: Path, results: Sequence[Result], warnings: Sequence[str] = ()) -> str:
-    """Return the report of a run; ``run`` is where its samples are."""
+    """Return the report of a run as HTML; ``run`` is the folder that has its samples."""
     frame = series(results)
     ids = table.ids(frame)
-    parts = [(one.heading, one.html()) for one in sections.of(results, warnings)]
+    parts = [(section.heading, section.html()) for section in sections.of(results, warnings)]
     models = list(dict.fromkeys(frame["model"]))
     return (
         _templates()
@@ -40,8 +40,8 @@ def render(run: Path, results: Sequence[Result], warnings: Sequence[str] = ()) -
             else "A run without cells",
             paragraphs=summary.paragraphs(frame, results),
             shared=captions.shared(frame, results),
-            sections=[one for one in parts if one[0] != sections.FIGURES],
-            explained=[one for one in parts if one[0] == sections.FIGURES],
+            sections=[part for part in parts if part[0] != sections.FIGURES],
+            explained=[part for part in parts if part[0] == sections.FIGURES],
             has_cuda=bool(frame["peak_cuda_allocated_bytes"].notna().any()),
             bars=bars.build(frame, ids),
             scatters=scatter.build(frame),
@@ -61,7 +61,7 @@ def render(run: Path, results: Sequence[Result], warnings: Sequence[str] = ()) -
 def _templates() -> "Environment":
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    # Names and messages are other people's: everything is escaped unless a template says otherwise.
+    # Names and messages are foreign input: everything is escaped unless a template says otherwise.
     return Environment(
         autoescape=True,
         loader=PackageLoader(_PACKAGE),
@@ -73,7 +73,7 @@ def _templates() -> "Environment":
 
 @cache
 def _part(name: str) -> "Markup":
-    """Return a part of the page that is our own text: it goes in as it is."""
+    """Return one of our own files as a part of the page that needs no escaping."""
     from markupsafe import Markup
 
     text = (resources.files(_PACKAGE) / "templates" / name).read_text(encoding="utf-8")
@@ -81,5 +81,5 @@ def _part(name: str) -> "Markup":
 
 
 def _hash(script: str) -> str:
-    """Return the name by which the page's own policy allows this one script."""
+    """Return the hash by which the page's content security policy allows this script."""
     return f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}"

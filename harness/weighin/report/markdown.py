@@ -1,4 +1,4 @@
-"""Text that markdown shows as it is, and tables of it."""
+"""Escape text for markdown, and format tables."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -6,7 +6,7 @@ from weighin.text import markdown as escaped
 
 
 def plain(text: str) -> str:
-    """Return one line of printable characters: messages come from other people's code."""
+    """Return the text as one line of printable characters; messages come from foreign code."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 

@@ -1,4 +1,4 @@
-"""The notebook's published figures beside ours: for runs of configs/suites/notebook.yaml."""
+"""Compare the notebook's published figures with ours, for runs of configs/suites/notebook.yaml."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ from weighin.text import markdown as escaped
 from weighin.units import GIB
 
 ABOUT: Final = (
-    "It prints GB for GiB. GPU: the allocator's peak of allocated bytes, exact in both. Host: the"
-    " notebook looked at RSS every 0.1 s from a thread of the same process, in which all methods"
-    " ran one after the other; ours is the kernel's own mark, of a fresh process for each."
+    "The notebook prints GiB as GB. GPU: the allocator's peak of allocated bytes, exact in both. Host:"
+    " the notebook sampled RSS every 0.1 s from a thread of the process in which all methods ran one"
+    " after the other; ours is the kernel's peak RSS of a fresh process for each method."
 )
 NAMES: Final = 2
 HEADINGS: Final = (
@@ -31,7 +31,7 @@ HEADINGS: Final = (
 
 
 class Method(BaseModel):
-    """One line of the published table. ``phase`` is the phase that it is the peak of, if not all."""
+    """One line of the published table. ``phase`` is set if the figure is the peak of one phase."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -44,7 +44,7 @@ class Method(BaseModel):
 
 
 class Published(BaseModel):
-    """The published table, and the model that it is of."""
+    """The published table and its model."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -54,7 +54,7 @@ class Published(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Ours:
-    """What we have for one method, in bytes; None where we have nothing."""
+    """Our figures for one method, in bytes; None if not measured."""
 
     gpu_allocated_bytes: int | None
     host_above_import_bytes: int | None = None
@@ -71,47 +71,47 @@ def published() -> Published:
 def has_data(results: Sequence[Result]) -> bool:
     """Tell whether some cell is one of the notebook's methods."""
     table = published()
-    return any(_is_notebooks(one, table) for one in results)
+    return any(_is_notebooks(result, table) for result in results)
 
 
 def terminal_notebook(results: Sequence[Result]) -> RenderableType:
-    """Return why our figures differ from the published ones, a line a method."""
-    lines = [f"{name}: {what}" for name, what in differences(results)]
+    """Return why our figures differ from the published ones, one line per method."""
+    lines = [f"{name}: {reason}" for name, reason in differences(results)]
     return Group(*map(Text, lines), Text(caption(results), style="dim"))
 
 
 def markdown_notebook(results: Sequence[Result]) -> str:
-    """Return the published table with our figures beside it, and why each differs."""
+    """Return the published table with our figures, and why they differ, as markdown."""
     return "\n".join(_section(results))
 
 
 def html_notebook(results: Sequence[Result]) -> list[Drawable]:
-    """Return the same as a block of the page."""
+    """Return the published table with our figures, and why they differ, as a block of the page."""
     entries = [[ListEntry(text) for text in row] for row in rows(results)]
-    notes = [ABOUT, *(f"{name}: {what}" for name, what in differences(results))]
+    notes = [ABOUT, *(f"{name}: {reason}" for name, reason in differences(results))]
     label = "The notebook's published figures"
     return [Found(label, caption(results), HEADINGS, entries, NAMES, notes)]
 
 
 def _rows(results: Sequence[Result]) -> list[tuple[Method, Ours]]:
     table = published()
-    found = {one.cell.strategy: one for one in results if _is_notebooks(one, table)}
-    return [(method, _measured(method, found.get(method.strategy))) for method in table.methods]
+    cells = {result.cell.strategy: result for result in results if _is_notebooks(result, table)}
+    return [(method, _measured(method, cells.get(method.strategy))) for method in table.methods]
 
 
 def _section(results: Sequence[Result]) -> Iterator[str]:
     yield from (ABOUT, "", *table_lines(HEADINGS, rows(results), names=NAMES), "")
-    yield from (f"- **{name}**: {what}" for name, what in differences(results))
+    yield from (f"- **{name}**: {reason}" for name, reason in differences(results))
     yield from ("", escaped(caption(results)))
 
 
 def caption(results: Sequence[Result]) -> str:
-    """Return what the measured cells have in common."""
+    """Return the properties that the measured cells share."""
     return captions.shared(series(results), results)
 
 
 def rows(results: Sequence[Result]) -> Iterator[list[str]]:
-    """Yield what stands in each row of the table: a method, what was published, and what is ours."""
+    """Yield the rows of the table: a method, the published figures, and ours."""
     for method, ours in _rows(results):
         yield [
             *method_words(method),
@@ -123,14 +123,14 @@ def rows(results: Sequence[Result]) -> Iterator[list[str]]:
 
 
 def differences(results: Sequence[Result]) -> Iterator[tuple[str, str]]:
-    """Yield of each method why our figures differ from the published ones."""
+    """Yield each method and why our figures differ from the published ones."""
     for method, ours in _rows(results):
         if ours.gpu_allocated_bytes is None:
-            yield method.method, "nothing was measured."
+            yield method.method, "not measured."
             continue
         same = f"{ours.gpu_allocated_bytes / GIB:.1f}" == f"{method.gpu_gib:.1f}"
-        gpu = "equal to the printed digit" if same else "differs from the published figure"
-        yield method.method, f"GPU {gpu}. Host: {method.host_why}."
+        gpu = "equal to all published digits" if same else "differs from the published figure"
+        yield method.method, f"GPU: {gpu}. Host: {method.host_why}."
 
 
 def _is_notebooks(result: Result, table: Published) -> bool:
@@ -161,7 +161,7 @@ def _measured(method: Method, result: Result | None) -> Ours:
 
 
 def method_words(method: Method) -> tuple[str, str]:
-    """Return what names a method: what it does, and the strategy that does it here."""
+    """Return the two name columns of a method: its description, and our strategy with the phase."""
     return method.method, method.strategy + (f", phase {method.phase}" if method.phase else "")
 
 

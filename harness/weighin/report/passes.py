@@ -18,14 +18,14 @@ from weighin.text import markdown as escaped
 from weighin.units import format_seconds
 
 NOTE: Final = (
-    "Each pass: its time, its major faults (waits for the disk), and how much of the model was read"
-    " again in it (refaults, whose pages were in memory before)."
+    "Each pass: its time, its major faults (waits for the disk), and the bytes read again as a multiple"
+    " of the model (refaults: pages that had been in memory before)."
 )
 
 
 def has_data(results: Sequence[Result]) -> bool:
-    """Tell whether some model was used more than once."""
-    return any(len(_passes(one)) > 1 for one in results)
+    """Tell whether some model was called more than once."""
+    return any(len(_passes(result)) > 1 for result in results)
 
 
 def terminal_passes(results: Sequence[Result]) -> RenderableType:
@@ -42,14 +42,14 @@ def terminal_passes(results: Sequence[Result]) -> RenderableType:
 
 
 def markdown_passes(results: Sequence[Result]) -> str:
-    """Return the same as a markdown table."""
+    """Return the passes of each series as a markdown table."""
     names, rows = table(results)
     lines = table_lines(headings(names, rows), rows, names=len(names))
     return "\n".join([*lines, "", escaped(NOTE), "", escaped(caption(results))])
 
 
 def html_passes(results: Sequence[Result]) -> list[Drawable]:
-    """Return the same as a block of the page."""
+    """Return the passes of each series as a block of the page."""
     names, rows = table(results)
     entries = [[ListEntry(text) for text in row] for row in rows]
     heads = headings(names, rows)
@@ -57,7 +57,7 @@ def html_passes(results: Sequence[Result]) -> list[Drawable]:
 
 
 def caption(results: Sequence[Result]) -> str:
-    """Return what all cells have in common."""
+    """Return the properties that all cells share."""
     return captions.shared(series(results), results)
 
 
@@ -67,33 +67,35 @@ def headings(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def table(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
-    """Return the names of the columns that tell the series apart, and a row for each series.
+    """Return the names of the columns that identify a series, and a row for each series.
 
-    Of repeats, the one whose passes took the median time stands for all.
+    A row shows the repeat whose passes took the median time.
     """
     frame = series(results)
     extra = varying(frame)
     rows = []
     for _, row in frame.iterrows():
-        repeats = [one for one in results if one.cell.series == row["group"] and _passes(one)]
+        repeats = [
+            result for result in results if result.cell.series == row["group"] and _passes(result)
+        ]
         if not repeats:
             continue
-        middle = median_low(_spent_ns(one) for one in repeats)
-        chosen = next(one for one in repeats if _spent_ns(one) == middle)
+        middle = median_low(_spent_ns(repeat) for repeat in repeats)
+        chosen = next(repeat for repeat in repeats if _spent_ns(repeat) == middle)
         words = [
             captions.size(known(row[n])) if n == "ram_limit_bytes" else str(row[n]) for n in extra
         ]
-        rows.append([row["strategy"], *words, *(_said(p, chosen) for p in _passes(chosen))])
+        rows.append([row["strategy"], *words, *(_pass_text(p, chosen) for p in _passes(chosen))])
     width = max(map(len, rows))
     heads = ["strategy", *("RAM limit" if name == "ram_limit_bytes" else name for name in extra)]
     return heads, [row + ["-"] * (width - len(row)) for row in rows]
 
 
-def _said(phase: Phase, result: Result) -> str:
+def _pass_text(phase: Phase, result: Result) -> str:
     words = [format_seconds(phase.end_ns - phase.start_ns), f"{phase.major_faults} faults"]
     if phase.workingset_refault_file is not None and result.model_bytes:
         words.append(
-            f"{phase.workingset_refault_file * result.page_bytes / result.model_bytes:.2f}x again"
+            f"{phase.workingset_refault_file * result.page_bytes / result.model_bytes:.2f}x reread"
         )
     return ", ".join(words)
 

@@ -1,6 +1,6 @@
-"""The peaks of a run as bars.
+"""The peak memory of a run as bars.
 
-Bars are the largest samples of anonymous and file-backed memory; the marker is the exact peak RSS.
+Bars are the sampled maxima of anonymous and file-backed memory; the marker is the exact peak RSS.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # matplotlib takes half a second to import
     from matplotlib.figure import Figure
 
 _ROW_IN: Final = 0.42
-_MARGIN: Final = 1.3  # room right of the bars for what became of them
+_MARGIN: Final = 1.3  # room right of the bars for the outcomes
 
 
 def draw_peaks(results: Sequence[Result]) -> "Figure":
@@ -28,29 +28,30 @@ def draw_peaks(results: Sequence[Result]) -> "Figure":
     if frame.empty:
         return look.empty_figure("Memory while loading")
     scenes = list(look.scenes(frame))
-    shown = scenes[: look.MAX_PANELS]
-    heights = [len(group) + 1.6 for _, group in shown]
+    drawn = scenes[: look.MAX_PANELS]
+    heights = [len(group) + 1.6 for _, group in drawn]
     figure, grid = look.new_figure(
-        sum(heights) * _ROW_IN, len(shown), 1, height_ratios=heights, sharex=True
+        sum(heights) * _ROW_IN, len(drawn), 1, height_ratios=heights, sharex=True
     )
-    right = max(look.extent_gib(group) for _, group in shown)
-    for axes, (title, group) in zip(grid[:, 0], shown, strict=True):
+    right = max(look.extent_gib(group) for _, group in drawn)
+    for axes, (title, group) in zip(grid[:, 0], drawn, strict=True):
         _panel(axes, group, right)
         axes.set_title(look.verbatim(title), fontsize=9, loc="left", pad=18)
     grid[-1, 0].set_xlabel(f"memory of the {captions.doing(frame)} process, GiB", fontsize=9)
     lines = [
         captions.shared(frame, results, without=("model", "ram_limit_bytes")),
-        "Bars: the largest samples of each part, which need not fall together, and may miss short "
-        f"spikes. Marker and number: the kernel's exact peak RSS until {captions.until(frame)}.",
+        "Bars: the sampled maximum of each part; the parts may peak at different times, and short "
+        "spikes may be missed. Marker and number: the kernel's exact peak RSS until "
+        f"{captions.until(frame)}.",
     ]
     if (frame["outcome"] != Outcome.OK.value).any():
         lines.append(
-            "Hatched: not ok; its figures are what was last seen of it, not what it needs."
+            "Hatched: not ok; the figures are the last readings, not the memory that it needs."
         )
     if frame["repeats"].max() > 1:
-        lines.append("Medians of the repeats; the line through a marker is the whole range.")
-    if len(scenes) > len(shown):
-        lines.append(f"{len(scenes) - len(shown)} more panels are not drawn: see summary.csv.")
+        lines.append("Medians of the repeats; the line through a marker is their range.")
+    if len(scenes) > len(drawn):
+        lines.append(f"{len(scenes) - len(drawn)} more panels are not drawn: see summary.csv.")
     title = look.headline(frame, f"Peak memory while {captions.doing(frame)}")
     look.dress(figure, title, _legend(frame), lines)
     return figure
@@ -69,7 +70,7 @@ def _panel(axes: "Axes", group: pd.DataFrame, right: float) -> None:
 
 
 def _bar(axes: "Axes", place: int, row: Any, right: float) -> None:
-    """Draw one series: two parts, the exact peak with its range, and what became of it."""
+    """Draw one series: its two parts, the exact peak with its range, and the outcome."""
     shade, is_ok = look.colour(row["strategy"]), row["outcome"] == Outcome.OK.value
     style: dict[str, Any] = {"height": 0.62, "hatch": "" if is_ok else "////", **look.EDGE}
     anonymous = (known(row["anon_sampled_bytes"]) or 0) / GIB
@@ -80,17 +81,17 @@ def _bar(axes: "Axes", place: int, row: Any, right: float) -> None:
     peak = known(row["peak_rss_bytes"])
     words = [] if peak is None else [f"{peak / GIB:.2f}"]
     words += [] if is_ok else [captions.ending(row)]
-    # On white, because the words may lie across the limit's line.
+    # On white, because the text may cross the line of the limit.
     box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-    said = look.verbatim("  ".join(words))
+    label = look.verbatim("  ".join(words))
     gap = right * 0.015
     axes.text(
-        end + gap, place, said, va="center", fontsize=8, color=look.INK, bbox=box, zorder=5
+        end + gap, place, label, va="center", fontsize=8, color=look.INK, bbox=box, zorder=5
     )  # fmt: skip
 
 
 def _marks(axes: "Axes", place: int, row: Any) -> tuple[float, float]:
-    """Draw the exact peaks; return how far they go in GiB: of the process, of the GPU."""
+    """Draw the exact peaks; return their largest values in GiB: of the process, of the GPU."""
     rss = cuda = 0.0
     style: dict[str, Any] = {"color": "black", "linestyle": "", "markersize": 5, "zorder": 4}
     if (peak := known(row["peak_rss_bytes"])) is not None:
@@ -104,7 +105,7 @@ def _marks(axes: "Axes", place: int, row: Any) -> tuple[float, float]:
 
 
 def _references(axes: "Axes", group: pd.DataFrame, right: float) -> None:
-    """Draw the model's size and the RAM limit as lines, named above the panel."""
+    """Draw the model's size and the RAM limit as lines with labels above the panel."""
     limit, model = known(group["ram_limit_bytes"].iloc[0]), captions.model_size(group)
     across = axes.get_xaxis_transform()
     style: dict[str, Any] = {"transform": across, "va": "bottom", "fontsize": 8, "color": look.INK}

@@ -1,4 +1,4 @@
-"""The notebook's published GPU figures beside predicted ones: for where no GPU was at hand."""
+"""The notebook's published GPU figures beside predicted ones; needs no GPU."""
 
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -15,18 +15,18 @@ HEADINGS: Final = (
     "method", "strategy", "published, GB", "predicted: allocated GiB", "requested GiB",
     "reserved GiB",
 )  # fmt: skip
-CAPTION: Final = "Predicted by the code as it is, each time that these pages are filled."
+CAPTION: Final = "Predicted with the current code each time these pages are generated."
 
 
 def markdown_predicted() -> str:
-    """Return the published table with the CUDA peaks that the allocator's rules give; takes 10 s."""
+    """Return the published table with predicted CUDA peaks; takes 10 s."""
     table = published()
     return "\n".join([*lines(table, predict([*_planned(table)])), "", CAPTION])
 
 
-def lines(table: Published, found: Sequence[Prediction]) -> Iterator[str]:
-    """Return the table in markdown; a method that could not be followed has no figures."""
-    of = {one.strategy: one for one in found}
+def lines(table: Published, predictions: Sequence[Prediction]) -> Iterator[str]:
+    """Return the table in markdown; a method that could not be predicted has no figures."""
+    of = {prediction.strategy: prediction for prediction in predictions}
     rows = [_row(method, _peaks(method, of[method.strategy])) for method in table.methods]
     return table_lines(HEADINGS, rows, names=NAMES)
 
@@ -47,7 +47,7 @@ def _planned(table: Published) -> Iterator[Planned]:
         yield Planned.of(cell, info)
 
 
-def _peaks(method: Method, found: Prediction) -> Prediction | PredictedPhase | None:
+def _peaks(method: Method, prediction: Prediction) -> Prediction | PredictedPhase | None:
     if method.phase is None:
-        return found
-    return next((one for one in found.phases if one.name == method.phase), None)
+        return prediction
+    return next((phase for phase in prediction.phases if phase.name == method.phase), None)

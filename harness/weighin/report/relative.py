@@ -1,7 +1,7 @@
-"""The series of a run with their times as multiples of the first one's: for pages of shared machines.
+"""The table of a run with times as multiples of the first series' times, for runs on shared machines.
 
-Memory figures are what they are on any machine. Times of one run can be compared with each other, and
-with no other run's; as multiples nobody takes them for more.
+Memory figures are comparable between machines. Times are comparable only within one run; multiples
+keep a reader from comparing them with those of another run.
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ from weighin.report.markdown import plain, table_lines
 from weighin.text import markdown as escaped
 
 _TIMES: Final = ("load_s", "ready_s")
-_SAME: Final = ("operation", "model", "device")  # times under different ones are not compared
+_SAME: Final = ("operation", "model", "device")  # times are compared where these are equal
 
 
 def markdown_relative(results: Sequence[Result]) -> str:
-    """Return the table, with the first line's own times below it."""
+    """Return the table, with the times of the first line in seconds below it."""
     frame = series(results)
     if frame.empty:
         return captions.shared(frame, results)
@@ -35,22 +35,22 @@ def markdown_relative(results: Sequence[Result]) -> str:
             texts.append(number_text(row[figure.key], figure) + (f" ({spread})" if spread else ""))
         rows.append(texts)
     heads = [*(HEADINGS.get(name, name) for name in names), "outcome"]
-    heads += [f"{one.heading} {_unit(one)}".strip() for one in figures]
+    heads += [f"{figure.heading} {_unit(figure)}".strip() for figure in figures]
     lines = table_lines(heads, rows, names=len(names) + 1)
     first = frame.iloc[0]
-    own = (
-        f"{one.heading} {number_text(first[one.key], replace(one, digits=1))} s"
-        for one in figures
-        if one.key in _TIMES
+    seconds = (
+        f"{figure.heading} {number_text(first[figure.key], replace(figure, digits=1))} s"
+        for figure in figures
+        if figure.key in _TIMES
     )
-    note = f"Times are multiples of the first line's: {', '.join(own)}."
+    note = f"Times are multiples of the first line's: {', '.join(seconds)}."
     return "\n".join([*lines, "", escaped(note), "", escaped(captions.shared(frame, results))])
 
 
 def _divided(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return the frame with each time over that of the first series that has one."""
-    alike = frame.groupby(list(_SAME), sort=False)
-    firsts = {key: alike[key].transform("first") for key in _TIMES}
+    """Return the frame with each time divided by that of the first comparable series."""
+    comparable = frame.groupby(list(_SAME), sort=False)
+    firsts = {key: comparable[key].transform("first") for key in _TIMES}
     columns = ((key, f"{key}{end}") for key in _TIMES for end in ("", "_min", "_max"))
     return frame.assign(**{column: frame[column] / firsts[key] for key, column in columns})
 

@@ -1,4 +1,4 @@
-"""The sections of a run's report: one list, which the terminal, report.md and report.html walk."""
+"""The sections of a run's report: one list for the terminal, report.md and report.html."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.console import RenderableType
 
-FIGURES: Final = "What the figures are"
+FIGURES: Final = "How to read the figures"
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One section, and what each of the three says in it below its heading.
+    """One section: its heading, and its content for the terminal, for markdown and for the page.
 
-    ``is_found`` tells what the run has found from what every run has; ``pictures`` are names, and
-    what draws each.
+    ``is_found`` marks a finding; other sections are in the report of every run. ``pictures`` are
+    pairs of a name and the function that draws it.
     """
 
     heading: str
@@ -46,41 +46,41 @@ class Section:
 def of(results: Sequence[Result], warnings: Sequence[str] = ()) -> list[Section]:
     """Return the sections of a run in their order; ``warnings`` are those of its records' file.
 
-    What was found is what a reader came for: it stands before the long table.
+    Findings come before the long table, because a reader looks for them first.
     """
     frame = series(results)
     if frame.empty:
-        return [*_listed("Warnings", [("", one) for one in warnings], style="yellow")]
-    said = captions.warnings(results, warnings)
+        return [*_listed("Warnings", [("", text) for text in warnings], style="yellow")]
+    all_warnings = captions.warnings(results, warnings)
     return [
         *findings(results),
         _cells(frame, results),
         *_listed("Not ok", tables.what_went_wrong(frame)),
         *_refused(results),
-        *_listed("Warnings", [("", one) for one in said], style="yellow"),
+        *_listed("Warnings", [("", text) for text in all_warnings], style="yellow"),
         _figures(frame, results),
     ]
 
 
 def findings(results: Sequence[Result]) -> Iterator[Section]:
-    """Yield what a run has found beside its table of all series, in the order in which it is told."""
-    drawn = (
+    """Yield the findings for which a run has data: forward passes, survival, notebook, floors."""
+    pictures = (
         ("survival", partial(survival_plots.draw_survival, results)),
         ("time-over-limit", partial(survival_plots.draw_times, results)),
     )
     if passes.has_data(results):
-        ways = passes.terminal_passes, passes.markdown_passes, passes.html_passes
-        yield _finding("Forward passes", results, *ways)
-    is_search = floors.has_data(results)  # which tries other limits in each row
+        outputs = passes.terminal_passes, passes.markdown_passes, passes.html_passes
+        yield _finding("Forward passes", results, *outputs)
+    is_search = floors.has_data(results)  # its rows have different limits, so it is no sweep
     if matrices(results) and not is_search:
-        ways = survival.terminal_survival, survival.markdown_reasons, survival.html_survival
-        yield _finding("Survival", results, *ways, drawn)
+        outputs = survival.terminal_survival, survival.markdown_reasons, survival.html_survival
+        yield _finding("Survival", results, *outputs, pictures)
     if notebook.has_data(results):
-        ways = notebook.terminal_notebook, notebook.markdown_notebook, notebook.html_notebook
-        yield _finding("Beside the notebook's published figures", results, *ways)
+        outputs = notebook.terminal_notebook, notebook.markdown_notebook, notebook.html_notebook
+        yield _finding("Comparison with the notebook's published figures", results, *outputs)
     if is_search:
-        ways = floors.terminal_floors, floors.markdown_reasons, floors.html_floors
-        yield _finding("RAM floors", results, *ways)
+        outputs = floors.terminal_floors, floors.markdown_reasons, floors.html_floors
+        yield _finding("RAM floors", results, *outputs)
 
 
 def _finding(
@@ -91,13 +91,13 @@ def _finding(
     html: Callable[[Sequence[Result]], list[Drawable]],
     pictures: Sequence[tuple[str, Callable[[], "Figure"]]] = (),
 ) -> Section:
-    shown = partial(terminal, results), partial(markdown, results), partial(html, results)
-    return Section(heading, *shown, is_found=True, pictures=pictures)
+    outputs = partial(terminal, results), partial(markdown, results), partial(html, results)
+    return Section(heading, *outputs, is_found=True, pictures=pictures)
 
 
 def _cells(frame: pd.DataFrame, results: Sequence[Result]) -> Section:
     return Section(
-        "All cells",
+        "All results",
         lambda: terminals.cells(frame, results),
         lambda: "\n".join(tables.markdown_cells(frame, "### {}")).rstrip("\n"),
         lambda: [Cells(build(frame))],
@@ -105,7 +105,7 @@ def _cells(frame: pd.DataFrame, results: Sequence[Result]) -> Section:
 
 
 def _listed(heading: str, items: Sequence[tuple[str, str]], style: str = "") -> Iterator[Section]:
-    """Yield a list of who and what, where there is something to list."""
+    """Yield a list of names and texts as a section, unless it is empty."""
     lines = [": ".join(filter(None, item)) for item in items]
     if items:
         yield Section(
@@ -117,15 +117,15 @@ def _listed(heading: str, items: Sequence[tuple[str, str]], style: str = "") -> 
 
 
 def _refused(results: Sequence[Result]) -> Iterator[Section]:
-    """Yield what torch's allocator said of each strategy that it refused."""
-    said: dict[str, list[str]] = {}
+    """Yield the allocator's summary for each strategy that ran out of GPU memory."""
+    summaries: dict[str, list[str]] = {}
     for result in results:
         if result.allocator_summary:
-            texts = said.setdefault(plain(result.cell.strategy), [])
+            texts = summaries.setdefault(plain(result.cell.strategy), [])
             texts.append(_preformatted(result.allocator_summary))
-    for who, text in ((who, "\n\n".join(texts)) for who, texts in said.items()):
+    for strategy, text in ((name, "\n\n".join(texts)) for name, texts in summaries.items()):
         yield Section(
-            f"Where {who} ran out of GPU memory",
+            f"{strategy} ran out of GPU memory: the allocator's summary",
             partial(Text, text),
             partial("```\n{}\n```".format, text),
             partial(_blocks, Preformatted(text)),
@@ -152,6 +152,6 @@ def _blocks(*blocks: Drawable) -> list[Drawable]:
 
 
 def _preformatted(text: str) -> str:
-    """Return text of several lines as a code block can hold it."""
+    """Return text of several lines that a code block can contain."""
     lines = ("".join(c for c in line if c.isprintable()) for line in text.strip().splitlines())
     return "\n".join(line.replace("`", "'") for line in lines)

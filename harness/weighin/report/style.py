@@ -1,11 +1,13 @@
-"""The look that all figures share: size, colours, title above, caption below.
+"""The style that all figures share: size, colours, title above, caption below.
 
-Every strategy has one colour everywhere, and nothing is told by colour alone.
+Every strategy has the same colour in all figures. No information is in a colour alone.
 """
 
 import hashlib
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
+from io import BytesIO
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 import pandas as pd
@@ -24,7 +26,7 @@ MAX_PANELS: Final = 12
 INK: Final = "#333333"
 GREY: Final = "#7F7F7F"
 EDGE: Final[dict[str, Any]] = {"edgecolor": INK, "linewidth": 0.6}
-# A panel for each combination of these; formats and options are told in the rows' names.
+# Each combination of these has its own panel; formats and options are in the labels of rows.
 SCENE: Final = (
     "operation", "model", "device", "ram_limit_bytes", "vram_limit_bytes", "dtype", "cache", "isolation",
 )  # fmt: skip
@@ -50,6 +52,8 @@ _COLOURS: Final = {
 _FALLBACK: Final = (
     "#88CCEE", "#CC6677", "#AA4499", "#661100", "#6699CC", "#888888",
 )  # fmt: skip
+_PATH: Final = re.compile(rb' d="[^"]*"')
+_DECIMALS: Final = re.compile(rb"(\.\d\d)\d+")
 _LINE_IN: Final = 0.16
 _TITLE_IN: Final = 0.34
 _LEGEND_ROW_IN: Final = 0.24
@@ -62,7 +66,7 @@ def colour(strategy: str) -> str:
 
 
 def tint(shade: str) -> tuple[float, float, float]:
-    """Return a light version of a colour: what is file-backed is drawn in it."""
+    """Return a light version of a colour, for file-backed memory."""
     from matplotlib.colors import to_rgb
 
     red, green, blue = (1 - 0.38 * (1 - part) for part in to_rgb(shade))
@@ -70,23 +74,30 @@ def tint(shade: str) -> tuple[float, float, float]:
 
 
 def verbatim(text: str) -> str:
-    """Return text that matplotlib does not read as mathematics."""
+    """Return the text with dollar signs escaped, so that matplotlib does not parse mathematics."""
     return text.replace("$", r"\$")
 
 
 def save(figure: "Figure", file: BinaryIO, kind: str) -> None:
-    """Write ``figure`` as ``kind``: png, or svg with its text as text and no date in it."""
+    """Write ``figure`` as ``kind``: png, or svg with text as text and without a date."""
     from matplotlib import rc_context
 
     about = {"Date": None} if kind == "svg" else None
+    drawn = BytesIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "weighin"}):
-        figure.savefig(file, format=kind, dpi=DPI, facecolor="white", metadata=about)
+        figure.savefig(drawn, format=kind, dpi=DPI, facecolor="white", metadata=about)
+    file.write(_rounded(drawn.getvalue()) if kind == "svg" else drawn.getvalue())
+
+
+def _rounded(svg: bytes) -> bytes:
+    """Return an SVG whose paths have hundredths of a point: matplotlib writes millionths."""
+    return _PATH.sub(lambda path: _DECIMALS.sub(rb"\1", path[0]), svg)
 
 
 def new_figure(height_in: float, rows: int, columns: int, **options: Any) -> tuple["Figure", Any]:
-    """Return a figure of our width, without pyplot's global state, and its axes as an array.
+    """Return a figure of ``WIDTH_IN``, without pyplot's global state, and its axes as an array.
 
-    ``height_in`` is that of the panels; ``dress`` adds room for the words around them.
+    ``height_in`` is the height of the panels; ``dress`` adds room for the texts around them.
     """
     from matplotlib.figure import Figure
 
@@ -95,7 +106,7 @@ def new_figure(height_in: float, rows: int, columns: int, **options: Any) -> tup
 
 
 def tidy(axes: "Axes") -> None:
-    """Take away what carries no data."""
+    """Remove the lines that carry no data."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=8, colors=INK)
 
@@ -122,7 +133,7 @@ def dress(figure: "Figure", title: str, handles: Sequence[Any], lines: Sequence[
 
 
 def headline(frame: pd.DataFrame, subject: str) -> str:
-    """Return the figure's title: the subject, and the model and the limit where they are one."""
+    """Return the figure's title: the subject, and the model and the limit if all rows share them."""
     changing, first = varying(frame), frame.iloc[0]
     size = captions.model_size(frame)
     model = "" if "model" in changing else " " + captions.dimension("model", first["model"], size)
@@ -131,7 +142,7 @@ def headline(frame: pd.DataFrame, subject: str) -> str:
 
 
 def scenes(frame: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Split the series into those that can be compared, each with what sets it apart."""
+    """Split the series into comparable groups; yield the title and the rows of each."""
     by = [name for name in SCENE if name in varying(frame)]
     if not by:
         yield "", frame
@@ -143,12 +154,12 @@ def scenes(frame: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
 
 
 def extent_gib(group: pd.DataFrame) -> float:
-    """Return how far to the right a panel's axis must go for the data, in GiB."""
+    """Return the largest value that a panel's axis must show, in GiB."""
     parts = group["anon_sampled_bytes"].fillna(0) + group["file_sampled_bytes"].fillna(0)
     marks = ("peak_rss_bytes_max", "peak_cuda_allocated_bytes", "model_bytes")
     data = max([parts.max(), *(group[name].fillna(0).max() for name in marks)])
     limit = known(group["ram_limit_bytes"].iloc[0]) or 0
-    # A limit far beyond the data would squeeze the bars: it is named at the edge instead.
+    # A limit far beyond the data would squeeze the bars; a label at the edge names it instead.
     return float(max(data, limit if limit <= 2 * data else 0)) / GIB or 1.0
 
 
@@ -162,7 +173,7 @@ def empty_figure(title: str) -> "Figure":
 
 
 def row_labels(group: pd.DataFrame) -> list[str]:
-    """Return a name for each row: the strategy, with format and options where one has several."""
+    """Return a label for each row: the strategy, with format and options if it has several."""
     labels = []
     for _, row in group.iterrows():
         same = group[group["strategy"] == row["strategy"]]

@@ -1,4 +1,4 @@
-"""The survival matrix as a table: for the terminal, and as markdown."""
+"""The survival matrix as a table for the terminal and as markdown."""
 
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -22,14 +22,14 @@ SIGNS: Final = {Verdict.SURVIVES: "✓", Verdict.THRASHES: "≈", Verdict.KILLED
 MARKS: Final = {Verdict.SURVIVES: "🟢 ", Verdict.THRASHES: "🟡 ", Verdict.KILLED: "🔴 "}
 
 RULE: Final = (
-    "thrashes: its memory met the limit, and either it waited for memory"
-    f" {STALLED_SHARE:.0%} of the time or more, or it read at least {REFAULTS_PER_MODEL:.0%} of the"
-    f" model again and took {SLOWDOWN:g}x the time without a limit."
+    "thrashes: the cell's memory reached the limit, and it either waited for memory for"
+    f" {STALLED_SHARE:.0%} of the time or more, or read at least {REFAULTS_PER_MODEL:.0%} of the model"
+    f" again and took at least {SLOWDOWN:g}x the time without a limit."
 )
 
 
 def terminal_survival(results: Sequence[Result]) -> RenderableType:
-    """Return the matrices for a terminal, with the figures behind each verdict but survival."""
+    """Return the matrices for a terminal, with the figures behind each verdict "thrashes"."""
     parts: list[RenderableType] = []
     for matrix in matrices(results):
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
@@ -63,10 +63,10 @@ def markdown_reasons(results: Sequence[Result]) -> str:
 
 
 def html_survival(results: Sequence[Result]) -> list[Drawable]:
-    """Return the matrices as blocks of the page; what is behind a verdict is shown on its field."""
+    """Return the matrices as blocks of the page; a field shows the figures of its verdict on hover."""
     return [
         Found(
-            "What works under which limit",
+            "Survival under each limit",
             caption(matrix, results),
             ["strategy", *map(heading, matrix.limits)],
             [
@@ -85,10 +85,11 @@ def reasons(matrix: Matrix, only: Verdict | None = None) -> list[str]:
     lines = []
     for row, fields in enumerate(_rows(matrix)):
         for limit, field in zip(matrix.limits, fields, strict=True):
-            said = field.judgement if field else None
-            if said and only in (None, said.verdict):
+            judgement = field.judgement if field else None
+            if judgement and only in (None, judgement.verdict):
                 lines.append(
-                    f"{matrix.label(row)} under {captions.size(limit)} {said.verdict}: {said.reason}"
+                    f"{matrix.label(row)} under {captions.size(limit)} {judgement.verdict}:"
+                    f" {judgement.reason}"
                 )
     return lines
 
@@ -98,19 +99,19 @@ def heading(limit: int | None) -> str:
 
 
 def notes(results: Sequence[Result]) -> list[str]:
-    """Return what a field is."""
-    passes = max((one.cell.passes for one in results), default=0)
-    used = {0: "", 1: ", and of one forward pass"}.get(passes, f", and of {passes} forward passes")
+    """Return explanations of the fields."""
+    passes = max((result.cell.passes for result in results), default=0)
+    used = {0: "", 1: " and for one forward pass"}.get(passes, f" and for {passes} forward passes")
     return [
-        f"Time: of the load until every byte was read{used}. killed: by the kernel, for lack of memory.",
+        f"Time: for the load until every byte was read{used}. killed: by the kernel, for lack of memory.",
         RULE,
     ]
 
 
 def caption(matrix: Matrix, results: Sequence[Result]) -> str:
-    """Return what all cells of a matrix have in common, but for the limit."""
-    ours = [field.result for field in matrix.fields.values()]
-    return captions.shared(series(ours), results, without=("ram_limit_bytes", "format", "options"))
+    """Return the properties that all cells of a matrix share; the limit is left out."""
+    cells = [field.result for field in matrix.fields.values()]
+    return captions.shared(series(cells), results, without=("ram_limit_bytes", "format", "options"))
 
 
 def _rows(matrix: Matrix) -> Iterator[list[Field | None]]:
@@ -125,10 +126,10 @@ def _names(matrix: Matrix, row: int) -> list[str]:
 def _entry(name: str, field: Field | None) -> ListEntry:
     if field is None:
         return ListEntry("not measured")
-    said, outcome = field.judgement, field.result.outcome
-    if said:
-        tip = f"{name}: {said.verdict}\n{said.reason}"
-        return ListEntry(field.words, said.verdict.value, SIGNS[said.verdict], tip)
+    judgement, outcome = field.judgement, field.result.outcome
+    if judgement:
+        tip = f"{name}: {judgement.verdict}\n{judgement.reason}"
+        return ListEntry(field.words, judgement.verdict.value, SIGNS[judgement.verdict], tip)
     if outcome is Outcome.OK:
         return ListEntry(field.words, Verdict.SURVIVES.value, "✓", f"{name}: ok")
     tip = f"{name}: {outcome}\n{field.result.message}".rstrip()
@@ -138,8 +139,8 @@ def _entry(name: str, field: Field | None) -> ListEntry:
 def _styled(field: Field | None) -> Text:
     if field is None:
         return Text("-", style="dim")
-    said = field.judgement
-    return Text(field.words, style=STYLES[said.verdict] if said else "dim")
+    judgement = field.judgement
+    return Text(field.words, style=STYLES[judgement.verdict] if judgement else "dim")
 
 
 def _marked(field: Field | None) -> str:

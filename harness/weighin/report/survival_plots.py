@@ -1,4 +1,4 @@
-"""The survival matrix as a picture, and the curve of time over limit."""
+"""The survival matrix as a picture, and the curve of time over the limit."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -22,33 +22,33 @@ _UNJUDGED: Final = "#F2F2F2"
 
 
 def draw_survival(results: Sequence[Result]) -> "Figure":
-    """Return the matrices: a field for each strategy and limit, coloured by its verdict."""
-    shown = matrices(results)[: look.MAX_PANELS]
-    heights = [0.55 * len(matrix.rows) + 0.7 for matrix in shown]
-    figure, grid = look.new_figure(sum(heights), len(shown), 1, height_ratios=heights)
-    for axes, matrix in zip(grid[:, 0], shown, strict=True):
+    """Return the matrices as a figure: a field for each strategy and limit, coloured by verdict."""
+    drawn = matrices(results)[: look.MAX_PANELS]
+    heights = [0.55 * len(matrix.rows) + 0.7 for matrix in drawn]
+    figure, grid = look.new_figure(sum(heights), len(drawn), 1, height_ratios=heights)
+    for axes, matrix in zip(grid[:, 0], drawn, strict=True):
         _draw_matrix(axes, matrix)
-    first = shown[0]
+    first = drawn[0]
     lines = [
         *notes(results)[:1],
-        f"{RULE} 1x reread: as many bytes as the model has were read again.",
+        f"{RULE} 1x reread: the bytes read again equal the size of the model.",
         caption(first, results),
     ]
     look.dress(
-        figure, f"Which ways of loading survive how little RAM? {_model(first)}", _legend(), lines
+        figure, f"Which strategies survive which RAM limit? {_model(first)}", _legend(), lines
     )
     return figure
 
 
 def draw_times(results: Sequence[Result]) -> "Figure":
-    """Return the time over the limit of each strategy; where a line ends, it was killed."""
-    shown = matrices(results)[: look.MAX_PANELS]
-    figure, grid = look.new_figure(3.6 * len(shown), len(shown), 1)
+    """Return a figure of each strategy's time over the limit; a line ends where it was killed."""
+    drawn = matrices(results)[: look.MAX_PANELS]
+    figure, grid = look.new_figure(3.6 * len(drawn), len(drawn), 1)
     handles: dict[str, Any] = {}
-    for axes, matrix in zip(grid[:, 0], shown, strict=True):
+    for axes, matrix in zip(grid[:, 0], drawn, strict=True):
         handles |= _draw_times(axes, matrix)
-    lines = [*notes(results)[:1], RULE, caption(shown[0], results)]
-    title = f"What a lower limit costs: {_model(shown[0])}"
+    lines = [*notes(results)[:1], RULE, caption(drawn[0], results)]
+    title = f"Time under lower RAM limits: {_model(drawn[0])}"
     look.dress(figure, title, [*handles.values(), *_signs()], lines)
     return figure
 
@@ -81,19 +81,19 @@ def _draw_matrix(axes: "Axes", matrix: Matrix) -> None:
 
 
 def _draw_model_size(axes: "Axes", matrix: Matrix) -> None:
-    """Mark where the limits become smaller than the model."""
+    """Mark the limits that are smaller than the model."""
     size = matrix.model_bytes
     if not size:
         return
     for column, (left, right) in enumerate(pairwise(matrix.limits), start=1):
         if right is not None and right < size <= (left or float("inf")):
             axes.axvline(column, color="black", linewidth=1.6, linestyle="--")
-            words = f" less RAM than the model's {size / GIB:.2f} GiB →"
+            words = f" limit below the model's {size / GIB:.2f} GiB →"
             axes.text(column, len(matrix.rows) + 0.08, words, fontsize=8, va="top", color=look.INK)
 
 
 def field_words(field: Field | None) -> tuple[str, str]:
-    """Return the two lines of a field: its time or its end, and what it read again or where."""
+    """Return two lines: the time and the bytes read again, or the outcome and its phase."""
     if field is None:
         return "-", ""
     result, verdict = field.result, field.judgement and field.judgement.verdict
@@ -113,7 +113,7 @@ def field_words(field: Field | None) -> tuple[str, str]:
 
 
 def _draw_times(axes: "Axes", matrix: Matrix) -> dict[str, Any]:
-    """Draw one line a strategy; returns the legend's handles by name."""
+    """Draw one line per strategy; return the legend's handles by name."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     columns, handles = len(matrix.limits), {}
@@ -159,7 +159,7 @@ def _draw_size_on_curve(axes: "Axes", matrix: Matrix) -> None:
     for column, (left, right) in enumerate(pairwise(matrix.limits)):
         if size and right is not None and right < size <= (left or float("inf")):
             axes.axvline(column + 0.5, color="black", linewidth=1.2, linestyle="--", zorder=0)
-            words = f" less RAM than the model's {size / GIB:.2f} GiB →"
+            words = f" limit below the model's {size / GIB:.2f} GiB →"
             across = axes.get_xaxis_transform()
             axes.text(column + 0.5, 1.01, words, transform=across, fontsize=8, color=look.INK)
 

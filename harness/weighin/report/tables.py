@@ -1,7 +1,7 @@
-"""The summary of a run as tables of text, and these as markdown and as CSV.
+"""The summary of a run as text tables, and these as markdown and as CSV.
 
-One row a series. What varies between the cells is a column or a heading, what does not is in the
-caption. Reporters take data and an open file.
+One row per series. Properties that vary between series are columns or headings; properties that all
+share are in the caption.
 """
 
 import csv
@@ -18,16 +18,16 @@ from weighin.report.dataframe import known, series, varying
 from weighin.report.markdown import plain, table_lines
 from weighin.text import markdown as escaped
 
-# What spreadsheets take for a formula; some take the wide letters of East Asian fonts, too.
+# Spreadsheets read these as the start of a formula; some also read the full-width letters so.
 _FORMULA_STARTS: Final = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 _MESSAGE_LENGTH: Final = 300  # the record has the whole message
-# Figures under different values of these are not comparable: each gets a table of its own.
+# Figures with different values of these are not comparable: each combination gets its own table.
 _APART: Final = ("operation", "model", "device")
 
 
 @dataclass(frozen=True, slots=True)
 class TextTable:
-    """One table as text: names left of ``names`` columns, numbers right of them."""
+    """One table as text: the first ``names`` columns are names, the others numbers."""
 
     heading: str
     columns: list[tuple[str, str]]  # heading, unit
@@ -37,14 +37,14 @@ class TextTable:
 
 
 def markdown_table(results: Sequence[Result]) -> str:
-    """Return the table, or tables, of a run, with the caption below."""
+    """Return the tables of a run as markdown, with the caption below."""
     frame = series(results)
     lines = [*markdown_cells(frame, "**{}**")] if not frame.empty else []
     return "\n".join([*lines, escaped(captions.shared(frame, results))])
 
 
 def markdown_cells(frame: pd.DataFrame, heading: str) -> Iterator[str]:
-    """Yield the lines of each table; ``heading`` has a place for what sets it apart from others."""
+    """Yield the lines of each table; ``heading`` is the format string of a table's heading."""
     for table in text_tables(frame):
         if table.heading:
             yield from (heading.format(escaped(table.heading)), "")
@@ -52,9 +52,9 @@ def markdown_cells(frame: pd.DataFrame, heading: str) -> Iterator[str]:
 
 
 def write_summary(results: Sequence[Result], file: TextIO) -> None:
-    """Write one CSV line a series: bytes and seconds, unrounded; nothing for what is missing.
+    """Write one CSV line per series: bytes and seconds, unrounded; missing figures are empty.
 
-    A text that a spreadsheet would take for a formula gets an apostrophe in front.
+    A text that a spreadsheet would read as a formula gets an apostrophe in front.
     """
     frame = series(results).drop(columns="group")
     writer = csv.writer(file, lineterminator="\n")
@@ -64,7 +64,7 @@ def write_summary(results: Sequence[Result], file: TextIO) -> None:
 
 
 def text_tables(frame: pd.DataFrame) -> Iterator[TextTable]:
-    """Yield a table for each operation, model and device; what else varies is a column of names."""
+    """Yield a table for each operation, model and device; other varying properties are columns."""
     if frame.empty:
         return
     changing = varying(frame)
@@ -98,22 +98,22 @@ def _markdown_lines(table: TextTable) -> Iterator[str]:
 
 
 def what_went_wrong(frame: pd.DataFrame) -> list[tuple[str, str]]:
-    """What happened to each series that is not ok: its name, and where and why it ended."""
+    """Return the name of each series that is not ok, and where and why it ended."""
     names = ["strategy", *varying(frame)]
     troubles = []
     for _, row in frame[frame["outcome"] != Outcome.OK.value].iterrows():
-        who = " · ".join(name_text(name, row) for name in names)
+        title = " · ".join(name_text(name, row) for name in names)
         why = plain(row["message"])
         why = why if len(why) <= _MESSAGE_LENGTH else why[: _MESSAGE_LENGTH - 1] + "…"
-        # Most messages name the phase themselves.
-        is_told = bool(known(row["last_phase"])) and repr(row["last_phase"]) in why
-        what = plain(row["outcome"] if is_told else captions.ending(row))
-        troubles.append((who, what + (f": {why}" if why else "")))
+        # Most messages already name the phase.
+        names_phase = bool(known(row["last_phase"])) and repr(row["last_phase"]) in why
+        ending = plain(row["outcome"] if names_phase else captions.ending(row))
+        troubles.append((title, ending + (f": {why}" if why else "")))
     return troubles
 
 
 def note_lines(frame: pd.DataFrame) -> list[str]:
-    """Return what the figures are and how they were come by, a sentence a line."""
+    """Return explanations of the figures, one per line."""
     if frame.empty:
         return []
     repeats = int(frame["repeats"].max())

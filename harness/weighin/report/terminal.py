@@ -1,4 +1,4 @@
-"""The summary of a run for a terminal: as wide as there is room, and no figure cut off."""
+"""The tables of a run for a terminal: they adapt to its width and never cut a figure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,26 +18,26 @@ from weighin.report.tables import TextTable, text_tables
 T = TypeVar("T")
 
 _STYLES: Final = {outcome.value: "red" for outcome in Outcome} | {"ok": "green", "skipped": "dim"}
-# What tells cells of one strategy apart and explains itself: it stands below the name.
+# These columns need no heading: their values are shown below the strategy's name.
 _BELOW_NAME: Final = frozenset(("format", "options"))
-_NAME_COLUMNS: Final = 12  # of each word of a name, before figures come closer together
+_NAME_COLUMNS: Final = 12  # room for each word of a name; columns move together to keep it
 _ANY_WIDTH: Final = 10_000  # columns
 
 
 class _Layout(NamedTuple):
-    """How a table makes room."""
+    """How a table saves width."""
 
     apart: int = 0  # blanks left and right of a column
     range_rows: bool = True  # "from" and "to" are rows of their own
-    folds: bool = False  # figures, too
+    folds: bool = False  # folds figures, not only names
 
 
-# The first that fits is taken.
+# The first one that fits is used.
 _LAYOUTS: Final = (_Layout(1, False), _Layout(0, False), _Layout(), _Layout(folds=True))
 
 
 def cells(frame: pd.DataFrame, results: Sequence[Result]) -> RenderableType:
-    """Return a row a series, in as many tables as there are operations, models and devices."""
+    """Return one row per series, in one table per operation, model and device."""
     parts: list[RenderableType] = []
     for table in map(_stacked, text_tables(frame)):
         if table.heading:
@@ -48,21 +48,23 @@ def cells(frame: pd.DataFrame, results: Sequence[Result]) -> RenderableType:
 
 @dataclass(frozen=True, slots=True)
 class _Fitted:
-    """A table that takes the layout that its console has room for.
+    """A table that chooses a layout for the width of its console.
 
-    ``rich`` alone takes from the names all that they have, and then cuts figures: 6.77 for 6.776.
+    ``rich`` alone would narrow the names as far as possible and then cut figures: 6.77 for 6.776. A
+    console with ``keeps_words`` turns a table that is too wide into blocks; for it, no name is cut.
     """
 
     section: TextTable
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        short = _with_short_names(self.section)
+        keeps_words = getattr(console, "keeps_words", False)
+        short = self.section if keeps_words else _with_short_names(self.section)
         anywhere = options.update(width=_ANY_WIDTH)
         for layout in _LAYOUTS:
             needed = Measurement.get(console, anywhere, _table(short, layout)).minimum
             if needed <= options.max_width:
                 break
-        yield _table(self.section, layout)
+        yield _table(self.section, _LAYOUTS[0] if layout.folds and keeps_words else layout)
 
 
 def _table(section: TextTable, layout: _Layout) -> Table:
@@ -94,7 +96,7 @@ def _styled(text: str, spread: str = "") -> Text:
 
 
 def _with_short_names(section: TextTable) -> TextTable:
-    """Return the section with as much of its names as has to fit."""
+    """Return the section with names cut to the length that must fit."""
     rows = []
     for row in section.rows:
         names = (name.partition("\n")[0].split() for name in row[: section.names])
@@ -104,12 +106,12 @@ def _with_short_names(section: TextTable) -> TextTable:
 
 
 def _stacked(section: TextTable) -> TextTable:
-    """Return the section with what explains itself below the strategies' names, which leaves room."""
+    """Return the section with formats and options below the strategies' names, to save width."""
     below = [at for at, (heading, _) in enumerate(section.columns) if heading in _BELOW_NAME]
     rows = []
     for row in section.rows:
-        said = [row[at] for at in below if row[at] not in ("-", row[0])]
-        rows.append(["\n".join([row[0], *said]), *_without(row[1:], below, 1)])
+        extra = [row[at] for at in below if row[at] not in ("-", row[0])]
+        rows.append(["\n".join([row[0], *extra]), *_without(row[1:], below, 1)])
     return replace(
         section,
         columns=_without(section.columns, below),
@@ -120,5 +122,5 @@ def _stacked(section: TextTable) -> TextTable:
 
 
 def _without(row: Sequence[T], places: Sequence[int], first: int = 0) -> list[T]:
-    """Return a row whose places are counted from ``first``, less some of them."""
-    return [one for at, one in enumerate(row, first) if at not in places]
+    """Return a row without some places, which are counted from ``first``."""
+    return [value for at, value in enumerate(row, first) if at not in places]

@@ -1,4 +1,4 @@
-"""Resident memory over time, one small panel a series, on shared axes."""
+"""Resident memory over time: one small panel per series, on shared axes."""
 
 import textwrap
 from collections.abc import Sequence
@@ -28,38 +28,40 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _HEADROOM: Final = 1.4  # above the data, for the names of phases
-_POINTS: Final = 800  # about the pixels of a panel; an SVG holds each of them
-_CHARACTER: Final = 0.0145  # of a panel's width, at the size in which phases are named
+_POINTS: Final = 400  # about the pixels of a panel on a page; an SVG holds each of them
+_SHARED: Final = "shmem_bytes"
+_DOTS: Final = ".."  # an SVG holds each dot of a square inch: 45 KiB, and 180 with four dots
+_CHARACTER: Final = 0.0145  # width of a letter in a phase's name, as a share of the panel
 
 
 def draw_timeline(run: Path, results: Sequence[Result]) -> "Figure":
-    """Return RSS over time of the first repeat of each series, phases shaded and named.
+    """Return a figure of RSS over time for the first repeat of each series, with its phases.
 
-    A cell without readable samples keeps its panel, which says so.
+    A cell without readable samples has a panel that says so.
     """
     if not results:
         return look.empty_figure("Memory over time while loading")
     frame = series(results)
     tracks = choose(run, results, frame)
-    shown = tracks[: look.MAX_PANELS]
-    columns = min(2, len(shown))
-    rows = -(-len(shown) // columns)
+    drawn = tracks[: look.MAX_PANELS]
+    columns = min(2, len(drawn))
+    rows = -(-len(drawn) // columns)
     figure, grid = look.new_figure(rows * 2.2 + 0.2, rows, columns, sharex=True, sharey=True)
-    span, top = longest(shown), highest(shown)
-    for axes, track in zip(grid.flat, shown, strict=False):
+    span, top = longest(drawn), highest(drawn)
+    for axes, track in zip(grid.flat, drawn, strict=False):
         axes.set_xlim(0, span)
         axes.set_ylim(0, top * _HEADROOM)
         _panel(axes, track, span)
-    for axes in grid.flat[len(shown) :]:
+    for axes in grid.flat[len(drawn) :]:
         axes.axis("off")
     for axes in grid[:, 0]:
         axes.set_ylabel("RSS, GiB", fontsize=9)
-    for axes in grid.flat[max(0, len(shown) - columns) : len(shown)]:
+    for axes in grid.flat[max(0, len(drawn) - columns) : len(drawn)]:
         axes.tick_params(labelbottom=True)  # also where the panel below is empty
-    for axes in grid.flat[(rows - 1) * columns : len(shown)]:
+    for axes in grid.flat[(rows - 1) * columns : len(drawn)]:
         axes.set_xlabel("time since the worker started, s", fontsize=9)
     title = look.headline(frame, f"Memory over time while {captions.doing(frame)}")
-    look.dress(figure, title, _legend(shown, top * _HEADROOM), _caption(frame, results, tracks))
+    look.dress(figure, title, _legend(drawn, top * _HEADROOM), _caption(frame, results, tracks))
     return figure
 
 
@@ -84,12 +86,12 @@ def _panel(axes: "Axes", track: Track, span: float) -> None:
 
 
 def _limit(axes: "Axes", limit: int | None) -> None:
-    """Draw the RAM limit, or say that it lies beyond the axis."""
+    """Draw the RAM limit, or a note that it is above the axis."""
     if limit and limit / GIB <= axes.get_ylim()[1]:
         axes.axhline(limit / GIB, color="black", linestyle="--", linewidth=1.2, zorder=3)
     elif limit:
-        said = f"RAM limit {captions.size(limit)} ↑"
-        axes.annotate(said, (0.99, 0.86), xycoords="axes fraction", ha="right", fontsize=7)
+        note = f"RAM limit {captions.size(limit)} ↑"
+        axes.annotate(note, (0.99, 0.86), xycoords="axes fraction", ha="right", fontsize=7)
 
 
 def _areas(axes: "Axes", track: Track, table: pd.DataFrame) -> None:
@@ -97,10 +99,13 @@ def _areas(axes: "Axes", track: Track, table: pd.DataFrame) -> None:
     drawn_points = thin(table, _POINTS)
     seconds = (drawn_points["t_ns"] - track.zero_ns) / 1e9
     shade = look.colour(track.result.cell.strategy)
-    colours: list[Any] = [shade, look.tint(shade), "white"]
-    layers = [drawn_points[name] / GIB for name in PARTS]
-    drawn = axes.stackplot(seconds, *layers, colors=colours, labels=PARTS)
-    drawn[2].set_hatch("....")
+    fills: dict[str, Any] = dict(zip(PARTS, (shade, look.tint(shade), "white"), strict=True))
+    # An SVG would hold every point of a layer of zeros, too.
+    parts = [name for name in PARTS if name == PARTS[0] or drawn_points[name].any()]
+    layers = [drawn_points[name] / GIB for name in parts]
+    drawn = axes.stackplot(seconds, *layers, colors=[fills[name] for name in parts], labels=parts)
+    if _SHARED in parts:
+        drawn[parts.index(_SHARED)].set_hatch(_DOTS)
     axes.plot(seconds, sum(layers), color=look.INK, linewidth=0.8)
 
 
@@ -113,7 +118,7 @@ def _gpu_line(axes: "Axes", track: Track, table: pd.DataFrame) -> None:
 
 
 def _phases(axes: "Axes", track: Track, span: float) -> None:
-    """Shade every other phase and name it; what is too short for a name is listed above the panel."""
+    """Shade every other phase and name it; phases too short for a name are listed above the panel."""
     short = []
     style: dict[str, Any] = {
         "transform": axes.get_xaxis_transform(),
@@ -170,8 +175,8 @@ def _legend(tracks: Sequence[Track], top: float) -> list[Any]:
         Patch(facecolor=look.GREY, label="anonymous", **look.EDGE),
         Patch(facecolor=look.tint(look.GREY), label="file-backed, reclaimable", **look.EDGE),
     ]
-    if any(track.table is not None and track.table["shmem_bytes"].any() for track in tracks):
-        handles.append(Patch(facecolor="white", hatch="....", label="shared", **look.EDGE))
+    if any(track.table is not None and track.table[_SHARED].any() for track in tracks):
+        handles.append(Patch(facecolor="white", hatch=_DOTS, label="shared", **look.EDGE))
     if any(track.gpu is not None for track in tracks):
         handles.append(Line2D([], [], color="black", linewidth=1, label="on the GPU"))
     limits = [track.result.cell.ram_limit_bytes for track in tracks]
@@ -185,10 +190,10 @@ def _legend(tracks: Sequence[Track], top: float) -> list[Any]:
 def _caption(frame: pd.DataFrame, results: Sequence[Result], tracks: Sequence[Track]) -> list[str]:
     lines = [
         captions.shared(frame, results, without=("model", "ram_limit_bytes")),
-        "All memory is sampled from outside the worker, and may miss short spikes. Bands: phases between marks.",
+        "All memory is sampled from outside the worker; short spikes may be missed. Bands: phases.",
     ]
     if any(track.result.trace_path for track in tracks):
-        lines.append("On the GPU, traced: requested bytes, exact: every event of the allocator.")
+        lines.append("On the GPU: requested bytes, exact, from a trace of every allocator event.")
     elif any(track.gpu is not None for track in tracks):
         lines.append("On the GPU: allocated bytes, sampled.")
     if frame["repeats"].max() > 1:

@@ -1,4 +1,4 @@
-"""What a timeline shows of each series: its first repeat's samples and phases, on shared axes."""
+"""The data of timelines: samples and phases of each series' first repeat, on shared axes."""
 
 import contextlib
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from weighin.report import captions, style
 from weighin.report.dataframe import cells, possible, samples
 from weighin.units import GIB
 
-# Outcomes that cut a cell off: a timeline marks where.
+# Outcomes that end a cell early; a timeline marks the end.
 CUT_OFF: Final = frozenset(
     {
         Outcome.OOM_KILLED,
@@ -29,9 +29,9 @@ PARTS: Final = ("anon_bytes", "file_bytes", "shmem_bytes")
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """One cell's memory over time: what to call it, and seconds from its first mark.
+    """One cell's memory over time, from ``zero_ns``: the start of its first phase or first sample.
 
-    ``gpu`` has the columns t_ns and bytes: exact of a trace, else what was sampled.
+    ``gpu`` has the columns t_ns and bytes: exact values of a trace, otherwise samples.
     """
 
     label: str
@@ -58,7 +58,7 @@ def choose(run: Path, results: Sequence[Result], frame: pd.DataFrame) -> list[Tr
 
 
 def spans(track: Track) -> list[tuple[str, float, float]]:
-    """Return the phases as (name, start, end) in seconds; the one that was cut off, too."""
+    """Return the phases as (name, start, end) in seconds, including one that was cut off."""
     ended = [
         (p.name, (p.start_ns - track.zero_ns) / 1e9, (p.end_ns - track.zero_ns) / 1e9)
         for p in track.result.phases
@@ -70,14 +70,14 @@ def spans(track: Track) -> list[tuple[str, float, float]]:
 
 
 def longest(tracks: Sequence[Track]) -> float:
-    """Return the shared time axis in seconds: a time-out must not squeeze all others."""
+    """Return the length of the shared time axis in seconds; a time-out must not squeeze the others."""
     ended = [t.end_s for t in tracks if t.result.outcome is not Outcome.TIMEOUT and t.end_s]
     most = max((track.end_s for track in tracks), default=0.0)
     return min(most, 2 * max(ended)) * 1.02 if ended else most or 1.0
 
 
 def highest(tracks: Sequence[Track]) -> float:
-    """Return the shared memory axis in GiB, with the limit on it where it is near the data."""
+    """Return the top of the shared memory axis in GiB; it includes a limit near the data."""
     tables = [track.table for track in tracks if track.table is not None]
     peaks = [phase.peak_rss_bytes for track in tracks for phase in track.result.phases]
     gpu = [float(track.gpu["bytes"].max()) for track in tracks if track.gpu is not None]
@@ -88,7 +88,7 @@ def highest(tracks: Sequence[Track]) -> float:
 
 
 def thin(table: pd.DataFrame, points: int) -> pd.DataFrame:
-    """Return at most ``points`` looks: of each bin the one with the most memory, so that no spike is lost."""
+    """Return at most ``points`` samples: of each bin the one with the most memory, to keep spikes."""
     step = -(-len(table) // points)
     return table.loc[table.groupby(table.index // step)["rss_bytes"].idxmax()]
 
@@ -106,7 +106,7 @@ def _track(label: str, run: Path, result: Result) -> Track:
 
 
 def _gpu(run: Path, result: Result, table: pd.DataFrame | None) -> pd.DataFrame | None:
-    """Return the GPU's memory over time: the trace's, or the samples'; None where there is none."""
+    """Return the GPU's memory over time from the trace or the samples; None if neither has it."""
     if result.trace_path is not None:
         with contextlib.suppress(OSError, ValueError):  # ValueError: no table, or other columns
             traced = possible(pd.read_csv(run / result.trace_path, usecols=_TRACED)).dropna()
@@ -114,5 +114,5 @@ def _gpu(run: Path, result: Result, table: pd.DataFrame | None) -> pd.DataFrame 
                 return traced.rename(columns={"requested_bytes": "bytes"})
     if table is None or "cuda_allocated_bytes" not in table:
         return None
-    seen = table[["t_ns", "cuda_allocated_bytes"]].dropna()
-    return None if seen.empty else seen.rename(columns={"cuda_allocated_bytes": "bytes"})
+    sampled = table[["t_ns", "cuda_allocated_bytes"]].dropna()
+    return None if sampled.empty else sampled.rename(columns={"cuda_allocated_bytes": "bytes"})

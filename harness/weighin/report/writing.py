@@ -1,4 +1,4 @@
-"""Writes a run's report into its folder, in the formats that are asked for."""
+"""Write the report of a run into its folder, in the requested formats."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,11 +16,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DEFAULT: Final = ("md", "html", "csv", "png")
+TIMELINE: Final = "timeline"
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What a report is made of; ``formats`` are those that it is written in."""
+    """The material of a report; ``formats`` are the requested ones."""
 
     folder: Path
     results: Sequence[Result]
@@ -44,8 +45,9 @@ def write(run: Path, formats: Iterable[str] = DEFAULT) -> list[Path]:
 
 def _markdown(run: _Run) -> dict[str, bytes]:
     file = StringIO()
-    there = [one for one in ("png", "svg") if one in run.formats]
-    images = [f"{name}.{there[0]}" for name in _pictures(run)] if there else []
+    kinds = [kind for kind in ("png", "svg") if kind in run.formats]
+    drawn = pictures(run.folder, run.results) if kinds else {}
+    images = [f"{name}.{kinds[0]}" for name in drawn]
     write_markdown(run.results, file, warnings=run.warnings, images=images)
     return {"report.md": file.getvalue().encode()}
 
@@ -62,23 +64,26 @@ def _csv(run: _Run) -> dict[str, bytes]:
 
 def _drawn(run: _Run, kind: str) -> dict[str, bytes]:
     drawn = {}
-    for name, draw in _pictures(run).items():
+    for name, draw in pictures(run.folder, run.results).items():
         file = BytesIO()
         style.save(draw(), file, kind)
         drawn[f"{name}.{kind}"] = file.getvalue()
     return drawn
 
 
-def _pictures(run: _Run) -> "dict[str, Callable[[], Figure]]":
-    """Return what draws each picture of a run, by its name: what was found, and all cells."""
-    found = dict(picture for one in sections.findings(run.results) for picture in one.pictures)
+def pictures(folder: Path, results: Sequence[Result]) -> "dict[str, Callable[[], Figure]]":
+    """Return the function that draws each picture of a run, by name: first those of findings.
+
+    Only the timeline reads more than the records: the samples in ``folder``.
+    """
+    found = dict(picture for one in sections.findings(results) for picture in one.pictures)
     return found | {
-        "peaks": lambda: peaks_plot.draw_peaks(run.results),
-        "timeline": lambda: timeline.draw_timeline(run.folder, run.results),
+        "peaks": lambda: peaks_plot.draw_peaks(results),
+        TIMELINE: lambda: timeline.draw_timeline(folder, results),
     }
 
 
-# What each format writes, by file name.
+# Each format's function returns the content of its files, by file name.
 FORMATS: Final[dict[str, Callable[[_Run], dict[str, bytes]]]] = {
     "md": _markdown,
     "html": _page,
@@ -98,6 +103,6 @@ def _write(path: Path, content: bytes) -> Path:
     except OSError as error:
         raise RecordError(
             f"cannot write {path}: {error.strerror}",
-            "free some space, or copy the run to a folder that you may write",
+            "free some space, or copy the run to a folder that you can write to",
         ) from error
     return path

@@ -1,4 +1,4 @@
-"""What runs inside the measured process. Imports the vocabulary, torch and one strategy file.
+"""Run one cell inside the measured process, which imports little besides torch and the strategy.
 
-Others import ``protocol`` alone from here; tests/instrument/test_imports.py holds them to it.
+tests/instrument/test_imports.py checks the memory and the modules that a worker imports.
 """

@@ -1,9 +1,10 @@
-"""Run one cell: import torch, load once under marks, read every byte, verify, use the model.
+"""Run one cell: import torch, load the model in phases, read every byte, verify and use the model.
 
-Or save once under marks, put every byte on the disk, read it back and verify it.
+For a save: save the model in phases, sync the files, read them back and verify them.
 
-Started by an isolation as ``python -m weighin.worker``; speaks the protocol of ``protocol.py``.
-What is imported before torch is the harness's own weight: pathlib, 1 MiB, comes after it.
+An isolation starts this as ``python -m weighin.worker``; the protocol is that of ``protocol.py``.
+Memory of modules that are imported before torch belongs to the harness, so that even pathlib, which
+takes 1 MiB, is imported after torch.
 """
 
 import contextlib
@@ -28,19 +29,19 @@ if TYPE_CHECKING:
     from weighin.worker.inputs import Inputs
     from weighin.worker.loading import WorkerLoad
 
-_TRACE_PIECE = 10_000  # events in one line: what fits a pipe's other end well
+_TRACE_PIECE = 10_000  # events in one line, so that the parent parses lines of moderate size
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedWorker:
-    """What is imported and read before the baseline: the same for every strategy."""
+    """The state that is imported and read before the baseline, in the same way for every strategy."""
 
     load: "WorkerLoad"
     inputs: "Inputs | None"
     manifest: Any
     passes: int
     model: "torch.nn.Module | None" = None
-    """What is to be saved; a load has no model yet."""
+    """The model to save; None for a load."""
 
 
 def main() -> None:
@@ -64,15 +65,15 @@ def main() -> None:
     except BaseException as error:
         outcome, message = classify(error, job.strategy_path)
         if marks.cuda:
-            with contextlib.suppress(Exception):  # a GPU that has failed may not answer any more
+            with contextlib.suppress(Exception):  # a GPU that failed may raise again
                 tell_trace(lifeline, marks.cuda)
         summary = marks.cuda.summary() if marks.cuda and outcome is Outcome.CUDA_OOM else ""
         fail(lifeline, outcome, message, summary)
-    os._exit(0)  # at once: taking the interpreter down would only add to the harness's share
+    os._exit(0)  # without the interpreter's shutdown, which only takes time
 
 
 def prepare(job: Job, lifeline: Lifeline, marks: Marks) -> PreparedWorker:
-    """Import torch and the model's code, create the CUDA context, read the manifest; take the baseline."""
+    """Import torch and the model's code, create the CUDA context and report the baseline."""
     import_start_ns = time.monotonic_ns()
     with marks.phase("import"):
         import torch
@@ -126,18 +127,22 @@ def prepare(job: Job, lifeline: Lifeline, marks: Marks) -> PreparedWorker:
 
 
 def load(job: Job, prepared: PreparedWorker, lifeline: Lifeline, marks: Marks) -> "torch.nn.Module":
-    """Run the strategy and return the model that it leaves."""
+    """Run the strategy and return the model that it returns.
+
+    Raises:
+        StrategyFailed: the strategy raises, or does not return a module.
+    """
     import torch
 
     model = run_strategy(job, prepared.load, lifeline, marks)
     if not isinstance(model, torch.nn.Module):
-        what = "None" if model is None else f"a {type(model).__name__}"
-        raise StrategyFailed(f"load() returned {what}, not a torch.nn.Module")
+        kind = "None" if model is None else f"a {type(model).__name__}"
+        raise StrategyFailed(f"load() returned {kind}, not a torch.nn.Module")
     return model
 
 
-def run_strategy(job: Job, seen: Any, lifeline: Lifeline, marks: Marks) -> Any:
-    """Call the strategy with what it sees; its own imports are a part of what it costs."""
+def run_strategy(job: Job, argument: Any, lifeline: Lifeline, marks: Marks) -> Any:
+    """Import and call the strategy with ``argument``; its imports count as part of its cost."""
     from pathlib import Path
 
     from weighin.worker.loading import import_strategy
@@ -150,7 +155,7 @@ def run_strategy(job: Job, seen: Any, lifeline: Lifeline, marks: Marks) -> Any:
     marks.restart()
     marked_ns, start_ns = marks.spent_ns, time.monotonic_ns()
     try:
-        returned = import_strategy(Path(job.strategy_path), job.cell.operation)(seen)
+        returned = import_strategy(Path(job.strategy_path), job.cell.operation)(argument)
         if marks.cuda:
             marks.cuda.synchronize()
     except BaseException as error:
@@ -168,14 +173,14 @@ def run_strategy(job: Job, seen: Any, lifeline: Lifeline, marks: Marks) -> Any:
 def save(
     job: Job, model: "torch.nn.Module", prepared: PreparedWorker, lifeline: Lifeline, marks: Marks
 ) -> None:
-    """Run the strategy, wait until all that it wrote is on the disk, and read it back."""
+    """Run the strategy, sync the files that it wrote, and read them back."""
     from pathlib import Path
 
     from weighin.worker import saving
 
     target, cell = Path(job.target), job.cell
-    seen = saving.WorkerSave(model, target, cell.format, cell.options, marks)
-    run_strategy(job, seen, lifeline, marks)
+    argument = saving.WorkerSave(model, target, cell.format, cell.options, marks)
+    run_strategy(job, argument, lifeline, marks)
     if not saving.files_in(target):
         raise StrategyFailed("save() left no file in job.target")
     marks.restart()
@@ -193,7 +198,7 @@ def save(
 def check(
     model: "torch.nn.Module", prepared: PreparedWorker, lifeline: Lifeline, marks: Marks
 ) -> None:
-    """Read every byte of the model, compare it with the checkpoint's checksums, and use it."""
+    """Read every byte of the model, compare it with the checkpoint's checksums, and run the model."""
     from weighin.worker import touch, verify
 
     job = prepared.load
@@ -218,7 +223,7 @@ def check(
 
 
 def tell_trace(lifeline: Lifeline, cuda: "CudaMemory") -> None:
-    """Send the allocator's events, where they were asked for, some at a time."""
+    """Send the allocator's recorded events, if there is a trace, in several lines."""
     if (trace := cuda.take_trace()) is None:
         return
     events = trace.pop("events")

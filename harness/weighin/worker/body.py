@@ -1,8 +1,8 @@
-"""Run a test's own body, or a function, under marks: what a pytest of somebody else's measures.
+"""Run a test's body, or a function, and measure it, for weighin's pytest plugin.
 
-The baseline is taken just before the body, when torch, pytest and the test's fixtures are there:
-peaks above it are the body's own. What was freed before is given back to the kernel first, so that
-the body cannot hide in it.
+The baseline is measured just before the body, with torch, pytest and the test's fixtures loaded:
+peaks above it are the body's own. Freed memory is returned to the kernel first; otherwise the body
+could use it without raising the peak.
 """
 
 import ctypes
@@ -25,11 +25,11 @@ from weighin.worker.phases import Marks
 from weighin.worker.warmup import environment
 
 BODY = "body"
-"""The name of what a body does outside the phases that it marks itself."""
+"""The name of the phase for those parts of a body that are in no phase of its own."""
 
 
 class BodyMeasurement:
-    """The marks around a body."""
+    """Measures a body: its baseline, its phases and its time."""
 
     def __init__(self, job: Job, lifeline: Lifeline, marks: Marks, import_ns: int) -> None:
         self.marks = marks
@@ -39,7 +39,7 @@ class BodyMeasurement:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Take the baseline, and close the body at its end, also where it raises."""
+        """Report the baseline, run the body, and end its last phase, also if it raises."""
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         if (device := self._job.cell.device).startswith("cuda"):
@@ -69,10 +69,10 @@ class BodyMeasurement:
 
 
 def run_body(job: Job, body: Body, lifeline: Lifeline, marks: Marks) -> NoReturn:
-    """Run the body and end this process; its outcome and its marks went to the parent."""
+    """Run the body, send its outcome and its phases to the parent, and end this process."""
     start_ns = time.monotonic_ns()
     with marks.phase("import"):
-        import torch  # noqa: F401 (every body's baseline holds it)
+        import torch  # noqa: F401 (torch is part of every body's baseline)
     import_ns = time.monotonic_ns() - start_ns
     sys.path += [folder for folder in job.python_path if folder not in sys.path]
     measured = BodyMeasurement(job, lifeline, marks, import_ns)
@@ -89,13 +89,13 @@ def run_body(job: Job, body: Body, lifeline: Lifeline, marks: Marks) -> NoReturn
 
 
 def _run_test(body: Body, measured: BodyMeasurement) -> str:
-    """Run pytest on the one test; returns what failed, empty where nothing did."""
+    """Run pytest on the one test; return a message if it failed, else an empty string."""
     import pytest
 
     reports: list[Any] = []
 
     class Plugin:
-        """Marks around the call alone; what pytest says of the test is kept for the one outside."""
+        """Measures only the test's call, and collects pytest's reports for the parent's pytest."""
 
         def pytest_configure(self, config: pytest.Config) -> None:
             config.pluginmanager.register(measured.marks, BODY_PLUGIN)
@@ -116,7 +116,7 @@ def _run_test(body: Body, measured: BodyMeasurement) -> str:
         json.dump(reports, file, default=str)
     failed = [report["when"] for report in reports if report["outcome"] == "failed"]
     if failed:
-        return f"the test failed in its {failed[0]}"
+        return f"the test failed in its {failed[0]} stage"
     return "" if reports else f"pytest ended with exit code {int(code)}"
 
 
@@ -124,7 +124,7 @@ def _call(body: Body, measured: BodyMeasurement) -> str:
     import pickle
 
     with open(body.path, "rb") as file:  # noqa: PTH123
-        function, arguments, keywords = pickle.load(file)  # noqa: S301 (this user's, just written)
+        function, arguments, keywords = pickle.load(file)  # noqa: S301 (the parent just wrote it)
     with measured.running():
         function(*arguments, **keywords)
     return ""

@@ -1,4 +1,4 @@
-"""The worker's standard streams: events out, acknowledgements in, and an end when the parent ends."""
+"""Connect the worker to its parent through standard input and output, and end with the parent."""
 
 import ctypes
 import os
@@ -14,15 +14,15 @@ _ORPHANED = 125
 
 
 class Lifeline:
-    """The connection to the parent.
+    """The worker's connection to its parent.
 
-    Keeps the original standard output for events and points descriptor 1 at standard error, so
-    that a strategy which prints cannot garble them.
+    Sends events to the original standard output, and redirects descriptor 1 to standard error, so
+    that a strategy's prints do not mix with the events.
     """
 
     def __init__(self) -> None:
-        # A strategy that hangs with the GIL held never sees the end of standard input; the
-        # kernel's signal ends it all the same (not in a container: there the engine's side does).
+        # While a strategy hangs and holds the GIL, no thread notices the end of standard input. Then
+        # this signal ends the process; in a container, the engine ends it.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         self._events = os.dup(1)
         os.dup2(2, 1)
@@ -31,17 +31,17 @@ class Lifeline:
         self._acknowledged = threading.Semaphore(0)
 
     def receive_job(self) -> bytes:
-        """Return the first line; from here on, the end of standard input ends this process."""
+        """Return the first line of input. From then on, the end of input ends this process."""
         line = self._input.readline()
         threading.Thread(target=self._listen, name="lifeline", daemon=True).start()
         return line
 
     def send(self, event: str, **fields: Any) -> None:
-        """Write one event, in one write."""
+        """Send one event, with a single write."""
         os.write(self._events, encode_event({"event": event, **fields}))
 
     def send_and_wait(self, event: str, **fields: Any) -> None:
-        """Write one event and wait until the parent has read the cgroup's marks."""
+        """Send one event and wait until the parent has read and reset the cgroup's high-water mark."""
         self.send(event, **fields)
         self._acknowledged.acquire()
 

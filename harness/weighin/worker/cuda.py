@@ -1,9 +1,9 @@
-"""The CUDA allocator's own peaks: requested, allocated and reserved bytes of one device.
+"""Read the CUDA allocator's peaks of one device: requested, allocated and reserved bytes.
 
-Three different figures: what tensors asked for, that rounded up to blocks, and the segments that
-the allocator holds from the driver. The driver's own used memory is sampled beside them; page-locked
-host memory has an allocator, and a peak, of its own. All of it is read after the device has come
-to rest, so that a copy under way is neither missed nor left out of the time.
+Requested are the bytes that tensors need, allocated are these rounded up to blocks, and reserved are
+the segments that the allocator got from the driver. The driver's used memory is sampled in addition.
+Page-locked host memory has an allocator and a peak of its own. The device is synchronised before
+each reading, so that pending copies are included in memory and time.
 """
 
 import math
@@ -23,16 +23,16 @@ _KINDS: Final = ("requested", "allocated", "reserved")
 
 
 class CudaMemory:
-    """The memory of one CUDA device, as this process's allocator counts it.
+    """The memory of one CUDA device, as counted by this process's allocator.
 
-    Creates the context first: its memory belongs to the baseline, not to the load.
+    Creates the CUDA context, so that its memory is part of the baseline and not of the load.
 
     Raises:
-        ValueError: ``limit_bytes`` is more than the device has.
+        ValueError: ``limit_bytes`` is more than the device's memory.
     """
 
     def __init__(self, device: torch.device, limit_bytes: int | None = None) -> None:
-        # Else page-locked buffers and streams would make a second context, on the first device.
+        # Otherwise page-locked buffers and streams create a second context, on the first device.
         torch.cuda.set_device(device.index or 0)
         self.device = torch.device("cuda", device.index or 0)
         self._timeline: list[tuple[int, int, int]] = []
@@ -71,12 +71,12 @@ class CudaMemory:
         )
 
     def take_timeline(self) -> list[tuple[int, int, int]]:
-        """Return and forget the samples so far: (t_ns, allocated bytes, driver-used bytes)."""
-        taken, self._timeline = self._timeline, []
-        return taken
+        """Return the samples since the last call: (t_ns, allocated bytes, driver-used bytes)."""
+        samples, self._timeline = self._timeline, []
+        return samples
 
     def start_trace(self) -> None:
-        """Let the allocator note every event from here on, without tracebacks."""
+        """Make the allocator record every event from now on, without tracebacks."""
         stats = torch.cuda.memory_stats(self.device)
         self._traced_from = (
             stats["requested_bytes.all.current"],
@@ -86,10 +86,10 @@ class CudaMemory:
         torch.cuda.memory._record_memory_history("all", context=None, max_entries=TRACE_EVENTS)
 
     def take_trace(self) -> dict[str, Any] | None:
-        """End the trace and return it, or None where none was begun.
+        """End the trace and return it; None if no trace was started.
 
-        ``events`` are (t_ns, action, bytes); ``requested_bytes`` and ``reserved_bytes`` are what
-        there was before the first of them.
+        ``events`` are (t_ns, action, bytes); ``requested_bytes`` and ``reserved_bytes`` are the values
+        before the first event.
         """
         if self._clock_offset_ns is None:
             return None
@@ -97,8 +97,8 @@ class CudaMemory:
         torch.cuda.memory._record_memory_history(None)
         offset_ns, self._clock_offset_ns = self._clock_offset_ns, None
         events = [
-            (one["time_us"] * 1000 - offset_ns, one["action"], one["size"])
-            for one in traces[self.device.index]
+            (event["time_us"] * 1000 - offset_ns, event["action"], event["size"])
+            for event in traces[self.device.index]
         ]
         requested, reserved = self._traced_from
         return {"requested_bytes": requested, "reserved_bytes": reserved, "events": events}
@@ -108,7 +108,7 @@ class CudaMemory:
         return torch.cuda.memory_summary(self.device, abbreviated=True)
 
     def describe(self) -> dict[str, Any]:
-        """Return what the device is. ``gpu_uuid`` is how the driver's own tools name it."""
+        """Return the device's properties. ``gpu_uuid`` is its name in the driver's own tools."""
         properties = torch.cuda.get_device_properties(self.device)
         uuid = getattr(properties, "uuid", None)
         return {
@@ -120,50 +120,50 @@ class CudaMemory:
         }
 
     def notes(self) -> list[str]:
-        """Return what keeps a figure of this device from meaning what it says, with the reason."""
+        """Return warnings about this device's figures, each with the reason."""
         properties = torch.cuda.get_device_properties(self.device)
         backend = torch.cuda.get_allocator_backend()
-        found = []
+        warnings = []
         if getattr(properties, "is_integrated", 0):
-            found.append(
-                f"{properties.name} has no memory of its own: CUDA memory is a part of the RAM, and a"
-                " RAM limit may not count it"
+            warnings.append(
+                f"{properties.name} has no memory of its own: CUDA memory is part of the RAM, and a RAM"
+                " limit may not include it"
             )
         if " MIG " in properties.name:
-            found.append(
-                f"{properties.name} is a part of a GPU (MIG): its memory is that part's, and times"
-                " depend on what runs in the other parts"
+            warnings.append(
+                f"{properties.name} is a partition of a GPU (MIG): the figures are those of this"
+                " partition, and times depend on the load of the other partitions"
             )
         if backend != "native":
-            found.append(
-                f"the CUDA allocator is {backend}: its requested and reserved bytes are the driver's"
-                " pool's, not blocks and segments; unset PYTORCH_CUDA_ALLOC_CONF"
+            warnings.append(
+                f"the CUDA allocator is {backend}: its requested and reserved bytes are those of the"
+                " driver's pool, not of blocks and segments; unset PYTORCH_CUDA_ALLOC_CONF"
             )
-        return found
+        return warnings
 
     def notes_at_end(self) -> list[str]:
-        """Return which other devices the load has used: no figure here counts them."""
+        """Return a warning for each other device that the load used, because no figure includes it."""
         peaks = {
             index: torch.cuda.max_memory_allocated(index)
             for index in range(torch.cuda.device_count())
             if index != self.device.index
         }
         return [
-            f"the load also allocated {format_bytes(peak)} on cuda:{index}: all figures are"
+            f"the load also allocated {format_bytes(peak)} on cuda:{index}, but all figures are"
             f" those of {self.device}"
             for index, peak in peaks.items()
             if peak
         ]
 
     def _limit(self, limit_bytes: int) -> None:
-        """Let the allocator reserve so many bytes at most; the context is not counted."""
+        """Limit the bytes that the allocator may reserve; the context's memory is not included."""
         _, total = torch.cuda.mem_get_info(self.device)
         if limit_bytes > total:
             raise ValueError(
                 f"--vram {format_exact(limit_bytes)} is more than {self.device} has"
                 f" ({format_bytes(total)})"
             )
-        # Torch multiplies again and cuts: without the next float up a byte could be missing.
+        # Torch multiplies and truncates: the next larger float prevents the loss of a byte.
         fraction = min(1.0, math.nextafter(limit_bytes / total, 1.0))
         torch.cuda.set_per_process_memory_fraction(fraction, self.device)
 
@@ -175,10 +175,10 @@ class CudaMemory:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether a GPU had no memory: the caching allocator's error, or the driver's own."""
+    """Tell whether an error means out of GPU memory: raised by the caching allocator or the driver."""
     if isinstance(error, torch.cuda.OutOfMemoryError):
         return True
-    # Page-locked memory and contexts come from the driver, whose refusal has a number.
+    # Page-locked memory and contexts come from the driver, whose errors have another class.
     is_drivers = isinstance(error, getattr(torch, "AcceleratorError", RuntimeError))
     return is_drivers and str(error).startswith("CUDA error: out of memory")
 

@@ -1,4 +1,4 @@
-"""How a cell fails: what an error means, in one line, and the worker's last words."""
+"""Turn an error into a cell's outcome and message, report it to the parent, and end the worker."""
 
 import os
 import sys
@@ -11,11 +11,11 @@ from weighin.worker.connection import Lifeline
 
 
 class StrategyFailed(Exception):
-    """The strategy raised (then that is the ``__cause__``), or returned no model."""
+    """The strategy raised an error, which is the ``__cause__``, or returned no model."""
 
 
 def classify(error: BaseException, strategy: str) -> tuple[Outcome, str]:
-    """Return what an error during the load, the touch or the verification means."""
+    """Return the outcome and the message for an error during the load, the touch or the verification."""
     from weighin.worker.verify import WrongWeights
 
     if isinstance(error, WrongWeights):
@@ -32,10 +32,10 @@ def classify(error: BaseException, strategy: str) -> tuple[Outcome, str]:
 
 
 def describe(error: BaseException, strategy: str = "") -> str:
-    """Return an error in one line, with the place that raised it.
+    """Return an error in one line, with the file and line that raised it.
 
-    That is the innermost line of the strategy's own file, where it came through there: a line of
-    torch tells its author nothing.
+    If the traceback passes through the strategy's file, that is the innermost line in this file,
+    which tells its author more than a line of torch.
     """
     from pathlib import Path
 
@@ -47,8 +47,8 @@ def describe(error: BaseException, strategy: str = "") -> str:
 
 
 def fail(lifeline: Lifeline, outcome: Outcome, message: str, summary: str = "") -> NoReturn:
-    """Report how this cell failed, leave the traceback among the stderr_tail, and end."""
+    """Report the failure, print the traceback to standard error, and end this process."""
     traceback.print_exc()
     lifeline.send("failed", outcome=outcome, message=message, summary=summary)
     sys.stderr.flush()
-    os._exit(1)  # at once: a strategy's threads and exit handlers have nothing to add
+    os._exit(1)  # without waiting for a strategy's threads and exit handlers

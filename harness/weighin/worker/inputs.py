@@ -1,4 +1,4 @@
-"""What a model is called with: what ``example_inputs`` gives, a function beside its builder."""
+"""Get the arguments of a model's forward pass from ``example_inputs`` in the builder's module."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -19,12 +19,12 @@ class Inputs:
     keywords: dict[str, Any] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> "Inputs":
-        """Return them with every tensor on a device."""
+        """Return the inputs with every tensor moved to a device."""
         return self._each(lambda tensor: tensor.to(device))
 
     def as_floating(self, dtype: torch.dtype) -> "Inputs":
-        """Return them with every floating-point tensor as ``dtype``, as the model's own are."""
-        return self._each(lambda one: one.to(dtype) if one.is_floating_point() else one)
+        """Return the inputs with every floating-point tensor converted to ``dtype``, the model's."""
+        return self._each(lambda value: value.to(dtype) if value.is_floating_point() else value)
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Inputs":
         return Inputs(_changed(self.positional, change), _changed(self.keywords, change))
@@ -33,28 +33,28 @@ class Inputs:
 def example_inputs(
     builder: Builder, kwargs: Mapping[str, Any], dtype: torch.dtype
 ) -> Inputs | None:
-    """Return what the builder's module gives for one forward pass; None where it gives nothing.
+    """Return the inputs that the builder's module provides for one forward pass; None if it has none.
 
-    A tuple or list holds positional arguments, a mapping keyword arguments; a tensor is the one
-    argument. They lie on the CPU, with floating-point tensors as ``dtype``.
+    ``example_inputs`` may return a tuple or list of positional arguments, a mapping of keyword
+    arguments, or one tensor. The inputs are on the CPU, with floating-point tensors of ``dtype``.
     """
     examples = getattr(sys.modules[builder.__module__], "example_inputs", None)
-    given = examples(**kwargs) if examples else None
-    if isinstance(given, torch.Tensor):
-        given = (given,)
-    if not given:
+    arguments = examples(**kwargs) if examples else None
+    if isinstance(arguments, torch.Tensor):
+        arguments = (arguments,)
+    if not arguments:
         return None
-    if isinstance(given, Mapping):
-        return Inputs(keywords=dict(given)).as_floating(dtype)
-    return Inputs(tuple(given)).as_floating(dtype)
+    if isinstance(arguments, Mapping):
+        return Inputs(keywords=dict(arguments)).as_floating(dtype)
+    return Inputs(tuple(arguments)).as_floating(dtype)
 
 
 def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a value with its tensors changed, inside tuples, lists and dicts as well."""
+    """Return a value with ``change`` applied to its tensors, also inside tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if type(value) is dict:
-        return {key: _changed(one, change) for key, one in value.items()}
+        return {key: _changed(item, change) for key, item in value.items()}
     if type(value) in (tuple, list):
         return type(value)(map(partial(_changed, change=change), value))
     return value

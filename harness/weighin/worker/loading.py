@@ -1,4 +1,4 @@
-"""What a strategy of this worker sees, made from the job; and the strategy itself."""
+"""Import a strategy, and define the ``Load`` that it is called with in a worker."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -14,7 +14,7 @@ from weighin.models.skeleton import construct, reset_buffers
 
 
 class Phases(Protocol):
-    """Whoever keeps the peaks of phases: marks in a worker, a ledger in a prediction."""
+    """Records the peaks of phases: ``Marks`` in a worker, a ledger in a prediction."""
 
     def phase(self, name: str) -> AbstractContextManager[None]: ...
 

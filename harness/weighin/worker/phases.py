@@ -1,7 +1,7 @@
-"""Phase marks: the kernel's and the allocator's high-water marks, read and put back.
+"""Measure phases: read and reset the high-water marks of the kernel and the allocator.
 
-A mark reads VmHWM first and resets it then; the parent does the same with the cgroup's peak while
-the worker waits. Time spent in marks is kept apart, so that it can be taken out of the load's.
+At the end of a phase the worker reads and resets its VmHWM, and waits while the parent reads and
+resets the cgroup's peak. The time that this takes is recorded, to subtract it from the load's time.
 """
 
 import time
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from weighin.worker.cuda import CudaMemory
 
 UNNAMED = "other"
-"""The name of what a strategy does outside its phases."""
+"""The name of the phase for those parts of a strategy that are in no phase of its own."""
 
-_SHORTEST_GAP_NS = 1_000_000  # less than this between two phases goes to the second one
+_SHORTEST_GAP_NS = 1_000_000  # a shorter gap between two phases counts to the second one
 
 
 class Marks:
-    """The marks of one worker, in the order in which it passes them."""
+    """Measures the phases of one worker and reports each at its end."""
 
     def __init__(self, lifeline: Lifeline) -> None:
         self.spent_ns = 0
@@ -36,7 +36,7 @@ class Marks:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure what runs inside as a phase of this name; marks both its ends."""
+        """Measure the context's block as a phase of this name."""
         if self._current is not None:
             raise RuntimeError(
                 f"phase {name!r} begins inside {self._current!r}: phases do not nest"
@@ -51,21 +51,21 @@ class Marks:
             self._close(name)
 
     def flush(self) -> None:
-        """Close what ran since the last mark, outside any phase, where it is worth a mark."""
+        """Report the time since the last phase's end as a phase of its own, unless it is very short."""
         if time.monotonic_ns() - self._start_ns >= _SHORTEST_GAP_NS:
             self._close(UNNAMED)
 
     def close_rest(self, name: str) -> None:
-        """Close what ran since the last mark as a phase of this name, however short it was."""
+        """Report the time since the last phase's end as a phase of this name, however short it is."""
         self._close(name)
 
     def restart(self) -> None:
-        """Leave out what ran since the last mark: it was the harness's own."""
+        """Begin the next phase now: the time since the last phase's end was the harness's own."""
         self._faults = _read_faults()
         self._start_ns = time.monotonic_ns()
 
     def memory(self) -> Memory:
-        """Return this process's memory now."""
+        """Return this process's current memory."""
         memory = memory_of(read_status())
         return replace(memory, cuda_allocated_bytes=self.cuda.allocated()) if self.cuda else memory
 

@@ -1,7 +1,7 @@
-"""The one save of this worker: the model before it, and its proof afterwards.
+"""Load the model that a worker saves, sync the saved files, and verify them.
 
-The model is loaded before the baseline, so that peaks above the baseline are what the save takes
-beside the model. What was written is synced inside the clock, and read back outside of it.
+The model is loaded before the baseline, so that peaks above the baseline are the save's own. The time
+of a save includes the sync of its files, but not their verification.
 """
 
 import os
@@ -44,14 +44,14 @@ class WorkerSave:
 
 
 def load_model(job: Load) -> torch.nn.Module:
-    """Return the model that is to be saved; leaves none of its checkpoint's pages cached."""
+    """Return the model to save, and drop its checkpoint's pages from the page cache."""
     model = load_streaming(job.build_model, job.checkpoint, device=job.device)
     page_cache.drop(formats.files(job.checkpoint))
     return model
 
 
 def sync(target: Path) -> None:
-    """Wait until every file below ``target``, and its name, is on the disk."""
+    """Sync every file and folder below ``target`` to the disk."""
     for file in files_in(target):
         descriptor = os.open(file, os.O_RDONLY)
         try:
@@ -68,41 +68,41 @@ def files_in(target: Path) -> list[Path]:
 
 
 def measure(target: Path) -> Written:
-    """Return what a save has left."""
+    """Return the sizes and the number of the saved files."""
     stats = [file.stat() for file in files_in(target)]
     return Written(
-        file_bytes=sum(one.st_size for one in stats),
-        disk_bytes=sum(one.st_blocks * 512 for one in stats),
+        file_bytes=sum(stat.st_size for stat in stats),
+        disk_bytes=sum(stat.st_blocks * 512 for stat in stats),
         files=len(stats),
     )
 
 
 def check(target: Path, manifest: Manifest, dtype: torch.dtype) -> None:
-    """Read back, from the disk, what was written; raise WrongWeights where it is not the model.
+    """Read the saved checkpoint back from the disk; raise WrongWeights if it differs from the model.
 
-    Holds a few pieces of 16 MiB: it must not need more than the save was allowed.
+    Needs the memory of a few pieces of 16 MiB, because the save's limit applies to the check too.
     """
     page_cache.drop(files_in(target))
     try:
-        slices = {one.name: one for one in formats.read(_checkpoint_in(target))[1]}
+        slices = {where.name: where for where in formats.read(_checkpoint_in(target))[1]}
         expected = {e.name: e for e in manifest.tensors if e.kind != "non_persistent_buffer"}
-        complain("missing from what was written", expected.keys() - slices.keys())
-        complain("written but not in the model", slices.keys() - expected.keys())
+        complain("missing from the saved checkpoint", expected.keys() - slices.keys())
+        complain("saved but not in the model", slices.keys() - expected.keys())
         wanted = {name: wanted_dtype(entry, dtype) for name, entry in expected.items()}
         others = [
             name
-            for name, one in slices.items()
-            if (one.shape, one.dtype_name) != (expected[name].shape, wanted[name])
+            for name, where in slices.items()
+            if (where.shape, where.dtype_name) != (expected[name].shape, wanted[name])
         ]
-        complain("written in another shape or dtype than the model's", others)
+        complain("saved in another shape or dtype than the model's", others)
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             checksums = dict(zip(slices, pool.map(_checksum, slices.values()), strict=True))
     except CheckpointError as error:
-        raise WrongWeights(f"what was written cannot be read: {error.message}") from error
+        raise WrongWeights(f"the saved checkpoint cannot be read: {error.message}") from error
     wrong = [
         name for name, sum_ in checksums.items() if sum_ != expected[name].checksums[wanted[name]]
     ]
-    complain("written with other values than the model's", wrong)
+    complain("saved with other values than the model's", wrong)
 
 
 def _checksum(where: TensorSlice) -> str:
@@ -113,6 +113,6 @@ def _checksum(where: TensorSlice) -> str:
 
 
 def _checkpoint_in(target: Path) -> Path:
-    """Return the one file in the folder, or the folder itself where it holds several."""
-    found = list(target.iterdir())
-    return found[0] if len(found) == 1 and found[0].is_file() else target
+    """Return the only file in the folder; the folder itself if it contains more or a folder."""
+    contents = list(target.iterdir())
+    return contents[0] if len(contents) == 1 and contents[0].is_file() else target

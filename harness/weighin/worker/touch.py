@@ -1,4 +1,4 @@
-"""Read every byte of a model once: only then has it been loaded, and only so is it verified."""
+"""Read every byte of a model once, which completes lazy loads and gives the checksums to verify."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,16 +8,16 @@ from weighin.checkpoint.checksum import checksum
 
 
 def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return every parameter and buffer by its full name, tied ones under each of their names."""
+    """Return every parameter and buffer by its full name, with tied ones under each of their names."""
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     return tensors | dict(model.named_buffers(remove_duplicate=False))
 
 
 def touch(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Read every byte of every tensor once; returns each one's checksum. Tied ones are read once."""
+    """Read every byte of every tensor and return the checksums; tied tensors are read once."""
     once = {identity(tensor): tensor for tensor in tensors.values()}
     threads = torch.get_num_threads()
-    # A thread a tensor: torch's own threads would wait for each other after every 4 MiB.
+    # One thread per tensor: torch's own threads would synchronise after every 4 MiB.
     torch.set_num_threads(1)
     try:
         with ThreadPoolExecutor(threads) as pool:
@@ -28,5 +28,5 @@ def touch(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
 
 
 def identity(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return what two tensors share if and only if they are the same memory, seen the same way."""
+    """Return a key that is equal for two tensors only if they are the same view of the same memory."""
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()

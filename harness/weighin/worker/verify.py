@@ -1,4 +1,4 @@
-"""Is this the right model? Every parameter and buffer, tied weights, and one forward pass."""
+"""Verify a loaded model: every parameter and buffer, tied weights, and one forward pass."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -11,15 +11,15 @@ from weighin.worker.touch import identity
 
 
 class WrongWeights(Exception):
-    """What a strategy returned, or wrote, is not the model that the checkpoint holds."""
+    """The model that a strategy loaded, or the checkpoint that it saved, is not the expected one."""
 
 
 def check_structure(
     tensors: dict[str, torch.Tensor], manifest: Manifest, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Raise WrongWeights where a tensor is missing, on the wrong device or of the wrong kind.
+    """Raise WrongWeights if a tensor is missing, unexpected, untied, or of a wrong device, shape or dtype.
 
-    Reads no values: runs before the touch, which a tensor on the meta device would end.
+    Reads no values, because it runs before the touch, which fails for tensors on the meta device.
     """
     expected = {entry.name: entry for entry in manifest.tensors}
     complain("missing from the model", expected.keys() - tensors.keys())
@@ -44,7 +44,7 @@ def check_structure(
 
 
 def check_values(checksums: dict[str, str], manifest: Manifest, dtype: torch.dtype) -> None:
-    """Raise WrongWeights where the checksum of a tensor is not the checkpoint's."""
+    """Raise WrongWeights if a tensor's checksum differs from the checkpoint's."""
     wrong = [
         entry.name
         for entry in manifest.tensors
@@ -54,7 +54,7 @@ def check_values(checksums: dict[str, str], manifest: Manifest, dtype: torch.dty
 
 
 def check_forward(model: torch.nn.Module, inputs: Inputs) -> None:
-    """Run the model once; raise WrongWeights where a tensor of its output is not finite.
+    """Run the model once; raise WrongWeights if its output has a value that is not finite.
 
     ``inputs`` are the builder's example inputs, already on the model's device.
     """
@@ -66,7 +66,7 @@ def check_forward(model: torch.nn.Module, inputs: Inputs) -> None:
 
 
 def _tensors(output: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors of what a model returned: one, or tuples, lists and mappings of them."""
+    """Yield the tensors in a model's output: one tensor, or nested tuples, lists and mappings."""
     if isinstance(output, torch.Tensor):
         yield output
     elif isinstance(output, Mapping | tuple | list):
@@ -75,15 +75,15 @@ def _tensors(output: object) -> Iterator[torch.Tensor]:
 
 
 def complain(what: str, names: Iterable[str]) -> None:
-    """Raise WrongWeights where there are names of which this is to be said."""
-    found = sorted(names)
-    if found:
-        some = first_names(found)
-        raise WrongWeights(f"{len(found)} tensor{'s' * (len(found) > 1)} {what}: {some}")
+    """Raise WrongWeights with the fault ``what`` if there are names of tensors that have it."""
+    faulty = sorted(names)
+    if faulty:
+        plural = "s" * (len(faulty) > 1)
+        raise WrongWeights(f"{len(faulty)} tensor{plural} {what}: {first_names(faulty)}")
 
 
 def wanted_dtype(entry: TensorEntry, dtype: torch.dtype) -> str:
-    """Return the dtype that this tensor must end as: only floating-point ones are converted."""
+    """Return the dtype that a tensor must have after the load; only floating-point ones are converted."""
     return _name(dtype) if _name(dtype) in entry.checksums else entry.dtype
 
 

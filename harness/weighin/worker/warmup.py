@@ -1,6 +1,6 @@
-"""What a worker brings to rest before its baseline, and what only it knows of where it runs.
+"""Prepare a worker for its baseline, and report the environment that only the worker can see.
 
-Standard library until a function is called: torch is imported under a mark.
+Imports only the standard library before a function is called, because the import of torch is a phase.
 """
 
 import os
@@ -16,11 +16,11 @@ _WARM_PIECE_BYTES = 1024**2
 
 
 def settle_math() -> None:
-    """Call MKL's vector functions once, in one thread, so that they choose their kernels.
+    """Call MKL's vector functions once, on one thread, so that they select their kernels.
 
-    Where the first calls come from two threads at once, some chunk is now and then computed by
-    another kernel: a table of rotary cosines was wrong by 1.5e-4 in 1 of 100 fresh processes on a
-    busy machine (torch 2.13, MKL 2024.2). No strategy is to blame for that.
+    If two threads make the first calls at the same time, another kernel sometimes computes a part: a
+    table of rotary cosines was wrong by 1.5e-4 in 1 of 100 fresh processes on a busy machine (torch
+    2.13, MKL 2024.2). This is not the fault of any strategy.
     """
     import torch
 
@@ -39,15 +39,15 @@ def read_through(checkpoint: "Path") -> None:
 
 
 def environment(marks: "Marks") -> dict[str, Any]:
-    """Return what only the worker knows of where it runs."""
+    """Return the versions and settings that only the worker can see."""
     import torch
 
     numpy = sys.modules.get("numpy")
-    found = {
+    versions = {
         "python": sys.version.split()[0],
         "torch": str(torch.__version__),
         "numpy": getattr(numpy, "__version__", None),
         "threads": torch.get_num_threads(),
         "libc": os.confstr("CS_GNU_LIBC_VERSION"),
     }
-    return found | (marks.cuda.describe() if marks.cuda else {})
+    return versions | (marks.cuda.describe() if marks.cuda else {})

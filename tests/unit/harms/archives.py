@@ -24,7 +24,7 @@ def overlapping_records(given: Given) -> Said:
     (at,) = struct.unpack_from("<L", data, entries["data.pkl"] + 42)
     struct.pack_into("<L", data, entries["data/0"] + 42, at)
     given.data.write_bytes(data)
-    return given.data, "data/0' lies over record "
+    return given.data, "data/0' overlaps record "
 
 
 @case(*ZIPPED)
@@ -40,7 +40,7 @@ def an_enormous_directory(given: Given) -> Said:
     data = bytearray(given.data.read_bytes())
     struct.pack_into("<Q", data, first_archive(data)[0] - 36, 2**60)
     given.data.write_bytes(data)
-    return given.data, "a directory of 1,152,921,504,606,846,976 bytes"
+    return given.data, "the directory has 1,152,921,504,606,846,976 bytes"
 
 
 @case(*ZIPPED)

@@ -27,7 +27,7 @@ def a_corrupt_pickle(given: Given) -> Said:
 @case(*HEADED)
 def a_corrupt_header(given: Given) -> Said:
     change(given.data, b'"a.weight":{', b'"a.weight":(')
-    return given.data, "the header is not the JSON of tensors at byte "
+    return given.data, "the header is not valid JSON for tensors at byte "
 
 
 # Truncated and missing
@@ -69,4 +69,4 @@ def a_pipe_in_place_of_the_data(given: Given) -> Said:
 @case(*INDEXED)
 def no_index(given: Given) -> Said:
     given.index.unlink()
-    return given.path, "a folder in which no checkpoint is known"
+    return given.path, "not a checkpoint: the folder has neither an index nor metadata"

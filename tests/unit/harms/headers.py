@@ -25,7 +25,7 @@ def overlapping_offsets(given: Given) -> Said:
 @case(*HEADED)
 def negative_offsets(given: Given) -> Said:
     entry(given, "a.weight", data_offsets=[-24, 0])
-    return given.data, "tensor 'a.weight': [-24, 0] are not offsets"
+    return given.data, "tensor 'a.weight': [-24, 0] is not a pair of offsets"
 
 
 @case(*HEADED)
@@ -43,7 +43,7 @@ def an_enormous_shape(given: Given) -> Said:
 @case(*HEADED)
 def an_enormous_header(given: Given) -> Said:
     given.data.write_bytes(struct.pack("<Q", 2**63) + given.data.read_bytes()[8:])
-    return given.data, "announce a header of 9,223,372,036,854,775,808 bytes"
+    return given.data, "give a header length of 9,223,372,036,854,775,808 bytes"
 
 
 @case(*HEADED)

@@ -69,7 +69,7 @@ def a_key_in_two_shards(given: Given) -> Said:
     change(
         given.index, b'"b.bias": "' + given.data.name.encode(), b'"b.bias": "' + other.name.encode()
     )
-    return given.data, "'b.bias' is here, by the index in "
+    return given.data, "'b.bias' is in this file, but the index lists it in "
 
 
 @case(*JSON)

@@ -73,25 +73,25 @@ def put_archive(given: Given, records: dict[str, bytes], method: int) -> None:
 def overlapping_storages(given: Given) -> Said:
     keys = pickle.dumps([str(n) for n in range(len(PLANS))], 2)
     change(given.data, keys, keys.replace(b"X\1\0\0\0001", b"X\1\0\0\0000"))
-    return given.data, "the list of its storages is not that of its tensors"
+    return given.data, "its list of storages does not match its tensors"
 
 
 @case(*PICKLED)
 def a_negative_offset_in_the_pickle(given: Given) -> Said:
     put(given, Tensor(offset=-1))
-    return given.data, "a tensor in storage '0' has no shape that can be"
+    return given.data, "a tensor in storage '0' has an impossible shape"
 
 
 @case(*PICKLED)
 def a_negative_size(given: Given) -> Said:
     put(given, Tensor(shape=(-3, -2)))
-    return given.data, "a tensor in storage '0' has no shape that can be"
+    return given.data, "a tensor in storage '0' has an impossible shape"
 
 
 @case(*PICKLED)
 def a_negative_stride(given: Given) -> Said:
     put(given, Tensor(offset=5, stride=(-2, -1)))
-    return given.data, "a tensor in storage '0' has no shape that can be"
+    return given.data, "a tensor in storage '0' has an impossible shape"
 
 
 @case(*PICKLED)
@@ -103,7 +103,7 @@ def an_enormous_offset_in_the_pickle(given: Given) -> Said:
 @case(*PICKLED)
 def an_enormous_size(given: Given) -> Said:
     put(given, Tensor(shape=(2**40, 2**40)))
-    return given.data, "a tensor in storage '0' has no shape that can be"
+    return given.data, "a tensor in storage '0' has an impossible shape"
 
 
 @case(*PICKLED)

@@ -1,4 +1,4 @@
-"""The peaks of a run as bars that lie in the page's own boxes."""
+"""The peak memory of a run as bars, drawn as HTML boxes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _PER_CENT: Final = 100.0
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """An exact figure on a bar, with its range; places are per cent of the bar's room."""
+    """An exact figure on a bar, with its range; positions are per cent of the axis."""
 
     kind: str
     at: float
@@ -40,7 +40,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceLine:
-    """A reference across all bars; one that lies beyond the axis has no place."""
+    """A reference line across all bars; ``at`` is None if it is beyond the axis."""
 
     kind: str
     text: str
@@ -56,7 +56,7 @@ class Panel:
 
 
 def build(frame: pd.DataFrame, ids: Mapping[str, str]) -> list[Panel]:
-    """Return a panel for each setting in which series can be compared, all on one axis."""
+    """Return a panel for each group of comparable series, all on one axis."""
     if frame.empty:
         return []
     scenes = list(style.scenes(frame))
@@ -105,7 +105,7 @@ def _mark(kind: str, row: Any, key: str, axis: Axis) -> Mark:
 
 
 def _tip(label: str, row: Any) -> str:
-    """Return all figures of a bar in words, exact ones first."""
+    """Return all figures of a bar as text, exact ones first."""
     lines = [f"{label}: {captions.ending(row)}"]
     for key, words in (
         ("peak_rss_bytes", "peak RSS {} GiB (exact)"),

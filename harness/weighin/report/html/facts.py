@@ -1,4 +1,4 @@
-"""What surrounds the figures of a run: its machine, its warnings, and how each figure was taken."""
+"""The machine and software of a run, and the meaning and accuracy of each figure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,38 +11,38 @@ from weighin.records.machine import settings_of
 from weighin.report import captions
 
 _SOURCES: Final = (
-    ("load", "s", "until the strategy returned, without the time that marks took", "exact, clock"),
-    ("ready", "s", "load, and until every byte of every parameter and buffer was read through once: a lazy load has not loaded when it returns", "exact, clock"),
-    ("peak RSS", "GiB", "highest resident set until ready: the kernel's VmHWM, reset at the start of each phase; of a cell that was killed, as last seen", "exact, kernel"),
-    ("above import", "x model", "peak RSS less the resident set after import torch, over the size of all parameters and buffers", "exact, computed"),
-    ("anonymous", "GiB", "largest part of the resident set that cannot be given back; looked at from outside, so a short spike may be missed", "sampled"),
-    ("file-backed", "GiB", "largest part that is mapped files, which the kernel may take back; need not be at the same time as the largest anonymous part", "sampled"),
-    ("cgroup peak", "GiB", "highest charge of the cell's cgroup, with the page cache that it was first to touch: a peak at the limit says nothing about need", "exact, kernel"),
-    ("outcome", "", "ok: every parameter and buffer was compared with the checkpoint, and the model ran once. oom_killed: the kernel's own counter says so", "exact"),
+    ("load", "s", "time until the strategy returned, without the pauses at the ends of phases in which peaks are read", "exact, clock"),
+    ("ready", "s", "load plus the time until every byte of every parameter and buffer was read once; a lazy load has not read the file when it returns", "exact, clock"),
+    ("peak RSS", "GiB", "highest resident set size until ready: the kernel's VmHWM, reset at the start of each phase; for a killed cell, the last reading", "exact, kernel"),
+    ("above import", "x model", "peak RSS less the resident set size after import torch, divided by the size of all parameters and buffers", "exact, computed"),
+    ("anonymous", "GiB", "sampled maximum of the anonymous memory, which the kernel cannot reclaim; sampled from outside, so a short spike may be missed", "sampled"),
+    ("file-backed", "GiB", "sampled maximum of the resident pages of mapped files, which the kernel can reclaim; may occur at another time than the maximum of anonymous memory", "sampled"),
+    ("cgroup peak", "GiB", "highest charge of the cell's cgroup, including page cache that the cell was first to read: a peak at the limit does not show that the cell needs so much", "exact, kernel"),
+    ("outcome", "", "ok: every parameter and buffer was compared with the checkpoint, and the model ran once. oom_killed: reported by the kernel's own counter", "exact"),
 )  # fmt: skip
-# The same figures of a save, and those that only a save has.
+# The same figures for saves, and those that only saves have.
 _OF_SAVES: Final = {
-    "load": ("save", "s", "until the strategy returned, without the time that marks took", "exact, clock"),
-    "ready": ("on the disk", "s", "save, and until every file was synced (fsync)", "exact, clock"),
-    "above import": ("above the model", "x model", "peak RSS less the resident set with the model in memory, over the size of all parameters and buffers", "exact, computed"),
-    "outcome": ("outcome", "", "ok: what was written was read back from the disk, and every tensor compared with the model. oom_killed: the kernel's own counter says so", "exact"),
+    "load": ("save", "s", "time until the strategy returned, without the pauses at the ends of phases in which peaks are read", "exact, clock"),
+    "ready": ("on the disk", "s", "save plus the time until every file was synced (fsync)", "exact, clock"),
+    "above import": ("above the model", "x model", "peak RSS less the resident set size with the model in memory, divided by the size of all parameters and buffers", "exact, computed"),
+    "outcome": ("outcome", "", "ok: the written files were read back from the disk, and every tensor was compared with the model. oom_killed: reported by the kernel's own counter", "exact"),
 }  # fmt: skip
 _WRITTEN: Final = (
-    ("written", "GiB", "sizes of the files, together", "exact"),
-    ("files", "", "how many files", "exact"),
+    ("written", "GiB", "total size of the files", "exact"),
+    ("files", "", "number of files", "exact"),
 )
 _CUDA: Final = (
-    ("CUDA requested", "GiB", "highest sum of what tensors on the GPU asked for, during the load", "exact, allocator"),
-    ("CUDA allocated", "GiB", "the same, rounded up to the allocator's blocks", "exact, allocator"),
-    ("CUDA reserved", "GiB", "highest sum that the allocator held of the driver", "exact, allocator"),
-    ("CUDA driver", "GiB", "largest figure of the driver's own: the context and the libraries' buffers too", "sampled"),
-    ("pinned", "GiB", "highest sum of page-locked host memory", "its allocator's mark"),
+    ("CUDA requested", "GiB", "peak of the bytes that tensors on the GPU requested during the load", "exact, allocator"),
+    ("CUDA allocated", "GiB", "the same, with each request rounded up to the allocator's blocks", "exact, allocator"),
+    ("CUDA reserved", "GiB", "peak of the bytes that the allocator reserved from the driver", "exact, allocator"),
+    ("CUDA driver", "GiB", "sampled maximum of the driver's own figure, which includes the CUDA context and buffers of libraries", "sampled"),
+    ("pinned", "GiB", "peak of page-locked host memory", "exact, its allocator"),
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One key of the environment; where cells differ, each value with the number of its cells."""
+    """One key of the environment; if cells differ, each value with the number of its cells."""
 
     key: str
     values: list[str]
@@ -53,24 +53,24 @@ class Fact:
 
 
 def environment(results: Sequence[Result]) -> list[Fact]:
-    """Return what the cells were measured on, a line for each key that was recorded."""
-    found: dict[str, dict[str, int]] = {}
+    """Return the machine and software of the cells, one fact for each recorded key."""
+    counts_of: dict[str, dict[str, int]] = {}
     for result in results:
         for key, value in settings_of([result.environment]).items():
-            counts = found.setdefault(key, {})
+            counts = counts_of.setdefault(key, {})
             counts[_text(value)] = counts.get(_text(value), 0) + 1
-    return [Fact(key, _counted(counts)) for key, counts in found.items()]
+    return [Fact(key, _counted(counts)) for key, counts in counts_of.items()]
 
 
 def figures(frame: pd.DataFrame) -> list[tuple[str, str, str, str]]:
-    """Return name, unit, meaning and exactness of each figure in the report."""
+    """Return name, unit, meaning and accuracy of each figure in the report."""
     if frame.empty:
         return []
-    found = list(_SOURCES)
+    rows = list(_SOURCES)
     if captions.doing(frame) == "saving":
-        found = [*(_OF_SAVES.get(one[0], one) for one in found), *_WRITTEN]
+        rows = [*(_OF_SAVES.get(row[0], row) for row in rows), *_WRITTEN]
     cuda = bool(frame["peak_cuda_allocated_bytes"].notna().any())
-    return [*found, *_CUDA] if cuda else found
+    return [*rows, *_CUDA] if cuda else rows
 
 
 def when(results: Sequence[Result]) -> str:
@@ -85,7 +85,7 @@ def when(results: Sequence[Result]) -> str:
 
 def _text(value: object) -> str:
     if value is None or value == "":
-        return "not known"
+        return "unknown"
     if isinstance(value, bool):
         return "yes" if value else "no"
     return str(value)

@@ -1,27 +1,27 @@
-"""Where marks of the HTML report's drawings lie: numbers only, the templates draw them."""
+"""The positions of marks in the drawings of the HTML report; the templates draw them."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-_LETTER: Final = 0.56  # of the font's size: the mean width of a letter
+_LETTER: Final = 0.56  # mean width of a letter, as a share of the font size
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A linear axis from 0 to ``top`` in data, from ``start`` to ``end`` in the drawing."""
+    """A linear axis: data from 0 to ``top`` are drawn from ``start`` to ``end``."""
 
     top: float
     start: float
     end: float
 
     def at(self, value: float) -> float:
-        """Return where ``value`` lies; what is beyond the axis lies at its end."""
+        """Return the position of ``value``; values beyond the axis are at its end."""
         share = min(max(value / self.top, 0.0), 1.0)
         return round(self.start + share * (self.end - self.start), 1)
 
     def ticks(self, most: int = 5) -> list[tuple[float, str]]:
-        """Return up to ``most`` + 1 round values as (place, text)."""
+        """Return up to ``most`` + 1 round values as (position, text)."""
         from matplotlib.ticker import MaxNLocator  # half a second to import
 
         locator = MaxNLocator(nbins=most, steps=[1, 2, 2.5, 5, 10])
@@ -31,7 +31,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """A text beside a point: where it starts or ends (``anchor``), and where its point is."""
+    """A text beside a point; ``anchor`` tells whether x is its start, middle or end."""
 
     text: str
     x: float
@@ -55,9 +55,9 @@ class _Box:
 def place_labels(
     points: Sequence[tuple[float, float, str]], width: float, height: float, font: float
 ) -> list[Label]:
-    """Put a name beside each point (x, y, name) where it covers the least of others.
+    """Place a name beside each point (x, y, name) where it covers the least of other labels.
 
-    Takes the first free one of eight places around the point, within ``width`` and ``height``.
+    Tries eight places around the point, inside ``width`` and ``height``; the first free one wins.
     """
     taken = [_Box(x - 6, y - 6, x + 6, y + 6) for x, y, _ in points]
     labels = []
@@ -87,7 +87,7 @@ def _places(font: float) -> Iterable[tuple[float, float, str]]:
 
 
 def pareto_front(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the points that no other is below in one figure and not above in the other, by x."""
+    """Return the Pareto front by x: no point of it has another to its lower left."""
     front: list[tuple[float, float]] = []
     for x, y in sorted(set(points)):
         if not front or y < front[-1][1]:

@@ -1,4 +1,4 @@
-"""Time over peak: what each way of loading pays in memory and in time, with the Pareto front."""
+"""Ready time over peak memory of each series, with the Pareto front."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -13,7 +13,7 @@ WIDTH: Final = 520
 HEIGHT: Final = 300
 FONT: Final = 13
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 506.0, 14.0, 256.0
-# The memory that a scatter can be over; the first is shown first.
+# The figures of memory on the x axis; the page shows the first one until the reader chooses.
 _FIGURES: Final = (
     ("peak_rss_bytes", "peak RSS, GiB (exact)"),
     ("anon_sampled_bytes", "anonymous memory, GiB (sampled)"),
@@ -43,31 +43,31 @@ class Plot:
 
 @dataclass(frozen=True, slots=True)
 class Scatter:
-    """One setting; a plot for each figure of memory that was measured there."""
+    """One group of comparable series, with a plot for each measured figure of memory."""
 
     title: str
     plots: list[Plot]
 
 
 def build(frame: pd.DataFrame) -> list[Scatter]:
-    """Return a scatter for each setting in which at least two series are ready in all repeats."""
+    """Return a scatter for each group in which at least two series are ok in all repeats."""
     if frame.empty:
         return []
-    found = []
+    scatters = []
     for title, group in style.scenes(frame):
         good = group[(group["ok"] == group["repeats"]) & group["ready_s"].notna()]
         plots = [_plot(good, key, words) for key, words in _FIGURES if good[key].notna().sum() > 1]
         if plots:
-            found.append(Scatter(title, plots))
-    return found
+            scatters.append(Scatter(title, plots))
+    return scatters
 
 
 def _plot(good: pd.DataFrame, key: str, words: str) -> Plot:
-    shown = good[good[key].notna()].reset_index(drop=True)
-    data = [(float(row[key]) / GIB, float(row["ready_s"])) for _, row in shown.iterrows()]
+    measured = good[good[key].notna()].reset_index(drop=True)
+    data = [(float(row[key]) / GIB, float(row["ready_s"])) for _, row in measured.iterrows()]
     across = Axis(max(x for x, _ in data) * 1.08, _LEFT, _RIGHT)
     up = Axis(max(y for _, y in data) * 1.12, _BOTTOM, _TOP)
-    names = style.row_labels(shown)
+    names = style.row_labels(measured)
     front = pareto_front(data)
     places = [(across.at(x), up.at(y), name) for (x, y), name in zip(data, names, strict=True)]
     labels = place_labels(places, WIDTH, _BOTTOM, FONT)
@@ -80,7 +80,7 @@ def _plot(good: pd.DataFrame, key: str, words: str) -> Plot:
             (x, y) in front,
             _tip(label.text, x, y, words, is_front=(x, y) in front),
         )
-        for (x, y), label, strategy in zip(data, labels, shown["strategy"], strict=True)
+        for (x, y), label, strategy in zip(data, labels, measured["strategy"], strict=True)
     ]
     steps = [(across.at(front[0][0]), _TOP)]
     for x, y in front:
@@ -91,8 +91,8 @@ def _plot(good: pd.DataFrame, key: str, words: str) -> Plot:
 
 
 def _tip(name: str, memory: float, ready_s: float, words: str, *, is_front: bool) -> str:
-    what, _, how = words.partition(", GiB ")
-    lines = [name, f"{what} {memory:.3f} GiB {how}", f"ready in {ready_s:.2f} s"]
+    figure, _, accuracy = words.partition(", GiB ")
+    lines = [name, f"{figure} {memory:.3f} GiB {accuracy}", f"ready in {ready_s:.2f} s"]
     if is_front:
-        lines.append("on the front: nothing here is better in both")
+        lines.append("on the Pareto front: no other is better in both")
     return "\n".join(lines)

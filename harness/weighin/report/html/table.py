@@ -1,4 +1,4 @@
-"""The summary as a table that can be sorted and filtered."""
+"""The summary as a table that a reader can sort and filter."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class TableColumn:
 
 @dataclass(frozen=True, slots=True)
 class Datum:
-    """One cell of the table; ``key`` is what it is sorted by, empty where nothing was measured."""
+    """One field of the table; ``key`` is its sort key, empty if nothing was measured."""
 
     text: str
     key: str
@@ -43,7 +43,7 @@ class TableRow:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A filter: the column that it looks at, and what there is to choose from."""
+    """A filter: its column, and the values to choose from."""
 
     heading: str
     column: int
@@ -58,25 +58,25 @@ class Table:
 
 
 def ids(frame: pd.DataFrame) -> dict[str, str]:
-    """Return by which name the page knows each series: its row, its bar, its timeline."""
+    """Return the id of each series in the page: that of its row, its bar and its timeline."""
     return {group: f"s{index}" for index, group in enumerate(frame["group"])}
 
 
 def build(frame: pd.DataFrame) -> Table:
-    """Return one row a series; what all have in common is no column."""
+    """Return one row per series; properties that all share have no column."""
     names = ["strategy", *varying(frame)]
     figures = figures_of(frame)
     columns = [TableColumn(HEADINGS.get(name, name), "", is_number=False) for name in names]
     columns.append(TableColumn("outcome", "", is_number=False))
     columns += [TableColumn(f.heading, f.unit, is_number=True) for f in figures]
-    known_as = ids(frame)
-    rows = [_row(row, names, figures, known_as) for _, row in frame.iterrows()]
+    series_ids = ids(frame)
+    rows = [_row(row, names, figures, series_ids) for _, row in frame.iterrows()]
     choices = []
     for index, column in enumerate(columns[: len(names) + 1]):
         texts = list(dict.fromkeys(row.data[index].text for row in rows))
         if column.heading == "outcome":
             texts = list(dict.fromkeys(row.outcome for row in rows))
-        if 1 < len(texts) <= 40:  # a longer list is no help: the search field is
+        if 1 < len(texts) <= 40:  # instead of a longer list, use the search field
             choices.append(Choice(column.heading, index, texts))
     return Table(columns, rows, choices)
 
@@ -85,7 +85,7 @@ def _row(row: Any, names: list[str], figures: list[Column], ids: Mapping[str, st
     data = []
     for name in names:
         text = name_text(name, row)
-        # Without a limit there is more room than with any: it comes last.
+        # No limit sorts after all limits.
         limit = known(row[name]) if name == "ram_limit_bytes" else None
         key = str(limit or 2**63) if name == "ram_limit_bytes" else text
         data.append(Datum(text, key))

@@ -1,4 +1,4 @@
-"""Resident memory over time, one drawing a series; each phase says on hover what it held."""
+"""Resident memory over time: one drawing per series; a phase shows its figures on hover."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,19 +19,19 @@ BOTTOM: Final = 166.0
 _LEFT, _RIGHT = 40.0, 452.0
 _POINTS: Final = 200  # two pixels each, and 60 drawings stay far below 2 MB
 _HEADROOM: Final = 1.18  # above the data and the limit, for the names of phases
-_TARGET: Final = 4.0  # the least that a pointer can find
-_LETTER: Final = 6.2  # width of a phase's letter in the drawing
+_TARGET: Final = 4.0  # the smallest width that a pointer can hit
+_LETTER: Final = 6.2  # width of a letter in a phase's name
 _SECTIONS: Final = ("model", "device")
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A phase as drawn: its band, its exact peak as a line, and what it says on hover."""
+    """A phase as drawn: its band, its exact peak as a line, and its text on hover."""
 
     name: str
     start: float
     width: float
-    target: float  # where it can be pointed at: a very short one pushes its neighbour aside
+    target: float  # start of the hover area; that of a very short phase shifts the next one
     target_width: float
     peak_y: float | None
     is_named: bool
@@ -40,7 +40,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Memory over time of one cell. Areas are SVG paths, from the top of the stack down."""
+    """Memory over time of one cell. ``areas`` are SVG paths, from the top of the stack down."""
 
     id: str
     label: str
@@ -76,7 +76,7 @@ class _Axes:
 def build(
     run: Path, results: Sequence[Result], frame: pd.DataFrame, ids: Mapping[str, str]
 ) -> list[Group]:
-    """Return the first repeat of each series; what is on one model and device shares its axes."""
+    """Return drawings of the first repeats; series of one model and device share their axes."""
     if frame.empty:
         return []
     chosen = timeline_data.choose(run, results, frame)
@@ -104,7 +104,7 @@ def _timeline(track: timeline_data.Track, name: str, axes: _Axes) -> Timeline:
     result, limit = track.result, track.result.cell.ram_limit_bytes
     is_near = limit is not None and limit / GIB <= axes.memory.top
     areas, outline = _areas(track, axes)
-    note = f"goes on until {track.end_s:.0f} s →" if track.end_s > axes.time.top else ""
+    note = f"continues until {track.end_s:.0f} s →" if track.end_s > axes.time.top else ""
     if track.table is None:
         note = "not run" if result.outcome is Outcome.SKIPPED else "no samples"
     return Timeline(
@@ -127,7 +127,7 @@ def _timeline(track: timeline_data.Track, name: str, axes: _Axes) -> Timeline:
 
 
 def _areas(track: timeline_data.Track, axes: _Axes) -> tuple[list[tuple[str, str]], str]:
-    """Return the stacked parts as closed paths, the whole first, and the line of all of it."""
+    """Return the stacked parts as closed paths, the top one first, and the outline of their sum."""
     if track.table is None:
         return [], ""
     seconds = (track.table["t_ns"] - track.zero_ns) / 1e9
@@ -140,24 +140,24 @@ def _areas(track: timeline_data.Track, axes: _Axes) -> tuple[list[tuple[str, str
     for part in timeline_data.PARTS:
         height = height + thin[part]
         lines[part] = list(zip(xs, (axes.memory.at(v / GIB) for v in height), strict=True))
-    shown = [part for part in timeline_data.PARTS if part == "anon_bytes" or thin[part].any()]
+    parts = [part for part in timeline_data.PARTS if part == "anon_bytes" or thin[part].any()]
     base = [(xs[-1], BOTTOM), (xs[0], BOTTOM)]
     areas = [
-        (part.removesuffix("_bytes"), path([*lines[part], *base]) + "Z") for part in shown[::-1]
+        (part.removesuffix("_bytes"), path([*lines[part], *base]) + "Z") for part in parts[::-1]
     ]
     return areas, path(lines[timeline_data.PARTS[-1]])
 
 
 def _spans(track: timeline_data.Track, axes: _Axes) -> list[Span]:
-    found: list[Span] = []
+    spans: list[Span] = []
     for index, (name, start, end) in enumerate(timeline_data.spans(track)):
         if start > axes.time.top:
             break
         ended = track.result.phases[index] if index < len(track.result.phases) else None
         left, right = axes.time.at(start), axes.time.at(end)
         width = round(right - left, 1)
-        target = max(left, found[-1].target + found[-1].target_width) if found else left
-        found.append(
+        target = max(left, spans[-1].target + spans[-1].target_width) if spans else left
+        spans.append(
             Span(
                 name=name,
                 start=left,
@@ -169,7 +169,7 @@ def _spans(track: timeline_data.Track, axes: _Axes) -> list[Span]:
                 tip=_tip(name, start, end, ended, track.result.outcome),
             )
         )
-    return found
+    return spans
 
 
 def _tip(name: str, start: float, end: float, ended: Phase | None, outcome: Outcome) -> str:
@@ -192,7 +192,7 @@ def _tip(name: str, start: float, end: float, ended: Phase | None, outcome: Outc
 
 
 def _cut(track: timeline_data.Track, axes: _Axes) -> tuple[float, float] | None:
-    """Return where the cell was cut off; None where it was not, or nothing was drawn there."""
+    """Return the position at which the cell was cut off; None if it was not, or is not drawn there."""
     is_off = track.end_s > axes.time.top
     if track.table is None or is_off or track.result.outcome not in timeline_data.CUT_OFF:
         return None

@@ -3,7 +3,7 @@
 const all = (selector, root = document) => [...root.querySelectorAll(selector)];
 const one = (selector, root = document) => root.querySelector(selector);
 
-// ---- Theme: what the system wants, until the button is used.
+// ---- Theme: the system's setting, until the reader uses the button.
 const theme = one("#theme");
 const systemIsDark = matchMedia("(prefers-color-scheme: dark)");
 const isDark = () => (document.documentElement.dataset.theme ?? (systemIsDark.matches ? "dark" : "light")) === "dark";
@@ -17,7 +17,7 @@ theme.addEventListener("click", () => {
 systemIsDark.addEventListener("change", nameTheme);
 nameTheme();
 
-// ---- Table: sorting. What was not measured comes last in both directions.
+// ---- Sort the table. Rows without a figure come last in both directions.
 const compare = (isNumber, sign) => (a, b) => {
   if (a.key === "" || b.key === "") return (a.key === "") - (b.key === "") || a.place - b.place;
   const order = isNumber ? Number(a.key) - Number(b.key) : a.key.localeCompare(b.key, "en", { numeric: true });
@@ -38,7 +38,7 @@ const sortBy = (button) => {
 const limitColumn = all("#figures thead th").findIndex((head) => head.textContent.trim() === "RAM limit");
 for (const button of all("#figures thead button")) button.addEventListener("click", () => sortBy(button));
 
-// ---- Filter: of rows, and of all that is drawn of their series.
+// ---- Filter the rows, and the bars and timelines of their series.
 const form = one("#filter");
 const applyFilter = () => {
   const words = one("#words").value.toLowerCase().split(/\s+/).filter(Boolean);
@@ -61,10 +61,10 @@ if (form) {
   form.addEventListener("input", applyFilter);
   form.addEventListener("reset", () => setTimeout(applyFilter));
   form.addEventListener("submit", (event) => event.preventDefault());
-  applyFilter();  // a browser that goes back keeps what was typed
+  applyFilter();  // after "back", browsers restore the inputs of a form
 }
 
-// ---- Time over peak: one figure of memory at a time.
+// ---- Time over peak: show one figure of memory at a time.
 const over = one(".switch");
 const showOver = () => {
   const chosen = one("input:checked", over).value;
@@ -76,7 +76,7 @@ if (over) {
   showOver();
 }
 
-// ---- What a mark means: on hover, and with the arrow keys in a drawing that has the focus.
+// ---- Explain a mark on hover, and with the arrow keys in a drawing that has the focus.
 const tip = one("#tip");
 const showTip = (text, x, y) => {
   if (tip.textContent !== text) tip.textContent = text;
@@ -91,10 +91,10 @@ const hideTip = () => {
   for (const cross of all(".cross")) cross.style.visibility = "hidden";
 };
 
-const LEFT = 40, RIGHT = 452, TOP = 22, BOTTOM = 166;  // the room of a timeline, as in timelines.py
+const LEFT = 40, RIGHT = 452, TOP = 22, BOTTOM = 166;  // the plot area of a timeline, as in timelines.py
 const pointsOf = (path) => path.getAttribute("d").slice(1).replace("Z", "").split("L").map((pair) => pair.split(",").map(Number));
 
-// The sampled memory under the pointer, read from the very paths that are drawn.
+// The sampled memory under the pointer, read from the drawn paths.
 const sampleAt = (svg, x) => {
   const outline = one(".outline", svg);
   if (!outline) return "";
