@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weighin.errors import CheckpointError
-from weighin.formats.per_param import file_name, read_index, read_shared, write_index
+from weighin.formats.per_param import file_name, read_index, write_index
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_the_index_keeps_order_and_ties(folder) -> None:
         ("a", folder / "a.pt"),
         ("tied", folder / "b.pt"),
     ]
-    assert read_shared(folder) == {"tied": "b"}
+    assert json.loads((folder / "index.json").read_text())["shared"] == {"tied": "b"}
 
 
 def tensors(**files: object) -> dict[str, object]:
