@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 # make bench MODEL=gpt2-xl RAM=8g OUT=results/mine STRATEGIES=baseline,streaming ARGS="--repeats 3"
-# make bench SUITE=configs/suites/layouts.yaml      make bench RESUME=results/mine
+# make bench SUITE=layouts      make bench RESUME=results/mine
 MODEL ?= gpt2-small
 RAM ?= none
 SECONDS ?= 60
@@ -32,6 +32,9 @@ report: .venv/ready  ## Write the report of RUN again (default: the newest run)
 
 check: .venv/ready  ## Compare RUN with a committed BASELINE, and fail if memory grew: make check BASELINE=baseline.yaml
 	$(BIN)/weighin check $(RUN) --baseline $(BASELINE) $(ARGS)
+
+man: .venv/ready  ## Write the manual page, docs/weighin.1, from the command line's definitions
+	$(BIN)/python -m weighin.cli.manual > docs/weighin.1
 
 pages: .venv/ready  ## Write the tables and pictures of README.md and docs/ from results/published
 	$(BIN)/python -m weighin.report.docs_tables README.md docs/*.md
@@ -90,4 +93,4 @@ clean:  ## Remove all environments, and the caches of tools in this folder
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-.PHONY: help setup bench recommend floor report check pages docs publish doctor test conformance test-vm test-versions zoo lint dist fuzz clean
+.PHONY: help setup bench recommend floor report check man pages docs publish doctor test conformance test-vm test-versions zoo lint dist fuzz clean

@@ -226,9 +226,10 @@ def predict(run: Run, published: Path) -> None:
     """Predict a run's loads, and store the predictions beside its records."""
     if any(one.cell.operation == "save" for one in run.results):
         return
-    command = [sys.executable, "-m", "weighin", "predict", "--check", str(published), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    (published / PREDICTED).write_text(json.dumps(json.loads(done.stdout), indent=1) + "\n")
+    command = [sys.executable, "-m", "weighin", "predict", "--check", str(published)]
+    subprocess.run(
+        [*command, "--json", str(published / PREDICTED)], stdout=subprocess.DEVNULL, check=True
+    )
 
 
 def fill_pages() -> None:

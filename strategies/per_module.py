@@ -4,9 +4,11 @@ Expected peak: one copy of the weights and the largest layer. The checkpoint has
 per_module, with one file for each layer or submodule.
 """
 
+import json
+from pathlib import Path
+
 import torch
 
-from weighin.formats.per_module import read_index
 from weighin.strategy import Load, retie, tied_names
 
 FORMATS = ("per_module",)
@@ -29,3 +31,9 @@ def load(job: Load) -> torch.nn.Module:
     with job.phase("buffers"):
         job.reset_buffers(model)
     return model
+
+
+def read_index(folder: Path) -> list[Path]:
+    """Return the files, each of which is a state dict."""
+    index = json.loads(Path(folder, "index.json").read_text())
+    return [Path(folder, name) for name in index["files"]]

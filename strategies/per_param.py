@@ -4,9 +4,11 @@ Expected peak: one copy of the weights and the largest tensor. The checkpoint ha
 per_param, with one file for each state-dict key.
 """
 
+import json
+from pathlib import Path
+
 import torch
 
-from weighin.formats.per_param import read_index
 from weighin.strategy import Load, retie, tied_names
 
 FORMATS = ("per_param",)
@@ -28,3 +30,9 @@ def load(job: Load) -> torch.nn.Module:
     with job.phase("buffers"):
         job.reset_buffers(model)
     return model
+
+
+def read_index(folder: Path) -> dict[str, Path]:
+    """Return each key's file, in the state dict's order."""
+    index = json.loads(Path(folder, "index.json").read_text())
+    return {key: Path(folder, name) for key, name in index["tensors"].items()}

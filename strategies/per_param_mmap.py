@@ -4,9 +4,11 @@ Expected peak: no anonymous memory for the weights, as with mmap_assign, but one
 parameter.
 """
 
+import json
+from pathlib import Path
+
 import torch
 
-from weighin.formats.per_param import read_index
 from weighin.strategy import Load, retie, tied_names
 
 FORMATS = ("per_param",)
@@ -29,3 +31,9 @@ def load(job: Load) -> torch.nn.Module:
     with job.phase("buffers"):
         job.reset_buffers(model)
     return model
+
+
+def read_index(folder: Path) -> dict[str, Path]:
+    """Return each key's file, in the state dict's order."""
+    index = json.loads(Path(folder, "index.json").read_text())
+    return {key: Path(folder, name) for key, name in index["tensors"].items()}

@@ -4,12 +4,13 @@ Expected peak: one copy of the weights and the largest shard: in anonymous memor
 in file-backed pages for safetensors.
 """
 
+import json
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
-from weighin.strategy import Load, files, retie, tied_names
+from weighin.strategy import Load, retie, tied_names
 
 FORMATS = ("sharded", "sharded_pt")
 DEVICES = ("cpu", "cuda")
@@ -25,13 +26,19 @@ def load(job: Load) -> torch.nn.Module:
         retie(model, tied)
     with job.phase("copy"):
         targets = model.state_dict()
-        _index, *shards = files(job.checkpoint)
-        for shard in shards:
+        for shard in find_shards(job.checkpoint):
             for name, tensor in load_shard(shard).items():
                 targets[name].copy_(tensor)
     with job.phase("buffers"):
         job.reset_buffers(model)
     return model
+
+
+def find_shards(folder: Path) -> list[Path]:
+    """Return the shards that the index names; of safetensors where both kinds are there."""
+    index = min(Path(folder).glob("*model*.index.json"))
+    names = json.loads(index.read_text())["weight_map"].values()
+    return [Path(folder, name) for name in dict.fromkeys(names)]
 
 
 def load_shard(file: Path) -> dict[str, torch.Tensor]:

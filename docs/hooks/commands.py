@@ -1,14 +1,16 @@
 """The page of all commands, written from the command line's own definitions at each build."""
 
 from collections.abc import Iterator
-from typing import Any, Final
+from inspect import cleandoc
+from typing import Final
 
-import typer
+import click
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
-from rich.text import Text
 
+from weighin.cli._verb import Verb, Verbs
 from weighin.cli.app import app
+from weighin.exit_codes import EXPLAINED
 
 PAGE: Final = "commands.md"
 _HEAD: Final = """# Commands
@@ -24,62 +26,28 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def text() -> str:
-    """Return the page: for each verb its purpose, usage, options and examples."""
-    root = typer.main.get_command(app)
-    return "\n".join([_HEAD, *_verbs(root, root.context_class(root, info_name="weighin"))])
+    """Return the page: for each verb its purpose, usage, arguments, options and examples."""
+    with click.Context(app, info_name="weighin") as context:
+        return "\n".join([_HEAD, *_verbs(app, context), f"{EXPLAINED}\n"])
 
 
-def _verbs(group: Any, context: Any) -> Iterator[str]:
-    for name in group.list_commands(context):
-        verb = group.get_command(context, name)
-        inner = verb.context_class(verb, info_name=name, parent=context)
-        if hasattr(verb, "list_commands"):
-            yield from _verbs(verb, inner)
-        else:
-            yield from _verb(verb, inner)
+def _verbs(group: Verbs, context: click.Context) -> Iterator[str]:
+    for name, verb in group.commands.items():
+        settings = verb.context_settings
+        with click.Context(verb, info_name=name, parent=context, **settings) as inner:
+            yield from _verbs(verb, inner) if isinstance(verb, Verbs) else _verb(verb, inner)
 
 
-def _verb(verb: Any, context: Any) -> Iterator[str]:
-    usage = verb.get_usage(context).removeprefix("Usage: ")
-    yield f"## {context.command_path}\n\n{_plain(verb.help)}\n\n```\n{usage}\n```\n"
-    records = [
-        record
-        for parameter in verb.get_params(context)
-        if (record := _record(parameter, context)) and not record[0].startswith("--help")
-    ]
-    if records:
-        yield "| argument or option | meaning |\n|---|---|"
-        yield from (
-            f"| {_cell(f'`{names}`')} | {_cell(help_text)} |" for names, help_text in records
-        )
-        yield ""
-    yield from _epilog(verb.epilog or "")
-
-
-def _record(parameter: Any, context: Any) -> tuple[str, str] | None:
-    """Return the names of an option or argument, and its help with its default."""
-    record = parameter.get_help_record(context)
-    if record is None:  # hidden
-        return None
-    names, text = record
-    default = text.removeprefix(parameter.help or "")  # "[default: 1]" is no markup
-    return names, f"{_plain(parameter.help)} {default.strip()}"
-
-
-def _epilog(epilog: str) -> Iterator[str]:
-    """Yield examples as one block of code, and other paragraphs as they are."""
-    paragraphs = [one for one in _plain(epilog).split("\n\n") if one.strip()]
-    examples = [one.strip() for one in paragraphs if one.startswith("weighin ")]
-    yield from (f"{one.strip()}\n" for one in paragraphs if one.startswith("Examples"))
-    if examples:
-        yield "\n".join(["```", *examples, "```", ""])
-    rest = [one for one in paragraphs if not one.startswith(("weighin ", "Examples"))]
-    yield from (f"{one.strip()}\n" for one in rest)
-
-
-def _plain(markup: str | None) -> str:
-    """Return help as text: the command line writes it in Rich's markup."""
-    return Text.from_markup(markup or "").plain.strip()
+def _verb(verb: click.Command, context: click.Context) -> Iterator[str]:
+    assert isinstance(verb, Verb)
+    usage = " ".join([context.command_path, *verb.collect_usage_pieces(context)])
+    yield f"## {context.command_path}\n\n{cleandoc(verb.help or '')}\n\n```\n{usage}\n```\n"
+    records = [one.get_help_record(context) for one in verb.get_params(context)]
+    yield "| argument or option | meaning |\n|---|---|"
+    for names, meaning in filter(None, records):
+        if not names.startswith("--help"):
+            yield f"| {_cell(f'`{names}`')} | {_cell(meaning)} |"
+    yield "\n".join(["", "```", *verb.examples, "```", ""])
 
 
 def _cell(text: str) -> str:

@@ -12,11 +12,11 @@
         - SchemaTooNew        a later version of weighin wrote the record
         - DamagedRecord       a line of a record file is not a record
      x StillRunning           a process goes on after SIGKILL                              exit 4
+     x MachineBusy            another run is measuring on this machine                     exit 4
      x Interrupted            Ctrl-C or SIGTERM, raised once everything is cleaned up      exit 130
 
-Exit code 1 means that a gate failed, 4 that some cell has the outcome ``measurement_failed``, 5 that
-some strategy loaded wrong weights or failed (``weighin.exit_codes``). The command line turns any
-other ``OSError`` into a HarnessError (``explain``).
+``weighin.exit_codes`` explains the exit codes 0 to 5 and 130. The command line turns any other
+``OSError`` into a HarnessError (``explain``).
 """
 
 import errno
@@ -104,6 +104,12 @@ class StillRunning(HarnessError):
             "it waits in the kernel, for example for a disk or a network share that does not answer:"
             " repair that, or restart the machine",
         )
+
+
+class MachineBusy(HarnessError):
+    """Another run is measuring on this machine: two at once would distort each other's figures."""
+
+    exit_code = 4
 
 
 class Interrupted(HarnessError):

@@ -1,4 +1,4 @@
-"""Compute the exit code of a run from the outcomes of its cells.
+"""Explain the exit codes of ``weighin``, and compute that of a run from the outcomes of its cells.
 
 A cell that was killed for lack of memory, or ran into its time-out, is a valid result, not a failure.
 """
@@ -16,11 +16,18 @@ STRATEGY_FAILED: Final = 5
 BROKEN: Final = (Outcome.WRONG_WEIGHTS, Outcome.STRATEGY_FAILED)
 """Outcomes that show a fault of the strategy itself, under any limit."""
 
-EXPLAINED: Final = (
-    "Exit codes: 0 done (a cell killed for lack of memory is a valid result), 2 bad input, 3 an"
-    " isolation that is not available, 4 a cell that could not be measured, 5 a strategy that loaded"
-    " wrong weights or failed."
-)
+MEANINGS: Final = {
+    0: "done (a cell killed for lack of memory is a valid result)",
+    1: "a gate failed, nothing fits, or a question was answered with no",
+    2: "bad input",
+    3: "an isolation that is not available",
+    4: "a cell that could not be measured, or another run is measuring on this machine",
+    5: "a strategy that loaded wrong weights or failed",
+    130: "stopped by Ctrl-C or SIGTERM",
+}
+"""Every exit code of ``weighin``."""
+
+EXPLAINED: Final = f"Exit codes: {'; '.join(f'{code} {why}' for code, why in MEANINGS.items())}."
 
 
 def of_results(results: Iterable[Result]) -> int:

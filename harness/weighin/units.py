@@ -13,36 +13,40 @@ TIB: Final = 1024**4
 
 _SUFFIXES: Final = (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB))
 _FACTORS: Final = {"": 1, "b": 1} | {
-    spelling: factor for name, factor in _SUFFIXES for spelling in (name.lower(), name[0].lower())
+    spelling: factor
+    for name, factor in _SUFFIXES
+    for spelling in (name.lower(), name[:2].lower(), name[0].lower())  # gib, gi, g
 }
+_DECIMAL_FACTORS: Final = {"kb": 1000, "mb": 1000**2, "gb": 1000**3, "tb": 1000**4}
 _DURATIONS: Final = {"ms": 1_000_000, "s": 1_000_000_000, "min": 60_000_000_000}
 _SIZE: Final = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[A-Za-z]*)\s*")
 
 
-def parse_bytes(text: str) -> int:
-    """Return the size in ``text`` as bytes: "8g", "8GiB", "6500m", "1.5 GiB", "4096".
+def parse_bytes(text: str, *, decimal: bool = False) -> int:
+    """Return the size in ``text`` as bytes: "8g", "8GiB", "8Gi", "6500m", "1.5 GiB", "4096".
 
-    Suffixes are powers of 1024. "GB" is an error: some tools mean 1000**3 by it, some 1024**3.
+    Suffixes are powers of 1024. "GB" is an error: some tools mean 1000**3 by it, some 1024**3. With
+    ``decimal`` it is 1000**3: sizes of shards, for which Hugging Face writes it in that sense.
 
     Raises:
         ConfigError: the text has no number or an unknown unit, or is less than one byte.
     """
     match = _SIZE.fullmatch(text)
     unit = match["unit"].lower() if match else ""
-    if match and unit in {"kb", "mb", "gb", "tb"}:
+    factors = _FACTORS | _DECIMAL_FACTORS if decimal else _FACTORS
+    if match and unit in _DECIMAL_FACTORS and not decimal:
         clear = f"{match['number']}{unit[0].upper()}iB"
         raise ConfigError(
             f"{text!r} is ambiguous: {unit.upper()} is 1000-based for some tools and 1024-based for others",
             f"write {clear} (1024-based), or the number of bytes",
         )
-    if match is None or unit not in _FACTORS:
-        raise ConfigError(
-            f"cannot read {text!r} as a size", "write a size such as 8GiB, 8g, 6500m or 4096"
-        )
+    if match is None or unit not in factors:
+        examples = "20MB, 5GB, 2GiB or 4096" if decimal else "8GiB, 8g, 6500m or 4096"
+        raise ConfigError(f"cannot read {text!r} as a size", f"write a size such as {examples}")
     size = (
-        round(float(match["number"]) * _FACTORS[unit])
+        round(float(match["number"]) * factors[unit])
         if "." in match["number"]
-        else (int(match["number"]) * _FACTORS[unit])
+        else (int(match["number"]) * factors[unit])
     )
     if size < 1:
         raise ConfigError(f"{text!r} is less than one byte", "write a size such as 8GiB or 6500m")

@@ -33,6 +33,7 @@ with atheris.instrument_imports(include=["weighin.formats"]):
         tensor_refs,
         zip_directory,
     )
+    from weighin.formats.base import TensorSlice
 
 from weighin.errors import CheckpointError
 
@@ -103,7 +104,7 @@ class Fuzzer:
         assert peak_bytes() // 1024 < self.limit_kib, "more than 200 MiB of memory"
 
 
-def check(place: formats.TensorSlice, root: Path) -> None:
+def check(place: TensorSlice, root: Path) -> None:
     """Assert that a slice lies inside a file of the checkpoint."""
     size = place.file.stat().st_size
     assert root in {place.file, place.file.parent}, place

@@ -17,7 +17,7 @@ from weighin.units import KIB, MIB
 
 ROOT = Path(weighin.__file__).resolve().parents[1]
 OF_REPORTS = {"pandas", "matplotlib"}
-OF_THE_PARENT = {"docker", "yaml", "psutil", "rich", "pydantic", "typer", "filelock"}
+OF_THE_PARENT = {"docker", "yaml", "psutil", "rich", "pydantic", "click", "filelock"}
 HEAVY = OF_REPORTS | OF_THE_PARENT | {"importlib.metadata"}
 
 MEASURED = """

@@ -50,7 +50,18 @@ def test_floors_are_apart_by_what_the_strategies_hold_and_a_stopped_search_goes_
 ) -> None:
     names = strategies(command)
     started = command.start(
-        *("floor", "gpt2-tiny", "--isolation", "cgroup", "-s", names, "--out", "found", "--json")
+        *(
+            "floor",
+            "gpt2-tiny",
+            "--isolation",
+            "cgroup",
+            "-s",
+            names,
+            "--out",
+            "found",
+            "--json",
+            "-",
+        )
     )
     leftovers.wait_until(
         lambda: started.process.poll() is not None or len(records(command)) >= 2,
@@ -68,7 +79,7 @@ def test_floors_are_apart_by_what_the_strategies_hold_and_a_stopped_search_goes_
         2,
         "error: found is a search for floors\nresume it: weighin floor --resume found\n",
     )
-    ended = command.run("floor", "--resume", "found", "--trust", "--json", patience_s=400)
+    ended = command.run("floor", "--resume", "found", "--trust", "--json", "-", patience_s=400)
     assert (ended.code, ended.left) == (0, [])
     few, more = json.loads(ended.out)["floors"]
     assert [few["strategy"], more["strategy"]] == ["few", "more"]
@@ -108,7 +119,7 @@ def test_a_load_that_is_wrong_under_a_limit_ends_the_search_and_is_named(
 ) -> None:
     (command.folder / "spoiling.py").write_text(SPOILING)
     ended = command.run(
-        *("floor", "gpt2-tiny", "--isolation", "cgroup", "-s", "./spoiling.py", "--json"),
+        *("floor", "gpt2-tiny", "--isolation", "cgroup", "-s", "./spoiling.py", "--json", "-"),
         patience_s=200,
     )
     assert (ended.code, ended.left) == (5, [])

@@ -38,7 +38,7 @@ def test_over_a_grid_of_limits_recommendations_are_kept(
 
 @pytest.mark.slow
 def test_a_command_says_what_fits_with_its_code(command: CommandLine) -> None:
-    asked = command.run("recommend", "gpt2-tiny", "--ram", "1g", "--json", patience_s=400)
+    asked = command.run("recommend", "gpt2-tiny", "--ram", "1g", "--json", "-", patience_s=400)
     assert asked.code == 0, asked.err
     found = json.loads(asked.out)
     assert found["ram_limit_bytes"] == 1024**3

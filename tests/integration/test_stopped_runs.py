@@ -157,13 +157,25 @@ def test_ctrl_c_while_a_checkpoint_is_made_leaves_nothing_half_made(
 def test_a_second_run_is_refused_while_one_measures(command: CommandLine, hold: Path) -> None:
     first = start(command, "process")
     second = command.run("bench", "tied-tiny", "--isolation", "process", "--out", "second")
-    assert (second.code, second.out) == (2, "")
+    assert (second.code, second.out) == (4, "")
     assert second.err == (
         f"{NOT_LIMITED}"
         f"error: another run is measuring on this machine (it holds {os.environ['WEIGHIN_LOCK']})\n"
-        "wait until it has ended: concurrent runs would distort each other's figures\n"
+        "two runs at once would distort each other's figures: weighin bench --wait starts after its end\n"
     )
     assert not (command.folder / "second").exists()
+    waiting = command.start(
+        *("bench", "tied-tiny", "--isolation", "process", "--out", "third", "--wait")
+    )
+    line = f"waiting for another run on this machine to end (it holds {os.environ['WEIGHIN_LOCK']})"
+    assert waiting.process.stderr
+    while waiting.process.stderr.readline() != f"{line}\n":
+        assert waiting.process.poll() is None
+    stopped = waiting.end(signal.SIGINT)
+    assert (stopped.code, stopped.out) == (130, "")
+    assert stopped.err == (
+        "error: stopped; nothing is left running\ngo on with it: weighin bench --resume third\n"
+    )
     let_go(hold)
     ended = first.end()
     assert (ended.code, ended.left, measured(command)) == (0, [], CELLS)

@@ -1,5 +1,6 @@
 """The built wheel in a fresh environment: one import name, which harms no project's own packages."""
 
+import json
 import os
 import subprocess
 import sys
@@ -89,3 +90,18 @@ def test_strategies_models_and_suites_are_in_the_wheel(python: Path, tmp_path: P
     done = run([str(python), "-m", "weighin", "list"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert "streaming" in done.stdout and "gpt2-xl" in done.stdout
+
+
+def test_a_suite_of_the_wheel_is_found_by_its_name(python: Path, tmp_path: Path) -> None:
+    weighin = [str(python), "-m", "weighin"]
+    listed = run([*weighin, "list", "suites", "--json", "-"], tmp_path)
+    paths = {one["name"]: one["path"] for one in json.loads(listed.stdout)["suites"]}
+    assert Path(paths["ci"]).is_relative_to(python.parents[1])
+    ended = run([*weighin, "bench", "--suite", "ci", "--out", "/proc/run"], tmp_path)
+    assert ended.returncode == 2
+    assert "error: cannot write /proc/run/plan.json" in ended.stderr  # so the suite was read
+
+
+def test_the_wheel_brings_the_manual_page(python: Path) -> None:
+    page = python.parents[1] / "share" / "man" / "man1" / "weighin.1"
+    assert page.read_text() == (ROOT / "docs" / "weighin.1").read_text()

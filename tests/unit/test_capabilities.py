@@ -11,7 +11,7 @@ from weighin.doctor.capabilities import Capability, of_group, pressure
 from weighin.probes.cgroup import PeakMark
 
 KILLS = Capability("kills for lack of memory", "good", "exact: oom_kill in memory.events.local")
-REFAULTS = Capability("pages read again", "good", "exact: workingset_refault_file in memory.stat")
+REFAULTS = Capability("refaults", "good", "exact: workingset_refault_file in memory.stat")
 SOFT = Capability("soft limit (--ram-high)", "good", "memory.high, with --isolation cgroup")
 
 
@@ -20,17 +20,17 @@ def findings(folder: Path, kernel: str) -> list[Capability]:
 
 
 def test_version_1(tmp_path: Path) -> None:
-    exact = "exact for each phase: memory.max_usage_in_bytes, reset at every mark"
+    exact = "exact for each phase: memory.max_usage_in_bytes, reset at the end of each"
     assert findings(tmp_path, HYBRID) == [
         Capability("cgroup peak", "good", exact),
         Capability("kills for lack of memory", "good", "exact: oom_kill in memory.oom_control"),
         REFAULTS,
-        Capability("soft limit (--ram-high)", "poor", "cgroup v1 has none that throttles"),
+        Capability("soft limit (--ram-high)", "poor", "cgroup v1 has no memory.high"),
     ]
 
 
 def test_version_2_whose_mark_resets(tmp_path: Path) -> None:
-    exact = "exact for each phase: memory.peak, reset at every mark"
+    exact = "exact for each phase: memory.peak, reset at the end of each"
     peak = Capability("cgroup peak", "good", exact)
     assert findings(tmp_path, "v2-6.12") == [peak, KILLS, REFAULTS, SOFT]
 
@@ -42,12 +42,12 @@ def test_version_2_whose_mark_is_the_whole_cells(
     assert findings(tmp_path, "v2-6.12")[0] == Capability(
         "cgroup peak",
         "poor",
-        "exact for the whole cell, not for a phase: memory.peak can be reset since Linux 6.12",
+        "exact for the whole cell, not for a phase: resetting memory.peak needs Linux 6.12",
     )
 
 
 def test_version_2_without_a_mark(tmp_path: Path) -> None:
-    missing = "missing: memory.peak came with Linux 5.19; samples remain"
+    missing = "missing: memory.peak needs Linux 5.19; only samples are available"
     peak = Capability("cgroup peak", "bad", missing)
     assert findings(tmp_path, "v2-5.10") == [peak, KILLS, REFAULTS, SOFT]
 
@@ -60,12 +60,12 @@ def test_a_kernel_that_counts_neither_kills_nor_refaults(tmp_path: Path) -> None
         Capability(
             "kills for lack of memory",
             "bad",
-            "missing: memory.events.local has no oom_kill before Linux 5.2 (v2), 4.13 (v1)",
+            "missing: oom_kill in memory.events.local needs Linux 5.2 (v2) or 4.13 (v1)",
         ),
         Capability(
-            "pages read again",
+            "refaults",
             "poor",
-            "missing: this kernel does not count them apart (Linux 5.9); major faults remain",
+            "missing: this counter needs Linux 5.9; only major page faults are available",
         ),
     ]
 
@@ -73,20 +73,20 @@ def test_a_kernel_that_counts_neither_kills_nor_refaults(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("on", "tree", "version", "verdict", "detail"),
     [
-        (False, "/u", 2, "poor", "missing: off in this kernel; boot with psi=1"),
+        (False, "/u", 2, "poor", "missing: disabled in this kernel; boot with psi=1"),
         (
             True,
             None,
             1,
             "poor",
-            "missing: only a cgroup v2 tree has it, and none is mounted",
+            "missing: it needs a cgroup v2 tree, and none is mounted",
         ),
         (
             True,
             "/u",
             1,
             "good",
-            "exact with --isolation cgroup, through /u; docker on cgroup v1 has none",
+            "exact with --isolation cgroup, through /u; not with docker on cgroup v1",
         ),
         (True, "/u", 2, "good", "exact: memory.pressure of the cell's cgroup"),
     ],

@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from factories import make_cell, make_result
 from test_evaluate import STREAMING, grown
-from typer.testing import CliRunner
 
 from weighin.cli import app
 from weighin.errors import HarnessError
@@ -61,7 +61,7 @@ def test_a_regression_exits_with_1_and_says_how_to_accept_it(bad: Path, baseline
     assert code == 1
     assert text.splitlines()[-2:] == [
         "gate failed: 5 regressed, 3 same",
-        "note: if it is meant to be so, accept it with --update, and commit the baseline",
+        "note: if that is intended, accept it with --update, and commit the baseline",
     ]
 
 
@@ -73,10 +73,7 @@ def test_an_update_shows_the_difference_and_the_next_check_passes(
     assert re.search(r"^-        peak_rss: 7248\d+  # 6.750 GiB$", text, re.MULTILINE)
     assert re.search(r"^\+        peak_rss: 7591\d+  # 7.070 GiB$", text, re.MULTILINE)
     assert typed("check", bad, "--baseline", baseline)[0] == 0
-    assert (
-        f"{baseline} is already what was measured"
-        in typed("check", bad, "--baseline", baseline, "--update")[1]
-    )
+    assert f"{baseline} is up to date" in typed("check", bad, "--baseline", baseline, "--update")[1]
 
 
 def test_only_the_metrics_that_were_asked_for(bad: Path, baseline: Path) -> None:

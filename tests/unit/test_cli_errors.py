@@ -5,8 +5,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import click
 import pytest
-import typer
 from factories import make_result, mixed_run
 
 from weighin.cli import app as cli
@@ -54,13 +54,11 @@ def test_an_error_is_two_lines_and_an_exit_code(
     code: int,
     text: str,
 ) -> None:
-    app = typer.Typer()
-
-    @app.command()
+    @click.command()
     def verb() -> None:
         raise error
 
-    monkeypatch.setattr(cli, "app", app)
+    monkeypatch.setattr(cli, "app", verb)
     assert run() == (code, text)
 
 
@@ -93,12 +91,12 @@ def test_options_that_cannot_be_used(
     [
         (
             ("gpt2-xl", "--suite", "x.yaml", "--ram", "8g", "-s", "baseline"),
-            "a suite says it all: MODEL, --ram, --strategies would be ignored\n"
+            "a suite sets the whole matrix: MODEL, --ram, --strategies would be ignored\n"
             "write them into the suite, or leave --suite out",
         ),
         (
             ("--resume", "run", "--repeats", "3", "--suite", "x.yaml"),
-            "a run goes on as it was planned: --repeats, --suite would be ignored\n"
+            "a resumed run keeps its plan: --repeats, --suite would be ignored\n"
             "leave them out, or start a new run",
         ),
     ],
@@ -117,7 +115,7 @@ def test_options_that_would_be_ignored_are_refused(
         (("--within", "30%"), "--within 30% is not between 0% and 10%\nwrite a share of the floor, such as --within 1%"),
         (("--isolation", "process"), "--isolation process cannot enforce a RAM limit\nuse --isolation docker or cgroup, or leave out --ram"),
         (("--resume", "gone"), "gone contains no plan.json: it is not the folder of a run\nname the folder that weighin bench printed at its end, such as results/RUN"),
-        (("--resume", "run", "gpt2-xl", "--within", "2%"), "a run goes on as it was planned: MODEL, --within would be ignored\nleave them out, or start a new run"),
+        (("--resume", "run", "gpt2-xl", "--within", "2%"), "a resumed run keeps its plan: MODEL, --within would be ignored\nleave them out, or start a new run"),
     ],
 )  # fmt: skip
 def test_options_of_a_floor_that_cannot_be_used(
@@ -131,7 +129,7 @@ def test_an_unknown_list(run: Callable[..., tuple[object, str]]) -> None:
     assert run("list", "model") == (
         2,
         "error: no list is called 'model'\n"
-        "did you mean 'models'? known: all, isolations, models, strategies\n",
+        "did you mean 'models'? known: all, isolations, models, strategies, suites\n",
     )
 
 

@@ -1,119 +1,135 @@
-"""What the command line says of itself: help that can be pasted from."""
+"""The help of the command line: what each verb does, examples to paste, and whole words."""
 
 import re
 
+import click
 import pytest
-import typer
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from weighin import __version__
 from weighin.cli import app
 
 VERBS = {
+    ("doctor",): (
+        "Test which limits this machine can enforce, and which figures it can measure.",
+        ["weighin doctor", "weighin doctor --calibrate --json -"],
+    ),
+    ("list",): (
+        "List the strategies, models, suites and isolations.",
+        [
+            "weighin list",
+            "weighin list strategies",
+            "weighin list isolations",
+            "weighin list --json -",
+        ],
+    ),
     ("bench",): (
-        "Load or save a model with every strategy, each in its own limited container: what did it cost?",
+        "Measure memory and time of loading a model, with every strategy, each in a limited process of its own.",
         [
             "weighin bench gpt2-xl --ram 8g --repeats 3",
             "weighin bench gpt2-medium --ram 4g,2500m --strategies mmap_assign,streaming",
             "weighin bench gpt2-large --operation save --ram 8g",
             "weighin bench gpt2-medium --device cuda --vram 1g --trace",
             "weighin bench --model my.nets:build --kwargs '{\"width\": 64}' --checkpoint w.pt",
+            "weighin bench --suite ci --out results/ci",
             "weighin bench --resume results/20261120T093000-gpt2-xl-8GiB",
         ],
     ),
-    ("check",): (
-        "Compare a run with a committed baseline and with budgets; exits with 1 where one is broken.",
-        [
-            "weighin check results/RUN --baseline baseline.yaml --update",
-            "weighin check results/RUN --baseline baseline.yaml",
-            'weighin check results/RUN --budget "streaming: anon <= 2GiB"',
-            'weighin check results/RUN --budget "anon <= 2GiB" --expect baseline=oom_killed',
-            "weighin check results/RUN --baseline baseline.yaml --github",
-        ],
-    ),
     ("floor",): (
-        "Find the smallest RAM limit under which each strategy loads a model, and what life costs there.",
+        "Find the smallest RAM limit under which each strategy loads a model, and measure its load there.",
         [
             "weighin floor gpt2-medium",
             "weighin floor gpt2-xl --strategies mmap_assign,streaming --within 2%",
-            "weighin floor gpt2-small --isolation cgroup --json",
+            "weighin floor gpt2-small --isolation cgroup --json -",
             "weighin floor --resume results/20261120T093000-gpt2-medium-floor",
         ],
     ),
+    ("report",): (
+        "Show a run, and write report.html, report.md, summary.csv and plots into its folder.",
+        [
+            "weighin report results/20261120T093000-gpt2-xl-8GiB",
+            "weighin report results/20261120T093000-gpt2-xl-8GiB --format html,svg",
+            "weighin report results/RUN --format bmf,gha,openmetrics,parquet",
+            "weighin report results/RUN --json -",
+        ],
+    ),
     ("compare",): (
-        "Set several runs beside each other: two commits, two torch versions; judges nothing.",
+        "Show the figures of several runs side by side, such as two commits or two versions of torch.",
         [
             "weighin compare results/torch-2.13 results/torch-2.14",
             "weighin compare results/main results/branch --metrics above_import,ready",
         ],
     ),
-    ("convert",): (
-        "Write a checkpoint again in another layout or dtype; holds a few pieces of 16 MiB, no more.",
+    ("check",): (
+        "Compare a run with a baseline and with budgets; exits with 1 if a figure is over its limit.",
         [
-            "weighin convert model.pt parts --format per_param",
-            "weighin convert model.pt model-bf16.safetensors --dtype bf16 --verify",
-            "weighin convert model.pt shards --format sharded --max-shard-size 2GiB",
-        ],
-    ),
-    ("inspect",): (
-        "Say what is in a checkpoint and what a load should need; executes and loads nothing of it.",
-        [
-            "weighin inspect model.pt",
-            "weighin inspect shards --sort size --all",
-            "weighin inspect model.safetensors --json",
-        ],
-    ),
-    ("predict",): (
-        "Say what loads would need, by running them without values: no GPU, no weights, any size.",
-        [
-            "weighin predict gpt2-xl",
-            "weighin predict llama-70b --device cuda --dtype bf16 -s streaming",
-            "weighin predict --suite configs/suites/notebook.yaml --json",
-            "weighin predict --check results/20261120T093000-gpt2-xl-8GiB",
-        ],
-    ),
-    ("recommend",): (
-        "Say which way of loading fits and is fastest: measured where it was, else predicted.",
-        [
-            "weighin recommend gpt2-xl --ram 8g",
-            "weighin recommend model.safetensors --ram 32g --vram 24g --device cuda",
-            "weighin recommend gpt2-large --ram 4g --allow none --json",
-        ],
-    ),
-    ("report",): (
-        "Draw a run again: the table here; report.html, report.md, summary.csv and plots in its folder.",
-        [
-            "weighin report results/20261120T093000-gpt2-xl-8GiB",
-            "weighin report results/20261120T093000-gpt2-xl-8GiB --format html,svg",
-            "weighin report results/RUN --format bmf,gha,openmetrics,parquet",
+            "weighin check results/RUN --baseline baseline.yaml --update",
+            "weighin check results/RUN --baseline baseline.yaml",
+            'weighin check results/RUN --budget "streaming: anon <= 2GiB"',
+            'weighin check results/RUN --budget "anon <= 2GiB" --expect baseline=oom_killed',
+            "weighin check results/RUN --baseline baseline.yaml --github --json check.json",
         ],
     ),
     ("history",): (
-        "Follow a metric over all runs in a folder, and mark where it changed: commit, torch, machine.",
+        "Plot a metric over all runs in a folder, and name the runs in which its level changed.",
         [
             "weighin history results",
             "weighin history results --metric ready_anon --series streaming --out ready.svg",
         ],
     ),
-    ("list",): ("Say what there is: strategies, models, and ways to isolate.", []),
-    ("doctor",): (
-        "Say what this machine can limit and measure; limits and kills a probe to prove it.",
-        [],
+    ("recommend",): (
+        "Recommend the fastest strategy that fits into the given memory, with its code.",
+        [
+            "weighin recommend gpt2-xl --ram 8g",
+            "weighin recommend model.safetensors --ram 32g --vram 24g --device cuda",
+            "weighin recommend gpt2-large --ram 4g --allow none --json -",
+        ],
+    ),
+    ("predict",): (
+        "Predict how much memory loads need; takes no GPU, no weights, and little memory, whatever the model.",
+        [
+            "weighin predict gpt2-xl",
+            "weighin predict llama-70b --device cuda --dtype bf16 -s streaming",
+            "weighin predict --suite notebook --json -",
+            "weighin predict --check results/20261120T093000-gpt2-xl-8GiB",
+        ],
+    ),
+    ("inspect",): (
+        "List the tensors of a checkpoint, and estimate the memory of loading it.",
+        [
+            "weighin inspect model.pt",
+            "weighin inspect shards --sort size --all",
+            "weighin inspect model.safetensors --json -",
+        ],
+    ),
+    ("convert",): (
+        "Write a checkpoint in another format or dtype, with little memory: in pieces of 16 MiB.",
+        [
+            "weighin convert model.pt parts --format per_param",
+            "weighin convert model.pt model-bf16.safetensors --dtype bf16 --verify",
+            "weighin convert model.pt shards --format sharded --max-shard-size 2GB",
+        ],
     ),
     ("cache", "list"): (
-        "Show the checkpoints that were made here, and how much disk they take.",
-        [],
+        "List the generated checkpoints, with their sizes on the disk.",
+        ["weighin cache list", "weighin cache list --json -"],
     ),
     ("cache", "clear"): (
-        "Delete checkpoints that were made here; your own files are never touched.",
-        ["weighin cache clear gpt2-xl"],
+        "Delete generated checkpoints, after a question; never deletes checkpoints of your own.",
+        ["weighin cache clear gpt2-xl", "weighin cache clear --yes"],
     ),
 }
 
+ORDER = (
+    "doctor list bench floor report compare check history recommend predict inspect convert cache"
+)
+PANELS = ["Before a run", "Measure", "Read and compare", "Choose", "Checkpoints"]
 
-def shown(*arguments: str) -> tuple[int, str]:
-    """The exit code and what a terminal of 80 columns without colours shows."""
-    result = CliRunner().invoke(app.app, arguments, env={"COLUMNS": "80", "NO_COLOR": "1"})
+
+def shown(*arguments: str, columns: int = 80) -> tuple[int, str]:
+    """The exit code, and what a terminal of that width without colours shows."""
+    environment = {"COLUMNS": str(columns), "NO_COLOR": "1"}
+    result = CliRunner().invoke(app.app, arguments, env=environment)
     return result.exit_code, re.sub(r"\x1b\[[0-9;]*m", "", result.output)
 
 
@@ -123,19 +139,56 @@ def test_the_help_of_each_verb_says_what_it_does(verb: tuple[str, ...]) -> None:
     summary, _ = VERBS[verb]
     assert code == 0
     assert summary in " ".join(text.split())
-    assert f"Usage: root {' '.join(verb)}" in text
+    assert f"Usage: weighin {' '.join(verb)}" in text
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=" ".join)
 def test_each_example_is_one_line_to_paste(verb: tuple[str, ...]) -> None:
     _, text = shown(*verb, "--help")
-    found = [line.strip() for line in text.splitlines() if line.startswith(" weighin ")]
+    found = [line.strip() for line in text.splitlines() if line.startswith("  weighin ")]
     assert found == VERBS[verb][1]
 
 
+def test_an_example_that_is_too_long_for_a_line_can_still_be_pasted() -> None:
+    _, text = shown("bench", "--help", columns=60)
+    assert (
+        "  weighin bench --model my.nets:build --kwargs \\\n"
+        "      '{\"width\": 64}' --checkpoint w.pt\n"
+    ) in text
+
+
+@pytest.mark.parametrize("verb", [(), *VERBS], ids=" ".join)
+def test_no_word_of_the_help_is_broken_at_60_columns(verb: tuple[str, ...]) -> None:
+    _, wide = shown(*verb, "--help", columns=300)
+    _, narrow = shown(*verb, "--help", columns=60)
+    assert max(map(len, narrow.splitlines())) <= 60
+    assert [word for word in narrow.split() if word != "\\"] == wide.split()
+
+
+def test_the_verbs_stand_in_the_order_of_work_in_named_panels() -> None:
+    _, text = shown("--help")
+    headings = re.findall(r"^(\w[\w ]*):$", text, re.MULTILINE)
+    assert headings == ["Options", *PANELS]
+    _, _, listed = text.partition(f"{PANELS[0]}:\n")
+    assert re.findall(r"^  ([a-z]+)  ", listed, re.MULTILINE) == ORDER.split()
+
+
 def test_every_verb_is_known_here() -> None:
-    verbs = {(name,) for name in typer.main.get_command(app.app).commands if name != "cache"}
-    assert verbs | {("cache", "list"), ("cache", "clear")} == set(VERBS)
+    assert list(app.app.commands) == ORDER.split()
+    cache = app.app.commands["cache"]
+    assert isinstance(cache, click.Group)
+    verbs = {(name,) for name in app.app.commands} - {("cache",)}
+    assert verbs | {("cache", name) for name in cache.commands} == set(VERBS)
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=" ".join)
+def test_every_verb_writes_json_in_the_same_way(verb: tuple[str, ...]) -> None:
+    _, text = shown(*verb, "--help")
+    words = " ".join(text.split())
+    assert (
+        "--json FILE Write the result as JSON to this file; - is standard output, without the tables."
+        in words
+    )
 
 
 def test_the_version() -> None:
@@ -145,9 +198,10 @@ def test_the_version() -> None:
 def test_a_verb_that_does_not_exist() -> None:
     code, text = shown("bnech")
     assert code == 2
-    assert "No such command 'bnech'. Did you mean 'bench'?" in text
+    assert "No such command 'bnech'" in text
+    assert "bench" in text
 
 
 def test_weighin_alone_shows_the_verbs() -> None:
     _, text = shown()
-    assert all(f" {verb[0]} " in text for verb in VERBS)
+    assert all(f"  {verb[0]} " in text for verb in VERBS)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from fork_server import ForkServer
 from rich.console import Console
-from typer.testing import CliRunner
 
 from weighin import formats
 from weighin.checkpoint import convert, convert_request
@@ -233,11 +233,32 @@ def test_memory_stays_far_below_the_largest_tensor_and_300_mib(
 def test_the_command_says_what_it_made(source) -> None:
     target = source.with_name("half.pt")
     console = Console(stderr=True)
-    said = convert_request.convert(wish(source, target, dtype="bf16", verify=True), console)
+    done = convert_request.convert(wish(source, target, dtype="bf16", verify=True), console)
+    said = str(done)
     assert said.startswith(f"{target}: pt from pt, {target.stat().st_size / 1024:.3f} KiB in ")
     assert "source matches" not in said
     assert said.endswith("every tensor's checksum verified")
     assert torch.load(target)["head"].dtype is torch.bfloat16
+    assert done.as_json() == {
+        "schema": 1,
+        "source": str(source),
+        "source_format": "pt",
+        "target": str(target),
+        "format": "pt",
+        "bytes": target.stat().st_size,
+        "seconds": done.seconds,
+        "checksums": None,
+        "verified": True,
+    }
+
+
+@pytest.mark.parametrize(("size", "shards"), [("4.8KB", 2), ("4.8KiB", 1)])
+def test_shards_are_sized_as_hugging_face_writes_it(source, size: str, shards: int) -> None:
+    """The tensors have 4800 and 28 bytes: together more than 4.8 KB, and less than 4.8 KiB."""
+    target = source.with_name("shards")
+    asked = wish(source, target, fmt="sharded", max_shard_size=size)
+    convert_request.convert(asked, Console(stderr=True))
+    assert len(list(target.glob("*.safetensors"))) == shards
 
 
 def test_the_command_refuses_before_it_starts_anything(source, monkeypatch) -> None:
@@ -248,8 +269,10 @@ def test_the_command_refuses_before_it_starts_anything(source, monkeypatch) -> N
     with pytest.raises(UnknownName) as caught:
         convert_request.convert(wish(source, source.with_name("new"), dtype="bfloat"), Console())
     assert caught.value.message == "no dtype is called 'bfloat'"
-    with pytest.raises(HarnessError, match=r"'5GB' is ambiguous"):
-        convert_request.convert(wish(source, source.with_name("new"), split_above="5GB"), Console())
+    with pytest.raises(
+        HarnessError, match=r"^cannot read '5XB' as a size\nwrite a size such as 20MB"
+    ):
+        convert_request.convert(wish(source, source.with_name("new"), split_above="5XB"), Console())
 
 
 def test_an_interrupted_command_leaves_nothing(source, monkeypatch) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from weighin import formats
 from weighin.checkpoint import inspect
@@ -79,7 +79,7 @@ def test_a_long_table_shows_its_ends(tmp_path) -> None:
 
 
 def test_json_has_it_all(tmp_path) -> None:
-    found = json.loads(run(str(make(tmp_path / "m.pt", "pt")), "--json"))
+    found = json.loads(run(str(make(tmp_path / "m.pt", "pt")), "--json", "-"))
     assert found["totals"] == {
         "tensors": 4, "shared": 1, "numbers": 47, "bytes": 180,
         "file_bytes": (tmp_path / "m.pt").stat().st_size, "largest": "embedding.weight",

@@ -319,3 +319,24 @@ def test_our_strategies_declare_all_options_that_they_read(operation: Operation)
 def test_the_options_of_our_suites_are_known() -> None:
     for path in sorted((registry.data_folder("configs") / "suites").glob("*.yaml")):
         assert registry.chosen(read_suite(path))
+
+
+def test_a_suite_by_its_name_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ci").touch()  # a file of the same name is ./ci
+    assert read_suite(registry.suite_file("ci")).models == ["gpt2-small"]
+    assert registry.suite_file("./ci") == Path("./ci")
+    assert registry.suite_file("mine.yaml") == Path("mine.yaml")
+    with pytest.raises(UnknownName) as caught:
+        registry.suite_file("saveing")
+    assert str(caught.value) == (
+        "no suite is called 'saveing'\n"
+        "did you mean 'saving'? known: ci, cuda-transfers, half-precision, layouts, notebook,"
+        " ram-sweep, saving; for a file of your own: --suite ./mine.yaml"
+    )
+
+
+def test_each_suite_says_what_it_measures() -> None:
+    assert all(read_suite(path).description for path in registry.suites().values())

@@ -71,6 +71,20 @@ def test_the_model_is_used_as_often_as_asked() -> None:
     assert [p.cell.passes for p in start(asked("other", passes=0))[0].planned] == [0]
 
 
+def test_a_run_of_nothing_but_skipped_cells_is_refused_and_says_why(here: Path) -> None:
+    (here / "mine.py").write_text(LOAD)
+    suite = asked(strategies=["./mine.py", "per_module"], format=["pt_legacy"], repeats=2)
+    said = complaint(lambda: start(suite))
+    assert said == (
+        "nothing can be measured, every cell is skipped: mine does not read pt_legacy, only pt;"
+        " per_module does not read pt_legacy, only per_module\n"
+        "choose another strategy, format or device: weighin list strategies shows what each supports"
+    )
+    assert not Path("run").exists()
+    run, _ = start(asked(strategies=["./mine.py", "load_assign"], format=["pt_legacy"]))
+    assert [one.skip for one in run.planned] == ["mine does not read pt_legacy, only pt", ""]
+
+
 def test_a_resumed_run_is_the_run_that_was_planned(here: Path) -> None:
     (here / "mine.py").write_text(LOAD)
     suite = check_suite({

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from weighin.errors import ConfigError, HarnessError
+from weighin.errors import ConfigError, MachineBusy
 from weighin.run import run_lock
 
 HOLDS = (
@@ -34,11 +34,12 @@ def test_two_caches_share_one_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv(run_lock.VARIABLE, str(path := tmp_path / "lock"))
     first = held(path, WEIGHIN_CACHE=str(tmp_path / "one"))
     monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "two"))
-    with pytest.raises(HarnessError) as caught, run_lock.only_run():
+    with pytest.raises(MachineBusy) as caught, run_lock.only_run():
         pytest.fail("both measured")
+    assert caught.value.exit_code == 4
     assert str(caught.value) == (
         f"another run is measuring on this machine (it holds {path})\n"
-        "wait until it has ended: concurrent runs would distort each other's figures"
+        "two runs at once would distort each other's figures: weighin bench --wait starts after its end"
     )
     first.communicate("\n")
     with run_lock.only_run():
@@ -50,10 +51,17 @@ def test_a_run_waits_for_another_one_that_ends(
 ) -> None:
     monkeypatch.setenv(run_lock.VARIABLE, str(tmp_path / "lock"))
     first = held(tmp_path / "lock")
-    first.kill()  # the lock goes with its process
-    with run_lock.only_run(patience_s=30):
+    said = []
+
+    def waiting(text: str) -> None:
+        said.append(text)
+        first.kill()  # the lock goes with its process
+
+    with run_lock.only_run(patience_s=30, waiting=waiting):
         pass
     first.communicate()
+    lock = tmp_path / "lock"
+    assert said == [f"waiting for another run on this machine to end (it holds {lock})"]
 
 
 def test_the_lock_is_where_every_user_finds_it(

@@ -165,7 +165,7 @@ def test_checksums_of_a_target_that_is_gone_are_not_left_to_the_new_one(source: 
 def test_the_command_says_what_it_compared(source: Path) -> None:
     first = convert(source, "one", "per_module", verify=True)
     wish = convert_request.Wish(first, source.with_name("two.pt"), "pt", None, "5GiB", "5GiB", True)
-    said = convert_request.convert(wish, Console(stderr=True))
+    said = str(convert_request.convert(wish, Console(stderr=True)))
     assert said.endswith(
         f", source matches {first / sidecar.NAME}, every tensor's checksum verified"
     )

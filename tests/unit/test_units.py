@@ -33,6 +33,8 @@ from weighin.units import (
         ("8g", 8 * GIB),
         ("8G", 8 * GIB),
         ("8gib", 8 * GIB),
+        ("8Gi", 8 * GIB),  # as Kubernetes writes it
+        ("512Mi", 512 * MIB),
         (" 8 GiB ", 8 * GIB),
         ("1.5 GiB", 3 * GIB // 2),
         (".5g", GIB // 2),
@@ -43,6 +45,22 @@ from weighin.units import (
 )
 def test_what_a_text_is_in_bytes(text: str, size: int) -> None:
     assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("20MB", 20_000_000), ("5GB", 5_000_000_000), ("1.5 gb", 1_500_000_000), ("2GiB", 2 * GIB)],
+)
+def test_sizes_of_shards_may_be_decimal(text: str, size: int) -> None:
+    assert parse_bytes(text, decimal=True) == size
+
+
+def test_a_shard_size_that_is_none() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_bytes("5XB", decimal=True)
+    assert str(caught.value) == (
+        "cannot read '5XB' as a size\nwrite a size such as 20MB, 5GB, 2GiB or 4096"
+    )
 
 
 @pytest.mark.parametrize("text", ["", "g", "eight", "-1g", "8x", "8 g b", "1e9", "1,5g", "0x10"])

@@ -30,7 +30,7 @@ def checkpoints(disk: Path) -> Path:
 @pytest.fixture(scope="session")
 def floor_bytes(disk: Path, checkpoints: Path) -> int:
     """The floor on this machine; its model's checkpoint is in ``checkpoints`` then."""
-    command = [sys.executable, "-m", "weighin", "floor", "--isolation", "cgroup", "--json"]
+    command = [sys.executable, "-m", "weighin", "floor", "--isolation", "cgroup", "--json", "-"]
     for name, value in machines.SEARCHED.items():
         command += [f"--{name}", value]
     command += ["--out", str(disk / "floor-here")]

@@ -39,9 +39,9 @@ def test_it_is_debians_kernel_with_the_unified_hierarchy_alone(machine: Ended) -
 def test_the_doctor_proves_a_limit_and_says_which_figures_there_are(machine: Ended) -> None:
     lines = [" ".join(line.split()) for line in machine.out("doctor").splitlines()]
     for said in (
-        "a probe that overran 384.000 MiB was killed, cgroup peak 384.000 MiB",
+        "a probe that allocated more than 384.000 MiB was killed, cgroup peak 384.000 MiB",
         "v2 at /sys/fs/cgroup",
-        "exact for the whole cell, not for a phase: memory.peak can be reset since Linux 6.12",
+        "exact for the whole cell, not for a phase: resetting memory.peak needs Linux 6.12",
         "exact: oom_kill in memory.events.local",
         "exact: workingset_refault_file in memory.stat",
         "memory.high, with --isolation cgroup",

@@ -3,9 +3,10 @@
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic
+from typing import Any, Final
 
 from rich.console import Console
 from rich.markup import escape
@@ -18,10 +19,12 @@ from weighin.errors import ConfigError, UnknownName
 from weighin.suite.config import DTYPES
 from weighin.units import GIB, format_bytes, format_seconds, parse_bytes
 
+SCHEMA: Final = 1
+
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """The arguments of the command line, with sizes as text."""
+    """The arguments of the command line, with sizes as text; "5GB" is 5 * 1000**3, as for Hugging Face."""
 
     source: Path
     target: Path
@@ -32,8 +35,37 @@ class Wish:
     verify: bool
 
 
-def convert(wish: Wish, console: Console) -> str:
-    """Convert the checkpoint; return one line with the result and the speed.
+@dataclass(frozen=True, slots=True)
+class FinishedConversion:
+    """A finished conversion. ``checksums`` is the file that the source was compared with, if any."""
+
+    source: Path
+    source_format: str
+    target: Path
+    format: str
+    bytes: int
+    seconds: float
+    checksums: Path | None
+    verified: bool
+
+    def __str__(self) -> str:
+        checked = f", source matches {self.checksums}" if self.checksums else ""
+        checked += ", every tensor's checksum verified" if self.verified else ""
+        return (
+            f"{self.target}: {self.format} from {self.source_format}, {format_bytes(self.bytes)} in "
+            f"{format_seconds(round(self.seconds * 1e9))} "
+            f"({self.bytes / GIB / self.seconds:.2f} GiB/s){checked}"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all of it for ``--json``."""
+        paths = {"source": str(self.source), "target": str(self.target)}
+        checksums = str(self.checksums) if self.checksums else None
+        return {"schema": SCHEMA} | asdict(self) | paths | {"checksums": checksums}
+
+
+def convert(wish: Wish, console: Console) -> FinishedConversion:
+    """Convert the checkpoint in a process of its own, with its progress on ``console``.
 
     Raises:
         HarnessError: the conversion failed; no files of the target are left.
@@ -57,14 +89,15 @@ def convert(wish: Wish, console: Console) -> str:
         except BaseException as error:
             _clean(wish.target, error)
             raise
-    size = sum(file.stat().st_size for file in formats.files(wish.target))
-    made = formats.detect(wish.target).NAME
-    checked = f", source matches {checksums}" if checksums else ""
-    checked += ", every tensor's checksum verified" if wish.verify else ""
-    return (
-        f"{wish.target}: {made} from {source}, {format_bytes(size)} in "
-        f"{format_seconds(round(stages['write'] * 1e9))} "
-        f"({size / GIB / stages['write']:.2f} GiB/s){checked}"
+    return FinishedConversion(
+        source=wish.source,
+        source_format=source,
+        target=wish.target,
+        format=formats.detect(wish.target).NAME,
+        bytes=sum(file.stat().st_size for file in formats.files(wish.target)),
+        seconds=stages["write"],
+        checksums=checksums,
+        verified=wish.verify,
     )
 
 
@@ -82,8 +115,8 @@ def _arguments(wish: Wish, checksums: Path | None) -> list[str]:
     if wish.dtype is not None and wish.dtype not in DTYPES:
         raise UnknownName("dtype", wish.dtype, DTYPES)
     arguments = ["convert", f"--format={wish.fmt}"]
-    arguments += [f"--split-above-bytes={parse_bytes(wish.split_above)}"]
-    arguments += [f"--max-shard-bytes={parse_bytes(wish.max_shard_size)}"]
+    arguments += [f"--split-above-bytes={parse_bytes(wish.split_above, decimal=True)}"]
+    arguments += [f"--max-shard-bytes={parse_bytes(wish.max_shard_size, decimal=True)}"]
     arguments += [f"--dtype={DTYPES[wish.dtype]}"] if wish.dtype else []
     arguments += ["--verify"] if wish.verify else []
     arguments += [f"--checksums={checksums}"] if checksums else []

@@ -1,34 +1,51 @@
-"""What was typed for ``weighin bench`` and ``floor``, read strictly: nothing given is silently ignored."""
+"""Read the arguments of the verbs strictly: what is typed is used, or refused."""
 
 import json
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
 from weighin.errors import ConfigError
 
+if TYPE_CHECKING:
+    from weighin.suite.config import Suite
+
 DEFAULT_MODEL = "gpt2-small"
 
-_BESIDE_SUITE = {"suite", "kwargs", "checkpoint", "seed", "folder", "base_image"}
-_BESIDE_SUITE |= {"checkpoint_dtype", "phases", "as_json"}  # of predict
+_BESIDE_ALL = {"trust", "json_file", "wait"}
+_BESIDE_SUITE = _BESIDE_ALL | {"suite", "kwargs", "checkpoint", "seed", "folder", "base_image"}
+_BESIDE_SUITE |= {"checkpoint_dtype", "phases"}  # of predict
 
 
-def refuse_ignored(context: typer.Context) -> None:
-    """Raise ConfigError where an option was typed beside --resume, --check or --suite, which rule."""
-    sources = {one: context.get_parameter_source(one.name or "") for one in context.command.params}
-    typed = [one for one, source in sources.items() if source and source.name == "COMMANDLINE"]
+def read(context: click.Context) -> dict[str, Any]:
+    """Return the values of a verb's parameters, by name; what is typed wins over pyproject.toml.
+
+    Raises:
+        ConfigError: --resume, --check or --suite would make an option ineffective that was typed.
+    """
+    typed = [one for one in context.command.params if _is_typed(context, one.name or "")]
+    _refuse_ignored(typed)
+    return context.params | _contradicted({one.name or "" for one in typed}, context.params)
+
+
+def _is_typed(context: click.Context, name: str) -> bool:
+    return context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+
+
+def _refuse_ignored(typed: list[click.Parameter]) -> None:
     names = {one.name for one in typed}
     if "resume" in names:
-        what, kept = "a run goes on as it was planned", {"resume", "trust", "as_json"}
+        reason, kept = "a resumed run keeps its plan", _BESIDE_ALL | {"resume"}
         repair = "leave them out, or start a new run"
     elif "check" in names:
-        what, kept = "a run says what was measured", {"check", "trust", "as_json"}
+        reason, kept = "--check predicts the cells of a run", _BESIDE_ALL | {"check"}
         repair = "leave them out, or predict without --check"
     elif "suite" in names:
-        what, kept = "a suite says it all", _BESIDE_SUITE
+        reason, kept = "a suite sets the whole matrix", _BESIDE_SUITE - {"trust"}
         repair = "write them into the suite, or leave --suite out"
     elif "trust" in names:
-        what, kept = "what you name yourself needs no trust", set[str]()
+        reason, kept = "code that you name yourself needs no trust", set[str]()
         repair = "leave it out; it goes with --resume, and with --check of predict"
         typed = [one for one in typed if one.name == "trust"]
     else:
@@ -39,7 +56,21 @@ def refuse_ignored(context: typer.Context) -> None:
         if one.name not in kept
     ]
     if ignored:
-        raise ConfigError(f"{what}: {', '.join(ignored)} would be ignored", repair)
+        raise ConfigError(f"{reason}: {', '.join(ignored)} would be ignored", repair)
+
+
+def _contradicted(typed: set[str], params: dict[str, Any]) -> dict[str, Any]:
+    """Return empty values for what pyproject.toml may set and the command line contradicts.
+
+    A typed model stands for itself, without the file's model, arguments and checkpoint; a typed
+    option of the matrix comes without the file's suite.
+    """
+    empty: dict[str, Any] = {}
+    if typed & {"model", "model_option"}:
+        empty = {"model_option": None, "kwargs": "{}", "checkpoint": None}
+    if typed - _BESIDE_SUITE:
+        empty["suite"] = None
+    return {name: value for name, value in empty.items() if name in params and name not in typed}
 
 
 def one_model(argument: str | None, option: str | None) -> str:
@@ -51,13 +82,21 @@ def one_model(argument: str | None, option: str | None) -> str:
     return argument or option or DEFAULT_MODEL
 
 
-def names(texts: list[str]) -> list[str]:
+def names(texts: Iterable[str]) -> list[str]:
     """Return the names in texts that may each hold several, divided by commas."""
     return [name.strip() for text in texts for name in text.split(",") if name.strip()]
 
 
+def read_suite(name: str | None, asked: dict[str, Any]) -> "Suite":
+    """Return the suite of that name or file; without one, that of the command line's options."""
+    from weighin.suite import registry
+    from weighin.suite.config import check_suite, read_suite
+
+    return read_suite(registry.suite_file(name)) if name else check_suite(asked)
+
+
 def json_object(text: str) -> dict[str, Any]:
-    """Return the object that --kwargs holds."""
+    """Return the object in the text of --kwargs."""
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -70,7 +109,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def share(text: str) -> float:
-    """Return the share that --within names: "1%" is 0.01."""
+    """Return the share in the text of --within: "1%" is 0.01."""
     try:
         return float(text.removesuffix("%")) / 100 if text.endswith("%") else float(text)
     except ValueError:

@@ -1,73 +1,141 @@
-"""What there is, as tables: strategies, models, isolations, and the checkpoints made here."""
+"""What ``weighin list`` shows. Imports neither torch nor pydantic nor rich: it is to answer at once."""
 
-from collections.abc import Mapping
-from datetime import datetime
+from collections.abc import Iterator
+from typing import Any, Final
 
-from rich.markup import escape
-from rich.table import Table
-
-from weighin.checkpoint import cache
+from weighin.cli import _wrap
 from weighin.errors import HarnessError, UnknownName
-from weighin.isolation import select
-from weighin.suite import registry
-from weighin.suite.config import read_model
-from weighin.units import format_bytes
+
+SCHEMA: Final = 1
+
+KINDS: Final = ("strategies", "models", "suites", "isolations")
+
+_HEADINGS: Final = {
+    "strategies": "strategies",
+    "saving": "strategies for saves (--operation save)",
+    "models": "models",
+    "suites": "suites (--suite NAME)",
+    "isolations": "isolations (--isolation NAME)",
+}
+
+_ISOLATIONS: Final = {
+    "docker": "A Docker container for each cell. Enforces RAM limits.",
+    "cgroup": "A memory cgroup for each cell, without a container. Enforces RAM limits.",
+    "process": "A plain process for each cell. Measures, but enforces no limit.",
+}
 
 
-def tables(kind: str) -> list[Table]:
-    """Return the table of one kind, or of all."""
-    makers = {
-        "strategies": (_loading, _saving),
-        "models": (_models,),
-        "isolations": (_isolations,),
-    }
-    if kind != "all" and kind not in makers:
-        raise UnknownName("list", kind, [*makers, "all"])
-    return [make() for name, made in makers.items() if kind in (name, "all") for make in made]
+def document(kind: str) -> dict[str, Any]:
+    """Return the entries of one kind, or with "all" of every kind, as data for ``--json``.
+
+    Raises:
+        UnknownName: there is no such kind.
+    """
+    if kind != "all" and kind not in KINDS:
+        raise UnknownName("list", kind, [*KINDS, "all"])
+    found: dict[str, Any] = {"schema": SCHEMA}
+    if kind in ("all", "strategies"):
+        found["strategies"] = _strategies("load")
+        found["saving"] = _strategies("save")
+    if kind in ("all", "models"):
+        found["models"] = _models()
+    if kind in ("all", "suites"):
+        found["suites"] = _suites()
+    if kind in ("all", "isolations"):
+        found["isolations"] = _isolations(tried=kind == "isolations")
+    return found
 
 
-def cache_table() -> Table:
-    """Return the checkpoints that were made here, with their sizes on disk."""
-    table = Table("model", "format", "size", "last used", title=f"checkpoints in {cache.folder()}")
-    for stored in cache.list_entries():
-        used = datetime.fromtimestamp(stored.last_used_s).strftime("%Y-%m-%d %H:%M")
-        table.add_row(escape(stored.name), stored.format, format_bytes(stored.size_bytes), used)
-    return table
+def lines(listed: dict[str, Any], width: int) -> Iterator[str]:
+    """Yield a document as text; no line breaks a word that fits into ``width`` columns."""
+    blank = False
+    for kind, heading in _HEADINGS.items():
+        if kind in listed:
+            if blank:
+                yield ""
+            yield heading
+            for entry in listed[kind]:
+                yield from _entry(kind, entry, max(len(one["name"]) for one in listed[kind]), width)
+            blank = True
 
 
-def _loading() -> Table:
-    table = Table("strategy", "reads", "loads to", "options", "what it does", title="strategies")
-    return _filled(table, registry.strategies())
+def _entry(kind: str, entry: dict[str, Any], longest: int, width: int) -> Iterator[str]:
+    """Yield an entry: its name, its summary beside it, and its facts below the summary."""
+    name = entry["name"].ljust(longest)
+    yield from _wrap.definitions([(name, entry.get("summary", ""))], width)
+    indent = " " * (longest + 4)
+    for fact in _facts(kind, entry):
+        yield from (indent + line for line in _wrap.wrap(fact, width - len(indent)))
 
 
-def _saving() -> Table:
-    title = "strategies of saving (--operation save)"
-    table = Table("strategy", "writes", "saves from", "options", "what it does", title=title)
-    return _filled(table, registry.strategies("save"))
+def _facts(kind: str, entry: dict[str, Any]) -> Iterator[str]:
+    if kind in ("strategies", "saving"):
+        reads, loads = ("reads", "loads to") if kind == "strategies" else ("writes", "saves from")
+        yield f"{reads} {', '.join(entry['formats'])}; {loads} {', '.join(entry['devices'])}"
+        if entry["options"]:
+            yield f"options {', '.join(entry['options'])}"
+    elif kind == "models":
+        arguments = ", ".join(f"{key}={value}" for key, value in entry["kwargs"].items())
+        yield f"{entry['builder']} {arguments}"
+    elif kind == "isolations" and entry["works"] is not None:
+        yield "works here" if entry["works"] else f"does not work here: {entry['why']}"
 
 
-def _filled(table: Table, found: Mapping[str, registry.StrategyInfo]) -> Table:
-    for name, info in found.items():
-        names = (", ".join(each) for each in (info.formats, info.devices, info.options))
-        table.add_row(name, *map(escape, names), escape(info.summary))
-    return table
+def _strategies(operation: Any) -> list[dict[str, Any]]:
+    from weighin.suite import registry
+
+    return [
+        {
+            "name": name,
+            "summary": info.summary,
+            "formats": list(info.formats),
+            "devices": list(info.devices),
+            "options": list(info.options),
+            "path": str(info.path),
+        }
+        for name, info in registry.strategies(operation).items()
+    ]
 
 
-def _models() -> Table:
-    table = Table("model", "builder", "arguments", title="models")
+def _models() -> list[dict[str, Any]]:
+    from weighin.suite import registry
+    from weighin.suite.yaml_file import read_mapping
+
+    found = []
     for name, path in registry.models().items():
-        spec = read_model(path)
-        arguments = ", ".join(f"{key}={value}" for key, value in spec.kwargs.items())
-        table.add_row(name, escape(spec.builder), escape(arguments))
-    return table
+        content = read_mapping(path)
+        kwargs = content.get("kwargs", {})
+        summary = content.get("description", "")
+        found.append(
+            {"name": name, "summary": summary, "builder": content["builder"], "kwargs": kwargs}
+        )
+    return found
 
 
-def _isolations() -> Table:
-    table = Table("isolation", "works here", title="isolations")
-    for name in select.NAMES:
-        try:
-            select.named(name).check()
-            table.add_row(name, "yes")
-        except HarnessError as error:
-            table.add_row(name, f"no: {escape(error.message)}. {escape(error.repair)}")
-    return table
+def _suites() -> list[dict[str, Any]]:
+    from weighin.suite import registry
+    from weighin.suite.yaml_file import read_mapping
+
+    return [
+        {"name": name, "summary": read_mapping(path).get("description", ""), "path": str(path)}
+        for name, path in registry.suites().items()
+    ]
+
+
+def _isolations(*, tried: bool) -> list[dict[str, Any]]:
+    """Return the isolations; whether one works here only where they are ``tried``: None otherwise."""
+    found = []
+    for name, summary in _ISOLATIONS.items():
+        works, why = _try(name) if tried else (None, "")
+        found.append({"name": name, "summary": summary, "works": works, "why": why})
+    return found
+
+
+def _try(name: str) -> tuple[bool, str]:
+    from weighin.isolation import select
+
+    try:
+        select.named(name).check()
+    except HarnessError as error:
+        return False, f"{error.message}. {error.repair}"
+    return True, ""

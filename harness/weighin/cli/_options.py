@@ -1,52 +1,155 @@
-"""Options of the command line that several verbs share, with their words."""
+"""Options that several verbs share, with their help texts."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Any, Literal
 
-import typer
+import click
 
-ModelArgument = Annotated[
-    str | None, typer.Argument(help="A model of `weighin list models`. Default: gpt2-small.")
-]
-Model = Annotated[
-    str | None,
-    typer.Option("--model", help="The same, or any model as package.module:callable."),
-]
-Kwargs = Annotated[str, typer.Option(help="The model's arguments, as a JSON object.")]
-Checkpoint = Annotated[
-    Path | None, typer.Option(help="Your own weights. Default: seeded ones, made on demand.")
-]
-Strategies = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--strategies",
-        "--strategy",
-        "-s",
-        help="Names, or files of your own (./mine.py), divided by commas; all. Default: six; of a save, all.",
+from weighin.cli._verb import Argument
+
+PATH = click.Path(path_type=Path)
+
+Kind = Literal["models", "strategies", "suites"]
+
+
+def completed(kind: Kind) -> Callable[[click.Context, click.Parameter, str], list[str]]:
+    """Return a function that completes the last of several names, divided by commas."""
+
+    def complete(context: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
+        from weighin.suite import registry
+
+        if kind == "strategies":
+            known = [*registry.strategies(context.params.get("operation") or "load"), "all"]
+        else:
+            known = list(registry.models() if kind == "models" else registry.suites())
+        before, comma, last = incomplete.rpartition(",")
+        return [before + comma + name for name in known if name.startswith(last)]
+
+    return complete
+
+
+def several(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a decorator that adds options, in this order in the help."""
+
+    def decorate(function: Any) -> Any:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+MODEL_HELP = "A model of `weighin list models`. Default: gpt2-small."
+
+model_option = click.option(
+    "--model",
+    "model_option",
+    metavar="NAME",
+    shell_complete=completed("models"),
+    help="The same, or the builder of any model as package.module:callable.",
+)
+kwargs = click.option(
+    "--kwargs",
+    metavar="JSON",
+    default="{}",
+    help="Arguments of the model's builder, as a JSON object.",
+)
+
+
+def checkpoint(help: str) -> Callable[[Any], Any]:  # noqa: A002 (click's word)
+    """Return the option ``--checkpoint``."""
+    return click.option("--checkpoint", type=PATH, metavar="PATH", help=help)
+
+
+model = several(
+    click.argument(
+        "model",
+        cls=Argument,
+        required=False,
+        shell_complete=completed("models"),
+        help=MODEL_HELP,
     ),
-]
-Isolation = Annotated[str, typer.Option(help="docker, cgroup, process or auto.")]
-Device = Annotated[str, typer.Option(help="Where the model ends: cpu, cuda, cuda:1.")]
-Dtype = Annotated[
-    str, typer.Option(help="What floating-point weights end as: float32, bf16, fp16.")
-]
-Format = Annotated[
-    str | None,
-    typer.Option(
-        "--format",
-        help="Layouts to load or to write, divided by commas. Default: each strategy's first.",
-    ),
-]
-Timeout = Annotated[float, typer.Option(help="Seconds after which a cell is ended.")]
-Seed = Annotated[int, typer.Option(help="Of the weights that are made.")]
-Trust = Annotated[
-    bool,
-    typer.Option(
-        "--trust",
-        help="Run what the run's files name, also builders and strategies that are not weighin's.",
-    ),
-]
-BaseImage = Annotated[
-    str | None,
-    typer.Option(envvar="WEIGHIN_BASE_IMAGE", help="The image that the Docker image is built on."),
-]
+    model_option,
+    kwargs,
+)
+generated = checkpoint("Your own weights. Default: weights generated from a seed.")
+only_structure = checkpoint("Your own weights: only names, shapes and dtypes are read.")
+strategies = click.option(
+    "--strategies",
+    "--strategy",
+    "-s",
+    "strategies",
+    multiple=True,
+    metavar="NAMES",
+    shell_complete=completed("strategies"),
+    help="Comma-separated names or files, or `all`. Default: the six of the notebook; for saves,"
+    " all.",
+)
+isolation = click.option(
+    "--isolation",
+    default="auto",
+    metavar="NAME",
+    help="docker, cgroup, process, or auto: the first of them that works here.",
+)
+device = click.option(
+    "--device",
+    default="cpu",
+    metavar="DEVICE",
+    help="Device of the loaded model: cpu, cuda or cuda:1.",
+)
+dtype = click.option(
+    "--dtype",
+    default="float32",
+    metavar="DTYPE",
+    help="Dtype of the model's floating-point tensors after the load: float32, bf16 or fp16.",
+)
+formats = click.option(
+    "--format",
+    "fmt",
+    metavar="NAMES",
+    help="Checkpoint formats, comma-separated. Default: the first that each strategy declares.",
+)
+seed = click.option("--seed", default=0, metavar="N", help="Seed of the generated weights.")
+suite = click.option(
+    "--suite",
+    metavar="NAME",
+    shell_complete=completed("suites"),
+    help="A suite of `weighin list suites` or a YAML file, instead of the options above.",
+)
+trust = click.option(
+    "--trust",
+    is_flag=True,
+    help="Run the builders and strategies that the run's files name, also those that are neither"
+    " weighin's nor of an installed package.",
+)
+base_image = click.option(
+    "--base-image",
+    envvar="WEIGHIN_BASE_IMAGE",
+    metavar="IMAGE",
+    show_envvar=True,
+    help="Image on which the Docker image is built.",
+)
+wait = click.option(
+    "--wait",
+    is_flag=True,
+    help="Wait until another run on this machine has ended, instead of ending with exit code 4.",
+)
+json = click.option(
+    "--json",
+    "json_file",
+    metavar="FILE",
+    help="Write the result as JSON to this file; - is standard output, without the tables.",
+)
+
+
+def timeout(seconds: float) -> Callable[[Any], Any]:
+    """Return the option ``--timeout`` with its default."""
+    return click.option(
+        "--timeout",
+        "timeout_s",
+        type=float,
+        default=seconds,
+        metavar="SECONDS",
+        help="Time after which a cell is killed.",
+    )

@@ -1,105 +1,112 @@
-"""The command line's verb that finds RAM floors: ``weighin floor``."""
+"""``weighin floor``: find RAM floors."""
 
-import json
-import sys
-from pathlib import Path
-from typing import Annotated
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
-from weighin import exit_codes
-from weighin.cli import _arguments, _options
-from weighin.cli._shared import err, out
+from weighin.cli import _arguments, _console, _options, _run
+from weighin.cli._verb import Verb
+
+if TYPE_CHECKING:
+    from weighin.run.floor_search import Search
 
 EXAMPLES = (
-    "Examples:\n\n"
-    "weighin floor gpt2-medium\n\n"
-    "weighin floor gpt2-xl --strategies mmap_assign,streaming --within 2%\n\n"
-    "weighin floor gpt2-small --isolation cgroup --json\n\n"
-    "weighin floor --resume results/20261120T093000-gpt2-medium-floor\n\n" + exit_codes.EXPLAINED
+    "weighin floor gpt2-medium",
+    "weighin floor gpt2-xl --strategies mmap_assign,streaming --within 2%",
+    "weighin floor gpt2-small --isolation cgroup --json -",
+    "weighin floor --resume results/20261120T093000-gpt2-medium-floor",
 )
 
 
-def floor(
-    context: typer.Context,
-    model: _options.ModelArgument = None,
-    model_option: _options.Model = None,
-    kwargs: _options.Kwargs = "{}",
-    checkpoint: _options.Checkpoint = None,
-    strategies: _options.Strategies = None,
-    within: Annotated[
-        str, typer.Option(help="How closely: the step in % of the floor, or 8 MiB if larger.")
-    ] = "1%",
-    isolation: _options.Isolation = "auto",
-    device: _options.Device = "cpu",
-    dtype: _options.Dtype = "float32",
-    fmt: _options.Format = None,
-    timeout: _options.Timeout = 300.0,
-    seed: _options.Seed = 0,
-    folder: Annotated[
-        Path | None,
-        typer.Option("--out", help="The run's folder. Default: results/DATE-MODEL-floor."),
-    ] = None,
-    resume: Annotated[
-        Path | None, typer.Option(help="Go on with a search where it was stopped.")
-    ] = None,
-    trust: _options.Trust = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the floors for programs, and nothing else.")
-    ] = False,
-    base_image: _options.BaseImage = None,
-) -> None:
-    """Find the smallest RAM limit under which each strategy loads a model, and what life costs there."""
+@click.command(cls=Verb, examples=EXAMPLES, codes=True)
+@_options.model
+@_options.generated
+@_options.strategies
+@click.option(
+    "--within",
+    default="1%",
+    metavar="SHARE",
+    help="Precision: the largest step between a limit that works and one that does not, in % of"
+    " the floor; 8 MiB if that is larger.",
+)
+@_options.isolation
+@_options.device
+@_options.dtype
+@_options.formats
+@_options.timeout(300.0)
+@_options.seed
+@click.option(
+    "--out",
+    "folder",
+    type=_options.PATH,
+    metavar="FOLDER",
+    help="The run's folder. Default: results/DATE-MODEL-floor.",
+)
+@click.option(
+    "--resume",
+    type=_options.PATH,
+    metavar="FOLDER",
+    help="Continue a search where it was stopped.",
+)
+@_options.trust
+@_options.wait
+@_options.json
+@_options.base_image
+@click.pass_context
+def floor(context: click.Context, /, **_: Any) -> None:
+    """Find the smallest RAM limit under which each strategy loads a model, and measure its load there."""
     from weighin.cli import _progress
-    from weighin.isolation import delegation, select
-    from weighin.records.floor import floors
     from weighin.report import terminal_floors, write_report
-    from weighin.report.floors import as_dict
-    from weighin.run import floor_search
-    from weighin.run import request as bench
-    from weighin.suite.config import check_suite
+    from weighin.report.run_json import of_floors
+    from weighin.run.request import resumable
 
-    _arguments.refuse_ignored(context)
-    if select.wants_cgroup(isolation) and delegation.helps():
-        delegation.enter(sys.argv[1:])
-    if resume:
-        search = floor_search.resume(resume, trusted=trust)
+    typed = _arguments.read(context)
+    _run.enter_scope(typed["isolation"])
+    search = _search(typed)
+    folder, json_file = search.run.folder, typed["json_file"]
+    with (
+        _progress.progress(_console.err(), None) as progress,
+        resumable("floor", search.run),
+    ):
+        results = search.perform(progress)
+    if json_file != _console.STDOUT:
+        _console.show(terminal_floors(results))
+    files = write_report(folder)
+    _console.files(files, json_file)
+    if json_file:
+        _console.write_json(json_file, of_floors(folder, results, files))
+    _run.end(context, results)
+
+
+def _search(typed: dict[str, Any]) -> "Search":
+    """Return the search to perform: a new one, or the one to resume."""
+    from weighin.run import floor_search
+    from weighin.run.request import Request
+
+    if typed["resume"]:
+        search = floor_search.resume(typed["resume"], trusted=typed["trust"])
     else:
         asked = {
-            "models": [_arguments.one_model(model, model_option)],
-            "isolation": isolation,
-            "device": device,
-            "dtype": dtype,
-            "timeout_s": timeout,
+            "models": [_arguments.one_model(typed["model"], typed["model_option"])],
             "passes": 0,
-        }
-        if names := _arguments.names(strategies or []):
+        } | {name: typed[name] for name in ("isolation", "device", "dtype", "timeout_s")}
+        if names := _arguments.names(typed["strategies"]):
             asked["strategies"] = names
-        if fmt:
-            asked["format"] = _arguments.names([fmt])
-        request = bench.Request(
-            suite=check_suite(asked),
-            kwargs=_arguments.json_object(kwargs),
-            checkpoint=checkpoint,
-            seed=seed,
-            folder=folder,
-            base_image=base_image,
-            within=_arguments.share(within),
+        if typed["fmt"]:
+            asked["format"] = _arguments.names([typed["fmt"]])
+        request = Request(
+            suite=_arguments.read_suite(None, asked),
+            kwargs=_arguments.json_object(typed["kwargs"]),
+            checkpoint=typed["checkpoint"],
+            seed=typed["seed"],
+            folder=typed["folder"],
+            base_image=typed["base_image"],
+            within=_arguments.share(typed["within"]),
         )
         search, note = floor_search.start(request)
         if note:
-            err.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
-    task = search.run
-    with _progress.progress(err, None) as progress, bench.resumable("floor", task):
-        results = search.perform(progress)
-    if as_json:
-        text = json.dumps({"floors": [as_dict(one) for one in floors(results)]}, indent=1)
-        out.print(text, markup=False, highlight=False, soft_wrap=True)
-    else:
-        out.print(terminal_floors(results))
-    for path in write_report(task.folder):
-        (err if as_json else out).print(str(path), highlight=False, soft_wrap=True)
-    for line in exit_codes.broken(results):
-        err.print(f"error: {line}", markup=False, highlight=False, soft_wrap=True)
-    if code := exit_codes.of_results(results):
-        raise typer.Exit(code)
+            _console.note(note)
+    patience_s = math.inf if typed["wait"] else 0
+    return replace(search, run=replace(search.run, patience_s=patience_s))

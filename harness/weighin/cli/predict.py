@@ -1,93 +1,93 @@
-"""The command line's ``weighin predict``: what loads would need, or how predictions met a run."""
+"""``weighin predict``: the memory that loads will need."""
 
-import json
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
-from weighin.cli import _arguments, _options
-from weighin.cli._shared import err, out
+from weighin.cli import _arguments, _console, _options
+from weighin.cli._verb import Verb
 
 if TYPE_CHECKING:
     from weighin.suite.config import Suite
     from weighin.suite.matrix import Planned
 
-PREDICT_EXAMPLES = (
-    "Examples:\n\n"
-    "weighin predict gpt2-xl\n\n"
-    "weighin predict llama-70b --device cuda --dtype bf16 -s streaming\n\n"
-    "weighin predict --suite configs/suites/notebook.yaml --json\n\n"
-    "weighin predict --check results/20261120T093000-gpt2-xl-8GiB"
+EXAMPLES = (
+    "weighin predict gpt2-xl",
+    "weighin predict llama-70b --device cuda --dtype bf16 -s streaming",
+    "weighin predict --suite notebook --json -",
+    "weighin predict --check results/20261120T093000-gpt2-xl-8GiB",
 )
 
 
-def predict(
-    context: typer.Context,
-    model: _options.ModelArgument = None,
-    model_option: _options.Model = None,
-    kwargs: _options.Kwargs = "{}",
-    checkpoint: Annotated[
-        Path | None, typer.Option(help="Your own weights: only their structure is read.")
-    ] = None,
-    strategies: _options.Strategies = None,
-    device: _options.Device = "cpu",
-    dtype: _options.Dtype = "float32",
-    checkpoint_dtype: Annotated[
-        str, typer.Option(help="What they are in the checkpoint, where it is not your own.")
-    ] = "float32",
-    fmt: _options.Format = None,
-    suite: Annotated[
-        Path | None, typer.Option(help="A YAML matrix instead of the options above.")
-    ] = None,
-    check: Annotated[
-        Path | None, typer.Option(help="A run's folder: predict its cells, and compare.")
-    ] = None,
-    trust: _options.Trust = False,
-    phases: Annotated[bool, typer.Option("--phases", help="The peaks of each phase, too.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="All of it, for programs.")] = False,
-) -> None:
-    """Say what loads would need, by running them without values: no GPU, no weights, any size."""
-    from weighin.predict import check as checking
+@click.command(cls=Verb, examples=EXAMPLES)
+@_options.model
+@_options.only_structure
+@_options.strategies
+@_options.device
+@_options.dtype
+@click.option(
+    "--checkpoint-dtype",
+    default="float32",
+    metavar="DTYPE",
+    help="Floating-point dtype of the checkpoint, unless it is your own.",
+)
+@_options.formats
+@_options.suite
+@click.option(
+    "--check",
+    type=_options.PATH,
+    metavar="FOLDER",
+    help="Predict the cells of this run, and compare with what was measured.",
+)
+@_options.trust
+@click.option("--phases", is_flag=True, help="Show the peaks of each phase as well.")
+@_options.json
+@click.pass_context
+def predict(context: click.Context, /, **_: Any) -> None:
+    """Predict how much memory loads need; takes no GPU, no weights, and little memory, whatever the model."""
+    typed = _arguments.read(context)
+    if typed["check"] is not None:
+        _check(typed)
+        return
     from weighin.predict import client, tables
 
-    _arguments.refuse_ignored(context)
-    if check is not None:
-        with err.status("predicting the cells of the run"):
-            checked = checking.check(check, trusted=trust)
-        if as_json:
-            print(json.dumps(checking.as_json(checked)))
-        else:
-            out.print(tables.check_table(checked))
-        return
-    asked = {
-        "models": [_arguments.one_model(model, model_option)],
-        "device": device,
-        "dtype": dtype,
-        "strategies": _arguments.names(strategies or []),
-        "format": _arguments.names([fmt]) if fmt else [],
-    }
-    planned = _plan(_suite(suite, asked), _arguments.json_object(kwargs))
-    stored = client.dtype_name(checkpoint_dtype)
-    with err.status("importing torch") as status:
-        found = client.predict(
+    planned = _plan(_suite(typed), _arguments.json_object(typed["kwargs"]))
+    stored = client.dtype_name(typed["checkpoint_dtype"])
+    with _console.err().status("importing torch") as status:
+        predictions = client.predict(
             planned,
-            checkpoint=checkpoint,
+            checkpoint=typed["checkpoint"],
             checkpoint_dtype=stored,
             report=lambda done, name: status.update(f"{name}: {done} of {len(planned)} done"),
         )
-    if as_json:
-        print(json.dumps(tables.as_json(found)))
-        return
-    for part in tables.tables(found, phases=phases):
-        out.print(part)
+    if typed["json_file"] != _console.STDOUT:
+        _console.show(*tables.tables(predictions, phases=typed["phases"]))
+    if typed["json_file"]:
+        _console.write_json(typed["json_file"], tables.as_json(predictions))
 
 
-def _suite(path: Path | None, asked: dict[str, Any]) -> "Suite":
-    from weighin.suite.config import check_suite, read_suite
+def _check(typed: dict[str, Any]) -> None:
+    """Compare predictions with the figures of a run."""
+    from weighin.predict import check, tables
 
+    with _console.err().status("predicting the cells of the run"):
+        checked = check.check(typed["check"], trusted=typed["trust"])
+    if typed["json_file"] != _console.STDOUT:
+        _console.show(tables.check_table(checked))
+    if typed["json_file"]:
+        _console.write_json(typed["json_file"], check.as_json(checked))
+
+
+def _suite(typed: dict[str, Any]) -> "Suite":
+    asked = {
+        "models": [_arguments.one_model(typed["model"], typed["model_option"])],
+        "device": typed["device"],
+        "dtype": typed["dtype"],
+        "strategies": _arguments.names(typed["strategies"]),
+        "format": _arguments.names([typed["fmt"] or ""]),
+    }
     given = {key: value for key, value in asked.items() if value}
-    return read_suite(path) if path else check_suite(given)
+    return _arguments.read_suite(typed["suite"], given)
 
 
 def _plan(suite: "Suite", kwargs: dict[str, Any]) -> "list[Planned]":

@@ -1,74 +1,106 @@
-"""The command line's ``weighin recommend``: which way of loading to use, why, and the code to paste."""
+"""``weighin recommend``: which strategy to use."""
 
-import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
-from weighin.cli import _arguments, _options
-from weighin.cli._shared import err, out
+from weighin.cli import _arguments, _console, _options
+from weighin.cli._verb import Argument, Verb
 
-RECOMMEND_EXAMPLES = (
-    "Examples:\n\n"
-    "weighin recommend gpt2-xl --ram 8g\n\n"
-    "weighin recommend model.safetensors --ram 32g --vram 24g --device cuda\n\n"
-    "weighin recommend gpt2-large --ram 4g --allow none --json"
+if TYPE_CHECKING:
+    from weighin.recommend.answer import Question
+
+EXAMPLES = (
+    "weighin recommend gpt2-xl --ram 8g",
+    "weighin recommend model.safetensors --ram 32g --vram 24g --device cuda",
+    "weighin recommend gpt2-large --ram 4g --allow none --json -",
 )
 
 NOTHING_FITS_EXIT = 1
 
 
-def recommend(
-    what: Annotated[
-        str | None, typer.Argument(help="A model of `weighin list models`, or a checkpoint's path.")
-    ] = None,
-    model_option: _options.Model = None,
-    kwargs: _options.Kwargs = "{}",
-    checkpoint: Annotated[
-        Path | None, typer.Option(help="Your own weights: only their structure is read.")
-    ] = None,
-    ram: Annotated[str, typer.Option(help="RAM that there is: 8g, 6500m, none.")] = "none",
-    vram: Annotated[str, typer.Option(help="Memory of the GPU, without its context.")] = "none",
-    device: _options.Device = "cpu",
-    dtype: _options.Dtype = "float32",
-    allow: Annotated[
-        str, typer.Option(help="What may be asked for: resave, packages, weighin; or none.")
-    ] = "resave,packages,weighin",
-    results: Annotated[
-        Path, typer.Option(help="Where this machine's runs are: their records come first.")
-    ] = Path("results"),
-    as_json: Annotated[bool, typer.Option("--json", help="All of it, for programs.")] = False,
-) -> None:
-    """Say which way of loading fits and is fastest: measured where it was, else predicted."""
+@click.command(cls=Verb, examples=EXAMPLES, codes=True)
+@click.argument(
+    "model",
+    cls=Argument,
+    required=False,
+    shell_complete=_options.completed("models"),
+    help="A model of `weighin list models`, or the path of a checkpoint. Default: gpt2-small.",
+)
+@_options.model_option
+@_options.kwargs
+@_options.only_structure
+@click.option(
+    "--ram", default="none", metavar="SIZE", help="Available RAM: 8g, 8Gi, 6500m or none."
+)
+@click.option(
+    "--vram",
+    default="none",
+    metavar="SIZE",
+    help="Available GPU memory, without that of the CUDA context.",
+)
+@_options.device
+@_options.dtype
+@click.option(
+    "--allow",
+    default="resave,packages,weighin",
+    metavar="NAMES",
+    help="What a strategy may require: resave (the checkpoint in another format), packages,"
+    " weighin; or none.",
+)
+@click.option(
+    "--results",
+    type=_options.PATH,
+    default=Path("results"),
+    metavar="FOLDER",
+    help="Folder with runs of this machine: their records take precedence over predictions.",
+)
+@_options.json
+@click.pass_context
+def recommend(context: click.Context, /, **_: Any) -> None:
+    """Recommend the fastest strategy that fits into the given memory, with its code.
+
+    Memory and times come from records of this machine where there are some, otherwise from predictions.
+    """
+    from weighin.recommend import answer
+
+    typed = _arguments.read(context)
+    question = _question(typed)
+    with _console.err().status("predicting") as status:
+        advice = answer.advise(question, answer.gather(question, status.update))
+    if typed["json_file"] != _console.STDOUT:
+        console = _console.out()
+        for part in answer.parts(advice):
+            console.print(part, highlight=False, soft_wrap=isinstance(part, str))
+    if typed["json_file"]:
+        _console.write_json(typed["json_file"], advice.as_json())
+    if advice.best is None:
+        context.exit(NOTHING_FITS_EXIT)
+
+
+def _question(typed: dict[str, Any]) -> "Question":
     from weighin.recommend import answer
     from weighin.recommend.ranking import Limits
     from weighin.suite import registry
     from weighin.suite.config import check_suite
 
-    name, path = _arguments.one_model(what, model_option), checkpoint
-    if what and path is None and Path(what).exists():
-        path, spec = Path(what), answer.of_checkpoint(Path(what))
+    name = _arguments.one_model(typed["model"], typed["model_option"])
+    path = typed["checkpoint"]
+    if typed["model"] and path is None and Path(typed["model"]).exists():
+        path = Path(typed["model"])
+        spec = answer.of_checkpoint(path)
     else:
-        spec = registry.model(name, _arguments.json_object(kwargs) or None)
-    asked = {"models": spec.name, "ram": ram, "vram": vram, "device": device, "dtype": dtype}
-    suite = check_suite(asked)
-    question = answer.Question(
+        spec = registry.model(name, _arguments.json_object(typed["kwargs"]) or None)
+    limits = {key: typed[key] for key in ("ram", "vram", "device", "dtype")}
+    suite = check_suite({"models": spec.name} | limits)
+    return answer.Question(
         model=spec,
         limits=Limits(suite.ram[0], suite.vram[0]),
         checkpoint=path,
         device=suite.device,
         dtype=suite.dtype,
-        allow=answer.check_allowed(_arguments.names([allow])),
-        results=results,
+        allow=answer.check_allowed(_arguments.names([typed["allow"]])),
+        results=typed["results"],
         python_path=(str(Path.cwd()),),
     )
-    with err.status("predicting") as status:
-        advice = answer.advise(question, answer.gather(question, status.update))
-    if as_json:
-        print(json.dumps(advice.as_json()))
-    else:
-        for part in answer.parts(advice):
-            out.print(part, highlight=False, soft_wrap=isinstance(part, str))
-    if advice.best is None:
-        raise typer.Exit(NOTHING_FITS_EXIT)

@@ -1,1 +1,1 @@
-"""What this machine can limit and measure."""
+"""Test what this machine can limit and measure."""

@@ -1,6 +1,6 @@
-"""Which figures this machine gives exactly, and which it cannot give and why, for ``weighin doctor``.
+"""Tell which figures this machine measures exactly, and which it cannot measure and why.
 
-The cgroup's figures are asked of a group that is made for it, never looked up by version.
+Figures of a cgroup are tried in a temporary group, not concluded from the kernel's version.
 """
 
 import os
@@ -23,7 +23,7 @@ Verdict = Literal["good", "poor", "bad"]
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """One line of the doctor's table."""
+    """One line of the doctor's table: ``verdict`` is "good" for yes, "poor" for partly, "bad" for no."""
 
     subject: str
     verdict: Verdict
@@ -31,19 +31,19 @@ class Capability:
 
 
 def figures() -> Iterator[Capability]:
-    """Yield a finding for each figure of a record, in the order in which a report has them."""
+    """Yield a line for each figure of a record, in the order in which a report shows them."""
     clear = os.access("/proc/self/clear_refs", os.W_OK)
     yield Capability(
         "peak RSS of each phase",
         "good" if clear else "bad",
         "exact: VmHWM, reset through clear_refs"
         if clear
-        else "/proc/self/clear_refs cannot be written: is this a sandbox of another kernel?",
+        else "/proc/self/clear_refs cannot be written, as in a sandbox that is not Linux itself",
     )
     yield Capability(
         "anonymous, file, shared memory",
         "good",
-        "sampled from outside, exact at the ends of phases: the kernel keeps no mark of them",
+        "sampled from outside, exact at the end of each phase: the kernel keeps no peak of them",
     )
     try:
         with temporary_group() as group:
@@ -52,58 +52,61 @@ def figures() -> Iterator[Capability]:
         yield Capability(
             "figures of the cell's cgroup",
             "bad" if memory_hierarchy() is None else "poor",
-            f"{error.message}: none with --isolation cgroup; docker has groups of its own",
+            f"{error.message}: not measured with --isolation cgroup; docker has its own cgroups",
         )
     yield pressure()
     yield cold_cache()
 
 
 def of_group(cgroup: MemoryCgroup) -> Iterator[Capability]:
-    """Yield what a group of one's own tells: its peak, the kernel's kills, refaults, limits."""
+    """Yield what a cgroup of our own provides: its peak, the kernel's kills, refaults, limits."""
     subject, name = "cgroup peak", cgroup.peak_path.name
     with closing(PeakMark(cgroup)) as mark:
         if mark.read() is None:
             yield Capability(
-                subject, "bad", f"missing: {name} came with Linux 5.19; samples remain"
+                subject, "bad", f"missing: {name} needs Linux 5.19; only samples are available"
             )
         elif mark.reset():
-            yield Capability(subject, "good", f"exact for each phase: {name}, reset at every mark")
+            yield Capability(
+                subject, "good", f"exact for each phase: {name}, reset at the end of each"
+            )
         else:
-            why = f"{name} can be reset since Linux 6.12"
+            why = f"resetting {name} needs Linux 6.12"
             yield Capability(subject, "poor", f"exact for the whole cell, not for a phase: {why}")
     kills = cgroup.read_oom_kills()
     detail = f"exact: oom_kill in {cgroup.oom_path.name}"
     if kills is None:
-        detail = f"missing: {cgroup.oom_path.name} has no oom_kill before Linux 5.2 (v2), 4.13 (v1)"
+        needed = "Linux 5.2 (v2) or 4.13 (v1)"
+        detail = f"missing: oom_kill in {cgroup.oom_path.name} needs {needed}"
     yield Capability("kills for lack of memory", "bad" if kills is None else "good", detail)
     refaults = cgroup.read_refaults()
     detail = "exact: workingset_refault_file in memory.stat"
     if refaults is None:
-        detail = "missing: this kernel does not count them apart (Linux 5.9); major faults remain"
-    yield Capability("pages read again", "poor" if refaults is None else "good", detail)
+        detail = "missing: this counter needs Linux 5.9; only major page faults are available"
+    yield Capability("refaults", "poor" if refaults is None else "good", detail)
     soft = cgroup.soft_limit_path is not None
-    detail = "memory.high, with --isolation cgroup" if soft else "cgroup v1 has none that throttles"
+    detail = "memory.high, with --isolation cgroup" if soft else "cgroup v1 has no memory.high"
     yield Capability("soft limit (--ram-high)", "good" if soft else "poor", detail)
 
 
 def pressure() -> Capability:
-    """Return whether a cell's memory pressure can be had: PSI needs a group in a v2 tree."""
+    """Return whether memory pressure can be measured: PSI needs a group in a cgroup v2 tree."""
     subject = "memory pressure (PSI)"
     if not Path("/proc/pressure/memory").exists():
-        return Capability(subject, "poor", "missing: off in this kernel; boot with psi=1")
+        return Capability(subject, "poor", "missing: disabled in this kernel; boot with psi=1")
     tree, hierarchy = pressure_hierarchy(), memory_hierarchy()
     if tree is None:
         return Capability(
-            subject, "poor", "missing: only a cgroup v2 tree has it, and none is mounted"
+            subject, "poor", "missing: it needs a cgroup v2 tree, and none is mounted"
         )
     if hierarchy and hierarchy[0] == 1:
-        detail = f"exact with --isolation cgroup, through {tree}; docker on cgroup v1 has none"
+        detail = f"exact with --isolation cgroup, through {tree}; not with docker on cgroup v1"
         return Capability(subject, "good", detail)
     return Capability(subject, "good", "exact: memory.pressure of the cell's cgroup")
 
 
 def cold_cache() -> Capability:
-    """Return whether the checkpoints' pages can be dropped, and proven gone."""
+    """Return whether a checkpoint's pages can be evicted from the page cache, and whether that shows."""
     folder = cache.folder()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder) as file:
@@ -112,8 +115,8 @@ def cold_cache() -> Capability:
         left = page_cache.drop([Path(file.name)])
     if left is None:
         return Capability(
-            "cold page cache", "bad", f"{folder}: this kernel does not tell what it caches"
+            "cold page cache", "bad", f"{folder}: this kernel does not tell which pages are cached"
         )
     if left:
         return Capability("cold page cache", "bad", f"{folder} keeps its pages: is it a tmpfs?")
-    return Capability("cold page cache", "good", f"dropped and proven for files in {folder}")
+    return Capability("cold page cache", "good", f"files in {folder} are evicted, and checked")

@@ -1,10 +1,16 @@
-"""``weighin doctor``: what this machine can limit and measure, tried out rather than looked up."""
+"""``weighin doctor``: test what this machine can limit and measure.
+
+Everything is tried rather than concluded from version numbers.
+"""
 
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Final
 
+from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
@@ -22,22 +28,55 @@ from weighin.run.cell_runner import Setting, measure
 from weighin.suite.registry import model, read_strategy
 from weighin.units import MIB, format_bytes
 
-_PROBE = Path(__file__).with_name("doctor_probe.py")
+SCHEMA: Final = 1
+
+_PROBE = Path(__file__).with_name("oom_probe.py")
 _PROBE_LIMIT_BYTES = 384 * MIB
-_MARKS = {"good": "[green]yes[/]", "poor": "[yellow]so-so[/]", "bad": "[red]no[/]"}
+_WORDS = {"good": "yes", "poor": "partly", "bad": "no"}
+_STYLES = {"good": "green", "poor": "yellow", "bad": "red"}
 
 
-def examine(say: Callable[[str], None]) -> tuple[Table, bool]:
-    """Try this machine out; returns the table, and whether some isolation holds a limit.
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """Everything that the doctor tried, in the order of the table."""
 
-    Removes what dead runs left behind, and says so.
+    capabilities: tuple[Capability, ...]
+
+    @property
+    def holds_a_limit(self) -> bool:
+        """Whether some isolation enforces a RAM limit here."""
+        return any(
+            "enforces a limit" in one.subject and one.verdict == "good" for one in self.capabilities
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all of it for ``--json``."""
+        return {
+            "schema": SCHEMA,
+            "holds_a_limit": self.holds_a_limit,
+            "capabilities": [
+                asdict(one) | {"verdict": _WORDS[one.verdict]} for one in self.capabilities
+            ],
+        }
+
+
+def examine(say: Callable[[str], None]) -> Examination:
+    """Test this machine; ``say`` gets a line before each step that takes long.
+
+    Removes what earlier runs left behind if they were killed, and reports it.
     """
     isolations = [select.named(name) for name in select.NAMES]
     limits = [finding for one in isolations for finding in _isolation(one, say)]
-    table = Table("what", "works", "detail", title="what this machine can limit and measure")
-    for finding in [*limits, *figures(), *_machine()]:
-        table.add_row(escape(finding.subject), _MARKS[finding.verdict], escape(finding.detail))
-    return table, any("limit" in one.subject and one.verdict == "good" for one in limits)
+    return Examination((*limits, *figures(), *_machine()))
+
+
+def table(examination: Examination) -> Table:
+    """Return the examination as a table for a terminal."""
+    shown = Table("subject", "works", "detail", box=SIMPLE_HEAD, pad_edge=False)
+    for one in examination.capabilities:
+        works = f"[{_STYLES[one.verdict]}]{_WORDS[one.verdict]}[/]"
+        shown.add_row(escape(one.subject), works, escape(one.detail))
+    return shown
 
 
 def _isolation(isolation: Isolation, say: Callable[[str], None]) -> Iterator[Capability]:
@@ -48,11 +87,11 @@ def _isolation(isolation: Isolation, say: Callable[[str], None]) -> Iterator[Cap
         yield Capability(subject, "bad", f"{error.message}. {error.repair}")
         return
     for line in isolation.remove_stale():
-        yield Capability("left behind by a dead run", "good", f"removed: {line}")
+        yield Capability("left behind by a killed run", "good", f"removed: {line}")
     if not isolation.limits:
-        yield Capability(subject, "good", "measures; holds no limit")
+        yield Capability(subject, "good", "measures; enforces no limit")
         return
-    say(f"running into a limit of {format_bytes(_PROBE_LIMIT_BYTES)} with {isolation.name}")
+    say(f"running a probe into a limit of {format_bytes(_PROBE_LIMIT_BYTES)} with {isolation.name}")
     try:
         yield _prove(isolation, say)
     except HarnessError as error:
@@ -60,7 +99,7 @@ def _isolation(isolation: Isolation, say: Callable[[str], None]) -> Iterator[Cap
 
 
 def _prove(isolation: Isolation, say: Callable[[str], None]) -> Capability:
-    """Run a worker into a limit and see the kernel kill it in the phase that overruns."""
+    """Run a worker into a limit, and check that the kernel kills it in the phase that allocates."""
     isolation.prepare(say)
     spec = model("gpt2-tiny")
     checkpoint = cache.ensure(spec, "pt")
@@ -72,27 +111,29 @@ def _prove(isolation: Isolation, say: Callable[[str], None]) -> Capability:
         setting = Setting(isolation, Path(folder), {})
         result = measure(setting, job, [checkpoint.path], None)
     peak = result.peaks.cgroup_bytes
-    subject = f"isolation {isolation.name} holds a limit"
+    subject = f"isolation {isolation.name} enforces a limit"
     if result.outcome is Outcome.OOM_KILLED and result.last_phase == "overrun":
-        at = f"cgroup peak {format_bytes(peak)}" if peak else "cgroup peak unseen"
-        killed = f"a probe that overran {format_bytes(_PROBE_LIMIT_BYTES)} was killed, {at}"
-        return Capability(subject, "good", "; ".join([killed, *result.warnings]))
-    what = f"a probe that overran its limit was not killed: {result.outcome} {result.message}"
-    return Capability(subject, "bad", what.rstrip())
+        measured = f"cgroup peak {format_bytes(peak)}" if peak else "cgroup peak not measured"
+        killed = f"a probe that allocated more than {format_bytes(_PROBE_LIMIT_BYTES)} was killed"
+        return Capability(subject, "good", "; ".join([f"{killed}, {measured}", *result.warnings]))
+    survived = f"a probe above its limit was not killed: {result.outcome} {result.message}"
+    return Capability(subject, "bad", survived.rstrip())
 
 
 def _machine() -> Iterator[Capability]:
-    found = environment.machine()
+    machine = environment.machine()
     yield _hierarchy()
-    free, total = environment.free_ram_bytes(), found["ram_bytes"]
+    free, total = environment.free_ram_bytes(), machine["ram_bytes"]
     yield Capability("RAM", "good", f"{format_bytes(free)} free of {format_bytes(total)}")
     disk = shutil.disk_usage(cache.folder()).free
     yield Capability(
         "disk for checkpoints", "good", f"{format_bytes(disk)} free at {cache.folder()}"
     )
-    yield _swap(found["swap_bytes"])
+    yield _swap(machine["swap_bytes"])
     yield Capability(
-        "transparent huge pages", "good", f"{found['thp']} (recorded: changes figures)"
+        "transparent huge pages",
+        "good",
+        f"{machine['thp']} (affects memory figures; part of each record)",
     )
     yield gpu()
 
@@ -123,7 +164,7 @@ def _swap(swap_bytes: int) -> Capability:
 
 
 def gpu() -> Capability:
-    """Return which GPU a cell with ``--device cuda`` would load to, and why none where there is none."""
+    """Return the GPU on which cells with ``--device cuda`` would run, or why there is none."""
     import torch  # 2 s; the probes have read it from the disk by now
 
     subject = "CUDA GPU"

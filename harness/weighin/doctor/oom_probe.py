@@ -1,4 +1,4 @@
-"""A strategy that overruns its limit on purpose: ``weighin doctor`` proves with it that one holds."""
+"""A strategy that allocates more than its limit, with which ``weighin doctor`` tests limits."""
 
 import torch
 
@@ -11,5 +11,5 @@ DEVICES = ("cpu",)
 
 def load(job: Load) -> torch.nn.Module:
     with job.phase("overrun"):
-        held = torch.ones(1024 * MIB, dtype=torch.uint8)  # written, so really taken
-    return torch.nn.Linear(1, int(held[0]))  # only reached where nothing limits
+        tensor = torch.ones(1024 * MIB, dtype=torch.uint8)  # written, so that it is resident
+    return torch.nn.Linear(1, int(tensor[0]))  # only reached if nothing enforces the limit

@@ -19,6 +19,7 @@ from weighin.records.machine import Policy, Setting
 from weighin.records.metrics import METRICS, Metric, Tolerance, named
 from weighin.records.series import Figure, Series
 from weighin.suite import config
+from weighin.suite.yaml_file import read_mapping
 
 SCHEMA: Final = 1
 
@@ -113,7 +114,7 @@ def read(path: Path) -> Baseline:
             f"there is no baseline {path}",
             f"create it from a good run: weighin check RUN --baseline {quote(str(path))} --update",
         )
-    content = config.read_mapping(path)
+    content = read_mapping(path)
     schema = content.get("schema")
     if isinstance(schema, int) and schema > SCHEMA:
         raise SchemaTooNew(

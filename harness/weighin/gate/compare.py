@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from string import ascii_uppercase
-from typing import Final
+from typing import Any, Final
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -27,6 +27,7 @@ from weighin.text import markdown, one_line
 
 _STYLES: Final = {LineVerdict.REGRESSED: "bold red", LineVerdict.IMPROVED: "green"}
 _SHORT_COMMIT: Final = 10
+SCHEMA: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,36 @@ def terminal(comparison: Comparison) -> RenderableType:
         parts.append(Text(f"all: {comparison.common}", style="dim"))
     parts.append(Text(_summary(comparison), style="bold"))
     return Group(*parts)
+
+
+def as_json(comparison: Comparison) -> dict[str, Any]:
+    """Return the comparison as data for ``--json``; each run after the first has a change and a verdict."""
+    return {
+        "schema": SCHEMA,
+        "runs": list(comparison.headings),
+        "common": comparison.common,
+        "rows": [
+            {
+                "series": row.series,
+                "metric": row.what,
+                "texts": list(row.texts),
+                "compared": [_compared(line) for line in row.lines],
+            }
+            for row in comparison.rows
+        ],
+        "warnings": list(comparison.warnings),
+    }
+
+
+def _compared(line: Line | None) -> dict[str, Any] | None:
+    if line is None or line.metric is None:
+        return None
+    return {
+        "unit": line.metric.unit,
+        "before": line.was,
+        "now": line.now,
+        "changed_beyond_noise": line.verdict in _STYLES,
+    }
 
 
 def write_markdown(comparison: Comparison) -> str:

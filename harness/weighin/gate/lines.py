@@ -68,6 +68,11 @@ class Line:
     phases: tuple[Growth, ...] = ()
 
     @property
+    def is_budget(self) -> bool:
+        """Whether it judges a budget: ``was`` is the budget's bound, and no baseline's figure."""
+        return self.metric is not None and self.what != self.metric.title
+
+    @property
     def grown(self) -> Growth | None:
         """The phase that explains the growth: the first that grew by about the same amount.
 

@@ -23,7 +23,7 @@ def describe(line: Line) -> str:
         return one_line(line.text)
     words = f"{line.what}: {metric.text(line.was)} -> {metric.text(line.now)}, {metric.change(line.was, line.now)}"
     if line.allowed is not None:
-        words += f"; allowed {metric.text(line.allowed)}"
+        words += f"; limit {metric.text(line.allowed)}"
     if line.grown and line.verdict in FAILING:
         words += f"; grew in {one_line(line.grown.phase)} by {metric.change(0, line.grown.step).lstrip('+')}"
     return words

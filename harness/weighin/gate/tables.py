@@ -13,7 +13,7 @@ from weighin.gate.lines import FAILING, GateResult, Line, LineVerdict
 from weighin.records.series import FORMAT, STRATEGY
 from weighin.text import markdown, one_line
 
-_HEADINGS: Final = ("", "series", "what", "baseline", "now", "change", "allowed", "grew in")
+_HEADINGS: Final = ("", "series", "what", "before", "now", "change", "limit", "grew in")
 _NUMBERS: Final = range(3, 7)
 _STYLES: Final = dict.fromkeys(FAILING, "bold red") | {
     LineVerdict.CHANGED: "yellow",
@@ -102,7 +102,7 @@ def phase_lines(line: Line) -> list[str]:
     """Return an aligned table of the metric in each phase; marks the phase that grew."""
     metric = line.metric
     assert metric is not None
-    rows = [("phase", "baseline", "now", "change")]
+    rows = [("phase", "before", "now", "change")]
     for each in line.phases:
         was = "-" if each.was is None else metric.text(each.was)
         change = "new" if each.was is None else metric.change(each.was, each.now)
@@ -117,18 +117,18 @@ def phase_lines(line: Line) -> list[str]:
 
 
 def _terminal_table(lines: Sequence[Line], names: dict[str, str]) -> Table:
-    """Return a table with two text lines per row, so that it fits 80 columns."""
+    """Return a table with several text lines per row, so that it fits 80 columns."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
     table.add_column("", overflow="fold")
     table.add_column("what", overflow="fold", min_width=12)
-    for heading in ("baseline\nnow", "change", "allowed"):
+    for heading in ("before", "now", "change", "limit"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("grew in", overflow="fold", min_width=10)
     for line in lines:
         name, what, was, now, change, allowed, grew = _cells(line, names[line.series])
+        what += f"\ngrew in {grew.splitlines()[0]}" if grew else ""
         table.add_row(
             Text(line.verdict, style=_STYLES[line.verdict]).append(f"\n{name}", style="default"),
-            *map(Text, (what, f"{was}\n{now}", change.replace(" (", "\n("), allowed, grew)),
+            *map(Text, (what, was, now, change.replace(" (", "\n("), allowed)),
         )
     return table
 
@@ -169,7 +169,7 @@ def _cells(line: Line, name: str) -> list[str]:
     if metric and line.now is not None:
         if line.was is not None:
             numbers = [
-                metric.text(line.was),
+                "" if line.is_budget else metric.text(line.was),  # its bound is in "limit"
                 metric.text(line.now),
                 metric.change(line.was, line.now),
                 "",

@@ -90,21 +90,21 @@ def as_json(checked: Sequence[Checked]) -> dict[str, Any]:
         "environment": environment.code(),
         "checked": [
             {
-                "strategy": one.prediction.strategy,
-                "model": one.prediction.cell.model.title,
-                "format": one.prediction.cell.format,
-                "dtype": one.prediction.cell.dtype,
-                "device": one.prediction.cell.device,
-                "ram_limit_bytes": one.prediction.cell.ram_limit_bytes,
-                "options": one.prediction.cell.options,
-                "cannot": one.prediction.cannot,
-                "floor_bytes": one.prediction.floor_bytes,
+                "strategy": series.prediction.strategy,
+                "model": series.prediction.cell.model.title,
+                "format": series.prediction.cell.format,
+                "dtype": series.prediction.cell.dtype,
+                "device": series.prediction.cell.device,
+                "ram_limit_bytes": series.prediction.cell.ram_limit_bytes,
+                "options": series.prediction.cell.options,
+                "cannot": series.prediction.cannot,
+                "floor_bytes": series.prediction.floor_bytes,
                 "figures": {
                     name: {"predicted": predicted, "measured": measured}
-                    for name, predicted, measured in one.figures
+                    for name, predicted, measured in series.figures
                 },
             }
-            for one in checked
+            for series in checked
         ],
     }
 

@@ -55,13 +55,15 @@ def predict(
             ask = _Asker(process.stdin, process.stdout)
             made: dict[str, dict[str, Any]] = {}
             predictions = []
-            for number, one in enumerate(planned):
+            for number, planned_cell in enumerate(planned):
                 if report:
-                    report(number, one.cell.strategy)
+                    report(number, planned_cell.cell.strategy)
                 predictions.append(
-                    Prediction(one.cell, cannot=one.skip)
-                    if one.skip
-                    else _predict_cell(one, ask, made, folder, checkpoint, own, checkpoint_dtype)
+                    Prediction(planned_cell.cell, cannot=planned_cell.skip)
+                    if planned_cell.skip
+                    else _predict_cell(
+                        planned_cell, ask, made, folder, checkpoint, own, checkpoint_dtype
+                    )
                 )
             return predictions
         finally:

@@ -138,9 +138,9 @@ class Operations(TorchDispatchMode):
 
     def _metadata(self, call: Call) -> Any:
         result = call.run()
-        for one in tree_leaves(result):
-            if isinstance(one, torch.Tensor):
-                self._ledger.place_of(one)
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._ledger.place_of(tensor)
         return result
 
     def _empty(self, call: Call) -> Any:
@@ -176,13 +176,13 @@ class Operations(TorchDispatchMode):
         written = call.written
         if self._all_real(call.inputs):
             return call.run()
-        for one in call.inputs:
-            if not any(one is other for other in written):
-                self._read(one)
+        for tensor in call.inputs:
+            if not any(tensor is other for other in written):
+                self._read(tensor)
         if call.name == "copy_":
             self._convert_on_cpu(written[0], call.args[1])
-        for one in written:
-            self._write(one, call.name)
+        for tensor in written:
+            self._write(tensor, call.name)
         returns = call.func._schema.returns
         if len(returns) > 1:
             return tuple(written)
@@ -198,8 +198,8 @@ class Operations(TorchDispatchMode):
     def _computes(self, call: Call) -> Any:
         if self._all_real(call.inputs):
             return self._really(call)
-        for one in call.inputs:
-            self._read(one)
+        for tensor in call.inputs:
+            self._read(tensor)
         if call.name == "_local_scalar_dense":  # reads one element, as torch.asarray does
             if self._ledger.place_of(call.inputs[0]) != "file":
                 raise CannotFollow("it uses values of tensors, which a prediction does not read")
@@ -211,11 +211,12 @@ class Operations(TorchDispatchMode):
         else:
             shapes = self._shapes(call)
         results = tree_map(
-            lambda one: self._allocate(one) if isinstance(one, torch.Tensor) else one, shapes
+            lambda tensor: self._allocate(tensor) if isinstance(tensor, torch.Tensor) else tensor,
+            shapes,
         )
-        for one in tree_leaves(results):
-            if isinstance(one, torch.Tensor):
-                self._write(one, call.name)
+        for tensor in tree_leaves(results):
+            if isinstance(tensor, torch.Tensor):
+                self._write(tensor, call.name)
         return results
 
     def _shapes(self, call: Call) -> Any:
@@ -223,7 +224,7 @@ class Operations(TorchDispatchMode):
         before, modules = self._ledger.own_anon_bytes, len(sys.modules)
         try:
             args, kwargs = tree_map(
-                lambda one: one.to("meta") if isinstance(one, torch.Tensor) else one,
+                lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf,
                 (call.args, call.kwargs),
             )
             if "device" in kwargs:
@@ -238,13 +239,13 @@ class Operations(TorchDispatchMode):
     def _really(self, call: Call) -> Any:
         """Run an operation on small tensors; large results have no values."""
 
-        def keep(one: Any) -> Any:
-            if not isinstance(one, torch.Tensor):
-                return one
-            if one.is_meta or one.untyped_storage().nbytes() <= SMALL_BYTES:
-                self._ledger.place_of(one)
-                return one
-            large = self._allocate(torch.empty_like(one, device="meta"))
+        def keep(result: Any) -> Any:
+            if not isinstance(result, torch.Tensor):
+                return result
+            if result.is_meta or result.untyped_storage().nbytes() <= SMALL_BYTES:
+                self._ledger.place_of(result)
+                return result
+            large = self._allocate(torch.empty_like(result, device="meta"))
             self._write(large, call.name)
             return large
 

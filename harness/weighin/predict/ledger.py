@@ -211,9 +211,9 @@ class Ledger:
                 prot=mmap.PROT_READ | mmap.PROT_WRITE,
             )
         storage = torch.frombuffer(mapped, dtype=torch.uint8).untyped_storage()
-        one = MappedFile(path, storage.data_ptr(), nbytes)
-        self._files.append(one)
-        weakref.finalize(mapped, self._files.remove, one).atexit = False
+        mapped_file = MappedFile(path, storage.data_ptr(), nbytes)
+        self._files.append(mapped_file)
+        weakref.finalize(mapped, self._files.remove, mapped_file).atexit = False
         return storage
 
     # -- sums

@@ -90,14 +90,14 @@ def _streaming(ledger: Ledger) -> Any:
     def being_filled(stretches: Sequence[Fillable], threads: int | None) -> Iterator[None]:
         yield
         with ledger.holding(fill.buffer_bytes(stretches, threads, gpu=ledger.cuda is not None)):
-            for one in stretches:
+            for stretch in stretches:
                 fresh = ledger.work["fresh_bytes"]
-                for tensor in one.members:
+                for tensor in stretch.members:
                     ledger.write(tensor)
                 # Huge pages cause few faults. Zeroing them costs time: it counts as written bytes.
                 ledger.work["fresh_bytes"] = fresh
-                ledger.work["written_bytes"] += one.memory.nbytes
-                ledger.work["read_direct_bytes"] += one.source_bytes
+                ledger.work["written_bytes"] += stretch.memory.nbytes
+                ledger.work["read_direct_bytes"] += stretch.source_bytes
 
     return patch.object(fill, "being_filled", being_filled)
 

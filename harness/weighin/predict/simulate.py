@@ -80,14 +80,14 @@ def run(
         modules = len(sys.modules)
         model = import_strategy(strategy)(job)
         ledger.work["modules"] += len(sys.modules) - modules
-    tensors = {identity(one): one for one in named_tensors(model).values()}
+    tensors = {identity(tensor): tensor for tensor in named_tensors(model).values()}
     with ledger.phase("touch"):
-        for one in tensors.values():
-            ledger.read(one)
+        for tensor in tensors.values():
+            ledger.read(tensor)
         if device.type == "cpu":
             _touch(ledger)
-    model_bytes = sum(one.nbytes for one in tensors.values())
-    mapped = any(ledger.place_of(one) == "file" for one in tensors.values())
+    model_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    mapped = any(ledger.place_of(tensor) == "file" for tensor in tensors.values())
     return _figures(ledger, model_bytes, mapped * _WINDOWS_IN_FLIGHT * read_ahead_bytes)
 
 

@@ -39,10 +39,10 @@ def as_json(predictions: Sequence[Prediction]) -> dict[str, Any]:
     return {"schema": SCHEMA, "predictions": [one_as_json(one) for one in predictions]}
 
 
-def one_as_json(one: Prediction) -> dict[str, Any]:
+def one_as_json(prediction: Prediction) -> dict[str, Any]:
     """Return one prediction for ``--json``; the fields of its cell come first."""
-    cell = one.cell
-    fields = asdict(one)
+    cell = prediction.cell
+    fields = asdict(prediction)
     del fields["cell"]
     return {
         "strategy": cell.strategy,
@@ -57,35 +57,39 @@ def one_as_json(one: Prediction) -> dict[str, Any]:
 
 def tables(predictions: Sequence[Prediction], *, phases: bool) -> Iterable[Table | str]:
     """Yield a table for each model, its notes, and a line for each strategy without a prediction."""
-    for model in dict.fromkeys(one.cell.model.title for one in predictions):
-        of_model = [one for one in predictions if one.cell.model.title == model]
-        followed = [one for one in of_model if not one.cannot]
+    for model in dict.fromkeys(prediction.cell.model.title for prediction in predictions):
+        of_model = [
+            prediction for prediction in predictions if prediction.cell.model.title == model
+        ]
+        followed = [prediction for prediction in of_model if not prediction.cannot]
         if followed:
             yield _table(model, followed, phases)
-        for why, ones in itertools.groupby(followed, key=lambda one: "; ".join(one.reasons)):
+        for why, ones in itertools.groupby(
+            followed, key=lambda prediction: "; ".join(prediction.reasons)
+        ):
             if why:
                 yield f"{escape(', '.join(map(_name, ones)))}: {escape(why)}"
         for peak, why in _OTHER_PEAKS.items():
             for size, ones in itertools.groupby(
-                followed, key=lambda one: _gib(_other_peak(one, peak))
+                followed, key=lambda prediction: _gib(_other_peak(prediction, peak))
             ):
                 if size:
                     yield (
                         f"{escape(', '.join(map(_name, ones)))}: {size} GiB anonymous in processes "
                         f"where {why}"
                     )
-        for one in of_model:
-            if one.cannot:
-                yield f"{escape(one.strategy)} ({one.cell.format}) is not predicted: {escape(one.cannot)}"
+        for prediction in of_model:
+            if prediction.cannot:
+                yield f"{escape(prediction.strategy)} ({prediction.cell.format}) is not predicted: {escape(prediction.cannot)}"
     yield (
         "Predicted by running each strategy without tensor values. weighin bench measures;"
         " weighin predict --check RUN compares."
     )
 
 
-def _other_peak(one: Prediction, peak: str) -> int | None:
+def _other_peak(prediction: Prediction, peak: str) -> int | None:
     """Return another anonymous peak if it differs from the usual one by more than the tolerance."""
-    usual, other = one.host_anon_peak_bytes, getattr(one, peak)
+    usual, other = prediction.host_anon_peak_bytes, getattr(prediction, peak)
     if not usual or not other or abs(other - usual) <= usual * _ERROR_SHARE + _ERROR_BYTES:
         return None
     return int(other)
@@ -105,14 +109,22 @@ def _table(model: str, predictions: Sequence[Prediction], phases: bool) -> Table
     columns += ["CUDA re-\nquested", "allo-\ncated", "re-\nserved"] if on_gpu else []
     for name in [*columns, "disk\nread"]:
         table.add_column(name, justify="right", no_wrap=True)
-    for one in predictions:
-        sizes = [one.host_anon_peak_bytes, one.host_file_peak_bytes, one.floor_bytes]
+    for prediction in predictions:
+        sizes = [
+            prediction.host_anon_peak_bytes,
+            prediction.host_file_peak_bytes,
+            prediction.floor_bytes,
+        ]
         if on_gpu:
-            sizes += [one.cuda_requested_bytes, one.cuda_allocated_bytes, one.cuda_reserved_bytes]
-        sizes.append(one.disk_read_bytes)
-        table.add_row(escape(_name(one)), one.cell.format, *map(_gib, sizes))
+            sizes += [
+                prediction.cuda_requested_bytes,
+                prediction.cuda_allocated_bytes,
+                prediction.cuda_reserved_bytes,
+            ]
+        sizes.append(prediction.disk_read_bytes)
+        table.add_row(escape(_name(prediction)), prediction.cell.format, *map(_gib, sizes))
         if phases:
-            for phase in one.phases:
+            for phase in prediction.phases:
                 inside = [phase.host_anon_peak_bytes, phase.host_file_peak_bytes, None]
                 if on_gpu:
                     inside += [
@@ -129,7 +141,7 @@ def check_table(checked: Sequence[Checked]) -> Table:
 
     Properties that all cells share are in the title.
     """
-    names = [_parts(one.prediction.cell) for one in checked]
+    names = [_parts(series.prediction.cell) for series in checked]
     common = [parts.count(parts[0]) == len(parts) for parts in zip(*names, strict=True)]
     title = " · ".join(part for part, same in zip(names[0], common, strict=True) if same and part)
     table = Table(box=SIMPLE_HEAD, pad_edge=False, title=escape(title), title_justify="left")
@@ -137,11 +149,11 @@ def check_table(checked: Sequence[Checked]) -> Table:
     table.add_column("peak", no_wrap=True)
     for heading in ("predicted\nMiB", "measured\nMiB", "difference\nMiB", "\n%"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for one, parts in zip(checked, names, strict=True):
+    for series, parts in zip(checked, names, strict=True):
         name = " ".join(part for part, same in zip(parts, common, strict=True) if part and not same)
-        if one.prediction.cannot:
-            table.add_row(escape(f"{name}: {one.prediction.cannot}"))
-        for figure, predicted, measured in one.figures:
+        if series.prediction.cannot:
+            table.add_row(escape(f"{name}: {series.prediction.cannot}"))
+        for figure, predicted, measured in series.figures:
             table.add_row(
                 escape(name),
                 _PEAKS[figure],
@@ -160,8 +172,10 @@ def _parts(cell: Cell) -> tuple[str, ...]:
     return cell.model.title, cell.strategy, options, fmt, cell.dtype, f"device {cell.device}"
 
 
-def _name(one: Prediction) -> str:
-    return one.strategy + "".join(f" {key}={value}" for key, value in one.cell.options.items())
+def _name(prediction: Prediction) -> str:
+    return prediction.strategy + "".join(
+        f" {key}={value}" for key, value in prediction.cell.options.items()
+    )
 
 
 def _gib(size: int | None) -> str:

@@ -136,21 +136,21 @@ def gather(question: Question, say: Callable[[str], None]) -> PriorKnowledge:
     return PriorKnowledge(tuple(planned), tuple(predictions), evidence, calibration, fmt)
 
 
-def advise(question: Question, known: PriorKnowledge) -> Advice:
+def advise(question: Question, prior: PriorKnowledge) -> Advice:
     """Return the candidates under the question's limits, best first, and the code of the best."""
-    records = [known.evidence.get((one.cell.strategy, one.cell.format)) for one in known.planned]
+    records = [prior.evidence.get((one.cell.strategy, one.cell.format)) for one in prior.planned]
     measured = [
         (prediction, evidence)
-        for prediction, evidence in zip(known.predictions, records, strict=True)
+        for prediction, evidence in zip(prior.predictions, records, strict=True)
         if evidence
     ]
-    calibration = known.calibration.slowed(slowness(measured, known.calibration))
+    calibration = prior.calibration.slowed(slowness(measured, prior.calibration))
     judged = [
         assess(
             one.strategy, prediction, evidence, calibration, question.limits,
-            known.checkpoint_format,
+            prior.checkpoint_format,
         )
-        for one, prediction, evidence in zip(known.planned, known.predictions, records, strict=True)
+        for one, prediction, evidence in zip(prior.planned, prior.predictions, records, strict=True)
     ]  # fmt: skip
     allowed = [one for one in judged if _is_allowed(one, question.allow)]
     advice = Advice(question, tuple(ranked(allowed)))
@@ -173,7 +173,7 @@ def parts(advice: Advice) -> Iterator[RenderableType]:
     limits = [f"{format_exact(asked.limits.ram_bytes)} of RAM"] if asked.limits.ram_bytes else []
     if asked.limits.vram_bytes:
         limits.append(f"{format_exact(asked.limits.vram_bytes)} of GPU memory")
-    sources = [_sources(one) for one in advice.candidates]
+    sources = [_sources(candidate) for candidate in advice.candidates]
     same = len(set(sources)) == 1
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.title = f"{asked.model.title} as {asked.dtype} on {asked.device}, " + (
@@ -187,15 +187,17 @@ def parts(advice: Advice) -> Iterator[RenderableType]:
     table.add_column("ready", justify="right", no_wrap=True)
     for heading in [*([] if same else ["memory, time"]), "requires"]:
         table.add_column(heading, overflow="fold")
-    for one, source in zip(advice.candidates, sources, strict=True):
+    for candidate, source in zip(advice.candidates, sources, strict=True):
         table.add_row(
-            escape(one.strategy),
-            f"[{_STYLES.get(one.verdict, 'yellow')}]{one.verdict}[/]",
-            escape(one.why),
-            "-" if one.margin_bytes is None else format_bytes(one.margin_bytes, digits=1),
-            "-" if one.ready_s is None else f"{one.ready_s:.1f} s",
+            escape(candidate.strategy),
+            f"[{_STYLES.get(candidate.verdict, 'yellow')}]{candidate.verdict}[/]",
+            escape(candidate.why),
+            "-"
+            if candidate.margin_bytes is None
+            else format_bytes(candidate.margin_bytes, digits=1),
+            "-" if candidate.ready_s is None else f"{candidate.ready_s:.1f} s",
             *([] if same else [source]),
-            escape(", ".join(map(_requirement, one.asks))),
+            escape(", ".join(map(_requirement, candidate.asks))),
         )
     yield table
     yield from (f"{escape(note)}\n" for note in advice.notes)
@@ -208,8 +210,10 @@ def parts(advice: Advice) -> Iterator[RenderableType]:
     yield escape(advice.code)
 
 
-def _sources(one: Candidate) -> str:
-    return ", ".join(dict.fromkeys(filter(None, (one.memory_from, one.time_from)))) or "-"
+def _sources(candidate: Candidate) -> str:
+    return (
+        ", ".join(dict.fromkeys(filter(None, (candidate.memory_from, candidate.time_from)))) or "-"
+    )
 
 
 def _requirement(asked: str) -> str:
@@ -228,8 +232,8 @@ def _planned(question: Question, checkpoint_format: str) -> Iterator[Planned]:
         yield Planned.of(cell, info)
 
 
-def _is_allowed(one: Candidate, allow: Sequence[str]) -> bool:
-    for asked in one.asks:
+def _is_allowed(candidate: Candidate, allow: Sequence[str]) -> bool:
+    for asked in candidate.asks:
         kind = "resave" if asked.startswith(SAVED_AS) else "packages"
         if (asked if asked == "weighin" else kind) not in allow:
             return False

@@ -29,23 +29,24 @@ def _by_time(alike: Sequence[Candidate]) -> list[Candidate]:
     """Return candidates of one verdict, best first."""
     is_any_measured = any(one.time_from == MEASURED for one in alike)
 
-    def counted_s(one: Candidate) -> float:
-        if one.ready_s is None:
+    def counted_s(candidate: Candidate) -> float:
+        if candidate.ready_s is None:
             return float("inf")
-        is_doubted = is_any_measured and one.time_from != MEASURED
-        return one.ready_s * _DOUBT_TIMES if is_doubted else one.ready_s
+        is_doubted = is_any_measured and candidate.time_from != MEASURED
+        return candidate.ready_s * _DOUBT_TIMES if is_doubted else candidate.ready_s
 
     fastest = min(alike, key=counted_s, default=None)
     as_fast_s = _as_fast_s(fastest, counted_s(fastest)) if fastest else 0.0
 
-    def key(one: Candidate) -> tuple[object, ...]:
-        time_s = counted_s(one)
-        if one.verdict is FitVerdict.THRASHES:  # its time under another limit says little here
-            return len(one.asks), one.need_bytes or 0, time_s, one.strategy
+    def key(candidate: Candidate) -> tuple[object, ...]:
+        time_s = counted_s(candidate)
+        # The time of a load that thrashes differs between limits: it decides last.
+        if candidate.verdict is FitVerdict.THRASHES:
+            return len(candidate.asks), candidate.need_bytes or 0, time_s, candidate.strategy
         is_slower = time_s > as_fast_s
-        is_doubted = is_any_measured and one.time_from != MEASURED
-        demands = (0, 0) if is_slower else (len(one.asks), one.need_bytes or 0)
-        return is_slower, is_doubted and not is_slower, *demands, time_s, one.strategy
+        is_doubted = is_any_measured and candidate.time_from != MEASURED
+        demands = (0, 0) if is_slower else (len(candidate.asks), candidate.need_bytes or 0)
+        return is_slower, is_doubted and not is_slower, *demands, time_s, candidate.strategy
 
     return sorted(alike, key=key)
 

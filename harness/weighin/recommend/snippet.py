@@ -19,52 +19,6 @@ _KEPT: Final = ("weighin.loader.load", "weighin.models.skeleton")
 _INSTALLED: Final = {"safetensors": "safetensors", "weighin": "weighin"}
 """The pip package that an import line with this word needs."""
 
-_RESET: Final = '''
-def reset_buffers(model, build_model, device, dtype):
-    """Give buffers that no checkpoint contains the values that the constructor gives them."""
-    if not any(module._non_persistent_buffers_set for module in model.modules()):
-        return
-
-    def to_meta(module, name, parameter):
-        if parameter is not None:
-            return torch.nn.Parameter(parameter.to("meta"), parameter.requires_grad)
-
-    hook = torch.nn.modules.module.register_module_parameter_registration_hook(to_meta)
-    try:
-        fresh = build_model()
-    finally:
-        hook.remove()
-    for module, other in zip(model.modules(), fresh.modules()):
-        for name in module._non_persistent_buffers_set:
-            if (buffer := other._buffers[name]) is not None:
-                kind = dtype if buffer.is_floating_point() else buffer.dtype
-                module._buffers[name] = buffer.to(device, kind)
-'''
-_READ_PER_PARAM: Final = '''
-def read_index(folder):
-    """Return the file of each key, in the order of the state dict."""
-    index = json.loads((Path(folder) / "index.json").read_text())
-    return {key: Path(folder) / name for key, name in index["tensors"].items()}
-'''
-_READ_PER_MODULE: Final = '''
-def read_index(folder):
-    """Return the files; each contains a part of the state dict."""
-    index = json.loads((Path(folder) / "index.json").read_text())
-    return [Path(folder) / name for name in index["files"]]
-'''
-_SHARDS: Final = '''
-def shards_of(folder):
-    """Return the index and the shards that it names."""
-    (index,) = Path(folder).glob("*.index.json")
-    names = json.loads(index.read_text())["weight_map"].values()
-    return [index, *(Path(folder) / name for name in dict.fromkeys(names))]
-'''
-_WRITTEN_OUT: Final = {
-    ("weighin.formats.per_param", "read_index"): _READ_PER_PARAM,
-    ("weighin.formats.per_module", "read_index"): _READ_PER_MODULE,
-    ("weighin.formats", "files"): _SHARDS,
-}
-
 
 class CannotWriteOut(Exception):
     """The strategy uses its job object or weighin in a way that a plain function cannot."""
@@ -90,9 +44,7 @@ def snippet(
         elif isinstance(node, ast.FunctionDef):
             functions.append(_function(node, plain, device, dtype))
     if plain.resets:
-        parts.append(_RESET)
-    if any("json." in part for part in parts):
-        imports += ["import json", "from pathlib import Path"]
+        parts.append(_source("weighin.recommend.pasted", "reset_buffers"))
     body = "\n\n\n".join(part.strip("\n") for part in [*parts, *functions])
     lines = sorted(dict.fromkeys(imports), key=lambda line: (line.startswith("from"), line))
     needed = [name for word, name in _INSTALLED.items() if any(word in line for line in lines)]
@@ -114,8 +66,6 @@ def _import(node: ast.Import | ast.ImportFrom) -> tuple[list[str], list[str]]:
         source = HELPERS.get(alias.name, module) if module == "weighin.strategy" else module
         if source in _KEPT:
             kept.append(f"from {module} import {alias.name}")
-        elif (source, alias.name) in _WRITTEN_OUT:
-            written.append(_WRITTEN_OUT[source, alias.name])
         elif source == "weighin.models.tied_weights":
             written.append(_source(source, alias.name))
         elif source != "weighin.strategy":  # only types of jobs, which a plain function has not
@@ -125,10 +75,9 @@ def _import(node: ast.Import | ast.ImportFrom) -> tuple[list[str], list[str]]:
 
 def _source(module: str, name: str) -> str:
     path = _PACKAGE.joinpath(*module.split(".")[1:]).with_suffix(".py")
-    text = path.read_text(encoding="utf-8")
-    for node in ast.parse(text).body:
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef) and node.name == name:
-            return ast.get_source_segment(text, node) or ""
+            return ast.unparse(node)
     raise CannotWriteOut(f"{module} has no {name}")
 
 
@@ -172,8 +121,6 @@ class _Plain(ast.NodeTransformer):
         # A job's builder knows the dtype; a user's does not.
         if ast.unparse(node.func) == "load_streaming":
             node.keywords.append(ast.keyword("dtype", ast.Name("dtype", ast.Load())))
-        if ast.unparse(node.func) == "files":
-            node.func = ast.Name("shards_of", ast.Load())
         node.keywords = [
             one for one in node.keywords
             if one.arg is not None or not self._is_attribute(one.value, "options")

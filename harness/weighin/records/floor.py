@@ -162,15 +162,21 @@ def _floor(cell: Cell, ours: list[Result]) -> Floor:
     bounds, first = bracket(ours), unlimited_of(ours)
     limit, failing = bounds.working_bytes, bounds.failing_bytes
     failed = [
-        one for one in ours if one.cell.ram_limit_bytes == failing and one.outcome in _BOUNDING
+        result
+        for result in ours
+        if result.cell.ram_limit_bytes == failing and result.outcome in _BOUNDING
     ]
     message = _trouble(ours, bounds)
-    baselines = [one.baseline.anon_bytes + one.baseline.shmem_bytes for one in ours if one.baseline]
+    baselines = [
+        result.baseline.anon_bytes + result.baseline.shmem_bytes
+        for result in ours
+        if result.baseline
+    ]
     floor = Floor(
         cell=cell,
         bytes=None,
         message=message,
-        model_bytes=next((one.model_bytes for one in ours if one.model_bytes), None),
+        model_bytes=next((result.model_bytes for result in ours if result.model_bytes), None),
         import_bytes=median_low(baselines) if baselines else None,
         unlimited=_life(None, ours, None),
         cells=len(ours),
@@ -216,11 +222,12 @@ def _how(result: Result) -> str:
 
 def _life(limit: int | None, ours: Sequence[Result], unlimited_ns: int | None) -> Life | None:
     """Return the time and verdict under one limit, of the ok cell with the median time."""
-    cells = [one for one in ours if one.cell.ram_limit_bytes == limit]
+    cells = [result for result in ours if result.cell.ram_limit_bytes == limit]
     if not cells:
         return None
     ok = sorted(
-        (one for one in cells if one.outcome is Outcome.OK), key=lambda one: used_ns(one) or 0
+        (result for result in cells if result.outcome is Outcome.OK),
+        key=lambda result: used_ns(result) or 0,
     )
     chosen = ok[(len(ok) - 1) // 2] if ok else cells[0]
     return Life(limit, chosen.ready_ns, judge_result(chosen, unlimited_ns))
@@ -228,9 +235,9 @@ def _life(limit: int | None, ours: Sequence[Result], unlimited_ns: int | None) -
 
 def results_of(cell: Cell, results: Iterable[Result]) -> list[Result]:
     """Return the results that determine the floor of ``cell``."""
-    return [one for one in results if searched(one.cell) == cell]
+    return [result for result in results if searched(result.cell) == cell]
 
 
 def unlimited_of(results: Sequence[Result]) -> Result | None:
     """Return the result without a limit."""
-    return next((one for one in results if one.cell.ram_limit_bytes is None), None)
+    return next((result for result in results if result.cell.ram_limit_bytes is None), None)

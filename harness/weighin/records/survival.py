@@ -96,12 +96,14 @@ def _matrix(
     judgements: dict[str, Judgement | None],
 ) -> Matrix:
     ordered = sorted(limits, key=lambda limit: float("inf") if limit is None else limit)[::-1]
-    rows = _unique(_row(one.cell) for one in ours)
+    rows = _unique(_row(result.cell) for result in ours)
     fields = {}
     for number, row in enumerate(rows):
         for column, limit in enumerate(ordered):
             repeats = [
-                one for one in ours if _row(one.cell) == row and one.cell.ram_limit_bytes == limit
+                result
+                for result in ours
+                if _row(result.cell) == row and result.cell.ram_limit_bytes == limit
             ]
             if repeats:
                 fields[number, column] = _field(repeats, judgements)
@@ -115,11 +117,11 @@ def _field(repeats: Sequence[Result], judgements: dict[str, Judgement | None]) -
             return 0 if result.outcome is Outcome.OK else _FAILED
         return _SEVERITY[judgement.verdict]
 
-    worst = max(severity(one) for one in repeats)
-    alike = [one for one in repeats if severity(one) == worst]
-    times = [spent for one in alike if (spent := used_ns(one)) is not None]
+    worst = max(severity(result) for result in repeats)
+    alike = [result for result in repeats if severity(result) == worst]
+    times = [spent for result in alike if (spent := used_ns(result)) is not None]
     middle = median_low(times) if times else None
-    chosen = next((one for one in alike if used_ns(one) == middle), alike[0])
+    chosen = next((result for result in alike if used_ns(result) == middle), alike[0])
     return Field(chosen, judgements[chosen.cell.id], used_ns(chosen), len(alike), len(repeats))
 
 

@@ -1,6 +1,6 @@
 """The differences between predictions and measurements of published runs, from predicted.json.
 
-``weighin predict --check RUN --json`` writes that file. It is stored with the run because a
+``weighin predict --check RUN --json FILE`` writes that file. It is stored with the run because a
 prediction takes minutes and differs by some MiB between machines.
 """
 
@@ -76,6 +76,6 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise RecordError(
             f"cannot read predictions from {path}: {error}",
-            f"create the file: weighin predict --check {path.parent} --json > {path}",
+            f"create the file: weighin predict --check {path.parent} --json {path}",
         ) from error
     return content

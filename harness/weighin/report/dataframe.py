@@ -165,14 +165,14 @@ def _row(result: Result) -> dict[str, Any]:
 
 def _summary(group: pd.DataFrame) -> dict[str, Any]:
     good = group[group["outcome"] == Outcome.OK.value]
-    counted = good if len(good) else group
+    measured = good if len(good) else group
     bad = group[group["outcome"] != Outcome.OK.value]
-    shown = bad if len(bad) else group
+    example = bad if len(bad) else group
     row = {name: group[name].iloc[0] for name in _TEXTS}
-    row |= {name: shown[name].iloc[0] for name in ("last_phase", "message")}
+    row |= {name: example[name].iloc[0] for name in ("last_phase", "message")}
     row |= {"outcome": _outcome(list(group["outcome"])), "repeats": len(group), "ok": len(good)}
     for name in FIGURES:
-        column = counted[name]
+        column = measured[name]
         row |= {name: column.median(), f"{name}_min": column.min(), f"{name}_max": column.max()}
     return row
 

@@ -40,40 +40,40 @@ def has_data(results: Sequence[Result]) -> bool:
 
 def terminal_floors(results: Sequence[Result]) -> RenderableType:
     """Return the floors for a terminal, with the figures behind each verdict."""
-    found = floors(results)
+    searched = floors(results)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
     for index, (heading, unit) in enumerate(HEADINGS):
         text = Text("\n".join([*heading.split(), unit]) if unit else heading)
         table.add_column(text, justify="left" if index < NAMES else "right", overflow="fold")
-    for floor in found:
-        table.add_row(*(_styled(text) for text in row(floor, found)))
+    for floor in searched:
+        table.add_row(*(_styled(text) for text in row(floor, searched)))
     parts: list[RenderableType] = [table]
-    parts += [Text(line) for line in reasons(found)]
-    parts += [Text(line, style="dim") for line in (caption(results), *notes(found))]
+    parts += [Text(line) for line in reasons(searched)]
+    parts += [Text(line, style="dim") for line in (caption(results), *notes(searched))]
     return Group(*parts)
 
 
 def markdown_floors(results: Sequence[Result]) -> str:
     """Return the floors as a markdown table, with the caption below."""
-    found = floors(results)
+    searched = floors(results)
     heads = [f"{heading} {unit}".strip() for heading, unit in HEADINGS]
-    rows = [row(floor, found) for floor in found]
+    rows = [row(floor, searched) for floor in searched]
     return "\n".join([*table_lines(heads, rows, names=NAMES), "", escaped(caption(results))])
 
 
 def markdown_reasons(results: Sequence[Result]) -> str:
     """Return ``markdown_floors`` with the figures behind each verdict, and the columns explained."""
-    found = floors(results)
-    lines = [*reasons(found), *notes(found)]
+    searched = floors(results)
+    lines = [*reasons(searched), *notes(searched)]
     return "\n".join([markdown_floors(results), "", *(f"- {escaped(line)}" for line in lines)])
 
 
 def html_floors(results: Sequence[Result]) -> list[Drawable]:
     """Return the floors as a block of the page, with the figures behind each verdict."""
-    found = floors(results)
+    searched = floors(results)
     heads = [f"{heading} {unit}".strip() for heading, unit in HEADINGS]
-    rows = [[_entry(text) for text in row(floor, found)] for floor in found]
-    explanations = [*notes(found), *reasons(found)]
+    rows = [[_entry(text) for text in row(floor, searched)] for floor in searched]
+    explanations = [*notes(searched), *reasons(searched)]
     return [Found("RAM floors", caption(results), heads, rows, NAMES, explanations)]
 
 
@@ -150,10 +150,10 @@ def _life_as_dict(life: Life | None) -> dict[str, Any] | None:
     }
 
 
-def reasons(found: Iterable[Floor]) -> list[str]:
+def reasons(searched: Iterable[Floor]) -> list[str]:
     """Return one line for each missing floor and its reason, and for each verdict and its figures."""
     lines = []
-    for floor in found:
+    for floor in searched:
         if floor.message:
             lines.append(f"{floor.cell.strategy}: no floor: {floor.message}")
         for where, life in (("at the floor", floor.at_floor), ("at 1.1x", floor.with_room)):
@@ -163,9 +163,9 @@ def reasons(found: Iterable[Floor]) -> list[str]:
     return lines
 
 
-def notes(found: Sequence[Floor]) -> list[str]:
+def notes(searched: Sequence[Floor]) -> list[str]:
     """Return explanations of the columns."""
-    cells = sum(floor.cells for floor in found)
+    cells = sum(floor.cells for floor in searched)
     return [
         "RAM floor: the smallest limit, swap off, under which three of three loads succeeded and every"
         " byte was read and compared. One step below, the load was killed for lack of memory or timed"
@@ -181,9 +181,9 @@ def caption(results: Sequence[Result]) -> str:
     return captions.shared(series(results), results, without=("ram_limit_bytes",))
 
 
-def row(floor: Floor, found: Sequence[Floor]) -> list[str]:
+def row(floor: Floor, searched: Sequence[Floor]) -> list[str]:
     return [
-        label(floor, found),
+        label(floor, searched),
         _scaled(floor.bytes, GIB, 3),
         _scaled(floor.per_model, 1, 2),
         _scaled(floor.above_import_per_model, 1, 2),
@@ -199,10 +199,10 @@ def _below(floor: Floor) -> str:
     return f"{_scaled(floor.step_bytes, MIB, 0)} MiB: {floor.below}" if floor.bytes else "-"
 
 
-def label(floor: Floor, found: Sequence[Floor]) -> str:
+def label(floor: Floor, searched: Sequence[Floor]) -> str:
     """Return the strategy's name, with the properties that distinguish floors of the same strategy."""
     cell = floor.cell
-    same = [other.cell for other in found if other.cell.strategy == cell.strategy]
+    same = [other.cell for other in searched if other.cell.strategy == cell.strategy]
     words = [cell.strategy]
     for name in ("format", "options", "model", "isolation"):
         value = getattr(cell, name)

@@ -42,18 +42,18 @@ def draw(history: History, path: Path) -> Path:
 def save(history: History, file: BinaryIO, kind: str) -> None:
     """Write the drawing of a history as ``kind``: png or svg."""
     panels = _panels(history.lines)
-    shown = dict(list(panels.items())[: look.MAX_PANELS])
-    figure, grid = look.new_figure(2.6 * len(shown) + 0.7, len(shown), 1, sharex=True)
+    drawn = dict(list(panels.items())[: look.MAX_PANELS])
+    figure, grid = look.new_figure(2.6 * len(drawn) + 0.7, len(drawn), 1, sharex=True)
     places = {moment.name: place for place, moment in enumerate(history.moments)}
-    for axes, (title, lines) in zip(grid[:, 0], shown.items(), strict=True):
+    for axes, (title, lines) in zip(grid[:, 0], drawn.items(), strict=True):
         axes.set_title(look.verbatim(title), fontsize=9, loc="left")
         _panel(axes, history, lines, places)
     _name_runs(grid[-1, 0], history.moments)
     captions = [f"From {history.moments[0].name} to {history.moments[-1].name}.", *notes(history)]
     captions.append("▲▼: a step. ✕: not ok. Dotted: machine or software changed there.")
-    if len(panels) > len(shown):
+    if len(panels) > len(drawn):
         captions.append(
-            f"{len(panels) - len(shown)} more panels are not drawn: choose series with --series."
+            f"{len(panels) - len(drawn)} more panels are not drawn: choose series with --series."
         )
     look.dress(figure, f"{history.metric.title} over {len(places)} runs", [], captions)
     look.save(figure, file, kind)

@@ -28,13 +28,13 @@ def draw_peaks(results: Sequence[Result]) -> "Figure":
     if frame.empty:
         return look.empty_figure("Memory while loading")
     scenes = list(look.scenes(frame))
-    shown = scenes[: look.MAX_PANELS]
-    heights = [len(group) + 1.6 for _, group in shown]
+    drawn = scenes[: look.MAX_PANELS]
+    heights = [len(group) + 1.6 for _, group in drawn]
     figure, grid = look.new_figure(
-        sum(heights) * _ROW_IN, len(shown), 1, height_ratios=heights, sharex=True
+        sum(heights) * _ROW_IN, len(drawn), 1, height_ratios=heights, sharex=True
     )
-    right = max(look.extent_gib(group) for _, group in shown)
-    for axes, (title, group) in zip(grid[:, 0], shown, strict=True):
+    right = max(look.extent_gib(group) for _, group in drawn)
+    for axes, (title, group) in zip(grid[:, 0], drawn, strict=True):
         _panel(axes, group, right)
         axes.set_title(look.verbatim(title), fontsize=9, loc="left", pad=18)
     grid[-1, 0].set_xlabel(f"memory of the {captions.doing(frame)} process, GiB", fontsize=9)
@@ -50,8 +50,8 @@ def draw_peaks(results: Sequence[Result]) -> "Figure":
         )
     if frame["repeats"].max() > 1:
         lines.append("Medians of the repeats; the line through a marker is their range.")
-    if len(scenes) > len(shown):
-        lines.append(f"{len(scenes) - len(shown)} more panels are not drawn: see summary.csv.")
+    if len(scenes) > len(drawn):
+        lines.append(f"{len(scenes) - len(drawn)} more panels are not drawn: see summary.csv.")
     title = look.headline(frame, f"Peak memory while {captions.doing(frame)}")
     look.dress(figure, title, _legend(frame), lines)
     return figure

@@ -50,19 +50,21 @@ def cells(frame: pd.DataFrame, results: Sequence[Result]) -> RenderableType:
 class _Fitted:
     """A table that chooses a layout for the width of its console.
 
-    ``rich`` alone would narrow the names as far as possible and then cut figures: 6.77 for 6.776.
+    ``rich`` alone would narrow the names as far as possible and then cut figures: 6.77 for 6.776. A
+    console with ``keeps_words`` turns a table that is too wide into blocks; for it, no name is cut.
     """
 
     section: TextTable
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        short = _with_short_names(self.section)
+        keeps_words = getattr(console, "keeps_words", False)
+        short = self.section if keeps_words else _with_short_names(self.section)
         anywhere = options.update(width=_ANY_WIDTH)
         for layout in _LAYOUTS:
             needed = Measurement.get(console, anywhere, _table(short, layout)).minimum
             if needed <= options.max_width:
                 break
-        yield _table(self.section, layout)
+        yield _table(self.section, _LAYOUTS[0] if layout.folds and keeps_words else layout)
 
 
 def _table(section: TextTable, layout: _Layout) -> Table:

@@ -43,25 +43,25 @@ def draw_timeline(run: Path, results: Sequence[Result]) -> "Figure":
         return look.empty_figure("Memory over time while loading")
     frame = series(results)
     tracks = choose(run, results, frame)
-    shown = tracks[: look.MAX_PANELS]
-    columns = min(2, len(shown))
-    rows = -(-len(shown) // columns)
+    drawn = tracks[: look.MAX_PANELS]
+    columns = min(2, len(drawn))
+    rows = -(-len(drawn) // columns)
     figure, grid = look.new_figure(rows * 2.2 + 0.2, rows, columns, sharex=True, sharey=True)
-    span, top = longest(shown), highest(shown)
-    for axes, track in zip(grid.flat, shown, strict=False):
+    span, top = longest(drawn), highest(drawn)
+    for axes, track in zip(grid.flat, drawn, strict=False):
         axes.set_xlim(0, span)
         axes.set_ylim(0, top * _HEADROOM)
         _panel(axes, track, span)
-    for axes in grid.flat[len(shown) :]:
+    for axes in grid.flat[len(drawn) :]:
         axes.axis("off")
     for axes in grid[:, 0]:
         axes.set_ylabel("RSS, GiB", fontsize=9)
-    for axes in grid.flat[max(0, len(shown) - columns) : len(shown)]:
+    for axes in grid.flat[max(0, len(drawn) - columns) : len(drawn)]:
         axes.tick_params(labelbottom=True)  # also where the panel below is empty
-    for axes in grid.flat[(rows - 1) * columns : len(shown)]:
+    for axes in grid.flat[(rows - 1) * columns : len(drawn)]:
         axes.set_xlabel("time since the worker started, s", fontsize=9)
     title = look.headline(frame, f"Memory over time while {captions.doing(frame)}")
-    look.dress(figure, title, _legend(shown, top * _HEADROOM), _caption(frame, results, tracks))
+    look.dress(figure, title, _legend(drawn, top * _HEADROOM), _caption(frame, results, tracks))
     return figure
 
 

@@ -51,8 +51,8 @@ def next_cell(cell: Cell, results: Iterable[Result], within: float, highest: int
 def _next_limit(first: Result, ours: Sequence[Result], within: float, highest: int) -> int | None:
     estimate = first.peaks.anon_sampled_bytes or first.peaks.rss_bytes or FINEST_STEP_BYTES
     estimate += _BESIDE_BYTES
-    known = bracket(ours)
-    failing, working = known.failing_bytes, known.working_bytes
+    bounds = bracket(ours)
+    failing, working = bounds.failing_bytes, bounds.working_bytes
     step = _step(min(estimate, working or estimate), within)
     tried = {limit for result in ours if (limit := result.cell.ram_limit_bytes) is not None}
     jump = step << max(0, len(tried) - 1)  # doubles until one limit works and one fails
@@ -65,7 +65,7 @@ def _next_limit(first: Result, ours: Sequence[Result], within: float, highest: i
         return max(working - jump, step) if working > step else None
     if working - failing > step:
         return failing + max(1, (working - failing) // step // 2) * step
-    if known.passed < PASSES:
+    if bounds.passed < PASSES:
         return working
     room = with_room(working)
     return room if room not in tried and room <= highest else None

@@ -9,7 +9,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from weighin import formats as layouts
+from weighin import formats
 from weighin.errors import ConfigError, Interrupted, IsolationUnavailable, RecordError, StillRunning
 from weighin.isolation import select
 from weighin.probes import environment
@@ -51,7 +51,7 @@ def start(request: Request) -> tuple[Run, str]:
     strategies = registry.chosen(suite)
     _check_names("models", [(spec.title, spec.builder) for spec in models])
     _check_names("strategies", [(info.name, str(info.path)) for info, _ in strategies])
-    formats = tuple(layouts.named(name).NAME for name in suite.format)
+    format_names = tuple(formats.named(name).NAME for name in suite.format)
     _check_machine(suite.ram)
     _check_gpu(suite)
     limited = request.within is not None or any(limit is not None for limit in suite.ram)
@@ -71,10 +71,11 @@ def start(request: Request) -> tuple[Run, str]:
             repeats=suite.repeats,
             passes=suite.passes,
             ram_high_bytes=suite.ram_high,
-            formats=formats,
+            formats=format_names,
             operation=suite.operation,
         )
     )
+    _check_any_runs(planned)
     checkpoint = request.checkpoint.resolve() if request.checkpoint else None
     folder = request.folder or Path("results") / _name(request)
     _check_folder(folder, request.verb)
@@ -89,7 +90,7 @@ def start(request: Request) -> tuple[Run, str]:
     }
     if request.within is not None:
         settings["within"] = request.within
-    run_folder.write_plan(folder, [one.cell for one in planned], settings)
+    run_folder.write_plan(folder, [each.cell for each in planned], settings)
     run = Run(
         folder=folder,
         planned=planned,
@@ -139,10 +140,12 @@ def restore(folder: Path, *, trusted: bool = False) -> tuple[Run, dict[str, Any]
             name: registry.read_strategy(Path(path), planned.cells[0].operation)
             for name, path in settings["strategy_paths"].items()
         }
+        cells = [Planned.of(cell, infos[cell.strategy]) for cell in planned.cells]
+        _check_any_runs(cells)
         checkpoint = settings["checkpoint"]
         run = Run(
             folder=folder,
-            planned=[Planned.of(cell, infos[cell.strategy]) for cell in planned.cells],
+            planned=cells,
             isolation=select.named(planned.cells[0].isolation, settings["base_image"]),
             seed=settings["seed"],
             checkpoint=Path(checkpoint) if checkpoint else None,
@@ -162,8 +165,8 @@ def restore(folder: Path, *, trusted: bool = False) -> tuple[Run, dict[str, Any]
 def resumable(verb: str, task: Run) -> Iterator[None]:
     """Add the command that resumes ``task`` to each error in this block that stops the run."""
     again = f"weighin {verb} --resume {quote(str(task.folder))}"
-    paths = {one.strategy.name: str(one.strategy.path) for one in task.planned}
-    if trust.foreign([one.cell for one in task.planned], paths):
+    paths = {each.strategy.name: str(each.strategy.path) for each in task.planned}
+    if trust.foreign([each.cell for each in task.planned], paths):
         again += " --trust"
     try:
         yield
@@ -183,6 +186,16 @@ def _check_names(kinds: str, named_places: list[tuple[str, str]]) -> None:
                 f"two {kinds} are called {name!r}: {places[name]} and {place}",
                 f"records identify {kinds} by name: rename one, or measure them in two runs",
             )
+
+
+def _check_any_runs(planned: list[Planned]) -> None:
+    """Raise ConfigError where every cell is skipped: the run would measure nothing."""
+    if all(one.skip for one in planned):
+        reasons = "; ".join(dict.fromkeys(one.skip for one in planned))
+        raise ConfigError(
+            f"nothing can be measured, every cell is skipped: {reasons}",
+            "choose another strategy, format or device: weighin list strategies shows what each supports",
+        )
 
 
 def _check_machine(limits: list[int | None]) -> None:

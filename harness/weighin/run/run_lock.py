@@ -10,18 +10,18 @@ import os
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from weighin.errors import ConfigError, HarnessError
+from weighin.errors import ConfigError, MachineBusy
 
 VARIABLE: Final = "WEIGHIN_LOCK"
 """Environment variable that names another lock file, for a machine where the default is unusable."""
 _FOLDERS: Final = (Path("/run/lock"), Path("/tmp"))  # noqa: S108 (never written, links not followed)
 _NAME: Final = "weighin-measuring.lock"
-_PAUSE_S: Final = 0.05
+_PAUSES_S: Final = (0.05, 1.0)  # the first, and the longest: a waiting run must not be measured
 
 
 def lock_path() -> Path:
@@ -38,13 +38,16 @@ def lock_path() -> Path:
 
 
 @contextmanager
-def only_run(patience_s: float = 0) -> Iterator[None]:
+def only_run(
+    patience_s: float = 0, waiting: Callable[[str], None] = lambda _: None
+) -> Iterator[None]:
     """Hold the lock in this block; waits up to ``patience_s`` for it.
 
-    The kernel releases it when the process ends.
+    The kernel releases it when the process ends. ``waiting`` is called once, with the reason, if it
+    has to wait.
 
     Raises:
-        HarnessError: another run holds the lock.
+        MachineBusy: another run holds the lock.
         ConfigError: the lock file cannot be created or opened.
     """
     path = lock_path()
@@ -56,7 +59,10 @@ def only_run(patience_s: float = 0) -> Iterator[None]:
             f"check its owner (ls -l), or name another file: {VARIABLE}=/path weighin ...",
         ) from None
     try:
-        _acquire(file, path, time.monotonic() + patience_s)
+        if not _try_lock(file):
+            if patience_s > 0:
+                waiting(f"waiting for another run on this machine to end (it holds {path})")
+            _wait(file, path, time.monotonic() + patience_s)
         yield
     finally:
         os.close(file)
@@ -78,18 +84,26 @@ def _open(path: Path) -> int:
     return file
 
 
-def _acquire(file: int, path: Path, deadline: float) -> None:
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise
-        else:
+def _wait(file: int, path: Path, deadline: float) -> None:
+    """Take the lock once it is free; raise MachineBusy at the deadline (``time.monotonic``)."""
+    pause_s, longest_s = _PAUSES_S
+    while time.monotonic() < deadline:
+        time.sleep(pause_s)
+        if _try_lock(file):
             return
-        if time.monotonic() >= deadline:
-            raise HarnessError(
-                f"another run is measuring on this machine (it holds {path})",
-                "wait until it has ended: concurrent runs would distort each other's figures",
-            )
-        time.sleep(_PAUSE_S)
+        pause_s = min(2 * pause_s, longest_s)
+    raise MachineBusy(
+        f"another run is measuring on this machine (it holds {path})",
+        "two runs at once would distort each other's figures: weighin bench --wait starts after its end",
+    )
+
+
+def _try_lock(file: int) -> bool:
+    """Take the lock if it is free; tell whether this process has it now."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            raise
+        return False
+    return True

@@ -87,7 +87,10 @@ def run(task: Run, progress: Progress, following: Following | None = None) -> li
 
 def _run(task: Run, progress: Progress, following: Following | None) -> None:
     task.isolation.check()
-    with only_run(task.patience_s), interrupts.stoppable():
+    with (
+        interrupts.stoppable(),  # first: a run that waits for its turn can be stopped, too
+        only_run(task.patience_s, lambda text: progress.preparing(text, None)),
+    ):
         for line in [*task.isolation.remove_stale(), *save_target.remove_leftovers()]:
             progress.preparing(f"removed a leftover of a dead run: {line}", None)
         results = list(run_folder.read(task.folder).results)

@@ -9,7 +9,6 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -24,6 +23,7 @@ from pydantic_core import ErrorDetails
 
 from weighin.cell import ModelSpec
 from weighin.errors import ConfigError
+from weighin.suite.yaml_file import read_mapping
 from weighin.units import parse_bytes
 
 DEFAULT_STRATEGIES = (
@@ -172,24 +172,6 @@ def read_suite(path: Path) -> Suite:
 def check_suite(options: dict[str, Any]) -> Suite:
     """Return command-line options as a suite; raises ConfigError that names the invalid option."""
     return validate(Suite, options, "")
-
-
-def read_mapping(path: Path) -> dict[str, Any]:
-    """Return the top-level mapping of a YAML file; raises ConfigError with the file and the line."""
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f", line {mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or " ".join(str(error).split())
-        raise ConfigError(f"{path}{line}: not YAML: {problem}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: not a mapping of keys to values")
-    return content
 
 
 def validate(kind: type[_Kind], content: dict[str, Any], file: str) -> _Kind:

@@ -10,11 +10,13 @@ from importlib.machinery import PathFinder
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weighin.cell import ModelSpec, Operation
 from weighin.errors import ConfigError, UnknownName
-from weighin.suite.config import Suite, read_model
+
+if TYPE_CHECKING:
+    from weighin.suite.config import Suite
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _ENTRY_POINTS: dict[Operation, str] = {"load": "weighin.strategies", "save": "weighin.saving"}
@@ -90,7 +92,7 @@ def named(name: str, operation: Operation = "load") -> list[StrategyInfo]:
     return [strategy(name, operation)]
 
 
-def chosen(suite: Suite) -> tuple[tuple[StrategyInfo, dict[str, Any]], ...]:
+def chosen(suite: "Suite") -> tuple[tuple[StrategyInfo, dict[str, Any]], ...]:
     """Return the strategies of a suite, each with its options.
 
     Raises:
@@ -148,8 +150,29 @@ def model(name: str, kwargs: dict[str, object] | None = None) -> ModelSpec:
         raise UnknownName(
             "model", name, known, "for any other model: --model package.module:callable"
         )
+    from weighin.suite.config import read_model  # pydantic, which `weighin list` need not import
+
     spec = read_model(known[name])
     return ModelSpec(spec.name, spec.builder, spec.kwargs | kwargs) if kwargs else spec
+
+
+def suites() -> dict[str, Path]:
+    """Return the built-in suites' files by name."""
+    return {path.stem: path for path in sorted((data_folder("configs") / "suites").glob("*.yaml"))}
+
+
+def suite_file(name: str) -> Path:
+    """Return the file of a built-in suite by its name; a path ("mine.yaml", "./mine") is itself.
+
+    Raises:
+        UnknownName: no built-in suite has this name.
+    """
+    if "/" in name or name.endswith((".yaml", ".yml")):
+        return Path(name)
+    known = suites()
+    if name not in known:
+        raise UnknownName("suite", name, known, "for a file of your own: --suite ./mine.yaml")
+    return known[name]
 
 
 def _third_party(operation: Operation) -> list[Path]:

@@ -140,10 +140,10 @@ def _areas(track: timeline_data.Track, axes: _Axes) -> tuple[list[tuple[str, str
     for part in timeline_data.PARTS:
         height = height + thin[part]
         lines[part] = list(zip(xs, (axes.memory.at(v / GIB) for v in height), strict=True))
-    shown = [part for part in timeline_data.PARTS if part == "anon_bytes" or thin[part].any()]
+    parts = [part for part in timeline_data.PARTS if part == "anon_bytes" or thin[part].any()]
     base = [(xs[-1], BOTTOM), (xs[0], BOTTOM)]
     areas = [
-        (part.removesuffix("_bytes"), path([*lines[part], *base]) + "Z") for part in shown[::-1]
+        (part.removesuffix("_bytes"), path([*lines[part], *base]) + "Z") for part in parts[::-1]
     ]
     return areas, path(lines[timeline_data.PARTS[-1]])
 

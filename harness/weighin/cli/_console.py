@@ -1,0 +1,99 @@
+"""Print for the verbs: results on standard output, notes and errors on standard error.
+
+rich is imported where a table or a progress bar is printed: ``weighin list`` has no time for it.
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from weighin.errors import ConfigError, HarnessError
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+STDOUT: Final = "-"
+"""What ``--json`` is given for standard output."""
+
+
+def out() -> "Console":
+    """Return a console on standard output, on which no table breaks a word."""
+    from weighin.cli._fitting import FittingConsole
+
+    return FittingConsole(emoji=False)
+
+
+def err() -> "Console":
+    """Return a console on standard error, for progress."""
+    from rich.console import Console
+
+    return Console(stderr=True, emoji=False)
+
+
+def line(text: str) -> None:
+    """Print one line of a result as it is."""
+    click.echo(text)
+
+
+def show(*parts: "RenderableType") -> None:
+    """Print tables and texts with rich."""
+    console = out()
+    for part in parts:
+        console.print(part)
+
+
+def note(*texts: str) -> None:
+    """Print what the user should know, a line each, on standard error."""
+    for text in texts:
+        click.echo(f"note: {text}", err=True)
+
+
+def error(text: str) -> None:
+    """Print a line that begins with "error:" on standard error."""
+    click.echo(f"{click.style('error:', fg='red', bold=True)} {text}", err=True, color=colour())
+
+
+def fail(problem: HarnessError) -> None:
+    """Print an error in two lines: its cause, and its repair."""
+    error(problem.message)
+    if problem.repair:
+        click.echo(problem.repair, err=True)
+
+
+def colour() -> bool | None:
+    """Return False where NO_COLOR forbids colours; None leaves it to whether there is a terminal."""
+    return False if os.environ.get("NO_COLOR") else None
+
+
+def write_json(target: str, document: Any) -> None:
+    """Write the document of ``--json`` to a file, or for "-" to standard output."""
+    write(target, json.dumps(document, indent=1) + "\n")
+
+
+def write(target: str | Path, text: str) -> None:
+    """Write a text to a file, or for "-" to standard output.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    if target == STDOUT:
+        click.echo(text, nl=False)
+        return
+    path = Path(target)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as problem:
+        raise ConfigError(
+            f"cannot write {path}: {problem.strerror}", "name a file that you may write"
+        ) from None
+
+
+def files(paths: Iterable[Path], json_file: str | None) -> None:
+    """Print the paths of written files, a line each; on standard error beside ``--json -``."""
+    for path in paths:
+        click.echo(str(path), err=json_file == STDOUT)

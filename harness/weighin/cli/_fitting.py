@@ -1,0 +1,111 @@
+"""A console whose tables fit: no word is broken, and a table that is too wide becomes blocks.
+
+rich alone takes room from the widest column until the table fits, also from words that then break.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from copy import copy
+from dataclasses import replace
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.measure import Measurement
+from rich.segment import Segment
+from rich.table import Column, Table
+from rich.text import Text
+
+_ANY_WIDTH = 10_000  # columns
+
+
+class FittingConsole(Console):
+    """A console on which no table breaks a word: each row of one that is too wide becomes a block."""
+
+    keeps_words = True
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        options = options or self.options
+        if isinstance(renderable, Table):
+            renderable = _fitted(self, options, renderable)
+        return super().render(renderable, options)
+
+
+def _fitted(console: Console, options: ConsoleOptions, table: Table) -> RenderableType:
+    widest = Measurement.get(console, options.update(width=_ANY_WIDTH), table).maximum
+    if widest <= options.max_width:
+        return table
+    columns = [_measure(console, column) for column in table.columns]
+    missing = widest - options.max_width
+    if missing > sum(column.maximum - column.minimum for column in columns):
+        return _Blocks(table)
+    fitted = copy(table)
+    fitted.columns = [
+        replace(column, width=width)
+        for column, width in zip(table.columns, _narrowed(columns, missing), strict=True)
+    ]
+    return fitted
+
+
+def _measure(console: Console, column: Column) -> Measurement:
+    """Return the width of the longest word of a column, and that of its longest line."""
+    anywhere = console.options.update(width=_ANY_WIDTH)
+    parts = [Measurement.get(console, anywhere, part) for part in (column.header, *column.cells)]
+    widest = max(part.maximum for part in parts)
+    least = widest if column.no_wrap else max(part.minimum for part in parts)
+    least = max(least, column.width or column.min_width or 0)
+    return Measurement(least, max(least, widest))
+
+
+def _narrowed(columns: list[Measurement], missing: int) -> list[int]:
+    """Return a width for each column, ``missing`` less than they want in all: the widest give."""
+    widths = [column.maximum for column in columns]
+    for _ in range(missing):
+        able = [at for at, column in enumerate(columns) if widths[at] > column.minimum]
+        widths[max(able, key=lambda at: widths[at])] -= 1
+    return widths
+
+
+class _Blocks:
+    """A table as one block of lines a row: "heading: value"."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        table = self._table
+        if table.title:
+            yield Group(_text(console, table.title), "")
+        headings = [_heading(console, column) for column in table.columns]
+        for row in zip(*(column.cells for column in table.columns), strict=True):
+            first, *cells = (_text(console, cell) for cell in row)
+            if first.plain.strip():
+                first.stylize("bold")
+                yield first
+            for heading, cell in zip(headings[1:], cells, strict=True):
+                if cell.plain.strip():
+                    named = Text(f"{heading}: " if heading else "").append_text(cell)
+                    yield from _hanging(console, named, options.max_width)
+        if table.caption:
+            yield _text(console, table.caption)
+
+
+def _hanging(console: Console, text: Text, width: int) -> Iterator[Text]:
+    lines = text.wrap(console, max(width - 4, 1))
+    for number, line in enumerate(lines):
+        line.rstrip()
+        yield Text("    " if number else "  ").append_text(line)
+
+
+def _heading(console: Console, column: Column) -> str:
+    """Return a heading in one line: "anony-" above "mous" is one word."""
+    text = column.header if isinstance(column.header, Text) else _text(console, column.header)
+    return " ".join(re.sub(r"-\s*\n", "", text.plain).split())
+
+
+def _text(console: Console, cell: RenderableType) -> Text:
+    """Return a cell as text in one line."""
+    text = cell.copy() if isinstance(cell, Text) else console.render_str(str(cell))
+    return Text(" ").join(text.split("\n"))

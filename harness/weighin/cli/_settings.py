@@ -1,0 +1,162 @@
+"""Read defaults of options from ``[tool.weighin]`` in pyproject.toml.
+
+The table itself holds defaults for the verbs that measure or predict; ``[tool.weighin.VERB]`` holds
+those of one verb, and wins over it. What is typed wins over both. The file is the nearest
+pyproject.toml with such a table, in the current folder or above it; relative paths in it are relative
+to its folder. Options that allow or confirm something must be typed.
+"""
+
+import json
+import os
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from weighin.errors import ConfigError
+
+TABLE: Final = "tool.weighin"
+_SHARED_BY: Final = ("bench", "floor", "predict", "recommend")
+_ONLY_TYPED: Final = frozenset(
+    ("check", "expect-failures", "help", "json", "resume", "trust", "update", "version", "yes")
+)
+
+Defaults = dict[str, dict[str, Any]]
+"""The values of each verb, by the names of its parameters: what click calls a default map."""
+
+
+def read(verbs: Mapping[str, click.Command]) -> tuple[Path | None, Defaults]:
+    """Return the file with the nearest table, and its defaults; None where there is no such file.
+
+    Raises:
+        ConfigError: the file is not TOML, or has an unknown key or a value of a wrong type.
+    """
+    here = Path.cwd()
+    for folder in (here, *here.parents):
+        path = (Path() if folder == here else folder) / "pyproject.toml"
+        if path.is_file() and (table := _table(path)) is not None:
+            return path, _defaults(table, path, verbs)
+    return None, {}
+
+
+def name_source(context: click.Context, error: ConfigError) -> None:
+    """Add the settings' file to the error where it is about the value of an option from there."""
+    path = context.find_root().meta.get(TABLE)
+    option = error.message.partition(":")[0]
+    for param in context.command.params:
+        source = context.get_parameter_source(param.name or "")
+        if option in param.opts and source is click.core.ParameterSource.DEFAULT_MAP:
+            place = f"{option} is set in [{TABLE}] of {path}"
+            error.repair = f"{error.repair}; {place}" if error.repair else place
+
+
+def options_of(verb: click.Command) -> dict[str, click.Parameter]:
+    """Return the options of a verb that may be set in the file, by their keys."""
+    keys = {}
+    for param in verb.params:
+        longest = max(param.opts, key=len).lstrip("-")
+        is_option = isinstance(param, click.Option) and not param.hidden
+        if is_option and longest not in _ONLY_TYPED:
+            keys[longest] = param
+    return keys
+
+
+def _table(path: Path) -> dict[str, Any] | None:
+    try:
+        text = path.read_text(encoding="utf-8")
+        if "weighin" not in text:
+            return None
+        import tomllib  # only where there is something to read
+
+        content = tomllib.loads(text)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from None
+    table = content.get("tool", {}).get("weighin")
+    if table is not None and not isinstance(table, dict):
+        raise ConfigError(f"{path}: {TABLE} is not a table", f"write [{TABLE}] and keys below it")
+    return table
+
+
+def _defaults(table: dict[str, Any], path: Path, verbs: Mapping[str, click.Command]) -> Defaults:
+    options = {name: options_of(verb) for name, verb in verbs.items()}
+    options = {name: found for name, found in options.items() if found}
+    shared = {key for name in _SHARED_BY for key in options[name]}
+    defaults: Defaults = {name: {} for name in options}
+    tables = {
+        key: value
+        for key, value in table.items()
+        if isinstance(value, dict) and _normal(key) not in shared
+    }
+    for key, value in table.items():
+        _check_key(
+            key, (options if key in tables else shared), shared | options.keys(), path, TABLE
+        )
+        for name in _SHARED_BY if key not in tables else ():
+            _set(defaults[name], options[name], key, value, path, TABLE)
+    for name, values in tables.items():  # after the shared ones: these win
+        for key, value in values.items():
+            _check_key(key, options[name], options[name], path, f"{TABLE}.{name}")
+            _set(defaults[name], options[name], key, value, path, f"{TABLE}.{name}")
+    return defaults
+
+
+def _check_key(
+    key: str, known: Collection[str], listed: Collection[str], path: Path, table: str
+) -> None:
+    """Raise ConfigError for a key that is not ``known``; its repair lists what may be written."""
+    place, normal = f"{path}: {table}.{key}", _normal(key)
+    if normal in known:
+        return
+    if normal in _ONLY_TYPED:
+        raise ConfigError(f"{place} cannot be set in a file", f"type it: --{normal}")
+    near = get_close_matches(normal, sorted(listed), n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ConfigError(f"{place}: unknown key", f"{hint}known: {', '.join(sorted(listed))}")
+
+
+def _set(
+    defaults: dict[str, Any],
+    options: Mapping[str, click.Parameter],
+    key: str,
+    value: object,
+    path: Path,
+    table: str,
+) -> None:
+    param = options.get(_normal(key))
+    if param is not None:
+        assert param.name
+        defaults[param.name] = _value(param, value, f"{path}: {table}.{key}", path.parent)
+
+
+def _value(param: click.Parameter, value: object, place: str, folder: Path) -> object:
+    """Return a value of TOML as click would have read it from a command line."""
+    key = _normal(place.rpartition(".")[2])
+    if getattr(param, "is_flag", False):
+        if not isinstance(value, bool):
+            raise ConfigError(f"{place}: not true or false, but {value!r}")
+        return value
+    if key == "kwargs" and isinstance(value, dict):
+        return json.dumps(value)
+    items = value if isinstance(value, list) else [value]
+    if any(isinstance(item, bool) or not isinstance(item, str | int | float) for item in items):
+        raise ConfigError(f"{place}: not a text, a number, or a list of them")
+    texts = [_located(str(item), key, param, folder) for item in items]
+    return texts if param.multiple else ",".join(texts)
+
+
+def _located(text: str, key: str, param: click.Parameter, folder: Path) -> str:
+    """Return a path relative to the current folder, which the file gives relative to its own."""
+    is_path = isinstance(param.type, click.Path)
+    if key == "strategies" or (key == "suite" and not is_path):
+        is_path = "/" in text or text.endswith((".py", ".yaml", ".yml"))
+    if not is_path or folder == Path.cwd():
+        return text
+    return os.path.relpath(folder / text)
+
+
+def _normal(key: str) -> str:
+    return key.replace("_", "-")

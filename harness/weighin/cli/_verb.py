@@ -1,0 +1,163 @@
+"""The classes of the command line's verbs: their help, and errors that name a setting's file."""
+
+import re
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import click
+
+from weighin.cli import _settings, _wrap
+from weighin.errors import ConfigError
+
+_WIDEST = 100  # columns
+_TOKEN = re.compile(r"""(?:'[^']*'|"[^"]*"|\S)+""")
+"""A word of a shell command: blanks inside quotes are a part of it."""
+
+
+class _Formatter(click.HelpFormatter):
+    """Formats help in whole words, also in narrow terminals."""
+
+    def write_usage(self, prog: str, args: str = "", prefix: str | None = None) -> None:
+        first, *rest = _wrap.wrap(f"{prefix or 'Usage: '}{prog} {args}", self.width)
+        self.write("\n".join([first, *(f"    {line}" for line in rest)]) + "\n")
+
+    def write_heading(self, heading: str) -> None:
+        self.write(click.style(f"{heading}:", bold=True) + "\n")
+
+    def write_text(self, text: str) -> None:
+        indent = " " * self.current_indent
+        paragraphs = [
+            "\n".join(indent + line for line in _wrap.wrap(paragraph, self.width - len(indent)))
+            for paragraph in text.split("\n\n")
+        ]
+        self.write("\n\n".join(paragraphs) + "\n")
+
+    def write_dl(self, rows: Iterable[tuple[str, str]], *_columns: int, **_spacing: int) -> None:
+        lines = _wrap.definitions(list(rows), self.width, self.current_indent)
+        self.write("".join(f"{line}\n" for line in lines))
+
+    def write_command(self, command: str) -> None:
+        """Write a command in one line, or in several that a shell reads as one."""
+        indent = " " * self.current_indent
+        if len(indent) + len(command) <= self.width:
+            self.write(f"{indent}{command}\n")
+            return
+        room = self.width - len(indent) - len(" \\")
+        lines: list[str] = []
+        for token in _TOKEN.findall(command):
+            if lines and len(lines[-1]) + 1 + len(token) <= room:
+                lines[-1] += f" {token}"
+            else:
+                lines.append(f"    {token}" if lines else token)
+        self.write(" \\\n".join(indent + line for line in lines) + "\n")
+
+
+class _Context(click.Context):
+    def make_formatter(self) -> _Formatter:
+        """Return a formatter for this terminal; longer lines than ``_WIDEST`` are hard to read."""
+        return _Formatter(width=min(shutil.get_terminal_size().columns, _WIDEST))
+
+
+class Argument(click.Argument):
+    """An argument with a help text, which click has since 8.5."""
+
+    help: str
+
+    def __init__(self, *declarations: Any, help: str, **attributes: Any) -> None:  # noqa: A002 (click's word)
+        super().__init__(*declarations, **attributes)
+        self.help = help
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
+        return self.make_metavar(ctx), self.help
+
+
+class Verb(click.Command):
+    """A verb. ``examples`` are whole commands; ``codes`` tells whether its help lists exit codes."""
+
+    context_class = _Context
+
+    def __init__(
+        self,
+        *arguments: Any,
+        examples: Sequence[str] = (),
+        codes: bool = False,
+        **attributes: Any,
+    ) -> None:
+        attributes.setdefault("context_settings", {"show_default": True})
+        super().__init__(*arguments, **attributes)
+        self.examples = examples
+        self.codes = codes
+
+    def format_arguments(self, _: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write nothing: ``format_options`` writes the arguments, which click before 8.5 leaves out."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the arguments and the options, each under a heading of its own."""
+        for kind, heading in (("argument", "Arguments"), ("option", "Options")):
+            params = [one for one in self.get_params(ctx) if one.param_type_name == kind]
+            rows = [row for one in params if (row := one.get_help_record(ctx))]
+            if rows:
+                with formatter.section(heading):
+                    formatter.write_dl(rows)
+
+    def format_epilog(self, _: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the examples and the exit codes."""
+        assert isinstance(formatter, _Formatter)
+        if self.examples:
+            with formatter.section("Examples"):
+                for example in self.examples:
+                    formatter.write_command(example)
+        if self.codes:
+            _write_codes(formatter)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the verb; an error about a value of pyproject.toml names that file."""
+        try:
+            return super().invoke(ctx)
+        except ConfigError as error:
+            _settings.name_source(ctx, error)
+            raise
+
+
+class Verbs(click.Group):
+    """Verbs, listed in the help under the headings of ``panels``, in their order."""
+
+    context_class = _Context
+
+    def __init__(
+        self,
+        name: str,
+        panels: Mapping[str, Sequence[click.Command]],
+        codes: bool = False,
+        **attributes: Any,
+    ) -> None:
+        verbs = [one for panel in panels.values() for one in panel]
+        super().__init__(name, verbs, **attributes)
+        self.panels = panels
+        self.codes = codes
+
+    def list_commands(self, _: click.Context) -> list[str]:
+        """Return the names of all verbs, in their order."""
+        return list(self.commands)
+
+    def format_commands(self, _: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the verbs of each panel, each with the first paragraph of its help."""
+        longest = max(map(len, self.commands))
+        for heading, verbs in self.panels.items():
+            with formatter.section(heading):
+                formatter.write_dl([(str(one.name).ljust(longest), summary(one)) for one in verbs])
+        if self.codes:
+            _write_codes(formatter)
+
+
+def _write_codes(formatter: click.HelpFormatter) -> None:
+    from weighin import exit_codes  # with the record's types, which `weighin list` does not need
+
+    formatter.write_paragraph()
+    formatter.write_text(exit_codes.EXPLAINED)
+
+
+def summary(command: click.Command) -> str:
+    """Return the first paragraph of a command's help, in one line."""
+    return " ".join((command.help or "").partition("\n\n")[0].split())

@@ -1,0 +1,178 @@
+"""``weighin bench``: measure loads or saves of a model."""
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from weighin.cli import _arguments, _console, _options, _run
+from weighin.cli._verb import Verb
+from weighin.cli.report import show_run
+
+if TYPE_CHECKING:
+    from weighin.run.request import Request
+    from weighin.run.runner import Run
+
+_OF_SUITE = (
+    "operation",
+    "ram_high",
+    "isolation",
+    "device",
+    "dtype",
+    "cache",
+    "passes",
+    "repeats",
+    "timeout_s",
+    "steady",
+    "trace",
+)
+"""Options that a suite has as well, by the same name."""
+
+EXAMPLES = (
+    "weighin bench gpt2-xl --ram 8g --repeats 3",
+    "weighin bench gpt2-medium --ram 4g,2500m --strategies mmap_assign,streaming",
+    "weighin bench gpt2-large --operation save --ram 8g",
+    "weighin bench gpt2-medium --device cuda --vram 1g --trace",
+    "weighin bench --model my.nets:build --kwargs '{\"width\": 64}' --checkpoint w.pt",
+    "weighin bench --suite ci --out results/ci",
+    "weighin bench --resume results/20261120T093000-gpt2-xl-8GiB",
+)
+
+
+@click.command(cls=Verb, examples=EXAMPLES, codes=True)
+@_options.model
+@_options.generated
+@click.option(
+    "--ram",
+    default="none",
+    metavar="SIZES",
+    help="RAM limits, comma-separated: 8g, 8Gi, 6500m, none.",
+)
+@click.option(
+    "--ram-high",
+    default="none",
+    metavar="SIZE",
+    help="Soft RAM limit (cgroup v2 only): the kernel throttles the cell above it; a cell that"
+    " cannot shrink runs into its time-out.",
+)
+@_options.strategies
+@click.option(
+    "--operation",
+    default="load",
+    metavar="NAME",
+    help="load; or save, to measure how long and with how much memory a checkpoint is written.",
+)
+@_options.isolation
+@_options.device
+@_options.dtype
+@click.option(
+    "--cache",
+    default="cold",
+    metavar="STATE",
+    help="Page-cache state of the checkpoint at the start: cold (evicted) or warm (read"
+    " beforehand, charged to the cell's cgroup).",
+)
+@_options.formats
+@click.option("--first-use", hidden=True)  # refused: --passes
+@click.option(
+    "--passes",
+    default=1,
+    metavar="N",
+    help="Number of forward passes after the load; 0 for none. With less RAM than its size, a mapped"
+    " model is read from the disk again in each.",
+)
+@click.option(
+    "--repeats", default=1, metavar="N", help="Number of repeats of each cell, interleaved."
+)
+@_options.timeout(600.0)
+@click.option(
+    "--vram",
+    default="none",
+    metavar="SIZES",
+    help="Limits of GPU memory, comma-separated: 8g, none.",
+)
+@click.option("--trace", is_flag=True, help="Record every event of the GPU's allocator.")
+@click.option(
+    "--steady",
+    is_flag=True,
+    help="Touch memory before each load and free it when the load begins, which makes times"
+    " steadier in virtual machines.",
+)
+@_options.seed
+@_options.suite
+@click.option(
+    "--out",
+    "folder",
+    type=_options.PATH,
+    metavar="FOLDER",
+    help="The run's folder. Default: results/DATE-MODEL-RAM.",
+)
+@click.option(
+    "--resume",
+    type=_options.PATH,
+    metavar="FOLDER",
+    help="Continue a run at its first cell without a record.",
+)
+@_options.trust
+@_options.wait
+@_options.json
+@_options.base_image
+@click.pass_context
+def bench(context: click.Context, /, **_: Any) -> None:
+    """Measure memory and time of loading a model, with every strategy, each in a limited process of its own."""
+    from weighin.cli import _progress
+    from weighin.run import runner
+    from weighin.run.request import resumable
+
+    typed = _arguments.read(context)
+    _run.enter_scope(typed["isolation"])
+    task = _task(typed)
+    if not task.isolation.limits or all(one.cell.ram_limit_bytes is None for one in task.planned):
+        _console.note(
+            "nothing is limited: peaks are measured, but no strategy is shown to fit (--ram does)"
+        )
+    with (
+        _progress.progress(_console.err(), len(task.planned)) as progress,
+        resumable("bench", task),
+    ):
+        results = runner.run(task, progress)
+    show_run(task.folder, results, json_file=typed["json_file"])
+    _run.end(context, results)
+
+
+def _task(typed: dict[str, Any]) -> "Run":
+    """Return the run to perform: a new one, or the one to resume."""
+    from weighin.run import request
+
+    if typed["resume"]:
+        task = request.resume(typed["resume"], trusted=typed["trust"])
+    else:
+        task, note = request.start(_request(typed))
+        if note:
+            _console.note(note)
+    return replace(task, patience_s=math.inf if typed["wait"] else 0)
+
+
+def _request(typed: dict[str, Any]) -> "Request":
+    from weighin.run.request import Request
+
+    asked = {name: typed[name] for name in _OF_SUITE} | {
+        "models": [_arguments.one_model(typed["model"], typed["model_option"])],
+        "ram": [limit.strip() for limit in typed["ram"].split(",")],
+        "vram": [limit.strip() for limit in typed["vram"].split(",")],
+    }
+    if typed["first_use"]:
+        asked["first_use"] = typed["first_use"]
+    if names := _arguments.names(typed["strategies"]):
+        asked["strategies"] = names
+    if typed["fmt"]:
+        asked["format"] = _arguments.names([typed["fmt"]])
+    return Request(
+        suite=_arguments.read_suite(typed["suite"], asked),
+        kwargs=_arguments.json_object(typed["kwargs"]),
+        checkpoint=typed["checkpoint"],
+        seed=typed["seed"],
+        folder=typed["folder"],
+        base_image=typed["base_image"],
+    )

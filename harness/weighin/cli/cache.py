@@ -1,0 +1,136 @@
+"""``weighin cache``: the checkpoints that weighin generated."""
+
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from weighin.cli import _console, _options
+from weighin.cli._verb import Argument, Verb, Verbs
+from weighin.errors import ConfigError, UnknownName
+from weighin.units import format_bytes
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from weighin.checkpoint.cache import CachedCheckpoint
+
+SCHEMA = 1
+DECLINED_EXIT = 1
+
+
+@click.command("list", cls=Verb, examples=("weighin cache list", "weighin cache list --json -"))
+@_options.json
+def cache_list(json_file: str | None) -> None:
+    """List the generated checkpoints, with their sizes on the disk."""
+    from weighin.checkpoint import cache
+
+    stored = cache.list_entries()
+    if json_file != _console.STDOUT:
+        _console.show(_table(stored))
+    if json_file:
+        document = {
+            "schema": SCHEMA,
+            "folder": str(cache.folder()),
+            "checkpoints": _described(stored),
+        }
+        _console.write_json(json_file, document)
+
+
+@click.command(
+    "clear",
+    cls=Verb,
+    codes=True,
+    examples=("weighin cache clear gpt2-xl", "weighin cache clear --yes"),
+)
+@click.argument(
+    "model", cls=Argument, required=False, help="Only the checkpoints of this model. Default: all."
+)
+@click.option("--yes", "-y", is_flag=True, help="Delete without asking.")
+@_options.json
+@click.pass_context
+def cache_clear(
+    context: click.Context, model: str | None, yes: bool, json_file: str | None
+) -> None:
+    """Delete generated checkpoints, after a question; never deletes checkpoints of your own."""
+    from weighin.checkpoint import cache
+
+    chosen = _chosen(model)
+    if chosen and not yes and not _is_confirmed(chosen):
+        _console.note("nothing was deleted")
+        context.exit(DECLINED_EXIT)
+    removed = cache.clear(model) if chosen else []
+    freed = sum(stored.size_bytes for stored in removed)
+    if json_file != _console.STDOUT:
+        _console.line(f"deleted {_count(removed)}, freed {format_bytes(freed)}")
+    if json_file:
+        document = {"schema": SCHEMA, "freed_bytes": freed, "deleted": _described(removed)}
+        _console.write_json(json_file, document)
+
+
+cache = Verbs(
+    "cache",
+    help="List or delete the checkpoints that weighin generated.",
+    panels={"Commands": (cache_list, cache_clear)},
+    no_args_is_help=True,
+)
+
+
+def _chosen(model: str | None) -> "list[CachedCheckpoint]":
+    """Return the cached checkpoints of a model or an entry, or all; raises UnknownName for none."""
+    from weighin.checkpoint import cache
+
+    stored = cache.list_entries()
+    chosen = [one for one in stored if model in (None, one.name, one.name.rpartition("-")[0])]
+    if model is not None and not chosen:
+        raise UnknownName("cached model", model, {one.name.rpartition("-")[0] for one in stored})
+    return chosen
+
+
+def _is_confirmed(chosen: "Sequence[CachedCheckpoint]") -> bool:
+    size = format_bytes(sum(stored.size_bytes for stored in chosen))
+    if not _has_terminal():
+        raise ConfigError(
+            f"{_count(chosen)} ({size}) would be deleted, and nobody is there to confirm it",
+            "add --yes to delete without a question",
+        )
+    _console.err().print(_table(chosen))
+    return click.confirm(f"Delete {_count(chosen)} ({size})?", err=True)
+
+
+def _has_terminal() -> bool:
+    return sys.stdin.isatty()
+
+
+def _count(stored: "Sequence[CachedCheckpoint]") -> str:
+    return f"{len(stored)} checkpoint{'s' * (len(stored) != 1)}"
+
+
+def _table(stored: "Sequence[CachedCheckpoint]") -> "Table":
+    from rich.box import SIMPLE_HEAD
+    from rich.markup import escape
+    from rich.table import Table
+
+    from weighin.checkpoint import cache
+
+    table = Table("model", "format", "size", "last used", box=SIMPLE_HEAD, pad_edge=False)
+    table.title = f"checkpoints in {escape(str(cache.folder()))}"
+    for one in stored:
+        used = datetime.fromtimestamp(one.last_used_s).strftime("%Y-%m-%d %H:%M")
+        table.add_row(escape(one.name), one.format, format_bytes(one.size_bytes), used)
+    return table
+
+
+def _described(stored: "Sequence[CachedCheckpoint]") -> list[dict[str, Any]]:
+    return [
+        {
+            "name": one.name,
+            "format": one.format,
+            "bytes": one.size_bytes,
+            "last_used": datetime.fromtimestamp(one.last_used_s, UTC).isoformat(timespec="seconds"),
+            "path": str(one.path),
+        }
+        for one in stored
+    ]

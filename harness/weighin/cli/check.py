@@ -1,0 +1,179 @@
+"""``weighin check``: compare a run with a baseline and with budgets."""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from shlex import quote
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from weighin.cli import _arguments, _console, _options
+from weighin.cli._verb import Argument, Verb
+from weighin.errors import ConfigError
+
+if TYPE_CHECKING:
+    from weighin.gate.check import MeasuredRuns
+    from weighin.gate.lines import GateResult
+
+EXAMPLES = (
+    "weighin check results/RUN --baseline baseline.yaml --update",
+    "weighin check results/RUN --baseline baseline.yaml",
+    'weighin check results/RUN --budget "streaming: anon <= 2GiB"',
+    'weighin check results/RUN --budget "anon <= 2GiB" --expect baseline=oom_killed',
+    "weighin check results/RUN --baseline baseline.yaml --github --json check.json",
+)
+
+
+@click.command(cls=Verb, examples=EXAMPLES, codes=True)
+@click.argument(
+    "runs",
+    cls=Argument,
+    type=_options.PATH,
+    nargs=-1,
+    required=True,
+    help="The folder of a run; several count as one run with more repeats.",
+)
+@click.option(
+    "--baseline", type=_options.PATH, metavar="FILE", help="The baseline, a committed YAML file."
+)
+@click.option(
+    "--update", is_flag=True, help="Write the figures of the run into the baseline first."
+)
+@click.option(
+    "--budget",
+    multiple=True,
+    metavar="BUDGET",
+    help='A limit of a figure, such as "peak_rss <= 1.1 x model"; may be repeated.',
+)
+@click.option(
+    "--expect",
+    multiple=True,
+    metavar="OUTCOMES",
+    help="Outcomes that are intended, comma-separated: baseline=oom_killed.",
+)
+@click.option(
+    "--expect-failures",
+    is_flag=True,
+    help="With --update: expect the outcome of every cell that was killed or timed out.",
+)
+@click.option(
+    "--metrics",
+    default="",
+    show_default=False,
+    metavar="NAMES",
+    help="Compare only these with the baseline, comma-separated: above_import,ready_anon.",
+)
+@click.option("--all", "show_all", is_flag=True, help="Show unchanged figures as well.")
+@click.option(
+    "--github",
+    is_flag=True,
+    help="Write annotations to standard output, and Markdown to $GITHUB_STEP_SUMMARY.",
+)
+@click.option(
+    "--markdown", type=_options.PATH, metavar="FILE", help="Write the result as Markdown."
+)
+@click.option("--junit", type=_options.PATH, metavar="FILE", help="Write the result as JUnit XML.")
+@_options.json
+@click.pass_context
+def check(context: click.Context, /, **typed: Any) -> None:
+    """Compare a run with a baseline and with budgets; exits with 1 if a figure is over its limit."""
+    from weighin.exit_codes import GATE_FAILED
+    from weighin.gate import check as checks
+
+    _refuse(typed)
+    measured = checks.read_runs(typed["runs"])
+    _console.note(*measured.warnings)
+    baseline = typed["baseline"]
+    if typed["update"]:
+        accept = _always if typed["expect_failures"] else _ask
+        changes = checks.update(measured, baseline, expected=typed["expect"], accept=accept)
+        _show_changes(baseline, changes, err=typed["json_file"] == _console.STDOUT)
+    result = checks.check(
+        measured,
+        baseline,
+        extra_budgets=typed["budget"],
+        metrics=_arguments.names([typed["metrics"]]),
+        expected=typed["expect"],
+    )
+    _write(result, typed)
+    if result.failed:
+        _console.note(*_repairs(result, measured, baseline))
+        context.exit(GATE_FAILED)
+
+
+def _refuse(typed: dict[str, Any]) -> None:
+    """Raise ConfigError for options that do not go together."""
+    if typed["expect_failures"] and not typed["update"]:
+        raise ConfigError(
+            "--expect-failures has no effect without --update",
+            "add --update, or name the intended outcomes: --expect baseline=oom_killed",
+        )
+    if typed["update"] and typed["baseline"] is None:
+        raise ConfigError("--update has no file to write", "name it: --baseline baseline.yaml")
+    if typed["github"] and typed["json_file"] == _console.STDOUT:
+        raise ConfigError(
+            "--github and --json - both write to standard output",
+            "write the JSON to a file: --json check.json",
+        )
+
+
+def _write(result: "GateResult", typed: dict[str, Any]) -> None:
+    """Print the result of the check, and write it in the formats that were asked for."""
+    from weighin.gate import outputs, tables
+
+    if typed["json_file"] != _console.STDOUT:
+        _console.show(tables.terminal(result, whole=typed["show_all"]))
+    if typed["github"]:
+        baseline = typed["baseline"]
+        for text in outputs.annotations(result, str(baseline) if baseline else None):
+            _console.line(text)
+        if path := os.environ.get("GITHUB_STEP_SUMMARY"):
+            with Path(path).open("a", encoding="utf-8") as file:
+                file.write(tables.write_markdown(result))
+    for name, write in (
+        ("markdown", tables.write_markdown),
+        ("junit", outputs.junit),
+        ("json_file", outputs.as_json),
+    ):
+        if typed[name]:
+            _console.write(typed[name], write(result))
+
+
+def _repairs(result: "GateResult", measured: "MeasuredRuns", baseline: Path | None) -> list[str]:
+    """Return how to accept what failed, where that can be."""
+    from weighin.exit_codes import BROKEN
+    from weighin.gate.expected import suggest
+
+    ended = [line.series for line in result.failed if line.what == "outcome"]
+    ended = [name for name in ended if name in measured.series]
+    if any(measured.series[name].failures & {*BROKEN} for name in ended):
+        return ["wrong weights and failed strategies cannot be accepted: mend them first"]
+    words = ",".join(map(str, suggest(ended, measured.series)))
+    if baseline is None:
+        return [f"if that is intended: --expect {quote(words)}"] if words else []
+    more = " --expect-failures" if words else ""
+    return [f"if that is intended, accept it with --update{more}, and commit the baseline"]
+
+
+def _always(_: Sequence[str]) -> bool:
+    return True
+
+
+def _ask(lines: Sequence[str]) -> bool:
+    """Show the outcomes that are not ok, and ask whether they are intended; no without a terminal."""
+    if not sys.stdin.isatty():
+        return False
+    for text in lines:
+        _console.line(text)
+    return click.confirm("Is that intended? The baseline will expect it", err=True)
+
+
+def _show_changes(baseline: Path, lines: list[str], *, err: bool) -> None:
+    """Print how the baseline changed; on standard error (``err``) beside JSON on standard output."""
+    colours = {"+": "green", "-": "red", "@": "cyan"}
+    for text in lines:
+        styled = click.style(text, fg=colours.get(text[0]))
+        click.echo(styled, err=err, color=_console.colour())
+    click.echo(f"{baseline} {'was updated' if lines else 'is up to date'}", err=err)

@@ -1,0 +1,49 @@
+"""``weighin compare``: the figures of several runs side by side."""
+
+from pathlib import Path
+
+import click
+
+from weighin.cli import _arguments, _console, _options
+from weighin.cli._verb import Argument, Verb
+
+EXAMPLES = (
+    "weighin compare results/torch-2.13 results/torch-2.14",
+    "weighin compare results/main results/branch --metrics above_import,ready",
+)
+
+
+@click.command(cls=Verb, examples=EXAMPLES)
+@click.argument(
+    "runs",
+    cls=Argument,
+    type=_options.PATH,
+    nargs=-1,
+    required=True,
+    help="Folders of runs; the others are compared with the first.",
+)
+@click.option(
+    "--metrics",
+    default="",
+    show_default=False,
+    metavar="NAMES",
+    help="Show only these, comma-separated: above_import,ready.",
+)
+@click.option(
+    "--markdown", type=_options.PATH, metavar="FILE", help="Write the comparison as Markdown."
+)
+@_options.json
+def compare(
+    runs: tuple[Path, ...], metrics: str, markdown: Path | None, json_file: str | None
+) -> None:
+    """Show the figures of several runs side by side, such as two commits or two versions of torch."""
+    from weighin.gate import compare as comparing
+
+    comparison = comparing.compare(runs, _arguments.names([metrics]))
+    _console.note(*comparison.warnings)
+    if json_file != _console.STDOUT:
+        _console.show(comparing.terminal(comparison))
+    if markdown:
+        _console.write(markdown, comparing.write_markdown(comparison))
+    if json_file:
+        _console.write_json(json_file, comparing.as_json(comparison))

@@ -1,0 +1,77 @@
+"""``weighin convert``: write a checkpoint in another format."""
+
+from pathlib import Path
+
+import click
+
+from weighin.cli import _console, _options
+from weighin.cli._verb import Argument, Verb
+
+EXAMPLES = (
+    "weighin convert model.pt parts --format per_param",
+    "weighin convert model.pt model-bf16.safetensors --dtype bf16 --verify",
+    "weighin convert model.pt shards --format sharded --max-shard-size 2GB",
+)
+
+
+@click.command(cls=Verb, examples=EXAMPLES)
+@click.argument(
+    "source", cls=Argument, type=_options.PATH, help="A checkpoint in any format; only read."
+)
+@click.argument(
+    "target",
+    cls=Argument,
+    type=_options.PATH,
+    help="The file or folder to write; must not exist.",
+)
+@click.option(
+    "--format",
+    "fmt",
+    default="auto",
+    metavar="NAME",
+    help="pt, safetensors, sharded, per_module, per_param, dcp ... or auto: one safetensors file,"
+    " or shards if the tensors as written are larger than --split-above.",
+)
+@click.option(
+    "--dtype",
+    metavar="DTYPE",
+    help="Convert floating-point tensors to bf16, fp16 or fp32. Default: as they are.",
+)
+@click.option(
+    "--split-above",
+    default="5GiB",
+    metavar="SIZE",
+    help="With auto: the size above which shards are written. 5GB is 1000-based, 5GiB 1024-based.",
+)
+@click.option(
+    "--max-shard-size",
+    default="5GiB",
+    metavar="SIZE",
+    help="Size of each shard, unless a single tensor is larger: 20MB, 5GB or 2GiB.",
+)
+@click.option(
+    "--verify",
+    is_flag=True,
+    help="Read the result back and compare every checksum. The checksums stay beside the result;"
+    " a later conversion compares what it reads with them.",
+)
+@_options.json
+def convert(
+    source: Path,
+    target: Path,
+    fmt: str,
+    dtype: str | None,
+    split_above: str,
+    max_shard_size: str,
+    verify: bool,
+    json_file: str | None,
+) -> None:
+    """Write a checkpoint in another format or dtype, with little memory: in pieces of 16 MiB."""
+    from weighin.checkpoint import convert_request
+
+    wish = convert_request.Wish(source, target, fmt, dtype, split_above, max_shard_size, verify)
+    finished = convert_request.convert(wish, _console.err())
+    if json_file != _console.STDOUT:
+        _console.line(str(finished))
+    if json_file:
+        _console.write_json(json_file, finished.as_json())

@@ -1,0 +1,38 @@
+"""``weighin list``: strategies, models, suites and isolations."""
+
+import shutil
+
+import click
+
+from weighin.cli import _console, _options
+from weighin.cli._verb import Argument, Verb
+
+EXAMPLES = (
+    "weighin list",
+    "weighin list strategies",
+    "weighin list isolations",
+    "weighin list --json -",
+)
+_WIDEST = 100  # columns: longer lines are hard to read
+
+
+@click.command("list", cls=Verb, examples=EXAMPLES)
+@click.argument(
+    "kind",
+    cls=Argument,
+    default="all",
+    help="strategies, models, suites or isolations. Default: all of them. Only `isolations` tries"
+    " which of them work here.",
+)
+@_options.json
+def list_(kind: str, json_file: str | None) -> None:
+    """List the strategies, models, suites and isolations."""
+    from weighin.cli import _listing
+
+    document = _listing.document(kind)
+    if json_file != _console.STDOUT:
+        width = min(shutil.get_terminal_size().columns, _WIDEST)
+        for text in _listing.lines(document, width):
+            _console.line(text)
+    if json_file:
+        _console.write_json(json_file, document)

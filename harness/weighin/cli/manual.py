@@ -1,0 +1,124 @@
+"""Write the manual page of ``weighin`` from the definitions of its verbs.
+
+    python -m weighin.cli.manual > docs/weighin.1
+
+Without a date, so that the same verbs give the same page. The macros are those of man(7).
+"""
+
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from inspect import cleandoc
+
+import click
+
+from weighin import __version__, exit_codes
+from weighin.cli._verb import Verb, Verbs, summary
+from weighin.cli.app import app
+
+_SETTINGS = """\
+[tool.weighin]
+isolation = "docker"
+strategies = ["baseline", "streaming", "./mine.py"]
+
+[tool.weighin.bench]
+ram = ["8g", "4g"]
+"""
+
+_COMPLETION = (
+    'eval "$(_WEIGHIN_COMPLETE=bash_source weighin)"',
+    'eval "$(_WEIGHIN_COMPLETE=zsh_source weighin)"',
+    "_WEIGHIN_COMPLETE=fish_source weighin | source",
+)
+
+_ENVIRONMENT = {
+    "WEIGHIN_CACHE": "Folder of generated checkpoints. Default: the user's cache folder.",
+    "WEIGHIN_BASE_IMAGE": "Image on which the Docker image is built.",
+    "WEIGHIN_LOCK": "File that the one measuring run of this machine locks.",
+    "TMPDIR": "Folder into which saves are measured.",
+    "NO_COLOR": "If set, nothing is coloured.",
+}
+
+
+def manual() -> str:
+    """Return the whole page as roff."""
+    name, _, description = f"weighin - {summary(app)}".partition(" - ")
+    lines = [
+        f'.TH WEIGHIN 1 "" "weighin {__version__}" "User Commands"',
+        ".nh",  # no hyphens that are none
+        ".ad l",
+        ".SH NAME",
+        f"{name} \\- {_text(description[0].lower() + description[1:]).rstrip('.')}",
+        ".SH SYNOPSIS",
+        ".B weighin",
+        r"\fIVERB\fR [\fIOPTIONS\fR] [\fIARGUMENTS\fR]",
+        ".PP",
+        _text("weighin VERB --help shows the help of one verb."),
+    ]
+    with click.Context(app, info_name="weighin") as context:
+        for heading, verbs in app.panels.items():
+            lines.append(f'.SH "{heading.upper()}"')
+            for verb in verbs:
+                lines += _verb(verb, context)
+    return "\n".join([*lines, *_sections()]) + "\n"
+
+
+def _verb(verb: click.Command, parent: click.Context) -> Iterator[str]:
+    """Yield the part of one verb; of a group, the parts of its verbs."""
+    settings = verb.context_settings
+    with click.Context(verb, parent=parent, info_name=verb.name, **settings) as context:
+        if isinstance(verb, Verbs):
+            for inner in verb.commands.values():
+                yield from _verb(inner, context)
+            return
+        assert isinstance(verb, Verb)
+        usage = " ".join([context.command_path, *verb.collect_usage_pieces(context)])
+        yield f'.SS "{_text(usage)}"'
+        for paragraph in cleandoc(verb.help or "").split("\n\n"):
+            yield from (".PP", _text(paragraph))
+        for param in verb.get_params(context):
+            record = param.get_help_record(context)
+            if record and "--help" not in param.opts:
+                yield from (".TP", f"\\fB{_text(record[0])}\\fR", _text(record[1]))
+        if verb.examples:
+            yield from _literal("Examples:", verb.examples)
+
+
+def _sections() -> Iterator[str]:
+    """Yield what concerns all verbs: settings, exit codes, the environment, completion."""
+    yield '.SH "SETTINGS"'
+    yield _text(
+        "The nearest pyproject.toml with a table [tool.weighin], in the current folder or above it, holds"
+        " defaults of options. Keys are the options' long names. The table itself is for bench,"
+        " floor, predict and recommend; [tool.weighin.VERB] is for one verb, and wins over it. What"
+        " is typed wins over both. Paths are relative to the file's folder. Options that allow or"
+        " confirm something (--trust, --update, --expect-failures, --yes) must be typed."
+    )
+    yield from _literal("", _SETTINGS.splitlines())
+    yield '.SH "EXIT STATUS"'
+    for code, meaning in exit_codes.MEANINGS.items():
+        yield from (".TP", f"\\fB{code}\\fR", _text(meaning))
+    yield '.SH "ENVIRONMENT"'
+    for name, meaning in _ENVIRONMENT.items():
+        yield from (".TP", f"\\fB{_text(name)}\\fR", _text(meaning))
+    yield '.SH "SHELL COMPLETION"'
+    yield _text("In ~/.bashrc, ~/.zshrc or ~/.config/fish/config.fish:")
+    yield from _literal("", _COMPLETION)
+
+
+def _literal(heading: str, lines: Iterable[str]) -> Iterator[str]:
+    yield ".PP"
+    if heading:
+        yield from (_text(heading), ".PP")
+    yield from (".RS 4", ".nf", *map(_text, lines), ".fi", ".RE")
+
+
+def _text(text: str) -> str:
+    """Return a text in one line as roff shows it as it is."""
+    line = text if text.startswith(" ") else " ".join(text.split())
+    line = line.replace("\\", "\\e").replace("-", "\\-")
+    return re.sub(r"^([.'])", r"\\&\1", line)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(manual())

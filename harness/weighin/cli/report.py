@@ -1,0 +1,65 @@
+"""``weighin report``: show a run, and write its report."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from weighin.cli import _arguments, _console, _options
+from weighin.cli._verb import Argument, Verb
+
+if TYPE_CHECKING:
+    from weighin.record import Result
+
+EXAMPLES = (
+    "weighin report results/20261120T093000-gpt2-xl-8GiB",
+    "weighin report results/20261120T093000-gpt2-xl-8GiB --format html,svg",
+    "weighin report results/RUN --format bmf,gha,openmetrics,parquet",
+    "weighin report results/RUN --json -",
+)
+
+
+@click.command(cls=Verb, examples=EXAMPLES)
+@click.argument("run", cls=Argument, type=_options.PATH, help="The folder of a run.")
+@click.option(
+    "--format",
+    "formats",
+    default="md,html,csv,png",
+    metavar="NAMES",
+    help="Comma-separated: md, html, csv, png, svg; bmf (Bencher), gha (GitHub Action Benchmark),"
+    " openmetrics, parquet.",
+)
+@_options.json
+def report(run: Path, formats: str, json_file: str | None) -> None:
+    """Show a run, and write report.html, report.md, summary.csv and plots into its folder."""
+    from weighin.records import run_folder
+
+    records = run_folder.read_whole(run)
+    if records.damage and not records.results:
+        raise records.damage
+    _console.note(*records.warnings)
+    chosen = _arguments.names([formats])
+    show_run(run, records.results, chosen, records.warnings, json_file=json_file)
+    if records.damage:
+        raise records.damage  # the intact lines are reported; the exit code says that it is not all
+
+
+def show_run(
+    run: Path,
+    results: Sequence["Result"],
+    formats: Sequence[str] = (),
+    warnings: Sequence[str] = (),
+    *,
+    json_file: str | None,
+) -> None:
+    """Print the report of a run and write it; no ``formats`` means the default ones."""
+    from weighin.report import terminal_table, write_report
+    from weighin.report.run_json import of_run
+
+    if json_file != _console.STDOUT:
+        _console.show(terminal_table(results, warnings))
+    files = write_report(run, formats)
+    _console.files(files, json_file)
+    if json_file:
+        _console.write_json(json_file, of_run(run, results, files, warnings))

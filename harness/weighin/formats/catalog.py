@@ -1,0 +1,95 @@
+"""The supported formats of checkpoints, and the one that a path has.
+
+=============  ====================================================================
+``pt``         one file, as ``torch.save(model.state_dict(), ...)`` writes it
+``pt_legacy``  one file, as torch wrote it before 1.6
+``safetensors`` one file: a JSON header and the tensors' bytes
+``per_param``  a folder: one file for each state-dict key, and ``index.json``
+``per_module`` a folder: one file for each layer or submodule, and ``index.json``
+``sharded``    a folder: Hugging Face's safetensors shards and their index
+``sharded_pt`` a folder: Hugging Face's ``.bin`` shards and their index
+``dcp``        a folder that ``torch.distributed.checkpoint`` wrote, with ``.metadata``
+=============  ====================================================================
+
+Importing this module does not import torch.
+"""
+
+from pathlib import Path
+from typing import Final
+
+from weighin.errors import CheckpointError, UnknownName
+from weighin.formats import dcp, per_module, per_param, pt, pt_legacy, safetensors
+from weighin.formats.base import Layout, TensorSlice
+from weighin.formats.sharded import SHARDED, SHARDED_PT
+from weighin.formats.zip_directory import check_file
+
+# In the order in which ``detect`` tries them: per_param is last, because it matches every index.json.
+_LAYOUTS: Final[tuple[Layout, ...]] = (
+    pt,
+    pt_legacy,
+    safetensors,
+    SHARDED,
+    SHARDED_PT,
+    dcp,
+    per_module,
+    per_param,
+)
+
+NAMES: Final = tuple(layout.NAME for layout in _LAYOUTS)
+
+
+def named(name: str) -> Layout:
+    """Return the format of that name.
+
+    Raises:
+        UnknownName: no format has that name.
+    """
+    for layout in _LAYOUTS:
+        if name == layout.NAME:
+            return layout
+    raise UnknownName("checkpoint format", name, NAMES)
+
+
+def detect(path: Path) -> Layout:
+    """Return the format of the checkpoint at ``path``, by file names and first bytes.
+
+    Raises:
+        CheckpointError: ``path`` does not exist or is not a checkpoint; the message says what it is.
+    """
+    for layout in _LAYOUTS:
+        if layout.matches(path):
+            return layout
+    if path.is_dir():
+        raise CheckpointError(
+            f"{path}: not a checkpoint: the folder has neither an index nor metadata",
+            "give the checkpoint file itself, or a folder that `weighin convert` made",
+        )
+    # Names the usual mistakes: a web page, a git-lfs pointer.
+    check_file(path)
+    raise CheckpointError(f"{path}: not a checkpoint", f"known formats: {', '.join(NAMES)}")
+
+
+def checkpoint_in(folder: Path, name: str) -> Path:
+    """Return the path of the checkpoint of format ``name`` in a folder with one for each format."""
+    suffix = named(name).SUFFIX
+    return folder / name / f"model{suffix}" if suffix else folder / name
+
+
+def read(path: Path) -> tuple[str, list[TensorSlice]]:
+    """Return the name of the checkpoint's format, and the place of each tensor in its files.
+
+    Raises:
+        CheckpointError: as ``detect``, or the checkpoint is damaged; the message names the file and
+            the place.
+    """
+    layout = detect(path)
+    return layout.NAME, layout.read(path)
+
+
+def files(path: Path) -> list[Path]:
+    """Return every file that a load of this checkpoint may read, in a stable order.
+
+    Raises:
+        CheckpointError: as ``read``.
+    """
+    return detect(path).files(path)

@@ -1,0 +1,90 @@
+"""A run, its floors, or a history as data for ``--json``. Bytes are integers; None is not measured."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from weighin.record import Result
+from weighin.records.floor import floors
+from weighin.report import dataframe
+from weighin.report.dataframe import known
+from weighin.report.floors import as_dict
+from weighin.report.history import History, HistoryPoint
+
+SCHEMA: Final = 1
+
+
+def of_run(
+    run: Path, results: Sequence[Result], files: Sequence[Path], warnings: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return a run: the rows of its summary.csv as ``series``, and the paths of what was written."""
+    rows = dataframe.series(results).drop(columns="group").to_dict("records")
+    return {
+        "schema": SCHEMA,
+        "run": str(run),
+        "series": [{str(key): _plain(value) for key, value in row.items()} for row in rows],
+        "warnings": list(warnings),
+        "files": [str(path) for path in files],
+    }
+
+
+def of_floors(run: Path, results: Sequence[Result], files: Sequence[Path]) -> dict[str, Any]:
+    """Return the RAM floors that a search found, and the paths of what was written."""
+    return {
+        "schema": SCHEMA,
+        "run": str(run),
+        "floors": [as_dict(floor) for floor in floors(results)],
+        "files": [str(path) for path in files],
+    }
+
+
+def of_history(history: History, picture: Path) -> dict[str, Any]:
+    """Return a metric over runs: every point, and the runs in which a level or an outcome changed."""
+    return {
+        "schema": SCHEMA,
+        "metric": history.metric.name,
+        "unit": history.metric.unit,
+        "runs": [
+            {
+                "run": moment.name,
+                "started_at": moment.started_at,
+                "commit": moment.commit,
+                "torch": moment.torch,
+            }
+            for moment in history.moments
+        ],
+        "series": [
+            {
+                "series": line.series,
+                "points": [_point(point) for point in line.points],
+                "steps": [
+                    {
+                        "run": line.points[step.index].moment.name,
+                        "before": step.was,
+                        "now": step.now,
+                        "changed": [str(difference) for difference in step.moved],
+                    }
+                    for step in line.steps
+                ],
+                "outcome_changes": [
+                    {"run": line.points[index].moment.name, "before": before, "now": now}
+                    for index, before, now in line.turns
+                ],
+            }
+            for line in history.lines
+        ],
+        "warnings": list(history.warnings),
+        "files": [str(picture)],
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of a frame for JSON: medians of bytes are floats there."""
+    value = known(value)
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _point(point: HistoryPoint) -> dict[str, Any]:
+    figure = asdict(point.figure) if point.figure else dict.fromkeys(("low", "median", "high"))
+    return {"run": point.moment.name, "outcome": point.outcome} | figure

@@ -1,0 +1,100 @@
+"""``weighin list``: every word whole, as data too, and at once."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_cli_help import shown
+
+from weighin.isolation import select
+from weighin.suite import registry
+
+KINDS = ("strategies", "models", "suites", "isolations")
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80])
+def test_no_word_is_cut(columns: int) -> None:
+    code, narrow = shown("list", columns=columns)
+    _, wide = shown("list", columns=1000)
+    assert code == 0
+    assert narrow.split() == wide.split()
+    longest = max(map(len, wide.split()))
+    assert max(map(len, narrow.splitlines())) <= max(columns, 20 + longest)
+
+
+def test_every_strategy_model_suite_and_isolation_is_there() -> None:
+    _, text = shown("list")
+    names = set(re.findall(r"^  (\S+)  ", text, re.MULTILINE))
+    expected = {*registry.strategies(), *registry.strategies("save"), *registry.models()}
+    assert names == expected | {*registry.suites(), *select.NAMES}
+
+
+def test_an_entry_has_its_facts_below_it() -> None:
+    _, text = shown("list", "strategies")
+    first = text.splitlines()[:4]
+    assert first[0] == "strategies"
+    assert first[1].startswith("  baseline          ")
+    assert "                    reads pt; loads to cpu, cuda" in text.splitlines()
+    assert "strategies for saves (--operation save)" in text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_kind_as_data(kind: str) -> None:
+    code, text = shown("list", kind, "--json", "-")
+    document = json.loads(text)
+    assert code == 0
+    assert document.pop("schema") == 1
+    assert set(document) == ({"strategies", "saving"} if kind == "strategies" else {kind})
+    assert all(entry["name"] and entry["summary"] for found in document.values() for entry in found)
+
+
+def test_the_data_of_a_strategy_and_of_a_model() -> None:
+    document = json.loads(shown("list", "--json", "-")[1])
+    streaming = next(one for one in document["strategies"] if one["name"] == "streaming")
+    info = registry.strategy("streaming")
+    assert streaming == {
+        "name": "streaming",
+        "summary": info.summary,
+        "formats": list(info.formats),
+        "devices": list(info.devices),
+        "options": list(info.options),
+        "path": str(info.path),
+    }
+    tiny = next(one for one in document["models"] if one["name"] == "gpt2-tiny")
+    assert (tiny["builder"], tiny["kwargs"]["n_layers"]) == ("weighin.models.gpt2:gpt2", 1)
+    assert [one["works"] for one in document["isolations"]] == [None, None, None]
+
+
+def test_only_the_list_of_isolations_tries_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nonexistent")
+    _, text = shown("list", "isolations", columns=100)
+    assert (
+        "           does not work here: no Docker engine answers at unix:///nonexistent. start one:"
+        in text
+    )
+    assert "works here" not in shown("list")[1]
+
+
+LOADED = """
+import sys
+from weighin.cli.app import app
+app(["list", *sys.argv[1:]], standalone_mode=False)
+heavy = {"torch", "numpy", "pandas", "pydantic", "rich", "docker", "requests", "psutil", "typing_extensions"}
+print("heavy:", *sorted(heavy & set(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize("kind", ["all", "strategies", "models", "suites"])
+def test_nothing_that_takes_time_is_imported(kind: str) -> None:
+    command = [sys.executable, "-c", LOADED, kind]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "heavy:"
+
+
+def test_a_file_gets_the_data_and_the_terminal_the_text(tmp_path: Path) -> None:
+    _, text = shown("list", "models", "--json", str(tmp_path / "new" / "models.json"))
+    assert text.startswith("models\n")
+    assert json.loads((tmp_path / "new" / "models.json").read_text())["models"]

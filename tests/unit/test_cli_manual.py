@@ -1,0 +1,34 @@
+"""The manual page: as the verbs are now, and readable by man."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from test_cli_help import VERBS
+
+from weighin import exit_codes
+from weighin.cli.manual import manual
+
+PAGE = Path(__file__).parents[2] / "docs" / "weighin.1"
+
+
+def test_the_committed_page_is_that_of_these_verbs() -> None:
+    assert PAGE.read_text() == manual(), "write it again: make man"
+
+
+def test_every_verb_example_and_exit_code_is_in_it() -> None:
+    text = manual().replace("\\-", "-")
+    for verb, (summary, examples) in VERBS.items():
+        assert f'.SS "weighin {" ".join(verb)} ' in text
+        assert f"\n{summary}\n" in text
+        assert all(f"\n{example}\n" in text for example in examples)
+    assert all(f"\\fB{code}\\fR\n" in text for code in exit_codes.MEANINGS)
+
+
+def test_groff_reads_it_without_a_warning() -> None:
+    if not shutil.which("groff"):
+        pytest.skip("no groff here: apt-get install groff-base")
+    command = ["groff", "-man", "-Tutf8", "-ww", str(PAGE)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr == ""

@@ -1,0 +1,98 @@
+"""In a terminal of 60 columns no table breaks a word, and none is wider than the terminal."""
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from rich.table import Table
+from typed_verbs import VERBS, prepare
+
+from weighin.cli import app
+from weighin.cli._fitting import FittingConsole
+
+_BESIDE_WORDS = re.compile(r"[\s:─━]+")
+NOT_IN_BLOCKS = {"strategy", "before", "mous", "quested", "cated", "served"}
+"""Headings of a first column and of an empty one, and the ends of words that headings break."""
+
+
+@pytest.fixture(autouse=True)
+def _prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    prepare(tmp_path, monkeypatch)
+
+
+def output(verb: str, columns: int) -> str:
+    result = CliRunner(env={"COLUMNS": str(columns)}).invoke(app.app, VERBS[verb])
+    assert result.exit_code in (0, 1), result.exception
+    return result.stdout
+
+
+def words(text: str) -> set[str]:
+    return {word for word in _BESIDE_WORDS.split(text) if word}
+
+
+@pytest.mark.parametrize("verb", ["doctor", "list", "report", "compare", "check", "history", "recommend", "predict", "inspect", "cache list"])  # fmt: skip
+def test_no_word_is_broken_at_60_columns(verb: str) -> None:
+    wide, narrow = output(verb, 400), output(verb, 60)
+    code = narrow.find("\nUse ")  # of recommend: code is printed as it is
+    lines = narrow[: code if code >= 0 else None].splitlines()
+    assert max(map(len, lines)) <= 60 or verb == "inspect"  # which prints paths as they are
+    hyphens = {word for word in words(wide) if word.endswith("-")}  # "anony-" above "mous"
+    assert words(wide) - hyphens - words(narrow) <= NOT_IN_BLOCKS
+
+
+def test_the_bench_and_the_floor_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    for verb, whole in (("bench", "safetensors_copy"), ("floor", "mmap_assign")):
+        text = output(verb, 60)
+        assert whole in words(text)
+        assert max(map(len, text.splitlines())) <= 60
+
+
+def shown(table: Table, columns: int) -> list[str]:
+    console = FittingConsole(width=columns, file=io.StringIO(), color_system=None)
+    console.print(table)
+    assert isinstance(console.file, io.StringIO)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+def example() -> Table:
+    table = Table("name", "what it does", "figure", box=None, pad_edge=False)
+    table.add_row("safetensors_copy", "copies tensor by tensor", "1.234 GiB\n(1.2..1.3)")
+    table.add_row("", "and the same again", "2.345 GiB")
+    return table
+
+
+def test_a_table_that_fits_is_a_table() -> None:
+    assert shown(example(), 60) == [
+        "name              what it does             figure",
+        "safetensors_copy  copies tensor by tensor  1.234 GiB",
+        "                                           (1.2..1.3)",
+        "                  and the same again       2.345 GiB",
+    ]
+
+
+def test_the_widest_column_gives_room_but_no_word() -> None:
+    assert shown(example(), 40) == [
+        "                  what it",
+        "name              does        figure",
+        "safetensors_copy  copies      1.234 GiB",
+        "                  tensor by   (1.2..1.3)",
+        "                  tensor",
+        "                  and the     2.345 GiB",
+        "                  same again",
+    ]
+
+
+def test_a_table_that_is_too_wide_becomes_blocks() -> None:
+    assert shown(example(), 30) == [
+        "safetensors_copy",
+        "  what it does: copies",
+        "    tensor by tensor",
+        "  figure: 1.234 GiB",
+        "    (1.2..1.3)",
+        "  what it does: and the same",
+        "    again",
+        "  figure: 2.345 GiB",
+    ]

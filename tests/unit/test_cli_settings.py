@@ -1,0 +1,189 @@
+"""Defaults from [tool.weighin] of pyproject.toml, and that what is typed wins over them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from weighin.cli import app
+from weighin.errors import ConfigError, HarnessError
+from weighin.run import floor_search, request
+from weighin.run.request import Request
+
+
+class Started(Exception):
+    """A run would start now."""
+
+
+Measured = Callable[..., Request]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def asked(here: Path, monkeypatch: pytest.MonkeyPatch) -> Measured:
+    """Type a command, and return the request that its run would have started with."""
+    requests: list[Request] = []
+
+    def start(wanted: Request) -> Any:
+        requests.append(wanted)
+        raise Started
+
+    monkeypatch.setattr(request, "start", start)
+    monkeypatch.setattr(floor_search, "start", start)
+
+    def asked(*arguments: str) -> Request:
+        result = CliRunner().invoke(app.app, arguments)
+        assert isinstance(result.exception, Started), (result.output, result.exception)
+        return requests.pop()
+
+    return asked
+
+
+def write(text: str, folder: Path = Path()) -> None:
+    (folder / "pyproject.toml").write_text(text)
+
+
+def refused(*arguments: str) -> str:
+    """Type a command that ends in an error of ours, and return that error."""
+    result = CliRunner().invoke(app.app, arguments)
+    assert isinstance(result.exception, HarnessError), result.output
+    return str(result.exception)
+
+
+SHARED = """
+[tool.weighin]
+isolation = "process"
+ram = ["none", "8g"]
+out = "results/mine"
+strategies = ["baseline", "streaming"]
+timeout = 5
+steady = true
+"""
+
+
+def test_the_file_sets_defaults_of_the_verbs_that_measure(asked: Measured) -> None:
+    write(SHARED)
+    bench = asked("bench")
+    assert bench.suite.isolation == "process"
+    assert bench.suite.ram == [None, 8 * 2**30]
+    assert [one.name for one in bench.suite.strategies] == ["baseline", "streaming"]
+    assert (bench.folder, bench.suite.timeout_s) == (Path("results/mine"), 5)
+    assert bench.suite.steady is True
+    floor = asked("floor")  # it has no --ram
+    assert (floor.suite.isolation, floor.folder) == ("process", Path("results/mine"))
+
+
+def test_what_is_typed_wins(asked: Measured) -> None:
+    write(SHARED)
+    bench = asked(
+        *("bench", "--isolation", "cgroup", "--ram", "1g", "-s", "dcp"),
+        *("--out", "other", "--timeout", "7"),
+    )
+    assert (bench.suite.isolation, bench.suite.ram) == ("cgroup", [2**30])
+    assert [one.name for one in bench.suite.strategies] == ["dcp"]
+    assert (bench.folder, bench.suite.timeout_s) == (Path("other"), 7)
+
+
+def test_a_table_of_one_verb_wins_over_the_shared_one(asked: Measured) -> None:
+    write('[tool.weighin]\ntimeout = 5\ndtype = "bf16"\n[tool.weighin.floor]\ntimeout = 9\n')
+    assert asked("bench").suite.timeout_s == 5
+    assert asked("floor").suite.timeout_s == 9
+    assert asked("floor").suite.dtype == "bfloat16"
+
+
+def test_the_nearest_file_with_a_table_counts_and_its_paths_are_its_own(
+    asked: Measured, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write('[tool.weighin]\nstrategies = ["./mine.py", "dcp"]\ncheckpoint = "w.pt"\n')
+    inner = here / "inner" / "deep"
+    inner.mkdir(parents=True)
+    write('[project]\nname = "weighin-user"\n', here / "inner")
+    monkeypatch.chdir(inner)
+    bench = asked("bench")
+    assert [one.name for one in bench.suite.strategies] == ["../../mine.py", "dcp"]
+    assert bench.checkpoint == Path("../../w.pt")
+
+
+def test_a_model_with_its_arguments(asked: Measured) -> None:
+    write('[tool.weighin]\nmodel = "my.nets:build"\nkwargs = {width = 64}\ncheckpoint = "w.pt"\n')
+    bench = asked("bench")
+    assert (bench.suite.models, bench.kwargs) == (["my.nets:build"], {"width": 64})
+    other = asked("bench", "gpt2-tiny")  # the arguments and the weights are of the file's model
+    assert (other.suite.models, other.kwargs, other.checkpoint) == (["gpt2-tiny"], {}, None)
+
+
+def test_a_suite_is_for_runs_without_an_option_of_the_matrix(asked: Measured) -> None:
+    write('[tool.weighin]\nsuite = "saving"\nrepeats = 9\n')
+    suite = asked("bench", "--out", "x").suite
+    assert (suite.operation, suite.repeats) == ("save", 3)
+    own = asked("bench", "gpt2-tiny").suite
+    assert (own.operation, own.models, own.repeats) == ("load", ["gpt2-tiny"], 9)
+
+
+def test_without_a_table_nothing_is_set(asked: Measured) -> None:
+    write('[project]\nname = "weighin-user"\n')
+    assert asked("bench").suite.isolation == "auto"
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (
+            '[tool.weighin]\nisolaton = "process"\n',
+            "pyproject.toml: tool.weighin.isolaton: unknown key\ndid you mean 'isolation'? known: ",
+        ),
+        (
+            '[tool.weighin.bench]\nwithin = "2%"\n',
+            "pyproject.toml: tool.weighin.bench.within: unknown key\ndid you mean 'wait'? known: ",
+        ),
+        (
+            "[tool.weighin.bnech]\nrepeats = 2\n",
+            "pyproject.toml: tool.weighin.bnech: unknown key\ndid you mean 'bench'? known: ",
+        ),
+        (
+            "[tool.weighin]\ntrust = true\n",
+            "pyproject.toml: tool.weighin.trust cannot be set in a file\ntype it: --trust",
+        ),
+        (
+            "[tool.weighin]\nsteady = 1\n",
+            "pyproject.toml: tool.weighin.steady: not true or false, but 1",
+        ),
+        (
+            "[tool.weighin]\nram = {small = 1}\n",
+            "pyproject.toml: tool.weighin.ram: not a text, a number, or a list of them",
+        ),
+        (
+            "[tool.weighin]\nram = [[1]]\n",
+            "pyproject.toml: tool.weighin.ram: not a text, a number, or a list of them",
+        ),
+        ("[tool]\nweighin = 3\n", "pyproject.toml: tool.weighin is not a table\n"),
+        ("[tool.weighin\n", "pyproject.toml: not TOML: "),
+    ],
+)
+def test_a_file_that_is_wrong_is_named_with_the_key(here: Path, text: str, complaint: str) -> None:
+    write(text)
+    assert refused("list").startswith(complaint)
+
+
+def test_a_wrong_value_names_the_file(here: Path) -> None:
+    write('[tool.weighin]\nram = "8GB"\n')
+    assert refused("bench", "--isolation", "process") == (
+        "--ram: '8GB' is ambiguous: GB is 1000-based for some tools and 1024-based for others\n"
+        "write 8GiB (1024-based), or the number of bytes;"
+        " --ram is set in [tool.weighin] of pyproject.toml"
+    )
+    with pytest.raises(ConfigError, match=r"number of bytes$"):  # typed: no file is to blame
+        CliRunner().invoke(app.app, ["bench", "--ram", "8GB"], catch_exceptions=False)
+
+
+def test_the_help_shows_the_defaults_that_hold_here(here: Path) -> None:
+    write('[tool.weighin]\nisolation = "cgroup"\n')
+    text = " ".join(CliRunner().invoke(app.app, ["bench", "--help"]).output.split())
+    assert "the first of them that works here. [default: cgroup]" in text

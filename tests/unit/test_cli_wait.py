@@ -1,0 +1,76 @@
+"""``--wait`` of bench and floor: a run that waits for another one's end, and one that does not."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from weighin.cli import app
+from weighin.errors import MachineBusy
+from weighin.isolation.cgroup import CgroupIsolation
+from weighin.run import run_lock, runner
+
+
+class LockIsFree(Exception):
+    """The run has the lock, and would measure now."""
+
+
+VERBS = {
+    "bench": ("bench", "gpt2-tiny", "--isolation", "process", "--out", "run"),
+    "floor": ("floor", "gpt2-tiny", "--isolation", "cgroup", "--out", "run"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop() -> None:
+        raise LockIsFree
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(run_lock.VARIABLE, str(tmp_path / "lock"))
+    monkeypatch.setattr(runner, "compile_code", stop)
+    monkeypatch.setattr(CgroupIsolation, "check", lambda _: None)
+
+
+def typed(verb: str, *more: str) -> Any:
+    return CliRunner().invoke(app.app, [*VERBS[verb], *more])
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_second_run_ends_at_once_with_exit_code_4(verb: str) -> None:
+    with run_lock.only_run():
+        result = typed(verb)
+    assert isinstance(result.exception, MachineBusy)
+    assert result.exception.exit_code == 4
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_with_wait_it_starts_when_the_first_has_ended(verb: str, tmp_path: Path) -> None:
+    is_held, may_end = threading.Event(), threading.Event()
+
+    def first() -> None:
+        with run_lock.only_run():
+            is_held.set()
+            may_end.wait(30)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    is_held.wait(30)
+    threading.Timer(0.5, may_end.set).start()
+    result = typed(verb, "--wait")
+    thread.join(30)
+    assert isinstance(result.exception, LockIsFree)
+    line = f"waiting for another run on this machine to end (it holds {tmp_path / 'lock'})"
+    assert line in result.stderr.splitlines()
+
+
+def test_a_run_that_is_resumed_can_wait_too() -> None:
+    assert isinstance(typed("bench").exception, LockIsFree)
+    with run_lock.only_run():
+        result = CliRunner().invoke(app.app, ["bench", "--resume", "run"])
+    assert isinstance(result.exception, MachineBusy)
+    result = CliRunner().invoke(app.app, ["bench", "--resume", "run", "--wait"])
+    assert isinstance(result.exception, LockIsFree)

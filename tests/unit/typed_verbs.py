@@ -1,0 +1,105 @@
+"""Verbs typed on small runs, for tests of what they print; nothing is measured or predicted."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from factories import ENVIRONMENT, make_cell, make_result, notebook_run
+from torch import save, zeros
+
+from weighin.doctor import doctor
+from weighin.doctor.capabilities import Capability
+from weighin.predict import client
+from weighin.predict.prediction import Prediction, Work
+from weighin.recommend import answer, calibration
+from weighin.recommend.calibration import Calibration
+from weighin.records import run_folder
+from weighin.run import floor_search, runner
+from weighin.units import GIB, MIB
+
+ROOT = Path(__file__).parents[2]
+BENCH = ("bench", "gpt2-tiny", "--isolation", "process", "--out", "new")
+
+VERBS = {
+    "doctor": ("doctor",),
+    "list": ("list",),
+    "bench": BENCH,
+    "floor": ("floor", "gpt2-tiny", "--isolation", "cgroup", "--out", "floors"),
+    "report": ("report", "runs/a", "--format", "csv"),
+    "compare": ("compare", "runs/a", "runs/b"),
+    "check": ("check", "runs/a", "--budget", "peak_rss <= 2 x model", "--all"),
+    "history": ("history", "runs"),
+    "recommend": ("recommend", "gpt2-tiny", "--ram", "3g"),
+    "predict": ("predict", "gpt2-tiny", "--strategies", "streaming,safetensors_mmap"),
+    "inspect": ("inspect", "model.pt"),
+    "convert": ("convert", "model.pt", "new.safetensors"),
+    "cache list": ("cache", "list"),
+    "cache clear": ("cache", "clear", "--yes"),
+}
+"""A whole command for each verb, in the folder that ``prepare`` makes."""
+
+
+def prepare(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make two runs and a checkpoint in ``folder``, enter it, and replace what takes long."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("WEIGHIN_CACHE", str(folder / "cache"))
+    for name, day in (("a", 1), ("b", 2)):
+        for result in notebook_run():
+            started = f"2026-11-{day:02}T10:00:00.000+00:00"
+            again = make_result(
+                result.cell, outcome=result.outcome, started_at=started, environment=ENVIRONMENT
+            )
+            run_folder.append(folder / "runs" / name, again)
+    save({"embedding.weight": zeros(10, 4), "head.weight": zeros(10, 4)}, "model.pt")
+    monkeypatch.setattr(doctor, "examine", lambda _: EXAMINATION)
+    monkeypatch.setattr(runner, "run", _run)
+    monkeypatch.setattr(floor_search.Search, "perform", _perform)
+    monkeypatch.setattr(floor_search, "start", _start_search)
+    monkeypatch.setattr(client, "predict", _predict)
+    monkeypatch.setattr(answer, "predict", _predict)
+    speed = Calibration(GIB, GIB, GIB, GIB, GIB, GIB, 0, 0)
+    monkeypatch.setattr(calibration, "stored", lambda: speed)
+
+
+EXAMINATION = doctor.Examination((
+    Capability("isolation docker", "bad", "no Docker engine answers at unix:///var/run/docker.sock. start one"),
+    Capability("isolation cgroup enforces a limit", "good", "a probe was killed, cgroup peak 384.000 MiB"),
+    Capability("soft limit (--ram-high)", "poor", "cgroup v1 has no memory.high"),
+))  # fmt: skip
+
+
+def _run(task: Any, _: Any) -> Any:
+    results = [make_result(make_cell("streaming")), make_result(make_cell("safetensors_copy"))]
+    for result in results:
+        run_folder.append(task.folder, result)
+    return results
+
+
+def _start_search(request: Any) -> Any:
+    return floor_search.Search(runner.Run(request.folder, [], None), request.within), ""  # type: ignore[arg-type]
+
+
+def _perform(search: floor_search.Search, _: Any) -> Any:
+    """Find the floors of a published run."""
+    search.run.folder.mkdir()
+    published = ROOT / "results" / "published" / "gpt2-medium-floors" / run_folder.RECORDS
+    shutil.copy(published, search.run.folder)
+    return list(run_folder.read(search.run.folder).results)
+
+
+def _predict(planned: Any, **_: Any) -> list[Prediction]:
+    return [
+        Prediction(
+            one.cell,
+            model_bytes=2 * GIB,
+            baseline_anon_bytes=100 * MIB,
+            host_anon_peak_bytes=100 * MIB + 2 * GIB,
+            host_file_peak_bytes=80 * MIB,
+            tensor_peak_bytes=2 * GIB,
+            floor_bytes=116 * MIB + 2 * GIB,
+            disk_read_bytes=2 * GIB,
+            work=Work(fresh_bytes=2 * GIB),
+        )
+        for one in planned
+    ]
