@@ -9,10 +9,12 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 
 import pytest
+from fork_server import ForkServer
 from hypothesis import settings
 
 from weighin.errors import IsolationUnavailable
@@ -134,6 +136,13 @@ def disk() -> Iterator[Path]:
     """Return a folder on a disk; /tmp may be a tmpfs, whose pages cannot be evicted."""
     with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="weighin-test-") as name:
         yield Path(name)
+
+
+@pytest.fixture(scope="session")
+def torch_fork_server() -> Iterator[ForkServer]:
+    """Runs code in interpreters that have imported torch."""
+    with closing(ForkServer("import torch")) as server:
+        yield server
 
 
 def _required(config: pytest.Config) -> list[str]:

@@ -1,8 +1,6 @@
 """Streaming of what several ranks saved in blocks: the right tensor, in place, in little memory."""
 
 import pickle
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fork_server import ForkServer
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -204,11 +203,13 @@ def test_a_file_of_blocks_that_ends_too_early_is_named_before_anything_is_read(
 
 
 @pytest.mark.parametrize("cut", [tiles(3), tiles(1, 3)], ids=["rows", "columns"])
-def test_blocks_take_no_more_memory_than_the_model(tmp_path: Path, cut: Cut) -> None:
+def test_blocks_take_no_more_memory_than_the_model(
+    tmp_path: Path, cut: Cut, torch_fork_server: ForkServer
+) -> None:
     state = {"weight": torch.zeros(8192, 4096)}  # 128 MiB
     path = write(tmp_path / "split", state, cut)
-    command = [sys.executable, "-c", PEAK_SOURCE, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = torch_fork_server.run(PEAK_SOURCE, path)
+    assert done.returncode == 0, done.stderr
     assert 127 * MIB < int(done.stdout) < 128 * 1.005 * MIB + 16 * MIB
 
 

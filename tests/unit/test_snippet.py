@@ -1,11 +1,13 @@
 """The code to paste runs as it stands, in a fresh interpreter that has torch and what it names."""
 
-import subprocess
-import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from fork_server import ForkServer
 
 from weighin import formats
 from weighin.checkpoint.piecewise import pieces_of
@@ -63,30 +65,49 @@ def saved(folder: Path, fmt: str) -> Path:
     return path
 
 
-def run(folder: Path, name: str, fmt: str, missing: set[str]) -> None:
-    """Paste a strategy's code, for two dtypes, and load with it where these packages are missing."""
+# A process's first tensor on the meta device imports sympy, which takes as long as torch itself.
+WITH_TORCH = "import torch; torch.zeros(1, device='meta') + 1"
+Servers = Callable[[frozenset[str]], ForkServer]
+
+
+@pytest.fixture(scope="module")
+def torch_without() -> Iterator[Servers]:
+    """Interpreters that have torch, and not the given packages."""
+    with ExitStack() as started:
+
+        @cache
+        def server(missing: frozenset[str]) -> ForkServer:
+            return started.enter_context(closing(ForkServer(WITH_TORCH, sorted(missing))))
+
+        yield server
+
+
+def run(folder: Path, name: str, fmt: str, interpreter: ForkServer) -> None:
+    """Paste a strategy's code, for two dtypes, and load with it."""
     checkpoint = saved(folder, fmt)
-    code = "import sys\n" + "".join(f"sys.modules[{one!r}] = None\n" for one in sorted(missing))
+    code = ""
     for dtype in ("float32", "bfloat16"):
         text = snippet(registry.strategy(name), dtype=dtype)
         first = text.partition("\n")[0]
         assert first.startswith("#") == (name in NEEDS)
         assert name not in NEEDS or first == f"# pip install torch {NEEDS[name]}"
         code += text + USE.format(dtype=dtype, checkpoint=str(checkpoint))
-    (folder / "pasted.py").write_text(code)
-    done = subprocess.run(
-        [sys.executable, "pasted.py"], capture_output=True, text=True, check=False, cwd=folder
-    )
+    done = interpreter.run(code, folder=folder)
     assert (done.returncode, done.stdout) == (0, "right\nright\n"), done.stderr
 
 
 @pytest.mark.parametrize(("name", "fmt"), PLAIN)
-def test_a_snippet_runs_with_torch_and_what_it_names(tmp_path: Path, name: str, fmt: str) -> None:
-    run(tmp_path, name, fmt, {"weighin", "numpy", "safetensors"} - {NEEDS.get(name)})
+def test_a_snippet_runs_with_torch_and_what_it_names(
+    tmp_path: Path, name: str, fmt: str, torch_without: Servers
+) -> None:
+    missing = frozenset({"weighin", "numpy", "safetensors"} - {NEEDS.get(name)})
+    run(tmp_path, name, fmt, torch_without(missing))
 
 
-def test_the_snippet_of_a_strategy_of_ours_runs_with_us(tmp_path: Path) -> None:
-    run(tmp_path, "streaming", "pt", set())
+def test_the_snippet_of_a_strategy_of_ours_runs_with_us(
+    tmp_path: Path, torch_fork_server: ForkServer
+) -> None:
+    run(tmp_path, "streaming", "pt", torch_fork_server)
 
 
 def test_a_snippet_is_the_strategys_own_code() -> None:

@@ -75,7 +75,9 @@ class CgroupIsolation:
         for root in _roots():
             for group in root.glob(f"{_PREFIX}*"):
                 is_ours = is_alive(group.name.removeprefix(_PREFIX).rpartition(".")[0])
-                if not is_ours and _is_removed(group):  # False if a process in it cannot be killed
+                if not is_ours and _is_removed(
+                    group, patience_s=_PATIENCE_S
+                ):  # False if a process in it cannot be killed
                     removed.append(f"cgroup {group}")
         return removed
 
@@ -188,12 +190,12 @@ def _remove(groups: list[Path]) -> None:
     Raises:
         StillRunning: a process in one of them does not end.
     """
-    if not _is_removed(*groups):
+    if not _is_removed(*groups, patience_s=_PATIENCE_S):
         left = ", ".join(str(group) for group in groups if group.exists())
         raise StillRunning(f"a process in the cgroup {left} does not end, not even after SIGKILL")
 
 
-def _is_removed(*groups: Path, patience_s: float = _PATIENCE_S) -> bool:
+def _is_removed(*groups: Path, patience_s: float) -> bool:
     """Remove groups; returns whether all are gone after ``patience_s``."""
     deadline = time.monotonic() + patience_s
     for group in groups:
