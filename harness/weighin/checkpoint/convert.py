@@ -89,8 +89,8 @@ def convert(
     layout = formats.named(choose(order.fmt, size, order.split_above_bytes))
     if permit is not None:
         permit(size + RECORD_BYTES * len(tensors))
-    known = sidecar.KnownChecksums(source, order.checksums, slices) if order.checksums else None
-    copier = _Copier(slices, tensors, known, summing=order.verify or known is not None)
+    stored = sidecar.KnownChecksums(source, order.checksums, slices) if order.checksums else None
+    copier = _Copier(slices, tensors, stored, summing=order.verify or stored is not None)
     read = time.monotonic()
     with growing_beside(target) as temporary:
         new = temporary / target.name
@@ -167,14 +167,14 @@ class _Copier:
         self,
         slices: Sequence[TensorSlice],
         tensors: Sequence[TensorPlan],
-        known: sidecar.KnownChecksums | None,
+        stored: sidecar.KnownChecksums | None,
         *,
         summing: bool,
     ) -> None:
         self.summing = summing
         self._slices = {where.name: where for where in slices}
         self._plans = {plan.name: plan for plan in tensors}
-        self._known = known
+        self._stored = stored
         self._sums: dict[str, str] = {}  # several threads set one item each
         self._tied: dict[str, list[str]] = {}
         for plan in tensors:
@@ -191,8 +191,8 @@ class _Copier:
                 if read is not written:
                     read.update(piece)
             yield converted
-        if self._known is not None:
-            self._known.check(self._tied[name], read.hexdigest())
+        if self._stored is not None:
+            self._stored.check(self._tied[name], read.hexdigest())
         self._sums[name] = written.hexdigest()
 
     def sums(self) -> dict[str, tuple[str, str]]:

@@ -111,7 +111,9 @@ def inspect(path: Path) -> Inspected:
     return Inspected(path, layout, files, tensors, tuple(needs))
 
 
-def tables(found: Inspected, *, sort: str = "file", show_all: bool = False) -> list[Table | str]:
+def tables(
+    inspected: Inspected, *, sort: str = "file", show_all: bool = False
+) -> list[Table | str]:
     """Return the tables and lines that ``weighin inspect`` prints.
 
     Raises:
@@ -120,9 +122,9 @@ def tables(found: Inspected, *, sort: str = "file", show_all: bool = False) -> l
     if sort not in SORTS:
         raise UnknownName("order of tensors", sort, SORTS)
     return [
-        _tensor_table(_sorted(found.tensors, sort), show_all),
-        *_lines(found),
-        _expected_table(found),
+        _tensor_table(_sorted(inspected.tensors, sort), show_all),
+        *_lines(inspected),
+        _expected_table(inspected),
         "The expected peaks are computed from sizes, not measured, and leave out the memory of"
         " `import torch`. weighin bench measures them.",
     ]
@@ -183,30 +185,30 @@ def _tensor_table(tensors: list[Tensor], show_all: bool) -> Table:
     return table
 
 
-def _lines(found: Inspected) -> list[str]:
-    files = [f"{name} ({format_bytes(size)})" for name, size in found.files[:_SHOWN_FILES]]
-    more = len(found.files) - len(files)
-    shared = len(found.tensors) - len(found.once)
-    strided = sum(not tensor.contiguous for tensor in found.tensors)
+def _lines(inspected: Inspected) -> list[str]:
+    files = [f"{name} ({format_bytes(size)})" for name, size in inspected.files[:_SHOWN_FILES]]
+    more = len(inspected.files) - len(files)
+    shared = len(inspected.tensors) - len(inspected.once)
+    strided = sum(not tensor.contiguous for tensor in inspected.tensors)
     notes = [f"{shared} sharing a storage with an earlier one"] if shared else []
     notes += [f"{strided} not contiguous"] if strided else []
-    count = f"{len(found.tensors)} tensors" + (f" ({', '.join(notes)})" if notes else "")
+    count = f"{len(inspected.tensors)} tensors" + (f" ({', '.join(notes)})" if notes else "")
     return [
-        f"{one_line(str(found.path))}: format {found.layout}, {count}, {found.numbers:,} elements"
-        f" (parameters and buffers), {format_bytes(found.bytes)}",
-        f"largest: {one_line(found.largest.name, 100)}, {format_bytes(found.largest.bytes)}",
+        f"{one_line(str(inspected.path))}: format {inspected.layout}, {count}, {inspected.numbers:,} elements"
+        f" (parameters and buffers), {format_bytes(inspected.bytes)}",
+        f"largest: {one_line(inspected.largest.name, 100)}, {format_bytes(inspected.largest.bytes)}",
         f"files: {one_line(', '.join(files))}" + (f" and {more} more" if more > 0 else ""),
     ]
 
 
-def _expected_table(found: Inspected) -> Table:
+def _expected_table(inspected: Inspected) -> Table:
     table = Table("strategy", "reads this format", box=SIMPLE_HEAD, pad_edge=False)
     table.title = "expected peak of a load on the CPU"
     table.add_column("anonymous", justify="right")
     table.add_column("file-backed", justify="right")
-    order = sorted(found.expected, key=lambda need: found.layout not in need.layouts)
+    order = sorted(inspected.expected, key=lambda need: inspected.layout not in need.layouts)
     for need in order:
-        reads = found.layout in need.layouts
+        reads = inspected.layout in need.layouts
         other = f"no: use --format {need.layouts[0]}"
         sizes = (need.anonymous_bytes, need.mapped_bytes)
         table.add_row(

@@ -119,24 +119,25 @@ def load_state(model: torch.nn.Module, state: dict[str, torch.Tensor], checkpoin
             "unexpected": keys - wanted,
             "of another shape": set(_MISFIT.findall(str(error))),
         }
-        shown = {what: sorted(map(plain, names)) for what, names in problems.items()}
-        raise misfit(checkpoint, "this model", shown, str(error)) from error
+        by_fault = {fault: sorted(map(plain, names)) for fault, names in problems.items()}
+        raise misfit(checkpoint, "this model", by_fault, str(error)) from error
 
 
-def _check_blocks(one: TensorSlice) -> None:
-    for part in one.parts:
+def _check_blocks(source: TensorSlice) -> None:
+    for part in source.parts:
         where = part.where
         if file_order(where) is None:
             raise CheckpointError(
-                f"{where.file}: the part of {one.name!r} at byte {where.offset:,} has gaps between its "
+                f"{where.file}: the part of {source.name!r} at byte {where.offset:,} has gaps between its "
                 "elements",
                 "rewrite the checkpoint with each tensor in one block: "
                 f"weighin convert {where.file.parent} WHOLE --format dcp",
             )
 
 
-def _extent(one: TensorSlice) -> int:
+def _extent(source: TensorSlice) -> int:
     """Return the number of elements from a tensor's first to its last, gaps included."""
-    if 0 in one.shape:
+    if 0 in source.shape:
         return 0
-    return 1 + sum((size - 1) * step for size, step in zip(one.shape, one.stride, strict=True))
+    steps = zip(source.shape, source.stride, strict=True)
+    return 1 + sum((size - 1) * step for size, step in steps)

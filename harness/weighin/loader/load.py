@@ -96,7 +96,7 @@ def load_streaming(
     device = _with_index(torch.device(device))
     loaded, was_meta = _load(model, Path(checkpoint), device, dtype, threads, granularity)
     skeleton.give_back_heap()  # the load's own garbage
-    if dtype is not None or was_meta or any(one.device != device for one in _tensors(loaded)):
+    if dtype is not None or was_meta or any(tensor.device != device for tensor in _tensors(loaded)):
         loaded.to(device=device, dtype=dtype)  # also runs modules' own overrides of it
     return loaded
 
@@ -116,8 +116,10 @@ def _load(
         with log.recording():
             if not isinstance(model, torch.nn.Module):
                 model = _built(model, log)
-            was_meta = any(one.is_meta for one in _tensors(model))
-            undone.enter_context(real_memory(model, {one.name: one.dtype for one in slices}))
+            was_meta = any(tensor.is_meta for tensor in _tensors(model))
+            undone.enter_context(
+                real_memory(model, {source.name: source.dtype for source in slices})
+            )
             load_state(model, lazy_state(log, slices), path)
         loads = log.finish()
         _refuse_meta(model, path)
@@ -167,15 +169,18 @@ class _Placer:
     ) -> None:
         self._log, self._device, self._dtype = log, device, dtype
         self._tensors: dict[int, list[torch.Tensor]] = {}
-        for one in _tensors(model):
-            self._tensors.setdefault(storage_key(one), []).append(one)
+        for tensor in _tensors(model):
+            self._tensors.setdefault(storage_key(tensor), []).append(tensor)
         self._buffers = {
-            id(one): (module, leaf)
+            id(buffer): (module, leaf)
             for module in model.modules()
-            for leaf, one in module._buffers.items()
+            for leaf, buffer in module._buffers.items()
         }
         self._left_to_modules = {
-            id(one) for module in model.modules() if _converts(module) for one in _tensors(module)
+            id(tensor)
+            for module in model.modules()
+            if _converts(module)
+            for tensor in _tensors(module)
         }
 
     def all(self, loads: list[DeferredLoad]) -> Iterator[Fillable]:
@@ -201,7 +206,7 @@ class _Placer:
         """
         target = load.target
         tensors = self._tensors.get(storage_key(target), [])
-        if len({id(one) for one in tensors}) != 1:
+        if len({id(tensor) for tensor in tensors}) != 1:
             return None
         (tensor, *more), kind = tensors, self._final_dtype(target)
         stays = (tensor.device, tensor.dtype) == (self._device, kind)
