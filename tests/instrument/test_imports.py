@@ -1,6 +1,7 @@
 """The measuring code weighs little, and the worker imports nothing of the parent."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -35,7 +36,8 @@ def imported_by(statement: str) -> tuple[int, set[str]]:
 
 @pytest.fixture(autouse=True)
 def _on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "harness"))  # as an isolation starts its worker
+    path = os.pathsep.join((str(ROOT / "harness"), str(ROOT)))  # as an isolation starts its worker
+    monkeypatch.setenv("PYTHONPATH", path)
 
 
 def test_what_the_worker_imports_before_torch_is_below_6_mib() -> None:
