@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -15,6 +15,7 @@ sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from factories import make_cell, make_result, mixed_run, notebook_run, write_samples
 from sweeps import a_sweep
 
+from weighin.record import Result
 from weighin.records import run_folder
 from weighin.report.html_page import render
 from weighin.units import GIB
@@ -78,7 +79,13 @@ def open_page(browser: Browser, tmp_path: Path) -> Iterator[Callable[..., Opened
     """Open the report of some results; at the end nothing may have gone wrong in any page."""
     opened: list[Opened] = []
 
-    def open_page(results, *, run: Path | None = None, warnings=(), **options) -> Opened:
+    def open_page(
+        results: Sequence[Result],
+        *,
+        run: Path | None = None,
+        warnings: Sequence[str] = (),
+        **options: Any,
+    ) -> Opened:
         if run is None:
             run = tmp_path
             for result in results:
@@ -105,7 +112,9 @@ def open_page(browser: Browser, tmp_path: Path) -> Iterator[Callable[..., Opened
         one.page.context.close()
 
 
-def test_a_heading_sorts_both_ways_and_what_was_not_measured_stays_last(open_page) -> None:
+def test_a_heading_sorts_both_ways_and_what_was_not_measured_stays_last(
+    open_page: Callable[..., Opened],
+) -> None:
     opened = open_page(notebook_run())
     assert opened.rows() == NAMES
     ready = opened.page.get_by_role("button", name="ready s")
@@ -135,7 +144,9 @@ def test_a_heading_sorts_both_ways_and_what_was_not_measured_stays_last(open_pag
     assert head.get_attribute("aria-sort") == "none"
 
 
-def test_limits_are_sorted_by_size_and_no_limit_is_the_largest(open_page) -> None:
+def test_limits_are_sorted_by_size_and_no_limit_is_the_largest(
+    open_page: Callable[..., Opened],
+) -> None:
     limits = (8 * GIB, None, 7000 * 1024**2, 16 * GIB)
     opened = open_page([make_result(make_cell(ram_limit_bytes=limit)) for limit in limits])
     opened.page.get_by_role("button", name="RAM limit").click()
@@ -143,7 +154,7 @@ def test_limits_are_sorted_by_size_and_no_limit_is_the_largest(open_page) -> Non
     assert column.all_inner_texts() == ["7000 MiB", "8 GiB", "16 GiB", "none"]
 
 
-def test_the_filter_holds_for_table_bars_and_timelines(open_page) -> None:
+def test_the_filter_holds_for_table_bars_and_timelines(open_page: Callable[..., Opened]) -> None:
     opened = open_page(notebook_run())
     page = opened.page
     page.get_by_label("outcome").select_option("ok")
@@ -158,7 +169,7 @@ def test_the_filter_holds_for_table_bars_and_timelines(open_page) -> None:
     assert opened.rows() == NAMES
 
 
-def test_a_phase_says_on_hover_what_it_held(open_page) -> None:
+def test_a_phase_says_on_hover_what_it_held(open_page: Callable[..., Opened]) -> None:
     opened = open_page(notebook_run())
     figure = opened.page.locator("#timelines figure", has_text="mmap_assign")
     said = opened.hover(figure.locator(".hit").nth(5)).split("\n")
@@ -171,7 +182,7 @@ def test_a_phase_says_on_hover_what_it_held(open_page) -> None:
     assert not opened.page.locator("#tip").is_visible()
 
 
-def test_even_the_shortest_phase_can_be_pointed_at(open_page) -> None:
+def test_even_the_shortest_phase_can_be_pointed_at(open_page: Callable[..., Opened]) -> None:
     opened = open_page(notebook_run())
     figure = opened.page.locator("#timelines figure", has_text="mmap_assign")
     said = [opened.hover(figure.locator(".hit").nth(place)) for place in range(7)]
@@ -179,7 +190,7 @@ def test_even_the_shortest_phase_can_be_pointed_at(open_page) -> None:
     assert names == ["import", "build", "map", "assign", "buffers", "touch", "forward"]
 
 
-def test_the_arrow_keys_go_from_phase_to_phase(open_page) -> None:
+def test_the_arrow_keys_go_from_phase_to_phase(open_page: Callable[..., Opened]) -> None:
     opened = open_page(notebook_run())
     drawing = opened.page.locator("#timelines svg").nth(3)
     drawing.focus()  # scrolls there
@@ -195,7 +206,7 @@ def test_the_arrow_keys_go_from_phase_to_phase(open_page) -> None:
     assert not opened.page.locator("#tip").is_visible()
 
 
-def test_all_that_can_be_used_is_reached_with_the_tab_key(open_page) -> None:
+def test_all_that_can_be_used_is_reached_with_the_tab_key(open_page: Callable[..., Opened]) -> None:
     opened = open_page(notebook_run())
     expected = opened.page.locator(
         "button:visible, input:visible, select:visible, [tabindex='0']:visible"
@@ -214,7 +225,7 @@ def test_all_that_can_be_used_is_reached_with_the_tab_key(open_page) -> None:
     assert len(reached) == expected - (radios - 1)  # one stop for a group of radio buttons
 
 
-def test_a_bar_and_a_point_say_what_they_are(open_page) -> None:
+def test_a_bar_and_a_point_say_what_they_are(open_page: Callable[..., Opened]) -> None:
     opened = open_page(notebook_run())
     said = opened.hover(opened.page.locator(".bar", has_text="streaming"))
     assert said.split("\n")[:2] == ["streaming: ok", "peak RSS 6.750 GiB (exact)"]
@@ -225,7 +236,7 @@ def test_a_bar_and_a_point_say_what_they_are(open_page) -> None:
     ]  # fmt: skip
 
 
-def test_a_verdict_says_why(open_page) -> None:
+def test_a_verdict_says_why(open_page: Callable[..., Opened]) -> None:
     opened = open_page(a_sweep())
     said = opened.hover(opened.page.locator("td.thrashes"))
     assert said.startswith("mmap_assign, 1 GiB: thrashes\n41.0 s, 8.2x the reference of 5.00 s")
@@ -235,7 +246,7 @@ def test_a_verdict_says_why(open_page) -> None:
     assert opened.tip().startswith("streaming, 1 GiB: killed")
 
 
-def test_the_figure_of_memory_can_be_chosen(open_page) -> None:
+def test_the_figure_of_memory_can_be_chosen(open_page: Callable[..., Opened]) -> None:
     opened = open_page(notebook_run())
     assert opened.page.locator("#front figure:visible").count() == 1
     opened.page.get_by_role("radio", name="anonymous memory").check()
@@ -247,7 +258,9 @@ def test_the_figure_of_memory_can_be_chosen(open_page) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
-def test_it_fits_the_window_and_can_be_read(open_page, scheme: str, width: int) -> None:
+def test_it_fits_the_window_and_can_be_read(
+    open_page: Callable[..., Opened], scheme: str, width: int
+) -> None:
     opened = open_page(
         mixed_run(),
         warnings=["a warning"],
@@ -259,7 +272,7 @@ def test_it_fits_the_window_and_can_be_read(open_page, scheme: str, width: int) 
     assert _faint(page) == []
 
 
-def test_the_button_changes_light_and_dark(open_page) -> None:
+def test_the_button_changes_light_and_dark(open_page: Callable[..., Opened]) -> None:
     page = open_page(notebook_run(), color_scheme="light").page
     background = "getComputedStyle(document.body).backgroundColor"
     assert page.evaluate(background) == "rgb(255, 255, 255)"
@@ -269,7 +282,7 @@ def test_the_button_changes_light_and_dark(open_page) -> None:
     assert page.evaluate(background) == "rgb(255, 255, 255)"
 
 
-def test_without_scripts_everything_is_there(open_page) -> None:
+def test_without_scripts_everything_is_there(open_page: Callable[..., Opened]) -> None:
     opened = open_page(notebook_run(), java_script_enabled=False)
     assert opened.rows() == NAMES
     assert opened.page.locator("#timelines figure:visible").count() == 6
@@ -278,18 +291,20 @@ def test_without_scripts_everything_is_there(open_page) -> None:
 
 
 @pytest.mark.parametrize("results", [[], [make_result()]], ids=["empty", "one cell"])
-def test_small_runs_open_without_complaint(open_page, results) -> None:
+def test_small_runs_open_without_complaint(
+    open_page: Callable[..., Opened], results: list[Result]
+) -> None:
     assert open_page(results).page.locator("h1").is_visible()
 
 
-def test_a_name_that_is_a_script_does_not_run(open_page) -> None:
+def test_a_name_that_is_a_script_does_not_run(open_page: Callable[..., Opened]) -> None:
     name = "<img src=http://example.invalid/x onerror=alert(1)>"
     opened = open_page([make_result(make_cell(name), outcome=None), *notebook_run()])
     assert opened.rows()[0] == name
     assert opened.page.locator("img").count() == 0
 
 
-def test_the_published_run(open_page) -> None:
+def test_the_published_run(open_page: Callable[..., Opened]) -> None:
     run = ROOT / "results" / "published" / "gpt2-xl-8GiB"
     results = run_folder.read(run).results
     opened = open_page(list(results), run=run)
@@ -302,7 +317,7 @@ def test_the_published_run(open_page) -> None:
     assert f"The fastest is streaming, ready in {median(ready) / 1e9:.2f} s" in said
 
 
-def test_timelines_of_samples_that_a_kernel_gave(open_page) -> None:
+def test_timelines_of_samples_that_a_kernel_gave(open_page: Callable[..., Opened]) -> None:
     run = Path(__file__).parent / "fixtures" / "gpt2-xl-8GiB"  # every 20th sample of two cells
     opened = open_page(run_folder.read(run).results, run=run)
     timelines = opened.page.locator("#timelines")

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from filelock import FileLock
 
 from weighin.cell import ModelSpec
@@ -39,18 +38,17 @@ def build():
 
 
 @pytest.fixture(autouse=True)
-def root(tmp_path, monkeypatch) -> Path:
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
 @pytest.fixture
-def in_process(monkeypatch) -> list[list[str]]:
+def in_process(monkeypatch: pytest.MonkeyPatch, torch_threads_restored: None) -> list[list[str]]:
     """Run the maker in this process: a second torch import a call would take most of the time."""
     from weighin.checkpoint import __main__ as maker
 
     calls: list[list[str]] = []
-    threads = torch.get_num_threads()
 
     def run(
         arguments: list[str], *, permit: Callable[[int], None], **_: object
@@ -60,12 +58,11 @@ def in_process(monkeypatch) -> list[list[str]]:
         return maker._run(maker._parser().parse_args(arguments))
 
     monkeypatch.setattr(cache, "run_maker", run)
-    yield calls
-    torch.set_num_threads(threads)
+    return calls
 
 
 @pytest.fixture
-def slow_folder(tmp_path) -> Path:
+def slow_folder(tmp_path: Path) -> Path:
     (tmp_path / "slow_model.py").write_text(SLOW_SOURCE)
     return tmp_path
 
@@ -83,7 +80,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_it_is_made_once_in_a_process_of_its_own(root) -> None:
+def test_it_is_made_once_in_a_process_of_its_own(root: Path) -> None:
     said: list[tuple[str, float | None]] = []
     first = cache.ensure(TIED, "pt", progress=lambda text, share: said.append((text, share)))
     assert first.made
@@ -103,7 +100,7 @@ def test_the_parent_does_not_import_torch() -> None:
     assert out.stdout == "False\n"
 
 
-def test_an_error_of_the_maker_is_raised_here_and_leaves_nothing(root) -> None:
+def test_an_error_of_the_maker_is_raised_here_and_leaves_nothing(root: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         cache.ensure(ModelSpec("m", "weighin.models.tied:tide"), "pt")
     assert caught.value.message == (
@@ -112,20 +109,24 @@ def test_an_error_of_the_maker_is_raised_here_and_leaves_nothing(root) -> None:
     assert names(root / "models") == []
 
 
-def test_another_seed_or_other_arguments_are_another_entry(in_process, root) -> None:
+def test_another_seed_or_other_arguments_are_another_entry(
+    in_process: list[list[str]], root: Path
+) -> None:
     other = ModelSpec(TIED.name, TIED.builder, {**TIED.kwargs, "n_layers": 2})
     found = {cache.ensure(TIED, "pt").path, cache.ensure(TIED, "pt", seed=1).path}
     assert len(found | {cache.ensure(other, "pt").path}) == 3
 
 
-def test_both_formats_live_in_one_entry(in_process) -> None:
+def test_both_formats_live_in_one_entry(in_process: list[list[str]]) -> None:
     one, other = cache.ensure(TIED, "pt"), cache.ensure(TIED, "per_param")
     assert one.manifest_path == other.manifest_path
     assert other.path.name == "per_param"
     assert not cache.ensure(TIED, "pt").made
 
 
-def test_other_values_from_another_torch_make_the_old_formats_void(in_process) -> None:
+def test_other_values_from_another_torch_make_the_old_formats_void(
+    in_process: list[list[str]],
+) -> None:
     one = cache.ensure(TIED, "pt")
     text = one.manifest_path.read_text().replace('"float32": "', '"float32": "f', 1)
     one.manifest_path.write_text(text)
@@ -144,7 +145,9 @@ def test_other_values_from_another_torch_make_the_old_formats_void(in_process) -
         (lambda p: (p.parents[1] / "manifest.json").unlink(), r"manifest\.json is missing"),
     ],
 )
-def test_a_damaged_entry_is_made_again_with_a_warning(in_process, harm, what: str) -> None:
+def test_a_damaged_entry_is_made_again_with_a_warning(
+    in_process: list[list[str]], harm: Callable[[Path], object], what: str
+) -> None:
     good = cache.ensure(TIED, "pt")
     content = good.path.read_bytes()
     harm(good.path)
@@ -158,7 +161,7 @@ def test_a_damaged_entry_is_made_again_with_a_warning(in_process, harm, what: st
 
 
 def test_a_disk_one_byte_too_small_is_refused_before_anything_is_written(
-    in_process, monkeypatch, root
+    in_process: list[list[str]], monkeypatch: pytest.MonkeyPatch, root: Path
 ) -> None:
     free = [2**60]
     asked: list[int] = []
@@ -183,7 +186,7 @@ def test_a_disk_one_byte_too_small_is_refused_before_anything_is_written(
     assert cache.ensure(TIED, "pt").made
 
 
-def test_a_maker_that_is_killed_leaves_no_entry(slow_folder, root) -> None:
+def test_a_maker_that_is_killed_leaves_no_entry(slow_folder: Path, root: Path) -> None:
     failed: list[BaseException] = []
 
     def run() -> None:
@@ -203,7 +206,7 @@ def test_a_maker_that_is_killed_leaves_no_entry(slow_folder, root) -> None:
 
 
 def test_a_harness_that_is_killed_takes_its_maker_along_and_frees_the_lock(
-    slow_folder, root
+    slow_folder: Path, root: Path
 ) -> None:
     code = (
         "from weighin.cell import ModelSpec; from weighin.checkpoint import cache; "
@@ -222,7 +225,7 @@ def test_a_harness_that_is_killed_takes_its_maker_along_and_frees_the_lock(
     assert names(prepared.manifest_path.parent) == ["manifest.json", "pt", "pt.json"]
 
 
-def test_whoever_waits_for_another_is_told_so(in_process, root) -> None:
+def test_whoever_waits_for_another_is_told_so(in_process: list[list[str]], root: Path) -> None:
     prepared = cache.ensure(TIED, "pt")
     lock = FileLock(
         root / "locks" / f"{prepared.manifest_path.parent.name}.lock", thread_local=False
@@ -240,7 +243,9 @@ def test_whoever_waits_for_another_is_told_so(in_process, root) -> None:
     ]
 
 
-def test_a_users_own_file_is_read_once_and_again_when_it_changes(in_process, tmp_path) -> None:
+def test_a_users_own_file_is_read_once_and_again_when_it_changes(
+    in_process: list[list[str]], tmp_path: Path
+) -> None:
     path = tmp_path / "mine.pt"
     shutil.copy(cache.ensure(TIED, "pt").path, path)
     first = cache.ensure(TIED, "pt", checkpoint=path)
@@ -255,7 +260,7 @@ def test_a_users_own_file_is_read_once_and_again_when_it_changes(in_process, tmp
         cache.ensure(TIED, "pt", checkpoint=tmp_path / "none")
 
 
-def test_listing_and_clearing(in_process, root, tmp_path) -> None:
+def test_listing_and_clearing(in_process: list[list[str]], root: Path, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     kept.mkdir()
     (kept / "file").write_text("x")
@@ -276,12 +281,16 @@ def test_listing_and_clearing(in_process, root, tmp_path) -> None:
     assert cache.clear() == []
 
 
-def test_a_models_name_cannot_lead_out_of_the_cache(in_process, root) -> None:
+def test_a_models_name_cannot_lead_out_of_the_cache(
+    in_process: list[list[str]], root: Path
+) -> None:
     spec = ModelSpec("../../evil", TIED.builder, TIED.kwargs)
     assert cache.ensure(spec, "pt").path.is_relative_to(root / "models")
 
 
-def test_a_cache_that_cannot_be_written_says_what_to_do(tmp_path, monkeypatch) -> None:
+def test_a_cache_that_cannot_be_written_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "file"))
     with pytest.raises(ConfigError, match=r"cannot write to the cache .*file: "):

@@ -1,6 +1,6 @@
 """Each table says of which commit its figures are, and of which days."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,7 +71,9 @@ def test_what_was_measured_is_said_by_commit_and_days(results: list[Result], sai
     ],
 )
 @pytest.mark.parametrize("make", [a_sweep, a_search])
-def test_every_table_says_commit_and_day(tell, make) -> None:
+def test_every_table_says_commit_and_day(
+    tell: Callable[[list[Result]], str], make: Callable[[], list[Result]]
+) -> None:
     results = [of_commit(one, FIRST, "2026-11-23") for one in make()]
     assert " · commit d71778a29d, 2026-11-23" in tell(results)
 

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ AGAIN = "copy or download the file again"
 class Command:
     """Would end the tests if pickle itself read it."""
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[object, ...]:
         return (os.system, (f"kill {os.getpid()}",))
 
 
@@ -44,7 +45,7 @@ MANIFEST = Manifest(
 )
 
 
-def test_a_manifest_survives_the_disk_and_counts_tied_tensors_once(tmp_path) -> None:
+def test_a_manifest_survives_the_disk_and_counts_tied_tensors_once(tmp_path: Path) -> None:
     MANIFEST.write(tmp_path / "manifest.json")
     assert read_manifest(tmp_path / "manifest.json") == MANIFEST
     assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
@@ -64,7 +65,7 @@ def test_a_manifest_survives_the_disk_and_counts_tied_tensors_once(tmp_path) -> 
         ('{"schema": 1, "tensors": [{}]}', "damaged manifest: "),
     ],
 )
-def test_a_damaged_manifest_is_named(tmp_path, text: str, problem: str) -> None:
+def test_a_damaged_manifest_is_named(tmp_path: Path, text: str, problem: str) -> None:
     path = tmp_path / "manifest.json"
     path.write_text(text)
     with pytest.raises(CheckpointError) as caught:
@@ -72,7 +73,7 @@ def test_a_damaged_manifest_is_named(tmp_path, text: str, problem: str) -> None:
     assert caught.value.message.startswith(f"{path}: {problem}")
 
 
-def test_layouts_by_what_is_there(tmp_path) -> None:
+def test_layouts_by_what_is_there(tmp_path: Path) -> None:
     file, folder = tmp_path / "m.pt", tmp_path / "split"
     torch.save({"w": torch.ones(2)}, file)
     folder.mkdir()
@@ -93,7 +94,7 @@ def test_layouts_by_what_is_there(tmp_path) -> None:
         formats.named("per-param")
 
 
-def test_offsets_lead_to_the_values(tmp_path) -> None:
+def test_offsets_lead_to_the_values(tmp_path: Path) -> None:
     base = torch.arange(24.0)
     state = {
         "weight": base[:12].view(3, 4),
@@ -122,7 +123,7 @@ def test_offsets_lead_to_the_values(tmp_path) -> None:
     assert (places["transposed"].shape, places["transposed"].stride) == ((3, 2), (1, 3))
 
 
-def test_a_record_that_a_zip_program_compressed_is_refused(tmp_path) -> None:
+def test_a_record_that_a_zip_program_compressed_is_refused(tmp_path: Path) -> None:
     import zipfile
 
     path, packed = tmp_path / "model.pt", tmp_path / "packed.pt"
@@ -186,7 +187,9 @@ def nested(path: Path) -> None:
         ),
     ],
 )
-def test_what_is_no_checkpoint_is_called_by_its_name(tmp_path, write, message, repair) -> None:
+def test_what_is_no_checkpoint_is_called_by_its_name(
+    tmp_path: Path, write: Callable[[Path], object], message: str, repair: str
+) -> None:
     path = tmp_path / "model.pt"
     write(path)
     with pytest.raises(CheckpointError) as caught:
@@ -195,7 +198,7 @@ def test_what_is_no_checkpoint_is_called_by_its_name(tmp_path, write, message, r
     assert caught.value.repair == repair
 
 
-def test_the_old_format_comes_with_the_line_that_converts_it(tmp_path) -> None:
+def test_the_old_format_comes_with_the_line_that_converts_it(tmp_path: Path) -> None:
     import subprocess
     import sys
 
@@ -208,14 +211,14 @@ def test_the_old_format_comes_with_the_line_that_converts_it(tmp_path) -> None:
     assert [place.name for place in pt.read(Path(f"{path}.new"))] == ["w"]
 
 
-def test_a_plain_pickle_is_not_executed(tmp_path) -> None:
+def test_a_plain_pickle_is_not_executed(tmp_path: Path) -> None:
     path = tmp_path / "model.pkl"
     path.write_bytes(pickle.dumps(Command()))
     with pytest.raises(CheckpointError, match="not a checkpoint that torch"):
         pt.read(path)
 
 
-def test_a_file_of_one_tensor(tmp_path) -> None:
+def test_a_file_of_one_tensor(tmp_path: Path) -> None:
     torch.save(torch.ones(3), tmp_path / "w.pt")
     assert pt.read_one(tmp_path / "w.pt", "w").shape == (3,)
     torch.save([1], tmp_path / "l.pt")
@@ -223,7 +226,7 @@ def test_a_file_of_one_tensor(tmp_path) -> None:
         pt.read_one(tmp_path / "l.pt", "l")
 
 
-def test_the_manifest_is_plain_json(tmp_path) -> None:
+def test_the_manifest_is_plain_json(tmp_path: Path) -> None:
     MANIFEST.write(tmp_path / "manifest.json")
     assert json.loads((tmp_path / "manifest.json").read_text())["tensors"][0]["shape"] == [3, 5]
 

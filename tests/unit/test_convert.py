@@ -21,6 +21,8 @@ from weighin.errors import CheckpointError, ConfigError, HarnessError, UnknownNa
 from weighin.formats import per_param
 from weighin.units import MIB
 
+pytestmark = pytest.mark.usefixtures("torch_threads_restored")
+
 AGAIN = "copy or download the file again"
 SLOW_SOURCE = """
 import os, sys, time
@@ -65,15 +67,8 @@ print(peak - start)
 """
 
 
-@pytest.fixture(autouse=True)
-def _threads_as_before():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
-def source(tmp_path) -> Path:
+def source(tmp_path: Path) -> Path:
     torch.manual_seed(0)
     path = tmp_path / "model.pt"
     torch.save({"layers.0.weight": torch.randn(40, 30), "head": torch.randn(7)}, path)
@@ -94,13 +89,13 @@ def wish(source: Path, target: Path, **changes: object) -> convert_request.Wish:
     return convert_request.Wish(source, target, **fields | {"verify": False} | changes)
 
 
-def test_the_source_is_not_touched(source) -> None:
+def test_the_source_is_not_touched(source: Path) -> None:
     before = source.read_bytes(), source.stat().st_mtime_ns
     convert.convert(source, source.with_name("new"), order())
     assert (source.read_bytes(), source.stat().st_mtime_ns) == before
 
 
-def test_a_kill_leaves_no_target_and_the_next_conversion_removes_what_it_left(source) -> None:
+def test_a_kill_leaves_no_target_and_the_next_conversion_removes_what_it_left(source: Path) -> None:
     target = source.with_name("new")
     command = [sys.executable, "-c", SLOW_SOURCE, str(source), str(target)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -117,7 +112,7 @@ def test_a_kill_leaves_no_target_and_the_next_conversion_removes_what_it_left(so
     assert names(source.parent) == ["model.pt", "new"]
 
 
-def test_an_error_leaves_nothing(source, monkeypatch) -> None:
+def test_an_error_leaves_nothing(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(where: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -127,7 +122,7 @@ def test_an_error_leaves_nothing(source, monkeypatch) -> None:
     assert names(source.parent) == ["model.pt"]
 
 
-def test_what_must_not_be_written_over_is_refused(source, tmp_path) -> None:
+def test_what_must_not_be_written_over_is_refused(source: Path, tmp_path: Path) -> None:
     def complaint(source: Path, target: Path) -> str:
         with pytest.raises(ConfigError) as caught:
             convert.convert(source, target, order())
@@ -164,7 +159,7 @@ def test_auto_splits_above_the_threshold_and_not_at_it() -> None:
     assert convert.choose("dcp", 101, 100) == "dcp"
 
 
-def test_auto_counts_the_bytes_as_they_are_written(source) -> None:
+def test_auto_counts_the_bytes_as_they_are_written(source: Path) -> None:
     size = (1200 + 7) * 2
     half = {"dtype": torch.bfloat16, "max_shard_bytes": 1000}
     for above, made in ((size, "safetensors"), (size - 1, "sharded")):
@@ -174,7 +169,9 @@ def test_auto_counts_the_bytes_as_they_are_written(source) -> None:
 
 
 @pytest.mark.parametrize("harm", ["value", "key", "nothing"])
-def test_verify_finds_a_single_wrong_byte_and_a_missing_key(source, monkeypatch, harm) -> None:
+def test_verify_finds_a_single_wrong_byte_and_a_missing_key(
+    source: Path, monkeypatch: pytest.MonkeyPatch, harm: str
+) -> None:
     real = per_param.write
 
     def harmful(target: Path, *arguments: object) -> None:
@@ -203,7 +200,7 @@ def test_verify_finds_a_single_wrong_byte_and_a_missing_key(source, monkeypatch,
     assert names(source.parent) == ["model.pt"]
 
 
-def test_a_source_that_ends_too_early_is_named(source) -> None:
+def test_a_source_that_ends_too_early_is_named(source: Path) -> None:
     target = source.with_name("split")
     convert.convert(source, target, order("safetensors"))
     os.truncate(target, target.stat().st_size - 1)
@@ -230,7 +227,7 @@ def test_memory_stays_far_below_the_largest_tensor_and_300_mib(
     assert int(done.stdout) < 130 * MIB
 
 
-def test_the_command_says_what_it_made(source) -> None:
+def test_the_command_says_what_it_made(source: Path) -> None:
     target = source.with_name("half.pt")
     console = Console(stderr=True)
     done = convert_request.convert(wish(source, target, dtype="bf16", verify=True), console)
@@ -253,7 +250,7 @@ def test_the_command_says_what_it_made(source) -> None:
 
 
 @pytest.mark.parametrize(("size", "shards"), [("4.8KB", 2), ("4.8KiB", 1)])
-def test_shards_are_sized_as_hugging_face_writes_it(source, size: str, shards: int) -> None:
+def test_shards_are_sized_as_hugging_face_writes_it(source: Path, size: str, shards: int) -> None:
     """The tensors have 4800 and 28 bytes: together more than 4.8 KB, and less than 4.8 KiB."""
     target = source.with_name("shards")
     asked = wish(source, target, fmt="sharded", max_shard_size=size)
@@ -261,7 +258,9 @@ def test_shards_are_sized_as_hugging_face_writes_it(source, size: str, shards: i
     assert len(list(target.glob("*.safetensors"))) == shards
 
 
-def test_the_command_refuses_before_it_starts_anything(source, monkeypatch) -> None:
+def test_the_command_refuses_before_it_starts_anything(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(convert_request, "run_maker", None)
     with pytest.raises(UnknownName) as caught:
         convert_request.convert(wish(source, source.with_name("new"), fmt="per-param"), Console())
@@ -275,7 +274,9 @@ def test_the_command_refuses_before_it_starts_anything(source, monkeypatch) -> N
         convert_request.convert(wish(source, source.with_name("new"), split_above="5XB"), Console())
 
 
-def test_an_interrupted_command_leaves_nothing(source, monkeypatch) -> None:
+def test_an_interrupted_command_leaves_nothing(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     left = source.with_name(".new.weighin-x")
 
     def run(*_: object, **__: object) -> None:
@@ -290,7 +291,7 @@ def test_an_interrupted_command_leaves_nothing(source, monkeypatch) -> None:
 
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
-    source, monkeypatch
+    source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         convert_request.shutil, "disk_usage", lambda _: type("", (), {"free": 1000})
@@ -312,7 +313,7 @@ def test_help_says_when_auto_splits() -> None:
     assert "weighin convert model.pt parts --format per_param" in said
 
 
-def test_two_conversions_to_one_folder_do_not_disturb_each_other(source) -> None:
+def test_two_conversions_to_one_folder_do_not_disturb_each_other(source: Path) -> None:
     threads = [
         threading.Thread(target=convert.convert, args=(source, source.with_name(name), order()))
         for name in ("a", "b")

@@ -5,6 +5,7 @@ import pickle
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ from weighin.formats.base import TensorPlan
 class Command:
     """Would end the tests if pickle itself read it."""
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[object, ...]:
         return (os.system, (f"kill {os.getpid()}",))
 
 
@@ -50,7 +51,7 @@ def state() -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def ours(tmp_path, state) -> Path:
+def ours(tmp_path: Path, state: dict[str, torch.Tensor]) -> Path:
     tensors = [
         TensorPlan(name, tuple(one.shape), one.dtype, "b" if name == "tied" else None)
         for name, one in state.items()
@@ -65,7 +66,7 @@ def check_equal(found: dict[str, torch.Tensor], state: dict[str, torch.Tensor]) 
         assert torch.equal(found[name], one), name
 
 
-def test_torch_loads_what_we_write(ours, state) -> None:
+def test_torch_loads_what_we_write(ours: Path, state: dict[str, torch.Tensor]) -> None:
     found = {name: torch.zeros_like(one) for name, one in state.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -74,14 +75,16 @@ def test_torch_loads_what_we_write(ours, state) -> None:
     assert sorted(file.name for file in ours.iterdir()) == [".metadata", "__0_0.distcp"]
 
 
-def test_tied_keys_are_stored_once_and_values_are_aligned(ours) -> None:
+def test_tied_keys_are_stored_once_and_values_are_aligned(ours: Path) -> None:
     places = {one.name: one for one in dcp.read(ours)}
     assert places["tied"].offset == places["b"].offset
     assert all(one.offset % 64 == 0 for one in places.values())
 
 
 @pytest.mark.parametrize("single_file", [True, False])
-def test_we_read_what_torch_writes(tmp_path, state, single_file: bool) -> None:
+def test_we_read_what_torch_writes(
+    tmp_path: Path, state: dict[str, torch.Tensor], single_file: bool
+) -> None:
     folder = tmp_path / "theirs"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -158,7 +161,9 @@ def split(metadata: Metadata) -> None:
         ),
     ],
 )
-def test_wrong_metadata_is_named_and_never_run(ours, harm, message: str) -> None:
+def test_wrong_metadata_is_named_and_never_run(
+    ours: Path, harm: Callable[[Any], object], message: str
+) -> None:
     change(ours, harm)
     with pytest.raises(CheckpointError) as caught:
         dcp.read(ours)
@@ -177,13 +182,13 @@ def test_wrong_metadata_is_named_and_never_run(ours, harm, message: str) -> None
         b"(" * 100_000,
     ],
 )
-def test_what_is_no_metadata_is_refused_in_little_memory(ours, text: bytes) -> None:
+def test_what_is_no_metadata_is_refused_in_little_memory(ours: Path, text: bytes) -> None:
     (ours / ".metadata").write_bytes(text)
     with pytest.raises(CheckpointError, match=r"\.metadata: (damaged|not) metadata"):
         dcp.read(ours)
 
 
-def test_a_truncated_file_of_data_is_named(ours) -> None:
+def test_a_truncated_file_of_data_is_named(ours: Path) -> None:
     file = ours / dcp.DATA_NAME
     os.truncate(file, file.stat().st_size - 1)
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp: truncated: 'scalar' ends at byte"):
@@ -247,11 +252,10 @@ def test_blocks_larger_than_a_piece_are_cut_as_any_tensor_is(
     assert torch.equal(torch.cat(pieces), GRID.reshape(-1))
 
 
+@pytest.mark.usefixtures("torch_threads_restored")
 def test_a_checkpoint_in_blocks_is_converted(split_in_three: Path, tmp_path: Path) -> None:
     order = convert.Conversion("safetensors", None, 2**40, 2**40, verify=True)
-    threads = torch.get_num_threads()
     convert.convert(split_in_three, tmp_path / "whole.safetensors", order)
-    torch.set_num_threads(threads)
     assert torch.equal(load_file(tmp_path / "whole.safetensors")["b"], GRID)
 
 

@@ -1,5 +1,6 @@
 """Every layout holds the same checkpoint: made, read, and turned into every other."""
 
+from collections.abc import Callable
 from itertools import permutations
 from pathlib import Path
 
@@ -83,7 +84,9 @@ def order(fmt: str, **changes: object) -> convert.Conversion:
 
 @pytest.mark.parametrize("state", [tied_state, gpt2_state, odd_state])
 @pytest.mark.parametrize("fmt", formats.NAMES)
-def test_what_is_written_is_read(tmp_path, fmt: str, state) -> None:
+def test_what_is_written_is_read(
+    tmp_path: Path, fmt: str, state: Callable[[], dict[str, torch.Tensor]]
+) -> None:
     torch.manual_seed(0)
     values = state()
     path = write(fmt, tmp_path / "made", values)
@@ -99,7 +102,9 @@ def test_what_is_written_is_read(tmp_path, fmt: str, state) -> None:
 
 
 @pytest.mark.parametrize(("one", "other"), list(permutations(formats.NAMES, 2)))
-def test_every_layout_becomes_every_other_with_equal_checksums(tmp_path, one, other) -> None:
+def test_every_layout_becomes_every_other_with_equal_checksums(
+    tmp_path: Path, one: str, other: str
+) -> None:
     torch.manual_seed(0)
     values = tied_state()
     source = write(one, tmp_path / "made", values)
@@ -115,7 +120,7 @@ def test_every_layout_becomes_every_other_with_equal_checksums(tmp_path, one, ot
 
 
 @pytest.mark.parametrize("fmt", formats.NAMES)
-def test_the_same_tensors_are_the_same_bytes(tmp_path, fmt: str) -> None:
+def test_the_same_tensors_are_the_same_bytes(tmp_path: Path, fmt: str) -> None:
     torch.manual_seed(0)
     values = tied_state()
     texts = []
@@ -125,7 +130,7 @@ def test_the_same_tensors_are_the_same_bytes(tmp_path, fmt: str) -> None:
     assert texts[0] == texts[1]
 
 
-def test_dtypes_are_converted_on_the_way_and_only_of_floating_point(tmp_path) -> None:
+def test_dtypes_are_converted_on_the_way_and_only_of_floating_point(tmp_path: Path) -> None:
     torch.manual_seed(0)
     values = tied_state() | {"steps": torch.tensor(7)}
     source = write("pt", tmp_path / "made", values)
@@ -141,7 +146,7 @@ def test_dtypes_are_converted_on_the_way_and_only_of_floating_point(tmp_path) ->
         assert found[name][2] == checksum(values[name].to(torch.bfloat16))
 
 
-def test_views_and_transposed_tensors_become_contiguous(tmp_path) -> None:
+def test_views_and_transposed_tensors_become_contiguous(tmp_path: Path) -> None:
     base = torch.arange(600.0).reshape(20, 30)
     state = {"t": base.t(), "part": base[3:7, 2:9], "last": base[:, ::7], "row": base[5]}
     torch.save(state, tmp_path / "views.pt")

@@ -18,6 +18,8 @@ from weighin.models.gpt2 import gpt2
 from weighin.models.skeleton import construct
 from weighin.models.tied import tied
 
+pytestmark = pytest.mark.usefixtures("torch_threads_restored")
+
 TIED = {"vocab_size": 512, "emb_dim": 64, "n_layers": 1, "n_heads": 2}
 GPT2 = {"vocab_size": 64, "context_length": 8, "emb_dim": 16, "n_layers": 2, "n_heads": 2}
 
@@ -31,13 +33,6 @@ class Extra(nn.Linear):
 
 def extra() -> nn.Module:
     return Extra(2, 2)
-
-
-@pytest.fixture(autouse=True)
-def _threads_as_before():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 def make(folder: Path, builder: str, kwargs: dict, fmt: str = "pt", seed: int = 0) -> Manifest:
@@ -63,7 +58,7 @@ def index(checkpoint: Path, folder: Path, fmt: str = "pt", kwargs: dict = TIED) 
     ).manifest
 
 
-def test_the_model_loads_it_and_the_manifest_is_right(tmp_path) -> None:
+def test_the_model_loads_it_and_the_manifest_is_right(tmp_path: Path) -> None:
     manifest = make_tied(tmp_path / "a")
     model = tied(**TIED)
     model.load_state_dict(load(tmp_path / "a"))
@@ -82,7 +77,7 @@ def test_the_model_loads_it_and_the_manifest_is_right(tmp_path) -> None:
     assert manifest.parameters == sum(p.numel() for p in model.parameters())
 
 
-def test_values_are_normal_and_the_scales_of_norms_are_about_one(tmp_path) -> None:
+def test_values_are_normal_and_the_scales_of_norms_are_about_one(tmp_path: Path) -> None:
     make_tied(tmp_path / "a")
     state = load(tmp_path / "a")
     weight, norm = state["embedding.weight"], state["norm.weight"]
@@ -97,7 +92,9 @@ def test_values_are_normal_and_the_scales_of_norms_are_about_one(tmp_path) -> No
     assert torch.equal(state["trf_blocks.0.att.mask"], expected), "a buffer is as constructed"
 
 
-def test_a_seed_gives_the_same_values_in_every_format_and_another_seed_others(tmp_path) -> None:
+def test_a_seed_gives_the_same_values_in_every_format_and_another_seed_others(
+    tmp_path: Path,
+) -> None:
     one = make_tied(tmp_path / "a")
     split = make_tied(tmp_path / "b", fmt="per_param")
     other = make_tied(tmp_path / "c", seed=1)
@@ -112,14 +109,16 @@ def test_a_seed_gives_the_same_values_in_every_format_and_another_seed_others(tm
     assert written["shared"] == {"head.weight": "embedding.weight"}
 
 
-def test_values_are_the_same_for_ever(tmp_path) -> None:
+def test_values_are_the_same_for_ever(tmp_path: Path) -> None:
     """A wrong constant here would silently part old records from new ones."""
     first = next(generate.parameter_pieces(0, "a.weight", torch.empty(2, 2, device="meta")))
     expected = torch.tensor([0.007854, -0.040794, 0.010506, -0.009473])
     torch.testing.assert_close(first, expected, atol=1e-6, rtol=0)
 
 
-def test_a_tensor_of_many_pieces_is_not_one_piece_again_and_again(monkeypatch) -> None:
+def test_a_tensor_of_many_pieces_is_not_one_piece_again_and_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(generate, "PIECE_ELEMENTS", 32)
     meta = torch.empty(10, 10, device="meta")
     pieces = [piece.clone() for piece in generate.parameter_pieces(0, "w", meta)]
@@ -127,7 +126,7 @@ def test_a_tensor_of_many_pieces_is_not_one_piece_again_and_again(monkeypatch) -
     assert len({float(piece[0]) for piece in pieces}) == 4
 
 
-def test_the_needed_space_is_asked_for_first_and_is_enough(tmp_path) -> None:
+def test_the_needed_space_is_asked_for_first_and_is_enough(tmp_path: Path) -> None:
     asked: list[int] = []
 
     def permit(needed: int) -> None:
@@ -147,14 +146,14 @@ def test_the_needed_space_is_asked_for_first_and_is_enough(tmp_path) -> None:
     assert written <= asked[0] < written * 1.2
 
 
-def test_extra_state_is_refused(tmp_path) -> None:
+def test_extra_state_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match="'_extra_state' in the state dict is neither a parameter"
     ):
         make(tmp_path / "a", f"{__name__}:extra", {})
 
 
-def test_a_users_checkpoint_has_the_manifest_of_what_made_it(tmp_path) -> None:
+def test_a_users_checkpoint_has_the_manifest_of_what_made_it(tmp_path: Path) -> None:
     made = make_tied(tmp_path / "a")
     path = tmp_path / "a" / "pt" / "model.pt"
     indexed = index(path, tmp_path / "b", fmt="per_param")
@@ -167,7 +166,7 @@ def test_a_users_checkpoint_has_the_manifest_of_what_made_it(tmp_path) -> None:
     assert not (tmp_path / "c" / "per_param").exists(), "it has the format already"
 
 
-def test_a_half_precision_checkpoint_keeps_its_dtype(tmp_path) -> None:
+def test_a_half_precision_checkpoint_keeps_its_dtype(tmp_path: Path) -> None:
     path = tmp_path / "half.pt"
     torch.save(tied(**TIED).to(torch.bfloat16).state_dict(), path)
     entry = index(path, tmp_path).entry("embedding.weight")
@@ -176,7 +175,7 @@ def test_a_half_precision_checkpoint_keeps_its_dtype(tmp_path) -> None:
     assert entry.checksums["float32"] == checksum(value.float())
 
 
-def test_a_checkpoint_of_another_model_says_where_it_differs(tmp_path) -> None:
+def test_a_checkpoint_of_another_model_says_where_it_differs(tmp_path: Path) -> None:
     state = tied(**TIED).state_dict()
     del state["norm.weight"]
     state["blocks.0.up.weight"] = torch.zeros(3)
@@ -192,7 +191,7 @@ def test_a_checkpoint_of_another_model_says_where_it_differs(tmp_path) -> None:
     )
 
 
-def test_tied_names_with_different_values_are_refused(tmp_path) -> None:
+def test_tied_names_with_different_values_are_refused(tmp_path: Path) -> None:
     state = tied(**TIED).state_dict()
     state["head.weight"] = torch.zeros(512, 64)
     torch.save(state, tmp_path / "model.pt")
@@ -201,7 +200,9 @@ def test_tied_names_with_different_values_are_refused(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("fmt", formats.NAMES)
-def test_every_layout_is_made_read_back_and_converted_with_the_same_values(tmp_path, fmt) -> None:
+def test_every_layout_is_made_read_back_and_converted_with_the_same_values(
+    tmp_path: Path, fmt: str
+) -> None:
     made = make_tied(tmp_path / "a", fmt=fmt)
     own = formats.checkpoint_in(tmp_path / "a", fmt)
     assert index(own, tmp_path / "b", fmt=fmt).tensors == made.tensors

@@ -36,7 +36,7 @@ TEXTS = (
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory) -> dict[str, Path]:
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("layouts")
     values = {plan.name: torch.ones(plan.shape, dtype=plan.dtype) for plan in PLANS}
     for name in formats.NAMES:
@@ -84,7 +84,7 @@ def check(place: TensorSlice, root: Path) -> None:
 @settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_damaged_file_is_read_right_or_refused(
-    checkpoints, name: str, data: st.DataObject
+    checkpoints: dict[str, Path], name: str, data: st.DataObject
 ) -> None:
     path, layout = checkpoints[name], formats.named(name)
     file = data.draw(st.sampled_from(layout.files(path)))
@@ -102,7 +102,7 @@ def test_a_damaged_file_is_read_right_or_refused(
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 200 * 1024
 
 
-def test_what_is_read_is_right_after_all_that(checkpoints) -> None:
+def test_what_is_read_is_right_after_all_that(checkpoints: dict[str, Path]) -> None:
     for path in checkpoints.values():
         assert [place.name for place in formats.read(path)[1]] == [plan.name for plan in PLANS]
 
@@ -132,7 +132,7 @@ except CheckpointError as error:
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_file_that_wants_all_memory_does_not_get_it(tmp_path, name: str) -> None:
+def test_a_file_that_wants_all_memory_does_not_get_it(tmp_path: Path, name: str) -> None:
     path = tmp_path / name.rpartition(" in ")[2]
     path.parent.mkdir(exist_ok=True)
     content = BOMBS[name](64 * 1024**2)
@@ -148,7 +148,7 @@ def test_a_file_that_wants_all_memory_does_not_get_it(tmp_path, name: str) -> No
 
 
 @pytest.mark.parametrize("name", ["a.pth", "dcp/.metadata"])
-def test_a_key_that_takes_for_ever_to_hash_is_refused(tmp_path, name: str) -> None:
+def test_a_key_that_takes_for_ever_to_hash_is_refused(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     nested = b"h\0h\0\x86q\0" * 200  # a pair of pairs of pairs ...: 2**200 of them
@@ -158,7 +158,7 @@ def test_a_key_that_takes_for_ever_to_hash_is_refused(tmp_path, name: str) -> No
         formats.read(path if path.parent == tmp_path else path.parent)
 
 
-def test_a_place_of_a_key_that_is_no_text_is_refused(checkpoints) -> None:
+def test_a_place_of_a_key_that_is_no_text_is_refused(checkpoints: dict[str, Path]) -> None:
     path = checkpoints["dcp"] / ".metadata"
     sound = path.read_bytes()
     at = sound.index(b"fqn\x94") + 4

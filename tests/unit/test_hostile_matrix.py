@@ -21,6 +21,8 @@ from weighin.errors import CheckpointError
 from weighin.formats.base import TensorPlan
 from weighin.loader.load import load_streaming
 
+pytestmark = pytest.mark.usefixtures("torch_threads_restored")
+
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -96,7 +98,6 @@ def test_harm_is_named_and_does_none(
         lambda: convert.convert(given.path, tmp_path / "new", order),
     ]
     del opened[:]
-    threads = torch.get_num_threads()
     for door in doors:
         with pytest.raises(CheckpointError) as caught:
             door()
@@ -105,7 +106,6 @@ def test_harm_is_named_and_does_none(
         assert words in message
         assert len(message) < 1000
         assert caught.value.repair
-    torch.set_num_threads(threads)
     assert torch.equal(model.get_parameter("a.weight"), weight)
     assert sorted(tmp_path.rglob("*")) == before
     assert not given.proof.exists()
@@ -129,11 +129,9 @@ def test_a_key_is_a_name_and_never_a_path(tmp_path: Path, layout: str, kind: str
     assert caught.value.message.startswith(f"{path}: does not fit this model, keys: ")
     assert key[:100] in caught.value.message
     assert len(caught.value.message) < 1000
-    threads = torch.get_num_threads()
     for fmt in ("per_param", "per_module", "sharded"):
         order = convert.Conversion(fmt, None, 2**40, 2**40, verify=True)
         convert.convert(path, tmp_path / fmt, order)
         assert [one.name for one in formats.read(tmp_path / fmt)[1]] == [key, "b"]
         assert all(one.parent == tmp_path / fmt for one in (tmp_path / fmt).rglob("*"))
-    torch.set_num_threads(threads)
     assert {one.name for one in tmp_path.iterdir()} == {"in", "per_param", "per_module", "sharded"}

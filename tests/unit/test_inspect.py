@@ -39,7 +39,7 @@ def run(*arguments: str) -> str:
 
 
 @pytest.mark.parametrize("layout", formats.NAMES)
-def test_every_layout_is_inspected_alike(tmp_path, layout: str) -> None:
+def test_every_layout_is_inspected_alike(tmp_path: Path, layout: str) -> None:
     found = inspect.inspect(make(tmp_path / "m", layout))
     assert found.layout == layout
     assert [(t.name, t.shape, t.dtype, t.bytes, t.shared_with) for t in found.tensors] == [
@@ -52,7 +52,7 @@ def test_every_layout_is_inspected_alike(tmp_path, layout: str) -> None:
     assert sum(size for _, size in found.files) > 180
 
 
-def test_the_table(tmp_path) -> None:
+def test_the_table(tmp_path: Path) -> None:
     path = make(tmp_path / "model.safetensors", "safetensors")
     text = run(str(path))
     for line in (
@@ -66,7 +66,7 @@ def test_the_table(tmp_path) -> None:
     assert "scalar" in text
 
 
-def test_a_long_table_shows_its_ends(tmp_path) -> None:
+def test_a_long_table_shows_its_ends(tmp_path: Path) -> None:
     plans = [TensorPlan(f"t{number:03}", (number,), torch.uint8) for number in range(821)]
     path = str(make(tmp_path / "m.safetensors", "safetensors", plans))
     text = run(path)
@@ -78,7 +78,7 @@ def test_a_long_table_shows_its_ends(tmp_path) -> None:
     assert by_size.index("t820") < by_size.index("t811") < by_size.index("t000")
 
 
-def test_json_has_it_all(tmp_path) -> None:
+def test_json_has_it_all(tmp_path: Path) -> None:
     found = json.loads(run(str(make(tmp_path / "m.pt", "pt")), "--json", "-"))
     assert found["totals"] == {
         "tensors": 4, "shared": 1, "numbers": 47, "bytes": 180,
@@ -88,7 +88,7 @@ def test_json_has_it_all(tmp_path) -> None:
     assert {one["strategy"] for one in found["expected"]} == set(strategies())
 
 
-def test_a_name_can_neither_colour_nor_break_the_terminal(tmp_path) -> None:
+def test_a_name_can_neither_colour_nor_break_the_terminal(tmp_path: Path) -> None:
     name = "[red]\x1b[31m\r\n" + "x" * 10_000
     text = run(
         str(make(tmp_path / "m.safetensors", "safetensors", [TensorPlan(name, (1,), torch.uint8)]))
@@ -98,7 +98,7 @@ def test_a_name_can_neither_colour_nor_break_the_terminal(tmp_path) -> None:
     assert len(text) < 10_000
 
 
-def test_an_unknown_order_and_an_unknown_file_are_named(tmp_path) -> None:
+def test_an_unknown_order_and_an_unknown_file_are_named(tmp_path: Path) -> None:
     found = inspect.inspect(make(tmp_path / "m.pt", "pt"))
     with pytest.raises(UnknownName, match="no order of tensors is called 'bytes'"):
         inspect.tables(found, sort="bytes")
@@ -106,7 +106,7 @@ def test_an_unknown_order_and_an_unknown_file_are_named(tmp_path) -> None:
         inspect.inspect(tmp_path / "none")
 
 
-def test_of_a_file_of_100_gib_hardly_anything_is_read_and_without_torch(tmp_path) -> None:
+def test_of_a_file_of_100_gib_hardly_anything_is_read_and_without_torch(tmp_path: Path) -> None:
     path = tmp_path / "huge.pt"
     with torch.serialization.skip_data():
         torch.save({f"w{n}": torch.empty(2**30, dtype=torch.float32) for n in range(25)}, path)

@@ -35,12 +35,14 @@ STATE = {
         ("../../x", ""),
     ],
 )
-def test_a_key_belongs_to_its_first_numbered_module_or_its_first_word(key, module) -> None:
+def test_a_key_belongs_to_its_first_numbered_module_or_its_first_word(
+    key: str, module: str
+) -> None:
     assert module_of(key) == module
 
 
 @pytest.fixture
-def folder(tmp_path) -> Path:
+def folder(tmp_path: Path) -> Path:
     tensors = [
         TensorPlan(name, tuple(one.shape), one.dtype, "emb.weight" if "head" in name else None)
         for name, one in STATE.items()
@@ -49,7 +51,7 @@ def folder(tmp_path) -> Path:
     return tmp_path / "split"
 
 
-def test_each_file_is_a_state_dict_and_the_order_is_kept(folder) -> None:
+def test_each_file_is_a_state_dict_and_the_order_is_kept(folder: Path) -> None:
     assert [one.name for one in per_module.read(folder)] == list(STATE)
     files = {file.name: keys for file, keys in per_module.read_index(folder).items()}
     assert files == {
@@ -94,14 +96,14 @@ def broken(**changes: object) -> dict[str, object]:
         (broken(shared={"head.weight": []}), "'head.weight' is tied to [] but is in another file"),
     ],
 )
-def test_a_damaged_index_is_named(folder, index: object, message: str) -> None:
+def test_a_damaged_index_is_named(folder: Path, index: object, message: str) -> None:
     (folder / "index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError) as caught:
         per_module.read(folder)
     assert caught.value.message == f"{folder / 'index.json'}: {message}"
 
 
-def test_a_tie_that_the_file_does_not_have_is_named(folder) -> None:
+def test_a_tie_that_the_file_does_not_have_is_named(folder: Path) -> None:
     torch.save(
         {key: STATE[key].clone() for key in ("emb.weight", "head.weight")}, folder / "emb.pt"
     )
@@ -112,7 +114,7 @@ def test_a_tie_that_the_file_does_not_have_is_named(folder) -> None:
     )
 
 
-def test_a_file_with_other_keys_is_named(folder) -> None:
+def test_a_file_with_other_keys_is_named(folder: Path) -> None:
     torch.save({"layers.1.c": torch.zeros(3)}, folder / "layers.1.pt")
     with pytest.raises(
         CheckpointError, match=r"layers\.1\.pt: has other keys than index\.json lists"

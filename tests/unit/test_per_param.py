@@ -44,14 +44,14 @@ def test_no_two_keys_get_one_name_and_none_leaves(keys: list[str]) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path) -> Path:
+def folder(tmp_path: Path) -> Path:
     for name in ("b.pt", "a.pt"):
         (tmp_path / name).write_bytes(b"x")
     write_index(tmp_path, ["b", "a", "tied"], {"tied": "b"})
     return tmp_path
 
 
-def test_the_index_keeps_order_and_ties(folder) -> None:
+def test_the_index_keeps_order_and_ties(folder: Path) -> None:
     assert list(read_index(folder).items()) == [
         ("b", folder / "b.pt"),
         ("a", folder / "a.pt"),
@@ -86,7 +86,7 @@ def tensors(**files: object) -> dict[str, object]:
         ([], "damaged index: not a JSON object"),
     ],
 )
-def test_a_damaged_index_is_named(folder, index: object, message: str) -> None:
+def test_a_damaged_index_is_named(folder: Path, index: object, message: str) -> None:
     (folder / "index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError) as caught:
         read_index(folder)
@@ -101,7 +101,7 @@ def test_a_damaged_index_is_named(folder, index: object, message: str) -> None:
         (None, "cannot be read: No such file or directory"),
     ],
 )
-def test_an_unreadable_index_is_named(folder, text: str | None, message: str) -> None:
+def test_an_unreadable_index_is_named(folder: Path, text: str | None, message: str) -> None:
     path = folder / "index.json"
     path.unlink() if text is None else path.write_text(text)
     with pytest.raises(CheckpointError) as caught:

@@ -39,7 +39,7 @@ def write(path: Path) -> None:
     pt_legacy.write(path, plans, lambda name: [STATE[name]])
 
 
-def test_torch_reads_what_we_write_and_tied_weights_share(tmp_path) -> None:
+def test_torch_reads_what_we_write_and_tied_weights_share(tmp_path: Path) -> None:
     path = tmp_path / "model.pth"
     write(path)
     found = torch.load(path, weights_only=True)
@@ -51,7 +51,7 @@ def test_torch_reads_what_we_write_and_tied_weights_share(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("ours", [True, False])
-def test_slices_lead_to_the_values(tmp_path, ours: bool) -> None:
+def test_slices_lead_to_the_values(tmp_path: Path, ours: bool) -> None:
     path = tmp_path / "model.pth"
     state = STATE if ours else STATE | {"view": EMBEDDING.t()[2:5]}
     write(path) if ours else save(state, path)
@@ -69,7 +69,7 @@ def test_slices_lead_to_the_values(tmp_path, ours: bool) -> None:
         assert places["view"].offset == places["embedding"].offset + 2 * 4
 
 
-def test_state_dicts_with_metadata_and_parameters_are_read(tmp_path) -> None:
+def test_state_dicts_with_metadata_and_parameters_are_read(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 4)
     for state in (model.state_dict(), dict(model.named_parameters())):
         save(state, tmp_path / "model.pth")
@@ -79,7 +79,7 @@ def test_state_dicts_with_metadata_and_parameters_are_read(tmp_path) -> None:
         ]
 
 
-def test_it_is_known_by_its_first_bytes(tmp_path) -> None:
+def test_it_is_known_by_its_first_bytes(tmp_path: Path) -> None:
     write(tmp_path / "a")
     torch.save(STATE, tmp_path / "b.pth")
     assert pt_legacy.matches(tmp_path / "a")
@@ -88,7 +88,7 @@ def test_it_is_known_by_its_first_bytes(tmp_path) -> None:
     assert not pt_legacy.matches(tmp_path)
 
 
-def test_a_dtype_of_later_times_is_refused_before_a_byte(tmp_path) -> None:
+def test_a_dtype_of_later_times_is_refused_before_a_byte(tmp_path: Path) -> None:
     plan = TensorPlan("w", (1,), torch.float8_e5m2)
     with pytest.raises(
         ConfigError, match=r"'w': torch before 1\.6 had no dtype torch\.float8_e5m2"
@@ -100,14 +100,14 @@ def test_a_dtype_of_later_times_is_refused_before_a_byte(tmp_path) -> None:
 class Command:
     """Would end the tests if anything called what it asks for."""
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[object, ...]:
         return (os.system, (f"kill {os.getpid()}",))
 
 
 class Allocation:
     """torch's own unpickler would allocate this."""
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[object, ...]:
         return (bytearray, (10**12,))
 
 
@@ -142,7 +142,9 @@ class Allocation:
         ),
     ],
 )
-def test_what_is_no_state_dict_is_called_by_its_name(tmp_path, value, message, repair) -> None:
+def test_what_is_no_state_dict_is_called_by_its_name(
+    tmp_path: Path, value: object, message: str, repair: str
+) -> None:
     path = tmp_path / "model.pth"
     save(value, path)
     with pytest.raises(CheckpointError) as caught:
@@ -151,7 +153,7 @@ def test_what_is_no_state_dict_is_called_by_its_name(tmp_path, value, message, r
     assert caught.value.repair == repair
 
 
-def test_a_truncated_file_is_named_with_its_place(tmp_path) -> None:
+def test_a_truncated_file_is_named_with_its_place(tmp_path: Path) -> None:
     path = tmp_path / "model.pth"
     save({"w": torch.zeros(100)}, path)
     data = path.read_bytes()
@@ -168,7 +170,7 @@ def test_a_truncated_file_is_named_with_its_place(tmp_path) -> None:
     assert caught.value.message.endswith("cannot be read at byte 60: truncated: the file ends")
 
 
-def test_a_storage_of_another_length_is_named(tmp_path) -> None:
+def test_a_storage_of_another_length_is_named(tmp_path: Path) -> None:
     path = tmp_path / "model.pth"
     save({"w": torch.zeros(100)}, path)
     data = path.read_bytes()
@@ -203,13 +205,15 @@ def pickled(*instructions: bytes) -> bytes:
         (pickled(b"ctorch._utils\n_rebuild_tensor_v2\n)R"), "torch._utils._rebuild_tensor_v2 has other arguments than torch.save writes"),
     ],
 )  # fmt: skip
-def test_a_crafted_pickle_is_named(tmp_path, data: bytes, message: str) -> None:
+def test_a_crafted_pickle_is_named(tmp_path: Path, data: bytes, message: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         state_pickle.load(tmp_path / "x", io.BytesIO(data))
     assert caught.value.message.endswith(f": {message}")
 
 
-def test_a_pickle_that_grows_without_end_is_given_up(tmp_path, monkeypatch) -> None:
+def test_a_pickle_that_grows_without_end_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(state_pickle, "_MOST_OBJECTS", 1000)
     lists = pickled(b"]" * 2000)
     # One list of pairs, read again and again by calls that each copy it.
@@ -222,7 +226,7 @@ def test_a_pickle_that_grows_without_end_is_given_up(tmp_path, monkeypatch) -> N
 
 
 @pytest.mark.parametrize("kind", [dict, OrderedDict])
-def test_deep_and_wide_values_do_not_matter(tmp_path, kind) -> None:
+def test_deep_and_wide_values_do_not_matter(tmp_path: Path, kind: type[dict[str, object]]) -> None:
     value = kind(a=[1, 2.5, None, True, ("x", b"y")], b={1: {2: {3: []}}})
     data = pickle.dumps(value, protocol=2)
     found = state_pickle.load(tmp_path / "x", io.BytesIO(data))

@@ -49,7 +49,7 @@ def raw(tensor: torch.Tensor) -> bytes:
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def test_the_reference_library_reads_what_we_write(tmp_path) -> None:
+def test_the_reference_library_reads_what_we_write(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     written = write(path, STATE)
     assert sum(written) == sum(tensor.nbytes for tensor in STATE.values())
@@ -62,7 +62,7 @@ def test_the_reference_library_reads_what_we_write(tmp_path) -> None:
         assert file.metadata() == {"format": "pt"}
 
 
-def test_we_read_what_the_reference_library_writes(tmp_path) -> None:
+def test_we_read_what_the_reference_library_writes(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file(STATE, path)
     places = safetensors.read(path)
@@ -75,7 +75,7 @@ def test_we_read_what_the_reference_library_writes(tmp_path) -> None:
         assert bytes_at(place) == raw(tensor)
 
 
-def test_order_and_ties_survive_and_the_data_are_aligned(tmp_path) -> None:
+def test_order_and_ties_survive_and_the_data_are_aligned(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     write(path, STATE, head="embedding", last="wave")
     places = {place.name: place for place in safetensors.read(path)}
@@ -93,7 +93,7 @@ def tied_model() -> torch.nn.Module:
     return model
 
 
-def test_the_ties_of_save_model_are_read_and_load_model_reads_ours(tmp_path) -> None:
+def test_the_ties_of_save_model_are_read_and_load_model_reads_ours(tmp_path: Path) -> None:
     theirs, ours, model = tmp_path / "a.safetensors", tmp_path / "b.safetensors", tied_model()
     save_model(model, str(theirs), metadata={"format": "pt"})
     places = {place.name: place for place in safetensors.read(theirs)}
@@ -107,7 +107,7 @@ def test_the_ties_of_save_model_are_read_and_load_model_reads_ours(tmp_path) -> 
 
 
 @pytest.mark.parametrize("numel", [9, 11])
-def test_pieces_of_another_length_are_refused(tmp_path, numel: int) -> None:
+def test_pieces_of_another_length_are_refused(tmp_path: Path, numel: int) -> None:
     with pytest.raises(ValueError, match="for a tensor of"):
         safetensors.write(
             tmp_path / "m.safetensors",
@@ -133,7 +133,9 @@ def test_pieces_of_another_length_are_refused(tmp_path, numel: int) -> None:
         ),
     ],
 )
-def test_what_the_format_cannot_hold_is_refused_before_a_byte(tmp_path, plan, message) -> None:
+def test_what_the_format_cannot_hold_is_refused_before_a_byte(
+    tmp_path: Path, plan: TensorPlan, message: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         safetensors.write(tmp_path / "m.safetensors", [plan], lambda _: [])
     assert caught.value.message == message
@@ -205,7 +207,9 @@ LONG = "x" * 10_000
         (b"{} x", "the header is not valid JSON for tensors at byte 9"),
     ],
 )  # fmt: skip
-def test_a_damaged_header_is_named_with_its_place(tmp_path, header, message) -> None:
+def test_a_damaged_header_is_named_with_its_place(
+    tmp_path: Path, header: object, message: str
+) -> None:
     path = tmp_path / "model.safetensors"
     damaged(path, header)
     with pytest.raises(CheckpointError) as caught:
@@ -227,7 +231,7 @@ def test_a_damaged_header_is_named_with_its_place(tmp_path, header, message) -> 
         (b"", "empty file"),
     ],
 )
-def test_a_damaged_length_is_named(tmp_path, content: bytes, message: str) -> None:
+def test_a_damaged_length_is_named(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
     with pytest.raises(CheckpointError) as caught:
@@ -235,7 +239,9 @@ def test_a_damaged_length_is_named(tmp_path, content: bytes, message: str) -> No
     assert caught.value.message == f"{path}: {message}"
 
 
-def test_a_header_of_endless_entries_is_given_up(tmp_path, monkeypatch) -> None:
+def test_a_header_of_endless_entries_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(safetensors_header, "MOST_TENSORS", 3)
     path = tmp_path / "model.safetensors"
     damaged(path, {str(n): entry(0, 0) for n in range(4)}, 0)
@@ -243,7 +249,7 @@ def test_a_header_of_endless_entries_is_given_up(tmp_path, monkeypatch) -> None:
         safetensors.read(path)
 
 
-def test_it_is_known_by_its_name_and_by_its_first_bytes(tmp_path) -> None:
+def test_it_is_known_by_its_name_and_by_its_first_bytes(tmp_path: Path) -> None:
     named, unnamed, other = tmp_path / "m.safetensors", tmp_path / "m", tmp_path / "m.pt"
     write(named, STATE)
     unnamed.write_bytes(named.read_bytes())
@@ -255,7 +261,7 @@ def test_it_is_known_by_its_name_and_by_its_first_bytes(tmp_path) -> None:
         assert not safetensors.matches(path)
 
 
-def test_a_sparse_file_of_100_gib_is_read_at_once(tmp_path) -> None:
+def test_a_sparse_file_of_100_gib_is_read_at_once(tmp_path: Path) -> None:
     path, size = tmp_path / "huge.safetensors", 100 * 1024**3
     damaged(path, {"a": entry(0, size)}, 0)
     with path.open("r+b") as file:

@@ -36,7 +36,7 @@ def load(folder: Path, names: list[str]) -> dict[str, torch.Tensor]:
 
 
 @BOTH
-def test_other_libraries_read_what_we_write(tmp_path, layout: Sharded) -> None:
+def test_other_libraries_read_what_we_write(tmp_path: Path, layout: Sharded) -> None:
     folder = write(layout, tmp_path / "m")
     index = json.loads((folder / layout.index_name).read_text())
     assert index["metadata"]["total_size"] == 4 * 80
@@ -51,7 +51,7 @@ def test_other_libraries_read_what_we_write(tmp_path, layout: Sharded) -> None:
 
 @BOTH
 @pytest.mark.parametrize("tied_at", [1, 3, 4])
-def test_order_and_ties_survive(tmp_path, layout: Sharded, tied_at: int) -> None:
+def test_order_and_ties_survive(tmp_path: Path, layout: Sharded, tied_at: int) -> None:
     plans = PLANS[:-1]
     plans.insert(tied_at, PLANS[-1])
     folder = write(layout, tmp_path / "m", plans)
@@ -65,7 +65,7 @@ def test_order_and_ties_survive(tmp_path, layout: Sharded, tied_at: int) -> None
         assert data == tensor.numpy().tobytes()
 
 
-def test_names_are_those_of_the_convention(tmp_path) -> None:
+def test_names_are_those_of_the_convention(tmp_path: Path) -> None:
     names = [path.name for path in SHARDED.files(write(SHARDED, tmp_path / "a"))]
     assert names == [
         "model.safetensors.index.json",
@@ -81,7 +81,7 @@ def test_names_are_those_of_the_convention(tmp_path) -> None:
 
 
 @BOTH
-def test_it_is_detected(tmp_path, layout: Sharded) -> None:
+def test_it_is_detected(tmp_path: Path, layout: Sharded) -> None:
     folder = write(layout, tmp_path / "m")
     assert formats.detect(folder).NAME == layout.NAME
     assert formats.read(folder)[0] == layout.NAME
@@ -124,7 +124,9 @@ FIRST, SECOND = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2)
         ({"a": None}, FIRST, "'a' is in this file, but the index does not list it"),
     ],
 )  # fmt: skip
-def test_an_index_that_lies_is_named(tmp_path, changes, file: str, message: str) -> None:
+def test_an_index_that_lies_is_named(
+    tmp_path: Path, changes: dict[str, str | None], file: str, message: str
+) -> None:
     folder = write(SHARDED, tmp_path / "m")
     change(folder, **changes)
     with pytest.raises(CheckpointError) as caught:
@@ -153,7 +155,7 @@ def test_an_index_that_lies_is_named(tmp_path, changes, file: str, message: str)
         ),
     ],
 )  # fmt: skip
-def test_a_damaged_index_is_named(tmp_path, text: str, message: str) -> None:
+def test_a_damaged_index_is_named(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / SHARDED.index_name
     path.write_text(text)
     with pytest.raises(CheckpointError) as caught:
@@ -161,14 +163,16 @@ def test_a_damaged_index_is_named(tmp_path, text: str, message: str) -> None:
     assert caught.value.message == f"{path}: {message}"
 
 
-def test_an_index_of_endless_length_is_not_read(tmp_path, monkeypatch) -> None:
+def test_an_index_of_endless_length_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(bounded_json, "MOST_BYTES", 10)
     (tmp_path / SHARDED.index_name).write_text('{"weight_map": {}}')
     with pytest.raises(CheckpointError, match="18 bytes are too many for an index"):
         SHARDED.read(tmp_path)
 
 
-def test_a_missing_shard_is_named_before_any_is_read(tmp_path) -> None:
+def test_a_missing_shard_is_named_before_any_is_read(tmp_path: Path) -> None:
     folder = write(SHARDED, tmp_path / "m")
     (folder / SECOND).unlink()
     for call in (SHARDED.read, SHARDED.files):
@@ -178,14 +182,14 @@ def test_a_missing_shard_is_named_before_any_is_read(tmp_path) -> None:
         assert caught.value.message == f"{index}: shard '{SECOND}' of 'b' is missing"
 
 
-def test_a_link_into_a_cache_is_followed(tmp_path) -> None:
+def test_a_link_into_a_cache_is_followed(tmp_path: Path) -> None:
     folder = write(SHARDED, tmp_path / "m")
     (folder / FIRST).rename(tmp_path / "blob")
     (folder / FIRST).symlink_to("../blob")
     assert len(SHARDED.read(folder)) == 5
 
 
-def test_a_damaged_shard_is_named_itself(tmp_path) -> None:
+def test_a_damaged_shard_is_named_itself(tmp_path: Path) -> None:
     folder = write(SHARDED, tmp_path / "m")
     data = (folder / FIRST).read_bytes()
     (folder / FIRST).write_bytes(data[:-1])

@@ -13,15 +13,10 @@ from weighin.checkpoint import convert_request, generate, sidecar
 from weighin.checkpoint.checksum import checksum
 from weighin.errors import CheckpointError, ConfigError
 
+pytestmark = pytest.mark.usefixtures("torch_threads_restored")
+
 STATE = {"a.weight": torch.arange(12.0).reshape(3, 4), "steps": torch.tensor(3)}
 TIED = STATE | {"head": STATE["a.weight"]}
-
-
-@pytest.fixture(autouse=True)
-def _threads_as_before():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -83,7 +78,9 @@ def test_checksums_are_carried_on_and_follow_a_cast(source: Path, verify: bool) 
 
 @pytest.mark.parametrize("dtype", [None, torch.float16])
 @pytest.mark.parametrize("fmt", formats.NAMES)
-def test_one_bit_that_changed_since_is_found(source: Path, fmt: str, dtype) -> None:
+def test_one_bit_that_changed_since_is_found(
+    source: Path, fmt: str, dtype: torch.dtype | None
+) -> None:
     first = convert(source, "one", fmt, verify=True)
     convert(first, "sound", "pt", dtype=dtype)
     harm(first, "a.weight")

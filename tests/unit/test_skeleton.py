@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -71,7 +72,7 @@ def test_a_wrong_builder_says_what_to_do(name: str, message: str, repair: str) -
 
 
 def test_a_module_that_fails_while_it_is_imported_is_no_missing_module(
-    tmp_path, monkeypatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "broken_model.py").write_text("import a_package_nobody_has\n")
     monkeypatch.syspath_prepend(tmp_path)

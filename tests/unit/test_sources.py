@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from factories import make_cell
 
-from weighin.cell import Operation
+from weighin.cell import Cell, Operation
 from weighin.records import sources
 from weighin.suite import registry
 
@@ -21,7 +21,7 @@ def deciding(strategy: str, operation: Operation = "load") -> set[str]:
     return {str(path.relative_to(ROOT)) for path in found}
 
 
-def cell(strategy: str, operation: Operation = "load"):
+def cell(strategy: str, operation: Operation = "load") -> Cell:
     return replace(make_cell(strategy, operation=operation), model=registry.model("gpt2-tiny"))
 
 

@@ -44,7 +44,9 @@ def check_equal(found: dict[str, torch.Tensor], state: dict[str, torch.Tensor]) 
 
 
 @pytest.mark.parametrize("mmap", [False, True])
-def test_torch_reads_it_and_tied_weights_share(tmp_path, state, mmap: bool) -> None:
+def test_torch_reads_it_and_tied_weights_share(
+    tmp_path: Path, state: dict[str, torch.Tensor], mmap: bool
+) -> None:
     path = tmp_path / "model.pt"
     written = write(path, state)
     assert sum(written) == sum(t.nbytes for name, t in state.items() if name != "head")
@@ -53,7 +55,9 @@ def test_torch_reads_it_and_tied_weights_share(tmp_path, state, mmap: bool) -> N
     assert found["head"].data_ptr() == found["embedding"].data_ptr()
 
 
-def test_it_is_torch_saves_file_byte_for_byte_but_for_its_id(tmp_path, state) -> None:
+def test_it_is_torch_saves_file_byte_for_byte_but_for_its_id(
+    tmp_path: Path, state: dict[str, torch.Tensor]
+) -> None:
     ours, theirs = tmp_path / "ours" / "model.pt", tmp_path / "theirs" / "model.pt"
     for path in (ours, theirs):
         path.parent.mkdir()
@@ -69,19 +73,21 @@ def test_it_is_torch_saves_file_byte_for_byte_but_for_its_id(tmp_path, state) ->
                 assert a.read(one) == b.read(other)
 
 
-def test_every_storage_is_aligned_to_64_bytes(tmp_path, state) -> None:
+def test_every_storage_is_aligned_to_64_bytes(
+    tmp_path: Path, state: dict[str, torch.Tensor]
+) -> None:
     write(tmp_path / "model.pt", state)
     assert all(place.storage_offset % 64 == 0 for place in pt.read(tmp_path / "model.pt"))
 
 
-def test_one_tensors_file(tmp_path, state) -> None:
+def test_one_tensors_file(tmp_path: Path, state: dict[str, torch.Tensor]) -> None:
     for name, tensor in state.items():
         write_tensor(tmp_path / name, tensor, pieces_of(tensor), None)
         assert torch.equal(torch.load(tmp_path / name, weights_only=True), tensor)
 
 
 @pytest.mark.parametrize("numel", [9, 11])
-def test_pieces_of_another_length_are_refused(tmp_path, numel: int) -> None:
+def test_pieces_of_another_length_are_refused(tmp_path: Path, numel: int) -> None:
     blanks = {"weight": placeholder((10,), torch.float32)}
     with pytest.raises(ValueError, match="for a tensor of"):
         write_pt(tmp_path / "model.pt", blanks, lambda _: [torch.zeros(numel)])
@@ -102,7 +108,7 @@ def test_the_first_error_stops_the_jobs_that_wait() -> None:
     assert len(done) < 1000
 
 
-def test_a_record_beyond_4_gib_has_its_checksum_in_the_right_place(tmp_path) -> None:
+def test_a_record_beyond_4_gib_has_its_checksum_in_the_right_place(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     small = torch.arange(5.0)
     # A sparse file: of the large tensor only structure is written, of the small one everything.

@@ -16,7 +16,7 @@ Change = Callable[[bytearray, int, dict[str, int]], None]
 
 
 @pytest.fixture
-def path(tmp_path) -> Path:
+def path(tmp_path: Path) -> Path:
     torch.save({"w": torch.ones(1000)}, tmp_path / "model.pt")
     return tmp_path / "model.pt"
 
@@ -79,7 +79,7 @@ PICKLE, DATA, VERSION = "model/data.pkl", "model/data/0", "model/version"
         (put_entry(PICKLE, "<2L", 20, 0, 0), "damaged: the pickle from byte {pickle:,} cannot be read at byte {pickle:,}: truncated: the file ends"),
     ],
 )  # fmt: skip
-def test_a_directory_that_lies_is_named(path, change: Change, message: str) -> None:
+def test_a_directory_that_lies_is_named(path: Path, change: Change, message: str) -> None:
     data = bytearray(path.read_bytes())
     end, places = entries(data)
     by_name = dict(zip(names(data), places, strict=True))
@@ -94,7 +94,7 @@ def test_a_directory_that_lies_is_named(path, change: Change, message: str) -> N
     assert message_of(path) == message.format(at=at, pickle=start)
 
 
-def test_a_zip_bomb_is_not_inflated(path, tmp_path) -> None:
+def test_a_zip_bomb_is_not_inflated(path: Path, tmp_path: Path) -> None:
     bomb = tmp_path / "bomb.pt"
     with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("model/data.pkl", bytes(50_000_000))
@@ -102,24 +102,26 @@ def test_a_zip_bomb_is_not_inflated(path, tmp_path) -> None:
     assert message_of(bomb) == "record 'model/data.pkl' is compressed"
 
 
-def test_a_pickle_of_endless_length_is_not_read(path, monkeypatch) -> None:
+def test_a_pickle_of_endless_length_is_not_read(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(state_pickle, "MOST_BYTES", 10)
     assert message_of(path).startswith("damaged: record 'model/data.pkl' has ")
     assert message_of(path).endswith(" bytes, more than 10")
 
 
-def test_a_record_that_occurs_twice_is_refused(path) -> None:
+def test_a_record_that_occurs_twice_is_refused(path: Path) -> None:
     with pytest.warns(UserWarning, match="Duplicate name"), zipfile.ZipFile(path, "a") as file:
         file.writestr("model/data/0", b"other")
     assert message_of(path) == "damaged: record 'model/data/0' occurs twice"
 
 
-def test_endless_records_are_given_up(path, monkeypatch) -> None:
+def test_endless_records_are_given_up(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zip_directory, "MOST_RECORDS", 3)
     assert message_of(path) == "damaged: more than 3 records"
 
 
-def test_an_archive_of_a_big_endian_machine_is_refused(path, tmp_path) -> None:
+def test_an_archive_of_a_big_endian_machine_is_refused(path: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.pt"
     with zipfile.ZipFile(path) as source, zipfile.ZipFile(other, "w") as file:
         for record in source.infolist():
@@ -128,7 +130,7 @@ def test_an_archive_of_a_big_endian_machine_is_refused(path, tmp_path) -> None:
     assert message_of(other) == "written on a big-endian machine"
 
 
-def test_one_of_more_than_4_gib_is_read_at_once(tmp_path) -> None:
+def test_one_of_more_than_4_gib_is_read_at_once(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     blanks = {name: torch.empty(2**30 + 1, dtype=torch.float32) for name in "abc"}
     with torch.serialization.skip_data():
