@@ -64,6 +64,7 @@ def test_a_wheel_brings_one_package_with_types_and_its_data(build: Build) -> Non
         names = wheel.namelist()
     assert {name.partition("/")[0] for name in names} == {
         "weighin",
+        f"weighin-{__version__}.data",  # the manual page
         f"weighin-{__version__}.dist-info",
     }
     assert "weighin/py.typed" in names

@@ -196,7 +196,7 @@ def test_a_disk_without_room_is_told_before_anything_is_written(cache: Path) -> 
         pass
     message, repair = str(caught.value).splitlines()
     assert message.startswith("a save needs ")
-    assert f" in {cache}/saving, where " in message
+    assert f" in {cache}/saving, but only " in message
     assert repair == "put the cache on another disk: WEIGHIN_CACHE=/path weighin ..."
 
 
@@ -207,8 +207,8 @@ def test_files_that_are_memory_are_warned_of(
     (tmp_path / "model.pt").write_bytes(b"x")
     result = save_target.with_warnings(make_result(), tmp_path)
     assert result.warnings[-1] == (
-        "5.000 MiB of what was written could not be dropped from the page cache: on a tmpfs, files"
-        " are memory of the cell; put the cache on a disk: WEIGHIN_CACHE=/path"
+        "5.000 MiB of the written files could not be dropped from the page cache: files on a tmpfs are"
+        " charged to the cell; put the cache on a disk: WEIGHIN_CACHE=/path"
     )
 
 
