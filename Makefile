@@ -34,7 +34,8 @@ check: .venv/ready  ## Compare RUN with a committed BASELINE, and fail if memory
 	$(BIN)/weighin check $(RUN) --baseline $(BASELINE) $(ARGS)
 
 man: .venv/ready  ## Write the manual page, docs/weighin.1, from the command line's definitions
-	$(BIN)/python -m weighin.cli.manual > docs/weighin.1
+	$(BIN)/python -m weighin.cli.manual > docs/weighin.1.new
+	mv docs/weighin.1.new docs/weighin.1
 
 pages: .venv/ready  ## Write the tables and pictures of README.md and docs/ from results/published
 	$(BIN)/python -m weighin.report.docs_tables README.md docs/*.md

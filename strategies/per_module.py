@@ -34,6 +34,6 @@ def load(job: Load) -> torch.nn.Module:
 
 
 def read_index(folder: Path) -> list[Path]:
-    """Return the files, each of which is a state dict."""
+    """Return the checkpoint's files; each contains the state dict of one module."""
     index = json.loads(Path(folder, "index.json").read_text())
     return [Path(folder, name) for name in index["files"]]

@@ -35,7 +35,7 @@ def load(job: Load) -> torch.nn.Module:
 
 
 def find_shards(folder: Path) -> list[Path]:
-    """Return the shards that the index names; of safetensors where both kinds are there."""
+    """Return the shards that the index lists; those of safetensors if the folder has both kinds."""
     index = min(Path(folder).glob("*model*.index.json"))
     names = json.loads(index.read_text())["weight_map"].values()
     return [Path(folder, name) for name in dict.fromkeys(names)]

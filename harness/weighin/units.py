@@ -26,7 +26,7 @@ def parse_bytes(text: str, *, decimal: bool = False) -> int:
     """Return the size in ``text`` as bytes: "8g", "8GiB", "8Gi", "6500m", "1.5 GiB", "4096".
 
     Suffixes are powers of 1024. "GB" is an error: some tools mean 1000**3 by it, some 1024**3. With
-    ``decimal`` it is 1000**3: sizes of shards, for which Hugging Face writes it in that sense.
+    ``decimal``, for sizes of shards, it is 1000**3 as in Hugging Face.
 
     Raises:
         ConfigError: the text has no number or an unknown unit, or is less than one byte.

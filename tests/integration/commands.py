@@ -38,7 +38,7 @@ class CommandLine:
     def start(self, *arguments: str, before: tuple[str, ...] = (), **variables: str) -> Started:
         """Start ``weighin ARGUMENTS``; ``before`` is a command that starts it in its turn."""
         environment = os.environ | {
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": str(ROOT / "harness"),
             "WEIGHIN_CACHE": str(self.cache),
             "COLUMNS": "100",
             "NO_COLOR": "1",

@@ -18,7 +18,7 @@ def _user(
     pytester: pytest.Pytester, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> pytest.Pytester:
     monkeypatch.setenv("WEIGHIN_CACHE", str(disk / "cache"))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "harness"))
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("PYTEST_ADDOPTS", "--strict-markers -W error")
     return pytester

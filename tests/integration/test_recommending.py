@@ -25,7 +25,7 @@ def test_over_a_grid_of_limits_recommendations_are_kept(
     script = ROOT / "benchmarks" / "recommending.py"
     done = subprocess.run(
         [sys.executable, str(script), "--every", "3", "--out", str(command.folder / "run")],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "WEIGHIN_CACHE": str(shared_cache)},
+        env=os.environ | {"PYTHONPATH": str(ROOT / "harness"), "WEIGHIN_CACHE": str(shared_cache)},
         cwd=command.folder,
         capture_output=True,
         text=True,

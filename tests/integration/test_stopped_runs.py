@@ -22,7 +22,13 @@ PAUSING = '''"""Wait while this file is marked as a program, then load rightly."
 import time
 from pathlib import Path
 
-from strategies.baseline import load as load_rightly
+import torch
+
+
+def load_rightly(job):
+    model = job.build_model()
+    model.load_state_dict(torch.load(job.checkpoint, weights_only=True))
+    return model
 
 
 def load(job):

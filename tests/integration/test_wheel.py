@@ -64,7 +64,9 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 def test_the_wheel_brings_one_import_name(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
-        tops = {name.partition("/")[0] for name in archive.namelist()}
+        names = archive.namelist()
+    files = [name for name in names if ".data/data/share/man/" not in name]  # no import finds these
+    tops = {name.partition("/")[0] for name in files}
     assert {name for name in tops if not name.endswith(".dist-info")} == {"weighin"}
 
 

@@ -1,5 +1,6 @@
 """Seeded checkpoints: the same values in every format, and a manifest that tells the truth."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from weighin.checkpoint import index as indexing
 from weighin.checkpoint.checksum import checksum
 from weighin.checkpoint.manifest import Manifest, read_manifest
 from weighin.errors import CheckpointError, ConfigError
-from weighin.formats.per_param import read_index, read_shared
+from weighin.formats.per_param import read_index
 from weighin.models.gpt2 import gpt2
 from weighin.models.skeleton import construct
 from weighin.models.tied import tied
@@ -116,7 +117,8 @@ def test_a_seed_gives_the_same_values_in_every_format_and_another_seed_others(
     assert list(files) == list(state)
     for name, file in files.items():
         assert torch.equal(torch.load(file, weights_only=True), state[name])
-    assert read_shared(tmp_path / "b" / "per_param") == {"head.weight": "embedding.weight"}
+    written = json.loads((tmp_path / "b" / "per_param" / "index.json").read_text())
+    assert written["shared"] == {"head.weight": "embedding.weight"}
 
 
 def test_values_are_the_same_for_ever(tmp_path: Path) -> None:

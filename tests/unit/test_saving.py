@@ -1,5 +1,6 @@
 """Saves: what is written is read back from the disk, and nothing of it stays."""
 
+import json
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -19,7 +20,6 @@ from torch.serialization import set_crc32_options
 from weighin.checkpoint.manifest import Kind, Manifest
 from weighin.cli import _progress
 from weighin.errors import ConfigError
-from weighin.formats.per_param import read_shared
 from weighin.probes import page_cache
 from weighin.record import Outcome, Written
 from weighin.records import run_folder
@@ -133,7 +133,9 @@ def test_what_is_not_the_model_is_told(tmp_path: Path, harm: Any, complaint: str
 
 def test_a_tied_weight_is_written_once(tmp_path: Path) -> None:
     saved("per_param", tmp_path)
-    assert read_shared(tmp_path) == {"head.weight": "embedding.weight"}
+    assert json.loads((tmp_path / "index.json").read_text())["shared"] == {
+        "head.weight": "embedding.weight"
+    }
     assert [one.name for one in files_in(tmp_path)] == [
         "embedding.weight.pt", "index.json", "mask.pt",
     ]  # fmt: skip

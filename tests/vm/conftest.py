@@ -34,7 +34,7 @@ def floor_bytes(disk: Path, checkpoints: Path) -> int:
     for name, value in machines.SEARCHED.items():
         command += [f"--{name}", value]
     command += ["--out", str(disk / "floor-here")]
-    settings = {"WEIGHIN_CACHE": str(checkpoints), "PYTHONPATH": str(machines.ROOT)}
+    settings = {"WEIGHIN_CACHE": str(checkpoints), "PYTHONPATH": str(machines.ROOT / "harness")}
     ended = subprocess.run(
         command, env=os.environ | settings, capture_output=True, text=True, check=False
     )

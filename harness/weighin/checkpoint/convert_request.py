@@ -24,7 +24,7 @@ SCHEMA: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """The arguments of the command line, with sizes as text; "5GB" is 5 * 1000**3, as for Hugging Face."""
+    """The arguments of the command line, with sizes as text; "5GB" is 5 * 1000**3, as in Hugging Face."""
 
     source: Path
     target: Path
@@ -58,14 +58,14 @@ class FinishedConversion:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return all of it for ``--json``."""
+        """Return the conversion's description for ``--json``."""
         paths = {"source": str(self.source), "target": str(self.target)}
         checksums = str(self.checksums) if self.checksums else None
         return {"schema": SCHEMA} | asdict(self) | paths | {"checksums": checksums}
 
 
 def convert(wish: Wish, console: Console) -> FinishedConversion:
-    """Convert the checkpoint in a process of its own, with its progress on ``console``.
+    """Convert the checkpoint in a subprocess, and show the progress on ``console``.
 
     Raises:
         HarnessError: the conversion failed; no files of the target are left.

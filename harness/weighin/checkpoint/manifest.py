@@ -66,11 +66,6 @@ class Manifest:
     tensors: tuple[TensorEntry, ...]
 
     @property
-    def state_dict_entries(self) -> int:
-        """The number of keys in the checkpoint, with every tied name counted."""
-        return sum(entry.kind != "non_persistent_buffer" for entry in self.tensors)
-
-    @property
     def parameters(self) -> int:
         """The number of elements of all parameters, with tied ones counted once."""
         return sum(entry.numel for entry in self._once() if entry.kind == "parameter")

@@ -12,6 +12,7 @@ from typing import IO, Any, Final
 
 import weighin
 from weighin.errors import CheckpointError, ConfigError, HarnessError, UnknownName
+from weighin.suite.registry import data_folder
 
 _ERRORS: Final = {"ConfigError": ConfigError, "CheckpointError": CheckpointError}
 _LAST_LINES: Final = 3
@@ -106,7 +107,7 @@ def _died(code: int, stderr_tail: IO[bytes]) -> CheckpointError:
 
 def environment(python_path: Iterable[str]) -> dict[str, str]:
     """Return the environment of a process that can import this package and a user's builders."""
-    ours = str(Path(weighin.__file__).resolve().parent.parent)
+    ours = (Path(weighin.__file__).resolve().parents[1], data_folder("strategies").parent)
     inherited = os.environ.get("PYTHONPATH", "")
-    paths = [*python_path, ours, *([inherited] if inherited else [])]
+    paths = [*python_path, *map(str, ours), *([inherited] if inherited else [])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

@@ -47,7 +47,7 @@ model_option = click.option(
     "model_option",
     metavar="NAME",
     shell_complete=completed("models"),
-    help="The same, or the builder of any model as package.module:callable.",
+    help="A built-in model by name, or the builder of any model as package.module:callable.",
 )
 kwargs = click.option(
     "--kwargs",

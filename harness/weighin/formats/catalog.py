@@ -1,4 +1,4 @@
-"""The supported formats of checkpoints, and the one that a path has.
+"""List the supported formats of checkpoints, and detect the format of a checkpoint.
 
 =============  ====================================================================
 ``pt``         one file, as ``torch.save(model.state_dict(), ...)`` writes it

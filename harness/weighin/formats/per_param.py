@@ -104,15 +104,6 @@ def read_index(folder: Path) -> dict[str, Path]:
     return {key: folder / name for key, name in tensors.items()}
 
 
-def read_shared(folder: Path) -> dict[str, str]:
-    """Return a map from each tied key to the first key of its group.
-
-    Raises:
-        CheckpointError: as ``read_index``.
-    """
-    return dict(_read(folder)["shared"])
-
-
 def _read(folder: Path) -> dict[str, Any]:
     fields = {"tensors": dict, "shared": dict}
     return folder_index.read(folder, NAME, "one file per parameter", fields)

@@ -13,9 +13,11 @@ from weighin.isolation import process_tree
 from weighin.isolation.base import Exit
 from weighin.isolation.channel import PipeChannel
 from weighin.protocol import encode_job
+from weighin.suite.registry import data_folder
 
 _PATIENCE_S = 10.0  # from SIGKILL to the end of the process
-CODE_ROOT = Path(__file__).resolve().parents[2]
+CODE_PATH = (Path(__file__).resolve().parents[2], data_folder("strategies").parent)
+"""Where a worker finds weighin, and the strategies that come with it: other strategies build on them."""
 WORKER = (sys.executable, "-P", "-m", "weighin.worker")
 
 
@@ -62,7 +64,9 @@ class LocalRunning:
             stderr=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
-            env=os.environ | {"PYTHONPATH": str(CODE_ROOT)} | process_tree.environment(self._mark),
+            env=os.environ
+            | {"PYTHONPATH": os.pathsep.join(map(str, CODE_PATH))}
+            | process_tree.environment(self._mark),
         )
         streams = (self._process.stdin, self._process.stdout, self._process.stderr)
         assert all(streams)

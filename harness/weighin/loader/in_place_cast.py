@@ -1,4 +1,4 @@
-"""Convert elements to a smaller dtype within the memory of the converted tensor.
+"""Convert a tensor to a smaller dtype inside the memory of the smaller result, without a second copy.
 
 To load float32 elements as bfloat16, half of them are read into the bfloat16 tensor's memory and
 converted to its front, where they then take half of it. Half of the rest is read into the other

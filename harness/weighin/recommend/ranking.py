@@ -129,9 +129,9 @@ def predicted_ready_s(prediction: Prediction, calibration: Calibration) -> float
 def slowness(measured: Iterable[tuple[Prediction, Evidence]], calibration: Calibration) -> float:
     """Return the median ratio of measured to predicted ready time; 1 if nothing was measured.
 
-    Predicted times are those of the machine when it was calibrated. If it was busier when it
-    measured, they must be scaled by this ratio to be comparable. Uses the times under the largest
-    limit of each strategy.
+    Predicted times hold for the machine as it was during its calibration. Multiply them by this ratio
+    before you compare them with times that were measured while the machine was busier. Uses the times
+    under the largest limit of each strategy.
     """
     ratios = [
         seconds / predicted_s

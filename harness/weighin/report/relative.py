@@ -12,9 +12,9 @@ import pandas as pd
 
 from weighin.record import Result
 from weighin.report import captions
-from weighin.report.columns import HEADINGS, Column, figures_of, name_text, number_text, range_text
+from weighin.report.columns import figures_of, number_text
 from weighin.report.dataframe import series, varying
-from weighin.report.markdown import plain, table_lines
+from weighin.report.tables import markdown_lines, text_table
 from weighin.text import markdown as escaped
 
 _TIMES: Final = ("load_s", "ready_s")
@@ -26,17 +26,9 @@ def markdown_relative(results: Sequence[Result]) -> str:
     frame = series(results)
     if frame.empty:
         return captions.shared(frame, results)
-    names, figures = ["strategy", *varying(frame)], figures_of(frame)
-    rows = []
-    for _, row in _divided(frame).iterrows():
-        texts = [*(name_text(name, row) for name in names), plain(captions.ending(row))]
-        for figure in figures:
-            spread = range_text(row, figure)
-            texts.append(number_text(row[figure.key], figure) + (f" ({spread})" if spread else ""))
-        rows.append(texts)
-    heads = [*(HEADINGS.get(name, name) for name in names), "outcome"]
-    heads += [f"{figure.heading} {_unit(figure)}".strip() for figure in figures]
-    lines = table_lines(heads, rows, names=len(names) + 1)
+    figures = figures_of(frame)
+    shown = [replace(one, unit="x") if one.key in _TIMES else one for one in figures]
+    table = text_table("", _divided(frame), ["strategy", *varying(frame)], shown)
     first = frame.iloc[0]
     seconds = (
         f"{figure.heading} {number_text(first[figure.key], replace(figure, digits=1))} s"
@@ -44,7 +36,9 @@ def markdown_relative(results: Sequence[Result]) -> str:
         if figure.key in _TIMES
     )
     note = f"Times are multiples of the first line's: {', '.join(seconds)}."
-    return "\n".join([*lines, "", escaped(note), "", escaped(captions.shared(frame, results))])
+    return "\n".join(
+        [*markdown_lines(table), "", escaped(note), "", escaped(captions.shared(frame, results))]
+    )
 
 
 def _divided(frame: pd.DataFrame) -> pd.DataFrame:
@@ -53,7 +47,3 @@ def _divided(frame: pd.DataFrame) -> pd.DataFrame:
     firsts = {key: comparable[key].transform("first") for key in _TIMES}
     columns = ((key, f"{key}{end}") for key in _TIMES for end in ("", "_min", "_max"))
     return frame.assign(**{column: frame[column] / firsts[key] for key, column in columns})
-
-
-def _unit(figure: Column) -> str:
-    return "x" if figure.key in _TIMES else figure.unit

@@ -13,7 +13,7 @@ import pandas as pd
 
 from weighin.record import Outcome, Result
 from weighin.report import captions
-from weighin.report.columns import HEADINGS, figures_of, name_text, number_text, range_text
+from weighin.report.columns import HEADINGS, Column, figures_of, name_text, number_text, range_text
 from weighin.report.dataframe import known, series, varying
 from weighin.report.markdown import plain, table_lines
 from weighin.text import markdown as escaped
@@ -48,7 +48,7 @@ def markdown_cells(frame: pd.DataFrame, heading: str) -> Iterator[str]:
     for table in text_tables(frame):
         if table.heading:
             yield from (heading.format(escaped(table.heading)), "")
-        yield from (*_markdown_lines(table), "")
+        yield from (*markdown_lines(table), "")
 
 
 def write_summary(results: Sequence[Result], file: TextIO) -> None:
@@ -75,11 +75,13 @@ def text_tables(frame: pd.DataFrame) -> Iterator[TextTable]:
         size = captions.model_size(group)
         pairs = zip(by, values, strict=True)
         heading = " · ".join(captions.dimension(name, value, size) for name, value in pairs)
-        yield _section(heading, group, names)
+        yield text_table(heading, group, names, figures_of(group))
 
 
-def _section(heading: str, group: pd.DataFrame, names: list[str]) -> TextTable:
-    figures = figures_of(group)
+def text_table(
+    heading: str, group: pd.DataFrame, names: Sequence[str], figures: Sequence[Column]
+) -> TextTable:
+    """Return one table of these series, with these columns of names and of numbers."""
     titles = [(HEADINGS.get(name, name), "") for name in (*names, "outcome")]
     rows, ranges = [], []
     for _, row in group.iterrows():
@@ -90,7 +92,8 @@ def _section(heading: str, group: pd.DataFrame, names: list[str]) -> TextTable:
     return TextTable(heading, columns, len(titles), rows, ranges)
 
 
-def _markdown_lines(table: TextTable) -> Iterator[str]:
+def markdown_lines(table: TextTable) -> Iterator[str]:
+    """Return the lines of a table in markdown, with each range behind its median."""
     heads = [" ".join(filter(None, column)) for column in table.columns]
     pairs = (zip(*both, strict=True) for both in zip(table.rows, table.ranges, strict=True))
     rows = ([f"{text} ({spread})" if spread else text for text, spread in row] for row in pairs)

@@ -4,8 +4,6 @@ Its tag is a digest of all its inputs, so that an existing image of that tag can
 The wheels are part of the build context: no build step needs a network.
 """
 
-import hashlib
-from dataclasses import dataclass
 from typing import Final
 
 import docker
@@ -14,26 +12,11 @@ from docker.errors import ImageNotFound
 from weighin.errors import IsolationUnavailable
 from weighin.isolation.docker import wheels
 from weighin.isolation.docker.engine import ENGINE_ERRORS, explained, first_line
-from weighin.isolation.docker.image_build import BuildOrder, Progress, build
+from weighin.isolation.docker.image_build import Progress, Recipe, build
 from weighin.suite.registry import data_folder
 
 BASE_VARIABLE: Final = "WEIGHIN_BASE_IMAGE"
 PYTHON: Final = "/opt/venv/bin/python"
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """All inputs of an image. ``pins`` are requirements such as "torch==2.13.0+cpu"."""
-
-    base: str
-    base_id: str
-    pins: tuple[str, ...]
-    dockerfile: str
-
-    @property
-    def tag(self) -> str:
-        text = "\0".join((self.base, self.base_id, *self.pins, self.dockerfile))
-        return f"weighin:{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 def ensure_image(client: docker.APIClient, base: str, progress: Progress) -> str:
@@ -45,8 +28,7 @@ def ensure_image(client: docker.APIClient, base: str, progress: Progress) -> str
     recipe = read_recipe(base, find_base(client, base, progress))
     with explained("build the image"):
         if not client.images(recipe.tag):
-            order = BuildOrder(recipe.tag, recipe.base, recipe.pins, recipe.dockerfile)
-            build(client, order, progress)
+            build(client, recipe, progress)
     return recipe.tag
 
 

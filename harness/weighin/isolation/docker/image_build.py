@@ -1,6 +1,7 @@
 """Build the image: check the disk space first, report each step, and clean up afterwards."""
 
 import contextlib
+import hashlib
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -27,41 +28,46 @@ _ROOM_REPAIR: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class BuildOrder:
-    """An image to build: its tag, its base image, the pinned requirements and the Dockerfile's text."""
+class Recipe:
+    """All inputs of an image. ``pins`` are requirements such as "torch==2.13.0+cpu"."""
 
-    tag: str
     base: str
+    base_id: str
     pins: tuple[str, ...]
     dockerfile: str
 
+    @property
+    def tag(self) -> str:
+        text = "\0".join((self.base, self.base_id, *self.pins, self.dockerfile))
+        return f"weighin:{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
-def build(client: docker.APIClient, order: BuildOrder, progress: Progress) -> None:
+
+def build(client: docker.APIClient, recipe: Recipe, progress: Progress) -> None:
     """Build an image, and remove the leftovers of the build, also of a failed one.
 
     Raises:
         IsolationUnavailable: too little disk space, a missing wheel, or an error of the engine.
     """
     _prune(client)  # the leftovers of a killed build take disk space that this one needs
-    installed = wheels.installed_bytes(order.pins)
+    installed = wheels.installed_bytes(recipe.pins)
     progress(
-        f"building {order.tag} on {order.base}, once for this torch and this base image:"
+        f"building {recipe.tag} on {recipe.base}, once for this torch and this base image:"
         f" {format_bytes(installed)} on disk, and twice that during the build"
     )
     # Twice: the files of the first stage, and their copy in the final image.
-    _check_room(client, order, 2 * installed)
-    target = probe(client, order.base)
+    _check_room(client, recipe, 2 * installed)
+    target = probe(client, recipe.base)
     try:
         with tempfile.TemporaryDirectory(prefix="weighin-image-") as name:
             context = Path(name)
             progress("fetching the wheels of torch and its dependencies")
-            wheels.download(order.pins, target, context, progress)
+            wheels.download(recipe.pins, target, context, progress)
             (context / "constraints.txt").unlink(missing_ok=True)
-            (context / "Dockerfile").write_text(order.dockerfile)
+            (context / "Dockerfile").write_text(recipe.dockerfile)
             size = sum(file.stat().st_size for file in (context / "wheels").iterdir())
-            _check_room(client, order, 2 * installed + size)
+            _check_room(client, recipe, 2 * installed + size)
             progress(f"sending {format_bytes(size)} of wheels to the engine")
-            for line in _steps(client, order, context):
+            for line in _steps(client, recipe, context):
                 progress(line)
     except OSError as error:
         if isinstance(error, ENGINE_ERRORS):  # requests' errors are OSErrors too
@@ -115,7 +121,7 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def _check_room(client: docker.APIClient, order: BuildOrder, needed_bytes: int) -> None:
+def _check_room(client: docker.APIClient, recipe: Recipe, needed_bytes: int) -> None:
     """Raise IsolationUnavailable if the engine's disk is too full; skip an engine elsewhere."""
     root = Path(client.info().get("DockerRootDir") or "/nowhere")
     try:
@@ -123,7 +129,7 @@ def _check_room(client: docker.APIClient, order: BuildOrder, needed_bytes: int) 
     except OSError:  # an engine on another machine, or in a virtual one
         return
     if free < needed_bytes:
-        torch = next((pin for pin in order.pins if pin.startswith("torch==")), order.tag)
+        torch = next((pin for pin in recipe.pins if pin.startswith("torch==")), recipe.tag)
         raise IsolationUnavailable(
             f"the image of {torch.replace('==', ' ')} needs {format_bytes(needed_bytes)} in {root},"
             f" the Docker engine's folder, but only {format_bytes(free)} are free",
@@ -131,20 +137,20 @@ def _check_room(client: docker.APIClient, order: BuildOrder, needed_bytes: int) 
         )
 
 
-def _steps(client: docker.APIClient, order: BuildOrder, context: Path) -> Iterator[str]:
+def _steps(client: docker.APIClient, recipe: Recipe, context: Path) -> Iterator[str]:
     """Build the image; yields the line of each step as it begins."""
     step = output = ""
     for event in client.build(
         path=str(context),
-        tag=order.tag,
-        buildargs={"BASE_IMAGE": order.base},
+        tag=recipe.tag,
+        buildargs={"BASE_IMAGE": recipe.base},
         network_mode="none",
         rm=True,
         forcerm=True,
         decode=True,
     ):
         if "error" in event:
-            raise _failed(order, str(event["error"]).strip(), step, output)
+            raise _failed(recipe, str(event["error"]).strip(), step, output)
         line = last_line(str(event.get("stream", "")), "")
         if line.startswith("Step "):
             step, output = line, ""
@@ -153,12 +159,12 @@ def _steps(client: docker.APIClient, order: BuildOrder, context: Path) -> Iterat
             output = line
 
 
-def _failed(order: BuildOrder, error: str, step: str, output: str) -> IsolationUnavailable:
+def _failed(recipe: Recipe, error: str, step: str, output: str) -> IsolationUnavailable:
     where = f" (in {step})" if step else ""
     last = f": {output}" if output and output not in error else ""
     is_full = "no space left" in error or "quota exceeded" in error
     return IsolationUnavailable(
-        f"the image {order.tag} cannot be built: {error}{where}{last}",
+        f"the image {recipe.tag} cannot be built: {error}{where}{last}",
         _ROOM_REPAIR if is_full else _PYTHON_REPAIR,
     )
 
