@@ -22,6 +22,7 @@ from pathlib import Path
 from weighin.loader import direct_io
 from weighin.loader.direct_io import PieceReader
 from weighin.loader.mapped_copy import ask_for_huge_pages, make_present
+from weighin.loader.vectored import address_of
 from weighin.units import MIB
 
 _HUGE_BYTES = 2 * MIB
@@ -77,7 +78,7 @@ def seconds(way: str, file: Path, threads: int) -> tuple[float, float]:
     share = most or -(-size // threads // _HUGE_BYTES) * _HUGE_BYTES
     area = mmap.mmap(-1, size + _HUGE_BYTES, flags=mmap.MAP_PRIVATE)
     ask_for_huge_pages(area, 0, len(area))
-    lead = -direct_io.address_of(memoryview(area)) % _HUGE_BYTES
+    lead = -address_of(memoryview(area)) % _HUGE_BYTES
     memory = memoryview(area)[lead : lead + size]
     offsets, lock = iter(range(0, size, share)), threading.Lock()
 

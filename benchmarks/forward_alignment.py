@@ -30,7 +30,8 @@ def resnet50() -> torch.nn.Module:
     sys.path.append(str(Path(__file__).parents[1] / "tests" / "zoo"))
     from vision import models
 
-    return models.resnet50(weights=None)
+    model: torch.nn.Module = models.resnet50(weights=None)
+    return model
 
 
 MODELS: dict[str, tuple[Callable[[], torch.nn.Module], Callable[[], torch.Tensor]]] = {

@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -155,10 +156,10 @@ def _outputs(case: Case, both: nn.Module) -> dict[str, Any]:
     outputs = {}
     for path, leaf in leaves(case.recipe.root):
         inputs = STANDARD.get(leaf.kind, (None, None))[1]
-        module = both["model"].get_submodule(path)  # type: ignore[operator]
+        module = both.get_submodule(f"model.{path}" if path else "model")
         if inputs is not None:
             kind = next((one.dtype for one in module.parameters() if one.is_floating_point()), None)
             given = [one.to(kind) if one.is_floating_point() else one for one in inputs(leaf.size)]
             seed(SEED)  # of dropout
-            outputs[path] = outcome(lambda module=module, given=given: module(*given))
+            outputs[path] = outcome(partial(module, *given))
     return outputs

@@ -4,7 +4,7 @@ import shutil
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from hypothesis import strategies as st
@@ -90,19 +90,19 @@ def _state(recipe: Recipe, how: Checkpoint) -> State:
     model = build()
     materialise(model, recipe)
     generator = torch.Generator().manual_seed(how.seed)
-    own = model.state_dict()
+    own: Any = model.state_dict()  # with torch's attribute _metadata
     with torch.no_grad():
         for tensor in own.values():
             if isinstance(tensor, torch.Tensor):
                 fill(tensor, generator, specials=how.specials)
-    state: State = OrderedDict(own)
+    state: Any = OrderedDict(own)
     for key, value in state.items():
         if isinstance(value, torch.Tensor):
             state[key] = _cast(value.detach(), how.dtype)
     state = _damaged(_stored(state, how.storage, generator, how.specials), how.damage)
     if how.metadata and how.damage != "old batch norm":
         state._metadata = own._metadata
-    return state
+    return cast(State, state)
 
 
 def materialise(model: nn.Module, recipe: Recipe) -> None:

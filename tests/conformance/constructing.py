@@ -1,6 +1,7 @@
 """Define modules whose constructors read values of weights, or compute buffers from them."""
 
 import copy
+from typing import Any
 
 import torch
 from torch import nn
@@ -136,6 +137,8 @@ class FlatViews(nn.Module):
 class Quantised(nn.Module):
     """A linear layer with int8 weights, and scales in buffers."""
 
+    scale: torch.Tensor
+
     def __init__(self, size: int) -> None:
         super().__init__()
         values = torch.randint(-128, 128, (2, size), dtype=torch.int8)
@@ -187,6 +190,8 @@ class Large(nn.Module):
 class SubclassedParameter(nn.Parameter):
     """A subclass of Parameter, by which some libraries mark their parameters."""
 
+    _no_weight_decay: bool
+
 
 class Marked(nn.Module):
     """Parameters of a subclass, with attributes, frozen, and also in a plain list."""
@@ -195,8 +200,9 @@ class Marked(nn.Module):
         super().__init__()
         self.weight = SubclassedParameter(torch.randn(size, 2))
         self.weight._no_weight_decay = True
-        self.bias = nn.Parameter(torch.zeros(size), requires_grad=False)
-        self.bias.sizes = [torch.ones(2)]
+        bias: Any = nn.Parameter(torch.zeros(size), requires_grad=False)
+        bias.sizes = [torch.ones(2)]
+        self.bias: nn.Parameter = bias
         self.kept = [self.weight, {"bias": self.bias}]
         self.register_parameter("none", None)
 

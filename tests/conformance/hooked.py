@@ -9,6 +9,11 @@ from torch import nn
 State = dict[str, Any]
 
 
+def untyped(module: nn.Module) -> Any:
+    """Return the module, for calls of the methods that have no types in torch."""
+    return module
+
+
 class RenamesOldKey(nn.Module):
     """Saves and loads its weight under the name of an older version."""
 
@@ -17,7 +22,7 @@ class RenamesOldKey(nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(size, 2))
-        self._register_state_dict_hook(_save_as_gamma)
+        untyped(self)._register_state_dict_hook(_save_as_gamma)
 
     def _load_from_state_dict(self, state: State, prefix: str, *rest: Any) -> None:
         if prefix + "gamma" in state:
@@ -53,8 +58,8 @@ class TransformsOnLoad(nn.Module):
         self.k = nn.Parameter(torch.randn(size, 2))
         self.scale = nn.Parameter(torch.ones(()))
         self.register_buffer("added", torch.zeros(3))
-        self._register_state_dict_hook(_join)
-        self.register_load_state_dict_pre_hook(_split)
+        untyped(self)._register_state_dict_hook(_join)
+        untyped(self).register_load_state_dict_pre_hook(_split)
 
 
 def _join(module: nn.Module, state: State, prefix: str, metadata: Any) -> None:
@@ -81,7 +86,7 @@ class ComputesAfterLoad(nn.Module):
         self.weight = nn.Parameter(torch.randn(size, 2))
         self.register_buffer("transposed", self.weight.detach().t().clone(), persistent=False)
         self.total = 0.0
-        self.register_load_state_dict_post_hook(_after)
+        untyped(self).register_load_state_dict_post_hook(_after)
 
 
 def _after(module: Any, keys: Any) -> None:
@@ -96,8 +101,8 @@ class ForgivesMissing(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(size))
         self.register_buffer("count", torch.full((2,), 4.0))
-        self._register_state_dict_hook(_drop_count)
-        self.register_load_state_dict_post_hook(_forgive)
+        untyped(self)._register_state_dict_hook(_drop_count)
+        untyped(self).register_load_state_dict_post_hook(_forgive)
 
 
 def _drop_count(module: nn.Module, state: State, prefix: str, metadata: Any) -> None:
@@ -115,7 +120,7 @@ class DropsOnSave(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(size))
         self.register_buffer("count", torch.zeros(2))
-        self._register_state_dict_hook(_drop_count)
+        untyped(self)._register_state_dict_hook(_drop_count)
 
 
 class DetachesOnSave(nn.Module):
@@ -124,7 +129,7 @@ class DetachesOnSave(nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(size, 3))
-        self.register_state_dict_post_hook(_clone)
+        untyped(self).register_state_dict_post_hook(_clone)
 
 
 def _clone(module: nn.Module, state: State, prefix: str, metadata: Any) -> None:
@@ -134,6 +139,8 @@ def _clone(module: nn.Module, state: State, prefix: str, metadata: Any) -> None:
 class KeepsDtype(nn.Module):
     """Overrides _apply: its table stays float32, and it counts the calls."""
 
+    table: torch.Tensor
+
     def __init__(self, size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(size, 2))
@@ -142,7 +149,7 @@ class KeepsDtype(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         table = self.table
-        super()._apply(fn, recurse)
+        nn.Module._apply(self, fn, recurse)
         self.table = table
         self.moves += 1
         return self

@@ -3,7 +3,7 @@
 from cases import Case
 from checkpoints import Checkpoint
 from modules import Leaf, Node, Recipe, Touch, Tree
-from tensors import DTYPES, TensorRecipe
+from tensors import DTYPES, Role, TensorRecipe
 
 APART = Checkpoint(storage="apart")
 
@@ -20,7 +20,7 @@ def _tensors(*recipes: TensorRecipe) -> Leaf:
 
 
 def _one(layout: str, shape: tuple[int, ...] = (2, 3), dtype: str = "float32") -> Leaf:
-    roles = ("parameter", "buffer", "temporary", "plain")
+    roles: tuple[Role, ...] = ("parameter", "buffer", "temporary", "plain")
     return _tensors(*(TensorRecipe(role, shape, dtype, layout, offset=9) for role in roles))
 
 

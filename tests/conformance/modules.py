@@ -69,8 +69,10 @@ class Foreign(nn.Module):
     def __init__(self, other: nn.Module) -> None:
         super().__init__()
         self.weight = other.weight
-        self.register_buffer("column", other.weight.detach()[:, 0], persistent=False)
-        self.bias = nn.Parameter(other.bias.detach())
+        self.register_buffer(
+            "column", other.get_parameter("weight").detach()[:, 0], persistent=False
+        )
+        self.bias = nn.Parameter(other.get_parameter("bias").detach())
 
 
 class Plain(nn.Module):
@@ -145,7 +147,7 @@ def _replace(slot: Slot, data: torch.Tensor, kind: type[nn.Parameter] = nn.Param
     setattr(slot[0], slot[1], kind(data.detach(), requires_grad=slot[2].requires_grad))
 
 
-def _keep(model: nn.Module, value: Any) -> None:
+def _keep(model: Any, value: Any) -> None:
     model.kept = [*getattr(model, "kept", []), value]
 
 

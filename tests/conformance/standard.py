@@ -1,6 +1,7 @@
 """List modules of torch, each with a builder and the inputs of a forward pass."""
 
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -11,7 +12,8 @@ Inputs = Callable[[int], tuple[torch.Tensor, ...]]
 
 
 def _channels_last(size: int) -> nn.Module:
-    return nn.Conv2d(2, size, (3, 2)).to(memory_format=torch.channels_last)
+    conv: Any = nn.Conv2d(2, size, (3, 2))  # torch's types do not know memory_format here
+    return cast(nn.Module, conv.to(memory_format=torch.channels_last))
 
 
 def _encoder(size: int) -> nn.Module:

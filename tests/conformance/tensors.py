@@ -16,11 +16,14 @@ SHAPES = ((3,), (2, 3), (), (0, 2), (1, 4), (2, 2, 3), (1, 2, 3, 2), (5, 0))
 _FLAT_ELEMENTS = 48
 
 
+Role = Literal["parameter", "buffer", "temporary", "plain"]
+
+
 @dataclass(frozen=True)
 class TensorRecipe:
     """One tensor of a module. With ``flat`` it is a view, at ``offset``, of a tensor that others share."""
 
-    role: Literal["parameter", "buffer", "temporary", "plain"] = "parameter"
+    role: Role = "parameter"
     shape: tuple[int, ...] = (3,)
     dtype: str = "float32"
     layout: str = "contiguous"

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ def test_it_loads_as_torch_does_from_every_format(fmt: str, behaviour: str, disk
 
 def test_batch_norm_needs_its_count_where_the_checkpoint_has_metadata(disk: Path) -> None:
     case = KNOWN["batch norm of an old checkpoint"]
+    state: Any
     path, state = make(case.recipe, replace(case.checkpoint, damage=None), disk)
     metadata = state._metadata
     state = type(state)(item for item in state.items() if "num_batches" not in item[0])

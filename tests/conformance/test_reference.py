@@ -23,6 +23,10 @@ from weighin.formats.base import TensorSlice
 
 
 class Model(nn.Module):
+    table: torch.Tensor
+    row: torch.Tensor
+    kept: list[torch.Tensor]
+
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(3, 3)
@@ -32,7 +36,8 @@ class Model(nn.Module):
         self.register_buffer("row", self.table[1])
         self.plain = torch.ones(2)
         self.kept = [self.first.bias]
-        self.first.bias.axis = 1
+        bias: Any = self.first.bias
+        bias.axis = 1
         self.first.bias.register_hook(lambda gradient: gradient * 2)
         self.number = 1.5
 
@@ -58,13 +63,14 @@ def _other_stride(model: Model) -> None:
 
 
 def _lost_hook(model: Model) -> None:
-    new = nn.Parameter(model.first.bias.detach())
+    new: Any = nn.Parameter(model.first.bias.detach())
     new.axis = 1
     model.first.bias, model.kept = new, [new]
 
 
 def _lost_attribute(model: Model) -> None:
-    del model.first.bias.axis
+    bias: Any = model.first.bias
+    del bias.axis
 
 
 def _other_place(model: Model) -> None:

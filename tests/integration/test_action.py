@@ -97,7 +97,8 @@ class Runner:
 
     def calls(self) -> list[list[str]]:
         """How gh was called, without options of how to show the answer."""
-        return json.loads((self.folder / "gh.json").read_text())["calls"]
+        calls: list[list[str]] = json.loads((self.folder / "gh.json").read_text())["calls"]
+        return calls
 
     def installs(self) -> list[str]:
         """What pip was asked for."""

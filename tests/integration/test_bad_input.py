@@ -4,11 +4,11 @@ Everything is asserted whole. Nothing is left behind: no process, cgroup, contai
 """
 
 import re
+import shutil
 
 import pytest
 from commands import NOT_LIMITED, CommandLine, Ended
 
-from weighin.checkpoint import cache
 from weighin.cli import app
 from weighin.suite.registry import models, strategies
 
@@ -255,8 +255,8 @@ def test_a_full_disk_is_found_before_anything_is_written(
     monkeypatch.setenv("WEIGHIN_CACHE", str(empty))
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.chdir(command.folder)
-    usage = cache.shutil.disk_usage(command.folder)
-    monkeypatch.setattr(cache.shutil, "disk_usage", lambda _: usage._replace(free=1000 * 1024))
+    usage = shutil.disk_usage(command.folder)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000 * 1024))
     monkeypatch.setattr(
         "sys.argv", ["weighin", "bench", "gpt2-tiny", "--isolation", "process", "--out", "run"]
     )

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
-NARROW = {"width": 400, "height": 800}
+NARROW_PIXELS = 400
 NAMES = "els => els.flatMap(el => [el.id, el.getAttribute('name')]).filter(Boolean)"
 WIDTH = "() => document.documentElement.scrollWidth"
 
@@ -82,7 +82,7 @@ def browser() -> Iterator[Browser]:
 def visited(site: Path, address: str, browser: Browser) -> dict[str, Visited]:
     """Every page of the site by its address, opened on a small screen."""
     pages = {}
-    context = browser.new_context(viewport=NARROW)
+    context = browser.new_context(viewport={"width": NARROW_PIXELS, "height": 800})
     for path in sorted(site.rglob("*.html")):
         name = path.relative_to(site).as_posix()
         pages[address + name] = visit(context, address + name)
@@ -136,7 +136,7 @@ def test_no_link_within_the_site_is_dead(
 
 
 def test_no_page_scrolls_sideways_on_a_small_screen(visited: dict[str, Visited]) -> None:
-    assert {url: one.width for url, one in visited.items() if one.width > NARROW["width"]} == {}
+    assert {url: one.width for url, one in visited.items() if one.width > NARROW_PIXELS} == {}
 
 
 def test_every_command_is_on_the_page_of_commands(

@@ -329,7 +329,7 @@ def test_timelines_of_samples_that_a_kernel_gave(open_page: Callable[..., Opened
 
 def _faint(page: Page) -> list[str]:
     """Texts whose contrast with the page is below 4.5, WCAG's AA."""
-    return page.evaluate(
+    faint: list[str] = page.evaluate(
         """() => {
         const parse = (colour) => colour.match(/[\\d.]+/g).map(Number);
         const light = (c) => { const [r, g, b] = c.map((v) => { v /= 255; return v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4; }); return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
@@ -345,3 +345,4 @@ def _faint(page: Page) -> list[str]:
         return found;
         }"""
     )
+    return faint

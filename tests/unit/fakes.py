@@ -1,7 +1,7 @@
 """A worker that plays a script: what it says, how it ends, and what was said to it."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ OK = Exit(0)
 class FakeChannel:
     """Gives out the lines of a script. A function in it is called when its turn comes."""
 
-    def __init__(self, script: list[Step], stderr_tail: bytes) -> None:
+    def __init__(self, script: Sequence[Step], stderr_tail: bytes) -> None:
         self.script = deque(script)
         self.stderr_tail = stderr_tail
         self.sent: list[bytes] = []
@@ -48,7 +48,7 @@ class FakeRunning:
 
     def __init__(
         self,
-        script: list[Step],
+        script: Sequence[Step],
         ended: Exit = OK,
         *,
         stderr_tail: bytes = b"",

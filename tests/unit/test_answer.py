@@ -65,8 +65,8 @@ def _predicted(one: Planned) -> Prediction:
 
 
 def advised(ram: int | None = None, **changes: Any) -> Advice:
-    asked = {"model": MODEL, "limits": Limits(ram), "results": Path("nowhere")} | changes
-    question = Question(**asked)
+    asked: dict[str, Any] = {"model": MODEL, "limits": Limits(ram), "results": Path("nowhere")}
+    question = Question(**asked | changes)
     return answer.advise(question, gather(question, lambda _: None))
 
 

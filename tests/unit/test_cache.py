@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from filelock import FileLock
@@ -167,7 +168,7 @@ def test_a_disk_one_byte_too_small_is_refused_before_anything_is_written(
     asked: list[int] = []
     real = cache._check_space
 
-    def check(task: object, needed: int) -> None:
+    def check(task: Any, needed: int) -> None:
         asked.append(needed)
         free[0] = needed - 1 if len(asked) == 1 else needed
         real(task, needed)

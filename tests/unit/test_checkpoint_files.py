@@ -5,6 +5,7 @@ import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,9 +26,10 @@ class Command:
         return (os.system, (f"kill {os.getpid()}",))
 
 
-def entry(name: str, shape: tuple[int, ...], dtype: str, **options: object) -> TensorEntry:
+def entry(name: str, shape: tuple[int, ...], dtype: str, **options: Any) -> TensorEntry:
     numel = torch.Size(shape).numel()
-    fields = {"kind": "parameter", "shared_with": None, "checksums": {"float32": "00"}} | options
+    fields: dict[str, Any] = {"kind": "parameter", "shared_with": None}
+    fields |= {"checksums": {"float32": "00"}} | options
     return TensorEntry(name, shape, dtype, numel * getattr(torch, dtype).itemsize, **fields)
 
 

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 from test_cli_help import shown
@@ -31,9 +32,14 @@ ALL = ["gpt2-tiny-0123abcd", "tied-tiny-0123abcd"]
 
 
 def answered(answer: str, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
-    monkeypatch.setattr(verbs.click, "confirm", lambda text, **_: asked.append(text) or answer == "y")  # fmt: skip
-    monkeypatch.setattr(verbs, "_has_terminal", lambda: True)
     asked: list[str] = []
+
+    def confirm(text: str, **_: object) -> bool:
+        asked.append(text)
+        return answer == "y"
+
+    monkeypatch.setattr(click, "confirm", confirm)
+    monkeypatch.setattr(verbs, "_has_terminal", lambda: True)
     result = CliRunner().invoke(app.app, ["cache", "clear", *arguments])
     return result.exit_code, "".join(asked) + "\n" + result.output
 

@@ -1,6 +1,7 @@
 """Converting: nothing half-made, nothing touched, nothing large held, and errors that say it."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -75,8 +77,8 @@ def source(tmp_path: Path) -> Path:
     return path
 
 
-def order(fmt: str = "per_param", **changes: object) -> convert.Conversion:
-    fields = {"dtype": None, "split_above_bytes": 2**40, "max_shard_bytes": 2**40}
+def order(fmt: str = "per_param", **changes: Any) -> convert.Conversion:
+    fields: dict[str, Any] = {"dtype": None, "split_above_bytes": 2**40, "max_shard_bytes": 2**40}
     return convert.Conversion(fmt=fmt, **fields | changes)
 
 
@@ -84,9 +86,10 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def wish(source: Path, target: Path, **changes: object) -> convert_request.Wish:
-    fields = {"fmt": "pt", "dtype": None, "split_above": "5GiB", "max_shard_size": "5GiB"}
-    return convert_request.Wish(source, target, **fields | {"verify": False} | changes)
+def wish(source: Path, target: Path, **changes: Any) -> convert_request.Wish:
+    fields: dict[str, Any] = {"fmt": "pt", "dtype": None, "verify": False}
+    fields |= {"split_above": "5GiB", "max_shard_size": "5GiB"} | changes
+    return convert_request.Wish(source, target, **fields)
 
 
 def test_the_source_is_not_touched(source: Path) -> None:
@@ -174,7 +177,7 @@ def test_verify_finds_a_single_wrong_byte_and_a_missing_key(
 ) -> None:
     real = per_param.write
 
-    def harmful(target: Path, *arguments: object) -> None:
+    def harmful(target: Path, *arguments: Any) -> None:
         real(target, *arguments)
         path = target / "head.pt"
         if harm == "value":
@@ -293,9 +296,7 @@ def test_an_interrupted_command_leaves_nothing(
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        convert_request.shutil, "disk_usage", lambda _: type("", (), {"free": 1000})
-    )
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: type("", (), {"free": 1000}))
     target = source.with_name("new")
     with pytest.raises(ConfigError) as caught:
         convert_request.convert(wish(source, target), Console())

@@ -156,7 +156,7 @@ def split(metadata: Metadata) -> None:
             "'b' is (10, 7) of torch.float32 there, but (7, 10) of torch.float32 in .metadata",
         ),
         (
-            lambda m: vars(m).update(planner_data=Command()),
+            lambda m: m.__dict__.update(planner_data=Command()),
             "holds more than tensors, and was NOT executed: it refers to posix.system",
         ),
     ],
@@ -259,11 +259,12 @@ def test_a_checkpoint_in_blocks_is_converted(split_in_three: Path, tmp_path: Pat
     assert torch.equal(load_file(tmp_path / "whole.safetensors")["b"], GRID)
 
 
-def harmed(**changes: object) -> Callable[[Metadata], None]:
+def harmed(**changes: tuple[int, ...]) -> Callable[[Metadata], None]:
     """Change the last block."""
 
     def harm(metadata: Metadata) -> None:
         tensor = metadata.state_dict_metadata["b"]
+        assert isinstance(tensor, TensorStorageMetadata)
         (index,) = [one for one in metadata.storage_data if one.offset == torch.Size([5, 3])]
         place = metadata.storage_data.pop(index)
         if not changes:

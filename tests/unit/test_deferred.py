@@ -101,4 +101,4 @@ def test_other_threads_build_as_ever() -> None:
     without_weights(Slow)
     thread.join()
     torch.manual_seed(3)
-    assert torch.equal(found[0].weight, nn.Linear(3, 3).weight)
+    assert torch.equal(found[0].get_parameter("weight"), nn.Linear(3, 3).weight)

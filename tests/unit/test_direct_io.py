@@ -7,6 +7,7 @@ import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,7 +17,8 @@ from pytest import MonkeyPatch
 from weighin.errors import CheckpointError
 from weighin.loader import direct_io, mapped_copy, open_file
 from weighin.loader.direct_io import PIECE_BYTES, PieceReader
-from weighin.loader.vectored import ALIGNMENT
+from weighin.loader.open_file import OpenedFile
+from weighin.loader.vectored import ALIGNMENT, address_of
 from weighin.probes import page_cache
 
 SIZE = 3 * PIECE_BYTES + 12_345
@@ -105,12 +107,15 @@ def test_what_is_large_and_cached_comes_the_way_that_is_fast(
     reader: PieceReader, file: Path, by_mapping: bool, monkeypatch: MonkeyPatch
 ) -> None:
     looked: list[int] = []
-    looking = open_file.OpenedFile.looking
+    looking = OpenedFile.looking
     monkeypatch.setattr(direct_io, "COPIED_BYTES", PIECE_BYTES)
     monkeypatch.setattr(direct_io, "copies_by_mapping", lambda: by_mapping)
-    monkeypatch.setattr(
-        open_file.OpenedFile, "looking", lambda *how: looked.append(how[2]) or looking(*how)
-    )
+
+    def noting(file: OpenedFile, *how: Any) -> Any:
+        looked.append(how[1])
+        return looking(file, *how)
+
+    monkeypatch.setattr(OpenedFile, "looking", noting)
     file.read_bytes()
     target = memoryview(bytearray(SIZE))
     reader.read(file, target, 0)
@@ -302,7 +307,7 @@ def test_a_disk_may_give_less_than_it_was_asked_for(
         if not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
             return os_preadv(descriptor, buffers, at)
         assert at % ALIGNMENT == 0
-        assert all(direct_io.address_of(buffer) % ALIGNMENT == 0 for buffer in buffers)
+        assert all(address_of(buffer) % ALIGNMENT == 0 for buffer in buffers)
         return min(os_preadv(descriptor, buffers, at), short_bytes)
 
     page_cache.drop([file])

@@ -1,6 +1,7 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from factories import make_result
@@ -89,7 +90,7 @@ def test_a_block_of_a_run_that_is_not_there(tmp_path: Path) -> None:
 def test_a_block_of_predictions_is_filled_from_them(monkeypatch: pytest.MonkeyPatch) -> None:
     table = notebook.published()
     sizes = {"requested": 6 * GIB, "allocated": round(6.5 * GIB), "reserved": 7 * GIB}
-    figures = {f"cuda_{kind}_bytes": size for kind, size in sizes.items()}
+    figures: dict[str, Any] = {f"cuda_{kind}_bytes": size for kind, size in sizes.items()}
     build = PredictedPhase("build", 0, 0, GIB, 2 * GIB, 3 * GIB)
 
     def predict(planned: Sequence[Planned]) -> list[Prediction]:

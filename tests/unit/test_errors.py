@@ -43,7 +43,8 @@ def test_the_tree_of_the_docstring_is_whole() -> None:
 
 
 def _below(kind: type) -> list[type]:
-    return [each for sub in kind.__subclasses__() for each in (sub, *_below(sub))]
+    subclasses: list[type] = kind.__subclasses__()
+    return [each for sub in subclasses for each in (sub, *_below(sub))]
 
 
 def test_an_unknown_name_gets_the_nearest_and_the_list() -> None:

@@ -66,7 +66,7 @@ def foreign(disk: Path) -> Path:
 def as_nobody(script: str, foreign: Path, tmp_path: Path) -> str:
     own = tmp_path / "own.pt"
     torch.save({"b0": torch.zeros(5, dtype=torch.uint8)}, own)
-    command = [sys.executable, "-c", AS_NOBODY + script, own, foreign, str(SIZES)]
+    command = [sys.executable, "-c", AS_NOBODY + script, str(own), str(foreign), str(SIZES)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from itertools import permutations
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ def write(fmt: str, folder: Path, state: dict[str, torch.Tensor]) -> Path:
 def content(path: Path) -> list[tuple[object, ...]]:
     """Return every tensor of a checkpoint: its name, shape, dtype, first tied name, checksum."""
     _, slices = formats.read(path)
-    found = []
+    found: list[tuple[object, ...]] = []
     for one, plan in zip(slices, plans(slices), strict=True):
         pieces = [piece.clone() for piece in read_pieces(one)]
         value = torch.cat(pieces) if pieces else torch.empty(0, dtype=one.dtype)
@@ -69,7 +70,7 @@ def content(path: Path) -> list[tuple[object, ...]]:
 
 def expected(state: dict[str, torch.Tensor]) -> list[tuple[object, ...]]:
     firsts: dict[int, str] = {}
-    found = []
+    found: list[tuple[object, ...]] = []
     for name, tensor in state.items():
         first = firsts.setdefault(tensor.data_ptr(), name) if tensor.numel() else name
         shared = first if first != name else None
@@ -77,9 +78,9 @@ def expected(state: dict[str, torch.Tensor]) -> list[tuple[object, ...]]:
     return found
 
 
-def order(fmt: str, **changes: object) -> convert.Conversion:
-    fields = {"dtype": None, "split_above_bytes": 2**40, "max_shard_bytes": 4096, "verify": True}
-    return convert.Conversion(fmt=fmt, **fields | changes)
+def order(fmt: str, **changes: Any) -> convert.Conversion:
+    fields: dict[str, Any] = {"dtype": None, "split_above_bytes": 2**40, "max_shard_bytes": 4096}
+    return convert.Conversion(fmt=fmt, **fields | {"verify": True} | changes)
 
 
 @pytest.mark.parametrize("state", [tied_state, gpt2_state, odd_state])

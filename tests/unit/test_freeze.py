@@ -96,12 +96,17 @@ def test_expect_failures_belongs_to_an_update(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("answer", "code"), [("y", 0), ("n", 1)])
 def test_in_a_terminal_it_is_asked(tmp_path: Path, answer: str, code: int) -> None:
     run, path = run_of(tmp_path / "run", ok(), killed()), tmp_path / "baseline.yaml"
-    command = [sys.executable, "-m", "weighin", "check", run, "--baseline", path, "--update"]
+    command = [sys.executable, "-m", "weighin", "check", str(run), "--baseline", str(path)]
     ours, theirs = pty.openpty()
     try:
         os.write(ours, f"{answer}\n".encode())
         done = subprocess.run(
-            command, stdin=theirs, capture_output=True, text=True, check=False, timeout=60
+            [*command, "--update"],
+            stdin=theirs,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
         )
     finally:
         os.close(ours)

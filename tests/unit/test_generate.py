@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,13 @@ from weighin.models.tied import tied
 pytestmark = pytest.mark.usefixtures("torch_threads_restored")
 
 TIED = {"vocab_size": 512, "emb_dim": 64, "n_layers": 1, "n_heads": 2}
-GPT2 = {"vocab_size": 64, "context_length": 8, "emb_dim": 16, "n_layers": 2, "n_heads": 2}
+GPT2: dict[str, Any] = {
+    "vocab_size": 64,
+    "context_length": 8,
+    "emb_dim": 16,
+    "n_layers": 2,
+    "n_heads": 2,
+}
 
 
 class Extra(nn.Linear):
@@ -35,7 +42,9 @@ def extra() -> nn.Module:
     return Extra(2, 2)
 
 
-def make(folder: Path, builder: str, kwargs: dict, fmt: str = "pt", seed: int = 0) -> Manifest:
+def make(
+    folder: Path, builder: str, kwargs: dict[str, int], fmt: str = "pt", seed: int = 0
+) -> Manifest:
     folder.mkdir()
     made = generate.make("m", builder, kwargs, seed=seed, fmt=fmt, folder=folder)
     assert read_manifest(folder / "manifest.json") == made.manifest
@@ -43,15 +52,18 @@ def make(folder: Path, builder: str, kwargs: dict, fmt: str = "pt", seed: int = 
     return made.manifest
 
 
-def make_tied(folder: Path, **options: object) -> Manifest:
+def make_tied(folder: Path, **options: Any) -> Manifest:
     return make(folder, "weighin.models.tied:tied", TIED, **options)
 
 
 def load(folder: Path) -> dict[str, torch.Tensor]:
-    return torch.load(folder / "pt" / "model.pt", weights_only=True)
+    state: dict[str, torch.Tensor] = torch.load(folder / "pt" / "model.pt", weights_only=True)
+    return state
 
 
-def index(checkpoint: Path, folder: Path, fmt: str = "pt", kwargs: dict = TIED) -> Manifest:
+def index(
+    checkpoint: Path, folder: Path, fmt: str = "pt", kwargs: dict[str, int] = TIED
+) -> Manifest:
     folder.mkdir(exist_ok=True)
     return indexing.index(
         "m", "weighin.models.tied:tied", kwargs, checkpoint=checkpoint, fmt=fmt, folder=folder
@@ -88,7 +100,7 @@ def test_values_are_normal_and_the_scales_of_norms_are_about_one(tmp_path: Path)
     state = load(tmp_path / "b")
     assert abs(state["final_norm.scale"].mean() - 1) < 0.05
     assert abs(state["final_norm.shift"].mean()) < 0.05
-    expected = gpt2(**GPT2).trf_blocks[0].att.mask
+    expected = gpt2(**GPT2).get_buffer("trf_blocks.0.att.mask")
     assert torch.equal(state["trf_blocks.0.att.mask"], expected), "a buffer is as constructed"
 
 

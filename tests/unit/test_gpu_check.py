@@ -29,7 +29,7 @@ def answer(monkeypatch: pytest.MonkeyPatch) -> Answer:
 
     def answer(found: dict[str, Any] | None = None, stderr: str = "", returncode: int = 0) -> None:
         done = subprocess.CompletedProcess([], returncode, json.dumps(found or {}), stderr)
-        monkeypatch.setattr(gpu_check.subprocess, "run", lambda *_, **__: done)
+        monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
 
     return answer
 

@@ -21,7 +21,8 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Nvml], Nvml]:
 
 
 def test_a_process_is_found_among_all_of_the_gpu(use: Callable[[Nvml], Nvml]) -> None:
-    library = use(Nvml([(number, number) for number in range(1, 200)] + [(4321, 512)]))
+    others: list[tuple[int, int | None]] = [(number, number) for number in range(1, 200)]
+    library = use(Nvml([*others, (4321, 512)]))
     memory = DriverMemory("GPU-ab", 4321)
     assert library.uuids == ["GPU-ab"]
     assert memory.driver_version == "580.1"

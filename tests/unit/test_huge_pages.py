@@ -25,7 +25,7 @@ def test_a_kernel_without_huge_pages_loads_all_the_same(tmp_path: Path) -> None:
     right = torch.nn.Linear(1000, 2000)
     torch.save(right.state_dict(), tmp_path / "model.pt")
     found = load_streaming(lambda: torch.nn.Linear(1000, 2000), tmp_path / "model.pt")
-    assert torch.equal(found.weight, right.weight)
+    assert torch.equal(found.get_parameter("weight"), right.weight)
 
 
 @pytest.mark.usefixtures("_no_huge_pages")

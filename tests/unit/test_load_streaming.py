@@ -194,7 +194,7 @@ def test_threads_that_build_and_load_at_once_do_not_disturb_each_other(tmp_path:
     def build() -> None:
         model = torch.nn.BatchNorm1d(64)
         assert torch.equal(model.weight, torch.ones(64))
-        assert torch.equal(model.running_var, torch.ones(64))
+        assert torch.equal(model.get_buffer("running_var"), torch.ones(64))
         assert not torch.nn.Linear(8, 8).weight.is_meta
 
     pool = [threading.Thread(target=run, args=(work,)) for work in (load, load, build)]

@@ -2,6 +2,7 @@
 
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,8 +23,8 @@ def model(name: str) -> ModelSpec:
     return ModelSpec(name, "a.b:c")
 
 
-def matrix(**changes: object) -> CellMatrix:
-    fields: dict[str, object] = {
+def matrix(**changes: Any) -> CellMatrix:
+    fields: dict[str, Any] = {
         "models": (model("m"),),
         "strategies": ((info("a"), {}), (info("b"), {}), (info("c"), {})),
         "ram_limits": (None,),
@@ -118,7 +119,8 @@ def test_each_combination_comes_exactly_once(
 
 
 def test_each_strategy_loads_every_format_that_is_asked_for_and_that_it_reads() -> None:
-    strategies = ((info("a", formats=("pt", "dcp", "per_param")), {}), (info("b"), {}))
+    several = info("a", formats=("pt", "dcp", "per_param"))
+    strategies: tuple[tuple[StrategyInfo, dict[str, Any]], ...] = ((several, {}), (info("b"), {}))
     planned = plan(matrix(strategies=strategies, formats=("per_param", "dcp")))
     assert [(one.cell.strategy, one.cell.format, one.skip) for one in planned] == [
         ("a", "per_param", ""),

@@ -1,6 +1,7 @@
 """The models are what the notebook's figures speak of."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from weighin.models.skeleton import resolve_builder
 CONFIGS = Path(__file__).parents[2] / "configs" / "models"
 
 
-def read(name: str) -> dict:
+def read(name: str) -> Any:
     return yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
 
 
@@ -38,7 +39,7 @@ def test_every_model_file_has_the_known_keys_and_its_own_name(path: Path) -> Non
 
 
 @pytest.mark.parametrize(("name", "module"), [("gpt2-tiny", gpt2), ("tied-tiny", tied)])
-def test_a_tiny_model_is_about_two_mib_and_runs(name: str, module: object) -> None:
+def test_a_tiny_model_is_about_two_mib_and_runs(name: str, module: Any) -> None:
     config = read(name)
     model = resolve_builder(config["builder"])(**config["kwargs"])
     assert not model.training

@@ -1,3 +1,5 @@
+import ctypes
+
 import pytest
 
 from weighin.probes import environment
@@ -42,6 +44,6 @@ def test_ctrl_c_while_memory_is_touched_is_ctrl_c(monkeypatch: pytest.MonkeyPatc
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(page_preconditioning.ctypes, "memset", interrupt)
+    monkeypatch.setattr(ctypes, "memset", interrupt)
     with pytest.raises(KeyboardInterrupt):
         page_preconditioning.touch_and_free(MIB)

@@ -1,7 +1,7 @@
 """Figures: what is drawn equals the data, and odd runs are drawn too."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,15 @@ def titles(figure: Any) -> list[str]:
     return [axes.get_title(loc="left") for axes in figure.axes]
 
 
+def lines(axes: Any) -> list[Any]:
+    """Return the lines of ``axes``: matplotlib's types do not tell that their data are arrays."""
+    return list(axes.lines)
+
+
+def gib(sizes: Iterable[int | None]) -> list[float]:
+    return [(size or 0) / GIB for size in sizes]
+
+
 def widths(axes: Any, part: str) -> list[float]:
     return [bar[0].get_width() for bar in axes.containers if bar.get_label() == part]
 
@@ -53,16 +62,16 @@ def test_bars_and_markers_equal_the_data() -> None:
     (axes,) = draw_peaks(results).axes
     assert [label.get_text() for label in axes.get_yticklabels()] == list(SCRIPTS)
     peaks = [result.peaks for result in results]
-    assert widths(axes, "anonymous") == pytest.approx([p.anon_sampled_bytes / GIB for p in peaks])
-    assert widths(axes, "file") == pytest.approx([p.file_sampled_bytes / GIB for p in peaks])
-    marks = [line.get_xdata()[0] for line in axes.lines if line.get_label() == "peak RSS"]
-    assert marks == pytest.approx([p.rss_bytes / GIB for p in peaks])
+    assert widths(axes, "anonymous") == pytest.approx(gib(p.anon_sampled_bytes for p in peaks))
+    assert widths(axes, "file") == pytest.approx(gib(p.file_sampled_bytes for p in peaks))
+    marks = [line.get_xdata()[0] for line in lines(axes) if line.get_label() == "peak RSS"]
+    assert marks == pytest.approx(gib(p.rss_bytes for p in peaks))
 
 
 def test_reference_lines_and_words_name_their_figures() -> None:
     figure = draw_peaks(notebook_run())
     (axes,) = figure.axes
-    uprights = {line.get_xdata()[0] for line in axes.lines if len(set(line.get_xdata())) == 1}
+    uprights = {line.get_xdata()[0] for line in lines(axes) if len(set(line.get_xdata())) == 1}
     assert {MODEL_BYTES / GIB, LIMIT / GIB} <= uprights
     assert {"model 6.290 GiB", "RAM limit 8 GiB", "6.82"} <= set(texts(axes))
     assert "7.98  oom_killed in apply" in texts(axes)
@@ -92,7 +101,7 @@ def test_each_limit_and_device_is_a_panel() -> None:
         "device cpu · RAM limit 8 GiB", "device cpu · no RAM limit", "device cuda · RAM limit 8 GiB",
     ]  # fmt: skip
     marks = [
-        line.get_xdata()[0] for line in figure.axes[2].lines if line.get_label() == "CUDA peak"
+        line.get_xdata()[0] for line in lines(figure.axes[2]) if line.get_label() == "CUDA peak"
     ]
     assert marks == [1.0]
 
@@ -117,7 +126,8 @@ def test_the_timeline_stacks_the_samples_and_names_the_phases(tmp_path: Path) ->
     axes = figure.axes[3]
     assert {"import", "touch", "forward"} <= set(texts(axes))
     assert "short phases: build 100 ms, map 30.0 ms, assign 10.0 ms, buffers 300 ms" in texts(axes)
-    rss = axes.lines[-1] if len(axes.lines[-1].get_xdata()) > 2 else axes.lines[-2]
+    last_but_one, last = lines(axes)[-2:]
+    rss = last if len(last.get_xdata()) > 2 else last_but_one
     assert max(rss.get_ydata()) == pytest.approx(0.5 + 6.42)
     assert figure.axes[0].get_ylabel() == "RSS, GiB"
     assert figure.axes[5].get_xlabel() == "time since the worker started, s"
@@ -126,7 +136,7 @@ def test_the_timeline_stacks_the_samples_and_names_the_phases(tmp_path: Path) ->
 def test_the_kill_is_marked_where_the_samples_end(tmp_path: Path) -> None:
     result = make_result(make_cell("baseline"))
     (axes,) = draw_timeline(sampled(tmp_path, [result]), [result]).axes
-    (mark,) = [line for line in axes.lines if line.get_label() == "cut off"]
+    (mark,) = [line for line in lines(axes) if line.get_label() == "cut off"]
     assert mark.get_ydata()[0] == pytest.approx(8, abs=0.05)
     assert {"oom_killed in read", "read"} <= set(texts(axes))
 
@@ -141,7 +151,7 @@ def test_a_spike_of_one_sample_survives_thinning(tmp_path: Path) -> None:
     result = make_result(script=script)
     write_samples(tmp_path, result, script)
     (axes,) = draw_timeline(tmp_path, [result]).axes
-    assert max(max(line.get_ydata()) for line in axes.lines if len(line.get_ydata()) > 9) > 5
+    assert max(max(line.get_ydata()) for line in lines(axes) if len(line.get_ydata()) > 9) > 5
 
 
 def test_a_timeout_does_not_squeeze_the_others(tmp_path: Path) -> None:
@@ -212,7 +222,7 @@ def test_a_report_needs_a_run(tmp_path: Path) -> None:
 
 
 def gpu_lines(axes: Any) -> list[Any]:
-    return [line for line in axes.lines if line.get_label() == "GPU"]
+    return [line for line in lines(axes) if line.get_label() == "GPU"]
 
 
 def test_a_traced_cell_shows_every_step_of_the_gpu(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weighin.errors import CheckpointError
-from weighin.formats.per_param import file_name, read_index, write_index
+from weighin.formats.folder_index import file_name
+from weighin.formats.per_param import read_index, write_index
 
 
 @pytest.mark.parametrize(

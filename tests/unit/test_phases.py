@@ -4,7 +4,7 @@ import mmap
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -12,6 +12,8 @@ from weighin.probes.process import read_status
 from weighin.record import Memory, Phase
 from weighin.units import KIB, MIB
 from weighin.worker import phases as module
+from weighin.worker.connection import Lifeline
+from weighin.worker.cuda import CudaMemory
 from weighin.worker.phases import Marks
 
 MS = 1_000_000
@@ -56,7 +58,7 @@ def parent(clock: SimpleNamespace) -> Parent:
 
 @pytest.fixture
 def marks(parent: Parent) -> Marks:
-    return Marks(parent)
+    return Marks(cast(Lifeline, parent))
 
 
 @pytest.fixture
@@ -208,7 +210,7 @@ def test_the_gpu_is_waited_for_read_and_only_then_reset(
     marks: Marks, parent: Parent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
-    marks.cuda = Cuda(calls)
+    marks.cuda = cast(CudaMemory, Cuda(calls))
     monkeypatch.setattr(parent, "send", lambda event, **fields: calls.append(event))
     with marks.phase("a"):
         calls.append("work")

@@ -13,6 +13,7 @@ from weighin.predict.client import predict
 from weighin.predict.prediction import Prediction
 from weighin.suite import registry
 from weighin.suite.matrix import CellMatrix, plan
+from weighin.suite.registry import StrategyInfo
 from weighin.units import KIB, MIB
 
 # Untied, so that a state dict has every tensor. So large that copies can be told from imports: the
@@ -31,7 +32,9 @@ def written(path: Path, text: str) -> Path:
 def predicted(
     *names: str, device: str = "cpu", dtype: str = "float32", **settings: Any
 ) -> list[Prediction]:
-    strategies = tuple((registry.strategy(name), {}) for name in names)
+    strategies: tuple[tuple[StrategyInfo, dict[str, Any]], ...] = tuple(
+        (registry.strategy(name), {}) for name in names
+    )
     matrix = CellMatrix((SPEC,), strategies, (None,), "process", device, dtype)
     return predict(plan(matrix), **settings)
 
@@ -155,7 +158,9 @@ def test_what_cannot_be_followed_says_so(tmp_path: Path) -> None:
 
 
 def test_a_strategy_that_fails_says_how() -> None:
-    strategies = ((registry.strategy("per_param"), {}),)
+    strategies: tuple[tuple[StrategyInfo, dict[str, Any]], ...] = (
+        (registry.strategy("per_param"), {}),
+    )
     matrix = CellMatrix((ModelSpec("no", "torch.nn:Nothing", {}),), strategies, (None,), "process")
     (found,) = predict(plan(matrix))
     assert found.cannot.startswith(

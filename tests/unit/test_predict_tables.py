@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable
+from typing import Any
 
 from factories import make_cell
 from rich.console import Console
@@ -33,7 +34,7 @@ def test_predicted_and_measured_peaks_stand_side_by_side() -> None:
 
 
 def test_each_strategy_has_a_line_and_what_explains_its_peak_stands_below() -> None:
-    sizes = {
+    sizes: dict[str, Any] = {
         "model_bytes": 131 * GIB,
         "host_anon_peak_bytes": GIB,
         "host_file_peak_bytes": 80 * MIB,
@@ -56,7 +57,8 @@ def test_each_strategy_has_a_line_and_what_explains_its_peak_stands_below() -> N
 
 
 def test_what_a_heap_may_use_again_or_keep_is_said_with_what_is_then_needed() -> None:
-    peaks = {"model_bytes": 6 * GIB, "host_anon_peak_bytes": 13 * GIB, "floor_bytes": 13 * GIB}
+    peaks: dict[str, Any] = {"model_bytes": 6 * GIB, "floor_bytes": 13 * GIB}
+    peaks["host_anon_peak_bytes"] = 13 * GIB
     others = {
         "baseline": (13 * GIB - 180 * MIB, 13 * GIB),
         "sequential": (13 * GIB - 180 * MIB + 4096, 13 * GIB),

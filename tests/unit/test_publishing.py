@@ -38,7 +38,7 @@ def publish() -> ModuleType:
 
 
 def git(root: Path, *arguments: str) -> str:
-    command = ["git", "-C", root, "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+    command = ["git", "-C", str(root), "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 

@@ -91,7 +91,7 @@ def test_a_prediction_is_judged(
 
 
 def test_what_was_tried_is_believed_before_any_prediction() -> None:
-    times = {7 * GIB: [2.0, 9.0, 3.0]}
+    times: dict[int | None, list[float]] = {7 * GIB: [2.0, 9.0, 3.0]}
     lived = Evidence(ok_limits=[7 * GIB], anon_bytes=3 * GIB, ready_s=times)
     found = judged(copies=2.0, ram=7 * GIB, evidence=lived)
     assert (found.verdict, found.why) == (FitVerdict.FITS, "keeps 0.7 times the model: 3.0 GiB")
@@ -223,7 +223,7 @@ def test_a_prediction_comes_first_where_it_takes_less_than_half_of_what_was_meas
 
 
 def test_predictions_alone_are_ordered_by_time_and_what_they_ask_where_that_is_the_same() -> None:
-    predicted = {"time_from": "predicted"}
+    predicted: dict[str, Any] = {"time_from": "predicted"}
     order = names([
         timed("load_assign", 2.6, **predicted),
         timed("mmap_assign", 2.1, **predicted),

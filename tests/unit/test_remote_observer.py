@@ -15,7 +15,7 @@ from weighin.isolation.docker.remote_observer import InsideObserver
 from weighin.probes.observer import Observation
 from weighin.record import Memory, Outcome, Sample
 
-SAMPLE = [1, 60, 30, 20, 10, 0, 5, 6, 90, 40, None, None]
+SAMPLE: list[Any] = [1, 60, 30, 20, 10, 0, 5, 6, 90, 40, None, None]
 LOOK = Observation(90, 95, 3, 4000, 2000, 1, {"max": 7, "oom_kill": 1})
 WATCHER = Memory(12 << 20, 7 << 20, 5 << 20, 0, 0)
 ANSWERS: dict[bytes, dict[str, Any]] = {

@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -220,7 +220,7 @@ results = st.builds(
 @given(results)
 @settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 def test_every_result_survives_its_json(result: Result) -> None:
-    line = run_folder._encode(run_folder.asdict(result), "cell")
+    line = run_folder._encode(asdict(result), "cell")
     assert b"\n" not in line
     assert run_folder._parse_record(Path("records.jsonl"), 1, line) == result
 

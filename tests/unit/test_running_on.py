@@ -20,7 +20,7 @@ from scripts import JOB, KILLED
 
 from weighin.cli import app as cli
 from weighin.errors import HarnessError, IsolationUnavailable, RecordError, StillRunning
-from weighin.isolation import cgroup, process
+from weighin.isolation import cgroup, process, process_tree
 from weighin.isolation.cgroup import CgroupIsolation
 from weighin.isolation.process import LocalRunning, ProcessIsolation
 from weighin.probes import page_cache
@@ -157,7 +157,7 @@ def deathless(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(os, "killpg", lambda *_: None)
     for module in (process, cgroup):
         monkeypatch.setattr(module, "_PATIENCE_S", 0.1)
-    monkeypatch.setattr(process.process_tree, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(process_tree, "_PATIENCE_S", 0.1)
     started: list[subprocess.Popen[bytes]] = []
     popen = subprocess.Popen
 

@@ -17,9 +17,10 @@ from test_verify import Model, manifest_of
 from torch import nn
 from torch.serialization import set_crc32_options
 
-from weighin.checkpoint.manifest import Manifest
+from weighin.checkpoint.manifest import Kind, Manifest
 from weighin.cli import _progress
 from weighin.errors import ConfigError
+from weighin.probes import page_cache
 from weighin.record import Outcome, Written
 from weighin.records import run_folder
 from weighin.records.metrics import phases_of_load
@@ -54,7 +55,7 @@ class Job:
 def expected(model: Model) -> Manifest:
     """The manifest of a model, with ``step`` as what it is: in no checkpoint."""
     found = manifest_of(model)
-    kinds = {"step": "non_persistent_buffer"}
+    kinds: dict[str, Kind] = {"step": "non_persistent_buffer"}
     return replace(
         found, tensors=tuple(replace(e, kind=kinds.get(e.name, e.kind)) for e in found.tensors)
     )
@@ -82,7 +83,7 @@ def test_what_is_saved_is_the_model(tmp_path: Path, name: str, fmt: str) -> None
 @pytest.mark.parametrize(("name", "fmt"), WAYS)
 def test_a_single_wrong_byte_of_the_weights_is_found(tmp_path: Path, name: str, fmt: str) -> None:
     model = saved(name, tmp_path, fmt)
-    value = model.mask.numpy().tobytes()
+    value = model.get_buffer("mask").numpy().tobytes()
     (file,) = [one for one in files_in(tmp_path) if value in one.read_bytes()]
     content = file.read_bytes()
     at = content.index(value) + 5
@@ -203,7 +204,7 @@ def test_a_disk_without_room_is_told_before_anything_is_written(cache: Path) -> 
 def test_files_that_are_memory_are_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(save_target.page_cache, "drop", lambda files: 5 * 2**20 * len(list(files)))
+    monkeypatch.setattr(page_cache, "drop", lambda files: 5 * 2**20 * len(list(files)))
     (tmp_path / "model.pt").write_bytes(b"x")
     result = save_target.with_warnings(make_result(), tmp_path)
     assert result.warnings[-1] == (

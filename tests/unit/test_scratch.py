@@ -9,10 +9,10 @@ import torch
 from weighin import formats
 from weighin.formats.base import TensorSlice
 from weighin.loader import fill
-from weighin.loader.fill import READ_BYTES, Fill, Fillable
+from weighin.loader.fill import READ_BYTES, Fill
 from weighin.loader.huge_pages import allocate, memory_of
 from weighin.loader.load import load_streaming
-from weighin.loader.reads import Piece
+from weighin.loader.reads import Fillable, Piece
 from weighin.loader.scratch import LENT_BYTES, Lent, buffer_in, lend
 from weighin.loader.vectored import ALIGNMENT
 from weighin.probes import page_cache

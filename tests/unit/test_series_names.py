@@ -47,8 +47,9 @@ def test_a_model_is_called_by_its_name_or_by_its_builder_with_its_arguments(
 
 
 def test_long_arguments_are_cut_and_still_told_apart() -> None:
-    one, other = ({"layers": [*range(100), last]} for last in (1, 2))
-    titles = [registry.model("mynets:build", kwargs).title for kwargs in (one, other, one)]
+    lasts = (1, 2, 1)
+    kwargs: list[dict[str, object]] = [{"layers": [*range(100), last]} for last in lasts]
+    titles = [registry.model("mynets:build", each).title for each in kwargs]
     assert titles[0] == titles[2] != titles[1]
     assert titles[0].startswith("mynets:build(layers=[0,1,2,")
     assert len(titles[0]) < 80

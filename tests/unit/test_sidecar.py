@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,8 +26,8 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "model.pt"
 
 
-def convert(source: Path, name: str, fmt: str, **changes: object) -> Path:
-    fields = {"dtype": None, "split_above_bytes": 2**40, "max_shard_bytes": 2**40}
+def convert(source: Path, name: str, fmt: str, **changes: Any) -> Path:
+    fields: dict[str, Any] = {"dtype": None, "split_above_bytes": 2**40, "max_shard_bytes": 2**40}
     fields |= {"checksums": sidecar.find(source)}
     converting.convert(source, source.parent / name, converting.Conversion(fmt, **fields | changes))
     return source.parent / name
@@ -35,7 +36,8 @@ def convert(source: Path, name: str, fmt: str, **changes: object) -> Path:
 def sums(path: Path) -> dict[str, str]:
     found = json.loads(path.read_text())
     assert (found["format"], found["version"]) == ("weighin-checksums", 1)
-    return found["tensors"]
+    tensors: dict[str, str] = found["tensors"]
+    return tensors
 
 
 def harm(path: Path, name: str) -> None:

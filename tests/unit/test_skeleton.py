@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -33,8 +34,9 @@ class ManyInits(nn.Module):
         nn.init.orthogonal_(nn.Linear(2, 2).weight)
         with torch.no_grad():
             self.weight[0] = 1.0
-        self.register_buffer("table", torch.arange(4.0), persistent=False)
-        self.register_buffer("same", self.table, persistent=False)
+        table = torch.arange(4.0)
+        self.register_buffer("table", table, persistent=False)
+        self.register_buffer("same", table, persistent=False)
         self.register_buffer("steps", torch.tensor(7), persistent=False)
 
 
@@ -88,21 +90,21 @@ def test_wrong_kwargs_and_no_module_are_named() -> None:
     with pytest.raises(ConfigError, match=r"builder weighin\.models\.gpt2:gpt2 failed: .*emb_dim"):
         build_skeleton(gpt2, {})
     with pytest.raises(ConfigError, match=r"returned dict, not a torch\.nn\.Module"):
-        build_skeleton(dict, {})
+        build_skeleton(cast(Any, dict), {})
 
 
 def test_tied_parameters_stay_tied_and_buffers_are_real() -> None:
     real, skeleton = tied(**TIED), build_skeleton(tied, TIED)
-    assert skeleton.head.weight is skeleton.embedding.weight
+    assert skeleton.get_parameter("head.weight") is skeleton.get_parameter("embedding.weight")
     assert {k: v.shape for k, v in skeleton.state_dict().items()} == {
         k: v.shape for k, v in real.state_dict().items()
     }
-    assert torch.equal(skeleton.rotary.cos, real.rotary.cos)
+    assert torch.equal(skeleton.get_buffer("rotary.cos"), real.get_buffer("rotary.cos"))
 
 
 def test_persistent_buffers_are_real_on_request() -> None:
     everything = build_skeleton(gpt2, GPT2)
-    assert torch.equal(everything.trf_blocks[1].att.mask, torch.ones(8, 8).triu(1))
+    assert torch.equal(everything.get_buffer("trf_blocks.1.att.mask"), torch.ones(8, 8).triu(1))
 
 
 def test_the_callers_context_has_no_effect_and_feels_none() -> None:
@@ -114,26 +116,28 @@ def test_the_callers_context_has_no_effect_and_feels_none() -> None:
         assert torch.get_default_dtype() is torch.bfloat16
     finally:
         torch.set_default_dtype(torch.float32)
-    assert skeleton.rotary.cos.device == CPU
-    assert skeleton.rotary.cos.dtype is torch.float32
+    cos = skeleton.get_buffer("rotary.cos")
+    assert cos.device == CPU
+    assert cos.dtype is torch.float32
     assert torch.equal(torch.get_rng_state(), state)
     assert nn.Linear(2, 2).weight.device == CPU, "the hooks are gone"
 
 
 def test_all_ways_of_initialising_are_skipped_or_survived() -> None:
     skeleton = build_skeleton(ManyInits, {})
-    assert torch.equal(skeleton.norm.running_var, torch.ones(4))
-    assert torch.equal(skeleton.table, torch.arange(4.0))
+    assert torch.equal(skeleton.get_buffer("norm.running_var"), torch.ones(4))
+    assert torch.equal(skeleton.get_buffer("table"), torch.arange(4.0))
 
 
 def test_reset_buffers_gives_the_constructors_values_in_the_wanted_dtype() -> None:
     model = ManyInits().to_empty(device="cpu")
-    running = model.norm.running_var.fill_(5.0)
+    running = model.get_buffer("norm.running_var").fill_(5.0)
     reset_buffers(model, ManyInits, {}, CPU, torch.bfloat16)
-    assert torch.equal(model.table, torch.arange(4.0, dtype=torch.bfloat16))
+    assert torch.equal(model.get_buffer("table"), torch.arange(4.0, dtype=torch.bfloat16))
     assert model.same is model.table
-    assert model.steps.item() == 7
-    assert model.steps.dtype is torch.int64
+    steps = model.get_buffer("steps")
+    assert steps.item() == 7
+    assert steps.dtype is torch.int64
     assert model.norm.running_var is running, "persistent buffers come from the checkpoint"
 
 

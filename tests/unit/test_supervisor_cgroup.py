@@ -5,12 +5,12 @@ from pathlib import Path
 
 import fakes
 import pytest
-from fakes import FakeRunning, begin, done, phase, ready
+from fakes import FakeRunning, Step, begin, done, phase, ready
 from scripts import BASELINE, DONE, KILLED, FakeSampler, fake_sampler, watched
 
 from weighin.isolation.base import Exit
 from weighin.probes import observer
-from weighin.probes.cgroup import MemoryCgroup
+from weighin.probes.cgroup import MemoryCgroup, PeakMark
 from weighin.record import Outcome, Pressure
 
 __all__ = ["fake_sampler"]
@@ -80,7 +80,7 @@ def test_the_cgroups_figures(
     peak: int | None,
 ) -> None:
     group = Group(tmp_path, version)
-    script = [
+    script: list[Step] = [
         begin("import"), group.has(usage=5, peak=95), phase("import"),
         group.has(usage=10, peak=12), fakes.baseline(),
         begin("read"), group.has(usage=20, peak=70), phase("read"),
@@ -103,8 +103,15 @@ def test_pressure_is_what_the_load_added(
 ) -> None:
     group = Group(tmp_path, 2)
     monkeypatch.setattr(observer, "pressure_file_of", lambda pid: tmp_path / "memory.pressure")
-    used = [begin("forward"), group.has(pressure_us=20), phase("forward"), done()]
-    script = [*BASELINE, begin("touch"), group.has(pressure_us=9), phase("touch"), ready(), *used]
+    used: list[Step] = [begin("forward"), group.has(pressure_us=20), phase("forward"), done()]
+    script: list[Step] = [
+        *BASELINE,
+        begin("touch"),
+        group.has(pressure_us=9),
+        phase("touch"),
+        ready(),
+        *used,
+    ]
     result = watched(FakeRunning(script, pid=1, cgroup=group.start(pressure_us=4)))
     assert result.pressure == Pressure(some_ns=5000, full_ns=5000)  # until ready
 
@@ -114,7 +121,7 @@ def test_the_refaults_and_the_pressure_of_a_killed_load_are_all_that_it_had(
 ) -> None:
     group = Group(tmp_path, 2)
     monkeypatch.setattr(observer, "pressure_file_of", lambda pid: tmp_path / "memory.pressure")
-    script = [
+    script: list[Step] = [
         *BASELINE,
         begin("read"),
         phase("read"),
@@ -133,9 +140,9 @@ def test_where_psi_is_off_there_is_no_pressure(tmp_path: Path, sampler: type[Fak
 def test_a_mark_that_cannot_be_reset_gives_the_total_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampler: type[FakeSampler]
 ) -> None:
-    monkeypatch.setattr(observer.PeakMark, "reset", lambda mark: False)  # v2 before Linux 6.12
+    monkeypatch.setattr(PeakMark, "reset", lambda mark: False)  # v2 before Linux 6.12
     group = Group(tmp_path, 1)
-    script = [
+    script: list[Step] = [
         begin("import"), group.has(peak=40), phase("import"), fakes.baseline(),
         begin("read"), group.has(peak=70), phase("read"), ready(),
         begin("forward"), group.has(peak=99), phase("forward"), done(),
@@ -149,7 +156,7 @@ def test_a_killed_cells_total_is_read_after_its_death(
     tmp_path: Path, sampler: type[FakeSampler]
 ) -> None:
     group = Group(tmp_path, 1)
-    script = [*BASELINE, begin("read"), group.has(peak=80, oom_kills=1)]
+    script: list[Step] = [*BASELINE, begin("read"), group.has(peak=80, oom_kills=1)]
     result = watched(FakeRunning(script, KILLED, pid=1, cgroup=group.start()))
     assert result.outcome is Outcome.OOM_KILLED
     assert result.message == "killed by the kernel for lack of memory in phase 'read'"
@@ -161,7 +168,7 @@ def test_a_cgroup_that_went_with_its_worker_leaves_what_the_sampler_saw(
 ) -> None:
     group = Group(tmp_path / "group", 2)
     sampler.oom_kills = 2
-    script = [*BASELINE, begin("read"), group.vanish]
+    script: list[Step] = [*BASELINE, begin("read"), group.vanish]
     result = watched(
         FakeRunning(script, Exit(None, signal=9, oom_killed=True), pid=1, cgroup=group.start())
     )

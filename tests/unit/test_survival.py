@@ -186,9 +186,10 @@ def test_the_picture_of_the_matrix_says_what_the_matrix_says() -> None:
 
 def test_the_curve_ends_where_a_strategy_is_killed() -> None:
     (axes,) = draw_times(a_sweep()).axes
-    lines = {line.get_label(): line for line in axes.lines}
+    drawn: list[Any] = list(axes.lines)
+    lines = {line.get_label(): line for line in drawn}
     assert list(lines["mmap_assign"].get_ydata()) == pytest.approx([5, 5.2, 6, 9, 41])
     assert list(lines["streaming"].get_xdata()) == [0, 1, 2]
-    crosses = [line.get_xdata()[0] for line in axes.lines if line.get_marker() == "x"]
+    crosses = [line.get_xdata()[0] for line in drawn if line.get_marker() == "x"]
     assert crosses == [2, 3]
     assert [line.get_marker() for line in axes.lines].count("^") == 1

@@ -30,7 +30,8 @@ class Model(nn.Module):
         self.register_buffer("step", torch.tensor(3), persistent=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.embedding(tokens))
+        logits: torch.Tensor = self.head(self.embedding(tokens))
+        return logits
 
 
 def manifest_of(model: nn.Module) -> Manifest:

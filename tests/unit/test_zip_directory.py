@@ -4,6 +4,7 @@ import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "model.pt"
 
 
-def entries(data: bytes) -> tuple[int, list[int]]:
+def entries(data: bytes | bytearray) -> tuple[int, list[int]]:
     """Return where the end of the directory lies, and where its entries do."""
     end = data.rfind(b"PK\5\6")
     at, places = data.find(b"PK\1\2"), []
@@ -46,7 +47,7 @@ def put_entry(name: str, form: str, at: int, *values: object) -> Change:
     return lambda data, _, places: struct.pack_into(form, data, places[name] + at, *values)
 
 
-def names(data: bytes) -> list[str]:
+def names(data: bytes | bytearray) -> list[str]:
     _, places = entries(data)
     lengths = [struct.unpack_from("<H", data, at + 28)[0] for at in places]
     return [
@@ -135,7 +136,7 @@ def test_one_of_more_than_4_gib_is_read_at_once(tmp_path: Path) -> None:
     blanks = {name: torch.empty(2**30 + 1, dtype=torch.float32) for name in "abc"}
     with torch.serialization.skip_data():
         torch.save(blanks, path)
-    theirs = torch._C.PyTorchFileReader(str(path))
+    theirs: Any = torch._C.PyTorchFileReader(str(path))
     places = pt.read(path)
     assert [place.name for place in places] == list("abc")
     for key, place in enumerate(places):

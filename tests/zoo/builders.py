@@ -84,9 +84,10 @@ def small_vit() -> nn.Module:
     """Return a vision transformer of torchvision, small enough for tests."""
     from vision import models
 
-    return models.VisionTransformer(
+    model: nn.Module = models.VisionTransformer(
         image_size=32, patch_size=8, num_layers=2, num_heads=4, hidden_dim=64, mlp_dim=128
     )
+    return model
 
 
 def forward_input(kind: str, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

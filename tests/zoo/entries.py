@@ -84,9 +84,10 @@ def is_small(model: nn.Module) -> bool:
 
 def make_ready(model: nn.Module) -> nn.Module:
     """Set a detection model to small images and few detections, so that its forward pass is short."""
+    detection: Any = model
     if hasattr(model, "score_thresh"):
-        model.score_thresh = _SURE
-    transform = getattr(model, "transform", None)
+        detection.score_thresh = _SURE
+    transform: Any = getattr(model, "transform", None)
     if hasattr(transform, "min_size") and hasattr(transform, "max_size"):
         transform.min_size, transform.max_size = (_DETECTION_PIXELS,), _DETECTION_PIXELS
     return model

@@ -249,19 +249,19 @@ def _spoilers(model: nn.Module, truth: Truth) -> Iterator[tuple[str, Callable[[]
         e for e in truth.manifest.tensors if e.shared_with and e.kind == "parameter" and e.numel
     ]
     if tied:
-        yield "broken tie", lambda: _untie(model, tied[0].name, tied[0].shared_with)
+        yield "broken tie", lambda: _untie(model, tied[0].name, tied[0].shared_with or "")
 
 
 def _untie(model: nn.Module, name: str, first: str) -> None:
     """Replace one name of a tied parameter by a copy of it, or of the module that has both names."""
     (owner, leaf), (other, _) = _owner(model, name), _owner(model, first)
     if owner is not other:
-        owner._parameters[leaf] = nn.Parameter(owner._parameters[leaf].detach().clone())
+        owner._parameters[leaf] = nn.Parameter(owner.get_parameter(leaf).detach().clone())
         return
     everywhere = [id(module) for _, module in model.named_modules(remove_duplicate=False)]
     parent = model
     for part in name.split(".")[:-1]:
-        child = parent._modules[part]
+        child = parent.get_submodule(part)
         if everywhere.count(id(child)) > 1:
             parent._modules[part] = copy.deepcopy(child)
             return

@@ -175,8 +175,8 @@ def _head(tensors: Sequence[TensorPlan]) -> tuple[bytes, list[TensorPlan]]:
 
             if not isinstance(value, torch.storage.TypedStorage):
                 return None
-            kind = getattr(torch, value._pickle_storage_type())  # type: ignore[no-untyped-call]
-            key, numel = keys[value._untyped_storage._cdata], value._size()  # type: ignore[no-untyped-call]
+            kind = getattr(torch, value._pickle_storage_type())
+            key, numel = keys[value._untyped_storage._cdata], value._size()
             return "storage", kind, key, "cpu", numel, None
 
     Pickler(head, protocol=_PICKLE_PROTOCOL).dump(state)

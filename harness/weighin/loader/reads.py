@@ -219,10 +219,10 @@ class _GpuCopier:
     """Copies to the GPU through two pinned buffers: one is filled while the other is copied."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))  # which allocated the memory
         self._buffers = [torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in "ab"]
-        self._copied = [torch.cuda.Event() for _ in "ab"]  # type: ignore[no-untyped-call]
+        self._copied = [torch.cuda.Event() for _ in "ab"]
         self._turn = 0
 
     @contextmanager

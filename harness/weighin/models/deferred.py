@@ -137,7 +137,7 @@ class WriteLog:
     def owns(self, tensor: torch.Tensor) -> bool:
         """Tell whether a tensor's memory was allocated while this log recorded."""
         storage = self._own.get(storage_key(tensor))
-        return storage is not None and not storage.expired()  # type: ignore[no-untyped-call]
+        return storage is not None and not storage.expired()
 
     def finish(
         self, unwanted: Iterable[torch.Tensor] = (), wanted: Iterable[torch.Tensor] = ()
@@ -506,7 +506,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _weak(tensor: torch.Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def storage_key(tensor: torch.Tensor) -> int:

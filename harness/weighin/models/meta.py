@@ -55,7 +55,7 @@ def _put(
 
 
 def _swap(first: torch.Tensor, second: torch.Tensor) -> None:
-    torch.utils.swap_tensors(first, second)  # type: ignore[no-untyped-call]
+    torch.utils.swap_tensors(first, second)
 
 
 def _real(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -78,7 +78,7 @@ def openmetrics(results: Sequence[Result]) -> str:
 
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collected(_families(_run(results))))
-    text: bytes = generate_latest(registry)  # type: ignore[no-untyped-call]
+    text: bytes = generate_latest(registry)
     return text.decode()
 
 

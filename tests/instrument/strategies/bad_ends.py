@@ -92,6 +92,6 @@ def leaves_a_child_and_kills_itself(_: Load) -> None:
     time.sleep(600)
 
 
-WAYS: dict[str, Callable[[Load], object]] = {
+WAYS: dict[str, Callable[[Load], torch.nn.Module | None]] = {
     name: way for name, way in globals().items() if callable(way) and way.__module__ == __name__
 }

@@ -41,15 +41,16 @@ def rows_swapped(model: torch.nn.Module) -> None:
 
 
 def left_on_meta(model: torch.nn.Module) -> None:
-    model.blocks.to("meta")  # type: ignore[operator, union-attr]
+    model.get_submodule("blocks").to("meta")
 
 
 def untied(model: torch.nn.Module) -> None:
-    model.head.weight = torch.nn.Parameter(model.embedding.weight.clone())  # type: ignore[union-attr, operator]
+    weight = model.get_parameter("embedding.weight")
+    model.get_submodule("head").weight = torch.nn.Parameter(weight.clone())
 
 
 def another_dtype(model: torch.nn.Module) -> None:
-    model.norm.half()  # type: ignore[operator, union-attr]
+    model.get_submodule("norm").half()
 
 
 def another_shape(model: torch.nn.Module) -> None:

@@ -7,7 +7,7 @@ from harms.given import ZIPPED, Given, Said, case
 from harms.pickles import put_archive
 
 
-def first_archive(data: bytes) -> tuple[int, dict[str, int]]:
+def first_archive(data: bytes | bytearray) -> tuple[int, dict[str, int]]:
     """Return where the end of the first archive's directory lies, and its entries by their names."""
     end, at, found = data.find(b"PK\5\6"), data.find(b"PK\1\2"), {}
     while data[at : at + 4] == b"PK\1\2":

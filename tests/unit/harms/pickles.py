@@ -31,7 +31,8 @@ class Tensor:
 
     def __reduce__(self) -> tuple[object, ...]:
         storage = Storage(self.numel)
-        fields = storage, self.offset, self.shape, self.stride, False, OrderedDict()
+        hooks: OrderedDict[object, object] = OrderedDict()
+        fields = storage, self.offset, self.shape, self.stride, False, hooks
         return torch._utils._rebuild_tensor_v2, fields
 
 
