@@ -10,6 +10,7 @@ MODEL ?= gpt2-small
 RAM ?= none
 SECONDS ?= 60
 DRAWS ?= 20000
+TESTS ?= tests/unit
 RUN ?= $(shell ls -td results/*/records.jsonl 2>/dev/null | head -1 | xargs -r dirname)
 BASELINE ?= baseline.yaml
 WHAT = $(if $(SUITE),--suite $(SUITE),$(if $(RESUME),--resume $(RESUME),$(MODEL) --ram $(RAM)))
@@ -52,8 +53,11 @@ recommend: .venv/ready  ## Recommend a strategy for MODEL under a RAM limit, wit
 doctor: .venv/ready  ## Try out what this machine can limit and measure
 	$(BIN)/weighin doctor
 
-test: .venv/ready  ## Run the tests; REQUIRE=docker,cgroup,browser fails instead of skipping
-	$(BIN)/pytest $(if $(REQUIRE),--require $(REQUIRE)) $(ARGS)
+test: .venv/ready  ## Run the unit tests, on all processors: minutes
+	$(BIN)/pytest $(TESTS) --numprocesses auto --dist worksteal $(if $(REQUIRE),--require $(REQUIRE)) $(ARGS)
+
+test-all: test  ## Run all tests; REQUIRE=docker,cgroup,browser fails instead of skipping
+	$(BIN)/pytest --ignore tests/unit $(if $(REQUIRE),--require $(REQUIRE)) $(ARGS)
 
 conformance: .venv/ready  ## Compare DRAWS=20000 random loads by load_streaming with torch's load_state_dict
 	WEIGHIN_DRAWS=$(DRAWS) $(BIN)/pytest tests/conformance $(ARGS)
@@ -94,4 +98,4 @@ clean:  ## Remove all environments, and the caches of tools in this folder
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-.PHONY: help setup bench recommend floor report check man pages docs publish doctor test conformance test-vm test-versions zoo lint dist fuzz clean
+.PHONY: help setup bench recommend floor report check man pages docs publish doctor test test-all conformance test-vm test-versions zoo lint dist fuzz clean
