@@ -180,7 +180,7 @@ def test_a_second_run_is_refused_while_one_measures(command: CommandLine, hold: 
     stopped = waiting.end(signal.SIGINT)
     assert (stopped.code, stopped.out) == (130, "")
     assert stopped.err == (
-        "error: stopped; nothing is left running\ngo on with it: weighin bench --resume third\n"
+        "error: stopped; nothing is left running\nresume it: weighin bench --resume third\n"
     )
     let_go(hold)
     ended = first.end()
