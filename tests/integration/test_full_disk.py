@@ -128,5 +128,5 @@ def test_a_report_that_finds_no_room_is_an_error_and_a_repair(
     assert (ended.code, ended.left) == (2, [])
     assert ended.err == (
         "error: cannot write small disk/run/bmf.json: No space left on device\n"
-        "free some space, or copy the run to a folder that you may write\n"
+        "free some space, or copy the run to a folder that you can write to\n"
     )

@@ -64,4 +64,4 @@ def test_a_model_that_nobody_says_how_to_call_is_ok_with_a_word_on_it(command: C
     found = record(command.folder / "of_uncalled")
     assert found["outcome"] == "ok"
     assert found["cost"]["first_use_ns"] is None  # type: ignore[index]
-    assert "uncalled gives no example_inputs (docs/models.md)." in " ".join(ended.out.split())
+    assert "uncalled defines no example_inputs" in " ".join(ended.out.split())
