@@ -3,6 +3,7 @@
 The engine here is a local one: ``is_here`` is made to say that it is not.
 """
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -26,6 +27,11 @@ def elsewhere() -> Iterator[Watched]:
         yield prepared_isolation("docker")
 
 
+# Linux counts resident pages per processor, in batches of 32 pages, and raises VmHWM by the
+# approximate sum; VmRSS, which the sampler reads, is the exact one.
+UNCOUNTED_BYTES = 32 * 4096 * (os.cpu_count() or 1)
+
+
 @pytest.fixture(scope="module")
 def result(bench: Bench, elsewhere: Watched) -> Result:
     result = bench("baseline", elsewhere, spec=LARGE)
@@ -42,7 +48,7 @@ def test_the_timeline_is_that_of_the_worker(bench: Bench, result: Result) -> Non
     assert (samples[-1]["t_ns"] or 0) > phases_of(result)["touch"].end_ns
     sampled, exact = max(one["rss_bytes"] or 0 for one in samples), result.peaks.rss_bytes
     assert exact
-    assert 0.9 * exact < sampled <= exact
+    assert 0.9 * exact < sampled <= exact + UNCOUNTED_BYTES
     assert result.peaks.anon_sampled_bytes
     assert all(one["cgroup_bytes"] and one["cgroup_file_bytes"] is not None for one in samples)
 
