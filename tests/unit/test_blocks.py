@@ -216,7 +216,8 @@ def test_blocks_take_no_more_memory_than_the_model(
     path = write(tmp_path / "split", state, cut)
     done = torch_fork_server.run(PEAK_SOURCE, path)
     assert done.returncode == 0, done.stderr
-    assert 127 * MIB < int(done.stdout) < 128 * 1.005 * MIB + 16 * MIB
+    # The load also gives the kernel some MiB of the heap that the imports before it had left.
+    assert 120 * MIB < int(done.stdout) < 128 * 1.005 * MIB + 16 * MIB
 
 
 @pytest.mark.parametrize("source", ["float32", "bfloat16"])

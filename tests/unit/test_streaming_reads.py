@@ -155,6 +155,26 @@ def test_a_disk_is_read_by_more_threads_than_the_cache(
     assert started == [threads]
 
 
+def test_a_cached_file_stays_cached_if_the_kernel_reclaims_a_few_of_its_pages(
+    two: tuple[Two, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _process: {0, 1})
+    started: list[int] = []
+
+    def pool(count: int) -> ThreadPoolExecutor:
+        started.append(count)
+        return ThreadPoolExecutor(count)
+
+    monkeypatch.setattr(fill, "ThreadPoolExecutor", pool)
+    two[1].read_bytes()
+    with two[1].open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 1024**2, 1024**2, os.POSIX_FADV_DONTNEED)
+        assert not page_cache.is_cached(file.fileno(), 0, two[1].stat().st_size)
+    load_streaming(Two, two[1])
+    assert started == [2]
+
+
 def test_small_tensors_that_are_converted_do_not_wait_for_a_disk_one_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

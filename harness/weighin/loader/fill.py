@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from math import ceil
 from typing import Final
 
@@ -28,6 +29,8 @@ READ_BYTES: Final = 16 * HUGE_PAGE_BYTES
 """The size of a thread's reads where nothing is converted: large, so that it takes the lock seldom."""
 
 _MOST_CACHE_THREADS: Final = 4
+_MOST_PROBED: Final = 16  # reads
+_MOSTLY: Final = 0.75
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,7 +121,7 @@ def being_filled(stretches: Sequence[Fillable], threads: int | None) -> Iterator
     if not stretches:
         yield
         return
-    cached = begin_cached(stretches)
+    cached = is_mostly_cached(stretches)
     threads = threads or (_cache_threads() if cached else DISK_THREADS)
     lent = Lent((), copies(stretches, threads)) if cached else lend(stretches, READ_BYTES, threads)
     runs = Runs(lent.borrowers, READ_BYTES)
@@ -196,14 +199,20 @@ class _OneThreadEach:
 _one_thread_each = _OneThreadEach()
 
 
-def begin_cached(stretches: Sequence[Fillable]) -> bool:
-    """Tell whether the first bytes of the largest of ``stretches`` are in the page cache."""
+def is_mostly_cached(stretches: Sequence[Fillable]) -> bool:
+    """Tell whether most of the largest of ``stretches`` is in the page cache.
+
+    Looks at its first reads. The kernel may have reclaimed some of the pages of a cached file, so
+    that one missing page tells nothing about the rest.
+    """
     largest = max(stretches, key=lambda stretch: stretch.memory.nbytes)
-    first = next(largest.pieces(READ_BYTES), None)
-    if first is None:
-        return True
+    cached_bytes, all_bytes = 0.0, 0
     with closing(PieceReader()) as reader:
-        return reader.is_cached(first.source.file, first.offset, first.source_bytes)
+        for piece in islice(largest.pieces(READ_BYTES), _MOST_PROBED):
+            share = reader.cached_share(piece.source.file, piece.offset, piece.source_bytes)
+            cached_bytes += share * piece.source_bytes
+            all_bytes += piece.source_bytes
+    return cached_bytes >= _MOSTLY * all_bytes
 
 
 def buffer_bytes(stretches: Iterable[Fillable], threads: int | None, *, gpu: bool) -> int:

@@ -50,6 +50,10 @@ class OpenedFile:
         """Tell whether all of this range is known to be in the page cache."""
         return page_cache.is_cached(self._buffered, offset, size)
 
+    def cached_share(self, offset: int, size: int) -> float:
+        """Return the share of this range that is known to be in the page cache, from 0 to 1."""
+        return page_cache.cached_share(self._buffered, offset, size)
+
     def read_direct(self, buffers: Sequence[memoryview], offset: int, wanted_bytes: int) -> bool:
         """Read ``wanted_bytes`` into aligned buffers in turn, past the page cache.
 

@@ -64,10 +64,15 @@ def is_cached(descriptor: int, offset: int, length: int) -> bool:
 
     Does not probe with RWF_NOWAIT, because such a read starts the read-ahead.
     """
+    return length <= 0 or cached_share(descriptor, offset, length) == 1
+
+
+def cached_share(descriptor: int, offset: int, length: int) -> float:
+    """Return the share of a range's pages that is known to be in the page cache, from 0 to 1."""
     start = offset - offset % mmap.PAGESIZE
     length += offset - start
     pages = _cached_pages(descriptor, start, length)
-    return pages is not None and pages >= -(-length // mmap.PAGESIZE)
+    return 0.0 if pages is None else min(1.0, pages / max(-(-length // mmap.PAGESIZE), 1))
 
 
 def _drop(file: Path) -> int | None:
