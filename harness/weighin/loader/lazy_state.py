@@ -3,7 +3,7 @@
 import mmap
 import re
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -95,15 +95,30 @@ def source_of(load: DeferredLoad) -> TensorSlice | None:
     return replace(promised, shape=tuple(view.shape), stride=tuple(view.stride()), offset=offset)
 
 
-def load_state(model: torch.nn.Module, state: dict[str, torch.Tensor], checkpoint: Path) -> None:
+def read_whole(source: TensorSlice) -> torch.Tensor:
+    """Read one tensor into fresh memory."""
+    target = torch.empty(source.shape, dtype=source.dtype)
+    _fill(source, target)
+    return target
+
+
+def load_state(
+    model: torch.nn.Module,
+    state: dict[str, torch.Tensor],
+    checkpoint: Path,
+    optional: Collection[str] | None = None,
+) -> None:
     """Call ``model.load_state_dict(state)``, and turn its errors into CheckpointErrors.
+
+    Args:
+        optional: names that may be missing; None for none.
 
     Raises:
         CheckpointError: keys are missing or unexpected, shapes differ, or a module's own code fails.
     """
     keys = set(state)
     try:
-        model.load_state_dict(state)
+        model.load_state_dict(state, strict=optional is None)
     except HarnessError:
         raise
     except Exception as error:
@@ -115,7 +130,7 @@ def load_state(model: torch.nn.Module, state: dict[str, torch.Tensor], checkpoin
             ) from error
         wanted = model.state_dict(keep_vars=True).keys()
         problems = {
-            "missing": wanted - keys,
+            "missing": wanted - keys - set(optional or ()),
             "unexpected": keys - wanted,
             "of another shape": set(_MISFIT.findall(str(error))),
         }

@@ -14,10 +14,10 @@ count in the RSS: up to 400 MiB for each thread.
 import gc
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import torch
 
@@ -33,12 +33,16 @@ from weighin.loader.lazy_state import (
     lazy_state,
     load_state,
     read_at_once,
+    read_whole,
     source_of,
 )
 from weighin.loader.reads import Fillable
 from weighin.models import skeleton
 from weighin.models.deferred import DeferredLoad, WriteLog, is_dense, storage_key, use_count
 from weighin.models.meta import real_memory
+
+if TYPE_CHECKING:
+    from weighin.models.pretrained_keys import Conversion, MappedKeys
 
 Granularity = Literal["all", "module", "tensor"]
 
@@ -82,6 +86,9 @@ def load_streaming(
     model, its tensors that already have the right device and dtype are filled in place. Tensors on
     the meta device get the checkpoint's dtype.
 
+    A model of transformers gets what ``from_pretrained`` gives it: keys are renamed and converted by
+    transformers' own tables, unexpected keys are ignored, and tied weights may be missing.
+
     Args:
         dtype: of all floating-point tensors; None keeps the model's own.
         threads: the number of threads that read. None means one for each processor, at most 4, if the
@@ -117,10 +124,14 @@ def _load(
             if not isinstance(model, torch.nn.Module):
                 model = _built(model, log)
             was_meta = any(tensor.is_meta for tensor in _tensors(model))
+            mapped = _mapped(model, slices)
+            if mapped:
+                slices = mapped.slices
             undone.enter_context(
                 real_memory(model, {source.name: source.dtype for source in slices})
             )
-            load_state(model, lazy_state(log, slices), path)
+            optional = _optional(model, mapped, path) if mapped else None
+            load_state(model, lazy_state(log, slices), path, optional)
         loads = log.finish()
         _refuse_meta(model, path)
     place = _Placer(model, log, device, dtype)
@@ -132,7 +143,51 @@ def _load(
         skeleton.give_back_heap()
         with fill.being_filled(fills, threads):
             pass
+    for conversion in mapped.conversions if mapped else ():
+        _convert(model, conversion)
     return model, was_meta
+
+
+def _mapped(model: torch.nn.Module, slices: Sequence[TensorSlice]) -> "MappedKeys | None":
+    """Return the tensors under the names of a model of transformers; None for any other model."""
+    from weighin.models.pretrained import is_pretrained_model  # few loads need it
+
+    if not is_pretrained_model(model):
+        return None
+    from weighin.models.pretrained_keys import map_keys
+
+    return map_keys(model, slices)
+
+
+def _optional(model: torch.nn.Module, mapped: "MappedKeys", checkpoint: Path) -> set[str]:
+    """Return the names that may be missing: of tied weights, buffers and converted tensors.
+
+    Raises:
+        CheckpointError: any other is missing, which ``from_pretrained`` would draw at random.
+    """
+    wanted = model.state_dict(keep_vars=True)
+    present = {source.name for source in mapped.slices}
+    present |= {name for one in mapped.conversions for name in one.targets(model)}
+    values = {id(wanted[name]) for name in present if name in wanted}
+    values |= {id(buffer) for buffer in model.buffers()}
+    missing = sorted(name for name, tensor in wanted.items() if id(tensor) not in values)
+    if missing:
+        raise CheckpointError(
+            f"{checkpoint}: has no values for {first_names(missing)} of this {type(model).__name__}",
+            "choose the class that the checkpoint was saved from; from_pretrained would draw these weights "
+            "at random",
+        )
+    return set(wanted) - {source.name for source in mapped.slices}
+
+
+def _convert(model: torch.nn.Module, conversion: "Conversion") -> None:
+    """Read the sources of a conversion, let transformers convert them, and copy the results."""
+    targets = model.state_dict(keep_vars=True)
+    dtype = targets[conversion.name].dtype
+    tensors = [read_whole(source).to(dtype) for _, source in conversion.sources]
+    with torch.no_grad():
+        for name, value in conversion.apply(model, tensors).items():
+            targets[name].copy_(value)
 
 
 def _with_index(device: torch.device) -> torch.device:

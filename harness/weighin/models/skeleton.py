@@ -100,7 +100,8 @@ def without_weights(
 def construct(build: Callable[[], Model], dtype: torch.dtype) -> Model:
     """Build a model with ``dtype`` as torch's default dtype.
 
-    Tensors that the constructor creates in another floating-point dtype are converted. If torch does
+    Tensors that the constructor creates in another floating-point dtype are converted, unless the
+    model has a true attribute ``keeps_dtypes``. If torch does
     not support an operation of the constructor in ``dtype``, such as an orthogonal matrix in half
     precision, the model is built in float32 and converted. Each call uses the same random numbers; the
     caller's random state does not change.
@@ -113,6 +114,8 @@ def construct(build: Callable[[], Model], dtype: torch.dtype) -> Model:
             raise
         with _constructing(torch.float32):
             model = build()
+    if getattr(model, "keeps_dtypes", False):
+        return model
     tensors = itertools.chain(model.parameters(), model.buffers())
     if any(tensor.is_floating_point() and tensor.dtype != dtype for tensor in tensors):
         _convert(model, dtype)

@@ -1,0 +1,141 @@
+"""Read a Hugging Face folder: its ``config.json``, and the checkpoint that lies beside it.
+
+Standard library only, and never the network. A model of the Hub is found in the local cache
+(``~/.cache/huggingface/hub``) by its id, such as "Qwen/Qwen3-0.6B".
+"""
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from weighin.cell import ModelSpec
+from weighin.errors import CheckpointError, ConfigError
+
+BUILDER: Final = "weighin.models.pretrained:from_config"
+CONFIG: Final = "config.json"
+
+_FILES: Final = ("model.safetensors", "pytorch_model.bin")
+_INDEXES: Final = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_DTYPES: Final = ("float32", "bfloat16", "float16")
+_HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class PretrainedFolder:
+    """A folder that ``save_pretrained`` wrote.
+
+    Attributes:
+        config: the content of ``config.json``.
+        checkpoint: the file with the weights, or the folder itself if they are in shards.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    checkpoint: Path
+
+    @property
+    def architecture(self) -> str:
+        """The class of the model: "LlamaForCausalLM".
+
+        Raises:
+            ConfigError: ``config.json`` names none, or code that is not part of transformers.
+        """
+        if "auto_map" in self.config:
+            raise ConfigError(
+                f"{self.path / CONFIG} names code of its own (auto_map), which weighin does not run",
+                "write a builder that returns the model: --model path/nets.py:build --checkpoint "
+                f"{self.checkpoint}",
+            )
+        names = self.config.get("architectures")
+        if not (isinstance(names, list) and names and isinstance(names[0], str)):
+            raise ConfigError(
+                f"{self.path / CONFIG} names no class in 'architectures'",
+                "save the folder again with model.save_pretrained(FOLDER)",
+            )
+        return names[0]
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that ``from_pretrained(dtype="auto")`` gives the model, by ``config.json``."""
+        text = self.config.get("text_config") or {}
+        for config in (self.config, text if isinstance(text, dict) else {}):
+            name = config.get("dtype") or config.get("torch_dtype")
+            if name in _DTYPES:
+                return str(name)
+        return "float32"
+
+    def spec(self) -> ModelSpec:
+        """Return the model; its arguments are the class and the configuration, not the folder."""
+        kwargs = {"architecture": self.architecture, "config": self.config}
+        return ModelSpec(self.path.resolve().name, BUILDER, kwargs)
+
+
+def is_pretrained(path: Path) -> bool:
+    """Tell whether a path is a folder with ``config.json``."""
+    return (path / CONFIG).is_file()
+
+
+def folder_of(checkpoint: Path) -> Path:
+    """Return the Hugging Face folder of a checkpoint: the folder itself, or that of the file."""
+    return checkpoint if checkpoint.is_dir() else checkpoint.parent
+
+
+def read_folder(path: Path) -> PretrainedFolder:
+    """Return a Hugging Face folder.
+
+    Raises:
+        CheckpointError: it has no weights, or ``config.json`` is damaged.
+    """
+    try:
+        config = json.loads((path / CONFIG).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path / CONFIG}: cannot read it: {error}", "copy or download the file again"
+        ) from None
+    if not isinstance(config, dict):
+        raise CheckpointError(
+            f"{path / CONFIG}: not a JSON object", "copy or download the file again"
+        )
+    return PretrainedFolder(path, config, weights_in(path))
+
+
+def weights_in(path: Path) -> Path:
+    """Return the checkpoint of a Hugging Face folder, as transformers chooses it.
+
+    Raises:
+        CheckpointError: the folder has no weights.
+    """
+    for file, index in zip(_FILES, _INDEXES, strict=True):
+        if (path / file).is_file():
+            return path / file
+        if (path / index).is_file():
+            return path
+    raise CheckpointError(
+        f"{path}: has {CONFIG} but no weights: none of {', '.join([*_FILES, *_INDEXES])}",
+        "download the whole folder, or save it with model.save_pretrained(FOLDER)",
+    )
+
+
+def cached_snapshot(name: str) -> Path | None:
+    """Return the folder of a Hub model in the local cache; None if ``name`` is no Hub id.
+
+    Raises:
+        CheckpointError: it is an id, and the cache does not have the model.
+    """
+    if not _HUB_ID.fullmatch(name):
+        return None
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    entry = hub / f"models--{name.replace('/', '--')}"
+    try:
+        snapshot = entry / "snapshots" / (entry / "refs" / "main").read_text().strip()
+    except OSError:
+        snapshot = entry / "snapshots"
+    if is_pretrained(snapshot):
+        return snapshot
+    raise CheckpointError(
+        f"{name} is not in the cache {hub}, and weighin never downloads", f"hf download {name}"
+    )

@@ -1,0 +1,58 @@
+"""Load a Hugging Face folder as ``from_pretrained`` does, through our loader."""
+
+import contextlib
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weighin.errors import CheckpointError
+from weighin.formats.pretrained_folder import cached_snapshot, is_pretrained, read_folder
+from weighin.loader.load import load_streaming
+from weighin.models.pretrained import from_config
+from weighin.models.skeleton import construct
+
+
+def load_pretrained(
+    folder: Path | str,
+    *,
+    dtype: torch.dtype | str = "auto",
+    device: torch.device | str = "cpu",
+    threads: int | None = None,
+) -> Any:
+    """Return the model that ``AutoModel....from_pretrained(folder, dtype=dtype)`` returns.
+
+    Equal in every parameter and buffer, in dtypes, ties and evaluation mode. Needs one copy of the
+    weights, and no network.
+
+    Args:
+        folder: a folder that ``save_pretrained`` wrote, or the id of a model in the local cache.
+        dtype: "auto" takes the dtype of ``config.json``.
+        threads: as for ``load_streaming``.
+
+    Raises:
+        CheckpointError: the folder is unreadable, or does not have all weights of its model.
+        ConfigError: transformers is missing, has no such class, or the folder brings code of its own.
+    """
+    path = Path(folder)
+    if not is_pretrained(path):
+        path = cached_snapshot(str(folder)) or path
+    if not is_pretrained(path):
+        raise CheckpointError(
+            f"{path}: not a Hugging Face folder: it has no config.json",
+            "give a folder that model.save_pretrained(FOLDER) wrote",
+        )
+    found = read_folder(path)
+    wanted = found.dtype if dtype == "auto" else dtype
+    kind = getattr(torch, wanted) if isinstance(wanted, str) else wanted
+    build = partial(from_config, found.architecture, found.config)
+    model: Any = load_streaming(
+        lambda: construct(build, kind), found.checkpoint, device=device, threads=threads
+    )
+    if model.can_generate():
+        from transformers import GenerationConfig
+
+        with contextlib.suppress(OSError):  # not every folder has one
+            model.generation_config = GenerationConfig.from_pretrained(path)
+    return model

@@ -1,0 +1,124 @@
+"""Build a model of transformers from its configuration, as ``from_pretrained`` builds it."""
+
+import sys
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+
+from weighin.errors import ConfigError
+
+_TOKENS: Final = 8
+_SAMPLES: Final = 16_000  # one second of sound
+
+
+def from_config(architecture: str, config: Mapping[str, Any]) -> torch.nn.Module:
+    """Return the model in evaluation mode, in torch's default dtype.
+
+    Its buffers keep the dtypes that the constructor gives them, as with ``from_pretrained``.
+
+    Args:
+        architecture: the class in transformers, "LlamaForCausalLM".
+        config: the content of ``config.json``.
+
+    Raises:
+        ConfigError: transformers is not installed, or has no such class.
+    """
+    kind = class_of(architecture)
+    settings = kind.config_class.from_dict(dict(config))
+    dtype = torch.get_default_dtype()
+    settings.dtype = dtype
+    model = kind(settings)
+    _keep_in_float32(model, dtype)
+    model.keeps_dtypes = True
+    return model.eval()
+
+
+def class_of(architecture: str) -> Any:
+    """Return a model class of transformers by its name.
+
+    Raises:
+        ConfigError: transformers is not installed, or has no such class.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            f"a Hugging Face folder needs transformers: {error}", "pip install 'weighin[hf]'"
+        ) from None
+    try:
+        kind = getattr(transformers, architecture, None)
+    except ImportError:
+        transformers = _without_torchvision()
+        kind = getattr(transformers, architecture, None)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
+        raise ConfigError(
+            f"transformers {transformers.__version__} has no model class {architecture!r}",
+            "install the version in config.json's transformers_version, or a newer one",
+        )
+    return kind
+
+
+def _without_torchvision() -> Any:
+    """Import transformers again, without torchvision: its build may not fit torch's.
+
+    transformers imports it for image processors, which no load needs.
+    """
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
+        del sys.modules[name]
+    sys.modules["torchvision"] = None  # type: ignore[assignment] (reads as "not installed")
+    import transformers
+
+    return transformers
+
+
+def is_pretrained_model(model: torch.nn.Module) -> bool:
+    """Tell whether a model is one of transformers', without importing transformers."""
+    return any(
+        kind.__name__ == "PreTrainedModel" and kind.__module__.startswith("transformers.")
+        for kind in type(model).__mro__
+    )
+
+
+def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
+    """Give the parameters that the class keeps in float32 that dtype; they have no values yet."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    plan = model._get_dtype_plan(dtype)
+    if not plan:
+        return
+    pattern, names, _ = build_glob_alternation(list(plan))
+    for name, parameter in model.named_parameters():
+        if match := pattern.search(name):
+            kept = plan[names[match.lastgroup]]
+            if kept != parameter.dtype:
+                parameter.data = torch.empty_like(parameter.data, dtype=kept)
+
+
+def example_inputs(architecture: str, config: Mapping[str, Any]) -> dict[str, torch.Tensor] | None:
+    """Return small inputs for one forward pass; None for a kind of model that is not known here."""
+    kind = class_of(architecture)
+    settings = kind.config_class.from_dict(dict(config))
+    text = settings.get_text_config()
+    name = kind.main_input_name
+    made: torch.Tensor | None = None
+    if name == "input_ids":
+        made = torch.arange(1, _TOKENS + 1).unsqueeze(0) % max(2, getattr(text, "vocab_size", 2))
+    elif name == "input_values":
+        made = torch.linspace(-1, 1, _SAMPLES).unsqueeze(0)
+    elif name == "input_features" and hasattr(settings, "num_mel_bins"):
+        frames = 2 * getattr(settings, "max_source_positions", 1500)
+        made = torch.zeros(1, settings.num_mel_bins, frames)
+    elif name == "pixel_values":
+        vision = getattr(settings, "vision_config", settings)
+        size = getattr(vision, "image_size", 224)
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        made = torch.zeros(1, getattr(vision, "num_channels", 3), height, width)
+    if made is None:
+        return None
+    inputs = {name: made}
+    if getattr(settings, "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = torch.ones(1, 2, dtype=torch.long)
+    return inputs

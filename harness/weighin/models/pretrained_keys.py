@@ -1,0 +1,203 @@
+"""Give a checkpoint's tensors the names that a model of transformers has for them.
+
+``from_pretrained`` renames keys, adds or removes the prefix of the base model, and converts groups of
+tensors: it stacks the experts of a layer, or joins q, k and v. Its own tables and functions decide
+here too. Stacked and joined tensors become tensors of several blocks, which the loader reads straight
+into place. Any other conversion is left to transformers, on values.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+import torch
+
+from weighin.formats.base import Part, Slices, TensorSlice
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """A group of a file's tensors that transformers converts to one or several of the model's.
+
+    Attributes:
+        name: the model's name of the first result.
+        converter: transformers' ``WeightConverter``.
+        sources: the tensors, each with the pattern of the converter that it matched.
+    """
+
+    name: str
+    converter: Any
+    sources: list[tuple[str, TensorSlice]] = field(default_factory=list)
+
+    def apply(self, model: Any, tensors: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the results by name, from the values of ``sources``."""
+        converter = deepcopy(self.converter)
+        for (pattern, source), tensor in zip(self.sources, tensors, strict=True):
+            converter.add_tensor(self.name, source.name, pattern, tensor)
+        made = converter.convert(self.name, model=model, config=model.config)
+        return {name: one[0] if isinstance(one, list) else one for name, one in made.items()}
+
+    def targets(self, model: Any) -> list[str]:
+        """Return the names of the results, found by a conversion of tensors without values."""
+        empty = [
+            torch.empty(source.shape, dtype=source.dtype, device="meta")
+            for _, source in self.sources
+        ]
+        return list(self.apply(model, empty))
+
+
+@dataclass(frozen=True, slots=True)
+class MappedKeys:
+    """The tensors of a checkpoint under a model's names.
+
+    Attributes:
+        slices: the tensors that need no conversion of values.
+        conversions: the others.
+        unexpected: keys that the model does not have; ``from_pretrained`` ignores them.
+        renamed: the number of keys with another name in the file.
+        joined: the number of keys that are a part of one of the model's tensors.
+    """
+
+    slices: Slices
+    conversions: tuple[Conversion, ...]
+    unexpected: tuple[str, ...]
+    renamed: int
+    joined: int
+
+    @property
+    def note(self) -> str:
+        """What a loader must do that expects the model's own keys in the file; empty if nothing."""
+        parts = [
+            f"{self.joined} keys converted" if self.joined else "",
+            f"{self.renamed} keys renamed" if self.renamed else "",
+            f"{len(self.unexpected)} keys left out" if self.unexpected else "",
+        ]
+        return " and ".join(part for part in parts if part)
+
+
+def map_keys(model: Any, slices: Sequence[TensorSlice]) -> MappedKeys:
+    """Return a checkpoint's tensors under the names of ``model``, a model of transformers."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
+
+    mapping = get_model_conversion_mapping(model)
+    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+    converters = [one for one in mapping if isinstance(one, WeightConverter)]
+    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    wanted, prefix = model.state_dict(keep_vars=True), model.base_model_prefix
+    groups: dict[str, Conversion] = {}
+    mapped = Slices()
+    unexpected = []
+    for source in sorted(slices, key=lambda one: dot_natural_key(one.name)):
+        name, pattern = rename_source_key(source.name, renamings, converters, prefix, wanted)
+        if name not in wanted and source.name in wanted:
+            name, pattern = rename_source_key(source.name, [], [], prefix, wanted)
+        if name not in wanted:
+            unexpected.append(source.name)
+        elif pattern is None:
+            mapped.append(replace(source, name=name))
+        else:
+            group = groups.setdefault(name, Conversion(name, by_pattern[pattern]))
+            group.sources.append((pattern, source))
+    own = {source.name for source in slices}
+    renamed = sum(source.name not in own for source in mapped)
+    conversions = []
+    for group in groups.values():
+        if (joined := _joined(group)) is None:
+            conversions.append(group)
+        else:
+            mapped.append(joined)
+    return MappedKeys(
+        mapped,
+        tuple(conversions),
+        tuple(unexpected),
+        renamed,
+        sum(len(group.sources) for group in groups.values()),
+    )
+
+
+def _joined(conversion: Conversion) -> TensorSlice | None:
+    """Return a stacked or concatenated tensor as one of several blocks; None for other conversions."""
+    tensors: dict[str, list[TensorSlice]] = {}
+    for pattern, source in conversion.sources:
+        if not source.contiguous or source.parts:
+            return None
+        tensors.setdefault(pattern, []).append(source)
+    if len(conversion.converter.target_patterns) != 1 or len(set(_dtypes(conversion))) != 1:
+        return None
+    blocks = {
+        pattern: [_Blocks(one.shape, ((tuple(0 for _ in one.shape), one),)) for one in group]
+        for pattern, group in tensors.items()
+    }
+    for operation in conversion.converter.operations:
+        kind, dim = type(operation).__name__, getattr(operation, "dim", None)
+        if dim is None or dim < 0:
+            return None
+        if kind == "MergeModulelist":
+            blocks = {pattern: [_stacked(group, dim)] for pattern, group in blocks.items()}
+        elif kind == "Concatenate":
+            order = [pattern for pattern in conversion.converter.source_patterns if pattern in blocks]
+            blocks = {order[0]: [_concatenated([b for p in order for b in blocks[p]], dim)]}
+        else:
+            return None
+    results = [one for group in blocks.values() for one in group]
+    return results[0].as_slice(conversion.name) if len(results) == 1 else None
+
+
+def _dtypes(conversion: Conversion) -> Iterator[str]:
+    return (source.dtype_name for _, source in conversion.sources)
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """A tensor of this shape, in blocks: the start of each, and its place in a file."""
+
+    shape: tuple[int, ...]
+    blocks: tuple[tuple[tuple[int, ...], TensorSlice], ...]
+
+    def as_slice(self, name: str) -> TensorSlice:
+        first = self.blocks[0][1]
+        if len(self.blocks) == 1:
+            return replace(first, name=name)
+        stride = tuple(prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
+        parts = tuple(Part(start, where) for start, where in self.blocks)
+        return replace(first, name=name, shape=self.shape, stride=stride, parts=parts)
+
+
+def _stacked(tensors: list[_Blocks], dim: int) -> _Blocks:
+    """Return tensors of one shape along a new dimension, as ``torch.stack`` does."""
+    shape = tensors[0].shape
+    blocks = tuple(
+        (_with(start, dim, number), _with_dimension(where, dim))
+        for number, tensor in enumerate(tensors)
+        for start, where in tensor.blocks
+    )
+    return _Blocks(_with(shape, dim, len(tensors)), blocks)
+
+
+def _concatenated(tensors: list[_Blocks], dim: int) -> _Blocks:
+    """Return tensors one after the other along a dimension, as ``torch.cat`` does."""
+    blocks, length = [], 0
+    for tensor in tensors:
+        for start, where in tensor.blocks:
+            moved = (*start[:dim], start[dim] + length, *start[dim + 1 :])
+            blocks.append((moved, where))
+        length += tensor.shape[dim]
+    shape = tensors[0].shape
+    return _Blocks((*shape[:dim], length, *shape[dim + 1 :]), tuple(blocks))
+
+
+def _with(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
+    return (*values[:dim], value, *values[dim:])
+
+
+def _with_dimension(where: TensorSlice, dim: int) -> TensorSlice:
+    step = where.stride[dim] * where.shape[dim] if dim < len(where.shape) else 1
+    return replace(where, shape=_with(where.shape, dim, 1), stride=_with(where.stride, dim, step))
