@@ -16,6 +16,7 @@ FORMATS = (
 )  # fmt: skip
 DEVICES = ("cpu", "cuda")
 OPTIONS = ("threads", "granularity")
+MAPS_KEYS = True
 
 
 def load(job: Load) -> torch.nn.Module:

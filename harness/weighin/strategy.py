@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # only for the types: reading a strategy's constants must not
     from weighin.formats.folder_index import file_name
     from weighin.formats.sharded import MAX_SHARD_BYTES
     from weighin.loader.load import load_streaming
+    from weighin.models.pretrained import pretrained_class
     from weighin.models.skeleton import without_weights
     from weighin.models.tied_weights import retie, share_missing, tied_names
 
@@ -31,6 +32,7 @@ __all__ = [
     "file_name",
     "files",
     "load_streaming",
+    "pretrained_class",
     "retie",
     "share_missing",
     "tied_names",
@@ -42,6 +44,7 @@ HELPERS = {
     "file_name": "weighin.formats.folder_index",
     "files": "weighin.formats",
     "load_streaming": "weighin.loader.load",
+    "pretrained_class": "weighin.models.pretrained",
     "retie": "weighin.models.tied_weights",
     "share_missing": "weighin.models.tied_weights",
     "tied_names": "weighin.models.tied_weights",

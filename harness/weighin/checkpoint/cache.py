@@ -38,6 +38,7 @@ class Prepared:
         path: the file, or the folder of a format of many files.
         files_bytes: the size of all its files.
         made: whether this call created it.
+        in_place: whether it is the user's own file, not one in the cache.
         warnings: messages for the user, such as that a damaged checkpoint was replaced.
     """
 
@@ -46,6 +47,7 @@ class Prepared:
     format: str
     files_bytes: int
     made: bool
+    in_place: bool = False
     warnings: tuple[str, ...] = ()
 
     def manifest(self) -> Manifest:
@@ -148,6 +150,7 @@ def _prepared(task: _Task, *, made: bool, warnings: tuple[str, ...]) -> Prepared
         format=task.fmt,
         files_bytes=sum(file.stat().st_size for file in formats.files(path)),
         made=made,
+        in_place=task.in_place,
         warnings=warnings,
     )
 

@@ -17,6 +17,7 @@ from weighin.checkpoint.piecewise import Checksums, checksummed
 from weighin.checkpoint.reader import read_pieces
 from weighin.errors import CheckpointError
 from weighin.formats.base import Progress, TensorSlice
+from weighin.formats.pretrained_folder import BUILDER
 from weighin.formats.misfit import misfit, plain
 from weighin.formats.zip_writer import run_parallel
 from weighin.models.skeleton import map_large_tensors
@@ -43,6 +44,12 @@ def index(
     """
     formats.named(fmt)
     map_large_tensors()
+    if builder == BUILDER:
+        from weighin.checkpoint.index_pretrained import index_pretrained
+
+        return index_pretrained(
+            model, kwargs, checkpoint=checkpoint, fmt=fmt, folder=folder, permit=permit, progress=progress
+        )  # fmt: skip
     torch.set_num_threads(1)  # the readers run in several threads of their own
     started = time.monotonic()
     own, slices = formats.read(checkpoint)

@@ -57,13 +57,15 @@ class TensorEntry:
 class Manifest:
     """All tensors of a model in the order of its state dict, with non-persistent buffers last.
 
-    ``source`` is the origin of the values: "seed 0", or a user's file.
+    ``source`` is the origin of the values: "seed 0", or a user's file. ``keys`` says in what the keys
+    of a user's file differ from the model's, such as "48 keys converted"; empty if in nothing.
     """
 
     model: str
     builder: str
     source: str
     tensors: tuple[TensorEntry, ...]
+    keys: str = ""
 
     @property
     def parameters(self) -> int:

@@ -100,9 +100,10 @@ device = click.option(
 )
 dtype = click.option(
     "--dtype",
-    default="float32",
+    default="auto",
     metavar="DTYPE",
-    help="Dtype of the model's floating-point tensors after the load: float32, bf16 or fp16.",
+    help="Dtype of the model's floating-point tensors after the load: float32, bf16, fp16, or auto:"
+    " that in config.json of a Hugging Face folder, and float32 for any other model.",
 )
 formats = click.option(
     "--format",

@@ -1,5 +1,6 @@
 """``weighin predict``: the memory that loads will need."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -51,12 +52,14 @@ def predict(context: click.Context, /, **_: Any) -> None:
         return
     from weighin.predict import client, tables
 
-    planned = _plan(_suite(typed), _arguments.json_object(typed["kwargs"]))
+    suite = _suite(typed)
+    checkpoint = typed["checkpoint"] or _pretrained(suite)
+    planned = _plan(suite, checkpoint, _arguments.json_object(typed["kwargs"]))
     stored = client.dtype_name(typed["checkpoint_dtype"])
     with _console.err().status("importing torch") as status:
         predictions = client.predict(
             planned,
-            checkpoint=typed["checkpoint"],
+            checkpoint=checkpoint,
             checkpoint_dtype=stored,
             report=lambda done, name: status.update(f"{name}: {done} of {len(planned)} done"),
         )
@@ -90,7 +93,16 @@ def _suite(typed: dict[str, Any]) -> "Suite":
     return _arguments.read_suite(typed["suite"], given)
 
 
-def _plan(suite: "Suite", kwargs: dict[str, Any]) -> "list[Planned]":
+def _pretrained(suite: "Suite") -> Path | None:
+    """Return the checkpoint of the Hugging Face folder that is the only model; None for others."""
+    from weighin.formats.pretrained_folder import read_folder
+    from weighin.suite import registry
+
+    folder = registry.pretrained_folder(suite.models[0]) if len(suite.models) == 1 else None
+    return read_folder(folder).checkpoint if folder else None
+
+
+def _plan(suite: "Suite", checkpoint: Path | None, kwargs: dict[str, Any]) -> "list[Planned]":
     from weighin import formats
     from weighin.suite import registry
     from weighin.suite.matrix import CellMatrix, plan
@@ -102,7 +114,8 @@ def _plan(suite: "Suite", kwargs: dict[str, Any]) -> "list[Planned]":
             ram_limits=(None,),
             isolation="process",
             device=suite.device,
-            dtype=suite.dtype,
+            dtype=registry.model_dtype(suite.models[0], suite.dtype),
             formats=tuple(formats.named(name).NAME for name in suite.format),
+            own_format=formats.detect(checkpoint).NAME if checkpoint else None,
         )
     )

@@ -80,6 +80,7 @@ def recommend(context: click.Context, /, **_: Any) -> None:
 
 
 def _question(typed: dict[str, Any]) -> "Question":
+    from weighin.formats.pretrained_folder import read_folder
     from weighin.recommend import answer
     from weighin.recommend.ranking import Limits
     from weighin.suite import registry
@@ -87,7 +88,9 @@ def _question(typed: dict[str, Any]) -> "Question":
 
     name = _arguments.one_model(typed["model"], typed["model_option"])
     path = typed["checkpoint"]
-    if typed["model"] and path is None and Path(typed["model"]).exists():
+    if folder := registry.pretrained_folder(name):
+        spec, path = registry.model(name), path or read_folder(folder).checkpoint
+    elif typed["model"] and path is None and Path(typed["model"]).exists():
         path = Path(typed["model"])
         spec = answer.of_checkpoint(path)
     else:
@@ -99,7 +102,7 @@ def _question(typed: dict[str, Any]) -> "Question":
         limits=Limits(suite.ram[0], suite.vram[0]),
         checkpoint=path,
         device=suite.device,
-        dtype=suite.dtype,
+        dtype=registry.model_dtype(name, suite.dtype),
         allow=answer.check_allowed(_arguments.names([typed["allow"]])),
         results=typed["results"],
         python_path=(str(Path.cwd()),),

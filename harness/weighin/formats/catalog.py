@@ -20,6 +20,7 @@ from typing import Final
 from weighin.errors import CheckpointError, UnknownName
 from weighin.formats import dcp, per_module, per_param, pt, pt_legacy, safetensors
 from weighin.formats.base import Layout, TensorSlice
+from weighin.formats.pretrained_folder import is_pretrained, weights_in
 from weighin.formats.sharded import SHARDED, SHARDED_PT
 from weighin.formats.zip_directory import check_file
 
@@ -59,6 +60,9 @@ def detect(path: Path) -> Layout:
     for layout in _LAYOUTS:
         if layout.matches(path):
             return layout
+    if is_pretrained(path):
+        file = weights_in(path)
+        return _InFolder(detect(file), file)
     if path.is_dir():
         raise CheckpointError(
             f"{path}: not a checkpoint: the folder has neither an index nor metadata",
@@ -67,6 +71,24 @@ def detect(path: Path) -> Layout:
     # Names the usual mistakes: a web page, a git-lfs pointer.
     check_file(path)
     raise CheckpointError(f"{path}: not a checkpoint", f"known formats: {', '.join(NAMES)}")
+
+
+class _InFolder:
+    """A checkpoint of one file, given by the Hugging Face folder that contains it."""
+
+    def __init__(self, layout: Layout, file: Path) -> None:
+        self.NAME, self.SUFFIX = layout.NAME, layout.SUFFIX
+        self.write = layout.write
+        self._layout, self._file = layout, file
+
+    def matches(self, path: Path) -> bool:
+        return is_pretrained(path)
+
+    def files(self, path: Path) -> list[Path]:
+        return self._layout.files(self._file)
+
+    def read(self, path: Path) -> list[TensorSlice]:
+        return self._layout.read(self._file)
 
 
 def checkpoint_in(folder: Path, name: str) -> Path:

@@ -24,7 +24,7 @@ def from_config(architecture: str, config: Mapping[str, Any]) -> torch.nn.Module
     Raises:
         ConfigError: transformers is not installed, or has no such class.
     """
-    kind = class_of(architecture)
+    kind = pretrained_class(architecture)
     settings = kind.config_class.from_dict(dict(config))
     dtype = torch.get_default_dtype()
     settings.dtype = dtype
@@ -34,7 +34,7 @@ def from_config(architecture: str, config: Mapping[str, Any]) -> torch.nn.Module
     return model.eval()
 
 
-def class_of(architecture: str) -> Any:
+def pretrained_class(architecture: str) -> Any:
     """Return a model class of transformers by its name.
 
     Raises:
@@ -99,7 +99,7 @@ def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
 
 def example_inputs(architecture: str, config: Mapping[str, Any]) -> dict[str, torch.Tensor] | None:
     """Return small inputs for one forward pass; None for a kind of model that is not known here."""
-    kind = class_of(architecture)
+    kind = pretrained_class(architecture)
     settings = kind.config_class.from_dict(dict(config))
     text = settings.get_text_config()
     name = kind.main_input_name

@@ -1,7 +1,7 @@
 """Turn a request of ``weighin bench`` into a ``Run``, or restore the run of an earlier one."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -11,6 +11,7 @@ from typing import Any
 
 from weighin import formats
 from weighin.errors import ConfigError, Interrupted, IsolationUnavailable, RecordError, StillRunning
+from weighin.formats.pretrained_folder import is_pretrained, read_folder, weights_in
 from weighin.isolation import select
 from weighin.probes import environment
 from weighin.records import run_folder
@@ -49,6 +50,7 @@ def start(request: Request) -> tuple[Run, str]:
     suite = request.suite
     models = tuple(registry.model(name, request.kwargs or None) for name in suite.models)
     strategies = registry.chosen(suite)
+    checkpoint = _own(request.checkpoint) or _pretrained(suite.models)
     _check_names("models", [(spec.title, spec.builder) for spec in models])
     _check_names("strategies", [(info.name, str(info.path)) for info, _ in strategies])
     format_names = tuple(formats.named(name).NAME for name in suite.format)
@@ -66,17 +68,17 @@ def start(request: Request) -> tuple[Run, str]:
             vram_limits=tuple(suite.vram),
             isolation=isolation.name,
             device=suite.device,
-            dtype=suite.dtype,
+            dtype=_dtype(suite),
             cache=suite.cache,
             repeats=suite.repeats,
             passes=suite.passes,
             ram_high_bytes=suite.ram_high,
             formats=format_names,
             operation=suite.operation,
+            own_format=formats.detect(checkpoint).NAME if checkpoint else None,
         )
     )
     _check_any_runs(planned)
-    checkpoint = request.checkpoint.resolve() if request.checkpoint else None
     folder = request.folder or Path("results") / _name(request)
     _check_folder(folder, request.verb)
     settings = {
@@ -176,6 +178,41 @@ def resumable(verb: str, task: Run) -> Iterator[None]:
         if (task.folder / run_folder.RECORDS).exists() and "--resume" not in error.repair:
             error.repair += f"; then resume: {again}"
         raise
+
+
+def _own(checkpoint: Path | None) -> Path | None:
+    """Return the user's checkpoint; of a Hugging Face folder, its file if the weights are in one."""
+    if checkpoint is None:
+        return None
+    return (weights_in(checkpoint) if is_pretrained(checkpoint) else checkpoint).resolve()
+
+
+def _pretrained(models: Sequence[str]) -> Path | None:
+    """Return the checkpoint in the Hugging Face folder that is the run's model; None if it is none.
+
+    Raises:
+        ConfigError: it is one of several models, which cannot have one checkpoint.
+    """
+    folders = [folder for name in models if (folder := registry.pretrained_folder(name))]
+    if not folders:
+        return None
+    if len(models) > 1:
+        raise ConfigError(
+            f"{folders[0]} has a checkpoint of its own, and a run has one checkpoint",
+            "measure each Hugging Face folder in a run of its own, and compare them: weighin compare",
+        )
+    return read_folder(folders[0]).checkpoint.resolve()
+
+
+def _dtype(suite: Suite) -> str:
+    """Return the dtype of all cells; raises ConfigError where "auto" means several."""
+    dtypes = {registry.model_dtype(name, suite.dtype) for name in suite.models}
+    if len(dtypes) > 1:
+        raise ConfigError(
+            f"the models have different dtypes: {', '.join(sorted(dtypes))}",
+            "choose one for all: --dtype bf16",
+        )
+    return dtypes.pop()
 
 
 def _check_names(kinds: str, named_places: list[tuple[str, str]]) -> None:

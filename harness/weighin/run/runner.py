@@ -138,6 +138,12 @@ class _Bench:
         files = formats.files(checkpoint.path)
         model_bytes = checkpoint.manifest().model_bytes(planned.cell.dtype)
         job = _job(self.task, planned, self.prepared)
+        if checkpoint.in_place and (keys := checkpoint.manifest().keys) and not planned.strategy.maps_keys:
+            why = (
+                f"needs {keys}, as from_pretrained does; {planned.strategy.name} expects the model's own "
+                f"keys: weighin convert {checkpoint.path} NEW --format {planned.cell.format} --keys model"
+            )
+            return CellMeasurement(_skipped(replace(planned, skip=why), self.setting.environment))
         if planned.cell.operation == "load":
             return take(self.setting, job, files, model_bytes)
         with save_target.target(model_bytes) as folder:

@@ -141,9 +141,10 @@ class Suite(Strict):
     ram_high: _Limit = None
     device: Annotated[str, AfterValidator(_as_device)] = "cpu"
     isolation: Literal["auto", "docker", "cgroup", "process"] = "auto"
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"], BeforeValidator(_as_dtype)] = (
-        "float32"
-    )
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(_as_dtype)
+    ] = "auto"
+    """auto: the dtype in config.json of a Hugging Face folder, and float32 for any other model."""
     cache: Annotated[Literal["cold", "warm"], AfterValidator(_check_cache)] = "cold"
     format: Annotated[list[str], BeforeValidator(_as_list)] = []
     passes: Annotated[int, AfterValidator(_check_passes)] = Field(1, ge=0)

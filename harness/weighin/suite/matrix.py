@@ -5,6 +5,7 @@ from itertools import product
 from typing import Any
 
 from weighin.cell import CacheState, Cell, ModelSpec, Operation
+from weighin.formats.pretrained_folder import BUILDER
 from weighin.suite.registry import StrategyInfo
 
 
@@ -22,6 +23,8 @@ class Planned:
         kind = cell.device.partition(":")[0]
         to, read = ("load to", "read") if cell.operation == "load" else ("save from", "write")
         skip = "" if kind in info.devices else f"{info.name} does not {to} {kind}"
+        if info.pretrained and cell.model.builder != BUILDER:
+            skip = f"{info.name} loads Hugging Face folders only"
         if cell.format not in info.formats:
             skip = f"{info.name} does not {read} {cell.format}, only {', '.join(info.formats)}"
         return cls(cell, info, skip)
@@ -32,7 +35,8 @@ class CellMatrix:
     """The values to combine. ``ram_limits`` and ``vram_limits`` in bytes; None is no limit.
 
     ``formats`` are the requested checkpoint formats: each strategy runs with all of them that it
-    supports. If none are requested, each strategy runs with the first that it declares.
+    supports. If none are requested, each strategy runs with ``own_format``, that of the user's
+    checkpoint, or with the first that it declares.
     """
 
     models: tuple[ModelSpec, ...]
@@ -48,6 +52,7 @@ class CellMatrix:
     formats: tuple[str, ...] = ()
     operation: Operation = "load"
     vram_limits: tuple[int | None, ...] = (None,)
+    own_format: str | None = None
 
 
 def plan(matrix: CellMatrix) -> list[Planned]:
@@ -71,6 +76,8 @@ def _formats(matrix: CellMatrix, info: StrategyInfo) -> list[str]:
 
     That cell is then planned as skipped, with the reason.
     """
+    if not matrix.formats and matrix.own_format in info.formats:
+        return [matrix.own_format]
     supported = [fmt for fmt in matrix.formats if fmt in info.formats]
     return supported or [*matrix.formats, *info.formats][:1]
 

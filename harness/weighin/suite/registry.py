@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from weighin.cell import ModelSpec, Operation
 from weighin.errors import ConfigError, UnknownName
+from weighin.formats.pretrained_folder import cached_snapshot, is_pretrained, read_folder
 
 if TYPE_CHECKING:
     from weighin.suite.config import Suite
@@ -37,7 +38,8 @@ class StrategyInfo:
     """The declarations in a strategy's file.
 
     ``formats`` are those that it reads (a load) or writes (a save). ``options`` are the names
-    that it accepts in ``job.options``.
+    that it accepts in ``job.options``. ``maps_keys`` tells whether it renames and converts a
+    checkpoint's keys as transformers does, ``pretrained`` whether it loads Hugging Face folders only.
     """
 
     name: str
@@ -46,6 +48,8 @@ class StrategyInfo:
     formats: tuple[str, ...]
     devices: tuple[str, ...]
     options: tuple[str, ...] = ()
+    maps_keys: bool = False
+    pretrained: bool = False
 
     def check_options(self, names: Iterable[str]) -> None:
         """Raise UnknownName for an option that the strategy does not declare."""
@@ -133,6 +137,8 @@ def read_strategy(path: Path, operation: Operation = "load") -> StrategyInfo:
         formats=_constant(tree, "FORMATS", path, ("pt",)),
         devices=_constant(tree, "DEVICES", path, ("cpu",)),
         options=_constant(tree, "OPTIONS", path, ()),
+        maps_keys=_flag(tree, "MAPS_KEYS"),
+        pretrained=_flag(tree, "PRETRAINED"),
     )
 
 
@@ -142,18 +148,49 @@ def models() -> dict[str, Path]:
 
 
 def model(name: str, kwargs: dict[str, object] | None = None) -> ModelSpec:
-    """Return a built-in model by its name, or the model of a builder "package.module:callable"."""
+    """Return a model: built-in, of a builder "package.module:callable", or of a Hugging Face folder."""
+    if folder := pretrained_folder(name):
+        if kwargs:
+            raise ConfigError(
+                f"{name} has its arguments in config.json, so --kwargs would be ignored",
+                "leave --kwargs out, or change config.json",
+            )
+        return read_folder(folder).spec()
     if ":" in name:
         return ModelSpec(name.rpartition(":")[2], name, kwargs or {})
     known = models()
     if name not in known:
         raise UnknownName(
-            "model", name, known, "for any other model: --model package.module:callable"
+            "model",
+            name,
+            known,
+            "for any other model: a Hugging Face folder, or --model package.module:callable",
         )
     from weighin.suite.config import read_model  # pydantic, which `weighin list` need not import
 
     spec = read_model(known[name])
     return ModelSpec(spec.name, spec.builder, spec.kwargs | kwargs) if kwargs else spec
+
+
+def pretrained_folder(name: str) -> Path | None:
+    """Return the Hugging Face folder that a model's name means: a path, or an id in the local cache.
+
+    None for any other name.
+
+    Raises:
+        CheckpointError: it is the id of a model that the cache does not have.
+    """
+    if is_pretrained(path := Path(name).expanduser()):
+        return path
+    return None if path.exists() or name in models() else cached_snapshot(name)
+
+
+def model_dtype(name: str, dtype: str) -> str:
+    """Return the dtype of a load; "auto" is that of a Hugging Face folder, or float32."""
+    if dtype != "auto":
+        return dtype
+    folder = pretrained_folder(name)
+    return read_folder(folder).dtype if folder else "float32"
 
 
 def suites() -> dict[str, Path]:
@@ -197,6 +234,17 @@ def _file_of(module: str) -> Path | None:
         folders = spec.submodule_search_locations if spec else None
         spec = PathFinder.find_spec(part, list(folders)) if folders else None
     return Path(spec.origin) if spec and spec.origin and spec.has_location else None
+
+
+def _flag(tree: ast.Module, name: str) -> bool:
+    """Tell whether a file sets the constant ``name`` to True."""
+    return any(
+        isinstance(node, ast.Assign)
+        and [target.id for target in node.targets if isinstance(target, ast.Name)] == [name]
+        and isinstance(node.value, ast.Constant)
+        and node.value.value is True
+        for node in tree.body
+    )
 
 
 def _constant(tree: ast.Module, name: str, path: Path, default: tuple[str, ...]) -> tuple[str, ...]:

@@ -1,0 +1,131 @@
+"""Write the manifest of a Hugging Face folder: the tensors that ``from_pretrained`` leaves."""
+
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weighin import formats
+from weighin.checkpoint.checksum import checksum
+from weighin.checkpoint.describe import Described
+from weighin.checkpoint.generate import RECORD_BYTES, Made, plans, write
+from weighin.checkpoint.manifest import Kind, Manifest
+from weighin.checkpoint.piecewise import CELL_DTYPES, Checksums, checksummed, dtype_name, pieces_of
+from weighin.errors import CheckpointError
+from weighin.formats.base import Progress, TensorSlice
+from weighin.formats.misfit import first_names
+from weighin.formats.pretrained_folder import BUILDER, folder_of
+from weighin.models.pretrained import pretrained_class
+from weighin.models.pretrained_keys import map_keys
+from weighin.models.skeleton import non_persistent_buffers
+
+
+def index_pretrained(
+    model: str,
+    kwargs: Mapping[str, Any],
+    *,
+    checkpoint: Path,
+    fmt: str,
+    folder: Path,
+    permit: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
+) -> Made:
+    """Write the manifest into ``folder``, and the model's own state dict in ``fmt`` if it is another format.
+
+    ``from_pretrained`` itself loads the model, with the memory that it takes.
+
+    Raises:
+        CheckpointError: the folder does not have all weights, so that some would be random.
+    """
+    started = time.monotonic()
+    own, slices = formats.read(checkpoint)
+    if permit is not None:
+        permit(sum(RECORD_BYTES + where.nbytes for where in slices) if own != fmt else 0)
+    kind = pretrained_class(kwargs["architecture"])
+    source = folder_of(checkpoint)
+    reference, info = kind.from_pretrained(
+        source, dtype=_stored_dtype(slices), output_loading_info=True, local_files_only=True
+    )
+    if missing := sorted(info["missing_keys"]):
+        raise CheckpointError(
+            f"{checkpoint}: has no values for {first_names(missing)} of {kind.__name__}",
+            "choose the class that the checkpoint was saved from: from_pretrained draws these weights at random",
+        )
+    described = [*_described(reference)]
+    read = time.monotonic()
+    sums: dict[str, dict[str, str]] = {}
+    by_name = {one.name: one for one in described}
+    pieces = partial(_summed, sums, by_name)
+    stored = [one for one in described if one.kind != "non_persistent_buffer"]
+    if own != fmt:
+        write(fmt, folder, plans(stored), pieces, progress)
+    for one in stored:
+        if one.shared_with is None and one.name not in sums:
+            for piece in pieces(one.name):
+                if progress is not None and own == fmt:
+                    progress(piece.nbytes)
+    if len(stored) < len(described):
+        for wanted in CELL_DTYPES:
+            loaded = kind.from_pretrained(source, dtype=getattr(torch, wanted))
+            for name, (owner, leaf) in non_persistent_buffers(loaded):
+                value = owner._buffers[leaf]
+                assert value is not None
+                sums.setdefault(name, {})[dtype_name(value.dtype)] = checksum(value)
+    kept = _kept_in_float32(reference, sums)
+    entries = tuple(
+        one.entry(sums[first], torch.float32 if first in kept else None)
+        for one in described
+        if (first := one.shared_with or one.name)
+    )
+    keys = map_keys(reference, slices).note
+    manifest = Manifest(model, BUILDER, str(checkpoint), entries, keys)
+    manifest.write(folder / "manifest.json")
+    return Made(manifest, {"read": read - started, "convert": time.monotonic() - read})
+
+
+def _kept_in_float32(model: Any, sums: dict[str, dict[str, str]]) -> set[str]:
+    """Return the weights that the class keeps in float32, and drop their checksums in other dtypes."""
+    kept = set()
+    for wanted in CELL_DTYPES:
+        plan = model._get_dtype_plan(getattr(torch, wanted))
+        for name in sums:
+            if any(re.search(pattern.replace("*", r"\d+"), name) for pattern in plan):
+                kept.add(name)
+                if wanted != "float32":
+                    sums[name].pop(wanted, None)
+    return kept
+
+
+def _stored_dtype(slices: list[TensorSlice]) -> torch.dtype:
+    """Return the widest floating-point dtype in a checkpoint."""
+    kinds = [where.dtype for where in slices if where.dtype.is_floating_point]
+    return max(kinds, key=lambda kind: kind.itemsize, default=torch.float32)
+
+
+def _described(model: torch.nn.Module) -> Iterator[Described]:
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    firsts: dict[int, str] = {}
+    tensors = dict(model.state_dict(keep_vars=True))
+    for name, (owner, leaf) in non_persistent_buffers(model):
+        tensors[name] = owner._buffers[leaf]
+    persistent = set(model.state_dict())
+    for name, tensor in tensors.items():
+        kind: Kind = "non_persistent_buffer" if name not in persistent else "persistent_buffer"
+        if name in parameters:
+            kind = "parameter"
+        first = firsts.setdefault(id(tensor), name)
+        yield Described(name, tensor.detach(), kind, None if first == name else first)
+
+
+def _summed(
+    sums: dict[str, dict[str, str]], described: Mapping[str, Described], name: str
+) -> Iterator[torch.Tensor]:
+    """Yield a tensor's values, and keep their checksums in ``sums``."""
+    tensor = described[name].tensor
+    running = Checksums(tensor.numel(), tensor.dtype)
+    yield from checksummed(pieces_of(tensor), running)
+    sums[name] = running.result()

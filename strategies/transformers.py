@@ -1,0 +1,32 @@
+"""Call ``from_pretrained`` of transformers, which maps safetensors files and renames keys.
+
+Expected peak: one copy of the weights. Converted tensors, such as the stacked experts of a layer, take
+their sources' memory in addition.
+
+Options: disable_mmap (read instead of mapping), device_map (placement by accelerate, such as "cpu").
+"""
+
+import json
+from pathlib import Path
+
+import torch
+
+from weighin.strategy import Load, pretrained_class
+
+FORMATS = ("safetensors", "sharded", "pt", "sharded_pt")
+DEVICES = ("cpu", "cuda")
+OPTIONS = ("disable_mmap", "device_map")
+PRETRAINED = True
+MAPS_KEYS = True
+
+
+def load(job: Load) -> torch.nn.Module:
+    checkpoint = Path(job.checkpoint)
+    folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
+    with job.phase("read"):
+        (architecture,) = json.loads((folder / "config.json").read_text())["architectures"][:1]
+        model: torch.nn.Module = pretrained_class(architecture).from_pretrained(
+            folder, dtype=job.dtype, local_files_only=True, **job.options
+        )
+    with job.phase("move"):
+        return model.to(job.device)
