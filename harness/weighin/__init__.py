@@ -2,17 +2,19 @@
 
 ::
 
-    from weighin import Load, Save, load_streaming
+    from weighin import Load, Save, load_pretrained, load_streaming
 
 ``Load`` and ``Save`` are the types of the argument of a strategy's function. ``load_streaming`` loads
-a checkpoint into a model and needs little more memory than the model. ``weighin.strategy`` has
-further functions for strategies.
+a checkpoint into a model and needs little more memory than the model. ``load_pretrained`` does the
+same for a Hugging Face folder, and returns the model. ``weighin.strategy`` has further functions for
+strategies.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from weighin.loader.load import load_streaming
+    from weighin.loader.pretrained import load_pretrained
     from weighin.strategy import Load, Save
 
 __version__ = "0.2.0"
@@ -20,9 +22,10 @@ __version__ = "0.2.0"
 _PUBLIC = {
     "Load": "weighin.strategy",
     "Save": "weighin.strategy",
+    "load_pretrained": "weighin.loader.pretrained",
     "load_streaming": "weighin.loader.load",
 }
-__all__ = ["Load", "Save", "__version__", "load_streaming"]
+__all__ = ["Load", "Save", "__version__", "load_pretrained", "load_streaming"]
 
 
 def __getattr__(name: str) -> Any:

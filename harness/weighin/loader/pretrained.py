@@ -50,6 +50,8 @@ def load_pretrained(
     model: Any = load_streaming(
         lambda: construct(build, kind), found.checkpoint, device=device, threads=threads
     )
+    for parameter in model.parameters():  # from_pretrained makes new ones, which take gradients
+        parameter.requires_grad_(parameter.is_floating_point())
     if model.can_generate():
         from transformers import GenerationConfig
 

@@ -25,7 +25,7 @@ def from_config(architecture: str, config: Mapping[str, Any]) -> torch.nn.Module
         ConfigError: transformers is not installed, or has no such class.
     """
     kind = pretrained_class(architecture)
-    settings = kind.config_class.from_dict(dict(config))
+    settings = kind.config_class.from_dict(_decoded(config))
     dtype = torch.get_default_dtype()
     settings.dtype = dtype
     model = kind(settings)
@@ -82,6 +82,15 @@ def is_pretrained_model(model: torch.nn.Module) -> bool:
     )
 
 
+def _decoded(value: Any) -> Any:
+    """Return a part of ``config.json`` with {"__float__": "Infinity"} as a number, and fresh containers."""
+    if isinstance(value, Mapping):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _decoded(item) for key, item in value.items()}
+    return [_decoded(item) for item in value] if isinstance(value, list) else value
+
+
 def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
     """Give the parameters that the class keeps in float32 that dtype; they have no values yet."""
     from transformers.core_model_loading import build_glob_alternation
@@ -100,7 +109,7 @@ def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
 def example_inputs(architecture: str, config: Mapping[str, Any]) -> dict[str, torch.Tensor] | None:
     """Return small inputs for one forward pass; None for a kind of model that is not known here."""
     kind = pretrained_class(architecture)
-    settings = kind.config_class.from_dict(dict(config))
+    settings = kind.config_class.from_dict(_decoded(config))
     text = settings.get_text_config()
     name = kind.main_input_name
     made: torch.Tensor | None = None

@@ -140,8 +140,8 @@ class _Bench:
         job = _job(self.task, planned, self.prepared)
         if checkpoint.in_place and (keys := checkpoint.manifest().keys) and not planned.strategy.maps_keys:
             why = (
-                f"needs {keys}, as from_pretrained does; {planned.strategy.name} expects the model's own "
-                f"keys: weighin convert {checkpoint.path} NEW --format {planned.cell.format} --keys model"
+                f"needs {keys}, as from_pretrained does, and {planned.strategy.name} expects the model's own"
+                " keys: give another --format, which weighin writes with those keys"
             )
             return CellMeasurement(_skipped(replace(planned, skip=why), self.setting.environment))
         if planned.cell.operation == "load":

@@ -1,0 +1,159 @@
+"""Hugging Face folders: ``load_pretrained`` gives what ``from_pretrained`` gives, or says why not."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from weighin import formats, load_pretrained, load_streaming
+from weighin.errors import CheckpointError, ConfigError
+from weighin.formats.pretrained_folder import BUILDER, cached_snapshot, read_folder
+from weighin.models.pretrained import example_inputs, pretrained_class
+from weighin.suite import registry
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}
+DECODER = SMALL | {"intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 8}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 128}
+VIT = SMALL | {"intermediate_size": 64, "image_size": 32, "patch_size": 8}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 128}
+FOLDERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "tied": ("LlamaForCausalLM", DECODER | {"tie_word_embeddings": True}, {}),
+    "shards": ("LlamaForCausalLM", DECODER, {"max_shard_size": "20KB"}),
+    "experts": ("Qwen3MoeForCausalLM", DECODER | EXPERTS, {}),
+    "encoder-decoder": ("T5ForConditionalGeneration", T5, {}),
+    "encoder": ("BertForMaskedLM", SMALL | {"intermediate_size": 64}, {}),
+    "vision": ("ViTForImageClassification", VIT, {}),
+    "gpt2": ("GPT2LMHeadModel", GPT2 | {"bos_token_id": 1, "eos_token_id": 2}, {}),
+}
+Make = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """Return a function that saves a folder of ``FOLDERS``, once."""
+    root = tmp_path_factory.mktemp("pretrained")
+
+    def saved(name: str) -> Path:
+        if not (root / name).exists():
+            architecture, settings, options = FOLDERS[name]
+            kind = pretrained_class(architecture)
+            torch.manual_seed(0)
+            model = kind(kind.config_class(**settings))
+            if name == "shards":
+                model = model.to(torch.bfloat16)
+            model.save_pretrained(root / name, **options)
+        return root / name
+
+    return saved
+
+
+def tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(
+        model.named_buffers(remove_duplicate=False)
+    )
+
+
+def ties(model: torch.nn.Module) -> list[list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return sorted(names.values())
+
+
+@pytest.mark.parametrize("dtype", ["auto", torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_folder_loads_as_from_pretrained_loads_it(
+    make: Make, name: str, dtype: torch.dtype | str
+) -> None:
+    folder = make(name)
+    found = read_folder(folder)
+    wanted = pretrained_class(found.architecture).from_pretrained(folder, dtype=dtype)
+    model = load_pretrained(folder, dtype=dtype)
+    assert type(model) is type(wanted)
+    assert model.training is False
+    left, right = tensors(model), tensors(wanted)
+    assert left.keys() == right.keys()
+    for key, tensor in right.items():
+        assert left[key].dtype == tensor.dtype, key
+        assert left[key].requires_grad == tensor.requires_grad, key
+        assert torch.equal(left[key], tensor), key
+    assert ties(model) == ties(wanted)
+    inputs = example_inputs(found.architecture, found.config) or {}
+    inputs = {key: v.to(model.dtype) if v.is_floating_point() else v for key, v in inputs.items()}
+    with torch.inference_mode():
+        assert torch.equal(model(**inputs).logits, wanted(**inputs).logits)
+
+
+def test_a_base_model_loads_from_the_file_of_a_model_with_a_head(make: Make) -> None:
+    folder = make("encoder")
+    kind = pretrained_class("BertModel")
+    config = read_folder(folder).config
+    wanted = kind.from_pretrained(folder, add_pooling_layer=False)
+    model = load_streaming(
+        lambda: kind(kind.config_class.from_dict(config), add_pooling_layer=False), folder
+    )
+    for key, tensor in tensors(wanted).items():
+        assert torch.equal(tensors(model)[key], tensor), key
+
+
+def test_weights_that_would_be_random_are_refused(make: Make, tmp_path: Path) -> None:
+    folder = tmp_path / "classifier"
+    shutil.copytree(make("encoder"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["architectures"] = ["BertForSequenceClassification"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"has no values for .*classifier\.bias"):
+        load_pretrained(folder)
+
+
+def test_code_in_the_folder_is_not_run(make: Make, tmp_path: Path) -> None:
+    folder = tmp_path / "remote"
+    shutil.copytree(make("tied"), folder)
+    config = json.loads((folder / "config.json").read_text()) | {"auto_map": {"AutoModel": "x.Y"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="names code of its own"):
+        load_pretrained(folder)
+
+
+def test_a_folder_is_a_model_whose_arguments_are_its_configuration(make: Make) -> None:
+    spec = registry.model(str(make("tied")))
+    assert (spec.name, spec.builder, spec.title) == ("tied", BUILDER, "tied")
+    assert spec.kwargs["architecture"] == "LlamaForCausalLM"
+    assert registry.model_dtype(str(make("shards")), "auto") == "bfloat16"
+    assert registry.model_dtype(str(make("shards")), "float16") == "float16"
+    assert registry.model_dtype("gpt2-tiny", "auto") == "float32"
+
+
+def test_a_folder_of_one_file_is_a_checkpoint(make: Make) -> None:
+    folder = make("tied")
+    assert formats.detect(folder).NAME == "safetensors"
+    assert formats.files(folder) == [folder / "model.safetensors"]
+    assert formats.read(folder)[0] == "safetensors"
+
+
+def test_a_model_of_the_hub_is_found_in_the_cache_alone(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(CheckpointError) as caught:
+        registry.model("Some/Model")
+    assert str(caught.value) == (
+        f"Some/Model is not in the cache {tmp_path}, and weighin never downloads\nhf download Some/Model"
+    )
+    entry = tmp_path / "models--Some--Model"
+    shutil.copytree(make("tied"), entry / "snapshots" / "0123")
+    (entry / "refs").mkdir()
+    (entry / "refs" / "main").write_text("0123")
+    assert cached_snapshot("Some/Model") == entry / "snapshots" / "0123"
+    assert load_pretrained("Some/Model").config.architectures == ["LlamaForCausalLM"]
+
+
+def test_a_folder_without_weights_says_what_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    with pytest.raises(CheckpointError, match=r"has config\.json but no weights"):
+        load_pretrained(tmp_path)
