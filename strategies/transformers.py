@@ -1,9 +1,10 @@
 """Call ``from_pretrained`` of transformers, which maps safetensors files and renames keys.
 
-Expected peak: one copy of the weights. Converted tensors, such as the stacked experts of a layer, take
-their sources' memory in addition.
+Expected peak: no anonymous memory for weights on the CPU that lie in safetensors files in the wanted
+dtype: they are mapped pages. Others take one copy, and converted tensors, such as the stacked experts
+of a layer, that of their sources too.
 
-Options: disable_mmap (read instead of mapping), device_map (placement by accelerate, such as "cpu").
+Options: disable_mmap (read the files instead of mapping them), device_map (as in from_pretrained).
 """
 
 import json

@@ -29,7 +29,8 @@ def planned(cell: dict[str, Any]) -> Planned:
 
 
 def test_every_strategy_was_measured() -> None:
-    assert {cell["strategy"] for cell in MEASURED["cells"]} == set(registry.strategies())
+    strategies = {name for name, info in registry.strategies().items() if not info.pretrained}
+    assert {cell["strategy"] for cell in MEASURED["cells"]} == strategies
 
 
 @pytest.mark.slow

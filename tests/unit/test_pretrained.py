@@ -13,6 +13,7 @@ from weighin import formats, load_pretrained, load_streaming
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats.pretrained_folder import BUILDER, cached_snapshot, read_folder
 from weighin.models.pretrained import example_inputs, pretrained_class
+from weighin.recommend.snippet import pretrained_snippet
 from weighin.suite import registry
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}
@@ -157,3 +158,15 @@ def test_a_folder_without_weights_says_what_is_missing(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     with pytest.raises(CheckpointError, match=r"has config\.json but no weights"):
         load_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("strategy", ["streaming", "transformers"])
+def test_the_recommended_code_loads_the_folder(make: Make, strategy: str) -> None:
+    code = pretrained_snippet(
+        registry.strategy(strategy), "LlamaForCausalLM", device="cpu", dtype="float32",
+        folder=str(make("tied")),
+    )  # fmt: skip
+    names: dict[str, Any] = {}
+    exec(code, names)
+    wanted = load_pretrained(make("tied"))
+    assert torch.equal(names["model"].lm_head.weight, wanted.lm_head.weight)

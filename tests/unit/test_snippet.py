@@ -16,7 +16,7 @@ from weighin.recommend.snippet import CannotWriteOut, snippet
 from weighin.suite import registry
 
 READABLE = [(name, fmt) for name, info in registry.strategies().items() for fmt in info.formats]
-PLAIN = [one for one in READABLE if one[0] != "streaming"]
+PLAIN = [one for one in READABLE if one[0] not in ("streaming", "transformers")]
 NEEDS = {"safetensors_copy": "safetensors", "safetensors_mmap": "safetensors", "sharded": "safetensors", "streaming": "weighin"}  # fmt: skip
 
 # Tied weights, persistent and non-persistent buffers, an integer buffer.

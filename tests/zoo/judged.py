@@ -22,6 +22,7 @@ from weighin import formats as layouts
 from weighin.cell import ModelSpec
 from weighin.checkpoint.index import index
 from weighin.checkpoint.manifest import Manifest
+from weighin.suite import registry
 from weighin.worker import touch, verify
 from weighin.worker.inputs import Inputs
 from weighin.worker.loading import WorkerLoad, import_strategy
@@ -52,6 +53,8 @@ def strategies() -> list[tuple[str, Path, tuple[str, ...]]]:
     """Return name, file and formats of every load strategy."""
     found = []
     for path in sorted(STRATEGIES.glob("*.py")):
+        if registry.read_strategy(path).pretrained:  # these load Hugging Face folders only
+            continue
         load = import_strategy(path)
         found.append((path.stem, path, sys_formats(load)))
     return found

@@ -42,6 +42,7 @@ _NEEDS: Final = {
     "safetensors_copy": ExpectedMemory(1, mapped=True),
     "sharded": ExpectedMemory(1, mapped=True),
     "streaming": ExpectedMemory(1),
+    "transformers": ExpectedMemory(0, mapped=True),
 }
 _NEEDS_OF_BIN_SHARDS: Final = ExpectedMemory(1, "shard")
 

@@ -17,8 +17,8 @@ from weighin.checkpoint.piecewise import Checksums, checksummed
 from weighin.checkpoint.reader import read_pieces
 from weighin.errors import CheckpointError
 from weighin.formats.base import Progress, TensorSlice
-from weighin.formats.pretrained_folder import BUILDER
 from weighin.formats.misfit import misfit, plain
+from weighin.formats.pretrained_folder import BUILDER
 from weighin.formats.zip_writer import run_parallel
 from weighin.models.skeleton import map_large_tensors
 

@@ -92,11 +92,11 @@ def _kept_in_float32(model: Any, sums: dict[str, dict[str, str]]) -> set[str]:
     kept = set()
     for wanted in CELL_DTYPES:
         plan = model._get_dtype_plan(getattr(torch, wanted))
-        for name in sums:
-            if any(re.search(pattern.replace("*", r"\d+"), name) for pattern in plan):
+        for name, checksums in sums.items():
+            if any(re.search(pattern.replace("*", ".*"), name) for pattern in plan):
                 kept.add(name)
                 if wanted != "float32":
-                    sums[name].pop(wanted, None)
+                    checksums.pop(wanted, None)
     return kept
 
 

@@ -84,10 +84,10 @@ class _InFolder:
     def matches(self, path: Path) -> bool:
         return is_pretrained(path)
 
-    def files(self, path: Path) -> list[Path]:
+    def files(self, _path: Path) -> list[Path]:
         return self._layout.files(self._file)
 
-    def read(self, path: Path) -> list[TensorSlice]:
+    def read(self, _path: Path) -> list[TensorSlice]:
         return self._layout.read(self._file)
 
 

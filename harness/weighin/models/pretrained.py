@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 
@@ -31,7 +31,8 @@ def from_config(architecture: str, config: Mapping[str, Any]) -> torch.nn.Module
     model = kind(settings)
     _keep_in_float32(model, dtype)
     model.keeps_dtypes = True
-    return model.eval()
+    model.eval()
+    return cast(torch.nn.Module, model)
 
 
 def pretrained_class(architecture: str) -> Any:
@@ -46,16 +47,17 @@ def pretrained_class(architecture: str) -> Any:
         raise ConfigError(
             f"a Hugging Face folder needs transformers: {error}", "pip install 'weighin[hf]'"
         ) from None
+    package: Any = transformers
     try:
-        kind = getattr(transformers, architecture, None)
+        kind = getattr(package, architecture, None)
     except ImportError:
-        transformers = _without_torchvision()
-        kind = getattr(transformers, architecture, None)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
+        package = _without_torchvision()
+        kind = getattr(package, architecture, None)
+    package.logging.set_verbosity_error()
+    package.logging.disable_progress_bar()
+    if not isinstance(kind, type) or not issubclass(kind, package.PreTrainedModel):
         raise ConfigError(
-            f"transformers {transformers.__version__} has no model class {architecture!r}",
+            f"transformers {package.__version__} has no model class {architecture!r}",
             "install the version in config.json's transformers_version, or a newer one",
         )
     return kind
@@ -68,7 +70,8 @@ def _without_torchvision() -> Any:
     """
     for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
         del sys.modules[name]
-    sys.modules["torchvision"] = None  # type: ignore[assignment] (reads as "not installed")
+    modules: dict[str, Any] = sys.modules
+    modules["torchvision"] = None  # reads as "not installed"
     import transformers
 
     return transformers
@@ -101,7 +104,7 @@ def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
     pattern, names, _ = build_glob_alternation(list(plan))
     for name, parameter in model.named_parameters():
         if match := pattern.search(name):
-            kept = plan[names[match.lastgroup]]
+            kept = plan[names[match.lastgroup or ""]]
             if kept != parameter.dtype:
                 parameter.data = torch.empty_like(parameter.data, dtype=kept)
 

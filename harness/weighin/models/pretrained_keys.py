@@ -143,7 +143,9 @@ def _joined(conversion: Conversion) -> TensorSlice | None:
         if kind == "MergeModulelist":
             blocks = {pattern: [_stacked(group, dim)] for pattern, group in blocks.items()}
         elif kind == "Concatenate":
-            order = [pattern for pattern in conversion.converter.source_patterns if pattern in blocks]
+            order = [
+                pattern for pattern in conversion.converter.source_patterns if pattern in blocks
+            ]
             blocks = {order[0]: [_concatenated([b for p in order for b in blocks[p]], dim)]}
         else:
             return None

@@ -13,6 +13,7 @@ from rich.table import Table
 from weighin import formats
 from weighin.cell import Cell, ModelSpec
 from weighin.errors import UnknownName
+from weighin.formats.pretrained_folder import BUILDER, folder_of
 from weighin.predict.client import predict
 from weighin.predict.prediction import Prediction
 from weighin.recommend import calibration as calibrating
@@ -20,7 +21,7 @@ from weighin.recommend.calibration import Calibration
 from weighin.recommend.ordering import ranked
 from weighin.recommend.prior_runs import Evidence, find
 from weighin.recommend.ranking import SAVED_AS, Candidate, FitVerdict, Limits, assess, slowness
-from weighin.recommend.snippet import CannotWriteOut, snippet
+from weighin.recommend.snippet import CannotWriteOut, pretrained_snippet, snippet
 from weighin.suite import registry
 from weighin.suite.matrix import Planned
 from weighin.units import format_bytes, format_exact
@@ -158,6 +159,12 @@ def advise(question: Question, prior: PriorKnowledge) -> Advice:
         return advice
     info = registry.strategy(advice.best.strategy)
     checkpoint = str(question.checkpoint) if question.checkpoint else "model.pt"
+    if (folder := _folder(question)) and info.maps_keys:
+        code = pretrained_snippet(
+            info, question.model.kwargs["architecture"], device=question.device,
+            dtype=question.dtype, folder=folder,
+        )  # fmt: skip
+        return Advice(question, advice.candidates, code)
     try:
         code = snippet(info, device=question.device, dtype=question.dtype, checkpoint=checkpoint)
     except CannotWriteOut as why:
@@ -165,6 +172,13 @@ def advise(question: Question, prior: PriorKnowledge) -> Advice:
             f"# {info.name} cannot be written as one function: {why}. Its code is in {info.path}\n"
         )
     return Advice(question, advice.candidates, code)
+
+
+def _folder(question: Question) -> str | None:
+    """Return the Hugging Face folder of a question; None if its model is another one."""
+    if question.model.builder != BUILDER or question.checkpoint is None:
+        return None
+    return str(folder_of(question.checkpoint))
 
 
 def parts(advice: Advice) -> Iterator[RenderableType]:

@@ -32,6 +32,8 @@ def snippet(
     Raises:
         CannotWriteOut: the strategy cannot become a plain function; the message says why.
     """
+    if info.pretrained:
+        raise CannotWriteOut("it loads Hugging Face folders only")
     tree = ast.parse(info.path.read_text(encoding="utf-8"))
     plain = _Plain(convert=dtype != "float32")
     imports, functions = ["import torch"], []
@@ -52,6 +54,19 @@ def snippet(
         lines.insert(0, f"# pip install torch {' '.join(needed)}")
     use = f"# model = load_model(build_model, {checkpoint!r})   # build_model() returns your model"
     return "\n".join(lines) + f"\n\n\n{body}\n\n\n{use}\n"
+
+
+def pretrained_snippet(
+    info: StrategyInfo, architecture: str, *, device: str, dtype: str, folder: str
+) -> str:
+    """Return the code that loads a Hugging Face folder with a strategy that maps its keys."""
+    if info.pretrained:
+        package, line = "transformers", f"from transformers import {architecture}"
+        call = f"{architecture}.from_pretrained({folder!r}, dtype=torch.{dtype}).to({device!r})"
+    else:
+        package, line = "'weighin[hf]'", "from weighin import load_pretrained"
+        call = f"load_pretrained({folder!r}, dtype=torch.{dtype}, device={device!r})"
+    return f"# pip install torch {package}\nimport torch\n{line}\n\nmodel = {call}\n"
 
 
 def _import(node: ast.Import | ast.ImportFrom) -> tuple[list[str], list[str]]:

@@ -75,7 +75,7 @@ def start(request: Request) -> tuple[Run, str]:
             ram_high_bytes=suite.ram_high,
             formats=format_names,
             operation=suite.operation,
-            own_format=formats.detect(checkpoint).NAME if checkpoint else None,
+            own_format=_own_format(checkpoint),
         )
     )
     _check_any_runs(planned)
@@ -185,6 +185,11 @@ def _own(checkpoint: Path | None) -> Path | None:
     if checkpoint is None:
         return None
     return (weights_in(checkpoint) if is_pretrained(checkpoint) else checkpoint).resolve()
+
+
+def _own_format(checkpoint: Path | None) -> str | None:
+    """Return the format of the user's checkpoint; None without one, or if it is missing."""
+    return formats.detect(checkpoint).NAME if checkpoint and checkpoint.exists() else None
 
 
 def _pretrained(models: Sequence[str]) -> Path | None:

@@ -138,7 +138,11 @@ class _Bench:
         files = formats.files(checkpoint.path)
         model_bytes = checkpoint.manifest().model_bytes(planned.cell.dtype)
         job = _job(self.task, planned, self.prepared)
-        if checkpoint.in_place and (keys := checkpoint.manifest().keys) and not planned.strategy.maps_keys:
+        if (
+            checkpoint.in_place
+            and (keys := checkpoint.manifest().keys)
+            and not planned.strategy.maps_keys
+        ):
             why = (
                 f"needs {keys}, as from_pretrained does, and {planned.strategy.name} expects the model's own"
                 " keys: give another --format, which weighin writes with those keys"

@@ -1,0 +1,60 @@
+"""A Hugging Face folder as the model of ``weighin bench`` and ``weighin recommend``."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import CommandLine
+
+from weighin.models.pretrained import pretrained_class
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}
+DECODER = SMALL | {"intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 8}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "tied-llama": ("LlamaForCausalLM", DECODER | {"tie_word_embeddings": True}),
+    "experts": ("Qwen3MoeForCausalLM", DECODER | EXPERTS),
+}
+
+
+@pytest.fixture(scope="session")
+def folders(disk: Path) -> Path:
+    root = disk / "pretrained folders"
+    for name, (architecture, settings) in MODELS.items():
+        kind = pretrained_class(architecture)
+        torch.manual_seed(0)
+        kind(kind.config_class(**settings)).save_pretrained(root / name)
+    return root
+
+
+def outcomes(command: CommandLine, folder: Path) -> dict[str, tuple[str, str]]:
+    done = command.run(
+        "bench", str(folder), "--isolation", "process", "--out", "run",
+        "--strategies", "streaming,transformers,safetensors_mmap,baseline",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    results = map(json.loads, (command.folder / "run/records.jsonl").read_text().splitlines())
+    return {one["cell"]["strategy"]: (one["outcome"], one["message"]) for one in results}
+
+
+def test_tied_weights_may_be_missing_from_the_file(command: CommandLine, folders: Path) -> None:
+    ended = outcomes(command, folders / "tied-llama")
+    assert {outcome for outcome, _ in ended.values()} == {"ok"}, ended
+
+
+def test_a_strategy_that_cannot_convert_keys_says_so(command: CommandLine, folders: Path) -> None:
+    ended = outcomes(command, folders / "experts")
+    assert [ended[name][0] for name in ("streaming", "transformers", "baseline")] == ["ok"] * 3
+    assert ended["safetensors_mmap"] == (
+        "skipped",
+        "needs 24 keys converted, as from_pretrained does, and safetensors_mmap expects the model's own"
+        " keys: give another --format, which weighin writes with those keys",
+    )
+
+
+def test_a_folder_is_inspected(command: CommandLine, folders: Path) -> None:
+    done = command.run("inspect", str(folders / "tied-llama"))
+    assert done.code == 0, done.err
+    assert "format safetensors, 20 tensors" in " ".join(done.out.split())
