@@ -18,7 +18,7 @@ SAVED_AS: Final = "saved as "
 
 _DOUBT_SHARE, _DOUBT_BYTES = 0.02, 32 * MIB  # the error of a predicted floor
 _OURS: Final = frozenset({"streaming"})
-_PACKAGES: Final = {"safetensors_mmap": "safetensors", "safetensors_copy": "safetensors", "sharded": "safetensors"}  # fmt: skip
+_PACKAGES: Final = {"safetensors_mmap": "safetensors", "safetensors_copy": "safetensors", "sharded": "safetensors", "transformers": "transformers"}  # fmt: skip
 
 
 class FitVerdict(StrEnum):

@@ -39,6 +39,7 @@ _COLOURS: Final = {
     "mmap_assign": "#0072B2",
     "per_param": "#009E73",
     "streaming": "#CC79A7",
+    "transformers": "#B8860B",
     "load_assign": "#56B4E9",
     "per_param_mmap": "#117733",
     "per_module": "#999933",
