@@ -21,7 +21,7 @@ REFUSED: dict[str, tuple[str, int, str]] = {
         "bench gpt2-tinny",
         2,
         "error: no model is called 'gpt2-tinny'\n"
-        f"did you mean 'gpt2-tiny'? known: {MODELS}; for any other model: --model package.module:callable\n",
+        f"did you mean 'gpt2-tiny'? known: {MODELS}; for any other model: a Hugging Face folder, or --model package.module:callable\n",
     ),
     "unknown strategy": (
         "bench gpt2-tiny --strategies streeming",
