@@ -111,7 +111,7 @@ def _alone(need: MemoryNeed, offset: int) -> torch.Tensor:
 
 
 def _together(run: Sequence[MemoryNeed]) -> Iterator[Fillable]:
-    """Yield one shared area for adjacent tensors of one file; memory for each if they are small."""
+    """Yield one shared area for adjacent large tensors of a file, and separate memory for small ones."""
     if not run:
         return
     start = run[0].source.offset
