@@ -29,9 +29,11 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
+from weighin.cell import ModelSpec
 from weighin.checkpoint import cache
 from weighin.loader.mapped_copy import ask_for_huge_pages
 from weighin.probes import page_cache
@@ -48,7 +50,8 @@ WAYS = {
     "safetensors_copy": ("safetensors_copy", "safetensors"),
     "safetensors_mmap": ("safetensors_mmap", "safetensors"),
 }
-PEERS = Path(__file__).parent / "peers"
+PEERS = ("runai", "fastsafetensors", "eager", "prefetch_mmap", "safetensors_pread")
+TENSORIZER = Path(__file__).parent / "peer_tensorizer.py"
 _PIECE_BYTES = 4 * 1024**2
 _WARM_ATTEMPTS = 5
 _MEMORY = {
@@ -80,7 +83,9 @@ def main() -> None:
     parser.add_argument(
         "--ways", nargs="+", help="run only these strategies, named as in the table"
     )
-    parser.add_argument("--peers", action="store_true", help="compare with benchmarks/peers too")
+    parser.add_argument(
+        "--peers", action="store_true", help="compare with the loaders of other projects too"
+    )
     parser.add_argument(
         "--beside",
         metavar="WAY",
@@ -97,7 +102,7 @@ def main() -> None:
     if options.one:
         print(json.dumps(_run_one(json.loads(options.one))))
         return
-    compile_code(PEERS)
+    compile_code(TENSORIZER.parent)
     ways = _ways(options.model, peers=options.peers)
     ways = [way for way in ways if not options.ways or way.name in options.ways]
     if options.beside and options.beside not in [way.name for way in ways]:
@@ -115,16 +120,26 @@ def _ways(model: str, *, peers: bool) -> list[Way]:
     for name, (strategy, fmt) in WAYS.items():
         made = cache.ensure(spec, fmt)
         ways.append(Way(name, registry.strategy(strategy).path, made.path, made.manifest_path))
-    if peers:
-        made = cache.ensure(spec, "safetensors")
+    return ways + (_peers(model, spec) if peers else [])
+
+
+def _peers(model: str, spec: ModelSpec) -> list[Way]:
+    """Return the loaders of other projects that are installed here."""
+    made = cache.ensure(spec, "safetensors")
+    ways = []
+    for name in PEERS:
+        info = registry.strategy(name)
+        if info.missing:
+            print(f"{name} is left out: it {info.missing}", file=sys.stderr)
+        else:
+            ways.append(Way(name, info.path, made.path, made.manifest_path))
+    if find_spec("tensorizer"):
         own = _tensorizer_file(model, made.path)
-        ways += [
-            Way("Run:ai streamer", PEERS / "peer_runai.py", made.path, made.manifest_path),
-            Way(
-                "fastsafetensors", PEERS / "peer_fastsafetensors.py", made.path, made.manifest_path
-            ),
-            Way("tensorizer", PEERS / "peer_tensorizer.py", own, made.manifest_path),
-        ]
+        ways.append(Way("tensorizer", TENSORIZER, own, made.manifest_path))
+    else:
+        print(
+            "tensorizer is left out: see benchmarks/README.md on how to install it", file=sys.stderr
+        )
     return ways
 
 

@@ -15,6 +15,7 @@ from weighin.strategy import Load, retie, tied_names
 FORMATS = ("sharded", "sharded_pt")
 DEVICES = ("cpu", "cuda")
 OPTIONS = ()
+PACKAGES = ("safetensors",)
 
 
 def load(job: Load) -> torch.nn.Module:

@@ -17,6 +17,7 @@ from weighin.strategy import Load, pretrained_class
 FORMATS = ("safetensors", "sharded", "pt", "sharded_pt")
 DEVICES = ("cpu", "cuda")
 OPTIONS = ("disable_mmap", "device_map")
+PACKAGES = ("transformers",)
 PRETRAINED = True
 MAPS_KEYS = True
 

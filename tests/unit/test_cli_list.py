@@ -37,7 +37,9 @@ def test_an_entry_has_its_facts_below_it() -> None:
     first = text.splitlines()[:4]
     assert first[0] == "strategies"
     assert first[1].startswith("  baseline          ")
-    assert "                    reads pt; loads to cpu, cuda" in text.splitlines()
+    facts = [line.strip() for line in text.splitlines()]
+    assert "reads pt; loads to cpu, cuda" in facts
+    assert "needs runai-model-streamer" in facts
     assert "strategies for saves (--operation save)" in text
 
 
@@ -61,6 +63,7 @@ def test_the_data_of_a_strategy_and_of_a_model() -> None:
         "formats": list(info.formats),
         "devices": list(info.devices),
         "options": list(info.options),
+        "packages": [],
         "path": str(info.path),
     }
     tiny = next(one for one in document["models"] if one["name"] == "gpt2-tiny")

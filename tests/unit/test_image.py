@@ -2,7 +2,7 @@
 
 import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +64,12 @@ STEPS = [
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Wheels of 3 MiB of a torch of 5 GiB; nothing is fetched."""
 
-    def download(pins: Any, target: Any, folder: Path, say: Callable[[str], None]) -> None:
+    def download(pins: Any, target: Any, folder: Path, *_: Any) -> None:
         (folder / "wheels").mkdir()
         (folder / "wheels" / "torch.whl").write_bytes(bytes(3 * MIB))
 
     monkeypatch.setattr(wheels, "download", download)
-    monkeypatch.setattr(wheels, "installed_pins", lambda _: PINS)
+    monkeypatch.setattr(wheels, "installed_pins", lambda *_: PINS)
     monkeypatch.setattr(wheels, "installed_bytes", lambda _: 5 * GIB)
     monkeypatch.setattr(image_build, "probe", lambda *_: wheels.Target("3.11", "x86_64", 36))
     return tmp_path

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from functools import cache
 from pathlib import Path
+from shlex import quote
 
 import pytest
 import torch
@@ -14,10 +15,17 @@ from weighin.checkpoint.piecewise import pieces_of
 from weighin.formats.base import TensorPlan
 from weighin.recommend.snippet import CannotWriteOut, snippet
 from weighin.suite import registry
+from weighin.suite.packages import name_of
 
-READABLE = [(name, fmt) for name, info in registry.strategies().items() for fmt in info.formats]
-PLAIN = [one for one in READABLE if one[0] not in ("streaming", "transformers")]
-NEEDS = {"safetensors_copy": "safetensors", "safetensors_mmap": "safetensors", "sharded": "safetensors", "streaming": "weighin"}  # fmt: skip
+STRATEGIES = {
+    name: info
+    for name, info in registry.strategies().items()
+    if "cpu" in info.devices and not info.pretrained
+}
+READABLE = [(name, fmt) for name, info in STRATEGIES.items() for fmt in info.formats]
+PLAIN = [one for one in READABLE if one[0] != "streaming"]
+NEEDS = {name: info.packages for name, info in STRATEGIES.items() if info.packages}
+NEEDS["streaming"] = ("weighin",)
 
 # Tied weights, persistent and non-persistent buffers, an integer buffer.
 USE = """
@@ -90,7 +98,8 @@ def run(folder: Path, name: str, fmt: str, interpreter: ForkServer) -> None:
         text = snippet(registry.strategy(name), dtype=dtype)
         first = text.partition("\n")[0]
         assert first.startswith("#") == (name in NEEDS)
-        assert name not in NEEDS or first == f"# pip install torch {NEEDS[name]}"
+        needed = " ".join(map(quote, NEEDS.get(name, ())))
+        assert name not in NEEDS or first == f"# pip install torch {needed}"
         code += text + USE.format(dtype=dtype, checkpoint=str(checkpoint))
     done = interpreter.run(code, folder=folder)
     assert (done.returncode, done.stdout) == (0, "right\nright\n"), done.stderr
@@ -100,7 +109,11 @@ def run(folder: Path, name: str, fmt: str, interpreter: ForkServer) -> None:
 def test_a_snippet_runs_with_torch_and_what_it_names(
     tmp_path: Path, name: str, fmt: str, torch_without: Servers
 ) -> None:
-    missing = frozenset({"weighin", "numpy", "safetensors"} - {NEEDS.get(name)})
+    if lacks := STRATEGIES[name].missing:
+        pytest.skip(f"{name} {lacks}")
+    needed = {name_of(package) for package in NEEDS.get(name, ())}
+    others = set() if needed - {"safetensors"} else {"numpy"}  # a loader may need numpy itself
+    missing = frozenset({"weighin", "safetensors", *others} - needed)
     run(tmp_path, name, fmt, torch_without(missing))
 
 

@@ -27,7 +27,6 @@ from weighin.worker import touch, verify
 from weighin.worker.inputs import Inputs
 from weighin.worker.loading import WorkerLoad, import_strategy
 
-STRATEGIES = Path(__file__).parents[2] / "strategies"
 _ALL_FORMATS_BYTES = 100 * 1024**2  # larger models are tested as pt and safetensors only
 _ALL_PLANTS_BYTES = 20 * 1024**2  # for larger models, only every fourth strategy gets a wrong byte
 _IN_TURN = 4
@@ -50,19 +49,12 @@ class Truth:
 
 @cache
 def strategies() -> list[tuple[str, Path, tuple[str, ...]]]:
-    """Return name, file and formats of every load strategy."""
-    found = []
-    for path in sorted(STRATEGIES.glob("*.py")):
-        if registry.read_strategy(path).pretrained:  # these load Hugging Face folders only
-            continue
-        load = import_strategy(path)
-        found.append((path.stem, path, sys_formats(load)))
-    return found
-
-
-def sys_formats(load: Callable[..., Any]) -> tuple[str, ...]:
-    formats: tuple[str, ...] = load.__globals__["FORMATS"]
-    return formats
+    """Return name, file and formats of every strategy that loads any model to the CPU and can run here."""
+    return [
+        (name, info.path, info.formats)
+        for name, info in registry.strategies().items()
+        if "cpu" in info.devices and not info.missing and not info.pretrained
+    ]
 
 
 def try_strategies(

@@ -41,6 +41,12 @@ _NEEDS: Final = {
     "safetensors_mmap": ExpectedMemory(0, mapped=True),
     "safetensors_copy": ExpectedMemory(1, mapped=True),
     "sharded": ExpectedMemory(1, mapped=True),
+    "safetensors_load_model": ExpectedMemory(1, mapped=True),
+    "safetensors_pread": ExpectedMemory(1),
+    "prefetch_mmap": ExpectedMemory(0, mapped=True),
+    "eager": ExpectedMemory(2),
+    "runai": ExpectedMemory(1),
+    "fastsafetensors": ExpectedMemory(1),
     "streaming": ExpectedMemory(1),
     "transformers": ExpectedMemory(0, mapped=True),
 }

@@ -74,6 +74,8 @@ def _facts(kind: str, entry: dict[str, Any]) -> Iterator[str]:
         yield f"{reads} {', '.join(entry['formats'])}; {loads} {', '.join(entry['devices'])}"
         if entry["options"]:
             yield f"options {', '.join(entry['options'])}"
+        if entry["packages"]:
+            yield f"needs {', '.join(entry['packages'])}"
     elif kind == "models":
         arguments = ", ".join(f"{key}={value}" for key, value in entry["kwargs"].items())
         yield f"{entry['builder']} {arguments}"
@@ -91,6 +93,7 @@ def _strategies(operation: Any) -> list[dict[str, Any]]:
             "formats": list(info.formats),
             "devices": list(info.devices),
             "options": list(info.options),
+            "packages": list(info.packages),
             "path": str(info.path),
         }
         for name, info in registry.strategies(operation).items()

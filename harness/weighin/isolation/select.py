@@ -8,14 +8,17 @@ NAMES = ("docker", "cgroup", "process")
 """All isolations, in the order in which ``auto`` tries them."""
 
 
-def named(name: str, base_image: str | None = None) -> Isolation:
-    """Return an isolation by its name, without checking that it works here."""
+def named(name: str, base_image: str | None = None, packages: tuple[str, ...] = ()) -> Isolation:
+    """Return an isolation by its name, without checking that it works here.
+
+    ``packages`` are those that the strategies need; an image has them only if they are named.
+    """
     if name == "docker":
         from weighin.isolation.docker.isolation import (
             DockerIsolation,  # the SDK takes 0.2 s to import
         )
 
-        return DockerIsolation(base_image=base_image)
+        return DockerIsolation(base_image, packages)
     if name == "cgroup":
         from weighin.isolation.cgroup import CgroupIsolation
 
@@ -27,7 +30,13 @@ def named(name: str, base_image: str | None = None) -> Isolation:
     raise UnknownName("isolation", name, [*NAMES, "auto"])
 
 
-def choose(name: str, *, limited: bool, base_image: str | None = None) -> tuple[Isolation, str]:
+def choose(
+    name: str,
+    *,
+    limited: bool,
+    base_image: str | None = None,
+    packages: tuple[str, ...] = (),
+) -> tuple[Isolation, str]:
     """Return a working isolation, and for ``auto`` a line on why better ones were passed over.
 
     ``auto`` takes Docker if an engine answers, else a cgroup if this user may create one, else a
@@ -37,7 +46,7 @@ def choose(name: str, *, limited: bool, base_image: str | None = None) -> tuple[
         IsolationUnavailable: none works, or the named one does not or cannot enforce a limit.
     """
     if name != "auto":
-        isolation = named(name, base_image)
+        isolation = named(name, base_image, packages)
         if limited and not isolation.limits:
             raise IsolationUnavailable(
                 f"--isolation {name} cannot enforce a RAM limit",
@@ -47,7 +56,7 @@ def choose(name: str, *, limited: bool, base_image: str | None = None) -> tuple[
         return isolation, ""
     refused: list[IsolationUnavailable] = []
     for candidate in NAMES:
-        isolation = named(candidate, base_image)
+        isolation = named(candidate, base_image, packages)
         if limited and not isolation.limits:
             continue
         try:

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Final
 
 from weighin import formats
 from weighin.checkpoint import entries
@@ -17,6 +17,10 @@ from weighin.predict.prediction import Prediction, from_json
 from weighin.probes.environment import read_ahead_bytes
 from weighin.suite.config import DTYPES
 from weighin.suite.matrix import Planned
+from weighin.suite.packages import name_of
+
+_FOLLOWED: Final = frozenset({"torch", "numpy", "safetensors", "transformers"})
+"""Packages whose reads are known to ``patches.py``, or that read with torch's operations."""
 
 Report = Callable[[int, str], None]
 """Called with the number of finished cells and the name of the next strategy."""
@@ -59,8 +63,8 @@ def predict(
                 if report:
                     report(number, planned_cell.cell.strategy)
                 predictions.append(
-                    Prediction(planned_cell.cell, cannot=planned_cell.skip)
-                    if planned_cell.skip
+                    Prediction(planned_cell.cell, cannot=cannot)
+                    if (cannot := planned_cell.skip or _not_followed(planned_cell))
                     else _predict_cell(
                         planned_cell, ask, made, folder, checkpoint, own, checkpoint_dtype
                     )
@@ -69,6 +73,12 @@ def predict(
         finally:
             process.kill()
             process.communicate()
+
+
+def _not_followed(planned: Planned) -> str:
+    """Say which package of a strategy reads files in code that no prediction follows; else empty."""
+    unknown = {name_of(each) for each in planned.strategy.packages} - _FOLLOWED
+    return f"no prediction follows how {', '.join(sorted(unknown))} reads files" if unknown else ""
 
 
 def dtype_name(text: str) -> str:

@@ -4,14 +4,21 @@
 sees either. All other code of a strategy runs unchanged.
 """
 
+import json
+import mmap
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
 from unittest.mock import patch
 
 import torch
 
 from weighin.predict.ledger import Ledger
+
+_POPULATE_READ: Final = 22  # MADV_POPULATE_READ, which Python's mmap does not name
 
 
 @contextmanager
@@ -24,9 +31,71 @@ def declared(ledger: Ledger) -> Iterator[None]:
             _legacy(ledger),
             _streaming(ledger),
             _trim(ledger),
+            _prefetches(),
         ):
             stack.enter_context(place)
         yield
+
+
+@contextmanager
+def safetensors_reads(ledger: Ledger, names: dict[str, Any]) -> Iterator[None]:
+    """Patch the functions of safetensors that read a file in Rust, among a strategy's global ``names``.
+
+    The strategy imports safetensors itself, because the memory of that import is part of its cost.
+    """
+    module = sys.modules.get("safetensors.torch")
+    if module is None:
+        yield
+        return
+    mapped = module.load_file
+
+    def load_file(filename: Any, device: Any = "cpu", *, backend: str = "mmap") -> Any:
+        if backend != "pread":
+            return mapped(filename, device=device)
+        state = _empty_tensors(Path(filename), module._TYPES)
+        for tensor in state.values():
+            _filled(ledger, tensor)
+        return {name: tensor.to(device) for name, tensor in state.items()}
+
+    def load(data: _FileBytes) -> dict[str, torch.Tensor]:
+        state = _empty_tensors(data.path, module._TYPES)
+        for tensor in state.values():
+            ledger.write(tensor)
+        return state
+
+    def read_bytes(self: Path) -> Any:
+        if self.suffix != ".safetensors":
+            return original(self)
+        return _FileBytes(self, _read_storage(ledger, self.stat().st_size))
+
+    original = Path.read_bytes
+    fakes = {module.load: load, module.load_file: load_file}
+    found = {name: fakes[value] for name, value in names.items() if _is_among(value, fakes)}
+    with patch.dict(names, found), patch.object(Path, "read_bytes", read_bytes):
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class _FileBytes:
+    """The content of a file, of which only the memory counts."""
+
+    path: Path
+    memory: torch.Tensor
+
+
+def _is_among(value: Any, functions: dict[Any, Any]) -> bool:
+    return any(value is function for function in functions)
+
+
+def _empty_tensors(path: Path, dtypes: dict[str, torch.dtype]) -> dict[str, torch.Tensor]:
+    """Return tensors of the shapes in a safetensors file's header."""
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    return {
+        name: torch.empty(entry["shape"], dtype=dtypes[entry["dtype"]])
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
 
 
 def _archives(ledger: Ledger) -> Any:
@@ -100,6 +169,17 @@ def _streaming(ledger: Ledger) -> Any:
                 ledger.work["read_direct_bytes"] += stretch.source_bytes
 
     return patch.object(fill, "being_filled", being_filled)
+
+
+def _prefetches() -> Any:
+    """Patch ``mmap``: a prefetch would fill the page cache, which no figure of a prediction contains."""
+
+    class Mapping(mmap.mmap):
+        def madvise(self, option: int, *stretch: int) -> None:
+            if option != _POPULATE_READ:
+                super().madvise(option, *stretch)
+
+    return patch.object(mmap, "mmap", Mapping)
 
 
 def _trim(ledger: Ledger) -> Any:

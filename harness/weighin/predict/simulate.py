@@ -14,7 +14,7 @@ from weighin.predict.allocator import CachingAllocator
 from weighin.predict.dispatch import Operations
 from weighin.predict.fake_cuda import pretended
 from weighin.predict.ledger import Ledger
-from weighin.predict.patches import declared
+from weighin.predict.patches import declared, safetensors_reads
 from weighin.predict.prediction import ABOVE_PEAK_BYTES, PredictedPhase, Work
 from weighin.predict.reasons import reasons
 from weighin.record import Memory
@@ -78,7 +78,9 @@ def run(
     gpu = pretended(ledger) if ledger.cuda else nullcontext()
     with declared(ledger), gpu, Operations(ledger):
         modules = len(sys.modules)
-        model = import_strategy(strategy)(job)
+        load = import_strategy(strategy)
+        with safetensors_reads(ledger, load.__globals__):
+            model = load(job)
         ledger.work["modules"] += len(sys.modules) - modules
     tensors = {identity(tensor): tensor for tensor in named_tensors(model).values()}
     with ledger.phase("touch"):

@@ -33,6 +33,7 @@ ALLOWED: Final = ("resave", "packages", "weighin")
 _MIRROR: Final = "weighin.models.mirror:mirror"  # builds a model from a checkpoint's own keys
 _STYLES: Final = {FitVerdict.FITS: "green", FitVerdict.TOO_LARGE: "red", FitVerdict.UNKNOWN: "dim"}
 _HELP: Final = "A smaller dtype (--dtype bf16) or a higher limit may help."
+_NO_SOURCE: Final = "-"
 _USABLE: Final = (FitVerdict.FITS, FitVerdict.THRASHES, FitVerdict.BARELY)
 
 
@@ -188,12 +189,13 @@ def parts(advice: Advice) -> Iterator[RenderableType]:
     if asked.limits.vram_bytes:
         limits.append(f"{format_exact(asked.limits.vram_bytes)} of GPU memory")
     sources = [_sources(candidate) for candidate in advice.candidates]
-    same = len(set(sources)) == 1
+    known = list(dict.fromkeys(source for source in sources if source != _NO_SOURCE))
+    same = len(known) == 1
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.title = f"{asked.model.title} as {asked.dtype} on {asked.device}, " + (
         " and ".join(limits) or "without a limit"
     )
-    table.caption = f"Memory and time are {sources[0]}." if same else None
+    table.caption = f"Memory and time are {known[0]}." if same else None
     table.add_column("strategy", no_wrap=True)
     for heading in ("verdict", "why"):
         table.add_column(heading, overflow="fold")
@@ -226,7 +228,8 @@ def parts(advice: Advice) -> Iterator[RenderableType]:
 
 def _sources(candidate: Candidate) -> str:
     return (
-        ", ".join(dict.fromkeys(filter(None, (candidate.memory_from, candidate.time_from)))) or "-"
+        ", ".join(dict.fromkeys(filter(None, (candidate.memory_from, candidate.time_from))))
+        or _NO_SOURCE
     )
 
 

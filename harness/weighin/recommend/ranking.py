@@ -18,7 +18,6 @@ SAVED_AS: Final = "saved as "
 
 _DOUBT_SHARE, _DOUBT_BYTES = 0.02, 32 * MIB  # the error of a predicted floor
 _OURS: Final = frozenset({"streaming"})
-_PACKAGES: Final = {"safetensors_mmap": "safetensors", "safetensors_copy": "safetensors", "sharded": "safetensors", "transformers": "transformers"}  # fmt: skip
 
 
 class FitVerdict(StrEnum):
@@ -219,8 +218,7 @@ def _stays_mapped(prediction: Prediction) -> bool:
 
 def _asks(info: StrategyInfo, fmt: str, checkpoint_format: str) -> list[str]:
     asked = [] if fmt == checkpoint_format else [f"{SAVED_AS}{fmt}"]
-    if info.name in _PACKAGES:
-        asked.append(_PACKAGES[info.name])
+    asked += info.packages
     if info.name in _OURS:
         asked.append("weighin")
     return asked

@@ -7,17 +7,19 @@ weighin's own loader keeps its imports.
 import ast
 import textwrap
 from pathlib import Path
+from shlex import quote
 from typing import Final
 
 from weighin.strategy import HELPERS
+from weighin.suite.packages import name_of
 from weighin.suite.registry import StrategyInfo
 
 _PACKAGE: Final = Path(__file__).resolve().parents[1]
 _KEPT: Final = ("weighin.loader.load", "weighin.models.skeleton")
 """Modules too large to include: strategies that import them keep these imports."""
 
-_INSTALLED: Final = {"safetensors": "safetensors", "weighin": "weighin"}
-"""The pip package that an import line with this word needs."""
+_INSTALLED: Final = ("safetensors", "weighin")
+"""Packages that an import shows, also where a strategy does not declare them."""
 
 
 class CannotWriteOut(Exception):
@@ -49,9 +51,8 @@ def snippet(
         parts.append(_source("weighin.recommend.pasted", "reset_buffers"))
     body = "\n\n\n".join(part.strip("\n") for part in [*parts, *functions])
     lines = sorted(dict.fromkeys(imports), key=lambda line: (line.startswith("from"), line))
-    needed = [name for word, name in _INSTALLED.items() if any(word in line for line in lines)]
-    if needed:
-        lines.insert(0, f"# pip install torch {' '.join(needed)}")
+    if needed := _needed(info, lines):
+        lines.insert(0, f"# pip install torch {' '.join(map(quote, needed))}")
     use = f"# model = load_model(build_model, {checkpoint!r})   # build_model() returns your model"
     return "\n".join(lines) + f"\n\n\n{body}\n\n\n{use}\n"
 
@@ -67,6 +68,14 @@ def pretrained_snippet(
         package, line = "'weighin[hf]'", "from weighin import load_pretrained"
         call = f"load_pretrained({folder!r}, dtype=torch.{dtype}, device={device!r})"
     return f"# pip install torch {package}\nimport torch\n{line}\n\nmodel = {call}\n"
+
+
+def _needed(info: StrategyInfo, lines: list[str]) -> list[str]:
+    """Return the packages to install beside torch: those that the strategy declares or imports."""
+    declared = {name_of(package) for package in info.packages}
+    imported = {line.split()[1].partition(".")[0] for line in lines}
+    others = [name for name in _INSTALLED if name in imported and name not in declared]
+    return [*info.packages, *others]
 
 
 def _import(node: ast.Import | ast.ImportFrom) -> tuple[list[str], list[str]]:

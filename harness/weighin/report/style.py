@@ -47,6 +47,13 @@ _COLOURS: Final = {
     "safetensors_mmap": "#44AA99",
     "safetensors_copy": "#882255",
     "sharded": "#DDCC77",
+    "eager": "#661100",
+    "prefetch_mmap": "#88CCEE",
+    "safetensors_pread": "#AA4499",
+    "safetensors_load_model": "#CC6677",
+    "runai": "#6699CC",
+    "fastsafetensors": "#F0E442",
+    "instanttensor": "#000000",
     "torch_save": "#E69F00",
     "safetensors": "#882255",
 }

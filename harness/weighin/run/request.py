@@ -1,7 +1,7 @@
 """Turn a request of ``weighin bench`` into a ``Run``, or restore the run of an earlier one."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -17,7 +17,7 @@ from weighin.probes import environment
 from weighin.records import run_folder
 from weighin.run import gpu_check, trust
 from weighin.run.runner import Run
-from weighin.suite import registry
+from weighin.suite import packages, registry
 from weighin.suite.config import Suite
 from weighin.suite.matrix import CellMatrix, Planned, plan
 from weighin.units import format_bytes, format_exact
@@ -57,7 +57,12 @@ def start(request: Request) -> tuple[Run, str]:
     _check_machine(suite.ram)
     _check_gpu(suite)
     limited = request.within is not None or any(limit is not None for limit in suite.ram)
-    isolation, note = select.choose(suite.isolation, limited=limited, base_image=request.base_image)
+    isolation, note = select.choose(
+        suite.isolation,
+        limited=limited,
+        base_image=request.base_image,
+        packages=_installed(info for info, _ in strategies),
+    )
     if suite.ram_high is not None:
         select.check_soft_limit(isolation)
     planned = plan(
@@ -148,7 +153,9 @@ def restore(folder: Path, *, trusted: bool = False) -> tuple[Run, dict[str, Any]
         run = Run(
             folder=folder,
             planned=cells,
-            isolation=select.named(planned.cells[0].isolation, settings["base_image"]),
+            isolation=select.named(
+                planned.cells[0].isolation, settings["base_image"], _installed(infos.values())
+            ),
             seed=settings["seed"],
             checkpoint=Path(checkpoint) if checkpoint else None,
             timeout_s=settings["timeout_s"],
@@ -218,6 +225,11 @@ def _dtype(suite: Suite) -> str:
             "choose one for all: --dtype bf16",
         )
     return dtypes.pop()
+
+
+def _installed(infos: Iterable[registry.StrategyInfo]) -> tuple[str, ...]:
+    """Return the installed packages that some strategies need, sorted."""
+    return tuple(sorted(packages.versions(name for info in infos for name in info.packages)))
 
 
 def _check_names(kinds: str, named_places: list[tuple[str, str]]) -> None:

@@ -21,6 +21,7 @@ from weighin.run import interrupts, save_target
 from weighin.run.bytecode import compile_code
 from weighin.run.cell_runner import CellMeasurement, Setting, take
 from weighin.run.run_lock import only_run
+from weighin.suite import packages
 from weighin.suite.matrix import Planned
 from weighin.text import one_line
 from weighin.units import format_bytes, format_exact
@@ -148,10 +149,11 @@ class _Bench:
                 " keys: give another --format, which weighin writes with those keys"
             )
             return CellMeasurement(_skipped(replace(planned, skip=why), self.setting.environment))
+        setting = _with_packages(self.setting, planned)
         if planned.cell.operation == "load":
-            return take(self.setting, job, files, model_bytes)
+            return take(setting, job, files, model_bytes)
         with save_target.target(model_bytes) as folder:
-            measured = take(self.setting, replace(job, target=str(folder)), files, model_bytes)
+            measured = take(setting, replace(job, target=str(folder)), files, model_bytes)
             return replace(measured, result=save_target.with_warnings(measured.result, folder))
 
 
@@ -274,6 +276,14 @@ def _skipped(planned: Planned, known_environment: dict[str, Any]) -> Result:
         started_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
         environment=known_environment,
     )
+
+
+def _with_packages(setting: Setting, planned: Planned) -> Setting:
+    """Add the versions of a strategy's packages; a container's are those of this environment."""
+    if not planned.strategy.packages:
+        return setting
+    found = {"packages": packages.versions(planned.strategy.packages)}
+    return replace(setting, environment=setting.environment | found)
 
 
 def _environment(isolation: Isolation) -> dict[str, Any]:

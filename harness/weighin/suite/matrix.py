@@ -19,10 +19,12 @@ class Planned:
 
     @classmethod
     def of(cls, cell: Cell, info: StrategyInfo) -> "Planned":
-        """Plan a cell; skip it if its strategy does not support the device or the format."""
+        """Plan a cell; skip it if its strategy does not support the device or format, or lacks a package."""
         kind = cell.device.partition(":")[0]
         to, read = ("load to", "read") if cell.operation == "load" else ("save from", "write")
-        skip = "" if kind in info.devices else f"{info.name} does not {to} {kind}"
+        skip = f"{info.name} {missing}" if (missing := info.missing) else ""
+        if kind not in info.devices:
+            skip = f"{info.name} does not {to} {kind}"
         if info.pretrained and cell.model.builder != BUILDER:
             skip = f"{info.name} loads Hugging Face folders only"
         if cell.format not in info.formats:

@@ -40,6 +40,8 @@ class StrategyInfo:
     ``formats`` are those that it reads (a load) or writes (a save). ``options`` are the names
     that it accepts in ``job.options``. ``maps_keys`` tells whether it renames and converts a
     checkpoint's keys as transformers does, ``pretrained`` whether it loads Hugging Face folders only.
+    ``packages`` are those that it imports beside torch and weighin, by their names on PyPI:
+    "fastsafetensors", "safetensors>=0.8".
     """
 
     name: str
@@ -50,6 +52,16 @@ class StrategyInfo:
     options: tuple[str, ...] = ()
     maps_keys: bool = False
     pretrained: bool = False
+    packages: tuple[str, ...] = ()
+
+    @property
+    def missing(self) -> str:
+        """The packages that are not installed here, and how to install them; empty if all are."""
+        from weighin.suite import (
+            packages,
+        )  # importlib.metadata, which `weighin list` can do without
+
+        return packages.missing(self.packages)
 
     def check_options(self, names: Iterable[str]) -> None:
         """Raise UnknownName for an option that the strategy does not declare."""
@@ -139,6 +151,7 @@ def read_strategy(path: Path, operation: Operation = "load") -> StrategyInfo:
         options=_constant(tree, "OPTIONS", path, ()),
         maps_keys=_flag(tree, "MAPS_KEYS"),
         pretrained=_flag(tree, "PRETRAINED"),
+        packages=_constant(tree, "PACKAGES", path, ()),
     )
 
 

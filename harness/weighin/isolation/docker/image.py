@@ -19,27 +19,32 @@ BASE_VARIABLE: Final = "WEIGHIN_BASE_IMAGE"
 PYTHON: Final = "/opt/venv/bin/python"
 
 
-def ensure_image(client: docker.APIClient, base: str, progress: Progress) -> str:
+def ensure_image(
+    client: docker.APIClient, base: str, progress: Progress, packages: tuple[str, ...] = ()
+) -> str:
     """Return the tag of the image for this environment on ``base``; builds it if it is missing.
+
+    ``packages`` are installed in it as well, at the versions of this environment.
 
     Raises:
         IsolationUnavailable: the base image or a wheel is missing, or the build failed.
     """
-    recipe = read_recipe(base, find_base(client, base, progress))
+    recipe = read_recipe(base, find_base(client, base, progress), packages)
     with explained("build the image"):
         if not client.images(recipe.tag):
             build(client, recipe, progress)
     return recipe.tag
 
 
-def read_recipe(base: str, base_id: str) -> Recipe:
+def read_recipe(base: str, base_id: str, packages: tuple[str, ...] = ()) -> Recipe:
     """Return the inputs of the image for this environment on ``base``."""
     folder = data_folder("docker")
     return Recipe(
         base=base,
         base_id=base_id,
-        pins=wheels.installed_pins(folder / "requirements.txt"),
+        pins=wheels.installed_pins(folder / "requirements.txt", packages),
         dockerfile=(folder / "Dockerfile").read_text(),
+        packages=packages,
     )
 
 

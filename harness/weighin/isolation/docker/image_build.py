@@ -29,12 +29,16 @@ _ROOM_REPAIR: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """All inputs of an image. ``pins`` are requirements such as "torch==2.13.0+cpu"."""
+    """All inputs of an image. ``pins`` are requirements such as "torch==2.13.0+cpu".
+
+    ``packages`` are those among them that strategies need, which a worker can do without.
+    """
 
     base: str
     base_id: str
     pins: tuple[str, ...]
     dockerfile: str
+    packages: tuple[str, ...] = ()
 
     @property
     def tag(self) -> str:
@@ -61,7 +65,7 @@ def build(client: docker.APIClient, recipe: Recipe, progress: Progress) -> None:
         with tempfile.TemporaryDirectory(prefix="weighin-image-") as name:
             context = Path(name)
             progress("fetching the wheels of torch and its dependencies")
-            wheels.download(recipe.pins, target, context, progress)
+            wheels.download(recipe.pins, target, context, progress, recipe.packages)
             (context / "constraints.txt").unlink(missing_ok=True)
             (context / "Dockerfile").write_text(recipe.dockerfile)
             size = sum(file.stat().st_size for file in (context / "wheels").iterdir())

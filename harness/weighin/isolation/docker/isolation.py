@@ -54,13 +54,14 @@ class DockerIsolation:
     """Docker containers, one per cell.
 
     ``base_image`` is the base of the image; None means WEIGHIN_BASE_IMAGE, or without that
-    python:3.11-slim-bookworm.
+    python:3.11-slim-bookworm. ``packages`` are those that the run's strategies need.
     """
 
     name = "docker"
     limits = True
 
-    def __init__(self, base_image: str | None = None) -> None:
+    def __init__(self, base_image: str | None = None, packages: tuple[str, ...] = ()) -> None:
+        self._packages = packages
         self._base = base_image or os.environ.get(BASE_VARIABLE) or DEFAULT_BASE
         self._image: str | None = None
         self._info: dict[str, Any] | None = None
@@ -77,7 +78,7 @@ class DockerIsolation:
         Raises:
             IsolationUnavailable: the base image or a wheel is missing, or the build failed.
         """
-        self._image = ensure_image(self._client, self._base, progress)
+        self._image = ensure_image(self._client, self._base, progress, self._packages)
 
     def start(self, job: Job) -> DockerRunning:
         """Start one worker for this job.

@@ -51,13 +51,13 @@ PROBE = (
 """Code for any Python 3 that prints the input of ``read_target``."""
 
 
-def installed_pins(requirements: Path) -> tuple[str, ...]:
+def installed_pins(requirements: Path, packages: tuple[str, ...] = ()) -> tuple[str, ...]:
     """Return pins ("torch==2.13.0+cpu") for the installed packages of a requirements file.
 
-    Includes all their dependencies, so that the image has the same versions as this environment.
+    Adds ``packages``, which strategies need. Includes all their dependencies, so that the image has the same versions as this environment.
     """
     lines = requirements.read_text().splitlines()
-    todo = [line for line in lines if line and not line.startswith("#")]
+    todo = [*packages, *(line for line in lines if line and not line.startswith("#"))]
     versions: dict[str, str] = {}
     while todo:
         requirement = todo.pop()
@@ -88,11 +88,15 @@ def installed_bytes(pins: tuple[str, ...]) -> int:
 
 
 def download(
-    pins: tuple[str, ...], target: Target, folder: Path, say: Callable[[str], None]
+    pins: tuple[str, ...],
+    target: Target,
+    folder: Path,
+    say: Callable[[str], None],
+    packages: tuple[str, ...] = (),
 ) -> None:
     """Fetch the wheels of ``pins`` for ``target`` into ``folder/wheels``, with this Python's pip.
 
-    ``say`` is called every 10 s with the size so far.
+    ``packages`` are those that strategies need. ``say`` is called every 10 s with the size so far.
 
     Raises:
         IsolationUnavailable: pip is not installed, or finds no matching wheel.
@@ -102,7 +106,8 @@ def download(
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--constraint", str(constraints)]
     # Name only the roots: a pinned dependency may not exist for the target's platform.
-    roots = [pin for pin in pins if pin.startswith(("torch==", "numpy==", "safetensors=="))]
+    names = {"torch", "numpy", "safetensors", *packages}
+    roots = [pin for pin in pins if pin.partition("==")[0] in names]
     command += ["--dest", str(folder / "wheels"), *target.pip_flags(_host()), *roots]
     (unfinished := folder / "unfinished").mkdir()
     try:

@@ -1,0 +1,66 @@
+"""Look up the packages that strategies declare, without importing them.
+
+A strategy declares each by its name on PyPI, if need be with the least version: "safetensors>=0.8".
+"""
+
+import re
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, requires, version
+
+
+def name_of(requirement: str) -> str:
+    """Return the package of a requirement: "safetensors" of "safetensors>=0.8"."""
+    return re.split(r"[^\w.-]", requirement.strip(), maxsplit=1)[0]
+
+
+def versions(requirements: Iterable[str]) -> dict[str, str]:
+    """Return the installed version of each package; leaves out those that are not installed."""
+    found = {}
+    for name in map(name_of, requirements):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def missing(requirements: Iterable[str]) -> str:
+    """Return what is not installed and how to install it; empty if nothing is missing.
+
+    "needs fastsafetensors: install weighin[loaders]"
+    """
+    absent = [each for each in requirements if not _is_met(each)]
+    if not absent:
+        return ""
+    installed_by = dict.fromkeys(map(_installed_by, absent))
+    return f"needs {', '.join(absent)}: install {' '.join(installed_by)}"
+
+
+def _is_met(requirement: str) -> bool:
+    installed = versions([requirement]).get(name_of(requirement))
+    least = requirement.partition(">=")[2]
+    return installed is not None and _numbers(installed) >= _numbers(least)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", text)))
+
+
+def _installed_by(requirement: str) -> str:
+    """Return the extra of weighin that brings a package: "weighin[loaders]"; else the requirement."""
+    try:
+        lines = requires("weighin") or []
+    except PackageNotFoundError:  # run from a folder
+        lines = []
+    name = _normal(name_of(requirement))
+    extras = [
+        found[1]
+        for line in lines
+        if _normal(name_of(line)) == name
+        and (found := re.search(r"""extra == ['"]([\w-]+)['"]""", line))
+    ]
+    return f"weighin[{min(extras, key=len)}]" if extras else requirement  # others contain this one
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()

@@ -1,0 +1,39 @@
+"""Read a safetensors file with fastsafetensors, and assign its tensors to the model.
+
+Expected peak: one copy of the weights, in one shared block of memory.
+
+Options: gds (true: with GPUDirect Storage, the default of the package, which needs a GPU and the kernel
+module nvidia-fs; default: false).
+"""
+
+import torch
+from fastsafetensors import fastsafe_open
+
+from weighin.strategy import Load, retie, share_missing, tied_names
+
+FORMATS = ("safetensors",)
+DEVICES = ("cpu", "cuda")
+OPTIONS = ("gds",)
+PACKAGES = ("fastsafetensors",)
+
+
+def load(job: Load) -> torch.nn.Module:
+    with job.phase("build"), torch.device("meta"):
+        model = job.build_model()
+    with job.phase("read"):
+        state = {}
+        device, nogds = str(job.device), not job.options.get("gds", False)
+        with fastsafe_open(str(job.checkpoint), device=device, nogds=nogds) as opened:
+            for name in opened.keys():  # noqa: SIM118 (a method; not a mapping)
+                state[name] = opened.get_tensor(name)  # keeps the block alive
+    with job.phase("assign"):
+        for name, tensor in state.items():
+            kind = job.dtype if tensor.is_floating_point() else tensor.dtype
+            state[name] = tensor.to(job.device, kind)  # the same tensor where nothing changes
+        tied = tied_names(model)
+        share_missing(state, tied)
+        model.load_state_dict(state, assign=True)
+        retie(model, tied)
+    with job.phase("buffers"):
+        job.reset_buffers(model)
+    return model

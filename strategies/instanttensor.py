@@ -1,0 +1,33 @@
+"""Read a safetensors file straight into GPU memory with InstantTensor, and assign its tensors.
+
+Expected peak: one copy of the weights on the GPU, and a buffer whose size InstantTensor chooses.
+"""
+
+import torch
+from instanttensor import safe_open
+
+from weighin.strategy import Load, retie, share_missing, tied_names
+
+FORMATS = ("safetensors",)
+DEVICES = ("cuda",)
+OPTIONS = ()
+PACKAGES = ("instanttensor",)
+
+
+def load(job: Load) -> torch.nn.Module:
+    with job.phase("build"), torch.device("meta"):
+        model = job.build_model()
+    file = str(job.checkpoint)
+    with job.phase("read"), safe_open(file, framework="pt", device=job.device) as opened:
+        state = dict(opened.tensors())  # clones, which outlive the buffer
+    with job.phase("assign"):
+        for name, tensor in state.items():
+            kind = job.dtype if tensor.is_floating_point() else tensor.dtype
+            state[name] = tensor.to(job.device, kind)  # the same tensor where nothing changes
+        tied = tied_names(model)
+        share_missing(state, tied)
+        model.load_state_dict(state, assign=True)
+        retie(model, tied)
+    with job.phase("buffers"):
+        job.reset_buffers(model)
+    return model

@@ -1,0 +1,35 @@
+"""Stream a safetensors file with Run:ai's Model Streamer, and assign its tensors to the model.
+
+Expected peak: one copy of the weights, and the streamer's read-ahead. Its defaults are what its documents
+recommend for a local disk: 16 threads, reads of 2 MiB, no limit on its buffer. Set its variables, such as
+RUNAI_STREAMER_CONCURRENCY and RUNAI_STREAMER_MEMORY_LIMIT, in the cell's environment.
+"""
+
+import torch
+from runai_model_streamer import SafetensorsStreamer
+
+from weighin.strategy import Load, retie, share_missing, tied_names
+
+FORMATS = ("safetensors",)
+DEVICES = ("cpu", "cuda")
+OPTIONS = ()
+PACKAGES = ("runai-model-streamer",)
+
+
+def load(job: Load) -> torch.nn.Module:
+    with job.phase("build"), torch.device("meta"):
+        model = job.build_model()
+    with job.phase("read"), SafetensorsStreamer() as streamer:
+        streamer.stream_file(str(job.checkpoint))
+        state = dict(streamer.get_tensors())  # each tensor belongs to the caller
+    with job.phase("assign"):
+        for name, tensor in state.items():
+            kind = job.dtype if tensor.is_floating_point() else tensor.dtype
+            state[name] = tensor.to(job.device, kind)  # the same tensor where nothing changes
+        tied = tied_names(model)
+        share_missing(state, tied)
+        model.load_state_dict(state, assign=True)
+        retie(model, tied)
+    with job.phase("buffers"):
+        job.reset_buffers(model)
+    return model

@@ -1,0 +1,32 @@
+"""Build on the meta device, read a safetensors file with pread, and assign its tensors to the model.
+
+Expected peak: one copy of the weights. The file is not mapped.
+"""
+
+import torch
+from safetensors.torch import load_file
+
+from weighin.strategy import Load, retie, share_missing, tied_names
+
+FORMATS = ("safetensors",)
+DEVICES = ("cpu", "cuda")
+OPTIONS = ()
+PACKAGES = ("safetensors>=0.8",)
+
+
+def load(job: Load) -> torch.nn.Module:
+    with job.phase("build"), torch.device("meta"):
+        model = job.build_model()
+    with job.phase("read"):
+        state = load_file(job.checkpoint, device=str(job.device), backend="pread")
+    with job.phase("assign"):
+        for name, tensor in state.items():
+            kind = job.dtype if tensor.is_floating_point() else tensor.dtype
+            state[name] = tensor.to(job.device, kind)  # the same tensor where nothing changes
+        tied = tied_names(model)
+        share_missing(state, tied)
+        model.load_state_dict(state, assign=True)
+        retie(model, tied)
+    with job.phase("buffers"):
+        job.reset_buffers(model)
+    return model

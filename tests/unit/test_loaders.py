@@ -1,0 +1,94 @@
+"""Each strategy that reads safetensors gives the model's own values, where its package is installed."""
+
+import mmap
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_differences import differences
+from safetensors.torch import save_model
+
+from weighin.cell import ModelSpec
+from weighin.suite import registry
+from weighin.worker.loading import WorkerLoad, import_strategy
+
+READERS = [
+    name
+    for name, info in registry.strategies().items()
+    if "safetensors" in info.formats and "cpu" in info.devices and not info.pretrained
+]
+
+
+class Tied(torch.nn.Module):
+    """Tied weights, a buffer in the checkpoint, and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(7, 5)
+        self.norm = torch.nn.BatchNorm1d(5)
+        self.last = torch.nn.Linear(7, 5, bias=False)
+        self.last.weight = self.first.weight
+        self.register_buffer("table", torch.arange(3.0), persistent=False)
+
+
+class Marks:
+    def phase(self, _name: str) -> Any:
+        return nullcontext()
+
+
+def job(checkpoint: Path, dtype: torch.dtype = torch.float32) -> WorkerLoad:
+    spec = ModelSpec("Tied", "test_loaders:Tied")
+    return WorkerLoad(checkpoint, torch.device("cpu"), dtype, {}, spec, Tied, Marks())
+
+
+@pytest.fixture(name="checkpoint")
+def _checkpoint(tmp_path: Path) -> tuple[Path, Tied]:
+    torch.manual_seed(1)
+    model = Tied()
+    save_model(model, str(path := tmp_path / "model.safetensors"))
+    return path, model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", READERS)
+def test_a_strategy_loads_the_right_values(
+    name: str, dtype: torch.dtype, checkpoint: tuple[Path, Tied]
+) -> None:
+    info = registry.strategy(name)
+    if info.missing:
+        pytest.skip(f"{name} {info.missing}")
+    path, right = checkpoint
+    model = import_strategy(info.path)(job(path, dtype))
+    assert differences(model, right.to(dtype)) == []
+    assert model.first.weight is model.last.weight
+
+
+class Refusing(mmap.mmap):
+    """Maps of a kernel without MADV_POPULATE_READ."""
+
+    def madvise(self, option: int, *stretch: int) -> None:
+        raise OSError(22, "Invalid argument")
+
+
+def prefetch() -> Callable[..., None]:
+    function: Callable[..., None] = import_strategy(registry.strategy("prefetch_mmap").path).__globals__["prefetch"]  # fmt: skip
+    return function
+
+
+@pytest.mark.parametrize("mapping", [mmap.mmap, Refusing])
+def test_a_prefetch_leaves_the_file_in_the_page_cache(
+    mapping: type[mmap.mmap], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from weighin.probes import page_cache
+
+    (path := tmp_path / "file").write_bytes(bytes(5 * 1024**2))
+    if page_cache.drop([path]) != 0:
+        pytest.skip("this file system keeps a file's pages")
+    monkeypatch.setattr(mmap, "mmap", mapping)
+    prefetch()(path, window_bytes=2 * 1024**2)
+    cached = page_cache.cached([path])
+    assert cached is not None
+    assert mapping is Refusing or cached == 5 * 1024**2  # advice alone reads in the background
