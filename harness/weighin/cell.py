@@ -48,7 +48,8 @@ class Cell:
 
     ``ram_high_bytes`` is the soft limit above which the kernel throttles the cell. ``passes`` is the
     number of forward passes that run once the model is ready. For a save, ``format`` is the format to
-    write and ``device`` is the device that holds the model.
+    write and ``device`` is the device that holds the model. ``environment`` are variables that the
+    worker has from its first instruction, beside those of the parent.
     """
 
     model: ModelSpec
@@ -65,6 +66,7 @@ class Cell:
     repeat: int = 0
     operation: Operation = "load"
     vram_limit_bytes: int | None = None
+    environment: dict[str, str] = field(default_factory=dict)
 
     @property
     def series(self) -> str:
@@ -76,8 +78,15 @@ class Cell:
         for name in ("vram_limit_bytes", "ram_high_bytes"):
             if fields[name] is None:
                 del fields[name]  # equal to the names in records from before this field existed
+        if not fields["environment"]:
+            del fields["environment"]
         text = json.dumps(fields, sort_keys=True, default=str)
         return f"{self.strategy}-{_digest(text)[:10]}"
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """Its environment in words, sorted: ("MALLOC_ARENA_MAX=2",)."""
+        return tuple(f"{name}={value}" for name, value in sorted(self.environment.items()))
 
     @property
     def id(self) -> str:

@@ -93,6 +93,7 @@ class Bench:
         files: Sequence[Path] = (),
         on_phase: Callable[[str], None] = lambda _: None,
         operation: Operation = "load",
+        environment: dict[str, str] | None = None,
         **options: Any,
     ) -> Result:
         """``options`` are the strategy's; ``files`` are made cold beside the checkpoint's."""
@@ -112,6 +113,7 @@ class Bench:
             passes=passes,
             repeat=next(self._numbers),
             operation=operation,
+            environment=environment or {},
         )
         job = Job(
             cell,

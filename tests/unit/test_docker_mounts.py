@@ -1,5 +1,6 @@
 """What a container sees, and under which names."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from weighin.cell import Cell, Job, ModelSpec
@@ -61,3 +62,10 @@ def test_a_save_gets_one_folder_that_it_may_write_to(tmp_path: Path) -> None:
     inside, binds = place(job)
     assert inside.target == "/weighin/written"
     assert [one for one in binds if one.writable] == [Bind(tmp_path, "/weighin/written", True)]
+
+
+def test_a_preloaded_library_is_bound_read_only(tmp_path: Path) -> None:
+    (library := tmp_path / "liballocator.so").touch()
+    cell = replace(CELL, environment={"LD_PRELOAD": str(library)})
+    _, binds = place(Job(cell, "/c/w.pt", "/c/w.json", "/s/mine.py"))
+    assert Bind(library, "/weighin/preload/0/liballocator.so") in binds

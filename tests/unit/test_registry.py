@@ -340,7 +340,7 @@ def test_a_suite_by_its_name_from_any_folder(
         registry.suite_file("saveing")
     assert str(caught.value) == (
         "no suite is called 'saveing'\n"
-        "did you mean 'saving'? known: ci, cuda-transfers, half-precision, layouts, notebook,"
+        "did you mean 'saving'? known: allocators, ci, cuda-transfers, half-precision, layouts, notebook,"
         " ram-sweep, saving; for a file of your own: --suite ./mine.yaml"
     )
 

@@ -108,6 +108,17 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
+def environment(texts: Iterable[str]) -> dict[str, str]:
+    """Return the variables in the texts of --env."""
+    variables = {}
+    for text in texts:
+        name, divided, value = text.partition("=")
+        if not divided or not name:
+            raise ConfigError(f"--env: {text!r} sets nothing", "write --env NAME=VALUE")
+        variables[name] = value
+    return variables
+
+
 def share(text: str) -> float:
     """Return the share in the text of --within: "1%" is 0.01."""
     try:

@@ -112,6 +112,13 @@ formats = click.option(
     help="Checkpoint formats, comma-separated. Default: the first that each strategy declares.",
 )
 seed = click.option("--seed", default=0, metavar="N", help="Seed of the generated weights.")
+environment = click.option(
+    "--env",
+    "env",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="A variable in the worker's environment, such as MALLOC_ARENA_MAX=2. Repeatable.",
+)
 suite = click.option(
     "--suite",
     metavar="NAME",

@@ -85,6 +85,7 @@ EXAMPLES = (
 @click.option(
     "--repeats", default=1, metavar="N", help="Number of repeats of each cell, interleaved."
 )
+@_options.environment
 @_options.timeout(600.0)
 @click.option(
     "--vram",
@@ -162,6 +163,8 @@ def _request(typed: dict[str, Any]) -> "Request":
         "ram": [limit.strip() for limit in typed["ram"].split(",")],
         "vram": [limit.strip() for limit in typed["vram"].split(",")],
     }
+    if variables := _arguments.environment(typed["env"]):
+        asked["environment"] = variables
     if typed["first_use"]:
         asked["first_use"] = typed["first_use"]
     if names := _arguments.names(typed["strategies"]):

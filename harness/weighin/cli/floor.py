@@ -35,6 +35,7 @@ EXAMPLES = (
 @_options.device
 @_options.dtype
 @_options.formats
+@_options.environment
 @_options.timeout(300.0)
 @_options.seed
 @click.option(
@@ -94,6 +95,8 @@ def _search(typed: dict[str, Any]) -> "Search":
         } | {name: typed[name] for name in ("isolation", "device", "dtype", "timeout_s")}
         if names := _arguments.names(typed["strategies"]):
             asked["strategies"] = names
+        if variables := _arguments.environment(typed["env"]):
+            asked["environment"] = variables
         if typed["fmt"]:
             asked["format"] = _arguments.names([typed["fmt"]])
         request = Request(

@@ -117,5 +117,6 @@ def _plan(suite: "Suite", checkpoint: Path | None, kwargs: dict[str, Any]) -> "l
             dtype=registry.model_dtype(suite.models[0], suite.dtype),
             formats=tuple(formats.named(name).NAME for name in suite.format),
             own_format=formats.detect(checkpoint).NAME if checkpoint else None,
+            environments=tuple(suite.environment),
         )
     )

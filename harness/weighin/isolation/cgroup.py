@@ -10,7 +10,7 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from weighin.cell import Job
@@ -62,7 +62,7 @@ class CgroupIsolation:
                 limit(groups[0], job.cell.ram_limit_bytes)
             if job.cell.ram_high_bytes is not None:
                 (groups[0] / "memory.high").write_text(str(job.cell.ram_high_bytes))
-            running = CgroupRunning(WORKER, groups)
+            running = CgroupRunning(WORKER, groups, job.cell.environment)
         except BaseException:
             _remove(groups)
             raise
@@ -88,11 +88,18 @@ class CgroupIsolation:
 class CgroupRunning(LocalRunning):
     """A worker in cgroups of its own, which are removed after it."""
 
-    def __init__(self, command: tuple[str, ...], groups: list[Path]) -> None:
+    def __init__(
+        self,
+        command: tuple[str, ...],
+        groups: list[Path],
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         enter = "".join(f'echo $$ > "${n}/cgroup.procs" && ' for n, _ in enumerate(groups, 1))
         script = f'{enter}shift {len(groups)} && exec "$@"'
         super().__init__(
-            ("/bin/sh", "-c", script, "weighin", *map(str, groups), *command), cgroup=groups[0]
+            ("/bin/sh", "-c", script, "weighin", *map(str, groups), *command),
+            cgroup=groups[0],
+            environment=environment,
         )
         self._groups = groups
 

@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from weighin.cell import Job
@@ -40,7 +40,7 @@ class ProcessIsolation:
 
     def start(self, job: Job) -> "LocalRunning":
         """Start a worker; callers reject RAM limits, which a plain process does not enforce."""
-        running = LocalRunning(WORKER)
+        running = LocalRunning(WORKER, environment=job.cell.environment)
         running.channel.send(encode_job(job))
         return running
 
@@ -55,7 +55,12 @@ class ProcessIsolation:
 class LocalRunning:
     """A worker that is a child of this process, in its own session and process group."""
 
-    def __init__(self, command: tuple[str, ...], cgroup: Path | None = None) -> None:
+    def __init__(
+        self,
+        command: tuple[str, ...],
+        cgroup: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._mark = process_tree.new_mark()
         self._process = subprocess.Popen(
             command,
@@ -65,6 +70,7 @@ class LocalRunning:
             bufsize=0,
             start_new_session=True,
             env=os.environ
+            | dict(environment or {})
             | {"PYTHONPATH": os.pathsep.join(map(str, CODE_PATH))}
             | process_tree.environment(self._mark),
         )

@@ -76,7 +76,9 @@ def predict(
 
 
 def _not_followed(planned: Planned) -> str:
-    """Say which package of a strategy reads files in code that no prediction follows; else empty."""
+    """Say what no prediction follows: a package that reads files itself, other settings; else empty."""
+    if planned.cell.environment:
+        return f"no prediction follows {', '.join(planned.cell.settings)}"
     unknown = {name_of(each) for each in planned.strategy.packages} - _FOLLOWED
     return f"no prediction follows how {', '.join(sorted(unknown))} reads files" if unknown else ""
 

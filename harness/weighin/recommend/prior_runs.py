@@ -88,15 +88,17 @@ def _size(limit_bytes: int | None) -> float:
 def find(folders: Iterable[Path], wanted: Cell) -> dict[tuple[str, str], Evidence]:
     """Return what runs in these folders measured on this machine, by strategy and format.
 
-    Only cells with the model, device, dtype and cache state of ``wanted``, and without options.
+    Only cells with the model, device, dtype and cache state of ``wanted``, and without options or an environment of their own.
     """
     here = environment.machine()
     evidence: dict[tuple[str, str], Evidence] = {}
     for result in _results(folders):
         cell = result.cell
         same_machine = all(result.environment.get(key) == here[key] for key in _SAME_MACHINE)
-        same_load = (cell.model, cell.device, cell.dtype, cell.cache, cell.options) == (
-            wanted.model, wanted.device, wanted.dtype, wanted.cache, {},
+        same_load = (
+            cell.model, cell.device, cell.dtype, cell.cache, cell.options, cell.environment,
+        ) == (
+            wanted.model, wanted.device, wanted.dtype, wanted.cache, {}, {},
         )  # fmt: skip
         if same_machine and same_load and cell.operation == "load" and not cell.vram_limit_bytes:
             evidence.setdefault((cell.strategy, cell.format), Evidence()).take(result)

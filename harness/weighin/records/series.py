@@ -94,6 +94,7 @@ def name_of(cell: Cell) -> str:
         *([f"ram_high={format_exact(cell.ram_high_bytes)}"] if cell.ram_high_bytes else []),
         *([f"passes={cell.passes}"] if cell.passes != 1 else []),
         *(f"{key}={value}" for key, value in sorted(cell.options.items())),
+        *cell.settings,
     ]
     return " ".join(one_line(word).replace(" ", "_") for word in words)  # a space separates words
 

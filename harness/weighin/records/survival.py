@@ -73,6 +73,8 @@ class Matrix:
             words.append(cell.format)
         if any(other.options != cell.options for other in same):
             words += [f"{key}={value}" for key, value in cell.options.items()]
+        if any(other.environment != cell.environment for other in same):
+            words += cell.settings
         return " ".join(words)
 
 
@@ -126,7 +128,7 @@ def _field(repeats: Sequence[Result], judgements: dict[str, Judgement | None]) -
 
 
 def _scene(cell: Cell) -> Cell:
-    return replace(_row(cell), strategy="", format="", options={})
+    return replace(_row(cell), strategy="", format="", options={}, environment={})
 
 
 def _row(cell: Cell) -> Cell:

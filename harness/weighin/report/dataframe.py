@@ -185,10 +185,11 @@ def _outcome(outcomes: Sequence[str]) -> str:
 
 
 def _options(cell: Cell) -> Iterator[str]:
-    """Yield the settings of a cell beside its dimensions: a soft limit, the strategy's options."""
+    """Yield the settings beside the dimensions: a soft limit, the strategy's options, the environment."""
     if cell.ram_high_bytes is not None:
         yield f"ram_high={format_exact(cell.ram_high_bytes)}"
     yield from (f"{key}={_short(value)}" for key, value in sorted(cell.options.items()))
+    yield from cell.settings
 
 
 def _short(value: Any) -> str:

@@ -144,7 +144,9 @@ def _families(results: Sequence[Result]) -> Iterator["Family"]:
 
 def _labels(cell: Cell) -> dict[str, str]:
     """Return the properties that identify a series, as labels; every series has the same keys."""
-    options = ",".join(f"{key}={value}" for key, value in sorted(cell.options.items()))
+    options = ",".join(
+        [*(f"{key}={value}" for key, value in sorted(cell.options.items())), *cell.settings]
+    )
     return {
         "model": one_line(cell.model.title),
         "strategy": one_line(cell.strategy),

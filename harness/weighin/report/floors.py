@@ -124,6 +124,7 @@ def as_dict(floor: Floor) -> dict[str, Any]:
         "dtype": cell.dtype,
         "format": cell.format,
         "options": cell.options,
+        "environment": cell.environment,
         "floor_bytes": floor.bytes,
         "message": floor.message,
         "step_bytes": floor.step_bytes,

@@ -138,7 +138,7 @@ def _is_notebooks(result: Result, table: Published) -> bool:
     return (
         (cell.model.builder, cell.model.kwargs) == (wanted.builder, wanted.kwargs)
         and cell.device.startswith("cuda")
-        and (cell.dtype, cell.options) == ("float32", {})
+        and (cell.dtype, cell.options, cell.environment) == ("float32", {}, {})
         and cell.strategy in {method.strategy for method in table.methods}
     )
 

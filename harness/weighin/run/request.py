@@ -12,7 +12,7 @@ from typing import Any
 from weighin import formats
 from weighin.errors import ConfigError, Interrupted, IsolationUnavailable, RecordError, StillRunning
 from weighin.formats.pretrained_folder import is_pretrained, read_folder, weights_in
-from weighin.isolation import select
+from weighin.isolation import preload, select
 from weighin.probes import environment
 from weighin.records import run_folder
 from weighin.run import gpu_check, trust
@@ -81,8 +81,10 @@ def start(request: Request) -> tuple[Run, str]:
             formats=format_names,
             operation=suite.operation,
             own_format=_own_format(checkpoint),
+            environments=tuple(suite.environment),
         )
     )
+    preload.check(suite.environment)
     _check_any_runs(planned)
     folder = request.folder or Path("results") / _name(request)
     _check_folder(folder, request.verb)

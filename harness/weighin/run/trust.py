@@ -20,6 +20,12 @@ from weighin.text import one_line
 
 _LARGEST_FILE_BYTES: Final = 16 * 1024 * 1024
 _KWARGS_LENGTH: Final = 120
+_NO_CODE: Final = frozenset(
+    (
+        "MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_",
+        "MALLOC_CONF", "OMP_NUM_THREADS", "MKL_NUM_THREADS",
+    )
+)  # fmt: skip
 
 
 def check(
@@ -47,6 +53,10 @@ def foreign(
         if (builder := cell.model.builder) not in ours:
             kwargs = one_line(json.dumps(cell.model.kwargs, default=str), _KWARGS_LENGTH)
             lines[f"builder {one_line(builder)} with {kwargs}"] = None
+        # Many variables make a process load code: LD_PRELOAD, LD_LIBRARY_PATH, PYTHONHOME.
+        for name, value in cell.environment.items():
+            if name not in _NO_CODE:
+                lines[f"environment {one_line(f'{name}={value}', _KWARGS_LENGTH)}"] = None
     known = {
         info.path
         for operation in {cell.operation for cell in cells}

@@ -69,6 +69,25 @@ def _as_limit(value: object) -> object:
         raise ValueError(error.message, error.repair) from None
 
 
+def _as_environment(value: object) -> object:
+    """Read the environment of a cell: texts by the names of variables. A number becomes its text."""
+    items = value.items() if isinstance(value, dict) else [(value, None)]
+    for name, content in items:
+        if complaint := _complaint_of_variable(name, content):
+            raise ValueError(*complaint)
+    return {name: str(content) for name, content in items}
+
+
+def _complaint_of_variable(name: object, content: object) -> tuple[str, str] | None:
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w*", name):
+        return f"{name!r} is not the name of a variable", "write it as in {MALLOC_ARENA_MAX: 2}"
+    if name in _SET_BY_US or name.startswith("WEIGHIN_"):
+        return f"weighin sets {name} itself", "leave it out"
+    if isinstance(content, bool) or not isinstance(content, str | int | float):
+        return f"the value of {name} is {content!r}, not a text", "write it in quotes"
+    return (f"the value of {name} contains a NUL", "leave it out") if "\0" in str(content) else None
+
+
 def _as_device(value: str) -> str:
     if not re.fullmatch(r"cpu|cuda(:\d+)?", value):
         raise ValueError(f"{value!r} is not a device", "write cpu, cuda or cuda:1")
@@ -82,6 +101,8 @@ def _as_builder(value: str) -> str:
 
 
 _Kind = TypeVar("_Kind", bound=BaseModel)
+_SET_BY_US = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "HOME")
+_Environment = Annotated[dict[str, str], BeforeValidator(_as_environment)]
 _Limit = Annotated[StrictInt | None, BeforeValidator(_as_limit)]
 
 
@@ -149,6 +170,9 @@ class Suite(Strict):
     format: Annotated[list[str], BeforeValidator(_as_list)] = []
     passes: Annotated[int, AfterValidator(_check_passes)] = Field(1, ge=0)
     repeats: int = Field(1, ge=1)
+    environment: Annotated[list[_Environment], BeforeValidator(_as_list), Field(min_length=1)] = [
+        {}
+    ]
     timeout_s: float = Field(600, gt=0, allow_inf_nan=False)
     steady: bool = False
     trace: bool = False
@@ -189,7 +213,8 @@ def validate(kind: type[_Kind], content: dict[str, Any], file: str) -> _Kind:
         # Report an unknown key first: often it is a misspelling of a key that is reported missing.
         first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
     key = ".".join(part for part in first["loc"] if isinstance(part, str)) or str(first["loc"][-1])
-    place = f"{file}: {key}" if file else f"--{key.removesuffix('_s').replace('_', '-')}"
+    option = "env" if key == "environment" else key.removesuffix("_s").replace("_", "-")
+    place = f"{file}: {key}" if file else f"--{option}"
     message, repair = _complaint(first, _kind_at(kind, first["loc"][:-1]))
     raise ConfigError(f"{place}: {message}", repair)
 

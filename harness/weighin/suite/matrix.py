@@ -55,17 +55,19 @@ class CellMatrix:
     operation: Operation = "load"
     vram_limits: tuple[int | None, ...] = (None,)
     own_format: str | None = None
+    environments: tuple[dict[str, str], ...] = ({},)
 
 
 def plan(matrix: CellMatrix) -> list[Planned]:
     """Return the cells of a matrix without duplicates. Repeats are interleaved: A B C A B C."""
     planned = [
-        _planned(matrix, repeat, model, limits, info, options, fmt)
-        for repeat, model, *limits, (info, options) in product(
+        _planned(matrix, repeat, model, limits, info, options, fmt, environment)
+        for repeat, model, *limits, environment, (info, options) in product(
             range(matrix.repeats),
             matrix.models,
             matrix.ram_limits,
             matrix.vram_limits,
+            matrix.environments,
             matrix.strategies,
         )
         for fmt in _formats(matrix, info)
@@ -92,6 +94,7 @@ def _planned(
     info: StrategyInfo,
     options: dict[str, Any],
     fmt: str,
+    environment: dict[str, str],
 ) -> Planned:
     cell = Cell(
         model=model,
@@ -108,5 +111,6 @@ def _planned(
         ram_high_bytes=matrix.ram_high_bytes,
         repeat=repeat,
         operation=matrix.operation,
+        environment=environment,
     )
     return Planned.of(cell, info)

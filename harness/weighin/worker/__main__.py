@@ -20,7 +20,7 @@ from weighin.record import Outcome
 from weighin.worker.connection import Lifeline
 from weighin.worker.failures import StrategyFailed, classify, describe, fail
 from weighin.worker.phases import Marks
-from weighin.worker.warmup import environment, read_through, settle_math
+from weighin.worker.warmup import check_preloaded, environment, read_through, settle_math
 
 if TYPE_CHECKING:
     import torch
@@ -106,6 +106,8 @@ def prepare(job: Job, lifeline: Lifeline, marks: Marks) -> PreparedWorker:
             marks=marks,
         )
         settle_math()
+        if "LD_PRELOAD" in cell.environment:
+            check_preloaded()
         model = None
         if cell.operation == "save":
             from weighin.worker import saving

@@ -38,6 +38,18 @@ def read_through(checkpoint: "Path") -> None:
                 pass
 
 
+def check_preloaded() -> None:
+    """Raise OSError if a library that LD_PRELOAD names was not loaded, as the linker only prints that."""
+    wanted = os.environ.get("LD_PRELOAD", "").replace(":", " ").split()
+    if not wanted:
+        return
+    with open("/proc/self/maps") as maps:  # noqa: PTH123 (pathlib is not imported yet)
+        mapped = maps.read()
+    for library in wanted:
+        if os.path.realpath(library) not in mapped:
+            raise OSError(f"the dynamic linker did not load {library}, which LD_PRELOAD names")
+
+
 def environment(marks: "Marks") -> dict[str, Any]:
     """Return the versions and settings that only the worker can see."""
     import torch

@@ -34,7 +34,7 @@ from weighin.isolation.docker.engine import (
 )
 from weighin.isolation.docker.image import BASE_VARIABLE, PYTHON, ensure_image
 from weighin.isolation.docker.image_build import DEFAULT_BASE, Progress
-from weighin.isolation.docker.mounts import CODE, Bind, place
+from weighin.isolation.docker.mounts import CODE, Bind, environment_inside, place
 from weighin.isolation.docker.stream import KEEPER, StreamChannel
 from weighin.probes.cgroup import is_alive
 from weighin.probes.environment import settings
@@ -99,6 +99,7 @@ class DockerIsolation:
             limit_bytes=job.cell.ram_limit_bytes,
             gpu=job.cell.device.startswith("cuda"),
             labels={"weighin.cell": job.cell.id},
+            environment=environment_inside(job.cell.environment),
         )
         running.channel.send(encode_job(inside))
         return running
@@ -148,6 +149,7 @@ class DockerIsolation:
         limit_bytes: int | None = None,
         gpu: bool = False,
         labels: dict[str, str] | None = None,
+        environment: dict[str, str] | None = None,
     ) -> DockerRunning:
         """Start ``command`` as a worker; attach before the start, so that no output is lost."""
         client, name = self._client, f"weighin-{os.getpid()}-{secrets.token_hex(4)}"
@@ -163,7 +165,7 @@ class DockerIsolation:
                 stdin_open=True,
                 user=self._user(),
                 working_dir="/tmp",  # noqa: S108 (inside the container)
-                environment=_environment(),
+                environment=_environment(environment or {}),
                 labels=owner_labels() | (labels or {}),
             )["Id"]
             created = True
@@ -240,7 +242,7 @@ class DockerIsolation:
                 self._remove(name)
 
 
-def _environment() -> dict[str, str]:
-    """Return the worker's environment, with the caller's settings for allocators and threads."""
+def _environment(of_cell: dict[str, str]) -> dict[str, str]:
+    """Return the worker's environment: the caller's settings for allocators and threads, the cell's."""
     passed = {name: value for name, value in settings().items() if not name.startswith(_NOT_PASSED)}
-    return passed | {"PYTHONPATH": CODE, "PYTHONDONTWRITEBYTECODE": "1", "HOME": "/tmp"}  # noqa: S108
+    return passed | of_cell | {"PYTHONPATH": CODE, "PYTHONDONTWRITEBYTECODE": "1", "HOME": "/tmp"}  # noqa: S108

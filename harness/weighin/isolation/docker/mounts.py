@@ -9,6 +9,7 @@ from typing import Final
 
 import weighin
 from weighin.cell import Job
+from weighin.isolation import preload
 from weighin.suite.registry import data_folder
 
 CODE: Final = "/weighin/code"
@@ -45,10 +46,28 @@ def place(job: Job) -> tuple[Job, list[Bind]]:
         python_path=tuple(bind.target for bind in python_path),
     )
     binds = [*code, *strategy, *python_path, Bind(manifest.resolve(), inside.manifest)]
+    binds += [
+        Bind(Path(library).resolve(), target)
+        for library, target in _preloaded(job.cell.environment).items()
+    ]
     if job.target:
         inside = replace(inside, target=_WRITTEN)
         binds.append(Bind(Path(job.target).resolve(), _WRITTEN, writable=True))
     return inside, binds + _place_checkpoint(checkpoint, inside.checkpoint)
+
+
+def environment_inside(environment: dict[str, str]) -> dict[str, str]:
+    """Return a cell's environment with the paths that preloaded libraries have in the container."""
+    inside = list(_preloaded(environment).values())
+    return environment | ({preload.VARIABLE: ":".join(inside)} if inside else {})
+
+
+def _preloaded(environment: dict[str, str]) -> dict[str, str]:
+    """Return the path in the container for each preloaded library, which the image need not have."""
+    return {
+        library: f"/weighin/preload/{number}/{Path(library).name}"
+        for number, library in enumerate(preload.libraries(environment))
+    }
 
 
 def _place_strategy(path: Path, code: list[Bind]) -> tuple[str, list[Bind]]:

@@ -1,0 +1,35 @@
+"""A cell's environment reaches the worker in every isolation, and a library in it is really loaded."""
+
+from pathlib import Path
+
+import pytest
+from cells import Bench, Watched
+
+from weighin.record import Outcome
+
+
+def test_the_worker_starts_with_the_variables_of_its_cell(bench: Bench, isolation: Watched) -> None:
+    variables = {"MALLOC_ARENA_MAX": "2", "OF_THIS_TEST": "a b=c"}
+    wanted = [f"{name}={value}" for name, value in variables.items()]
+    result = bench("environ", isolation, environment=variables, wanted=wanted)
+    assert (result.outcome, result.message) == (Outcome.OK, "")
+    assert result.cell.environment == variables
+
+
+def test_a_library_that_the_linker_does_not_load_is_no_measurement(
+    bench: Bench, isolation: Watched, tmp_path: Path
+) -> None:
+    (library := tmp_path / "liballocator.so").write_text("not a library")
+    result = bench("baseline", isolation, environment={"LD_PRELOAD": str(library)})
+    assert result.outcome is Outcome.MEASUREMENT_FAILED
+    assert "the dynamic linker did not load" in result.message
+
+
+def test_a_library_that_the_linker_loads_is_measured(bench: Bench, isolation: Watched) -> None:
+    libraries = sorted(Path("/usr/lib").glob("*-linux-gnu/libSegFault.so")) or sorted(
+        Path("/usr/lib").glob("*-linux-gnu/libpthread.so.0")
+    )
+    if not libraries:
+        pytest.skip("no small library to preload on this machine")
+    result = bench("baseline", isolation, environment={"LD_PRELOAD": str(libraries[0])})
+    assert (result.outcome, result.message) == (Outcome.OK, "")

@@ -1,0 +1,134 @@
+"""The environment of a cell: read strictly, part of its series, and shown where settings are."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from factories import make_cell, make_result
+
+from weighin.cell import Cell, ModelSpec
+from weighin.cli import _arguments
+from weighin.errors import ConfigError
+from weighin.isolation import preload
+from weighin.isolation.docker.mounts import environment_inside
+from weighin.predict.client import predict
+from weighin.protocol import decode_job, encode_job
+from weighin.records.series import name_of
+from weighin.report.dataframe import cells
+from weighin.suite import registry
+from weighin.suite.config import check_suite
+from weighin.suite.matrix import CellMatrix, Planned, plan
+
+ARENAS = {"MALLOC_ARENA_MAX": "2"}
+PLAIN = make_cell("streaming")
+CELL = replace(PLAIN, environment=ARENAS)
+
+
+def test_a_cell_without_an_environment_keeps_its_series() -> None:
+    cell = Cell(ModelSpec("m", "a.b:c"), "baseline", "process")
+    assert cell.series == "baseline-7c347f9906"  # as before cells had environments
+    assert replace(cell, environment=ARENAS).series != cell.series
+
+
+def test_a_series_is_named_with_its_environment() -> None:
+    assert name_of(CELL) == f"{name_of(PLAIN)} MALLOC_ARENA_MAX=2"
+
+
+def test_the_table_of_cells_shows_the_environment_among_the_options() -> None:
+    shown = cells([make_result(replace(CELL, options={"threads": 2}))])
+    assert list(shown["options"]) == ["threads=2, MALLOC_ARENA_MAX=2"]
+
+
+def test_a_worker_is_told_of_the_environment() -> None:
+    from weighin.cell import Job
+
+    job = Job(CELL, "c", "m", "s")
+    assert decode_job(encode_job(job)) == job
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ({"MALLOC_ARENA_MAX": 2}, [ARENAS]),
+        ([{}, {"MALLOC_ARENA_MAX": "2"}], [{}, ARENAS]),
+        ({"OMP_NUM_THREADS": 1, "A": "b c=d"}, [{"OMP_NUM_THREADS": "1", "A": "b c=d"}]),
+    ],
+)
+def test_a_suite_lists_one_environment_or_several(given: Any, read: list[dict[str, str]]) -> None:
+    assert check_suite({"models": "gpt2-small", "environment": given}).environment == read
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("A=1", "'A=1' is not the name of a variable"),
+        ({"A B": 1}, "'A B' is not the name of a variable"),
+        ({"A": True}, "the value of A is True, not a text"),
+        ({"A": [1]}, r"the value of A is \[1\], not a text"),
+        ({"A": "\0"}, "the value of A contains a NUL"),
+        ({"PYTHONPATH": "x"}, "weighin sets PYTHONPATH itself"),
+        ({"WEIGHIN_WORKER": "x"}, "weighin sets WEIGHIN_WORKER itself"),
+    ],
+)
+def test_a_wrong_environment(given: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^--env: {message}"):
+        check_suite({"models": "gpt2-small", "environment": given})
+
+
+def test_the_command_line_sets_variables() -> None:
+    assert _arguments.environment(["A=1", "B=x=y", "C="]) == {"A": "1", "B": "x=y", "C": ""}
+
+
+@pytest.mark.parametrize("text", ["A", "=1", ""])
+def test_a_variable_without_a_value_or_a_name_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--env: .* sets nothing"):
+        _arguments.environment([text])
+
+
+def test_each_environment_is_measured_with_each_strategy() -> None:
+    infos: tuple[tuple[registry.StrategyInfo, dict[str, Any]], ...] = tuple(
+        (registry.strategy(name), {}) for name in ("baseline", "streaming")
+    )
+    matrix = CellMatrix((ModelSpec("m", "a.b:c"),), infos, (None,), "process", environments=({}, ARENAS))  # fmt: skip
+    order = [(one.cell.strategy, one.cell.environment) for one in plan(matrix)]
+    assert order == [
+        ("baseline", {}),
+        ("streaming", {}),
+        ("baseline", ARENAS),
+        ("streaming", ARENAS),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("library", "message"),
+    [
+        ("libjemalloc.so.2", "LD_PRELOAD: 'libjemalloc.so.2' is not an absolute path"),
+        ("/nowhere/lib.so", "LD_PRELOAD: no such file: /nowhere/lib.so"),
+    ],
+)
+def test_a_library_that_cannot_be_preloaded_is_refused_before_a_run(
+    library: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        preload.check([{}, {"LD_PRELOAD": library}])
+
+
+def test_existing_libraries_may_be_preloaded(tmp_path: Path) -> None:
+    for name in ("a.so", "b.so"):
+        (tmp_path / name).touch()
+    preload.check([{"LD_PRELOAD": f"{tmp_path}/a.so:{tmp_path}/b.so"}])
+
+
+def test_a_container_finds_preloaded_libraries_where_they_are_mounted() -> None:
+    environment = {"LD_PRELOAD": "/lib/a.so /opt/b.so", "A": "1"}
+    assert environment_inside(environment) == {
+        "LD_PRELOAD": "/weighin/preload/0/a.so:/weighin/preload/1/b.so",
+        "A": "1",
+    }
+    assert environment_inside({"A": "1"}) == {"A": "1"}
+
+
+def test_a_prediction_follows_no_other_settings() -> None:
+    [prediction] = predict([Planned.of(CELL, registry.strategy("streaming"))])
+    assert prediction.cannot == "no prediction follows MALLOC_ARENA_MAX=2"
