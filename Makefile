@@ -12,6 +12,7 @@ SECONDS ?= 60
 DRAWS ?= 20000
 TESTS ?= tests/unit
 RUN ?= $(shell ls -td results/*/records.jsonl 2>/dev/null | head -1 | xargs -r dirname)
+PEERS := results/loaders-$(MODEL)-$(shell date +%Y%m%dT%H%M%S)
 BASELINE ?= baseline.yaml
 WHAT = $(if $(SUITE),--suite $(SUITE),$(if $(RESUME),--resume $(RESUME),$(MODEL) --ram $(RAM)))
 OPTIONS = $(if $(OUT),--out $(OUT)) $(if $(STRATEGIES),--strategies $(STRATEGIES)) \
@@ -27,6 +28,12 @@ bench: .venv/ready  ## Load MODEL with six strategies under a RAM limit: make be
 
 floor: .venv/ready  ## Find the smallest RAM limit of each strategy: make floor MODEL=gpt2-medium
 	$(BIN)/weighin floor $(if $(RESUME),--resume $(RESUME),$(MODEL)) $(OPTIONS)
+
+peers: .venv/ready  ## Measure all installed loaders, cold and warm, and write docs/loaders.md: make peers MODEL=gpt2-medium
+	for cache in cold warm; do $(BIN)/weighin bench $(MODEL) --strategies all --repeats 3 --steady \
+	  --cache $$cache --out $(PEERS)-$$cache $(ARGS) || exit; done
+	$(BIN)/python -m weighin.report.loaders $(PEERS)-cold $(PEERS)-warm > docs/loaders.md.new
+	mv docs/loaders.md.new docs/loaders.md
 
 report: .venv/ready  ## Write the report of RUN again (default: the newest run)
 	$(BIN)/weighin report $(RUN)
@@ -98,4 +105,4 @@ clean:  ## Remove all environments, and the caches of tools in this folder
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-.PHONY: help setup bench recommend floor report check man pages docs publish doctor test test-all conformance test-vm test-versions zoo lint dist fuzz clean
+.PHONY: help setup bench recommend floor peers report check man pages docs publish doctor test test-all conformance test-vm test-versions zoo lint dist fuzz clean

@@ -1,0 +1,137 @@
+"""Write a page for a person who has to choose a loader: ``python -m weighin.report.loaders RUN...``.
+
+Each run becomes a table with one row for each strategy, the fastest first. Every figure is the median
+of the ok repeats of the run's own records. Prints the page to standard output.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Final
+
+from weighin.record import Outcome, Result
+from weighin.records import run_folder
+from weighin.records.metrics import METRICS
+from weighin.report import captions
+from weighin.report.dataframe import series
+from weighin.report.markdown import plain, table_lines
+from weighin.text import markdown as escaped
+from weighin.units import GIB, format_bytes, format_seconds
+
+HEADINGS: Final = (
+    "strategy", "format", "peak RSS", "load", "ready", "GiB/s", "first use", "private memory left",
+)  # fmt: skip
+_NAMES: Final = 2
+
+INTRODUCTION: Final = """\
+# Loaders
+
+Every strategy for loads that is installed on the machine that wrote this page, with one model and one checkpoint in the first format
+that the strategy reads. `make peers MODEL=gpt2-small` measures them again, interleaved, and writes this page from the records.
+
+* **peak RSS**: the kernel's high-water mark of the process, with torch.
+* **load**: until the strategy returned. **ready**: until every byte of the model was read once. A loader that maps the file
+  returns early and pays later; compare ready.
+* **GiB/s**: the model's size divided by the time until ready.
+* **first use**: the forward pass after that.
+* **private memory left**: anonymous memory when ready, above that of the import of torch. The kernel cannot take it back without swap;
+  a mapped file leaves none, because its pages can be dropped and read again.
+
+How to choose: a mapped file if the model fits into RAM and its pages may be dropped; else one copy and the shortest time until ready. A peak of
+two copies fails where RAM is short.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    ready_ns: float
+    words: tuple[str, ...]
+
+
+def page(runs: Sequence[Sequence[Result]]) -> str:
+    """Return the page for these runs, each a list of results."""
+    return "\n".join([INTRODUCTION, *(line for results in runs for line in _section(results))])
+
+
+def _section(results: Sequence[Result]) -> Iterator[str]:
+    measured = [result for result in results if result.outcome is not Outcome.SKIPPED]
+    if not measured:
+        return
+    cell = measured[0].cell
+    yield f"## {escaped(cell.model.title)}, {cell.cache} page cache\n"
+    rows = sorted(_rows(measured), key=lambda row: row.ready_ns)
+    yield from table_lines(HEADINGS, [row.words for row in rows], names=_NAMES)
+    yield ""
+    yield from _left_out(results)
+    yield escaped(captions.shared(series(measured), measured)) + "\n"
+
+
+def _rows(measured: Sequence[Result]) -> Iterator[_Row]:
+    for name in dict.fromkeys(result.cell.series for result in measured):
+        good = [
+            result
+            for result in measured
+            if result.cell.series == name and result.outcome is Outcome.OK
+        ]
+        ready_ns = _median(good, METRICS["ready"].read)
+        if ready_ns is None:
+            continue
+        cell, model_bytes = good[0].cell, good[0].model_bytes
+        rate = model_bytes / GIB / (ready_ns / 1e9) if model_bytes else None
+        yield _Row(
+            ready_ns,
+            (
+                " ".join([cell.strategy, *(f"{k}={v}" for k, v in sorted(cell.options.items()))]),
+                cell.format,
+                _size(_median(good, METRICS["peak_rss"].read)),
+                _time(_median(good, METRICS["load"].read)),
+                _time(ready_ns),
+                "-" if rate is None else f"{rate:.2f}",
+                _time(_median(good, _first_use_ns)),
+                _size(_median(good, _private_bytes)),
+            ),
+        )
+
+
+def _left_out(results: Sequence[Result]) -> Iterator[str]:
+    """Yield a line with the reason for each strategy that has no row."""
+    reasons = {
+        f"{result.cell.strategy}: {result.message or result.outcome}": None
+        for result in results
+        if result.outcome is not Outcome.OK
+    }
+    if reasons:
+        yield f"Not in the table: {escaped(plain('; '.join(reasons)))}.\n"
+
+
+def _first_use_ns(result: Result) -> int | None:
+    return result.cost.first_use_ns if result.cost else None
+
+
+def _private_bytes(result: Result) -> int | None:
+    left = METRICS["ready_anon"].read(result)
+    return None if left is None or not result.baseline else left - result.baseline.anon_bytes
+
+
+def _median(good: Sequence[Result], read: Callable[[Result], int | None]) -> float | None:
+    values = [value for result in good if (value := read(result)) is not None]
+    return median(values) if values else None
+
+
+def _size(size: float | None) -> str:
+    return "-" if size is None else format_bytes(max(0, round(size)))
+
+
+def _time(duration_ns: float | None) -> str:
+    return "-" if duration_ns is None else format_seconds(round(duration_ns))
+
+
+def main() -> None:
+    runs = [run_folder.read(Path(name)).results for name in sys.argv[1:]]
+    sys.stdout.write(page(runs))
+
+
+if __name__ == "__main__":
+    main()

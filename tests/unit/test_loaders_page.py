@@ -1,0 +1,51 @@
+"""The page for a person who has to choose a loader is written from a run's own records."""
+
+from dataclasses import replace
+
+from factories import SCRIPTS, make_cell, make_result
+
+from weighin.record import SCHEMA, Cost, Outcome, Result
+from weighin.report.loaders import HEADINGS, page
+
+
+def measured(strategy: str, ready_s: float, repeat: int = 0) -> Result:
+    cell = make_cell(strategy, ram_limit_bytes=None, repeat=repeat)
+    result = make_result(cell, SCRIPTS[strategy])
+    ready_ns = round(ready_s * 1e9)
+    cost = Cost(wall_ns=1, first_use_ns=800_000_000)
+    return replace(result, load_ns=ready_ns // 2, ready_ns=ready_ns, cost=cost)
+
+
+def skipped(strategy: str, why: str) -> Result:
+    return Result(SCHEMA, make_cell(strategy), Outcome.SKIPPED, why)
+
+
+def rows(text: str) -> list[list[str]]:
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[word.strip() for word in line.strip("|").split("|")] for line in lines]
+
+
+def test_the_fastest_comes_first_with_the_median_of_its_repeats() -> None:
+    results = [
+        measured("mmap_assign", 5.0), measured("streaming", 3.0), measured("streaming", 9.0, 1),
+        measured("streaming", 4.0, 2),
+    ]  # fmt: skip
+    heads, _, first, second = rows(page([results]))
+    assert tuple(heads) == HEADINGS
+    assert (first[0], first[3], first[4], first[6]) == ("streaming", "2.00 s", "4.00 s", "800 ms")
+    assert first[5] == "1.57"  # 6.29 GiB in 4 s
+    assert second[0] == "mmap_assign"
+
+
+def test_private_memory_is_what_is_left_above_the_import() -> None:
+    _, _, streamed, mapped = rows(page([[measured("streaming", 3), measured("mmap_assign", 5)]]))
+    assert (streamed[7], mapped[7]) == ("6.310 GiB", "215.040 MiB")
+
+
+def test_what_is_not_in_the_table_has_its_reason() -> None:
+    text = page([[measured("streaming", 3.0), skipped("runai", "runai needs x: install y")]])
+    assert "Not in the table: runai: runai needs x: install y." in text
+
+
+def test_a_run_of_which_nothing_was_measured_has_no_table() -> None:
+    assert rows(page([[skipped("runai", "why")], []])) == []
