@@ -150,6 +150,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         return None
     from xdist.scheduler import LoadScopeScheduling
 
+    for name in RUNS:
+        if not (Path(__file__).parent / "integration" / name).exists():
+            raise pytest.UsageError(f"RUNS in tests/conftest.py names {name}, which is not there")
+
     class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
