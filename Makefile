@@ -64,7 +64,7 @@ test: .venv/ready  ## Run the unit tests, on all processors: minutes
 	$(BIN)/pytest $(TESTS) --numprocesses auto --dist worksteal $(if $(REQUIRE),--require $(REQUIRE)) $(ARGS)
 
 test-all: test  ## Run all tests; REQUIRE=docker,cgroup,browser fails instead of skipping
-	$(BIN)/pytest --ignore tests/unit $(if $(REQUIRE),--require $(REQUIRE)) $(ARGS)
+	$(BIN)/pytest --ignore tests/unit --numprocesses auto --dist loadfile $(if $(REQUIRE),--require $(REQUIRE)) $(ARGS)
 
 conformance: .venv/ready  ## Compare DRAWS=20000 random loads by load_streaming with torch's load_state_dict
 	WEIGHIN_DRAWS=$(DRAWS) $(BIN)/pytest tests/conformance $(ARGS)

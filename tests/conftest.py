@@ -12,18 +12,35 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+from filelock import FileLock
 from fork_server import ForkServer
 from hypothesis import settings
 
 from weighin.errors import IsolationUnavailable
 
-# Each test run has a lock of its own, because tests measure nothing that another run could disturb.
-if "WEIGHIN_LOCK" not in os.environ:
+# Each process of a test run has a lock of its own, because tests measure nothing that another run
+# could disturb. A process of xdist inherits the lock of the process that started it.
+if "WEIGHIN_LOCK" not in os.environ or "PYTEST_XDIST_WORKER" in os.environ:
     lock = Path(tempfile.gettempdir()) / f"weighin-test-{os.getpid()}.lock"
     os.environ["WEIGHIN_LOCK"] = str(lock)
     atexit.register(lock.unlink, missing_ok=True)
+
+# A run removes the cgroups and containers of dead runs, and says so. While a test of these files looks
+# at leftovers, or at all that a run says, no other run may start that uses cgroups or containers.
+RUNS = {
+    "test_bad_checkpoints.py",
+    "test_bad_input.py",
+    "test_cuda.py",
+    "test_docker.py",
+    "test_doctor.py",
+    "test_finding_floors.py",
+    "test_full_disk.py",
+    "test_recommending.py",
+    "test_stopped_runs.py",
+}
 
 settings.register_profile("untimed", deadline=None)  # a busy machine must not fail a test
 settings.register_profile("ci", deadline=None, print_blob=True)  # prints how to repeat a failure
@@ -121,6 +138,44 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in _required(config):
         if name not in _MISSING:
             raise pytest.UsageError(f"--require {name}: known are {', '.join(_MISSING)}")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each process of xdist whole files with --dist loadfile, and RUNS to one process.
+
+    xdist's own groups (--dist loadgroup) have no effect with pytest 9.2.
+    """
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    for name in RUNS:
+        if not (Path(__file__).parent / "integration" / name).exists():
+            raise pytest.UsageError(f"RUNS in tests/conftest.py names {name}, which is not there")
+
+    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "runs" if Path(file).name in RUNS else file
+
+    config.option.loadscopereorder = False  # by size, the one test of all random loads came last
+    return Scheduling(config, log)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Prepare Docker and cgroups before the first test, because this removes leftovers of dead runs.
+
+    Later it would also remove leftovers that tests in another process of xdist make on purpose.
+    """
+    if session.config.option.collectonly:
+        return
+    lock = Path(tempfile.gettempdir()) / f"weighin-test-preparing-{os.getuid()}.lock"
+    with FileLock(lock):  # one process builds the image, the others use it
+        for marker in ("docker", "cgroup"):
+            if any(item.get_closest_marker(marker) for item in session.items):
+                _MISSING[marker]()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

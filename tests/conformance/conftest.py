@@ -1,5 +1,7 @@
 """Ignore torch's warnings about randomly drawn modules, and report the refusals after the tests."""
 
+from typing import Any
+
 import pytest
 from cases import REFUSED
 
@@ -17,6 +19,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if "conformance" in item.path.parts:
             for message in _WARNINGS:
                 item.add_marker(pytest.mark.filterwarnings(f"ignore:{message}"))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Hand the counts of a process of xdist to the process that started it."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["refused"] = dict(REFUSED)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Add the counts of a process of xdist."""
+    REFUSED.update(getattr(node, "workeroutput", {}).get("refused", {}))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
