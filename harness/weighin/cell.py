@@ -103,7 +103,7 @@ class Job:
 
     ``manifest`` is a file with the names and checksums of the expected tensors. ``python_path`` lists
     the folders from which to import the builder of a user's model. ``target`` is the empty folder
-    that a save writes to. ``trace`` makes the CUDA allocator record its events. With a ``body`` the
+    that a save writes to. ``mounts`` are further paths of this machine that a container must see. ``trace`` makes the CUDA allocator record its events. With a ``body`` the
     worker loads nothing and reads only ``cell``, ``timeout_s`` and ``python_path``.
     """
 
@@ -115,6 +115,7 @@ class Job:
     timeout_s: float = 600.0
     target: str = ""
     trace: bool = False
+    mounts: tuple[str, ...] = ()
     body: Body | None = None
 
 

@@ -62,7 +62,10 @@ def test_the_plan_holds_what_a_resumed_run_must_repeat(here: Path) -> None:
         "trace": False,
         "base_image": "base:1",
         "strategy_paths": {"mine": f"{here}/mine.py"},
+        "python_path": plan["settings"]["python_path"],
+        "mounts": [],
     }
+    assert plan["settings"]["python_path"][0] == str(here)
     assert plan["cells"][0]["model"]["kwargs"]["n_layers"] == 2
 
 

@@ -20,6 +20,7 @@ from weighin.checkpoint.entries import CachedCheckpoint, clear, folder, list_ent
 from weighin.checkpoint.manifest import Manifest, read_manifest
 from weighin.checkpoint.subprocess_client import run_maker
 from weighin.errors import CheckpointError, ConfigError
+from weighin.suite import user_code
 from weighin.units import format_bytes
 
 __all__ = ["CachedCheckpoint", "Prepared", "Report", "clear", "ensure", "folder", "list_entries"]
@@ -96,6 +97,10 @@ def ensure(
     """
     formats.named(fmt)
     origin: list[object] = [model.builder, model.kwargs]
+    if not user_code.is_ours(model.builder) and (
+        code := user_code.file_of(model.builder, python_path)
+    ):
+        origin.append(str(code))  # two files of one name build two models
     if checkpoint is not None:
         checkpoint = checkpoint.expanduser()
         formats.detect(checkpoint)

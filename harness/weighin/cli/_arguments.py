@@ -14,7 +14,15 @@ if TYPE_CHECKING:
 DEFAULT_MODEL = "gpt2-small"
 
 _BESIDE_ALL = {"trust", "json_file", "wait"}
-_BESIDE_SUITE = _BESIDE_ALL | {"suite", "kwargs", "checkpoint", "seed", "folder", "base_image"}
+_BESIDE_SUITE = _BESIDE_ALL | {
+    "suite",
+    "kwargs",
+    "checkpoint",
+    "seed",
+    "folder",
+    "base_image",
+    "mounts",
+}
 _BESIDE_SUITE |= {"checkpoint_dtype", "phases"}  # of predict
 
 

@@ -47,7 +47,8 @@ model_option = click.option(
     "model_option",
     metavar="NAME",
     shell_complete=completed("models"),
-    help="A built-in model by name, or the builder of any model as package.module:callable.",
+    help="A built-in model by name, or the builder of any model as package.module:callable or"
+    " path/nets.py:callable. Modules are also found in the current folder and on PYTHONPATH.",
 )
 kwargs = click.option(
     "--kwargs",
@@ -130,6 +131,15 @@ base_image = click.option(
     metavar="IMAGE",
     show_envvar=True,
     help="Image on which the Docker image is built.",
+)
+mounts = click.option(
+    "--mount",
+    "mounts",
+    multiple=True,
+    type=PATH,
+    metavar="PATH",
+    help="A file or folder that a Docker container sees too, at the same path and read-only, for"
+    " models that read more than their module. Repeatable.",
 )
 wait = click.option(
     "--wait",

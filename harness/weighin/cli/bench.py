@@ -118,6 +118,7 @@ EXAMPLES = (
 @_options.wait
 @_options.json
 @_options.base_image
+@_options.mounts
 @click.pass_context
 def bench(context: click.Context, /, **_: Any) -> None:
     """Measure memory and time of loading a model, with every strategy, each in a limited process of its own."""
@@ -175,4 +176,5 @@ def _request(typed: dict[str, Any]) -> "Request":
         seed=typed["seed"],
         folder=typed["folder"],
         base_image=typed["base_image"],
+        mounts=typed["mounts"],
     )

@@ -54,6 +54,7 @@ EXAMPLES = (
 @_options.wait
 @_options.json
 @_options.base_image
+@_options.mounts
 @click.pass_context
 def floor(context: click.Context, /, **_: Any) -> None:
     """Find the smallest RAM limit under which each strategy loads a model, and measure its load there."""
@@ -103,6 +104,7 @@ def _search(typed: dict[str, Any]) -> "Search":
             seed=typed["seed"],
             folder=typed["folder"],
             base_image=typed["base_image"],
+            mounts=typed["mounts"],
             within=_arguments.share(typed["within"]),
         )
         search, note = floor_search.start(request)

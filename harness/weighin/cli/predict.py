@@ -51,6 +51,7 @@ def predict(context: click.Context, /, **_: Any) -> None:
         _check(typed)
         return
     from weighin.predict import client, tables
+    from weighin.suite import user_code
 
     suite = _suite(typed)
     checkpoint = typed["checkpoint"] or _pretrained(suite)
@@ -61,6 +62,7 @@ def predict(context: click.Context, /, **_: Any) -> None:
             planned,
             checkpoint=checkpoint,
             checkpoint_dtype=stored,
+            python_path=user_code.import_path(suite.models),
             report=lambda done, name: status.update(f"{name}: {done} of {len(planned)} done"),
         )
     if typed["json_file"] != _console.STDOUT:

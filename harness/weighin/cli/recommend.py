@@ -83,7 +83,7 @@ def _question(typed: dict[str, Any]) -> "Question":
     from weighin.formats.pretrained_folder import read_folder
     from weighin.recommend import answer
     from weighin.recommend.ranking import Limits
-    from weighin.suite import registry
+    from weighin.suite import registry, user_code
     from weighin.suite.config import check_suite
 
     name = _arguments.one_model(typed["model"], typed["model_option"])
@@ -105,5 +105,5 @@ def _question(typed: dict[str, Any]) -> "Question":
         dtype=registry.model_dtype(name, suite.dtype),
         allow=answer.check_allowed(_arguments.names([typed["allow"]])),
         results=typed["results"],
-        python_path=(str(Path.cwd()),),
+        python_path=user_code.import_path([name]),
     )

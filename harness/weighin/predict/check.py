@@ -61,12 +61,18 @@ def check(run: Path, *, trusted: bool = False) -> list[Checked]:
         raise RecordError(
             f"{run} has no load whose outcome is ok", "predict the model: weighin predict MODEL"
         )
-    paths, checkpoint = _settings(run)
+    settings = _settings(run)
+    paths = settings.get("strategy_paths", {})
+    python_path = settings.get("python_path", ())
     if not trusted:
         cells = [results[0].cell for results in series.values()]
         used = {cell.strategy for cell in cells}
         trust.check(
-            trust.foreign(cells, {name: paths[name] for name in used if name in paths}),
+            trust.foreign(
+                cells,
+                {name: paths[name] for name in used if name in paths},
+                python_path=python_path,
+            ),
             place=run,
             again=f"weighin predict --check {quote(str(run))}",
             repair="or predict the model itself",
@@ -75,7 +81,12 @@ def check(run: Path, *, trusted: bool = False) -> list[Checked]:
         Planned.of(results[0].cell, _strategy(results[0].cell.strategy, paths))
         for results in series.values()
     ]
-    predictions = predict(planned, checkpoint=checkpoint)
+    checkpoint = settings.get("checkpoint")
+    predictions = predict(
+        planned,
+        checkpoint=Path(checkpoint) if checkpoint else None,
+        python_path=python_path,
+    )
     return [
         Checked(one, tuple(_figures(one, results)))
         for one, results in zip(predictions, series.values(), strict=True)
@@ -121,14 +132,12 @@ def _figures(prediction: Prediction, results: list[Result]) -> Iterator[tuple[st
             yield nearest, predicted[nearest], median_size
 
 
-def _settings(run: Path) -> tuple[dict[str, str], Path | None]:
-    """Return the strategies' files and the user's checkpoint; none for published runs (no plan)."""
+def _settings(run: Path) -> dict[str, Any]:
+    """Return the settings of a run's plan; none for published runs, which have no plan."""
     try:
-        settings = run_folder.read_plan(run).settings
+        return run_folder.read_plan(run).settings
     except HarnessError:
-        return {}, None
-    checkpoint = settings.get("checkpoint")
-    return settings.get("strategy_paths", {}), Path(checkpoint) if checkpoint else None
+        return {}
 
 
 def _strategy(name: str, paths: dict[str, str]) -> StrategyInfo:

@@ -17,7 +17,7 @@ from weighin.probes import environment
 from weighin.records import run_folder
 from weighin.run import gpu_check, trust
 from weighin.run.runner import Run
-from weighin.suite import registry
+from weighin.suite import registry, user_code
 from weighin.suite.config import Suite
 from weighin.suite.matrix import CellMatrix, Planned, plan
 from weighin.units import format_bytes, format_exact
@@ -33,6 +33,8 @@ class Request:
     seed: int = 0
     folder: Path | None = None
     base_image: str | None = None
+    mounts: tuple[Path, ...] = ()
+    """Files and folders that a container sees at the same path, read-only."""
     within: float | None = None
     """The precision of a floor search: the largest step, as a share of the floor. None: a bench."""
 
@@ -79,6 +81,8 @@ def start(request: Request) -> tuple[Run, str]:
         )
     )
     _check_any_runs(planned)
+    mounts = _existing(request.mounts)
+    python_path = user_code.import_path(suite.models)
     folder = request.folder or Path("results") / _name(request)
     _check_folder(folder, request.verb)
     settings = {
@@ -89,6 +93,8 @@ def start(request: Request) -> tuple[Run, str]:
         "trace": suite.trace,
         "base_image": request.base_image,
         "strategy_paths": {info.name: str(info.path) for info, _ in strategies},
+        "python_path": list(python_path),
+        "mounts": list(mounts),
     }
     if request.within is not None:
         settings["within"] = request.within
@@ -102,6 +108,8 @@ def start(request: Request) -> tuple[Run, str]:
         timeout_s=suite.timeout_s,
         steady=suite.steady,
         trace=suite.trace,
+        python_path=python_path,
+        mounts=mounts,
         is_new=True,
     )
     return run, note
@@ -134,7 +142,13 @@ def restore(folder: Path, *, trusted: bool = False) -> tuple[Run, dict[str, Any]
         if not trusted:
             verb = "floor" if "within" in settings else "bench"
             trust.check(
-                trust.foreign(planned.cells, settings["strategy_paths"], settings["base_image"]),
+                trust.foreign(
+                    planned.cells,
+                    settings["strategy_paths"],
+                    settings["base_image"],
+                    python_path=settings.get("python_path", ()),
+                    mounts=settings.get("mounts", ()),
+                ),
                 place=folder / run_folder.PLAN,
                 again=f"weighin {verb} --resume {quote(str(folder))}",
             )
@@ -154,6 +168,8 @@ def restore(folder: Path, *, trusted: bool = False) -> tuple[Run, dict[str, Any]
             timeout_s=settings["timeout_s"],
             steady=settings["steady"],
             trace=settings.get("trace", False),  # plans of 0.1 lack it
+            python_path=tuple(settings.get("python_path", [str(Path.cwd())])),  # since 0.3
+            mounts=tuple(settings.get("mounts", ())),
         )
     except KeyError as error:
         raise RecordError(
@@ -168,7 +184,7 @@ def resumable(verb: str, task: Run) -> Iterator[None]:
     """Add the command that resumes ``task`` to each error in this block that stops the run."""
     again = f"weighin {verb} --resume {quote(str(task.folder))}"
     paths = {each.strategy.name: str(each.strategy.path) for each in task.planned}
-    if trust.foreign([each.cell for each in task.planned], paths):
+    if trust.foreign([each.cell for each in task.planned], paths, mounts=task.mounts):
         again += " --trust"
     try:
         yield
@@ -218,6 +234,13 @@ def _dtype(suite: Suite) -> str:
             "choose one for all: --dtype bf16",
         )
     return dtypes.pop()
+
+
+def _existing(mounts: tuple[Path, ...]) -> tuple[str, ...]:
+    for path in mounts:
+        if not path.exists():
+            raise ConfigError(f"--mount {path}: there is no such file or folder")
+    return tuple(str(path.absolute()) for path in mounts)
 
 
 def _check_names(kinds: str, named_places: list[tuple[str, str]]) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from weighin.cell import ModelSpec, Operation
 from weighin.errors import ConfigError, UnknownName
 from weighin.formats.pretrained_folder import cached_snapshot, is_pretrained, read_folder
+from weighin.suite import user_code
 
 if TYPE_CHECKING:
     from weighin.suite.config import Suite
@@ -148,7 +149,10 @@ def models() -> dict[str, Path]:
 
 
 def model(name: str, kwargs: dict[str, object] | None = None) -> ModelSpec:
-    """Return a model: built-in, of a builder "package.module:callable", or of a Hugging Face folder."""
+    """Return a model: built-in, of a Hugging Face folder, or of a builder.
+
+    A builder is "package.module:callable", or "path/nets.py:callable" for one in a file.
+    """
     if folder := pretrained_folder(name):
         if kwargs:
             raise ConfigError(
@@ -156,6 +160,8 @@ def model(name: str, kwargs: dict[str, object] | None = None) -> ModelSpec:
                 "leave --kwargs out, or change config.json",
             )
         return read_folder(folder).spec()
+    if user_code.is_file(name):
+        name = user_code.of_file(name).builder
     if ":" in name:
         return ModelSpec(name.rpartition(":")[2], name, kwargs or {})
     known = models()
