@@ -12,6 +12,9 @@ _KEPT_ARGUMENTS: Final = 48
 _FORMER_PACKAGE: Final = "harness."  # the name of this package in records before 0.2
 _OUR_MODELS: Final = "weighin.models."
 
+SYNTHESISED: Final = "weighin.models.synthesised:from_tensors"
+"""The builder of a model from the names and shapes of a checkpoint's tensors."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:

@@ -147,3 +147,70 @@ def test_a_package_with_compiled_code_that_the_image_lacks_is_an_error(
         " it outside of Docker: --isolation cgroup; or, if the image's Python can import it, mount it:"
         f" --mount {place}"
     )
+
+
+def training_checkpoint(folder: Path) -> Path:
+    """Write a training checkpoint of ``torch.nn.Linear(4, 4)``, wrapped for data-parallel training."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    weights = {f"module.{name}": value for name, value in model.state_dict().items()}
+    path = folder / "train.pt"
+    torch.save({"epoch": 1, "model": weights, "optimizer": optimizer.state_dict()}, path)
+    return path
+
+
+LINEAR = ("--model", "torch.nn:Linear", "--kwargs", '{"in_features": 4, "out_features": 4}')
+
+
+@pytest.mark.slow
+def test_a_training_checkpoint_is_measured_with_the_options_that_the_errors_propose(
+    command: CommandLine,
+) -> None:
+    training_checkpoint(command.folder)
+    options = [*LINEAR, "--checkpoint", "train.pt", "-s", "load_assign,streaming"]
+    bench = ["bench", *options, "--isolation", "process", "--out", "run"]
+    refused = command.run(*bench)
+    assert refused.code == 2
+    assert "select the weights: --key model" in " ".join(refused.err.split())
+    refused = command.run(*bench, "--key", "model")
+    assert refused.code == 2
+    assert "--strip-prefix module." in " ".join(refused.err.split())
+    ended = command.run(*bench, "--key", "model", "--strip-prefix", "module.")
+    assert ended.code == 0, ended.err
+    assert outcomes(command.folder / "run") == ["ok", "ok"]
+    ended = command.run("predict", *options, "--key", "model", "--strip-prefix", "module.")
+    assert ended.code == 0, ended.err
+    ended = command.run("predict", "--check", "run", "--trust")
+    assert ended.code == 0, ended.err
+    ended = command.run("recommend", "train.pt", "--key", "model", "--strip-prefix", "module.")
+    assert ended.code == 0, ended.err
+    assert "weighin convert train.pt weights" in ended.out
+    ended = command.run("recommend", "--key", "model")
+    assert (ended.code, "add --checkpoint PATH" in ended.err) == (2, True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "isolation", ["process", param("cgroup", marks=mark.cgroup), param("docker", marks=mark.docker)]
+)
+def test_a_checkpoint_without_code_is_a_model(command: CommandLine, isolation: str) -> None:
+    training_checkpoint(command.folder)
+    options = ["--model", "from:train.pt", "--key", "model", "-s", "baseline,mmap_assign,streaming"]
+    ended = command.run("bench", *options, "--isolation", isolation, "--out", "run")
+    assert ended.code == 0, ended.err
+    assert outcomes(command.folder / "run") == ["ok"] * 3
+    (command.folder / "run/records.jsonl").unlink()
+    ended = command.run("bench", "--resume", "run")
+    assert ended.code == 0, ended.err
+    assert outcomes(command.folder / "run") == ["ok"] * 3
+    ended = command.run("predict", *options)
+    assert ended.code == 0, ended.err
+    ended = command.run("recommend", "--model", "from:train.pt", "--key", "model")
+    assert ended.code == 0, ended.err
+
+
+def outcomes(folder: Path) -> list[str]:
+    lines = (folder / "records.jsonl").read_text().splitlines()
+    return [json.loads(line)["outcome"] for line in lines]

@@ -57,6 +57,8 @@ def test_the_plan_holds_what_a_resumed_run_must_repeat(here: Path) -> None:
     assert plan["settings"] == {
         "seed": 7,
         "checkpoint": f"{here}/weights.pt",
+        "key": "",
+        "strip_prefix": "",
         "timeout_s": 600.0,
         "steady": False,
         "trace": False,

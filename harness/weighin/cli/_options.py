@@ -47,8 +47,9 @@ model_option = click.option(
     "model_option",
     metavar="NAME",
     shell_complete=completed("models"),
-    help="A built-in model by name, or the builder of any model as package.module:callable or"
-    " path/nets.py:callable. Modules are also found in the current folder and on PYTHONPATH.",
+    help="A built-in model by name; the builder of any model as package.module:callable or"
+    " path/nets.py:callable (modules are also found in the current folder and on PYTHONPATH); or"
+    " from:CHECKPOINT, a model without code that has the checkpoint's tensors.",
 )
 kwargs = click.option(
     "--kwargs",
@@ -63,6 +64,21 @@ def checkpoint(help: str) -> Callable[[Any], Any]:  # noqa: A002 (click's word)
     return click.option("--checkpoint", type=PATH, metavar="PATH", help=help)
 
 
+selection = several(
+    click.option(
+        "--key",
+        default="",
+        metavar="KEY",
+        help="Where the state dict is in a checkpoint that holds more: model, or state.model in"
+        " nested dicts.",
+    ),
+    click.option(
+        "--strip-prefix",
+        default="",
+        metavar="PREFIX",
+        help="The beginning of the checkpoint's names that the model's lack: module. or _orig_mod.",
+    ),
+)
 model = several(
     click.argument(
         "model",

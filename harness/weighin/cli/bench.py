@@ -43,6 +43,7 @@ EXAMPLES = (
 @click.command(cls=Verb, examples=EXAMPLES, codes=True)
 @_options.model
 @_options.generated
+@_options.selection
 @click.option(
     "--ram",
     default="none",
@@ -173,6 +174,7 @@ def _request(typed: dict[str, Any]) -> "Request":
         suite=_arguments.read_suite(typed["suite"], asked),
         kwargs=_arguments.json_object(typed["kwargs"]),
         checkpoint=typed["checkpoint"],
+        selection=_arguments.selection(typed),
         seed=typed["seed"],
         folder=typed["folder"],
         base_image=typed["base_image"],

@@ -23,6 +23,7 @@ EXAMPLES = (
 @click.command(cls=Verb, examples=EXAMPLES, codes=True)
 @_options.model
 @_options.generated
+@_options.selection
 @_options.strategies
 @click.option(
     "--within",
@@ -101,6 +102,7 @@ def _search(typed: dict[str, Any]) -> "Search":
             suite=_arguments.read_suite(None, asked),
             kwargs=_arguments.json_object(typed["kwargs"]),
             checkpoint=typed["checkpoint"],
+            selection=_arguments.selection(typed),
             seed=typed["seed"],
             folder=typed["folder"],
             base_image=typed["base_image"],

@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from weighin.errors import HarnessError, RecordError
+from weighin.formats.selection import Selection
 from weighin.predict.client import predict
 from weighin.predict.prediction import Prediction
 from weighin.probes import environment
@@ -85,6 +86,7 @@ def check(run: Path, *, trusted: bool = False) -> list[Checked]:
     predictions = predict(
         planned,
         checkpoint=Path(checkpoint) if checkpoint else None,
+        selection=Selection(settings.get("key", ""), settings.get("strip_prefix", "")),
         python_path=python_path,
     )
     return [

@@ -12,6 +12,7 @@ from typing import Any
 from weighin import formats
 from weighin.errors import ConfigError, Interrupted, IsolationUnavailable, RecordError, StillRunning
 from weighin.formats.pretrained_folder import is_pretrained, read_folder, weights_in
+from weighin.formats.selection import WHOLE, Selection
 from weighin.isolation import select
 from weighin.probes import environment
 from weighin.records import run_folder
@@ -37,6 +38,7 @@ class Request:
     """Files and folders that a container sees at the same path, read-only."""
     within: float | None = None
     """The precision of a floor search: the largest step, as a share of the floor. None: a bench."""
+    selection: Selection = WHOLE
 
     @property
     def verb(self) -> str:
@@ -50,9 +52,13 @@ def start(request: Request) -> tuple[Run, str]:
         ConfigError, UnknownName, IsolationUnavailable, RecordError: nothing was started.
     """
     suite = request.suite
-    models = tuple(registry.model(name, request.kwargs or None) for name in suite.models)
+    checkpoint = registry.own_checkpoint(suite.models, request.checkpoint)
+    checkpoint = _own(checkpoint) or _pretrained(suite.models)
+    _check_selection(request.selection, checkpoint)
+    models = tuple(
+        registry.model(name, request.kwargs or None, request.selection) for name in suite.models
+    )
     strategies = registry.chosen(suite)
-    checkpoint = _own(request.checkpoint) or _pretrained(suite.models)
     _check_names("models", [(spec.title, spec.builder) for spec in models])
     _check_names("strategies", [(info.name, str(info.path)) for info, _ in strategies])
     format_names = tuple(formats.named(name).NAME for name in suite.format)
@@ -88,6 +94,8 @@ def start(request: Request) -> tuple[Run, str]:
     settings = {
         "seed": request.seed,
         "checkpoint": str(checkpoint) if checkpoint else None,
+        "key": request.selection.key,
+        "strip_prefix": request.selection.strip_prefix,
         "timeout_s": suite.timeout_s,
         "steady": suite.steady,
         "trace": suite.trace,
@@ -105,6 +113,7 @@ def start(request: Request) -> tuple[Run, str]:
         isolation=isolation,
         seed=request.seed,
         checkpoint=checkpoint,
+        selection=request.selection,
         timeout_s=suite.timeout_s,
         steady=suite.steady,
         trace=suite.trace,
@@ -165,6 +174,7 @@ def restore(folder: Path, *, trusted: bool = False) -> tuple[Run, dict[str, Any]
             isolation=select.named(planned.cells[0].isolation, settings["base_image"]),
             seed=settings["seed"],
             checkpoint=Path(checkpoint) if checkpoint else None,
+            selection=Selection(settings.get("key", ""), settings.get("strip_prefix", "")),
             timeout_s=settings["timeout_s"],
             steady=settings["steady"],
             trace=settings.get("trace", False),  # plans of 0.1 lack it
@@ -200,6 +210,7 @@ def _own(checkpoint: Path | None) -> Path | None:
     """Return the user's checkpoint; of a Hugging Face folder, its file if the weights are in one."""
     if checkpoint is None:
         return None
+    checkpoint = checkpoint.expanduser()
     return (weights_in(checkpoint) if is_pretrained(checkpoint) else checkpoint).resolve()
 
 
@@ -234,6 +245,14 @@ def _dtype(suite: Suite) -> str:
             "choose one for all: --dtype bf16",
         )
     return dtypes.pop()
+
+
+def _check_selection(selection: Selection, checkpoint: Path | None) -> None:
+    if selection and checkpoint is None:
+        raise ConfigError(
+            "--key and --strip-prefix select the weights in a checkpoint of your own",
+            "add --checkpoint PATH, or leave them out",
+        )
 
 
 def _existing(mounts: tuple[Path, ...]) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from weighin import formats
 from weighin.cell import Cell, Job
 from weighin.checkpoint import cache
 from weighin.errors import ConfigError, HarnessError, Interrupted
+from weighin.formats.selection import WHOLE, Selection
 from weighin.isolation.base import Isolation, Running
 from weighin.probes import environment
 from weighin.protocol import ACKNOWLEDGEMENT, decode_event
@@ -55,6 +56,7 @@ class Run:
     isolation: Isolation
     seed: int = 0
     checkpoint: Path | None = None
+    selection: Selection = WHOLE
     timeout_s: float = 600.0
     steady: bool = False
     trace: bool = False
@@ -195,6 +197,7 @@ def _prepare_checkpoints(
                 key[1],
                 seed=task.seed,
                 checkpoint=task.checkpoint,
+                selection=task.selection,
                 progress=progress.preparing,
                 python_path=_python_path(task, each.cell),
             )

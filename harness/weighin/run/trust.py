@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
-from weighin.cell import Cell
+from weighin.cell import SYNTHESISED, Cell
 from weighin.errors import ConfigError
 from weighin.suite import registry, user_code
 from weighin.suite.config import read_model
@@ -47,7 +47,7 @@ def foreign(
     from, ``mounts`` the paths that a container sees. Imports and runs none of them.
     """
     cells = list(cells)
-    ours = {read_model(path).builder for path in registry.models().values()}
+    ours = {read_model(path).builder for path in registry.models().values()} | {SYNTHESISED}
     lines: dict[str, None] = {}
     for cell in cells:
         if (builder := cell.model.builder) not in ours:
