@@ -16,7 +16,7 @@ from weighin.probes import environment
 from weighin.record import Outcome, Result
 from weighin.records import run_folder
 from weighin.run import trust
-from weighin.suite import registry
+from weighin.suite import registry, user_code
 from weighin.suite.matrix import Planned
 from weighin.suite.registry import StrategyInfo
 
@@ -64,7 +64,10 @@ def check(run: Path, *, trusted: bool = False) -> list[Checked]:
         )
     settings = _settings(run)
     paths = settings.get("strategy_paths", {})
-    python_path = settings.get("python_path", ())
+    builders = {results[0].cell.model.builder for results in series.values()}
+    # Only for builders that need it, which are shown below: a folder may hide any module.
+    is_needed = not all(map(user_code.is_ours, builders))
+    python_path = settings.get("python_path", ()) if is_needed else ()
     if not trusted:
         cells = [results[0].cell for results in series.values()]
         used = {cell.strategy for cell in cells}
