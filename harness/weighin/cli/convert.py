@@ -10,7 +10,7 @@ from weighin.cli._verb import Argument, Verb
 EXAMPLES = (
     "weighin convert model.pt parts --format per_param",
     "weighin convert model.pt model-bf16.safetensors --dtype bf16 --verify",
-    "weighin convert training.pt model.safetensors --key model --strip-prefix module.",
+    "weighin convert training.pt model.pt --key model --strip-prefix module.",
     "weighin convert model.pt shards --format sharded --max-shard-size 2GB",
 )
 
