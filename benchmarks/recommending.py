@@ -83,7 +83,7 @@ def _tried(
         results = run_folder.read(options.run).results
         return [*_promised(known, limits, asked, results)], results
     promises = [
-        *(Promise(one, lives=True) for one in known.planned),
+        *(Promise(one, lives=True) for one in known.planned if not one.skip),
         *[*_refused(known, limits, asked)][:: options.every],
         *_named(known, limits, asked),
     ]

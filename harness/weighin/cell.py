@@ -12,6 +12,9 @@ _KEPT_ARGUMENTS: Final = 48
 _FORMER_PACKAGE: Final = "harness."  # the name of this package in records before 0.2
 _OUR_MODELS: Final = "weighin.models."
 
+SYNTHESISED: Final = "weighin.models.synthesised:from_tensors"
+"""The builder of a model from the names and shapes of a checkpoint's tensors."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
@@ -112,7 +115,7 @@ class Job:
 
     ``manifest`` is a file with the names and checksums of the expected tensors. ``python_path`` lists
     the folders from which to import the builder of a user's model. ``target`` is the empty folder
-    that a save writes to. ``trace`` makes the CUDA allocator record its events. With a ``body`` the
+    that a save writes to. ``mounts`` are further paths of this machine that a container must see. ``trace`` makes the CUDA allocator record its events. With a ``body`` the
     worker loads nothing and reads only ``cell``, ``timeout_s`` and ``python_path``.
     """
 
@@ -124,6 +127,7 @@ class Job:
     timeout_s: float = 600.0
     target: str = ""
     trace: bool = False
+    mounts: tuple[str, ...] = ()
     body: Body | None = None
 
 

@@ -43,10 +43,11 @@ def decode_job(line: bytes) -> Job:
     fields: dict[str, Any] = json.loads(line)
     cell = fields.pop("cell")
     model = ModelSpec(**cell.pop("model"))
-    python_path = tuple(fields.pop("python_path"))
+    for name in ("python_path", "mounts"):
+        fields[name] = tuple(fields[name])
     if body := fields.pop("body"):
         body = Body(body["path"], tuple(body["pytest_arguments"]))
-    return Job(cell=Cell(model=model, **cell), python_path=python_path, body=body, **fields)
+    return Job(cell=Cell(model=model, **cell), body=body, **fields)
 
 
 def encode_event(event: dict[str, Any]) -> bytes:

@@ -2,10 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from commands import CommandLine, Ended
+from commands import ROOT, CommandLine, Ended
+from pytest import mark, param
 
 NETS = """
 import torch
@@ -65,3 +67,150 @@ def test_a_model_that_nobody_says_how_to_call_is_ok_with_a_word_on_it(command: C
     assert found["outcome"] == "ok"
     assert found["cost"]["first_use_ns"] is None  # type: ignore[index]
     assert "uncalled defines no example_inputs" in " ".join(ended.out.split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "isolation", ["process", param("cgroup", marks=mark.cgroup), param("docker", marks=mark.docker)]
+)
+@pytest.mark.parametrize("place", ["file", "pythonpath"])
+def test_a_module_is_found_where_it_lives(command: CommandLine, isolation: str, place: str) -> None:
+    folder = command.folder / "lib" / "parts"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").touch()
+    (folder / "sizes.py").write_text("SCALE = 2")
+    text = NETS.replace("import torch", "import torch\nfrom .sizes import SCALE", 1)
+    (folder / "nets.py").write_text(text.replace("Net(width)", "Net(width * SCALE)"))
+    name = "lib/parts/nets.py:build" if place == "file" else "parts.nets:build"
+    settings: dict[str, Any] = {} if place == "file" else {"PYTHONPATH": f"{ROOT / 'harness'}:lib"}
+    ended = command.run(
+        "bench", "--model", name, "--kwargs", '{"width": 2}', "--isolation", isolation,
+        "-s", "load_assign", "--out", "run", **settings,
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    assert record(command.folder / "run")["outcome"] == "ok"
+
+
+def installed(command: CommandLine, name: str, **files: str) -> dict[str, Any]:
+    """Install a package that the image lacks; return the variables of a Python that has it."""
+    site = command.folder / "site"
+    package = site / name
+    package.mkdir(parents=True)
+    for module, text in files.items():
+        (package / f"{module}.py").write_text(text)
+    (site / f"{name}-1.0.dist-info").mkdir()
+    (site / f"{name}-1.0.dist-info/METADATA").write_text(f"Name: {name}\nVersion: 1.0\n")
+    (site / f"{name}-1.0.dist-info/RECORD").write_text(f"{name}/__init__.py,,\n")
+    (command.folder / "boot").mkdir(exist_ok=True)
+    (command.folder / "boot/sitecustomize.py").write_text(
+        f"import sys\nsys.path.append({str(site)!r})"
+    )
+    return {"PYTHONPATH": f"{ROOT / 'harness'}:boot"}
+
+
+@pytest.mark.slow
+@pytest.mark.docker
+def test_an_installed_package_that_the_image_lacks_is_mounted(command: CommandLine) -> None:
+    variables = installed(command, "mynets", __init__=NETS)
+    (command.folder / "width.txt").write_text("4")
+    text = NETS.replace(
+        "Net(width)", f"Net(int(open({str(command.folder / 'width.txt')!r}).read()))"
+    )
+    (command.folder / "site/mynets/__init__.py").write_text(text)
+    ended = command.run(
+        "bench", "--model", "mynets:build", "--kwargs", '{"width": 4}', "--isolation", "docker",
+        "--mount", "width.txt", "-s", "load_assign", "--out", "run", **variables,
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    assert f"mounting {command.folder}/site/mynets read-only: the image has no package mynets" in (
+        " ".join(ended.err.split())
+    )
+    assert record(command.folder / "run")["outcome"] == "ok"
+
+
+@pytest.mark.slow
+@pytest.mark.docker
+def test_a_package_with_compiled_code_that_the_image_lacks_is_an_error(
+    command: CommandLine,
+) -> None:
+    variables = installed(command, "mynets", __init__=NETS)
+    (command.folder / "site/mynets/fast.so").touch()
+    ended = command.run(
+        "bench", "--model", "mynets:build", "--kwargs", '{"width": 4}', "--isolation", "docker",
+        "-s", "load_assign", "--out", "run", **variables,
+    )  # fmt: skip
+    place = f"{command.folder}/site/mynets"
+    assert ended.code == 2
+    assert " ".join(ended.err.split()).endswith(
+        "error: builder 'mynets:build': the Docker image has no package 'mynets', which is not mounted"
+        f" because it contains compiled code, built for this machine's Python: {place}/fast.so measure"
+        " it outside of Docker: --isolation cgroup; or, if the image's Python can import it, mount it:"
+        f" --mount {place}"
+    )
+
+
+def training_checkpoint(folder: Path) -> Path:
+    """Write a training checkpoint of ``torch.nn.Linear(4, 4)``, wrapped for data-parallel training."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    weights = {f"module.{name}": value for name, value in model.state_dict().items()}
+    path = folder / "train.pt"
+    torch.save({"epoch": 1, "model": weights, "optimizer": optimizer.state_dict()}, path)
+    return path
+
+
+LINEAR = ("--model", "torch.nn:Linear", "--kwargs", '{"in_features": 4, "out_features": 4}')
+
+
+@pytest.mark.slow
+def test_a_training_checkpoint_is_measured_with_the_options_that_the_errors_propose(
+    command: CommandLine,
+) -> None:
+    training_checkpoint(command.folder)
+    options = [*LINEAR, "--checkpoint", "train.pt", "-s", "load_assign,streaming"]
+    bench = ["bench", *options, "--isolation", "process", "--out", "run"]
+    refused = command.run(*bench)
+    assert refused.code == 2
+    assert "select the weights: --key model" in " ".join(refused.err.split())
+    refused = command.run(*bench, "--key", "model")
+    assert refused.code == 2
+    assert "--strip-prefix module." in " ".join(refused.err.split())
+    ended = command.run(*bench, "--key", "model", "--strip-prefix", "module.")
+    assert ended.code == 0, ended.err
+    assert outcomes(command.folder / "run") == ["ok", "ok"]
+    ended = command.run("predict", *options, "--key", "model", "--strip-prefix", "module.")
+    assert ended.code == 0, ended.err
+    ended = command.run("predict", "--check", "run", "--trust")
+    assert ended.code == 0, ended.err
+    ended = command.run("recommend", "train.pt", "--key", "model", "--strip-prefix", "module.")
+    assert ended.code == 0, ended.err
+    assert "weighin convert train.pt weights" in ended.out
+    ended = command.run("recommend", "--key", "model")
+    assert (ended.code, "add --checkpoint PATH" in ended.err) == (2, True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "isolation", ["process", param("cgroup", marks=mark.cgroup), param("docker", marks=mark.docker)]
+)
+def test_a_checkpoint_without_code_is_a_model(command: CommandLine, isolation: str) -> None:
+    training_checkpoint(command.folder)
+    options = ["--model", "from:train.pt", "--key", "model", "-s", "baseline,mmap_assign,streaming"]
+    ended = command.run("bench", *options, "--isolation", isolation, "--out", "run")
+    assert ended.code == 0, ended.err
+    assert outcomes(command.folder / "run") == ["ok"] * 3
+    (command.folder / "run/records.jsonl").unlink()
+    ended = command.run("bench", "--resume", "run")
+    assert ended.code == 0, ended.err
+    assert outcomes(command.folder / "run") == ["ok"] * 3
+    ended = command.run("predict", *options)
+    assert ended.code == 0, ended.err
+    ended = command.run("recommend", "--model", "from:train.pt", "--key", "model")
+    assert ended.code == 0, ended.err
+
+
+def outcomes(folder: Path) -> list[str]:
+    lines = (folder / "records.jsonl").read_text().splitlines()
+    return [json.loads(line)["outcome"] for line in lines]

@@ -16,7 +16,7 @@ from weighin.cell import ModelSpec
 from weighin.errors import CheckpointError, UnknownName
 from weighin.predict.prediction import Prediction, Work
 from weighin.recommend import answer, calibration
-from weighin.recommend.answer import Advice, Question, check_allowed, gather, of_checkpoint, parts
+from weighin.recommend.answer import Advice, Question, check_allowed, gather, parts
 from weighin.recommend.calibration import Calibration
 from weighin.recommend.prior_runs import Evidence
 from weighin.recommend.ranking import FitVerdict, Limits
@@ -233,23 +233,25 @@ def test_a_strategy_that_cannot_be_written_out_is_named_by_its_file(
 def test_a_checkpoint_alone_is_a_model_of_its_keys(tmp_path: Path) -> None:
     file = tmp_path / "weights.pt"
     torch.save({"a": torch.zeros(2)}, file)
-    spec = of_checkpoint(file)
-    assert spec == ModelSpec(
-        "weights.pt", "weighin.models.mirror:mirror", {"checkpoint": str(file)}
+    spec = registry.from_checkpoint(file)
+    assert (spec.title, spec.builder) == (
+        "weights.pt",
+        "weighin.models.synthesised:from_tensors",
     )
+    assert [*spec.kwargs] == ["tensors"]
     (tmp_path / "no.pt").write_text("no")
     with pytest.raises(CheckpointError):
-        of_checkpoint(tmp_path / "no.pt")
+        registry.from_checkpoint(tmp_path / "no.pt")
 
 
 def test_a_checkpoint_without_its_model_says_that_it_knows_less_and_why(tmp_path: Path) -> None:
     file = tmp_path / "weights.pt"
     torch.save({"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}, file)
-    alone = advised(8 * GIB, model=of_checkpoint(file), checkpoint=file)
+    alone = advised(8 * GIB, model=registry.from_checkpoint(file), checkpoint=file)
     note = (
         "weights.pt was given without its model, so the answer leaves out the cost of the constructor,"
-        " buffers that are not in the checkpoint, and earlier measurements of the model. To include"
-        f" them: weighin recommend --model package:builder --checkpoint {file}"
+        " buffers that are not in the checkpoint, and earlier measurements of the model's own code. To"
+        f" include them: weighin recommend --model package:builder --checkpoint {file}"
     )
     assert note in " ".join(printed(alone).split())
     assert alone.as_json()["notes"] == [note]

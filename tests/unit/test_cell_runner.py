@@ -32,6 +32,9 @@ class _Isolation:
 
     def prepare(self, _progress: Any = None, /) -> None: ...
 
+    def added_code(self, _job: Job, /) -> list[str]:
+        return []
+
     def start(self, job: Job) -> Any:
         return FakeRunning(self._script)
 

@@ -175,7 +175,7 @@ def nested(path: Path) -> None:
         (
             nested,
             "not a flat state dict: 'model' holds a dict",
-            "save the inner dict alone, for example torch.save(checkpoint['model'], ...)",
+            "select the weights: --key model; in load_streaming: key='model'",
         ),
         (
             lambda p: saved(p, torch.zeros(2)),

@@ -99,6 +99,7 @@ VERBS = {
         [
             "weighin inspect model.pt",
             "weighin inspect shards --sort size --all",
+            "weighin inspect training.pt --key model",
             "weighin inspect model.safetensors --json -",
         ],
     ),
@@ -107,6 +108,7 @@ VERBS = {
         [
             "weighin convert model.pt parts --format per_param",
             "weighin convert model.pt model-bf16.safetensors --dtype bf16 --verify",
+            "weighin convert training.pt model.pt --key model --strip-prefix module.",
             "weighin convert model.pt shards --format sharded --max-shard-size 2GB",
         ],
     ),

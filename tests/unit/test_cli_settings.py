@@ -119,6 +119,23 @@ def test_a_model_with_its_arguments(asked: Measured) -> None:
     assert (other.suite.models, other.kwargs, other.checkpoint) == (["gpt2-tiny"], {}, None)
 
 
+@pytest.mark.parametrize(
+    ("model", "located"),
+    [
+        ("nets.py:build", "../nets.py:build"),
+        ("from:w.pt", "from:../w.pt"),
+        ("my.nets:build", "my.nets:build"),
+    ],
+)
+def test_a_model_in_a_file_is_relative_to_the_settings(
+    asked: Measured, here: Path, monkeypatch: pytest.MonkeyPatch, model: str, located: str
+) -> None:
+    write(f'[tool.weighin]\nmodel = "{model}"\n')
+    (here / "inner").mkdir()
+    monkeypatch.chdir(here / "inner")
+    assert asked("bench").suite.models == [located]
+
+
 def test_a_suite_is_for_runs_without_an_option_of_the_matrix(asked: Measured) -> None:
     write('[tool.weighin]\nsuite = "saving"\nrepeats = 9\n')
     suite = asked("bench", "--out", "x").suite

@@ -1,9 +1,14 @@
 """What a container sees, and under which names."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from weighin.cell import Cell, Job, ModelSpec
+from weighin.errors import ConfigError
+from weighin.isolation.docker import packages
 from weighin.isolation.docker.mounts import Bind, place
 from weighin.suite.registry import data_folder
 
@@ -69,3 +74,71 @@ def test_a_preloaded_library_is_bound_read_only(tmp_path: Path) -> None:
     cell = replace(CELL, environment={"LD_PRELOAD": str(library)})
     _, binds = place(Job(cell, "/c/w.pt", "/c/w.json", "/s/mine.py"))
     assert Bind(library, "/weighin/preload/0/liballocator.so") in binds
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of installed packages: ``outer`` requires ``inner`` and ``fast``, which is compiled."""
+    folder = tmp_path / "site"
+    for name, requires in (
+        ("outer", ["inner>=1", "fast", "torch", "gone"]),
+        ("inner", []),
+        ("fast", []),
+    ):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "__init__.py").touch()
+        metadata = folder / f"{name}-1.0.dist-info"
+        metadata.mkdir()
+        lines = [f"Requires-Dist: {one}" for one in requires]
+        (metadata / "METADATA").write_text("\n".join([f"Name: {name}", "Version: 1.0", *lines]))
+        (metadata / "RECORD").write_text(f"{name}/__init__.py,,\n{metadata.name}/METADATA,,\n")
+    (folder / "fast/core.so").touch()
+    monkeypatch.setattr(sys, "path", [*sys.path, str(folder)])
+    packages._lacking.cache_clear()
+    return folder
+
+
+def of(builder: str, mounts: tuple[str, ...] = ()) -> Job:
+    cell = Cell(ModelSpec("m", builder), "baseline", "docker")
+    return Job(cell, "/c/w.pt", "/c/w.json", "/s/mine.py", ("/gone",), mounts=mounts)
+
+
+def test_an_installed_package_that_the_image_lacks_is_mounted_with_those_it_requires(
+    site: Path,
+) -> None:
+    inside, binds = place(of("outer.nets:build"))
+    assert inside.python_path == ("/weighin/path/0", "/weighin/packages")
+    names = ["outer", "outer-1.0.dist-info", "inner", "inner-1.0.dist-info"]
+    wanted = {Bind(site / name, f"/weighin/packages/{name}") for name in names}
+    assert {bind for bind in binds if bind.target.startswith("/weighin/packages/")} == wanted
+    assert sorted(packages.notes(of("outer.nets:build"))) == [
+        f"mounting {site}/outer read-only: the image has no package outer",
+        "mounting inner read-only: outer requires it, and the image lacks it",
+        "not mounting fast, which the image lacks: it contains compiled code",
+    ]
+
+
+def test_a_package_of_the_image_and_an_unknown_one_are_not_mounted(site: Path) -> None:
+    for builder in (
+        "torch.nn:Linear",
+        "numpy:array",
+        "weighin.models.gpt2:gpt2",
+        "gone:x",
+        "json:x",
+    ):
+        assert packages.lacking(of(builder)) == packages.Lacking()
+
+
+def test_a_package_with_compiled_code_is_an_error_unless_the_user_mounts_it(site: Path) -> None:
+    with pytest.raises(ConfigError, match=r"compiled code.*fast/core\.so"):
+        place(of("fast:build"))
+    inside, binds = place(of("fast:build", (str(site / "fast"),)))
+    assert inside.python_path == ("/weighin/path/0", str(site))
+    assert Bind(site / "fast", str(site / "fast")) in binds
+
+
+def test_a_mounted_path_is_read_only_and_the_same_inside(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    inside, binds = place(of("weighin.models.gpt2:gpt2", (str(tmp_path / "data"),)))
+    assert Bind(tmp_path / "data", str(tmp_path / "data"), writable=False) in binds
+    assert inside.python_path == ("/weighin/path/0",)

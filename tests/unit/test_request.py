@@ -57,12 +57,17 @@ def test_the_plan_holds_what_a_resumed_run_must_repeat(here: Path) -> None:
     assert plan["settings"] == {
         "seed": 7,
         "checkpoint": f"{here}/weights.pt",
+        "key": "",
+        "strip_prefix": "",
         "timeout_s": 600.0,
         "steady": False,
         "trace": False,
         "base_image": "base:1",
         "strategy_paths": {"mine": f"{here}/mine.py"},
+        "python_path": plan["settings"]["python_path"],
+        "mounts": [],
     }
+    assert plan["settings"]["python_path"][0] == str(here)
     assert plan["cells"][0]["model"]["kwargs"]["n_layers"] == 2
 
 

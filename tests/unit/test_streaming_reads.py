@@ -117,7 +117,7 @@ def test_a_file_that_ends_early_is_an_error_while_the_model_is_built(
     short.write_bytes(path.read_bytes()[: 20 * 1024**2])
     assert page_cache.drop([short]) == 0
     elsewhere = [replace(one, file=short) for one in slices]
-    monkeypatch.setattr(formats, "read", lambda _: (None, elsewhere))
+    monkeypatch.setattr(formats, "read", lambda *_: (None, elsewhere))
     with pytest.raises(CheckpointError, match=r"short\.pt: truncated: it ends before byte"):
         load_streaming(Two, short)
 

@@ -63,16 +63,29 @@ def variable(plan: dict[str, Any]) -> None:
     plan["cells"][0]["environment"] = {"LD_PRELOAD": "/evil.so", "MALLOC_ARENA_MAX": "2"}
 
 
+def mount(plan: dict[str, Any]) -> None:
+    plan["settings"]["mounts"] = ["/etc"]
+
+
+def folder(plan: dict[str, Any]) -> None:
+    Path("lib").mkdir(exist_ok=True)
+    Path("lib/evil.py").touch()
+    plan["settings"]["python_path"] = [str(Path("lib").resolve())]
+    plan["cells"][0]["model"] |= {"builder": "evil:build", "kwargs": {}}
+
+
 def shown(here: Path) -> dict[Callable[[dict[str, Any]], None], str]:
     return {
         builder: 'builder os:system with {"command": "touch \\u001b[2Jowned"}',
         strategy: f"strategy {here}/mine.py (sha256 {MINE})",
         base: "base image evil:1",
         variable: "environment LD_PRELOAD=/evil.so",
+        mount: "mount /etc",
+        folder: f"builder evil:build in {here}/lib/evil.py with {{}}",
     }
 
 
-@pytest.mark.parametrize("change", [builder, strategy, base, variable])
+@pytest.mark.parametrize("change", [builder, strategy, base, variable, mount, folder])
 def test_foreign_code_of_a_plan_is_shown_and_not_run_without_trust(
     here: Path, change: Callable[[dict[str, Any]], None]
 ) -> None:
@@ -140,6 +153,20 @@ def test_a_check_of_predictions_runs_nothing_foreign_without_trust(
     monkeypatch.setattr(check, "predict", lambda *_, **__: [])
     with pytest.raises(ValueError, match="zip"):  # what was to be run was asked for
         check.check(Path("run"), trusted=True)
+
+
+def test_a_folder_of_a_plan_hides_no_module_of_ours(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned()
+    forge(lambda plan: plan["settings"].update(python_path=[str(here)]))
+    run = restore(Path("run"))[0]
+    run_folder.append(Path("run"), make_result(run.planned[0].cell))
+    used: list[Any] = []
+    monkeypatch.setattr(check, "predict", lambda *_, python_path, **__: used.append(python_path))
+    with pytest.raises(TypeError):  # there are no predictions
+        check.check(Path("run"))
+    assert used == [()]
 
 
 def test_a_stopped_run_with_code_of_ones_own_says_that_it_wants_trust() -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from weighin.errors import CheckpointError, HarnessError
+from weighin.formats.selection import Selection
 
 if TYPE_CHECKING:
     from weighin.checkpoint.convert import Conversion
@@ -76,6 +77,7 @@ def _run(options: argparse.Namespace) -> dict[str, float]:
             options.builder,
             kwargs,
             checkpoint=options.checkpoint,
+            selection=Selection(options.key, options.strip_prefix),
             fmt=options.format,
             folder=options.out,
             permit=meter.permit,
@@ -96,6 +98,7 @@ def _order(options: argparse.Namespace) -> "Conversion":
         max_shard_bytes=options.max_shard_bytes,
         verify=options.verify,
         checksums=options.checksums,
+        selection=Selection(options.key, options.strip_prefix),
     )
 
 
@@ -157,9 +160,11 @@ def _parser() -> argparse.ArgumentParser:
             sub.add_argument("--seed", type=int, default=0)
         else:
             sub.add_argument("--checkpoint", type=Path, required=True)
+            _add_selection(sub)
     sub = verbs.add_parser("convert", help="write a checkpoint in another format or dtype")
     sub.add_argument("source", type=Path)
     sub.add_argument("target", type=Path)
+    _add_selection(sub)
     sub.add_argument("--format", required=True, help="a format's name, or auto")
     sub.add_argument("--dtype", help="torch's name of it; default: each tensor's own")
     sub.add_argument("--split-above-bytes", type=int, required=True)
@@ -167,6 +172,11 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--verify", action="store_true")
     sub.add_argument("--checksums", type=Path, help="a file with the source's checksums")
     return parser
+
+
+def _add_selection(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--key", default="", help="the state dict's place in nested dicts")
+    parser.add_argument("--strip-prefix", default="", help="the beginning of names to remove")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ from weighin.checkpoint.entries import CachedCheckpoint, clear, folder, list_ent
 from weighin.checkpoint.manifest import Manifest, read_manifest
 from weighin.checkpoint.subprocess_client import run_maker
 from weighin.errors import CheckpointError, ConfigError
+from weighin.formats.selection import WHOLE, Selection
+from weighin.suite import user_code
 from weighin.units import format_bytes
 
 __all__ = ["CachedCheckpoint", "Prepared", "Report", "clear", "ensure", "folder", "list_entries"]
@@ -66,11 +68,13 @@ class _Task:
     seed: int
     python_path: tuple[str, ...]
     report: Report
+    selection: Selection = WHOLE
 
     @property
     def in_place(self) -> bool:
         """Whether cells load the user's own file, so that only its manifest is cached."""
-        return self.checkpoint is not None and self.fmt == formats.detect(self.checkpoint).NAME
+        own = self.checkpoint is not None and not self.selection
+        return own and self.fmt == formats.detect(self.checkpoint or Path()).NAME
 
 
 def ensure(
@@ -79,6 +83,7 @@ def ensure(
     *,
     seed: int = 0,
     checkpoint: Path | None = None,
+    selection: Selection = WHOLE,
     progress: Report | None = None,
     python_path: Sequence[str] = (),
 ) -> Prepared:
@@ -86,7 +91,8 @@ def ensure(
 
     If ``checkpoint`` is given, it is the user's own file: it is compared with the model once, and
     again when its size or modification time changes, and is converted into the cache if it has
-    another format than ``fmt``. ``python_path`` lists the folders to import a user's builder from.
+    another format than ``fmt``, or if ``selection`` is only a part of it or renames its tensors: the
+    cache's file then holds the state dict of the model alone. ``python_path`` lists the folders to import a user's builder from.
 
     Raises:
         UnknownName: no format has this name.
@@ -96,11 +102,15 @@ def ensure(
     """
     formats.named(fmt)
     origin: list[object] = [model.builder, model.kwargs]
+    if not user_code.is_ours(model.builder) and (
+        code := user_code.file_of(model.builder, python_path)
+    ):
+        origin.append(str(code))  # two files of one name build two models
     if checkpoint is not None:
         checkpoint = checkpoint.expanduser()
         formats.detect(checkpoint)
         checkpoint = checkpoint.resolve()
-        origin.append(str(checkpoint))
+        origin += [str(checkpoint), *selection.options]
         for file in formats.files(checkpoint):
             state = file.stat()
             origin += [file.name, state.st_size, state.st_mtime_ns]
@@ -108,7 +118,7 @@ def ensure(
         origin += [seed, _VALUES]
     entry = folder() / "models" / entries.entry_name(model.name, *origin)
     report = progress or (lambda _text, _share: None)
-    task = _Task(model, fmt, entry, checkpoint, seed, tuple(python_path), report)
+    task = _Task(model, fmt, entry, checkpoint, seed, tuple(python_path), report, selection)
     with entries.locked(
         entry, lambda: report(f"waiting for another weighin process that uses {entry.name}", None)
     ):
@@ -176,6 +186,7 @@ def _make(task: _Task) -> None:
 def _arguments(task: _Task, out: Path) -> list[str]:
     spec = task.model
     arguments = ["index", f"--checkpoint={task.checkpoint}"] if task.checkpoint else ["make"]
+    arguments += task.selection.options
     arguments += [f"--model={spec.name}", f"--builder={spec.builder}", f"--out={out}"]
     arguments += [f"--kwargs={json.dumps(spec.kwargs)}", f"--format={task.fmt}"]
     return arguments if task.checkpoint else [*arguments, f"--seed={task.seed}"]

@@ -27,6 +27,7 @@ from weighin.checkpoint.reader import plans, read_pieces
 from weighin.checkpoint.staging import growing_beside
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats.base import Layout, Pieces, Progress, TensorPlan, TensorSlice
+from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.zip_writer import run_parallel
 from weighin.models.skeleton import map_large_tensors
 
@@ -47,6 +48,7 @@ class Conversion:
         max_shard_bytes: the largest size of one file of a sharded format.
         verify: whether to read the target back from the disk and compare it with the source.
         checksums: the file with the source's checksums, as returned by ``sidecar.find``.
+        selection: the tensors to write, and their new names.
     """
 
     fmt: str
@@ -55,6 +57,7 @@ class Conversion:
     max_shard_bytes: int
     verify: bool = False
     checksums: Path | None = None
+    selection: Selection = WHOLE
 
 
 def convert(
@@ -79,7 +82,7 @@ def convert(
     torch.set_num_threads(1)  # the format's writers run in several threads of their own
     started = time.monotonic()
     check_target(source, target)
-    _, slices = formats.read(source)
+    _, slices = formats.read(source, order.selection)
     if not slices:
         raise CheckpointError(
             f"{source}: holds no tensors", "convert the checkpoint of a model with weights"

@@ -16,6 +16,7 @@ from weighin import formats
 from weighin.checkpoint import sidecar, staging
 from weighin.checkpoint.subprocess_client import run_maker
 from weighin.errors import ConfigError, UnknownName
+from weighin.formats.selection import WHOLE, Selection
 from weighin.suite.config import DTYPES
 from weighin.units import GIB, format_bytes, format_seconds, parse_bytes
 
@@ -33,6 +34,7 @@ class Wish:
     split_above: str
     max_shard_size: str
     verify: bool
+    selection: Selection = WHOLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,8 @@ def convert(wish: Wish, console: Console) -> FinishedConversion:
         HarnessError: the conversion failed; no files of the target are left.
     """
     source = formats.detect(wish.source).NAME
-    checksums = sidecar.find(wish.source)
+    # Checksums of the source are by its own names, and of all its tensors.
+    checksums = None if wish.selection else sidecar.find(wish.source)
     arguments = _arguments(wish, checksums)
 
     def permit(needed_bytes: int) -> None:
@@ -118,6 +121,7 @@ def _arguments(wish: Wish, checksums: Path | None) -> list[str]:
     arguments += [f"--split-above-bytes={parse_bytes(wish.split_above, decimal=True)}"]
     arguments += [f"--max-shard-bytes={parse_bytes(wish.max_shard_size, decimal=True)}"]
     arguments += [f"--dtype={DTYPES[wish.dtype]}"] if wish.dtype else []
+    arguments += wish.selection.options
     arguments += ["--verify"] if wish.verify else []
     arguments += [f"--checksums={checksums}"] if checksums else []
     return [*arguments, "--", str(wish.source), str(wish.target)]

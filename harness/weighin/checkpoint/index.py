@@ -17,8 +17,9 @@ from weighin.checkpoint.piecewise import Checksums, checksummed
 from weighin.checkpoint.reader import read_pieces
 from weighin.errors import CheckpointError
 from weighin.formats.base import Progress, TensorSlice
-from weighin.formats.misfit import misfit, plain
+from weighin.formats.misfit import misfit, plain, selecting
 from weighin.formats.pretrained_folder import BUILDER
+from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.zip_writer import run_parallel
 from weighin.models.skeleton import map_large_tensors
 
@@ -31,13 +32,14 @@ def index(
     checkpoint: Path,
     fmt: str,
     folder: Path,
+    selection: Selection = WHOLE,
     permit: Callable[[int], None] | None = None,
     progress: Progress | None = None,
 ) -> Made:
     """Write the manifest of a user's checkpoint into ``folder``, and convert the checkpoint if needed.
 
     Tensors are read piece by piece from any format. The checkpoint is converted into ``folder`` if it
-    has another format than ``fmt``.
+    has another format than ``fmt``, or if ``selection`` is not all of it.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or does not fit the model.
@@ -45,6 +47,11 @@ def index(
     formats.named(fmt)
     map_large_tensors()
     if builder == BUILDER:
+        if selection:
+            raise CheckpointError(
+                f"{checkpoint}: a Hugging Face folder is the whole model, of which no part is selected",
+                "leave out --key and --strip-prefix",
+            )
         from weighin.checkpoint.index_pretrained import index_pretrained
 
         return index_pretrained(
@@ -52,24 +59,25 @@ def index(
         )  # fmt: skip
     torch.set_num_threads(1)  # the readers run in several threads of their own
     started = time.monotonic()
-    own, slices = formats.read(checkpoint)
+    own, slices = formats.read(checkpoint, selection)
+    converts = own != fmt or bool(selection)
     places = {where.name: where for where in slices}
     described = describe(builder, kwargs, real_buffers="non_persistent")
     check_fits(checkpoint, model, places, described)
-    if own != fmt and not slices:
+    if converts and not slices:
         raise CheckpointError(
             f"{checkpoint}: holds no tensors, which format {fmt} does not allow",
             f"load it in its own format: --format {own}",
         )
     if permit is not None:
-        permit(_needed_bytes(slices) if own != fmt else 0)
+        permit(_needed_bytes(slices) if converts else 0)
     sums = _IndexedChecksums(places)
     read = time.monotonic()
-    if own != fmt:
+    if converts:
         stored = in_checkpoint(described)
         tensors = [replace(plan, dtype=places[plan.name].dtype) for plan in plans(stored)]
         write(fmt, folder, tensors, sums.pieces, progress)
-    sums.complete(progress if own == fmt else None)
+    sums.complete(None if converts else progress)
     _check_ties(checkpoint, sums.by_name, described)
     if len(in_checkpoint(described)) < len(described):
         sums.by_name |= buffer_checksums(builder, kwargs)
@@ -133,7 +141,9 @@ def check_fits(
         ],
     }
     if any(problems.values()):
-        raise misfit(checkpoint, f"model {model}", problems)
+        shapes = {name: where.shape for name, where in places.items()}
+        repair = selecting(shapes, wanted)
+        raise misfit(checkpoint, f"model {model}", problems, repair=repair)
 
 
 def _check_ties(

@@ -14,6 +14,7 @@ from weighin import formats
 from weighin.checkpoint.expected_memory import Expected, expected
 from weighin.errors import UnknownName
 from weighin.formats.base import TensorSlice
+from weighin.formats.selection import WHOLE, Selection
 from weighin.suite import registry
 from weighin.text import one_line
 from weighin.units import format_bytes
@@ -95,14 +96,16 @@ class Inspected:
         }
 
 
-def inspect(path: Path) -> Inspected:
+def inspect(path: Path, selection: Selection = WHOLE) -> Inspected:
     """Return the description of a checkpoint of any format; reads no tensor data.
+
+    ``selection`` is the part to describe.
 
     Raises:
         CheckpointError: ``path`` is not a checkpoint or is damaged; the message names the file and
             the place.
     """
-    layout, slices = formats.read(path)
+    layout, slices = formats.read(path, selection)
     root = path if path.is_dir() else path.parent
     tensors = tuple(_tensors(root, slices))
     files = tuple((_relative(file, root), file.stat().st_size) for file in formats.files(path))

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -9,13 +10,23 @@ import click
 from weighin.errors import ConfigError
 
 if TYPE_CHECKING:
+    from weighin.formats.selection import Selection
     from weighin.suite.config import Suite
 
 DEFAULT_MODEL = "gpt2-small"
 
 _BESIDE_ALL = {"trust", "json_file", "wait"}
-_BESIDE_SUITE = _BESIDE_ALL | {"suite", "kwargs", "checkpoint", "seed", "folder", "base_image"}
+_BESIDE_SUITE = _BESIDE_ALL | {
+    "suite",
+    "kwargs",
+    "checkpoint",
+    "seed",
+    "folder",
+    "base_image",
+    "mounts",
+}
 _BESIDE_SUITE |= {"checkpoint_dtype", "phases"}  # of predict
+_BESIDE_SUITE |= {"key", "strip_prefix"}
 
 
 def read(context: click.Context) -> dict[str, Any]:
@@ -68,6 +79,7 @@ def _contradicted(typed: set[str], params: dict[str, Any]) -> dict[str, Any]:
     empty: dict[str, Any] = {}
     if typed & {"model", "model_option"}:
         empty = {"model_option": None, "kwargs": "{}", "checkpoint": None}
+        empty |= {"key": "", "strip_prefix": ""}
     if typed - _BESIDE_SUITE:
         empty["suite"] = None
     return {name: value for name, value in empty.items() if name in params and name not in typed}
@@ -85,6 +97,22 @@ def one_model(argument: str | None, option: str | None) -> str:
 def names(texts: Iterable[str]) -> list[str]:
     """Return the names in texts that may each hold several, divided by commas."""
     return [name.strip() for text in texts for name in text.split(",") if name.strip()]
+
+
+def selection(typed: dict[str, Any]) -> "Selection":
+    """Return the part of a checkpoint that --key and --strip-prefix select."""
+    from weighin.formats.selection import Selection
+
+    return Selection(typed["key"], typed["strip_prefix"])
+
+
+def check_selection(selection: "Selection", checkpoint: Path | None) -> None:
+    """Raise ConfigError if there is no checkpoint to select from."""
+    if selection and checkpoint is None:
+        raise ConfigError(
+            "--key and --strip-prefix select the weights in a checkpoint of your own",
+            "add --checkpoint PATH, or leave them out",
+        )
 
 
 def read_suite(name: str | None, asked: dict[str, Any]) -> "Suite":

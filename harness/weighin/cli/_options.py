@@ -47,7 +47,9 @@ model_option = click.option(
     "model_option",
     metavar="NAME",
     shell_complete=completed("models"),
-    help="A built-in model by name, or the builder of any model as package.module:callable.",
+    help="A built-in model by name; the builder of any model as package.module:callable or"
+    " path/nets.py:callable (modules are also found in the current folder and on PYTHONPATH); or"
+    " from:CHECKPOINT, a model without code that has the checkpoint's tensors.",
 )
 kwargs = click.option(
     "--kwargs",
@@ -62,6 +64,21 @@ def checkpoint(help: str) -> Callable[[Any], Any]:  # noqa: A002 (click's word)
     return click.option("--checkpoint", type=PATH, metavar="PATH", help=help)
 
 
+selection = several(
+    click.option(
+        "--key",
+        default="",
+        metavar="KEY",
+        help="Where the state dict is in a checkpoint that holds more: model, or state.model in"
+        " nested dicts.",
+    ),
+    click.option(
+        "--strip-prefix",
+        default="",
+        metavar="PREFIX",
+        help="The beginning of the checkpoint's names that the model's lack: module. or _orig_mod.",
+    ),
+)
 model = several(
     click.argument(
         "model",
@@ -137,6 +154,15 @@ base_image = click.option(
     metavar="IMAGE",
     show_envvar=True,
     help="Image on which the Docker image is built.",
+)
+mounts = click.option(
+    "--mount",
+    "mounts",
+    multiple=True,
+    type=PATH,
+    metavar="PATH",
+    help="A file or folder that a Docker container sees too, at the same path and read-only, for"
+    " models that read more than their module. Repeatable.",
 )
 wait = click.option(
     "--wait",

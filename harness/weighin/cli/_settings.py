@@ -153,9 +153,11 @@ def _located(text: str, key: str, param: click.Parameter, folder: Path) -> str:
     is_path = isinstance(param.type, click.Path)
     if key == "strategies" or (key == "suite" and not is_path):
         is_path = "/" in text or text.endswith((".py", ".yaml", ".yml"))
+    start = "from:" if key == "model" and text.startswith("from:") else ""
+    is_path = is_path or bool(start) or (key == "model" and ".py:" in text)
     if not is_path or folder == Path.cwd():
         return text
-    return os.path.relpath(folder / text)
+    return start + os.path.relpath(folder / text.removeprefix(start))
 
 
 def _normal(key: str) -> str:

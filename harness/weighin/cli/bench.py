@@ -43,6 +43,7 @@ EXAMPLES = (
 @click.command(cls=Verb, examples=EXAMPLES, codes=True)
 @_options.model
 @_options.generated
+@_options.selection
 @click.option(
     "--ram",
     default="none",
@@ -119,6 +120,7 @@ EXAMPLES = (
 @_options.wait
 @_options.json
 @_options.base_image
+@_options.mounts
 @click.pass_context
 def bench(context: click.Context, /, **_: Any) -> None:
     """Measure memory and time of loading a model, with every strategy, each in a limited process of its own."""
@@ -175,7 +177,9 @@ def _request(typed: dict[str, Any]) -> "Request":
         suite=_arguments.read_suite(typed["suite"], asked),
         kwargs=_arguments.json_object(typed["kwargs"]),
         checkpoint=typed["checkpoint"],
+        selection=_arguments.selection(typed),
         seed=typed["seed"],
         folder=typed["folder"],
         base_image=typed["base_image"],
+        mounts=typed["mounts"],
     )

@@ -10,6 +10,7 @@ from weighin.cli._verb import Argument, Verb
 EXAMPLES = (
     "weighin convert model.pt parts --format per_param",
     "weighin convert model.pt model-bf16.safetensors --dtype bf16 --verify",
+    "weighin convert training.pt model.pt --key model --strip-prefix module.",
     "weighin convert model.pt shards --format sharded --max-shard-size 2GB",
 )
 
@@ -55,6 +56,7 @@ EXAMPLES = (
     help="Read the result back and compare every checksum. The checksums stay beside the result;"
     " a later conversion compares what it reads with them.",
 )
+@_options.selection
 @_options.json
 def convert(
     source: Path,
@@ -64,12 +66,18 @@ def convert(
     split_above: str,
     max_shard_size: str,
     verify: bool,
+    key: str,
+    strip_prefix: str,
     json_file: str | None,
 ) -> None:
     """Write a checkpoint in another format or dtype, with little memory: in pieces of 16 MiB."""
     from weighin.checkpoint import convert_request
+    from weighin.formats.selection import Selection
 
-    wish = convert_request.Wish(source, target, fmt, dtype, split_above, max_shard_size, verify)
+    selection = Selection(key, strip_prefix)
+    wish = convert_request.Wish(
+        source, target, fmt, dtype, split_above, max_shard_size, verify, selection
+    )
     finished = convert_request.convert(wish, _console.err())
     if json_file != _console.STDOUT:
         _console.line(str(finished))

@@ -23,6 +23,7 @@ EXAMPLES = (
 @click.command(cls=Verb, examples=EXAMPLES, codes=True)
 @_options.model
 @_options.generated
+@_options.selection
 @_options.strategies
 @click.option(
     "--within",
@@ -55,6 +56,7 @@ EXAMPLES = (
 @_options.wait
 @_options.json
 @_options.base_image
+@_options.mounts
 @click.pass_context
 def floor(context: click.Context, /, **_: Any) -> None:
     """Find the smallest RAM limit under which each strategy loads a model, and measure its load there."""
@@ -103,9 +105,11 @@ def _search(typed: dict[str, Any]) -> "Search":
             suite=_arguments.read_suite(None, asked),
             kwargs=_arguments.json_object(typed["kwargs"]),
             checkpoint=typed["checkpoint"],
+            selection=_arguments.selection(typed),
             seed=typed["seed"],
             folder=typed["folder"],
             base_image=typed["base_image"],
+            mounts=typed["mounts"],
             within=_arguments.share(typed["within"]),
         )
         search, note = floor_search.start(request)

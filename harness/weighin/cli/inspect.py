@@ -10,6 +10,7 @@ from weighin.cli._verb import Argument, Verb
 EXAMPLES = (
     "weighin inspect model.pt",
     "weighin inspect shards --sort size --all",
+    "weighin inspect training.pt --key model",
     "weighin inspect model.safetensors --json -",
 )
 
@@ -20,15 +21,24 @@ EXAMPLES = (
     "--sort", default="file", metavar="ORDER", help="Order of the tensors: file, name or size."
 )
 @click.option("--all", "show_all", is_flag=True, help="Show every tensor, however many there are.")
+@_options.selection
 @_options.json
-def inspect(checkpoint: Path, sort: str, show_all: bool, json_file: str | None) -> None:
+def inspect(
+    checkpoint: Path,
+    sort: str,
+    show_all: bool,
+    key: str,
+    strip_prefix: str,
+    json_file: str | None,
+) -> None:
     """List the tensors of a checkpoint, and estimate the memory of loading it.
 
     Reads no tensor data, executes nothing in the file, and does not import torch.
     """
     from weighin.checkpoint import inspect as inspecting
+    from weighin.formats.selection import Selection
 
-    inspected = inspecting.inspect(checkpoint)
+    inspected = inspecting.inspect(checkpoint, Selection(key, strip_prefix))
     if json_file != _console.STDOUT:
         console = _console.out()
         for part in inspecting.tables(inspected, sort=sort, show_all=show_all):

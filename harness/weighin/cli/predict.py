@@ -9,6 +9,7 @@ from weighin.cli import _arguments, _console, _options
 from weighin.cli._verb import Verb
 
 if TYPE_CHECKING:
+    from weighin.formats.selection import Selection
     from weighin.suite.config import Suite
     from weighin.suite.matrix import Planned
 
@@ -23,6 +24,7 @@ EXAMPLES = (
 @click.command(cls=Verb, examples=EXAMPLES)
 @_options.model
 @_options.only_structure
+@_options.selection
 @_options.strategies
 @_options.device
 @_options.dtype
@@ -51,16 +53,22 @@ def predict(context: click.Context, /, **_: Any) -> None:
         _check(typed)
         return
     from weighin.predict import client, tables
+    from weighin.suite import registry, user_code
 
     suite = _suite(typed)
-    checkpoint = typed["checkpoint"] or _pretrained(suite)
-    planned = _plan(suite, checkpoint, _arguments.json_object(typed["kwargs"]))
+    checkpoint = registry.own_checkpoint(suite.models, typed["checkpoint"]) or _pretrained(suite)
+    selection = _arguments.selection(typed)
+    _arguments.check_selection(selection, checkpoint)
+    kwargs = _arguments.json_object(typed["kwargs"])
+    planned = _plan(suite, checkpoint, kwargs, selection)
     stored = client.dtype_name(typed["checkpoint_dtype"])
     with _console.err().status("importing torch") as status:
         predictions = client.predict(
             planned,
             checkpoint=checkpoint,
+            selection=selection,
             checkpoint_dtype=stored,
+            python_path=user_code.import_path(suite.models),
             report=lambda done, name: status.update(f"{name}: {done} of {len(planned)} done"),
         )
     if typed["json_file"] != _console.STDOUT:
@@ -102,14 +110,16 @@ def _pretrained(suite: "Suite") -> Path | None:
     return read_folder(folder).checkpoint if folder else None
 
 
-def _plan(suite: "Suite", checkpoint: Path | None, kwargs: dict[str, Any]) -> "list[Planned]":
+def _plan(
+    suite: "Suite", checkpoint: Path | None, kwargs: dict[str, Any], selection: "Selection"
+) -> "list[Planned]":
     from weighin import formats
     from weighin.suite import registry
     from weighin.suite.matrix import CellMatrix, plan
 
     return plan(
         CellMatrix(
-            models=tuple(registry.model(name, kwargs or None) for name in suite.models),
+            models=tuple(registry.model(name, kwargs or None, selection) for name in suite.models),
             strategies=registry.chosen(suite),
             ram_limits=(None,),
             isolation="process",

@@ -31,6 +31,7 @@ NOTHING_FITS_EXIT = 1
 @_options.model_option
 @_options.kwargs
 @_options.only_structure
+@_options.selection
 @click.option(
     "--ram", default="none", metavar="SIZE", help="Available RAM: 8g, 8Gi, 6500m or none."
 )
@@ -83,27 +84,31 @@ def _question(typed: dict[str, Any]) -> "Question":
     from weighin.formats.pretrained_folder import read_folder
     from weighin.recommend import answer
     from weighin.recommend.ranking import Limits
-    from weighin.suite import registry
+    from weighin.suite import registry, user_code
     from weighin.suite.config import check_suite
 
     name = _arguments.one_model(typed["model"], typed["model_option"])
-    path = typed["checkpoint"]
+    path = registry.own_checkpoint([name], typed["checkpoint"])
+    selection = _arguments.selection(typed)
     if folder := registry.pretrained_folder(name):
         spec, path = registry.model(name), path or read_folder(folder).checkpoint
     elif typed["model"] and path is None and Path(typed["model"]).exists():
         path = Path(typed["model"])
-        spec = answer.of_checkpoint(path)
+        spec = registry.from_checkpoint(path, selection)
     else:
-        spec = registry.model(name, _arguments.json_object(typed["kwargs"]) or None)
+        kwargs = _arguments.json_object(typed["kwargs"])
+        spec = registry.model(name, kwargs or None, selection)
+    _arguments.check_selection(selection, path)
     limits = {key: typed[key] for key in ("ram", "vram", "device", "dtype")}
     suite = check_suite({"models": spec.name} | limits)
     return answer.Question(
         model=spec,
         limits=Limits(suite.ram[0], suite.vram[0]),
         checkpoint=path,
+        selection=selection,
         device=suite.device,
         dtype=registry.model_dtype(name, suite.dtype),
         allow=answer.check_allowed(_arguments.names([typed["allow"]])),
         results=typed["results"],
-        python_path=(str(Path.cwd()),),
+        python_path=user_code.import_path([name]),
     )

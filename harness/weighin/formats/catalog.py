@@ -21,6 +21,7 @@ from weighin.errors import CheckpointError, UnknownName
 from weighin.formats import dcp, per_module, per_param, pt, pt_legacy, safetensors
 from weighin.formats.base import Layout, TensorSlice
 from weighin.formats.pretrained_folder import is_pretrained, weights_in
+from weighin.formats.selection import WHOLE, Selection, below, stripped
 from weighin.formats.sharded import SHARDED, SHARDED_PT
 from weighin.formats.zip_directory import check_file
 
@@ -97,15 +98,28 @@ def checkpoint_in(folder: Path, name: str) -> Path:
     return folder / name / f"model{suffix}" if suffix else folder / name
 
 
-def read(path: Path) -> tuple[str, list[TensorSlice]]:
-    """Return the name of the checkpoint's format, and the place of each tensor in its files.
+def read(path: Path, selection: Selection = WHOLE) -> tuple[str, list[TensorSlice]]:
+    """Return the name of the checkpoint's format, and the place of each selected tensor in its files.
 
     Raises:
         CheckpointError: as ``detect``, or the checkpoint is damaged; the message names the file and
             the place.
     """
     layout = detect(path)
-    return layout.NAME, layout.read(path)
+    key = selection.key
+    slices: list[TensorSlice]
+    if key and layout is dcp:  # it also leaves out the names that are no tensors
+        slices = below(path, dcp.read(path, key), key)
+    elif key and layout is pt:
+        slices = pt.read(path, key)
+    elif key and layout is pt_legacy:
+        slices = pt_legacy.read(path, key)
+    else:
+        slices = layout.read(path)
+        slices = below(path, slices, key) if key else slices
+    if selection.strip_prefix:
+        slices = stripped(path, slices, selection.strip_prefix)
+    return layout.NAME, slices
 
 
 def files(path: Path) -> list[Path]:

@@ -43,8 +43,10 @@ def files(path: Path) -> list[Path]:
     return [path / _METADATA_NAME, *sorted(path.glob("*.distcp"))]
 
 
-def read(path: Path) -> list[TensorSlice]:
-    """Return the place of each tensor in the data files.
+def read(path: Path, key: str = "") -> list[TensorSlice]:
+    """Return the place of each tensor in the data files, or of those whose names begin with ``key``.
+
+    torch writes nested dicts with such names: "model.weight", "optimizer.state.weight.step".
 
     Raises:
         CheckpointError: the metadata or an archive is damaged, or the blocks of a tensor do not cover
@@ -53,7 +55,7 @@ def read(path: Path) -> list[TensorSlice]:
     from weighin.formats import dcp_metadata
 
     archives: dict[tuple[str, int], TensorSlice] = {}
-    return [_slice(path, stored, archives) for stored in dcp_metadata.read(path)]
+    return [_slice(path, stored, archives) for stored in dcp_metadata.read(path, key)]
 
 
 def _slice(

@@ -39,8 +39,8 @@ class DcpTensor:
     blocks: tuple[DcpBlock, ...]
 
 
-def read(folder: Path) -> list[DcpTensor]:
-    """Return all tensors in the metadata's order.
+def read(folder: Path, key: str = "") -> list[DcpTensor]:
+    """Return all tensors in the metadata's order, or those whose names begin with ``key`` and a dot.
 
     Raises:
         CheckpointError: the file is not such metadata, is damaged, or describes more than tensors.
@@ -52,11 +52,15 @@ def read(folder: Path) -> list[DcpTensor]:
         raise CheckpointError(f"{path}: damaged: it has no tensors or no offsets", AGAIN)
     by_key: dict[str, list[tuple[Any, Any]]] = {}
     for index, place in places.items():
-        key = index.field("fqn") if isinstance(index, MetadataIndex) else None
-        if not isinstance(key, str):
+        name = index.field("fqn") if isinstance(index, MetadataIndex) else None
+        if not isinstance(name, str):
             raise CheckpointError(f"{path}: damaged: an offset belongs to no key", AGAIN)
-        by_key.setdefault(key, []).append((index.field("offset"), place))
-    return [_stored(path, key, tensor, by_key.get(key, [])) for key, tensor in tensors.items()]
+        by_key.setdefault(name, []).append((index.field("offset"), place))
+    return [
+        _stored(path, name, tensor, by_key.get(name, []))
+        for name, tensor in tensors.items()
+        if not key or (isinstance(name, str) and name.startswith(f"{key}."))
+    ]
 
 
 def _stored(path: Path, key: Any, tensor: Any, places: list[tuple[Any, Any]]) -> DcpTensor:

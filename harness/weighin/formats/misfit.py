@@ -6,26 +6,55 @@ from pathlib import Path
 from typing import Final
 
 from weighin.errors import CheckpointError
+from weighin.formats.sniff import shown
+
+Shape = tuple[int, ...]
 
 _MOST_NAMES: Final = 3
 _MOST_LETTERS: Final = 100
 
 
 def misfit(
-    checkpoint: Path, model: str, problems: Mapping[str, Collection[str]], reason: str = ""
+    checkpoint: Path,
+    model: str,
+    problems: Mapping[str, Collection[str]],
+    reason: str = "",
+    *,
+    repair: str = "",
 ) -> CheckpointError:
     """Return the error that a checkpoint does not fit a model.
 
     ``problems`` maps each fault, such as "missing", to the keys that have it, shortened by ``plain``.
-    ``reason`` is the message if there are no such keys.
+    ``reason`` is the message if there are no such keys. ``repair`` is that of ``selecting``, if any.
     """
     faults = [
         f"{len(names)} {what} ({first_names(names)})" for what, names in problems.items() if names
     ]
     return CheckpointError(
         f"{checkpoint}: does not fit {model}, keys: {'; '.join(faults) or reason}",
-        "choose the model that this checkpoint was saved from, or correct its arguments",
+        repair or "choose the model that this checkpoint was saved from, or correct its arguments",
     )
+
+
+def selecting(stored: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> str:
+    """Return the repair that selects the wanted tensors among the stored ones; empty if there is none.
+
+    Both map names to shapes.
+    """
+    first = next(iter(wanted), "")
+    for name in stored:
+        prefix = name.removesuffix(first)
+        if not first or not prefix.endswith(".") or prefix + first != name:
+            continue
+        inside = {one: stored[one] for one in stored if one.startswith(prefix)}
+        if {one.removeprefix(prefix): shape for one, shape in inside.items()} != wanted:
+            continue
+        if len(inside) == len(stored):
+            way, option = f"--strip-prefix {prefix}", f"strip_prefix={shown(prefix)}"
+            return f"all names begin with {shown(prefix)}: {way}; in load_streaming: {option}"
+        key = prefix.removesuffix(".")
+        return f"select the weights: --key {key}; in load_streaming: key={shown(key)}"
+    return ""
 
 
 def first_names(names: Iterable[str]) -> str:

@@ -13,8 +13,9 @@ from weighin.errors import CheckpointError
 from weighin.formats import state_pickle
 from weighin.formats.base import Pieces, Progress, Slices, TensorPlan, TensorSlice
 from weighin.formats.dtypes import ITEM_BYTES
+from weighin.formats.selection import flat, inner
 from weighin.formats.sniff import AGAIN, first_bytes, shown
-from weighin.formats.tensor_refs import TensorRef, check_storages, flat, type_name
+from weighin.formats.tensor_refs import TensorRef, check_storages, type_name
 from weighin.formats.zip_directory import Archive, ZipRecord, check_file
 
 if TYPE_CHECKING:
@@ -37,8 +38,10 @@ def files(path: Path) -> list[Path]:
     return [path]
 
 
-def read(path: Path) -> list[TensorSlice]:
+def read(path: Path, key: str = "") -> list[TensorSlice]:
     """Return the place of each tensor of a flat state dict; takes 0.03 s for GPT-2 XL.
+
+    ``key`` is the state dict's place in nested dicts: see ``Selection``.
 
     Raises:
         CheckpointError: the file is not a zip that ``torch.save`` wrote or not a flat dict of
@@ -47,6 +50,7 @@ def read(path: Path) -> list[TensorSlice]:
     check_file(path)
     with _opened(path) as file:
         value, records = _read_value(path, file)
+    value = inner(path, value, key)
     tensors = flat(path, value)
     check_storages(path, tensors)
     slices = Slices(_slice(path, name, tensor, records) for name, tensor in tensors.items())

@@ -24,8 +24,9 @@ from weighin.errors import CheckpointError, ConfigError
 from weighin.formats import state_pickle
 from weighin.formats.base import Pieces, Progress, Slices, TensorPlan, TensorSlice
 from weighin.formats.dtypes import ITEM_BYTES
+from weighin.formats.selection import flat, inner, tensors_of
 from weighin.formats.sniff import AGAIN, check_present, first_bytes, shown
-from weighin.formats.tensor_refs import StorageRef, TensorRef, check_storages, flat
+from weighin.formats.tensor_refs import StorageRef, TensorRef, check_storages
 
 if TYPE_CHECKING:
     import torch
@@ -49,8 +50,10 @@ def files(path: Path) -> list[Path]:
     return [path]
 
 
-def read(path: Path) -> list[TensorSlice]:
+def read(path: Path, key: str = "") -> list[TensorSlice]:
     """Return the places of all tensors, in the state dict's order; tied tensors share a storage.
+
+    ``key`` is the state dict's place in nested dicts: see ``Selection``.
 
     Raises:
         CheckpointError: the file is damaged; the message names the file and the place.
@@ -58,8 +61,10 @@ def read(path: Path) -> list[TensorSlice]:
     check_present(path)
     try:
         with path.open("rb") as file:
-            tensors, keys = _read_pickles(path, file)
-            starts = _storage_starts(path, file, check_storages(path, tensors), keys)
+            value, keys = _read_pickles(path, file)
+            tensors = flat(path, inner(path, value, key))
+            everything = tensors_of(value) if key else tensors
+            starts = _storage_starts(path, file, check_storages(path, everything), keys)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}", AGAIN) from error
     slices = Slices(slice_of(path, name, tensor, starts) for name, tensor in tensors.items())
@@ -82,7 +87,7 @@ def slice_of(path: Path, name: str, tensor: TensorRef, starts: dict[str, int]) -
     )
 
 
-def _read_pickles(path: Path, file: BinaryIO) -> tuple[dict[str, TensorRef], list[str]]:
+def _read_pickles(path: Path, file: BinaryIO) -> tuple[Any, list[str]]:
     magic, version, system = (state_pickle.load(path, file) for _ in range(3))
     if magic != _MAGIC:
         raise _damaged(path, "it does not begin with the magic number of torch before 1.6")
@@ -93,11 +98,11 @@ def _read_pickles(path: Path, file: BinaryIO) -> tuple[dict[str, TensorRef], lis
             f"{path}: written on a big-endian machine",
             "load the file with torch.load and save it again with torch.save",
         )
-    tensors = flat(path, state_pickle.load(path, file))
+    value = state_pickle.load(path, file)
     keys = state_pickle.load(path, file)
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
         raise _damaged(path, "its list of storages is not a list of strings")
-    return tensors, keys
+    return value, keys
 
 
 def _storage_starts(

@@ -235,29 +235,6 @@ def _tensor(
     return TensorRef(source, kind, offset, tuple(shape), tuple(stride))
 
 
-def flat(path: Path, value: Any) -> dict[str, TensorRef]:
-    """Return the pickled value if it is a flat state dict.
-
-    Raises:
-        CheckpointError: it is something else; the message names it, and the repair how to save it.
-    """
-    weights_alone = "save the weights alone: torch.save(model.state_dict(), ...)"
-    if not isinstance(value, dict):
-        raise CheckpointError(
-            f"{path}: holds a {type_name(value)}, not a state dict", weights_alone
-        )
-    for key, item in value.items():
-        if isinstance(key, str) and isinstance(item, TensorRef):
-            continue
-        raise CheckpointError(
-            f"{path}: not a flat state dict: {shown(key)} holds a {type_name(item)}",
-            f"save the inner dict alone, for example torch.save(checkpoint[{shown(key)}], ...)"
-            if isinstance(item, dict)
-            else weights_alone,
-        )
-    return value
-
-
 def check_storages(path: Path, tensors: Mapping[str, TensorRef]) -> dict[str, StorageRef]:
     """Return all storages by their keys.
 

@@ -94,6 +94,14 @@ class Isolation(Protocol):
         """Do the slow work that all cells share, such as building an image; reports each step."""
         ...
 
+    def added_code(self, job: Job) -> list[str]:
+        """Return a line for each installed package that a worker gets although its place lacks it.
+
+        Raises:
+            ConfigError: the model's module is in a package that this isolation cannot provide.
+        """
+        ...
+
     def start(self, job: Job) -> Running:
         """Start one worker for this job, under the limits of its cell."""
         ...

@@ -54,6 +54,10 @@ class CgroupIsolation:
     def prepare(self, _progress: Callable[[str], None] = lambda _: None, /) -> None:
         return
 
+    def added_code(self, _job: Job, /) -> list[str]:
+        """Return nothing: a worker imports the packages of this environment."""
+        return []
+
     def start(self, job: Job) -> "CgroupRunning":
         """Start a worker that enters its limited group before its first instruction."""
         groups = _make_groups()

@@ -38,6 +38,10 @@ class ProcessIsolation:
     def prepare(self, _progress: Callable[[str], None] = lambda _: None, /) -> None:
         return
 
+    def added_code(self, _job: Job, /) -> list[str]:
+        """Return nothing: a worker imports the packages of this environment."""
+        return []
+
     def start(self, job: Job) -> "LocalRunning":
         """Start a worker; callers reject RAM limits, which a plain process does not enforce."""
         running = LocalRunning(WORKER, environment=job.cell.environment)

@@ -12,7 +12,7 @@ import torch
 
 from weighin.errors import CheckpointError, HarnessError
 from weighin.formats.base import TensorSlice
-from weighin.formats.misfit import misfit, plain
+from weighin.formats.misfit import misfit, plain, selecting
 from weighin.loader import fill
 from weighin.loader.fill import Fill, file_order, is_readable
 from weighin.loader.huge_pages import MAP_NORESERVE, TENSOR_ALIGNMENT
@@ -116,7 +116,7 @@ def load_state(
     Raises:
         CheckpointError: keys are missing or unexpected, shapes differ, or a module's own code fails.
     """
-    keys = set(state)
+    stored = {name: tuple(tensor.shape) for name, tensor in state.items()}
     try:
         model.load_state_dict(state, strict=optional is None)
     except HarnessError:
@@ -128,14 +128,18 @@ def load_state(
                 "choose the model that this checkpoint was saved from; to debug the module's own code, run "
                 "model.load_state_dict(torch.load(...))",
             ) from error
-        wanted = model.state_dict(keep_vars=True).keys()
+        wanted = {  # a module's extra state may be anything
+            name: tuple(getattr(value, "shape", ()))
+            for name, value in model.state_dict(keep_vars=True).items()
+        }
         problems = {
-            "missing": wanted - keys - set(optional or ()),
-            "unexpected": keys - wanted,
+            "missing": wanted.keys() - stored.keys() - set(optional or ()),
+            "unexpected": stored.keys() - wanted.keys(),
             "of another shape": set(_MISFIT.findall(str(error))),
         }
         by_fault = {fault: sorted(map(plain, names)) for fault, names in problems.items()}
-        raise misfit(checkpoint, "this model", by_fault, str(error)) from error
+        repair = selecting(stored, wanted)
+        raise misfit(checkpoint, "this model", by_fault, str(error), repair=repair) from error
 
 
 def _check_blocks(source: TensorSlice) -> None:

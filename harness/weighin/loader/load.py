@@ -25,6 +25,7 @@ from weighin import formats
 from weighin.errors import CheckpointError
 from weighin.formats.base import TensorSlice
 from weighin.formats.misfit import first_names
+from weighin.formats.selection import Selection
 from weighin.loader import fill
 from weighin.loader.arena import MemoryNeed, provide
 from weighin.loader.fill import Fill, is_readable
@@ -77,6 +78,8 @@ def load_streaming(
     dtype: torch.dtype | None = None,
     threads: int | None = None,
     granularity: Granularity = "all",
+    key: str = "",
+    strip_prefix: str = "",
 ) -> torch.nn.Module:
     """Load a checkpoint, in any format that ``weighin inspect`` reads, into ``model`` and return it.
 
@@ -95,13 +98,19 @@ def load_streaming(
             checkpoint is cached, and 16 if it is not.
         granularity: "tensor" or "module" finishes reading one before the next; "all" reads everything
             at once.
+        key: where the state dict is in a checkpoint that holds more, such as a training checkpoint:
+            "model", or "state.model" in nested dicts. Only these tensors are read.
+        strip_prefix: the beginning of the checkpoint's names that the model's lack: "module.".
 
     Raises:
         CheckpointError: the checkpoint is unreadable or does not fit the model (missing or unexpected
             keys, other shapes), or a tensor that is in no checkpoint is on the meta device.
     """
     device = _with_index(torch.device(device))
-    loaded, was_meta = _load(model, Path(checkpoint), device, dtype, threads, granularity)
+    selection = Selection(key, strip_prefix)
+    loaded, was_meta = _load(
+        model, Path(checkpoint), selection, device, dtype, threads, granularity
+    )
     skeleton.give_back_heap()  # the load's own garbage
     if dtype is not None or was_meta or any(tensor.device != device for tensor in _tensors(loaded)):
         loaded.to(device=device, dtype=dtype)  # also runs modules' own overrides of it
@@ -111,13 +120,14 @@ def load_streaming(
 def _load(
     model: torch.nn.Module | Callable[[], torch.nn.Module],
     path: Path,
+    selection: Selection,
     device: torch.device,
     dtype: torch.dtype | None,
     threads: int | None,
     granularity: Granularity,
 ) -> tuple[torch.nn.Module, bool]:
     """Return the filled model, and whether any of its tensors was on the meta device."""
-    slices = formats.read(path)[1]
+    slices = formats.read(path, selection)[1]
     log = WriteLog(read_at_once)
     with ExitStack() as undone:
         with log.recording():

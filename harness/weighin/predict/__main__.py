@@ -18,6 +18,7 @@ import torch  # noqa: F401 (as a worker does, before any fork)
 
 from weighin.cell import Cell, ModelSpec
 from weighin.checkpoint.manifest import read_manifest
+from weighin.formats.selection import Selection
 from weighin.models.skeleton import resolve_builder
 from weighin.probes.process import memory_of, read_status
 from weighin.record import Memory
@@ -80,7 +81,12 @@ def _make(cell: Cell, make: dict[str, Any]) -> dict[str, Any]:
     source = Path(make["source"]) if make["source"] else None
     folder = Path(make["folder"])
     own = make["own"]  # the user's checkpoint already has the cell's format
-    path = source if own else make_sparse(cell.model, cell.format, make["dtype"], folder, source)
+    selection = Selection(**make["selection"])
+    path = (
+        source
+        if own
+        else make_sparse(cell.model, cell.format, make["dtype"], folder, source, selection)
+    )
     manifest = write_manifest(cell.model, folder)
     return {"checkpoint": str(path), "manifest": str(manifest)}
 

@@ -9,13 +9,14 @@ from statistics import median
 from typing import Any
 
 from weighin.errors import HarnessError, RecordError
+from weighin.formats.selection import Selection
 from weighin.predict.client import predict
 from weighin.predict.prediction import Prediction
 from weighin.probes import environment
 from weighin.record import Outcome, Result
 from weighin.records import run_folder
 from weighin.run import trust
-from weighin.suite import registry
+from weighin.suite import registry, user_code
 from weighin.suite.matrix import Planned
 from weighin.suite.registry import StrategyInfo
 
@@ -61,12 +62,21 @@ def check(run: Path, *, trusted: bool = False) -> list[Checked]:
         raise RecordError(
             f"{run} has no load whose outcome is ok", "predict the model: weighin predict MODEL"
         )
-    paths, checkpoint = _settings(run)
+    settings = _settings(run)
+    paths = settings.get("strategy_paths", {})
+    builders = {results[0].cell.model.builder for results in series.values()}
+    # Only for builders that need it, which are shown below: a folder may hide any module.
+    is_needed = not all(map(user_code.is_ours, builders))
+    python_path = settings.get("python_path", ()) if is_needed else ()
     if not trusted:
         cells = [results[0].cell for results in series.values()]
         used = {cell.strategy for cell in cells}
         trust.check(
-            trust.foreign(cells, {name: paths[name] for name in used if name in paths}),
+            trust.foreign(
+                cells,
+                {name: paths[name] for name in used if name in paths},
+                python_path=python_path,
+            ),
             place=run,
             again=f"weighin predict --check {quote(str(run))}",
             repair="or predict the model itself",
@@ -75,7 +85,13 @@ def check(run: Path, *, trusted: bool = False) -> list[Checked]:
         Planned.of(results[0].cell, _strategy(results[0].cell.strategy, paths))
         for results in series.values()
     ]
-    predictions = predict(planned, checkpoint=checkpoint)
+    checkpoint = settings.get("checkpoint")
+    predictions = predict(
+        planned,
+        checkpoint=Path(checkpoint) if checkpoint else None,
+        selection=Selection(settings.get("key", ""), settings.get("strip_prefix", "")),
+        python_path=python_path,
+    )
     return [
         Checked(one, tuple(_figures(one, results)))
         for one, results in zip(predictions, series.values(), strict=True)
@@ -121,14 +137,12 @@ def _figures(prediction: Prediction, results: list[Result]) -> Iterator[tuple[st
             yield nearest, predicted[nearest], median_size
 
 
-def _settings(run: Path) -> tuple[dict[str, str], Path | None]:
-    """Return the strategies' files and the user's checkpoint; none for published runs (no plan)."""
+def _settings(run: Path) -> dict[str, Any]:
+    """Return the settings of a run's plan; none for published runs, which have no plan."""
     try:
-        settings = run_folder.read_plan(run).settings
+        return run_folder.read_plan(run).settings
     except HarnessError:
-        return {}, None
-    checkpoint = settings.get("checkpoint")
-    return settings.get("strategy_paths", {}), Path(checkpoint) if checkpoint else None
+        return {}
 
 
 def _strategy(name: str, paths: dict[str, str]) -> StrategyInfo:

@@ -13,6 +13,7 @@ from weighin import formats
 from weighin.checkpoint import entries
 from weighin.checkpoint.subprocess_client import environment
 from weighin.errors import HarnessError, UnknownName
+from weighin.formats.selection import WHOLE, Selection
 from weighin.predict.prediction import Prediction, from_json
 from weighin.probes.environment import read_ahead_bytes
 from weighin.suite.config import DTYPES
@@ -30,6 +31,7 @@ def predict(
     planned: Sequence[Planned],
     *,
     checkpoint: Path | None = None,
+    selection: Selection = WHOLE,
     checkpoint_dtype: str | None = None,
     python_path: Sequence[str] = (),
     report: Report | None = None,
@@ -37,14 +39,14 @@ def predict(
     """Return a prediction for each cell, in the order of the cells.
 
     Reads no tensor data and needs no GPU. A cell loads ``checkpoint`` itself if that has the cell's
-    format, and otherwise a generated checkpoint without values: with the structure of
-    ``checkpoint``, or of the model in dtype ``checkpoint_dtype``. If a cell cannot be predicted, its
+    format, and otherwise a generated checkpoint without values: with the structure of ``selection``
+    of ``checkpoint``, or of the model in dtype ``checkpoint_dtype``. If a cell cannot be predicted, its
     figures are None and ``cannot`` says why.
 
     Raises:
         HarnessError: the predicting process was killed.
     """
-    own = formats.detect(checkpoint).NAME if checkpoint else None
+    own = formats.detect(checkpoint).NAME if checkpoint and not selection else None
     with tempfile.TemporaryDirectory(prefix="weighin-predict-") as folder:
         process = subprocess.Popen(
             [sys.executable, "-m", "weighin.predict"],
@@ -66,7 +68,14 @@ def predict(
                     Prediction(planned_cell.cell, cannot=cannot)
                     if (cannot := planned_cell.skip or _not_followed(planned_cell))
                     else _predict_cell(
-                        planned_cell, ask, made, folder, checkpoint, own, checkpoint_dtype
+                        planned_cell,
+                        ask,
+                        made,
+                        folder,
+                        checkpoint,
+                        selection,
+                        own,
+                        checkpoint_dtype,
                     )
                 )
             return predictions
@@ -96,6 +105,7 @@ def _predict_cell(
     made: dict[str, dict[str, Any]],
     folder: str,
     checkpoint: Path | None,
+    selection: Selection,
     own: str | None,
     dtype: str | None,
 ) -> Prediction:
@@ -111,6 +121,7 @@ def _predict_cell(
             "dtype": dtype,
             "source": str(checkpoint) if checkpoint else None,
             "own": own == cell.format,
+            "selection": asdict(selection),
         }
         made[key] = ask(fields | {"make": make})
     place = made[key]

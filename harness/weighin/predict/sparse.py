@@ -12,22 +12,28 @@ from weighin.checkpoint import generate, reader
 from weighin.checkpoint.describe import describe, in_checkpoint
 from weighin.checkpoint.manifest import Manifest
 from weighin.checkpoint.piecewise import tensor_checksums
+from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.zip_writer import leaving_holes
 
 
 def make_sparse(
-    model: ModelSpec, fmt: str, dtype: str | None, folder: Path, source: Path | None = None
+    model: ModelSpec,
+    fmt: str,
+    dtype: str | None,
+    folder: Path,
+    source: Path | None = None,
+    selection: Selection = WHOLE,
 ) -> Path:
     """Write a checkpoint in format ``fmt`` without values; return its path.
 
-    Its tensors are those of the checkpoint ``source``, or of ``model`` if that is None. ``dtype``
+    Its tensors are those of ``selection`` of the checkpoint ``source``, or of ``model`` if that is None. ``dtype``
     replaces the dtype of floating-point tensors; None keeps it.
 
     Raises:
         ConfigError: the builder cannot be used. CheckpointError: ``source`` cannot be read.
     """
     if source is not None:
-        _, slices = formats.read(source)
+        _, slices = formats.read(source, selection)
         tensors = reader.plans(slices)
     else:
         described = describe(model.builder, model.kwargs, real_buffers="non_persistent")

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any, Final
 
 from rich.box import SIMPLE_HEAD
@@ -11,9 +12,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from weighin import formats
-from weighin.cell import Cell, ModelSpec
+from weighin.cell import SYNTHESISED, Cell, ModelSpec
 from weighin.errors import UnknownName
 from weighin.formats.pretrained_folder import BUILDER, folder_of
+from weighin.formats.selection import WHOLE, Selection
 from weighin.predict.client import predict
 from weighin.predict.prediction import Prediction
 from weighin.recommend import calibration as calibrating
@@ -30,7 +32,6 @@ SCHEMA: Final = 1
 ALLOWED: Final = ("resave", "packages", "weighin")
 """The words of --allow: what a strategy may require beside the checkpoint as it is."""
 
-_MIRROR: Final = "weighin.models.mirror:mirror"  # builds a model from a checkpoint's own keys
 _STYLES: Final = {FitVerdict.FITS: "green", FitVerdict.TOO_LARGE: "red", FitVerdict.UNKNOWN: "dim"}
 _HELP: Final = "A smaller dtype (--dtype bf16) or a higher limit may help."
 _NO_SOURCE: Final = "-"
@@ -44,6 +45,7 @@ class Question:
     model: ModelSpec
     limits: Limits
     checkpoint: Path | None = None
+    selection: Selection = WHOLE
     device: str = "cpu"
     dtype: str = "float32"
     allow: tuple[str, ...] = ALLOWED
@@ -69,14 +71,22 @@ class Advice:
     def notes(self) -> tuple[str, ...]:
         """What the answer leaves out, and which command includes it."""
         asked = self.question
-        if asked.model.builder != _MIRROR:
-            return ()
-        return (
-            f"{asked.model.name} was given without its model, so the answer leaves out the cost of"
-            " the constructor, buffers that are not in the checkpoint, and earlier measurements of"
-            " the model. To include them: weighin recommend --model package:builder --checkpoint"
-            f" {asked.checkpoint}",
-        )
+        notes = []
+        if asked.model.builder == SYNTHESISED:
+            notes.append(
+                f"{asked.model.name} was given without its model, so the answer leaves out the cost of"
+                " the constructor, buffers that are not in the checkpoint, and earlier measurements of"
+                " the model's own code. To include them: weighin recommend --model package:builder"
+                f" --checkpoint {asked.checkpoint}"
+            )
+        if asked.selection and self.best:
+            options = " ".join(map(quote, asked.selection.options))
+            notes.append(
+                f"{self.best.strategy} reads a checkpoint with the model's weights alone. Write it once:"
+                f" weighin convert {quote(str(asked.checkpoint))} {_file_name(self.best.format)}"
+                f" --format {self.best.format} {options}"
+            )
+        return tuple(notes)
 
     def as_json(self) -> dict[str, Any]:
         """Return the whole answer for ``--json``."""
@@ -93,13 +103,6 @@ class Advice:
             "code": self.code,
             "notes": list(self.notes),
         }
-
-
-def of_checkpoint(path: Path) -> ModelSpec:
-    """Return a model with a checkpoint's own keys; raises CheckpointError if it is no checkpoint."""
-    formats.detect(path)
-    where = str(path.resolve())
-    return ModelSpec(path.name, _MIRROR, {"checkpoint": where})
 
 
 def check_allowed(words: Sequence[str]) -> tuple[str, ...]:
@@ -130,9 +133,15 @@ def gather(question: Question, say: Callable[[str], None]) -> PriorKnowledge:
         HarnessError: the checkpoint, the model or a run's records cannot be used.
     """
     fmt = formats.detect(question.checkpoint).NAME if question.checkpoint else "pt"
+    fmt = "" if question.selection else fmt  # no strategy reads the file as it is
     planned = [*_planned(question, fmt)]
     say(f"predicting {len(planned)} strategies for {question.model.title}")
-    predictions = predict(planned, checkpoint=question.checkpoint, python_path=question.python_path)
+    predictions = predict(
+        planned,
+        checkpoint=question.checkpoint,
+        selection=question.selection,
+        python_path=question.python_path,
+    )
     evidence = find([question.results], planned[0].cell)
     calibration = calibrating.stored() or calibrating.calibrate(say)
     return PriorKnowledge(tuple(planned), tuple(predictions), evidence, calibration, fmt)
@@ -166,6 +175,8 @@ def advise(question: Question, prior: PriorKnowledge) -> Advice:
             dtype=question.dtype, folder=folder,
         )  # fmt: skip
         return Advice(question, advice.candidates, code)
+    if question.selection:
+        checkpoint = _file_name(advice.best.format)
     try:
         code = snippet(info, device=question.device, dtype=question.dtype, checkpoint=checkpoint)
     except CannotWriteOut as why:
@@ -224,6 +235,11 @@ def parts(advice: Advice) -> Iterator[RenderableType]:
         yield f"No strategy fits with the whole model in memory. This one works, but slowly. {_HELP}\n"
     yield f"Use {advice.best.strategy}:\n"
     yield escape(advice.code)
+
+
+def _file_name(fmt: str) -> str:
+    """Return the name that pasted code and the command to convert have for a checkpoint."""
+    return f"weights{formats.named(fmt).SUFFIX}"
 
 
 def _sources(candidate: Candidate) -> str:

@@ -12,12 +12,13 @@ from typing import Any
 from weighin import formats
 from weighin.errors import ConfigError, Interrupted, IsolationUnavailable, RecordError, StillRunning
 from weighin.formats.pretrained_folder import is_pretrained, read_folder, weights_in
+from weighin.formats.selection import WHOLE, Selection
 from weighin.isolation import preload, select
 from weighin.probes import environment
 from weighin.records import run_folder
 from weighin.run import gpu_check, trust
 from weighin.run.runner import Run
-from weighin.suite import packages, registry
+from weighin.suite import packages, registry, user_code
 from weighin.suite.config import Suite
 from weighin.suite.matrix import CellMatrix, Planned, plan
 from weighin.units import format_bytes, format_exact
@@ -33,8 +34,11 @@ class Request:
     seed: int = 0
     folder: Path | None = None
     base_image: str | None = None
+    mounts: tuple[Path, ...] = ()
+    """Files and folders that a container sees at the same path, read-only."""
     within: float | None = None
     """The precision of a floor search: the largest step, as a share of the floor. None: a bench."""
+    selection: Selection = WHOLE
 
     @property
     def verb(self) -> str:
@@ -48,9 +52,13 @@ def start(request: Request) -> tuple[Run, str]:
         ConfigError, UnknownName, IsolationUnavailable, RecordError: nothing was started.
     """
     suite = request.suite
-    models = tuple(registry.model(name, request.kwargs or None) for name in suite.models)
+    checkpoint = registry.own_checkpoint(suite.models, request.checkpoint)
+    checkpoint = _own(checkpoint) or _pretrained(suite.models)
+    _check_selection(request.selection, checkpoint)
+    models = tuple(
+        registry.model(name, request.kwargs or None, request.selection) for name in suite.models
+    )
     strategies = registry.chosen(suite)
-    checkpoint = _own(request.checkpoint) or _pretrained(suite.models)
     _check_names("models", [(spec.title, spec.builder) for spec in models])
     _check_names("strategies", [(info.name, str(info.path)) for info, _ in strategies])
     format_names = tuple(formats.named(name).NAME for name in suite.format)
@@ -86,16 +94,22 @@ def start(request: Request) -> tuple[Run, str]:
     )
     preload.check(suite.environment)
     _check_any_runs(planned)
+    mounts = _existing(request.mounts)
+    python_path = user_code.import_path(suite.models)
     folder = request.folder or Path("results") / _name(request)
     _check_folder(folder, request.verb)
     settings = {
         "seed": request.seed,
         "checkpoint": str(checkpoint) if checkpoint else None,
+        "key": request.selection.key,
+        "strip_prefix": request.selection.strip_prefix,
         "timeout_s": suite.timeout_s,
         "steady": suite.steady,
         "trace": suite.trace,
         "base_image": request.base_image,
         "strategy_paths": {info.name: str(info.path) for info, _ in strategies},
+        "python_path": list(python_path),
+        "mounts": list(mounts),
     }
     if request.within is not None:
         settings["within"] = request.within
@@ -106,9 +120,12 @@ def start(request: Request) -> tuple[Run, str]:
         isolation=isolation,
         seed=request.seed,
         checkpoint=checkpoint,
+        selection=request.selection,
         timeout_s=suite.timeout_s,
         steady=suite.steady,
         trace=suite.trace,
+        python_path=python_path,
+        mounts=mounts,
         is_new=True,
     )
     return run, note
@@ -141,7 +158,13 @@ def restore(folder: Path, *, trusted: bool = False) -> tuple[Run, dict[str, Any]
         if not trusted:
             verb = "floor" if "within" in settings else "bench"
             trust.check(
-                trust.foreign(planned.cells, settings["strategy_paths"], settings["base_image"]),
+                trust.foreign(
+                    planned.cells,
+                    settings["strategy_paths"],
+                    settings["base_image"],
+                    python_path=settings.get("python_path", ()),
+                    mounts=settings.get("mounts", ()),
+                ),
                 place=folder / run_folder.PLAN,
                 again=f"weighin {verb} --resume {quote(str(folder))}",
             )
@@ -160,9 +183,12 @@ def restore(folder: Path, *, trusted: bool = False) -> tuple[Run, dict[str, Any]
             ),
             seed=settings["seed"],
             checkpoint=Path(checkpoint) if checkpoint else None,
+            selection=Selection(settings.get("key", ""), settings.get("strip_prefix", "")),
             timeout_s=settings["timeout_s"],
             steady=settings["steady"],
             trace=settings.get("trace", False),  # plans of 0.1 lack it
+            python_path=tuple(settings.get("python_path", [str(Path.cwd())])),  # since 0.3
+            mounts=tuple(settings.get("mounts", ())),
         )
     except KeyError as error:
         raise RecordError(
@@ -177,7 +203,7 @@ def resumable(verb: str, task: Run) -> Iterator[None]:
     """Add the command that resumes ``task`` to each error in this block that stops the run."""
     again = f"weighin {verb} --resume {quote(str(task.folder))}"
     paths = {each.strategy.name: str(each.strategy.path) for each in task.planned}
-    if trust.foreign([each.cell for each in task.planned], paths):
+    if trust.foreign([each.cell for each in task.planned], paths, mounts=task.mounts):
         again += " --trust"
     try:
         yield
@@ -193,6 +219,7 @@ def _own(checkpoint: Path | None) -> Path | None:
     """Return the user's checkpoint; of a Hugging Face folder, its file if the weights are in one."""
     if checkpoint is None:
         return None
+    checkpoint = checkpoint.expanduser()
     return (weights_in(checkpoint) if is_pretrained(checkpoint) else checkpoint).resolve()
 
 
@@ -232,6 +259,21 @@ def _dtype(suite: Suite) -> str:
 def _installed(infos: Iterable[registry.StrategyInfo]) -> tuple[str, ...]:
     """Return the installed packages that some strategies need, sorted."""
     return tuple(sorted(packages.versions(name for info in infos for name in info.packages)))
+
+
+def _check_selection(selection: Selection, checkpoint: Path | None) -> None:
+    if selection and checkpoint is None:
+        raise ConfigError(
+            "--key and --strip-prefix select the weights in a checkpoint of your own",
+            "add --checkpoint PATH, or leave them out",
+        )
+
+
+def _existing(mounts: tuple[Path, ...]) -> tuple[str, ...]:
+    for path in mounts:
+        if not path.exists():
+            raise ConfigError(f"--mount {path}: there is no such file or folder")
+    return tuple(str(path.absolute()) for path in mounts)
 
 
 def _check_names(kinds: str, named_places: list[tuple[str, str]]) -> None:

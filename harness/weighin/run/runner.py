@@ -12,6 +12,7 @@ from weighin import formats
 from weighin.cell import Cell, Job
 from weighin.checkpoint import cache
 from weighin.errors import ConfigError, HarnessError, Interrupted
+from weighin.formats.selection import WHOLE, Selection
 from weighin.isolation.base import Isolation, Running
 from weighin.probes import environment
 from weighin.protocol import ACKNOWLEDGEMENT, decode_event
@@ -21,7 +22,7 @@ from weighin.run import interrupts, save_target
 from weighin.run.bytecode import compile_code
 from weighin.run.cell_runner import CellMeasurement, Setting, take
 from weighin.run.run_lock import only_run
-from weighin.suite import packages
+from weighin.suite import packages, user_code
 from weighin.suite.matrix import Planned
 from weighin.text import one_line
 from weighin.units import format_bytes, format_exact
@@ -45,7 +46,8 @@ class Progress:
 class Run:
     """One run to perform: its cells, the folder for their records, and the checkpoint.
 
-    If a run that ``is_new`` fails before its first record, its folder is removed. ``patience_s``
+    ``python_path`` lists the folders of users' own modules, and ``mounts`` the further paths of this
+    machine that a container sees. If a run that ``is_new`` fails before its first record, its folder is removed. ``patience_s``
     is how long it waits for another run on this machine to end.
     """
 
@@ -54,9 +56,12 @@ class Run:
     isolation: Isolation
     seed: int = 0
     checkpoint: Path | None = None
+    selection: Selection = WHOLE
     timeout_s: float = 600.0
     steady: bool = False
     trace: bool = False
+    python_path: tuple[str, ...] = ()
+    mounts: tuple[str, ...] = ()
     is_new: bool = False
     patience_s: float = 0
 
@@ -164,6 +169,8 @@ def _set_up(task: Run, needed: Sequence[Planned], progress: Progress) -> _Bench:
     task.isolation.prepare(progress.building)
     with run_folder.writing(samples := task.folder / "samples"):
         samples.mkdir(exist_ok=True)
+    for line in _added_code(task, needed, prepared):
+        progress.preparing(line, None)
     first = next(planned for planned in needed if not planned.skip)
     progress.preparing("importing torch once, to measure the memory that an import needs", None)
     baseline = _probe(task, _job(task, first, prepared))
@@ -191,8 +198,9 @@ def _prepare_checkpoints(
                 key[1],
                 seed=task.seed,
                 checkpoint=task.checkpoint,
+                selection=task.selection,
                 progress=progress.preparing,
-                python_path=_python_path(each.cell),
+                python_path=_python_path(task, each.cell),
             )
             for warning in prepared[key].warnings:
                 progress.preparing(warning, None)
@@ -206,15 +214,27 @@ def _job(task: Run, planned: Planned, prepared: dict[tuple[str, str], cache.Prep
         checkpoint=str(checkpoint.path),
         manifest=str(checkpoint.manifest_path),
         strategy_path=str(planned.strategy.path),
-        python_path=_python_path(planned.cell),
+        python_path=_python_path(task, planned.cell),
+        mounts=task.mounts,
         timeout_s=task.timeout_s,
         trace=task.trace,
     )
 
 
-def _python_path(cell: Cell) -> tuple[str, ...]:
-    """Return the import path for a user's own builder: the folder that the run started in."""
-    return () if cell.model.builder.startswith("weighin.models.") else (str(Path.cwd()),)
+def _added_code(
+    task: Run, needed: Sequence[Planned], prepared: dict[tuple[str, str], cache.Prepared]
+) -> dict[str, None]:
+    jobs = {
+        planned.cell.model.builder: _job(task, planned, prepared)
+        for planned in needed
+        if not planned.skip
+    }
+    return dict.fromkeys(line for job in jobs.values() for line in task.isolation.added_code(job))
+
+
+def _python_path(task: Run, cell: Cell) -> tuple[str, ...]:
+    """Return the import path for a user's own builder; empty for weighin's, which nothing may hide."""
+    return () if user_code.is_ours(cell.model.builder) else task.python_path
 
 
 def _probe(task: Run, job: Job) -> Memory:

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
-from weighin.cell import Cell
+from weighin.cell import SYNTHESISED, Cell
 from weighin.errors import ConfigError
-from weighin.suite import registry
+from weighin.suite import registry, user_code
 from weighin.suite.config import read_model
 from weighin.text import one_line
 
@@ -40,19 +40,27 @@ def check(
 
 
 def foreign(
-    cells: Iterable[Cell], paths: Mapping[str, str], base_image: str | None = None
+    cells: Iterable[Cell],
+    paths: Mapping[str, str],
+    base_image: str | None = None,
+    *,
+    python_path: Iterable[str] = (),
+    mounts: Iterable[str] = (),
 ) -> list[str]:
     """Return a line for each builder, strategy or image that is not weighin's or installed.
 
-    ``paths`` are the strategies' files by name. Imports and runs none of them.
+    ``paths`` are the strategies' files by name, ``python_path`` the folders that a builder is imported
+    from, ``mounts`` the paths that a container sees. Imports and runs none of them.
     """
     cells = list(cells)
-    ours = {read_model(path).builder for path in registry.models().values()}
+    ours = {read_model(path).builder for path in registry.models().values()} | {SYNTHESISED}
     lines: dict[str, None] = {}
     for cell in cells:
         if (builder := cell.model.builder) not in ours:
             kwargs = one_line(json.dumps(cell.model.kwargs, default=str), _KWARGS_LENGTH)
-            lines[f"builder {one_line(builder)} with {kwargs}"] = None
+            file = user_code.file_of(builder, python_path)
+            place = f" in {one_line(str(file))}" if file else ""
+            lines[f"builder {one_line(builder)}{place} with {kwargs}"] = None
         # Many variables make a process load code: LD_PRELOAD, LD_LIBRARY_PATH, PYTHONHOME.
         for name, value in cell.environment.items():
             if name not in _NO_CODE:
@@ -71,6 +79,7 @@ def foreign(
 
         if base_image not in (DEFAULT_BASE, os.environ.get(BASE_VARIABLE)):
             lines[f"base image {one_line(base_image)}"] = None
+    lines |= {f"mount {one_line(path)}": None for path in mounts}
     return list(lines)
 
 

@@ -12,15 +12,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weighin.cell import ModelSpec, Operation
+from weighin import formats
+from weighin.cell import SYNTHESISED, ModelSpec, Operation
 from weighin.errors import ConfigError, UnknownName
+from weighin.formats import structure
 from weighin.formats.pretrained_folder import cached_snapshot, is_pretrained, read_folder
+from weighin.formats.selection import WHOLE, Selection
+from weighin.suite import user_code
 
 if TYPE_CHECKING:
     from weighin.suite.config import Suite
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _ENTRY_POINTS: dict[Operation, str] = {"load": "weighin.strategies", "save": "weighin.saving"}
+_FROM = "from:"
 _FOLDERS: dict[Operation, str] = {"load": ".", "save": "saving"}
 
 
@@ -160,8 +165,45 @@ def models() -> dict[str, Path]:
     return {path.stem: path for path in sorted((data_folder("configs") / "models").glob("*.yaml"))}
 
 
-def model(name: str, kwargs: dict[str, object] | None = None) -> ModelSpec:
-    """Return a model: built-in, of a builder "package.module:callable", or of a Hugging Face folder."""
+def from_checkpoint(path: Path, selection: Selection = WHOLE) -> ModelSpec:
+    """Return a model without code, whose parameters are a checkpoint's tensors; reads none of them.
+
+    Raises:
+        CheckpointError: ``path`` is not a checkpoint, or has no tensors or too many.
+    """
+    _, slices = formats.read(path.expanduser(), selection)
+    return ModelSpec(path.name, SYNTHESISED, {"tensors": structure.pack(slices)})
+
+
+def own_checkpoint(names: Iterable[str], given: Path | None) -> Path | None:
+    """Return the checkpoint that the models' names or --checkpoint name, if any.
+
+    Raises:
+        ConfigError: they name several, or a model from a checkpoint is not the only model.
+    """
+    names = list(names)
+    own = [name for name in names if name.startswith(_FROM)]
+    if not own:
+        return given
+    if len(names) > 1:
+        raise ConfigError(
+            f"{own[0]} and other models in one run, which has one checkpoint", "run them one by one"
+        )
+    if given is not None:
+        raise ConfigError(
+            f"two checkpoints: {own[0]} and --checkpoint {given}", "leave --checkpoint out"
+        )
+    return Path(own[0].removeprefix(_FROM))
+
+
+def model(
+    name: str, kwargs: dict[str, object] | None = None, selection: Selection = WHOLE
+) -> ModelSpec:
+    """Return a model: built-in, of a Hugging Face folder, or of a builder.
+
+    A builder is "package.module:callable", or "path/nets.py:callable" for one in a file. "from:PATH"
+    is the model that consists of ``selection`` of a checkpoint's tensors.
+    """
     if folder := pretrained_folder(name):
         if kwargs:
             raise ConfigError(
@@ -169,6 +211,12 @@ def model(name: str, kwargs: dict[str, object] | None = None) -> ModelSpec:
                 "leave --kwargs out, or change config.json",
             )
         return read_folder(folder).spec()
+    if name.startswith(_FROM):
+        if kwargs:
+            raise ConfigError(f"--model {name} takes no arguments", "leave --kwargs out")
+        return from_checkpoint(Path(name.removeprefix(_FROM)), selection)
+    if user_code.is_file(name):
+        name = user_code.of_file(name).builder
     if ":" in name:
         return ModelSpec(name.rpartition(":")[2], name, kwargs or {})
     known = models()

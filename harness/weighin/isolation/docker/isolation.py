@@ -20,6 +20,7 @@ from docker.types import DeviceRequest, LogConfig, Mount
 from weighin.cell import Job
 from weighin.errors import IsolationUnavailable
 from weighin.isolation.base import Exit
+from weighin.isolation.docker import packages
 from weighin.isolation.docker.container import DockerRunning, remove
 from weighin.isolation.docker.engine import (
     ENGINE_ERRORS,
@@ -79,6 +80,10 @@ class DockerIsolation:
             IsolationUnavailable: the base image or a wheel is missing, or the build failed.
         """
         self._image = ensure_image(self._client, self._base, progress, self._packages)
+
+    def added_code(self, job: Job) -> list[str]:
+        """Return a line for each installed package that is mounted because the image lacks it."""
+        return packages.notes(job)
 
     def start(self, job: Job) -> DockerRunning:
         """Start one worker for this job.

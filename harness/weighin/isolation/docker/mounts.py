@@ -1,8 +1,10 @@
 """The bind mounts of a container: the code, one strategy and one checkpoint, all read only.
 
+A user's own model adds the folders of its module, its package, and the paths that the user names.
 A save also gets its empty target folder, writable.
 """
 
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -10,9 +12,11 @@ from typing import Final
 import weighin
 from weighin.cell import Job
 from weighin.isolation import preload
+from weighin.isolation.docker import packages
 from weighin.suite.registry import data_folder
 
 CODE: Final = "/weighin/code"
+_PACKAGES: Final = "/weighin/packages"
 _WRITTEN: Final = "/weighin/written"
 
 
@@ -36,6 +40,8 @@ def place(job: Job) -> tuple[Job, list[Bind]]:
         Bind(Path(folder).resolve(), f"/weighin/path/{number}")
         for number, folder in enumerate(job.python_path)
     ]
+    installed = [Bind(path, f"{_PACKAGES}/{path.name}") for path in packages.lacking(job).paths]
+    named = [Bind(Path(path).resolve(), path) for path in job.mounts]
     checkpoint = Path(job.checkpoint)
     manifest = Path(job.manifest)
     inside = replace(
@@ -43,9 +49,14 @@ def place(job: Job) -> tuple[Job, list[Bind]]:
         checkpoint=f"/weighin/checkpoint/{checkpoint.name}",
         manifest=f"/weighin/manifest/{manifest.name}",
         strategy_path=strategy_path,
-        python_path=tuple(bind.target for bind in python_path),
+        python_path=(
+            *(bind.target for bind in python_path),
+            *([_PACKAGES] if installed else []),
+            *_importable(job.mounts),
+        ),
     )
-    binds = [*code, *strategy, *python_path, Bind(manifest.resolve(), inside.manifest)]
+    binds = [*code, *strategy, *python_path, *installed, *named]
+    binds.append(Bind(manifest.resolve(), inside.manifest))
     binds += [
         Bind(Path(library).resolve(), target)
         for library, target in _preloaded(job.cell.environment).items()
@@ -68,6 +79,15 @@ def _preloaded(environment: dict[str, str]) -> dict[str, str]:
         library: f"/weighin/preload/{number}/{Path(library).name}"
         for number, library in enumerate(preload.libraries(environment))
     }
+
+
+def _importable(mounts: tuple[str, ...]) -> list[str]:
+    """Return the folders of this Python's path that directly contain a mounted path.
+
+    A container has nothing in them but what is mounted, so that they hide no package of the image.
+    """
+    parents = [str(Path(path).parent) for path in mounts]
+    return [parent for parent in dict.fromkeys(parents) if parent in sys.path]
 
 
 def _place_strategy(path: Path, code: list[Bind]) -> tuple[str, list[Bind]]:

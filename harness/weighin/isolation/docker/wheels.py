@@ -61,7 +61,7 @@ def installed_pins(requirements: Path, packages: tuple[str, ...] = ()) -> tuple[
     versions: dict[str, str] = {}
     while todo:
         requirement = todo.pop()
-        name = re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0].lower().replace("_", "-")
+        name = name_of(requirement)
         if name in versions or "extra ==" in requirement:
             continue
         try:
@@ -71,6 +71,11 @@ def installed_pins(requirements: Path, packages: tuple[str, ...] = ()) -> tuple[
         versions[name] = distribution.version
         todo += distribution.requires or []
     return tuple(f"{name}=={version}" for name, version in sorted(versions.items()))
+
+
+def name_of(requirement: str) -> str:
+    """Return the name of the package in a requirement: "torch" of "torch>=2.6; extra == 'x'"."""
+    return re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0].lower().replace("_", "-")
 
 
 def installed_bytes(pins: tuple[str, ...]) -> int:

@@ -1,0 +1,132 @@
+"""Find the installed package that a model's module belongs to, where the image lacks it.
+
+The image has torch, numpy, safetensors and what these need. A package of Python files alone works in
+any environment, so that its folder is mounted, with the packages that it requires. Compiled code is
+built for one Python and one C library, and is not mounted.
+"""
+
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Final
+
+from weighin.cell import Job
+from weighin.errors import ConfigError
+from weighin.isolation.docker import wheels
+from weighin.suite import user_code
+from weighin.suite.registry import data_folder
+
+_COMPILED: Final = (".so", ".pyd", ".dylib")
+
+
+@dataclass(frozen=True, slots=True)
+class Lacking:
+    """What is mounted of installed packages: their files and folders, and a line for each package."""
+
+    paths: tuple[Path, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def lacking(job: Job) -> Lacking:
+    """Return the installed package of a job's model, and those that it requires, if the image lacks it.
+
+    Empty where the module is weighin's, the image's, in a folder of ``job.python_path`` or unknown, and
+    where ``job.mounts`` has it.
+
+    Raises:
+        ConfigError: the package contains compiled code.
+    """
+    return _lacking(job.cell.model.builder, job.python_path, job.mounts)
+
+
+def notes(job: Job) -> list[str]:
+    """Return a line for each package that is mounted, and for each required one that cannot be."""
+    return [*lacking(job).notes]
+
+
+@lru_cache
+def _lacking(builder: str, python_path: tuple[str, ...], mounts: tuple[str, ...]) -> Lacking:
+    if user_code.is_ours(builder) or user_code.file_of(builder, python_path):
+        return Lacking()
+    top = builder.partition(":")[0].partition(".")[0]
+    if top in sys.stdlib_module_names or not (place := _place(top)) or str(place) in mounts:
+        return Lacking()
+    in_image = {pin.partition("==")[0] for pin in _image_pins()}
+    names = {_normal(name) for name in importlib.metadata.packages_distributions().get(top, ())}
+    if names & in_image:
+        return Lacking()
+    if compiled := _compiled(place):
+        raise ConfigError(
+            f"builder {builder!r}: the Docker image has no package {top!r}, which is not mounted because"
+            f" it contains compiled code, built for this machine's Python: {compiled}",
+            f"measure it outside of Docker: --isolation cgroup; or, if the image's Python can import it,"
+            f" mount it: --mount {place}",
+        )
+    paths, lines = [place], [f"mounting {place} read-only: the image has no package {top}"]
+    for distribution in _required(names, in_image):
+        name = distribution.metadata["Name"]
+        found = [path for path in _files(distribution) if path != place]
+        if any(map(_compiled, found)):
+            lines.append(f"not mounting {name}, which the image lacks: it contains compiled code")
+            continue
+        paths += found
+        if _normal(name) not in names:
+            lines.append(f"mounting {name} read-only: {top} requires it, and the image lacks it")
+    return Lacking(tuple(dict.fromkeys(paths)), tuple(lines))
+
+
+@lru_cache
+def _image_pins() -> tuple[str, ...]:
+    return wheels.installed_pins(data_folder("docker") / "requirements.txt")
+
+
+def _place(top: str) -> Path | None:
+    """Return the folder of an installed package, or the file of a module."""
+    spec = importlib.util.find_spec(top)
+    if spec is None:
+        return None
+    if spec.submodule_search_locations:
+        return Path(next(iter(spec.submodule_search_locations))).resolve()
+    return Path(spec.origin).resolve() if spec.origin and spec.has_location else None
+
+
+def _required(
+    names: Iterable[str], in_image: Iterable[str]
+) -> Iterator[importlib.metadata.Distribution]:
+    """Yield these distributions and, transitively, those that they require and the image lacks."""
+    todo, seen = [*names], set(in_image)
+    while todo:
+        if (name := todo.pop()) in seen:
+            continue
+        seen.add(name)
+        try:
+            distribution = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:  # for another platform or Python
+            continue
+        yield distribution
+        requires = distribution.requires or []
+        todo += [wheels.name_of(line) for line in requires if "extra ==" not in line]
+
+
+def _files(distribution: importlib.metadata.Distribution) -> list[Path]:
+    """Return what a distribution has directly in its folder: packages, modules, metadata."""
+    tops = dict.fromkeys(file.parts[0] for file in distribution.files or [] if file.parts)
+    root = Path(str(distribution.locate_file("")))
+    return [
+        (root / top).resolve()
+        for top in tops
+        if top not in ("..", "__pycache__") and not top.endswith(".pth") and (root / top).exists()
+    ]
+
+
+def _compiled(path: Path) -> Path | None:
+    files = path.rglob("*") if path.is_dir() else [path]
+    return next((file for file in files if file.suffix in _COMPILED), None)
+
+
+def _normal(name: str) -> str:
+    return name.lower().replace("_", "-")

@@ -1,0 +1,193 @@
+"""The weights of a checkpoint that holds more than them, or holds them under longer names."""
+
+import argparse
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from weighin import formats, load_streaming
+from weighin.checkpoint import convert, index, inspect
+from weighin.errors import CheckpointError
+from weighin.formats.selection import Selection
+
+BUILDER = "torch.nn:Linear"
+KWARGS = {"in_features": 3, "out_features": 2}
+
+
+def trained() -> tuple[nn.Module, dict[str, Any]]:
+    """Return a model and its training checkpoint, with all that training loops keep in it."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    scheduler.step()
+    return model, {
+        "epoch": 3,
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scheduler": scheduler.state_dict(),
+        "rng": torch.get_rng_state(),
+        "args": {"lr": 1e-3, "name": "run", "flags": [True, None], "shape": (1, 2)},
+        "best": 0.5,
+        "steps": 2**40,
+    }
+
+
+def saved(path: Path, value: Any, *, legacy: bool = False) -> Path:
+    torch.save(value, path, _use_new_zipfile_serialization=not legacy)
+    return path
+
+
+def same(model: nn.Module, other: nn.Module) -> bool:
+    ours, theirs = model.state_dict(), other.state_dict()
+    return [*ours] == [*theirs] and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def complaint(act: Any) -> CheckpointError:
+    with pytest.raises(CheckpointError) as caught:
+        act()
+    return caught.value
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_the_weights_of_a_training_checkpoint_are_those_that_torch_takes(
+    tmp_path: Path, legacy: bool
+) -> None:
+    _, checkpoint = trained()
+    path = saved(tmp_path / "train.pt", checkpoint, legacy=legacy)
+    expected = nn.Linear(3, 2)
+    expected.load_state_dict(torch.load(path, weights_only=True)["model"])
+    assert same(load_streaming(lambda: nn.Linear(3, 2), path, key="model"), expected)
+
+
+@pytest.mark.parametrize("key", ["state.net.ema", "a.b.c", "a.b"])
+def test_a_dotted_key_finds_nested_dicts_and_keys_with_dots(tmp_path: Path, key: str) -> None:
+    weights = {"w": torch.ones(2)}
+    path = saved(
+        tmp_path / "c.pt", {"state": {"net.ema": weights}, "a.b": {"c": weights}, "a.b.w": torch.ones(2)}
+    )  # fmt: skip
+    if key == "a.b":
+        assert (
+            "not a flat state dict" in complaint(lambda: formats.read(path, Selection(key))).message
+        )
+        return
+    assert [one.name for one in formats.read(path, Selection(key))[1]] == ["w"]
+
+
+def test_the_beginning_of_flat_names_is_a_key_too(tmp_path: Path) -> None:
+    state = {"model.w": torch.ones(2), "ema.w": torch.zeros(2), "models.w": torch.zeros(3)}
+    path = saved(tmp_path / "c.pt", state)
+    convert.convert(path, tmp_path / "c.safetensors", convert.Conversion("safetensors", None, 1, 1))
+    for file in (path, tmp_path / "c.safetensors"):
+        (one,) = formats.read(file, Selection("model"))[1]
+        assert (one.name, one.shape) == ("w", (2,))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_the_weights_in_a_folder_of_torch_distributed_checkpoint(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    model, checkpoint = trained()
+    save({"model": checkpoint["model"], "optimizer": checkpoint["optimizer"]}, checkpoint_id=tmp_path / "c", no_dist=True)  # fmt: skip
+    assert same(load_streaming(lambda: nn.Linear(3, 2), tmp_path / "c", key="model"), model)
+
+
+@pytest.mark.parametrize("prefix", ["module.", "module", "_orig_mod."])
+def test_a_prefix_is_removed_as_torch_removes_it(tmp_path: Path, prefix: str) -> None:
+    model, _ = trained()
+    wrapped = nn.ModuleDict({prefix.rstrip("."): model})
+    path = saved(tmp_path / "c.pt", wrapped.state_dict())
+    state = torch.load(path, weights_only=True)
+    nn.modules.utils.consume_prefix_in_state_dict_if_present(state, f"{prefix.rstrip('.')}.")
+    slices: Any = formats.read(path, Selection(strip_prefix=prefix))[1]
+    assert [one.name for one in slices] == [*state]
+    assert slices.metadata == {name: dict(local) for name, local in state._metadata.items()}
+    assert same(load_streaming(lambda: nn.Linear(3, 2), path, strip_prefix=prefix), model)
+
+
+def test_a_prefix_that_no_name_has_or_that_names_need_is_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c.pt", {"m.w": torch.ones(1), "w": torch.ones(1)})
+    error = complaint(lambda: formats.read(path, Selection(strip_prefix="module.")))
+    assert str(error) == f"{path}: no tensor's name begins with 'module.'\nits names: m.w, w"
+    error = complaint(lambda: formats.read(path, Selection(strip_prefix="m.")))
+    assert error.message == f"{path}: two tensors have the same name without 'm.'"
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_an_error_proposes_the_key_that_would_fit(tmp_path: Path, legacy: bool) -> None:
+    _, checkpoint = trained()
+    path = saved(tmp_path / "c.pt", checkpoint, legacy=legacy)
+    assert str(complaint(lambda: formats.read(path))) == (
+        f"{path}: not a flat state dict: 'epoch' holds a int\n"
+        "select the weights: --key model; in load_streaming: key='model'"
+    )
+    assert str(complaint(lambda: formats.read(path, Selection("modle")))) == (
+        f"{path}: has no key 'modle'\n"
+        "select the weights: --key model; in load_streaming: key='model'"
+    )
+
+
+def test_of_several_state_dicts_the_largest_is_proposed_first(tmp_path: Path) -> None:
+    small, large = {"w": torch.ones(1)}, {"v": torch.ones(1), "w": torch.ones(1)}
+    path = saved(tmp_path / "c.pt", {"head": small, "state": {"net": large}, "optim": {"x": large}})
+    assert complaint(lambda: formats.read(path)).repair == (
+        "select the weights: --key state.net or --key head; in load_streaming: key='state.net'"
+    )
+
+
+def test_an_error_about_flat_names_proposes_what_would_fit(tmp_path: Path) -> None:
+    model, _ = trained()
+    wrapped = {f"module._orig_mod.{name}": one for name, one in model.state_dict().items()}
+    path = saved(tmp_path / "c.pt", wrapped)
+    repair = (
+        "all names begin with 'module._orig_mod.': --strip-prefix module._orig_mod.;"
+        " in load_streaming: strip_prefix='module._orig_mod.'"
+    )
+    assert complaint(lambda: load_streaming(nn.Linear(3, 2), path)).repair == repair
+    indexed = lambda: index.index("m", BUILDER, KWARGS, checkpoint=path, fmt="pt", folder=tmp_path)  # noqa: E731
+    assert complaint(indexed).repair == repair
+    other = {f"ema.{name}": one for name, one in model.state_dict().items()} | wrapped
+    saved(path, other)
+    assert complaint(indexed).repair == (
+        "select the weights: --key ema; in load_streaming: key='ema'"
+    )
+    saved(path, {"module.other": torch.ones(1)})
+    assert complaint(indexed).repair.startswith("choose the model")
+
+
+def test_a_converted_selection_holds_the_plain_state_dict(tmp_path: Path) -> None:
+    model, checkpoint = trained()
+    checkpoint["model"] = OrderedDict(
+        (f"module.{name}", value) for name, value in checkpoint["model"].items()
+    )
+    path = saved(tmp_path / "train.pt", checkpoint)
+    selection = Selection("model", "module.")
+    (tmp_path / "out").mkdir()
+    index.index(
+        "m", BUILDER, KWARGS, checkpoint=path, fmt="pt", folder=tmp_path / "out", selection=selection
+    )  # fmt: skip
+    model.load_state_dict(torch.load(tmp_path / "out/pt/model.pt", weights_only=True))
+    order = convert.Conversion("pt", None, 1, 1, verify=True, selection=selection)
+    convert.convert(path, tmp_path / "plain.pt", order)
+    expected = {name.removeprefix("module."): one for name, one in checkpoint["model"].items()}
+    plain = torch.load(tmp_path / "plain.pt", weights_only=True)
+    assert [*plain] == [*expected]
+    assert all(torch.equal(plain[name], expected[name]) for name in expected)
+    found = inspect.inspect(path, selection)
+    assert [one.name for one in found.tensors] == ["weight", "bias"]
+
+
+def test_a_key_executes_nothing_and_refuses_what_refers_to_code(tmp_path: Path) -> None:
+    checkpoint = {"model": {"w": torch.ones(1)}, "args": argparse.Namespace(lr=1)}
+    path = saved(tmp_path / "c.pt", checkpoint)
+    error = complaint(lambda: formats.read(path, Selection("model")))
+    assert "was NOT executed: it refers to argparse.Namespace" in error.message
+    path = saved(tmp_path / "c.pt", {"model": nn.Linear(1, 1)})
+    error = complaint(lambda: formats.read(path, Selection("model")))
+    assert "holds a whole pickled module (torch.nn.modules.linear.Linear)" in error.message
+    assert "torch.save(model.state_dict(), ...)" in error.repair

@@ -1,0 +1,116 @@
+"""A model without code, which has the tensors of a checkpoint."""
+
+import base64
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from weighin.errors import CheckpointError, ConfigError
+from weighin.formats import structure
+from weighin.formats.selection import Selection
+from weighin.models.synthesised import from_tensors
+from weighin.suite import registry
+
+
+def model_of(folder: Path, state: dict[str, torch.Tensor]) -> torch.nn.Module:
+    torch.save(state, folder / "weights.pt")
+    spec = registry.model(f"from:{folder}/weights.pt")
+    assert (spec.title, spec.builder) == (
+        "weights.pt",
+        "weighin.models.synthesised:from_tensors",
+    )
+    return from_tensors(**spec.kwargs)
+
+
+def test_every_key_is_a_parameter_or_a_buffer_of_its_shape_and_dtype(tmp_path: Path) -> None:
+    state = {
+        "blocks.0.weight": torch.randn(3, 5),
+        "blocks.0.scale": torch.randn(5).to(torch.bfloat16),
+        "blocks.1.weight": torch.randn(2),
+        "steps": torch.tensor(7),
+        "deep.down.mask": torch.ones(2, 2, dtype=torch.bool),
+    }
+    model = model_of(tmp_path, state)
+    assert set(dict(model.named_parameters())) == {name for name in state if name[0] == "b"}
+    found = model.state_dict()
+    assert [(name, one.shape, one.dtype) for name, one in found.items()] != []
+    assert {name: (one.shape, one.dtype) for name, one in found.items()} == {
+        name: (one.shape, one.dtype) for name, one in state.items()
+    }
+    model.load_state_dict(state)
+    assert torch.equal(model.get_parameter("blocks.0.weight"), state["blocks.0.weight"])
+
+
+def test_names_that_a_module_uses_itself_are_names_of_parameters(tmp_path: Path) -> None:
+    names = ("type", "a.half.weight", "a.half", "training.forward", "_modules.x", "__class__.w")
+    state = {name: torch.randn(2) for name in names}
+    model = model_of(tmp_path, state)
+    assert set(model.state_dict()) == set(state)
+    model.load_state_dict(state)
+    assert all(torch.equal(model.state_dict()[name], state[name]) for name in state)
+
+
+def test_keys_at_one_place_are_tied(tmp_path: Path) -> None:
+    weight = torch.randn(4, 4)
+    state = {"first.weight": weight, "last.weight": weight, "other.weight": weight.clone()}
+    model = model_of(tmp_path, state)
+    assert model.get_parameter("first.weight") is model.get_parameter("last.weight")
+    assert model.get_parameter("first.weight") is not model.get_parameter("other.weight")
+
+
+def test_different_views_of_one_storage_are_different_tensors(tmp_path: Path) -> None:
+    whole = torch.randn(6)
+    state = {"whole": whole, "head": whole[:2], "tail": whole[4:], "empty": whole[:0]}
+    model = model_of(tmp_path, state)
+    assert {name: tuple(one.shape) for name, one in model.named_parameters()} == {
+        "whole": (6,),
+        "head": (2,),
+        "tail": (2,),
+        "empty": (0,),
+    }
+
+
+def test_a_part_of_a_training_checkpoint_is_a_model(tmp_path: Path) -> None:
+    torch.save({"net": {"module.w": torch.zeros(3)}, "step": 4}, tmp_path / "train.pt")
+    spec = registry.model(f"from:{tmp_path}/train.pt", None, Selection("net", "module."))
+    assert [*from_tensors(**spec.kwargs).state_dict()] == ["w"]
+
+
+def test_the_structure_of_a_large_model_is_short(tmp_path: Path) -> None:
+    state = {
+        f"model.layers.{n}.{part}.weight": torch.empty(1).expand(2, 3)
+        for n in range(80)
+        for part in ("self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj", "mlp.down_proj")
+    }
+    torch.save(state, tmp_path / "w.pt")
+    assert len(registry.model(f"from:{tmp_path}/w.pt").kwargs["tensors"]) < 4096
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "no", "e30=", base64.b64encode(zlib.compress(b'[["a"],[0],[0],[["os",1]]]')).decode()],
+)
+def test_another_string_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not a checkpoint's structure"):
+        structure.unpack(text)
+
+
+def test_a_file_that_is_no_checkpoint_or_has_no_tensor_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "no.pt").write_text("no")
+    torch.save({}, tmp_path / "empty.pt")
+    for name in ("no", "empty", "gone"):
+        with pytest.raises(CheckpointError):
+            registry.model(f"from:{tmp_path}/{name}.pt")
+
+
+def test_a_model_from_a_checkpoint_is_alone_and_has_one_checkpoint() -> None:
+    assert registry.own_checkpoint(["from:a.pt"], None) == Path("a.pt")
+    assert registry.own_checkpoint(["m:build"], Path("b.pt")) == Path("b.pt")
+    with pytest.raises(ConfigError, match=r"two checkpoints: from:a\.pt and --checkpoint b\.pt"):
+        registry.own_checkpoint(["from:a.pt"], Path("b.pt"))
+    with pytest.raises(ConfigError, match=r"from:a\.pt and other models in one run"):
+        registry.own_checkpoint(["gpt2-tiny", "from:a.pt"], None)
+    with pytest.raises(ConfigError, match="takes no arguments"):
+        registry.model("from:a.pt", {"width": 2})
