@@ -13,8 +13,10 @@ from weighin import formats, load_pretrained, load_streaming
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats.pretrained_folder import BUILDER, cached_snapshot, read_folder
 from weighin.models.pretrained import example_inputs, pretrained_class
+from weighin.predict import client
 from weighin.recommend.snippet import pretrained_snippet
 from weighin.suite import registry
+from weighin.suite.matrix import CellMatrix, plan
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}
 DECODER = SMALL | {"intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 8}
@@ -170,3 +172,20 @@ def test_the_recommended_code_loads_the_folder(make: Make, strategy: str) -> Non
     exec(code, names)
     wanted = load_pretrained(make("tied"))
     assert torch.equal(names["model"].lm_head.weight, wanted.lm_head.weight)
+
+
+def test_formats_that_weighin_writes_from_converted_keys_are_predicted(make: Make) -> None:
+    folder = make("experts")
+    found = read_folder(folder)
+    planned = plan(
+        CellMatrix(
+            models=(registry.model(str(folder)),),
+            strategies=tuple((registry.strategy(name), {}) for name in ("baseline", "dcp")),
+            ram_limits=(None,),
+            isolation="process",
+            own_format="safetensors",
+        )
+    )
+    for one in client.predict(planned, checkpoint=found.checkpoint):
+        assert not one.cannot
+        assert one.host_anon_peak_bytes

@@ -43,15 +43,23 @@ class Described:
 
 
 def describe(
-    builder: str, kwargs: Mapping[str, Any], *, real_buffers: RealBuffers
+    builder: str,
+    kwargs: Mapping[str, Any],
+    *,
+    real_buffers: RealBuffers,
+    dtype: torch.dtype = torch.float32,
 ) -> list[Described]:
-    """Return all tensors of a model: its state dict in order, then its non-persistent buffers.
+    """Return all tensors of a model that is built in ``dtype``.
+
+    They are its state dict in order, then its non-persistent buffers.
 
     Raises:
         ConfigError: the builder is invalid, or the state dict contains more than parameters and
             persistent buffers.
     """
-    model = build_skeleton(resolve_builder(builder), kwargs, real_buffers=real_buffers)
+    model = build_skeleton(
+        resolve_builder(builder), kwargs, real_buffers=real_buffers, dtype=dtype
+    )
     _refuse_lazy(builder, model)
     described: list[Described] = []
     first_names: dict[int, str] = {}

@@ -15,6 +15,7 @@ from weighin.checkpoint.describe import Described
 from weighin.checkpoint.generate import RECORD_BYTES, Made, plans, write
 from weighin.checkpoint.manifest import Kind, Manifest
 from weighin.checkpoint.piecewise import CELL_DTYPES, Checksums, checksummed, dtype_name, pieces_of
+from weighin.checkpoint.reader import widest_dtype
 from weighin.errors import CheckpointError
 from weighin.formats.base import Progress, TensorSlice
 from weighin.formats.misfit import first_names
@@ -48,7 +49,7 @@ def index_pretrained(
     kind = pretrained_class(kwargs["architecture"])
     source = folder_of(checkpoint)
     reference, info = kind.from_pretrained(
-        source, dtype=_stored_dtype(slices), output_loading_info=True, local_files_only=True
+        source, dtype=widest_dtype(slices), output_loading_info=True, local_files_only=True
     )
     if missing := sorted(info["missing_keys"]):
         raise CheckpointError(
@@ -98,12 +99,6 @@ def _kept_in_float32(model: Any, sums: dict[str, dict[str, str]]) -> set[str]:
                 if wanted != "float32":
                     checksums.pop(wanted, None)
     return kept
-
-
-def _stored_dtype(slices: list[TensorSlice]) -> torch.dtype:
-    """Return the widest floating-point dtype in a checkpoint."""
-    kinds = [where.dtype for where in slices if where.dtype.is_floating_point]
-    return max(kinds, key=lambda kind: kind.itemsize, default=torch.float32)
 
 
 def _described(model: torch.nn.Module) -> Iterator[Described]:

@@ -34,6 +34,12 @@ def read_pieces(where: TensorSlice) -> Iterator[torch.Tensor]:
         yield from _gathered(where)
 
 
+def widest_dtype(slices: Sequence[TensorSlice]) -> torch.dtype:
+    """Return the widest floating-point dtype in a checkpoint; float32 if it has none."""
+    kinds = [where.dtype for where in slices if where.dtype.is_floating_point]
+    return max(kinds, key=lambda kind: kind.itemsize, default=torch.float32)
+
+
 def _contiguous(where: TensorSlice) -> Iterator[torch.Tensor]:
     piece_bytes = PIECE_ELEMENTS * where.dtype.itemsize
     buffer = torch.empty(min(piece_bytes, where.nbytes), dtype=torch.uint8)

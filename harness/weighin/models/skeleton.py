@@ -63,15 +63,19 @@ def _import_module(module_name: str, builder: str) -> Any:
 
 
 def build_skeleton(
-    builder: Builder, kwargs: Mapping[str, Any], *, real_buffers: RealBuffers = "all"
+    builder: Builder,
+    kwargs: Mapping[str, Any],
+    *,
+    real_buffers: RealBuffers = "all",
+    dtype: torch.dtype = torch.float32,
 ) -> nn.Module:
-    """Return the model without weights and with float32 as its dtype; see ``without_weights``.
+    """Return the model without weights, built in ``dtype``; see ``without_weights``.
 
     Raises:
         ConfigError: the builder does not accept ``kwargs`` or does not return a module.
     """
     build = partial(_call, builder, kwargs)
-    with _constructing(torch.float32):
+    with _constructing(dtype):
         return without_weights(build, real_buffers=real_buffers)
 
 

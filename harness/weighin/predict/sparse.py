@@ -12,6 +12,7 @@ from weighin.checkpoint import generate, reader
 from weighin.checkpoint.describe import describe, in_checkpoint
 from weighin.checkpoint.manifest import Manifest
 from weighin.checkpoint.piecewise import tensor_checksums
+from weighin.formats.pretrained_folder import BUILDER
 from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.zip_writer import leaving_holes
 
@@ -26,17 +27,24 @@ def make_sparse(
 ) -> Path:
     """Write a checkpoint in format ``fmt`` without values; return its path.
 
-    Its tensors are those of ``selection`` of the checkpoint ``source``, or of ``model`` if that is None. ``dtype``
+    Its tensors are those of ``selection`` of the checkpoint ``source``, or of ``model`` if that is
+    None. The source may be in a Hugging Face folder, whose keys need not be the model's. Then they are
+    the model's tensors in the source's widest dtype, which ``weighin bench`` writes too. ``dtype``
     replaces the dtype of floating-point tensors; None keeps it.
 
     Raises:
         ConfigError: the builder cannot be used. CheckpointError: ``source`` cannot be read.
     """
+    own_dtype = torch.float32
     if source is not None:
         _, slices = formats.read(source, selection)
+        own_dtype = reader.widest_dtype(slices)
+    if source is not None and model.builder != BUILDER:
         tensors = reader.plans(slices)
     else:
-        described = describe(model.builder, model.kwargs, real_buffers="non_persistent")
+        described = describe(
+            model.builder, model.kwargs, real_buffers="non_persistent", dtype=own_dtype
+        )
         tensors = generate.plans(in_checkpoint(described))
     if dtype is not None:
         kind = getattr(torch, dtype)

@@ -10,8 +10,9 @@ from shlex import quote
 from typing import Any
 
 from weighin import formats
+from weighin.cell import ModelSpec
 from weighin.errors import ConfigError, Interrupted, IsolationUnavailable, RecordError, StillRunning
-from weighin.formats.pretrained_folder import is_pretrained, read_folder, weights_in
+from weighin.formats.pretrained_folder import BUILDER, is_pretrained, read_folder, weights_in
 from weighin.formats.selection import WHOLE, Selection
 from weighin.isolation import preload, select
 from weighin.probes import environment
@@ -69,7 +70,7 @@ def start(request: Request) -> tuple[Run, str]:
         suite.isolation,
         limited=limited,
         base_image=request.base_image,
-        packages=_installed(info for info, _ in strategies),
+        packages=_installed([info for info, _ in strategies], models),
     )
     if suite.ram_high is not None:
         select.check_soft_limit(isolation)
@@ -179,7 +180,9 @@ def restore(folder: Path, *, trusted: bool = False) -> tuple[Run, dict[str, Any]
             folder=folder,
             planned=cells,
             isolation=select.named(
-                planned.cells[0].isolation, settings["base_image"], _installed(infos.values())
+                planned.cells[0].isolation,
+                settings["base_image"],
+                _installed(infos.values(), [each.cell.model for each in cells]),
             ),
             seed=settings["seed"],
             checkpoint=Path(checkpoint) if checkpoint else None,
@@ -256,9 +259,14 @@ def _dtype(suite: Suite) -> str:
     return dtypes.pop()
 
 
-def _installed(infos: Iterable[registry.StrategyInfo]) -> tuple[str, ...]:
-    """Return the installed packages that some strategies need, sorted."""
-    return tuple(sorted(packages.versions(name for info in infos for name in info.packages)))
+def _installed(
+    infos: Iterable[registry.StrategyInfo], models: Iterable[ModelSpec]
+) -> tuple[str, ...]:
+    """Return the installed packages that the strategies and the models need, sorted."""
+    needed = [name for info in infos for name in info.packages]
+    if any(model.builder == BUILDER for model in models):
+        needed.append("transformers")
+    return tuple(sorted(packages.versions(needed)))
 
 
 def _check_selection(selection: Selection, checkpoint: Path | None) -> None:
