@@ -46,3 +46,14 @@ def assert_refused_as_by_torch(case: Case, path: Path) -> None:
         model.load_state_dict(torch.load(path, weights_only=True))
     with pytest.raises(CheckpointError, match="num_batches_tracked"):
         load_streaming(model, path)
+
+
+def test_a_lazy_model_without_one_of_its_keys_is_refused(disk: Path) -> None:
+    from weighin.errors import CheckpointError
+
+    model = torch.nn.BatchNorm1d(3)
+    state = model.state_dict()
+    del state["running_mean"]
+    torch.save(state, disk / "part.pt")
+    with pytest.raises(CheckpointError, match=r"1 missing \(running_mean\)"):
+        load_streaming(torch.nn.LazyBatchNorm1d(), disk / "part.pt")

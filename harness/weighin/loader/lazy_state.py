@@ -128,9 +128,8 @@ def load_state(
                 "choose the model that this checkpoint was saved from; to debug the module's own code, run "
                 "model.load_state_dict(torch.load(...))",
             ) from error
-        wanted = {  # a module's extra state may be anything
-            name: tuple(getattr(value, "shape", ()))
-            for name, value in model.state_dict(keep_vars=True).items()
+        wanted = {
+            name: _shape(value) for name, value in model.state_dict(keep_vars=True).items()
         }
         problems = {
             "missing": wanted.keys() - stored.keys() - set(optional or ()),
@@ -140,6 +139,13 @@ def load_state(
         by_fault = {fault: sorted(map(plain, names)) for fault, names in problems.items()}
         repair = selecting(stored, wanted)
         raise misfit(checkpoint, "this model", by_fault, str(error), repair=repair) from error
+
+
+def _shape(value: object) -> tuple[int, ...]:
+    """Return a tensor's shape; () for other extra state, and for a lazy tensor, which has no shape."""
+    if not isinstance(value, torch.Tensor) or torch.nn.parameter.is_lazy(value):
+        return ()
+    return tuple(value.shape)
 
 
 def _check_blocks(source: TensorSlice) -> None:
