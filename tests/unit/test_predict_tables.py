@@ -10,9 +10,9 @@ from factories import make_cell
 from rich.console import Console
 from rich.table import Table
 
-from weighin.predict.check import Checked
+from weighin.predict.check import Checked, summarised
 from weighin.predict.prediction import Prediction
-from weighin.predict.tables import check_table, tables
+from weighin.predict.tables import check_table, summary_line, tables
 from weighin.units import GIB, MIB
 
 
@@ -31,6 +31,25 @@ def test_predicted_and_measured_peaks_stand_side_by_side() -> None:
         Checked(Prediction(make_cell("odd", format="pt"), cannot="it looks at values"), ()),
     ]
     assert text([check_table(checked)]) == CHECKED
+
+
+def test_a_summary_counts_the_series_that_their_predicted_floor_would_kill() -> None:
+    checked = [
+        Checked(
+            Prediction(make_cell("mmap_assign"), floor_bytes=floor * MIB),
+            (("host_anon_peak_bytes", predicted * MIB, 100 * MIB), ("host_file_peak_bytes", 1, 2)),
+            needed * MIB,
+        )
+        for floor, predicted, needed in ((120, 99, 100), (120, 103, 121), (120, 100, 120))
+    ]
+    unknown = Checked(Prediction(make_cell("odd"), cannot="it looks at values"), ())
+    summary = summarised([*checked, unknown])
+    assert summary is not None
+    assert summary_line(summary) == (
+        "3 series. Anonymous peak: median error 1.00%, largest 3.00%. A RAM limit of the predicted"
+        " floor would have killed 1 (33.3%)."
+    )
+    assert summarised([unknown]) is None
 
 
 def test_each_strategy_has_a_line_and_what_explains_its_peak_stands_below() -> None:

@@ -40,7 +40,8 @@ EXAMPLES = (
     "--check",
     type=_options.PATH,
     metavar="FOLDER",
-    help="Predict the cells of this run, and compare with what was measured.",
+    multiple=True,
+    help="Predict the cells of this run, and compare with what was measured. Repeatable.",
 )
 @_options.trust
 @click.option("--phases", is_flag=True, help="Show the peaks of each phase as well.")
@@ -49,7 +50,7 @@ EXAMPLES = (
 def predict(context: click.Context, /, **_: Any) -> None:
     """Predict how much memory loads need; takes no GPU, no weights, and little memory, whatever the model."""
     typed = _arguments.read(context)
-    if typed["check"] is not None:
+    if typed["check"]:
         _check(typed)
         return
     from weighin.predict import client, tables
@@ -81,10 +82,15 @@ def _check(typed: dict[str, Any]) -> None:
     """Compare predictions with the figures of a run."""
     from weighin.predict import check, tables
 
-    with _console.err().status("predicting the cells of the run"):
-        checked = check.check(typed["check"], trusted=typed["trust"])
+    checked = []
+    for run in typed["check"]:
+        with _console.err().status(f"predicting the cells of {run}"):
+            checked += check.check(run, trusted=typed["trust"])
     if typed["json_file"] != _console.STDOUT:
-        _console.show(tables.check_table(checked))
+        summary = check.summarised(checked)
+        _console.show(
+            tables.check_table(checked), *([tables.summary_line(summary)] if summary else [])
+        )
     if typed["json_file"]:
         _console.write_json(typed["json_file"], check.as_json(checked))
 

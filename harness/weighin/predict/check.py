@@ -1,7 +1,7 @@
 """Compare predictions with the measurements of a run, cell by cell."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from shlex import quote
@@ -41,10 +41,52 @@ class Checked:
     """One series of a run: ``figures`` as (name, predicted bytes, measured bytes).
 
     Of the three predicted anonymous peaks, ``figures`` has the one nearest to the measured one.
+    ``unreclaimable_bytes`` is the largest measured memory that a limit must hold: anonymous memory and
+    shared memory; None if no cell of the series has it.
     """
 
     prediction: Prediction
     figures: tuple[tuple[str, int, int], ...]
+    unreclaimable_bytes: int | None = None
+
+    @property
+    def anonymous_error(self) -> float | None:
+        """The absolute difference between the predicted and the measured anonymous peak, as a share."""
+        for name, predicted, measured in self.figures:
+            if name in _ALTERNATIVES["host_anon_peak_bytes"] and measured:
+                return abs(predicted - measured) / measured
+        return None
+
+    @property
+    def is_killed(self) -> bool:
+        """Whether the kernel would have killed the load under a RAM limit of its predicted floor."""
+        floor, needed = self.prediction.floor_bytes, self.unreclaimable_bytes
+        return floor is not None and needed is not None and needed > floor
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """All comparisons of some runs.
+
+    Attributes:
+        series: how many have a predicted and a measured anonymous peak.
+        median_error, largest_error: of the anonymous peak, as shares of the measured one.
+        killed: how many would have been killed under a RAM limit of their predicted floor.
+    """
+
+    series: int
+    median_error: float
+    largest_error: float
+    killed: int
+
+
+def summarised(checked: Sequence[Checked]) -> Summary | None:
+    """Return the summary of all series; None if no anonymous peak was predicted and measured."""
+    errors = [one.anonymous_error for one in checked]
+    known = [error for error in errors if error is not None]
+    if not known:
+        return None
+    return Summary(len(known), median(known), max(known), sum(one.is_killed for one in checked))
 
 
 def check(run: Path, *, trusted: bool = False) -> list[Checked]:
@@ -93,15 +135,17 @@ def check(run: Path, *, trusted: bool = False) -> list[Checked]:
         python_path=python_path,
     )
     return [
-        Checked(one, tuple(_figures(one, results)))
+        Checked(one, tuple(_figures(one, results)), _unreclaimable(results))
         for one, results in zip(predictions, series.values(), strict=True)
     ]
 
 
 def as_json(checked: Sequence[Checked]) -> dict[str, Any]:
     """Return all comparisons for ``--json``."""
+    summary = summarised(checked)
     return {
         "schema": 1,
+        "summary": asdict(summary) if summary else None,
         "predicted_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "environment": environment.code(),
         "checked": [
@@ -135,6 +179,14 @@ def _figures(prediction: Prediction, results: list[Result]) -> Iterator[tuple[st
             median_size = round(median(measured_sizes))
             nearest = min(predicted, key=lambda one: abs(predicted[one] - median_size))
             yield nearest, predicted[nearest], median_size
+
+
+def _unreclaimable(results: list[Result]) -> int | None:
+    sizes = [
+        result.peaks.unreclaimable_sampled_bytes or result.peaks.anon_sampled_bytes
+        for result in results
+    ]
+    return max((size for size in sizes if size is not None), default=None)
 
 
 def _settings(run: Path) -> dict[str, Any]:

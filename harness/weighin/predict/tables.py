@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from weighin.cell import Cell
-from weighin.predict.check import Checked
+from weighin.predict.check import Checked, Summary
 from weighin.predict.prediction import Prediction
 from weighin.units import GIB, MIB, format_bytes
 
@@ -164,6 +164,16 @@ def check_table(checked: Sequence[Checked]) -> Table:
             )
             name = ""
     return table
+
+
+def summary_line(summary: Summary) -> str:
+    """Return the line below the table of ``--check``."""
+    share = summary.killed / summary.series
+    return (
+        f"{summary.series:,} series. Anonymous peak: median error {summary.median_error:.2%}, largest"
+        f" {summary.largest_error:.2%}. A RAM limit of the predicted floor would have killed"
+        f" {summary.killed} ({share:.1%})."
+    )
 
 
 def _parts(cell: Cell) -> tuple[str, ...]:
