@@ -33,7 +33,7 @@ TESTED: Final = (
     "arena", "per_module", "per_param", "reads", "predict", "predict_allocator", "predict_heap",
     "predict_tables", "pt_legacy", "registry",
     "safetensors_layout", "saving", "sharded", "sidecar", "snippet", "strategy_options", "load_streaming",
-    "streaming_reads", "tied_weights", "verify", "writing",
+    "streaming_reads", "selection", "synthesised", "loaders", "tied_weights", "verify", "writing",
 )  # fmt: skip
 """Unit tests of what runs torch: the loader, the formats, the strategies and the prediction. The loader's
 conformance with torch is tested, too."""

@@ -57,9 +57,7 @@ def describe(
         ConfigError: the builder is invalid, or the state dict contains more than parameters and
             persistent buffers.
     """
-    model = build_skeleton(
-        resolve_builder(builder), kwargs, real_buffers=real_buffers, dtype=dtype
-    )
+    model = build_skeleton(resolve_builder(builder), kwargs, real_buffers=real_buffers, dtype=dtype)
     _refuse_lazy(builder, model)
     described: list[Described] = []
     first_names: dict[int, str] = {}

@@ -17,7 +17,7 @@ from weighin.checkpoint.manifest import Kind, Manifest
 from weighin.checkpoint.piecewise import CELL_DTYPES, Checksums, checksummed, dtype_name, pieces_of
 from weighin.checkpoint.reader import widest_dtype
 from weighin.errors import CheckpointError
-from weighin.formats.base import Progress, TensorSlice
+from weighin.formats.base import Progress
 from weighin.formats.misfit import first_names
 from weighin.formats.pretrained_folder import BUILDER, folder_of
 from weighin.models.pretrained import pretrained_class

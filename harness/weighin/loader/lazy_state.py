@@ -128,9 +128,7 @@ def load_state(
                 "choose the model that this checkpoint was saved from; to debug the module's own code, run "
                 "model.load_state_dict(torch.load(...))",
             ) from error
-        wanted = {
-            name: _shape(value) for name, value in model.state_dict(keep_vars=True).items()
-        }
+        wanted = {name: _shape(value) for name, value in model.state_dict(keep_vars=True).items()}
         problems = {
             "missing": wanted.keys() - stored.keys() - set(optional or ()),
             "unexpected": stored.keys() - wanted.keys(),

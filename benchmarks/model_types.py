@@ -1,0 +1,268 @@
+"""Load a small model of each type of transformers with every strategy: ``make model-types``.
+
+Makes a folder per type with ``save_pretrained``: few layers, random weights. Then runs ``weighin bench
+FOLDER --strategies all``, whose loads are verified against ``from_pretrained``, and compares
+``load_pretrained`` with ``from_pretrained``: parameters, buffers, dtypes, ties, outputs. Folders and runs
+stay in --work, and what is there is not done again. Exits with 1 if a load is wrong or fails.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from weighin import load_pretrained
+from weighin.errors import HarnessError
+from weighin.formats.pretrained_folder import read_folder
+from weighin.models.pretrained import example_inputs, pretrained_class
+from weighin.record import Outcome, Result
+from weighin.records import run_folder
+from weighin.report.markdown import table_lines
+
+KINDS: Final = {
+    "decoder": "biogpt bloom codegen cohere gemma gemma2 gemma3_text glm4 gpt2 gpt_bigcode gpt_neox gptj"
+    " granite llama mistral mpt olmo2 opt phi phi3 qwen2 qwen3 smollm3 stablelm starcoder2",
+    "mixture of experts": "deepseek_v2 deepseek_v3 gpt_oss granitemoe llama4_text mixtral olmoe phimoe"
+    " qwen2_moe qwen3_moe",
+    "state space": "falcon_mamba jamba mamba mamba2 recurrent_gemma rwkv",
+    "encoder": "albert bert camembert deberta-v2 distilbert electra layoutlm longformer modernbert mpnet"
+    " roberta",
+    "encoder-decoder": "bart led marian mbart mt5 pegasus t5",
+    "vision": "beit convnext deit dinov2 resnet vit",
+    "speech": "audio-spectrogram-transformer hubert wav2vec2 whisper",
+    "text and vision": "clip siglip",
+}
+
+_TEXT: Final = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+_SMALL: Final = _TEXT | {
+    "intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 128,
+    "d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 2, "num_heads": 4, "ffn_dim": 64,
+    "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "word_embed_proj_dim": 32,
+    "n_embd": 32, "n_layer": 2, "n_layers": 2, "n_head": 4, "n_heads": 4, "n_positions": 64,
+    "max_position_embeddings": 64, "dim": 32, "hidden_dim": 64, "embedding_size": 32, "embed_dim": 16,
+    "image_size": 32, "patch_size": 8, "hidden_sizes": [16, 32, 32, 32], "depths": [1, 1, 1, 1],
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "n_shared_experts": 1,
+    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 16, "q_lora_rank": 16,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "state_size": 8, "rotary_dim": 4,
+    "num_mel_bins": 16, "max_source_positions": 32, "max_target_positions": 32, "projection_dim": 32,
+    "conv_dim": (32, 32), "conv_stride": (5, 2), "conv_kernel": (10, 3), "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0,
+}  # fmt: skip
+_TOWER: Final = _TEXT | {"intermediate_size": 64}
+_OWN: Final[dict[str, dict[str, Any]]] = {
+    "clip": {"text_config": _TOWER | {"vocab_size": 128}, "vision_config": _TOWER | {"image_size": 32}},
+    "falcon_mamba": _TEXT | {"vocab_size": 128, "state_size": 8},
+    "mamba": _TEXT | {"vocab_size": 128, "state_size": 8},
+    "mamba2": {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 8, "n_groups": 1,
+               "vocab_size": 128, "state_size": 8},
+    "siglip": {"text_config": _TOWER | {"vocab_size": 128}, "vision_config": _TOWER | {"image_size": 32}},
+}  # fmt: skip
+"""Settings of the types whose configuration refuses some of ``_SMALL``."""
+
+HEADINGS: Final = ("type", "kind", "class", "dtype", "parameters", "load_pretrained", "strategies ok",
+                   "skipped", "not ok")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """One type: its folder's class and size, and what came of its loads."""
+
+    name: str
+    kind: str
+    architecture: str
+    dtype: str
+    parameters: int
+    compared: str
+    results: tuple[Result, ...]
+
+    @property
+    def is_right(self) -> bool:
+        """Whether every load is verified, or skipped with its reason."""
+        ended = all(one.outcome in (Outcome.OK, Outcome.SKIPPED) for one in self.results)
+        return ended and self.compared == "equal"
+
+    def row(self) -> list[str]:
+        """Return the cells of the page's table."""
+        count = Counter(one.outcome for one in self.results)
+        wrong = [
+            f"{one.cell.strategy}: {one.outcome}"
+            for one in self.results
+            if one.outcome not in (Outcome.OK, Outcome.SKIPPED)
+        ]
+        return [
+            self.name, self.kind, self.architecture, self.dtype, f"{self.parameters:,}", self.compared,
+            str(count[Outcome.OK]), str(count[Outcome.SKIPPED]), ", ".join(wrong) or "0",
+        ]  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--types", help="only these, separated by commas")
+    parser.add_argument("--work", type=Path, default=Path("results/model-types"))
+    parser.add_argument("--out", type=Path, help="write the page to this file")
+    options = parser.parse_args()
+    kinds = {name: kind for kind, names in KINDS.items() for name in names.split()}
+    chosen = options.types.split(",") if options.types else sorted(kinds)
+    tried = []
+    for number, name in enumerate(chosen, 1):
+        tried.append(_try(name, kinds.get(name, ""), options.work / name))
+        print(f"[{number}/{len(chosen)}] " + " | ".join(tried[-1].row()), flush=True)
+    if options.out:
+        options.out.write_text(page(tried))
+    return int(not all(one.is_right for one in tried))
+
+
+def page(tried: list[Tried]) -> str:
+    """Return the page: a table of the types, and the reasons of the skipped loads."""
+    import transformers
+
+    cells = [result for one in tried for result in one.results]
+    count = Counter(result.outcome for result in cells)
+    reasons: dict[str, set[str]] = {}
+    for result in cells:
+        if result.outcome is Outcome.SKIPPED:
+            reasons.setdefault(result.cell.strategy, set()).add(result.message)
+    lines = [
+        "# Model types of transformers",
+        "",
+        f"`make model-types` wrote this page with torch {torch.__version__} and transformers"
+        f" {transformers.__version__}. It saves a small model of each type with `save_pretrained`, and runs"
+        " `weighin bench FOLDER --strategies all`. Every load is verified against `from_pretrained`."
+        " `load_pretrained` is equal if its parameters, buffers, dtypes, ties and outputs are those of"
+        " `from_pretrained`, bit by bit.",
+        "",
+        f"{len(tried)} types, {len(cells)} loads: "
+        + ", ".join(f"{number} {outcome}" for outcome, number in sorted(count.items()))
+        + f". `load_pretrained` is equal for {sum(one.compared == 'equal' for one in tried)}.",
+        "",
+        *table_lines(HEADINGS, (one.row() for one in tried), names=4),
+        "",
+        "## Skipped loads",
+        "",
+        *(
+            f"* {strategy}: {next(iter(sorted(messages)))}"
+            + (f" (and {len(messages) - 1} like it)" if len(messages) > 1 else "")
+            for strategy, messages in sorted(reasons.items())
+        ),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _try(name: str, kind: str, folder: Path) -> Tried:
+    model, run = folder / "model", folder / "run"
+    if not (model / "config.json").exists():
+        _save(name, model)
+    if not (run / run_folder.RECORDS).exists():
+        command = [sys.executable, "-m", "weighin", "bench", str(model), "--strategies", "all"]
+        command += ["--isolation", "process", "--out", str(run)]
+        subprocess.run(command, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    found = read_folder(model)
+    reference = pretrained_class(found.architecture).from_pretrained(model, dtype="auto")
+    return Tried(
+        name=name,
+        kind=kind,
+        architecture=found.architecture,
+        dtype=found.dtype,
+        parameters=sum(one.numel() for one in reference.parameters()),
+        compared=_compared(model, reference),
+        results=tuple(run_folder.read(run).results),
+    )
+
+
+def _save(name: str, folder: Path) -> None:
+    from transformers.models.auto import modeling_auto as auto
+
+    heads = (
+        auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+        auto.MODEL_FOR_CTC_MAPPING_NAMES, auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+        auto.MODEL_MAPPING_NAMES,
+    )  # fmt: skip
+    architecture = next(names[name] for names in heads if name in names)
+    kind = pretrained_class(
+        architecture if isinstance(architecture, str) else next(iter(architecture))
+    )
+    known = kind.config_class()
+    settings = _OWN.get(name) or {
+        key: value for key, value in _SMALL.items() if hasattr(known, key)
+    }
+    torch.manual_seed(0)
+    kind(kind.config_class(**settings)).eval().save_pretrained(folder)
+
+
+def _compared(folder: Path, reference: torch.nn.Module) -> str:
+    """Return "equal", or how the model of ``load_pretrained`` differs from ``reference``."""
+    try:
+        model = load_pretrained(folder)
+    except HarnessError as error:
+        return f"refused: {error.message}"
+    return next(_differences(folder, model, reference), "equal")
+
+
+def _differences(folder: Path, model: torch.nn.Module, reference: torch.nn.Module) -> Iterator[str]:
+    ours, theirs = _tensors(model), _tensors(reference)
+    if ours.keys() != theirs.keys():
+        yield f"other tensors: {sorted(ours.keys() ^ theirs.keys())[:2]}"
+        return
+    for name, tensor in theirs.items():
+        if (ours[name].dtype, ours[name].requires_grad) != (tensor.dtype, tensor.requires_grad):
+            yield f"{name} has another dtype, or requires_grad"
+        if not _same(ours[name], tensor):
+            yield f"{name} has other values"
+    if _ties(ours) != _ties(theirs):
+        yield "other ties"
+    if model.training != reference.training:
+        yield "another mode"
+    settings = json.loads((folder / "config.json").read_text())
+    inputs = example_inputs(type(reference).__name__, settings)
+    if inputs is None:
+        return
+    results = []
+    for one in (model, reference):
+        torch.manual_seed(0)
+        with torch.no_grad():
+            results.append(one(**inputs))
+    first, second = (next(_outputs(one)) for one in results)
+    if not _same(first, second):
+        yield "other outputs"
+
+
+def _outputs(result: Any) -> Iterator[torch.Tensor]:
+    values = result.values() if isinstance(result, Mapping) else result
+    yield from (value for value in values if isinstance(value, torch.Tensor))
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    is_same = torch.equal(one, other)
+    return is_same or bool(
+        one.is_floating_point() and torch.allclose(one, other, 0, 0, equal_nan=True)
+    )
+
+
+def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return parameters | dict(model.named_buffers(remove_duplicate=False))
+
+
+def _ties(tensors: Mapping[str, torch.Tensor]) -> set[frozenset[str]]:
+    names: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        names.setdefault(id(tensor), []).append(name)
+    return set(map(frozenset, names.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
