@@ -1,5 +1,6 @@
 """Build a model of transformers from its configuration, as ``from_pretrained`` builds it."""
 
+import re
 import sys
 from collections.abc import Mapping
 from typing import Any, Final, cast
@@ -30,6 +31,7 @@ def from_config(architecture: str, config: Mapping[str, Any]) -> torch.nn.Module
     settings.dtype = dtype
     model = kind(settings)
     _keep_in_float32(model, dtype)
+    _compute_in_float32(model, dtype)
     model.keeps_dtypes = True
     model.eval()
     return cast(torch.nn.Module, model)
@@ -94,19 +96,48 @@ def _decoded(value: Any) -> Any:
     return [_decoded(item) for item in value] if isinstance(value, list) else value
 
 
+def computed_keys(model: Any) -> set[str]:
+    """Return the keys whose values the class computes, so that a checkpoint may lack them."""
+    patterns = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    return {name for name in model.state_dict() if any(re.search(one, name) for one in patterns)}
+
+
+def _compute_in_float32(model: Any, dtype: torch.dtype) -> None:
+    """Set what no checkpoint has as ``from_pretrained`` does: computed in float32, then rounded.
+
+    The constructor computes it in ``dtype``.
+    """
+    if dtype == torch.float32:
+        return
+    computed = computed_keys(model)
+    tensors = model.state_dict(keep_vars=True)
+    stored = {id(tensors[name]): tensors[name] for name in tensors.keys() - computed}.values()
+    for module in model.modules():
+        module.__dict__.pop("_is_hf_initialized", None)
+    for tensor in stored:
+        tensor._is_hf_initialized = True
+    torch.set_default_dtype(torch.float32)
+    try:
+        model.initialize_weights()
+    finally:
+        torch.set_default_dtype(dtype)
+    for tensor in stored:
+        del tensor._is_hf_initialized
+
+
 def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
-    """Give the parameters that the class keeps in float32 that dtype; they have no values yet."""
+    """Give the tensors that the class keeps in float32 that dtype; they have no values yet."""
     from transformers.core_model_loading import build_glob_alternation
 
     plan = model._get_dtype_plan(dtype)
     if not plan:
         return
     pattern, names, _ = build_glob_alternation(list(plan))
-    for name, parameter in model.named_parameters():
+    for name, tensor in model.state_dict(keep_vars=True).items():
         if match := pattern.search(name):
             kept = plan[names[match.lastgroup or ""]]
-            if kept != parameter.dtype:
-                parameter.data = torch.empty_like(parameter.data, dtype=kept)
+            if kept != tensor.dtype:
+                tensor.data = torch.empty_like(tensor.data, dtype=kept)
 
 
 def example_inputs(architecture: str, config: Mapping[str, Any]) -> dict[str, torch.Tensor] | None:
@@ -124,13 +155,19 @@ def example_inputs(architecture: str, config: Mapping[str, Any]) -> dict[str, to
         frames = 2 * getattr(settings, "max_source_positions", 1500)
         made = torch.zeros(1, settings.num_mel_bins, frames)
     elif name == "pixel_values":
-        vision = getattr(settings, "vision_config", settings)
-        size = getattr(vision, "image_size", 224)
-        height, width = size if isinstance(size, (list, tuple)) else (size, size)
-        made = torch.zeros(1, getattr(vision, "num_channels", 3), height, width)
+        made = _image(settings)
     if made is None:
         return None
     inputs = {name: made}
+    if hasattr(kind, "get_text_features") and hasattr(kind, "get_image_features"):
+        inputs["pixel_values"] = _image(settings)
     if getattr(settings, "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = torch.ones(1, 2, dtype=torch.long)
     return inputs
+
+
+def _image(settings: Any) -> torch.Tensor:
+    vision = getattr(settings, "vision_config", settings)
+    size = getattr(vision, "image_size", 224)
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    return torch.zeros(1, getattr(vision, "num_channels", 3), height, width)
