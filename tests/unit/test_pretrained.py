@@ -24,6 +24,16 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 128}
 VIT = SMALL | {"intermediate_size": 64, "image_size": 32, "patch_size": 8}
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 128}
+DEEPSEEK = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 16, "q_lora_rank": 16,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4,
+}  # fmt: skip
+MARIAN = {
+    "d_model": 32, "vocab_size": 128, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+    "pad_token_id": 0, "decoder_start_token_id": 0, "max_position_embeddings": 32,
+}  # fmt: skip
 FOLDERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "tied": ("LlamaForCausalLM", DECODER | {"tie_word_embeddings": True}, {}),
     "shards": ("LlamaForCausalLM", DECODER, {"max_shard_size": "20KB"}),
@@ -31,6 +41,9 @@ FOLDERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "encoder-decoder": ("T5ForConditionalGeneration", T5, {}),
     "encoder": ("BertForMaskedLM", SMALL | {"intermediate_size": 64}, {}),
     "vision": ("ViTForImageClassification", VIT, {}),
+    "positions": ("GPTJForCausalLM", GPT2 | {"rotary_dim": 4}, {}),
+    "kept in float32": ("DeepseekV3ForCausalLM", DECODER | DEEPSEEK, {}),
+    "computed weights": ("MarianMTModel", MARIAN, {}),
     "gpt2": ("GPT2LMHeadModel", GPT2 | {"bos_token_id": 1, "eos_token_id": 2}, {}),
 }
 Make = Callable[[str], Path]
