@@ -1,4 +1,4 @@
-"""Explain the exit codes of ``weighin``, and compute that of a run from the outcomes of its cells.
+"""Explain the exit codes of ``weighin``, and compute a run's exit code from its cells' outcomes.
 
 A cell that was killed for lack of memory, or ran into its time-out, is a valid result, not a failure.
 """
@@ -14,7 +14,7 @@ MEASUREMENT_FAILED: Final = 4
 STRATEGY_FAILED: Final = 5
 
 BROKEN: Final = (Outcome.WRONG_WEIGHTS, Outcome.STRATEGY_FAILED)
-"""Outcomes that show a fault of the strategy itself, under any limit."""
+"""Outcomes that show a fault of the strategy itself, whatever the limit is."""
 
 MEANINGS: Final = {
     0: "done (a cell killed for lack of memory is a valid result)",
