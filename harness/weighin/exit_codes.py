@@ -18,11 +18,11 @@ BROKEN: Final = (Outcome.WRONG_WEIGHTS, Outcome.STRATEGY_FAILED)
 
 MEANINGS: Final = {
     0: "done (a cell killed for lack of memory is a valid result)",
-    1: "a gate failed, nothing fits, or a question was answered with no",
+    1: "a gate failed, no strategy fits, or the user declined a confirmation",
     2: "bad input",
-    3: "an isolation that is not available",
-    4: "a cell that could not be measured, or another run is measuring on this machine",
-    5: "a strategy that loaded wrong weights or failed",
+    3: "an isolation is not available",
+    4: "a cell could not be measured, or another run is measuring on this machine",
+    5: "a strategy loaded wrong weights or failed",
     130: "stopped by Ctrl-C or SIGTERM",
 }
 """Every exit code of ``weighin``."""
