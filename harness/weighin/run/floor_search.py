@@ -20,7 +20,7 @@ from weighin.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """A search for the floors of the planned cells; ``within`` is the step as a share of a floor."""
+    """A search for the floors of planned cells; ``within`` is the step as a share of a floor."""
 
     run: Run
     within: float
