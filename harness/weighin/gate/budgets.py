@@ -61,7 +61,7 @@ class Budget:
         return selects(self.pattern, name)
 
     def bound(self, series: Series) -> int | None:
-        """Return the bound for a series in the metric's unit, or None if a size in it is unknown."""
+        """Return the bound for a series in the metric's unit; None if a size in it is unknown."""
         total = 0.0
         for term in self.terms:
             if term.reference is None:
