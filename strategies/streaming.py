@@ -1,7 +1,7 @@
 """Build without weights, and read every tensor from its offset in the file straight into the model.
 
 Expected peak: one copy of the weights, and a few MiB for each thread. The strategy allocates no
-state dict with values, and a read that bypasses the page cache leaves no pages there. Elements are
+state dict with values, and a read that bypasses the page cache adds no pages to it. Elements are
 converted to the wanted dtype while they are read.
 
 Options: threads (default: up to 4 if the checkpoint is in the page cache, else 16), granularity

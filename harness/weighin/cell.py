@@ -101,8 +101,9 @@ class Cell:
 class Body:
     """A test or a function that a worker runs in place of a load.
 
-    With ``pytest_arguments``, which select one test, the worker writes the test's reports to ``path``
-    as JSON. Without them, ``path`` is a pickle of a function, its arguments and keyword arguments.
+    With ``pytest_arguments``, which select one test, the worker writes the test's reports to
+    ``path`` as JSON. Without ``pytest_arguments``, ``path`` is a pickle of a function, its
+    arguments and its keyword arguments.
     """
 
     path: str
@@ -111,7 +112,7 @@ class Body:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A cell, and the paths inside the worker's isolation of the files that the worker reads.
+    """A cell and the paths of the files that its worker reads, as they are inside the isolation.
 
     ``manifest`` is a file with the names and checksums of the expected tensors. ``python_path``
     lists the folders from which to import the builder of a user's model. ``target`` is the empty

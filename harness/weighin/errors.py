@@ -1,4 +1,5 @@
-"""Define the exceptions that stop the harness. A failure inside a cell is an ``Outcome`` instead.
+"""Define the exceptions that stop the harness. A failure in a cell is no exception, but an
+``Outcome``.
 
 ::
 

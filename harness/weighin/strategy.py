@@ -84,8 +84,8 @@ class Load(Protocol):
     def reset_buffers(self, model: torch.nn.Module) -> None:
         """Set every non-persistent buffer to the value that the model's constructor gives it.
 
-        No checkpoint contains these buffers, and a model built on the meta device has no values for
-        them.
+        No checkpoint contains non-persistent buffers, and a model built on the meta device has no
+        values in any buffer.
         """
         ...
 
@@ -104,7 +104,7 @@ class Save(Protocol):
 
     @property
     def target(self) -> Path:
-        """An empty folder on a disk. The save must leave one checkpoint in this folder."""
+        """An empty folder on a disk, in which the save must leave exactly one checkpoint."""
         ...
 
     @property

@@ -82,7 +82,7 @@ def parse_seconds(text: str) -> int:
     """Return the duration in ``text`` as nanoseconds: "2.5 s", "150ms", "3 min".
 
     Raises:
-        ConfigError: the text has no number, no unit or an unknown one, or is less than 1 ns.
+        ConfigError: the text has no number, no unit or an unknown unit, or is less than 1 ns.
     """
     match = _SIZE.fullmatch(text)
     factor = _DURATIONS.get(match["unit"].lower()) if match else None

@@ -73,8 +73,8 @@ def _refuse_ignored(typed: list[click.Parameter]) -> None:
 def _contradicted(typed: set[str], params: dict[str, Any]) -> dict[str, Any]:
     """Return empty values for settings in pyproject.toml that the command line contradicts.
 
-    A model on the command line cancels the file's model, arguments and checkpoint. An option of the
-    matrix on the command line cancels the file's suite.
+    A model on the command line cancels the model, its arguments and its checkpoint in
+    pyproject.toml. An option of the matrix on the command line cancels the suite in pyproject.toml.
     """
     empty: dict[str, Any] = {}
     if typed & {"model", "model_option"}:
@@ -107,7 +107,7 @@ def selection(typed: dict[str, Any]) -> "Selection":
 
 
 def check_selection(selection: "Selection", checkpoint: Path | None) -> None:
-    """Raise ConfigError if there is no checkpoint to select from."""
+    """Raise ConfigError if there is a selection without a checkpoint of the user."""
     if selection and checkpoint is None:
         raise ConfigError(
             "--key and --strip-prefix select the weights in a checkpoint of your own",
@@ -116,7 +116,7 @@ def check_selection(selection: "Selection", checkpoint: Path | None) -> None:
 
 
 def read_suite(name: str | None, asked: dict[str, Any]) -> "Suite":
-    """Return the suite with this name or file, or without a name the suite of the options."""
+    """Return the suite with this name or file; without a name, make a suite of the options."""
     from weighin.suite import registry
     from weighin.suite.config import check_suite, read_suite
 

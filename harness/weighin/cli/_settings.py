@@ -2,9 +2,9 @@
 
 ``[tool.weighin]`` holds defaults for the verbs that measure or predict. ``[tool.weighin.VERB]``
 holds defaults of one verb, which override ``[tool.weighin]``. The command line overrides both
-tables. The file is the nearest pyproject.toml with such a table, in the current folder or above it.
-Relative paths in the file are relative to the file's folder. Options that allow or confirm
-something are accepted only on the command line.
+tables. The settings file is the nearest pyproject.toml with a table ``[tool.weighin]``, in the
+current folder or above it. Relative paths in this file are relative to the file's folder. Options
+that allow or confirm something are accepted only on the command line.
 """
 
 import json
@@ -29,7 +29,7 @@ Defaults = dict[str, dict[str, Any]]
 
 
 def read(verbs: Mapping[str, click.Command]) -> tuple[Path | None, Defaults]:
-    """Return the nearest file with a table, and its defaults; the file is None if there is none.
+    """Return the settings file, or None if there is none, and the defaults that the file holds.
 
     Raises:
         ConfigError: the file is not TOML, or has an unknown key or a value of a wrong type.

@@ -47,7 +47,7 @@ def app(context: click.Context) -> None:
 
 
 def main() -> NoReturn:
-    """Run the command line; print a HarnessError as two lines on standard error, and exit."""
+    """Run the command line and exit; a HarnessError is printed as two lines on standard error."""
     try:
         sys.exit(app(standalone_mode=False, prog_name="weighin", color=_console.colour()) or 0)
     except HarnessError as error:

@@ -22,9 +22,9 @@ NO_LIMIT_EXIT = 3
 def doctor(context: click.Context, calibrate: bool, json_file: str | None) -> None:
     """Test which limits this machine can enforce, and which figures it can measure.
 
-    In each isolation, a probe process allocates memory up to a limit, to test that the limit holds.
-    Processes, cgroups and containers left behind by killed runs are removed. The exit code is 3 if
-    no isolation enforces a limit.
+    In each isolation, a probe process allocates more memory than its limit, to test that the kernel
+    enforces the limit. Leftovers of killed runs, such as containers, are removed. The exit code is
+    3 if no isolation enforces a limit.
     """
     from weighin.doctor import doctor as doctors
 

@@ -1,8 +1,8 @@
 """Read the baseline file: measured figures, and the rules for a comparison with these figures.
 
 The user edits the part above the line that begins with ``# measured``. ``--update`` writes the part
-below that line (``weighin.gate.freeze``), sorted and one figure per line, so that diffs are
-readable.
+below the line ``# measured`` (``weighin.gate.freeze``), sorted and with one figure per line, so
+that diffs are readable.
 """
 
 from dataclasses import dataclass, replace

@@ -51,7 +51,7 @@ def read_runs(folders: Sequence[Path]) -> MeasuredRuns:
 
 
 def _is_search(folder: Path) -> bool:
-    """Return whether the run is a floor search, which a run without a plan is not."""
+    """Return whether the run is a floor search; a run without a plan counts as a bench run."""
     return (folder / run_folder.PLAN).exists() and "within" in run_folder.read_plan(folder).settings
 
 
@@ -139,7 +139,7 @@ def _accepted(
     baseline_file: Path,
     accept: Callable[[Sequence[str]], bool],
 ) -> list[Expectation]:
-    """Return the further expectations beside ``known`` that the series need, if accepted."""
+    """Return the expectations that the series need beside ``known``, if the user accepts them."""
     series = measured.series
     failed = [name for name in series if not is_expected(name, series[name], known)]
     if not failed:

@@ -113,7 +113,7 @@ def terminal(comparison: Comparison) -> RenderableType:
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
-    """Return the comparison as data for ``--json``; later runs have a change and a verdict."""
+    """Return the comparison as data for ``--json``, with a change and verdict per later run."""
     return {
         "schema": SCHEMA,
         "runs": list(comparison.headings),

@@ -70,7 +70,10 @@ def update(
 def _accepted(
     baseline: Baseline | None, series: Mapping[str, Series], wanted: Sequence[Expectation]
 ) -> dict[str, str]:
-    """Return the outcomes to write: ``wanted`` and needed earlier ones, except the user's own."""
+    """Return the accepted outcomes to write: ``wanted``, and earlier ones that are still needed.
+
+    Outcomes that the user's part of the file contains are left out.
+    """
     failed = [name for name, entry in series.items() if not entry.is_ok]
     before = baseline.accepted if baseline else ()
     needed = [each for each in before if any(each.covers(name) for name in failed)]

@@ -127,7 +127,7 @@ class PriorKnowledge:
 
 
 def gather(question: Question, say: Callable[[str], None]) -> PriorKnowledge:
-    """Predict every strategy, read earlier records, and calibrate a machine without calibration.
+    """Predict every strategy, read earlier records, and calibrate the machine if necessary.
 
     Raises:
         HarnessError: the checkpoint, the model or a run's records cannot be used.

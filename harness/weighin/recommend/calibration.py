@@ -112,7 +112,7 @@ def stored() -> Calibration | None:
 
 
 def calibrate(say: Callable[[str], None]) -> Calibration:
-    """Measure this machine and store the figures in the cache folder; takes about 20 s.
+    """Measure this machine and store the figures in the cache folder, which takes about 20 s.
 
     Raises:
         ConfigError: the cache folder cannot be written, or is not on a disk.

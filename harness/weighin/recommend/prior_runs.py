@@ -56,8 +56,8 @@ class Evidence:
     def median_ready_s(self, limit_bytes: int | None) -> float | None:
         """Return the median ready time under this RAM limit, or under the nearest measured limit.
 
-        The nearest limit is the smallest larger limit. The largest smaller limit is used only if
-        there is no larger limit, because a load that thrashes under a smaller limit takes many
+        The nearest limit is the smallest larger limit. The largest smaller limit is used only if no
+        larger limit was measured, because a load that thrashes under a smaller limit takes many
         times as long.
         """
         seconds = self._ready_s_near(limit_bytes)
@@ -66,7 +66,7 @@ class Evidence:
     def noise_s(self, limit_bytes: int | None) -> float | None:
         """Return the median absolute deviation of the ready times; None without repeats.
 
-        Like the median, this deviation changes little if other load slows one repeat down.
+        The median absolute deviation changes little if other load slows one repeat down.
         """
         seconds = self._ready_s_near(limit_bytes)
         if len(seconds) < _REPEATS:

@@ -129,8 +129,8 @@ def slowness(measured: Iterable[tuple[Prediction, Evidence]], calibration: Calib
     """Return the median ratio of measured to predicted ready time; 1 if nothing was measured.
 
     Predicted times hold for the machine as it was during its calibration. Multiply a predicted time
-    by this ratio before comparing it with times that were measured while the machine was busier.
-    The ratio uses the times under the largest limit of each strategy.
+    by the returned ratio before comparing it with times that were measured while the machine was
+    busier. The ratio uses the times under the largest limit of each strategy.
     """
     ratios = [
         seconds / predicted_s
@@ -178,7 +178,7 @@ def _floor_range(prediction: Prediction, need: int) -> tuple[int, int]:
 
     Both limits are the predicted limits, unless ``need`` contradicts the prediction. Measurements
     of one strategy differ by some MiB, and by more if its heap fragments differently. With measured
-    limits, a run could therefore change the recommendation although it agrees with the prediction.
+    limits, a run that agrees with the prediction could therefore change the recommendation.
     """
     least, most = prediction.floor_least_bytes, prediction.floor_bytes
     if least and most and least - doubt_bytes(least) <= need <= most + doubt_bytes(most):

@@ -65,8 +65,8 @@ _PLAN: Final = TypeAdapter(Plan)
 def append(run: Path, result: Result) -> None:
     """Append ``result`` to the run's records and sync it to disk.
 
-    Before that, the function creates the folder if it does not exist, and removes an incomplete
-    last line of the file. The new line uses the disk space that ``room`` reserved.
+    The folder is created if it does not exist. An incomplete last line of the file is removed
+    first. The new line uses the disk space that ``room`` reserved.
 
     Raises:
         RecordError: the folder or the file cannot be written; the file is unchanged.

@@ -111,8 +111,8 @@ def summarise(runs: Iterable[SeriesRun]) -> dict[str, Series]:
     """Return the series of these runs by name, in order, with the repeats of all runs.
 
     If a run has two records of a cell, the last record is used. A floor search yields one series
-    per floor. Such a series consists of the cells without a limit and of any cell that stopped the
-    search early, and the floor is one of its figures.
+    per floor. A series of a floor search consists of the cells without a limit and of any cell that
+    stopped the search early, and the floor is one of the series' figures.
     """
     groups: dict[str, list[Result]] = {}
     floors: dict[str, list[int]] = {}

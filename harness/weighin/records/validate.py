@@ -10,7 +10,7 @@ def impossible(record: dict[str, Any], before: str = "") -> str:
     """Return a description of the first impossible value of a record; empty if there is none.
 
     A value is impossible if an amount is outside of 0 to 2**63 - 1, if a phase ends before it
-    starts, or if the ready time is before the load time. ``before`` is the path of ``record``
+    starts, or if the ready time is less than the load time. ``before`` is the path of ``record``
     inside the whole record.
     """
     for key, value in record.items():

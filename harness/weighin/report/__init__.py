@@ -1,7 +1,7 @@
 """Write the report of a run: report.html, report.md, summary.csv, peaks.png and timeline.png.
 
-This package reads only the folder of the run. It is the only package that imports pandas and
-matplotlib, and imports them only when it writes a report.
+``report`` reads only the folder of the run. ``report`` is the only package of weighin that imports
+pandas and matplotlib, and it imports them only when it writes a report.
 """
 
 from collections.abc import Sequence

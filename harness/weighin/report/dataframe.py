@@ -115,7 +115,7 @@ def known(value: Any) -> Any:
 
 
 def _is_inside(path: PurePath) -> bool:
-    """Return whether a record's path stays in the run's folder, as a foreign record's may not."""
+    """Return whether a record's path stays in the run's folder; a foreign record is not trusted."""
     return not path.is_absolute() and ".." not in path.parts
 
 

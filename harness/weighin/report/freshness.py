@@ -71,7 +71,7 @@ def _ask_git(
 ) -> None:
     """Add the changes of the files since the commit of a record without a hash.
 
-    An import that was removed since the commit is found, because its file has changed.
+    A removed import is noticed too, because the file that contained the import has changed.
     """
     if not commit:
         unknown[strategy] = "its commit was not recorded"

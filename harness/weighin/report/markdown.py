@@ -13,7 +13,7 @@ def plain(text: str) -> str:
 def table_lines(
     heads: Sequence[str], rows: Iterable[Sequence[str]], *, names: int
 ) -> Iterator[str]:
-    """Yield the lines of a table; the first ``names`` columns are text, other columns are numbers."""
+    """Yield the lines of a table; the first ``names`` columns are text, others are numbers."""
     yield _line(map(escaped, heads))
     yield _line("---" if index < names else "---:" for index in range(len(heads)))
     for row in rows:

@@ -40,7 +40,7 @@ class CellMeasurement:
     """A cell's result, and the samples and trace that are written after its record.
 
     ``trouble`` is an error after the measurement, such as a worker that cannot be removed. The run
-    records the result and then stops with this error.
+    records the result and then stops with ``trouble``.
     """
 
     result: Result

@@ -41,7 +41,7 @@ class EventLog:
         return self.ready_at_ns is not None
 
     def take(self, kind: str, fields: dict[str, Any]) -> None:
-        """Add an event that needs no figure from outside; ``weighin.protocol`` lists the events."""
+        """Add an event that needs no figure from outside the worker (see ``weighin.protocol``)."""
         if kind == "begin":
             self.current, self._in_phase = fields["name"], True
         elif kind == "cuda":
@@ -67,7 +67,7 @@ class EventLog:
             self.done = kind == "done"
 
     def take_baseline(self, fields: dict[str, Any], cgroup_bytes: int | None) -> None:
-        """Add the baseline event: later phases belong to the load."""
+        """Add the baseline event, after which all phases belong to the load."""
         self.baseline = Memory(**fields["memory"] | {"cgroup_bytes": cgroup_bytes})
         self.baseline_ns, self._before_load = fields["t_ns"], len(self.phases)
         self.environment = fields["environment"]
@@ -127,8 +127,8 @@ class EventLog:
         """Return the outcome of a worker that ended before its time-out, and the reason in one
         line.
 
-        The outcome is ``oom_killed`` only if a counter of the kernel shows that the kernel killed
-        the worker, or a child process without which the worker failed. A peak never decides this.
+        The outcome is ``oom_killed`` only if a counter of the kernel, never a peak, shows that the
+        kernel killed the worker, or a child process without which the worker failed.
         ``machine_oom_kills`` is used for a worker without a cgroup of its own.
         """
         if self.done:

@@ -51,7 +51,7 @@ def start(request: Request) -> tuple[Search, str]:
     """Plan a new search, and return the search with a note about the isolation.
 
     Raises:
-        ConfigError, UnknownName, IsolationUnavailable, RecordError: nothing was started.
+        ConfigError, UnknownName, IsolationUnavailable, RecordError: the search cannot start.
     """
     assert request.within is not None
     if not 0 < request.within <= COARSEST:

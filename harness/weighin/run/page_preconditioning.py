@@ -2,9 +2,9 @@
 
 Some virtual machines report free pages to their host (free page reporting, balloons). In such a
 machine, allocating a page that was free for a while takes three times as long as allocating a page
-that was freed just now. The reports affect times, not memory figures. Linux reports all free pages
-2 s after a page became free. The parent therefore holds memory until no report is due; a load that
-begins when the parent frees this memory gets fast pages for 2 s.
+that was freed just now. Reports of free pages affect times, not memory figures. Linux reports all
+free pages 2 s after a page became free. The parent therefore holds memory until no report is due; a
+load that begins when the parent frees this memory gets fast pages for 2 s.
 """
 
 import ctypes

@@ -49,7 +49,7 @@ def start(request: Request) -> tuple[Run, str]:
     """Plan a new run, write its plan, and return the run with a note about the isolation.
 
     Raises:
-        ConfigError, UnknownName, IsolationUnavailable, RecordError: nothing was started.
+        ConfigError, UnknownName, IsolationUnavailable, RecordError: the run cannot start.
     """
     suite = request.suite
     checkpoint = registry.own_checkpoint(suite.models, request.checkpoint)
@@ -149,7 +149,7 @@ def resume(folder: Path, *, trusted: bool = False) -> Run:
 
 
 def restore(folder: Path, *, trusted: bool = False) -> tuple[Run, dict[str, Any]]:
-    """Return a run that was planned before, and its settings; raises as ``resume`` does."""
+    """Return a run that was planned before, and its settings; raise errors as ``resume`` does."""
     planned = run_folder.read_plan(folder)
     if not planned.cells:
         raise RecordError(f"the plan in {folder} has no cell", "start a new run")

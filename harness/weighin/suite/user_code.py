@@ -1,7 +1,7 @@
 """Find the module of a user's model: in a file, in the current folder, or in a folder of
 PYTHONPATH.
 
-The module is found without being imported.
+The search does not import the module.
 """
 
 import os

@@ -48,7 +48,7 @@ def above_baseline(result: Result, metric: str) -> int | None:
     allocator, and ``anon`` is a sampled maximum.
 
     Raises:
-        UnknownName: ``metric`` is none of these.
+        UnknownName: ``metric`` is neither rss, cgroup, cuda nor anon.
     """
     peaks, before = result.peaks, result.baseline or Memory(0, 0, 0, 0)
     figures = {

@@ -85,8 +85,8 @@ class Weighin:
                 for a function, its keyword arguments.
 
         Raises:
-            HarnessError: the load cannot be measured. A load that fails raises no error: its result
-                has the outcome.
+            HarnessError: the load cannot be measured. A load that fails raises no error; the
+                outcome of its result says how it failed.
         """
         from weighin.testing import bodies, loads
 
