@@ -86,7 +86,7 @@ VERBS = {
         ],
     ),
     ("predict",): (
-        "Predict the memory of loads without a GPU or weights, using little memory for any model.",
+        "Predict the memory of loads; a prediction needs no GPU, no weights and little memory.",
         [
             "weighin predict gpt2-xl",
             "weighin predict llama-70b --device cuda --dtype bf16 -s streaming",

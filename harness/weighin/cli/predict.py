@@ -47,7 +47,7 @@ EXAMPLES = (
 @_options.json
 @click.pass_context
 def predict(context: click.Context, /, **_: Any) -> None:
-    """Predict the memory of loads without a GPU or weights, using little memory for any model."""
+    """Predict the memory of loads; a prediction needs no GPU, no weights and little memory."""
     typed = _arguments.read(context)
     if typed["check"] is not None:
         _check(typed)
