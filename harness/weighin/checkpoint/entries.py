@@ -1,4 +1,4 @@
-"""Manage the cache's folder, which has one entry for each model and source of its values.
+"""Manage the cache's folder, which has one entry for each combination of model and value source.
 
 ::
 
@@ -41,8 +41,8 @@ TEMPORARY: Final = ".making-"
 class CachedCheckpoint:
     """A checkpoint in the cache. ``last_used_s`` is in seconds since the epoch.
 
-    ``size_bytes`` is the size of its files. For a user's own checkpoint, of which the cache has only
-    the manifest, it is 0 and ``format`` is "index".
+    ``size_bytes`` is the size of its files. The cache may have only the manifest of a user's own
+    checkpoint; ``size_bytes`` is then 0 and ``format`` is "index".
     """
 
     name: str
@@ -144,7 +144,8 @@ def list_entries() -> list[CachedCheckpoint]:
 def clear(name: str | None = None) -> list[CachedCheckpoint]:
     """Remove the entries of a model, the entry of exactly this name, or all; return the removed ones.
 
-    Waits for subprocesses that are writing to them. Removes nothing but entries of the cache's folder.
+    Waits for subprocesses that are writing to these entries. Removes only entries of the cache's
+    folder.
 
     Raises:
         UnknownName: no entry has this name.
@@ -156,7 +157,7 @@ def clear(name: str | None = None) -> list[CachedCheckpoint]:
     for entry in chosen:
         with locked(entry, lambda: None):
             removed += _formats(entry)
-            for marker in entry.glob("*.json"):  # first: a partly removed entry must be incomplete
+            for marker in entry.glob("*.json"):  # first: without a marker a format is incomplete
                 marker.unlink(missing_ok=True)
             shutil.rmtree(entry, ignore_errors=True)
     return removed

@@ -1,4 +1,4 @@
-"""List the tensors of a checkpoint for ``weighin inspect``, without reading them or importing torch."""
+"""List a checkpoint's tensors for ``weighin inspect``, without their data and without torch."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -31,7 +31,7 @@ class Tensor:
     """One tensor. ``offset`` is in bytes within ``file``, which is relative to the checkpoint.
 
     Attributes:
-        shared_with: the first key in the same storage; None for that key itself.
+        shared_with: the first key in the same storage; None if this key is the first.
         contiguous: whether its elements are stored in row-major order without gaps.
     """
 
@@ -57,7 +57,7 @@ class Inspected:
 
     @property
     def once(self) -> list[Tensor]:
-        """The tensors without those that share a storage with an earlier one."""
+        """The tensors, except tensors that share a storage with an earlier tensor."""
         return [tensor for tensor in self.tensors if tensor.shared_with is None]
 
     @property
@@ -103,7 +103,7 @@ def inspect(path: Path, selection: Selection = WHOLE) -> Inspected:
 
     Raises:
         CheckpointError: ``path`` is not a checkpoint or is damaged; the message names the file and
-            the place.
+            the place of the damage.
     """
     layout, slices = formats.read(path, selection)
     root = path if path.is_dir() else path.parent
