@@ -12,7 +12,7 @@
     $WEIGHIN_CACHE/locks/gpt2-xl-1f2e3d4c.lock
 
 A format without a marker, or with other file sizes than its marker lists, is incomplete and not used.
-Does not import torch, because the parent process uses this module.
+This module does not import torch, because the parent process uses it.
 """
 
 import json

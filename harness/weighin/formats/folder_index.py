@@ -58,8 +58,8 @@ def read(folder: Path, layout: str, what: str, fields: Mapping[str, type]) -> di
     """Return the index of a folder of this format; ``what`` describes the format in messages.
 
     Raises:
-        CheckpointError: the index is missing or damaged, is of another format or version, has a key
-            twice, or lacks one of ``fields`` or has it with another type.
+        CheckpointError: the index is missing or damaged, has another format or version, has a key
+            twice, or lacks one of ``fields``, or a field has another type.
     """
     path, repair = folder / INDEX_NAME, _repair(layout)
     index = read_object(path, repair)
