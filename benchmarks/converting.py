@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def convert(source: Path, fmt: str, dtype: str) -> dict[str, float]:
-    """Run one conversion; returns its memory above the imports in bytes, and its seconds."""
+    """Run one conversion; return its memory above the imports in bytes, and its seconds."""
     folder = Path(tempfile.mkdtemp(prefix="converting-", dir=cache.folder()))
     try:
         target = folder / f"model{formats.named(fmt).SUFFIX}"

@@ -73,7 +73,7 @@ WAYS: dict[str, tuple[Callable[[Path, memoryview, int], None], int]] = {
 
 
 def seconds(way: str, file: Path, threads: int) -> tuple[float, float]:
-    """Fill fresh memory with several threads; returns wall seconds and CPU seconds."""
+    """Fill fresh memory with several threads; return wall seconds and CPU seconds."""
     copy, most = WAYS[way]
     size = file.stat().st_size
     share = most or -(-size // threads // _HUGE_BYTES) * _HUGE_BYTES

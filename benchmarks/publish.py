@@ -1,4 +1,4 @@
-"""Measure the published runs again, or list those whose code has changed since.
+"""Measure the published runs again, or list the runs whose code has changed since.
 
 ``make publish`` prints its plan with durations, measures every run of results/published/runs.yaml
 into results/publishing, and moves the new runs into place when all are complete. If the command is
@@ -205,7 +205,7 @@ def _refuse_other_code(folder: Path) -> None:
 
 
 def put_in_place(measured: Path, published: Path) -> None:
-    """Replace a published run's records and its timeline by those of the new run.
+    """Replace a published run's records and timeline by the new run's records and timeline.
 
     The samples are not kept, because only the timeline is drawn from them. A run under several
     limits has no timeline, which would have dozens of panels. ``fill_pages`` draws all other

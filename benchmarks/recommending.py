@@ -6,8 +6,8 @@ floor. Then it runs every strategy without a limit, each rejected strategy under
 that rejects it, and each recommended strategy under the smallest limit that recommends it. A
 rejected strategy must end oom_killed and a recommended strategy must end ok. At last the script
 asks for a recommendation again, with the records of these cells. Under every limit, the recommended
-strategy must be the same as before. The script exits with 1 if an outcome or a recommendation is
-not as expected. Cells that the --out folder contains are not run again.
+strategy must be the same as without records. The script exits with 1 if an outcome or a
+recommendation is not as expected. Cells that the --out folder contains are not run again.
 """
 
 import argparse

@@ -89,11 +89,11 @@ def ensure(
 ) -> Prepared:
     """Return a checkpoint of ``model`` in format ``fmt``; create it if the cache lacks it.
 
-    ``checkpoint`` is the user's own file, if any. It is compared with the model once, and again
-    when its size or modification time changes. It is converted into the cache if it has another
-    format than ``fmt``, or if ``selection`` selects only a part of it or renames its tensors; the
-    converted file then holds only the model's state dict. ``python_path`` lists the folders from
-    which a user's builder is imported.
+    ``checkpoint`` is the user's own file, if any. This file is compared with the model once, and
+    again when its size or modification time changes. The file is converted into the cache if it has
+    another format than ``fmt``, or if ``selection`` selects only a part of it or renames its
+    tensors; the converted file then holds only the model's state dict. ``python_path`` lists the
+    folders from which a user's builder is imported.
 
     Raises:
         UnknownName: no format has this name.

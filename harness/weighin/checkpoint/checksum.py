@@ -2,9 +2,9 @@
 
 The ready time ends when every byte of the model was read once; computing the checksums reads the
 bytes. A CRC reads only 2 GB/s and would take longer than many loads; a plain sum misses swapped
-bytes. This checksum reads 13 GB/s. It adds 8-byte words in 65,521 lanes (a prime, so that a shifted
-row falls into other lanes), multiplies each lane by an odd constant, and chains the chunks. Any
-single changed word changes the result.
+bytes. This checksum reads 13 GB/s. The algorithm adds 8-byte words in 65,521 lanes (a prime, so
+that a shifted row falls into other lanes), multiplies each lane by an odd constant, and chains the
+chunks. Any single changed word changes the result.
 """
 
 import threading

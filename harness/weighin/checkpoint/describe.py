@@ -104,7 +104,7 @@ def buffer_checksums(builder: str, kwargs: Mapping[str, Any]) -> dict[str, dict[
     """Return the checksums that non-persistent buffers must have after a load, by name and dtype.
 
     The function constructs the whole model once for each dtype that a cell may use, because only
-    the constructor computes these values. It needs the memory of one model.
+    the constructor computes these values. The function needs the memory of one model.
     """
     build = resolve_builder(builder)
     checksums: dict[str, dict[str, str]] = {}

@@ -142,10 +142,12 @@ def list_entries() -> list[CachedCheckpoint]:
 
 
 def clear(name: str | None = None) -> list[CachedCheckpoint]:
-    """Remove the entries of a model, the entry of exactly this name, or all; return the removed ones.
+    """Remove the entries of a model, the entry of exactly this name, or all entries.
 
-    Waits for subprocesses that are writing to these entries. Removes only entries of the cache's
-    folder.
+    The removed checkpoints are returned.
+
+    The function waits for subprocesses that are writing to these entries. It removes only entries
+    of the cache's folder.
 
     Raises:
         UnknownName: no entry has this name.

@@ -62,12 +62,12 @@ class Inspected:
 
     @property
     def numbers(self) -> int:
-        """The number of elements of all tensors, with shared ones counted once."""
+        """The number of elements of all tensors, with shared tensors counted once."""
         return sum(prod(tensor.shape) for tensor in self.once)
 
     @property
     def bytes(self) -> int:
-        """The size of all tensors in bytes, with shared ones counted once."""
+        """The size of all tensors in bytes, with shared tensors counted once."""
         return sum(tensor.bytes for tensor in self.once)
 
     @property

@@ -70,12 +70,12 @@ class Manifest:
 
     @property
     def parameters(self) -> int:
-        """The number of elements of all parameters, with tied ones counted once."""
+        """The number of elements of all parameters, with tied parameters counted once."""
         return sum(entry.numel for entry in self._once() if entry.kind == "parameter")
 
     @property
     def checkpoint_bytes(self) -> int:
-        """The size of all tensors in the checkpoint in bytes, with tied ones counted once."""
+        """The size of all tensors in the checkpoint in bytes, with tied tensors counted once."""
         return sum(e.bytes for e in self._once() if e.kind != "non_persistent_buffer")
 
     @property
@@ -88,7 +88,7 @@ class Manifest:
         return sum(entry.bytes_as(dtype) for entry in self._once())
 
     def entry(self, name: str) -> TensorEntry:
-        """Return the tensor called ``name``; raise KeyError if there is none."""
+        """Return the tensor called ``name``; raise KeyError if it does not exist."""
         for entry in self.tensors:
             if entry.name == name:
                 return entry

@@ -69,7 +69,7 @@ def beside(checkpoint: Path) -> Path:
 
 
 def find(checkpoint: Path) -> Path | None:
-    """Return the file with a checkpoint's checksums; None if there is none."""
+    """Return the file with a checkpoint's checksums; None if it has no such file."""
     from weighin.checkpoint import entries  # only the parent has its dependencies
 
     place = checkpoint / NAME if checkpoint.is_dir() else beside(checkpoint)

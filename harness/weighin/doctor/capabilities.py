@@ -1,4 +1,4 @@
-"""Tell which figures this machine can measure exactly, and why it cannot measure the others.
+"""Tell which figures this machine measures exactly, and why it cannot measure other figures.
 
 The cgroup's figures are tested in a temporary cgroup, not inferred from the kernel's version.
 """

@@ -164,7 +164,7 @@ def _swap(swap_bytes: int) -> Capability:
 
 
 def gpu() -> Capability:
-    """Return the GPU on which cells with ``--device cuda`` would run, or why there is none."""
+    """Return the GPU on which cells with ``--device cuda`` would run, or why it has none."""
     import torch  # takes 2 s; the earlier probes have brought torch into the page cache
 
     subject = "CUDA GPU"

@@ -45,9 +45,10 @@ def files(path: Path) -> list[Path]:
 
 
 def read(path: Path, key: str = "") -> list[TensorSlice]:
-    """Return the places of all tensors, or only of those whose names begin with ``key`` and a dot.
+    """Return the places of all tensors, or only of tensors under ``key``.
 
-    torch flattens nested dicts into dotted names: "model.weight", "optimizer.state.weight.step".
+    torch flattens nested dicts into dotted names: "model.weight", "optimizer.state.weight.step". A
+    tensor is under ``key`` if its name begins with ``key`` and a dot.
 
     Raises:
         CheckpointError: the metadata or an archive is damaged, or the blocks of a tensor do not cover

@@ -136,7 +136,7 @@ class _Machine:
         return self._stack[-1]
 
     def _marked(self) -> list[Any]:
-        """Remove the last mark and the values above it from the stack, and return those values."""
+        """Remove the last mark and the values above it from the stack, and return the values."""
         for at in range(len(self._stack) - 1, -1, -1):
             if self._stack[at] is _MARK:
                 values = self._stack[at + 1 :]

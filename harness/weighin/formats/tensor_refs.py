@@ -2,8 +2,8 @@
 
 This module uses only the standard library.
 
-Names of functions and classes in a pickle are only compared with those that ``torch.save`` writes
-for tensors; nothing is imported and nothing is called.
+Names of functions and classes in a pickle are only compared with the names that ``torch.save``
+writes for tensors; no function or class of the pickle is imported or called.
 """
 
 from collections.abc import Mapping

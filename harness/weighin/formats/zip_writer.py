@@ -105,7 +105,7 @@ def write_tensor(
 
 
 def fill_holes(path: Path, names: list[str], pieces: Pieces, progress: Progress | None) -> None:
-    """Write the values of ``pieces(names[i])`` into record ``data/i``, and set all CRC-32s."""
+    """Write the values from ``pieces(names[i])`` into record ``data/i``, and set all CRC-32s."""
     with path.open("r+b") as file:
         records = data_records(path, file.fileno())
         assert len(records) == len(names)
@@ -119,7 +119,7 @@ def fill_holes(path: Path, names: list[str], pieces: Pieces, progress: Progress 
 
 
 def run_parallel(jobs: Iterable[Callable[[], None]]) -> None:
-    """Run all jobs on ``WRITERS`` threads; the first error cancels those that have not started."""
+    """Run all jobs on ``WRITERS`` threads; the first error cancels all unstarted jobs."""
     with ThreadPoolExecutor(WRITERS) as pool:
         futures = [pool.submit(job) for job in jobs]
         wait(futures, return_when=FIRST_EXCEPTION)

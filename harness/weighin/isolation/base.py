@@ -44,7 +44,7 @@ class Running(Protocol):
 
     @property
     def cgroup(self) -> Path | None:
-        """The folder of the worker's memory cgroup; None if there is none or it is not visible."""
+        """The folder of the worker's memory cgroup; None if it has none or is not visible."""
         ...
 
     @property

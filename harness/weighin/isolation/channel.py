@@ -49,7 +49,7 @@ class LineBuffer:
 
 
 class PipeChannel:
-    """A channel over three pipes. It owns the pipes' descriptors.
+    """A channel over three pipes, which owns the descriptors of the pipes.
 
     ``process`` is a descriptor that becomes readable when the worker ends. Without ``process``,
     events end when the pipe closes, and a forked child of the worker can delay that.

@@ -23,7 +23,7 @@ _ENTERED = "WEIGHIN_DELEGATED"
 
 @cache
 def groups_root() -> Path | None:
-    """Return the folder in which groups with a memory limit can be created; None if there is none.
+    """Return a folder in which groups with a memory limit can be created, if one exists.
 
     The function may move this process, and other processes in the same delegated group, into a leaf
     of that group.

@@ -111,7 +111,7 @@ def _alone(need: MemoryNeed, offset: int) -> torch.Tensor:
 
 
 def _together(run: Sequence[MemoryNeed]) -> Iterator[Fillable]:
-    """Yield one shared area for adjacent large tensors of a file, and separate memory for small ones."""
+    """Yield one shared area for adjacent large tensors of a file; give small tensors own memory."""
     if not run:
         return
     start = run[0].source.offset

@@ -26,8 +26,8 @@ PIECE_BYTES: Final = 1024**2
 """The size of a read through a buffer: efficient for a disk, and small enough for a processor's cache."""
 
 DISK_THREADS: Final = 16
-"""The number of threads that read from the disk: while some convert, or wait for a small read, the
-others keep the disk busy."""
+"""The number of threads that read from the disk: while some threads convert, or wait for a small
+read, the other threads keep the disk busy."""
 
 COPIED_BYTES: Final = 192 * 1024**2
 """The size in bytes from which a copy from the page cache bypasses the processor's caches. glibc's
@@ -86,7 +86,8 @@ class PieceReader:
     def piece(self, file: Path, offset: int, size: int) -> memoryview:
         """Return ``size`` bytes of the file, at most ``piece_bytes``, in the reader's buffer.
 
-        The result is valid until the next read. It begins at a multiple of 8, whatever the offset.
+        The result is valid until the next read. Its address is a multiple of 8 for every
+        ``offset``.
         """
         opened = self._open(file)
         piece = self._bounce[:size]

@@ -26,8 +26,8 @@ from weighin.loader.reads import Fillable, Piece, PieceFiller, Runs, cut
 from weighin.loader.scratch import Lent, buffer_in, lend
 
 READ_BYTES: Final = 16 * HUGE_PAGE_BYTES
-"""The size in bytes of a thread's reads if no dtype is converted. It is large so that a thread
-seldom takes the lock of the queue of reads."""
+"""The size in bytes of a thread's reads if no dtype is converted. With large reads, a thread seldom
+takes the lock of the queue of reads."""
 
 _MOST_CACHE_THREADS: Final = 4
 _MOST_PROBED: Final = 16  # reads

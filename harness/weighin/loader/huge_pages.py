@@ -13,7 +13,7 @@ from weighin.loader.vectored import ALIGNMENT
 HUGE_PAGE_BYTES: Final = 2 * 1024**2
 
 TENSOR_ALIGNMENT: Final = 64
-"""The alignment of torch's own allocations, in bytes. It affects how some operations round."""
+"""The alignment in bytes of torch's own allocations, which affects how some operations round."""
 
 MAP_NORESERVE: Final = 0x4000
 """A flag from linux/mman.h: the kernel's overcommit heuristic ignores a mapping with this flag."""

@@ -9,8 +9,8 @@ from contextlib import contextmanager, suppress
 from typing import Final
 
 WINDOW_BYTES: Final = 16 * 1024**2
-"""The size in bytes of the part that is mapped at a time. It is large because each unmapping
-interrupts every processor."""
+"""The size in bytes of the part of a file that is mapped at a time. Larger parts need fewer
+unmappings, each of which interrupts every processor."""
 
 _MADV_POPULATE_READ: Final = 22  # linux/mman.h; Linux 5.14
 _MADV_POPULATE_WRITE: Final = 23

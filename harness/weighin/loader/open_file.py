@@ -14,7 +14,7 @@ from weighin.loader.mapped_copy import Window
 from weighin.loader.vectored import ALIGNMENT, down
 from weighin.probes import page_cache
 
-_PASSED_BYTES: Final = 1024**2  # read through the page cache before those pages are dropped
+_PASSED_BYTES: Final = 1024**2  # read through the page cache before the pages are dropped
 _REFUSED: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
 
 

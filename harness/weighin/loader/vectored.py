@@ -1,4 +1,4 @@
-"""Fill several targets by one vectored read: aligned targets directly, the others through a buffer.
+"""Fill several targets by one vectored read, aligned targets directly, others through a buffer.
 
 A direct read transfers whole pages of a file to whole pages of memory. If a target has the same
 alignment in memory as in the file, all its pages except the first and the last can be read straight

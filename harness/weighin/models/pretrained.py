@@ -64,7 +64,7 @@ def pretrained_class(architecture: str) -> Any:
 
 
 def _without_torchvision() -> Any:
-    """Import transformers again, without torchvision, whose build may not fit that of torch.
+    """Import transformers again, without torchvision, whose build may not match torch's build.
 
     transformers imports torchvision for image processors, which no load needs.
     """

@@ -125,7 +125,7 @@ def map_keys(model: Any, slices: Sequence[TensorSlice]) -> MappedKeys:
 
 
 def _joined(conversion: Conversion) -> TensorSlice | None:
-    """Return a stacked or joined tensor as one tensor of several blocks, or None for others."""
+    """Return a stacked or joined tensor as one of several blocks; None for other conversions."""
     tensors: dict[str, list[TensorSlice]] = {}
     for pattern, source in conversion.sources:
         if not source.contiguous or source.parts:

@@ -51,7 +51,7 @@ def check(run: Path, *, trusted: bool = False) -> list[Checked]:
     """Predict every series of a run that has an ok cell; compare it with these cells' median.
 
     Raises:
-        RecordError: there is no run, or none of its loads is ok.
+        RecordError: the folder has no run, or no load of the run is ok.
         HarnessError: for the same reasons as ``predict``.
         ConfigError: the run names foreign code and is not ``trusted``.
     """

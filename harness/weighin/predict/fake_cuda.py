@@ -134,7 +134,7 @@ def pretended(ledger: Ledger) -> Iterator[None]:
 def _deserialized() -> Iterator[None]:
     """Simulate ``torch.load(map_location="cuda")``.
 
-    It reads each storage into CPU memory, copies it to the GPU and frees the CPU memory.
+    torch reads each storage into CPU memory, copies it to the GPU and frees the CPU memory.
     """
 
     def move(storage: Any, location: str) -> Any:

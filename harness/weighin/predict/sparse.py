@@ -26,9 +26,9 @@ def make_sparse(
 ) -> Path:
     """Write a checkpoint in format ``fmt`` without values; return its path.
 
-    It has the tensors that ``selection`` selects in the checkpoint ``source``, or all tensors of
-    ``model`` if ``source`` is None. ``dtype`` replaces the dtype of floating-point tensors; None
-    keeps their dtypes.
+    The new checkpoint has the tensors that ``selection`` selects in the checkpoint ``source``, or
+    all tensors of ``model`` if ``source`` is None. ``dtype`` replaces the dtype of floating-point
+    tensors; None keeps their dtypes.
 
     Raises:
         ConfigError: the builder cannot be used.

@@ -168,7 +168,7 @@ class MemoryCgroup:
 
     @property
     def soft_limit_path(self) -> Path | None:
-        """The file of the limit above which the kernel throttles the group; v1 has none."""
+        """The file of the limit above which the kernel throttles the group; v1 has no such file."""
         path = self.path / "memory.high"
         return path if path.exists() else None
 
@@ -239,7 +239,7 @@ class PeakMark:
             self._file, self.resets = os.open(cgroup.peak_path, os.O_RDONLY), False
 
     def read(self) -> int | None:
-        """Return the highest charge since the last reset, in bytes; None if not available."""
+        """Return the highest charge since the last reset, in bytes; None if it is not available."""
         if self._file < 0:
             return None
         try:

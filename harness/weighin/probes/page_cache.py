@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-_SYS_CACHESTAT = 451  # the same number on every architecture; Linux 6.5
+_SYS_CACHESTAT = 451  # the same syscall number on every architecture; Linux 6.5
 _DROP_ATTEMPTS = 20
 _FAR_BYTES = 1024**3  # larger than any folio of the page cache
 _MAP_FAILED = ctypes.c_size_t(-1).value

@@ -1,8 +1,8 @@
 """Sample a running worker's memory every few milliseconds, in a thread of the parent.
 
-Samples draw the timeline. They miss short spikes, so peaks come from the kernel's high-water marks
-instead. The thread runs outside the measured process and its cgroup, and keeps the kernel's files
-open, so that one sample takes about 50 us.
+Samples draw the timeline. Samples miss short spikes, so peaks come from the kernel's high-water
+marks instead. The thread runs outside the measured process and its cgroup, and keeps the kernel's
+files open, so that one sample takes about 50 us.
 """
 
 import contextlib

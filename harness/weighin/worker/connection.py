@@ -16,8 +16,8 @@ _ORPHANED = 125
 class Lifeline:
     """The worker's connection to its parent.
 
-    It writes events to the original standard output, and redirects descriptor 1 to standard error,
-    so that a strategy's prints do not mix with the events.
+    ``Lifeline`` writes events to the original standard output, and redirects descriptor 1 to
+    standard error, so that a strategy's prints do not mix with the events.
     """
 
     def __init__(self) -> None:

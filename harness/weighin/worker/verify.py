@@ -19,8 +19,8 @@ def check_structure(
 ) -> None:
     """Raise WrongWeights if a tensor is missing, unexpected or untied, or has a wrong property.
 
-    The properties are device, shape and dtype. The check reads no values. It runs before the touch
-    phase, because that phase would fail for tensors on the meta device.
+    The properties are device, shape and dtype. The check reads no values. This check runs before
+    the touch phase, because that phase would fail for tensors on the meta device.
     """
     expected = {entry.name: entry for entry in manifest.tensors}
     complain("missing from the model", expected.keys() - tensors.keys())

@@ -27,7 +27,7 @@ _OOM_AT_BIRTH: Final = (
     "OOM: the memory limit could be too low",
 )
 """The full messages of runc (since 1.0) and crun. The word "oom" alone is not searched, because it
-occurs in paths, such as that of bloom-560m."""
+occurs in paths, such as a path of the model bloom-560m."""
 
 _INSTEAD: Final = "or use --isolation cgroup or --isolation process"
 _KERNEL_LINE: Final = (

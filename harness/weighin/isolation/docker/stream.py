@@ -29,10 +29,10 @@ KEEPER: Final = (
 
 The keeper keeps the container and its cgroup alive until the parent has read the cgroup's counters.
 After the worker's end, the keeper writes CAN and the exit code to stdout, which invalidates an
-incomplete line of a killed worker. It also writes CAN to stderr, which tells the parent that stderr
-is complete. The keeper ends when its stdin closes, at the latest with the parent. The shell (dash)
-needs 0.1 MiB of anonymous memory; with the container's start, 0.9 MiB is charged to the cgroup
-before the worker starts (measured on Debian 12, cgroup v1).
+incomplete line of a killed worker. The keeper also writes CAN to stderr, which tells the parent
+that stderr is complete. The keeper ends when its stdin closes, at the latest with the parent. The
+shell (dash) needs 0.1 MiB of anonymous memory; with the container's start, 0.9 MiB is charged to
+the cgroup before the worker starts (measured on Debian 12, cgroup v1).
 """
 
 _SEND_TIMEOUT_S: Final = 10.0
