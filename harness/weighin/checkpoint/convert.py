@@ -1,9 +1,8 @@
 """Write a checkpoint in another format or dtype, in bounded memory.
 
-Tensors are read and written in pieces of 16 MiB. The new files are written to a hidden folder next to
-the target and renamed when they are complete. If the
-process is killed, the source is unchanged and no target exists; the next conversion removes the
-hidden folder.
+Tensors are read and written in pieces of 16 MiB. The new files are written to a hidden folder next
+to the target and renamed when they are complete. If the process is killed, the source is unchanged
+and no target exists; the next conversion removes the hidden folder.
 
 If the source has checksums, the values read are compared with these checksums, and the target gets
 checksums of its own. Each conversion therefore detects bytes that changed since the previous

@@ -74,7 +74,7 @@ def write_marker(entry: Path, fmt: str) -> None:
 def damage(entry: Path, fmt: str) -> str | None:
     """Return a description of the damage to format ``fmt`` of an entry.
 
-    None if all files have the recorded sizes; "" if the entry does not have this format.
+    The result is None if all files have the recorded sizes, and "" if the entry lacks this format.
     """
     try:
         files: dict[str, int] = json.loads((entry / f"{fmt}.json").read_text())["files"]
@@ -144,10 +144,8 @@ def list_entries() -> list[CachedCheckpoint]:
 def clear(name: str | None = None) -> list[CachedCheckpoint]:
     """Remove the entries of a model, the entry of exactly this name, or all entries.
 
-    The removed checkpoints are returned.
-
     The function waits for subprocesses that are writing to these entries. It removes only entries
-    of the cache's folder.
+    of the cache's folder, and returns the removed checkpoints.
 
     Raises:
         UnknownName: no entry has this name.

@@ -111,8 +111,8 @@ def parameter_pieces(seed: int, name: str, tensor: torch.Tensor) -> Iterator[tor
 
     The mean is 1 for the scales of normalisation layers, and 0 for all other parameters.
 
-    Every piece has a random generator of its own. All pieces share one
-    memory: use each piece before the next is generated.
+    Every piece has its own random generator. All pieces share one memory: use each piece before the
+    next piece is generated.
     """
     numel, dtype = tensor.numel(), tensor.dtype
     if not dtype.is_floating_point:

@@ -94,7 +94,7 @@ def index(
 
 
 class _IndexedChecksums:
-    """The checksums of a checkpoint's tensors, computed during the conversion or by reading them."""
+    """The checksums of a checkpoint's tensors, computed while converting or reading the tensors."""
 
     def __init__(self, places: Mapping[str, TensorSlice]) -> None:
         self.by_name: dict[str, dict[str, str]] = {}  # several threads set one item each

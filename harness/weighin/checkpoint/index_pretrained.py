@@ -36,10 +36,12 @@ def index_pretrained(
 ) -> Made:
     """Write the manifest into ``folder``; also write the state dict if ``fmt`` is another format.
 
-    The function loads the model with ``from_pretrained``, and so needs as much memory as that does.
+    The function loads the model with ``from_pretrained``, and so needs as much memory as that
+    function.
 
     Raises:
-        CheckpointError: the folder does not have all weights, so that some would be random.
+        CheckpointError: the folder lacks weights, which ``from_pretrained`` would initialise
+            randomly.
     """
     started = time.monotonic()
     own, slices = formats.read(checkpoint)

@@ -22,7 +22,7 @@ from weighin.units import format_bytes
 SCHEMA: Final = 1
 SORTS: Final = ("file", "name", "size")
 
-_SHOWN_ROWS: Final = 20  # of a long table: half from its start, half from its end
+_SHOWN_ROWS: Final = 20  # rows of a long table: half from its start, half from its end
 _SHOWN_FILES: Final = 5
 
 
@@ -97,9 +97,9 @@ class Inspected:
 
 
 def inspect(path: Path, selection: Selection = WHOLE) -> Inspected:
-    """Return the description of a checkpoint of any format; reads no tensor data.
+    """Return the description of a checkpoint of any format, without reading tensor data.
 
-    ``selection`` is the part to describe.
+    ``selection`` is the part of the checkpoint to describe.
 
     Raises:
         CheckpointError: ``path`` is not a checkpoint or is damaged; the message names the file and

@@ -20,7 +20,7 @@ def read_pieces(where: TensorSlice) -> Iterator[torch.Tensor]:
     """Yield the elements in row-major order, as flat tensors of at most ``PIECE_ELEMENTS``.
 
     All pieces but the last have that length. The pieces share one memory: use each piece before the
-    next is read.
+    next piece is read.
 
     Raises:
         CheckpointError: the file is too short, or its disk fails.
@@ -86,7 +86,7 @@ def _rows(where: TensorSlice) -> Iterator[torch.Tensor]:
 
 
 def _cut(stretches: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the elements of all tensors in pieces of ``PIECE_ELEMENTS``; the last may be shorter."""
+    """Yield all elements in pieces of ``PIECE_ELEMENTS``; the last piece may be shorter."""
     rest: torch.Tensor | None = None
     for stretch in stretches:
         rest = stretch if rest is None else torch.cat([rest, stretch])
@@ -117,8 +117,8 @@ def _mapped(where: TensorSlice) -> torch.Tensor:
 def plans(slices: Sequence[TensorSlice], dtype: torch.dtype | None = None) -> list[TensorPlan]:
     """Return the plans by which a format writes these tensors; tensors at the same place are tied.
 
-    ``dtype`` is the new dtype of floating-point tensors. Different views of one
-    storage are written as separate tensors.
+    ``dtype`` is the new dtype of floating-point tensors. Different views of one storage are written
+    as separate tensors.
     """
     firsts: dict[object, str] = {}
     tensors = []

@@ -64,7 +64,7 @@ class KnownChecksums:
 
 
 def beside(checkpoint: Path) -> Path:
-    """Return the path of the checksums of a checkpoint that is one file."""
+    """Return the path of the checksum file of a checkpoint that is one file."""
     return checkpoint.with_name(f"{checkpoint.name}.{NAME}")
 
 

@@ -24,7 +24,7 @@ _LONGEST_NAME: Final = 100  # of the target in the folder's name; file systems a
 def growing_beside(target: Path) -> Iterator[Path]:
     """Yield an empty folder next to the target, on the same disk; remove the folder at the end.
 
-    If several conversions to one target run at once, all but one raise the error below.
+    If several conversions to one target run at once, all except one raise ConfigError.
 
     Raises:
         ConfigError: another process is writing the same target.
@@ -37,7 +37,7 @@ def growing_beside(target: Path) -> Iterator[Path]:
     finally:
         if _is_at(
             temporary, descriptor
-        ):  # else it was renamed, and another process may own the folder here
+        ):  # else it was renamed, and another process may own the new folder
             shutil.rmtree(temporary, ignore_errors=True)  # while the lock is held
         os.close(descriptor)
 

@@ -32,7 +32,7 @@ def run_maker(
     subprocess ends before this function returns.
 
     Raises:
-        HarnessError: the error that the subprocess raised, or that it was killed.
+        HarnessError: the subprocess raised this error, or it was killed.
     """
     with tempfile.TemporaryFile() as stderr_tail:
         process = subprocess.Popen(

@@ -23,7 +23,7 @@ Verdict = Literal["good", "poor", "bad"]
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """One line of the doctor's table: ``verdict`` is "good" for yes, "poor" for partly, "bad" for no."""
+    """A line of the doctor's table; ``verdict`` is "good" (yes), "poor" (partly) or "bad" (no)."""
 
     subject: str
     verdict: Verdict

@@ -63,7 +63,7 @@ class Examination:
 def examine(say: Callable[[str], None]) -> Examination:
     """Test this machine; ``say`` gets a line before each step that takes long.
 
-    Removes the containers and cgroups that killed runs left behind, and reports them.
+    The function removes the containers and cgroups that killed runs left behind, and reports them.
     """
     isolations = [select.named(name) for name in select.NAMES]
     limits = [finding for one in isolations for finding in _isolation(one, say)]
@@ -99,7 +99,7 @@ def _isolation(isolation: Isolation, say: Callable[[str], None]) -> Iterator[Cap
 
 
 def _prove(isolation: Isolation, say: Callable[[str], None]) -> Capability:
-    """Run a worker into a limit, and check that the kernel kills it in the phase that allocates."""
+    """Run a worker that exceeds its limit; check that the kernel kills it while it allocates."""
     isolation.prepare(say)
     spec = model("gpt2-tiny")
     checkpoint = cache.ensure(spec, "pt")
@@ -164,7 +164,7 @@ def _swap(swap_bytes: int) -> Capability:
 
 
 def gpu() -> Capability:
-    """Return the GPU on which cells with ``--device cuda`` would run, or why it has none."""
+    """Return the GPU for cells with ``--device cuda``, or the reason why no GPU is usable."""
     import torch  # takes 2 s; the earlier probes have brought torch into the page cache
 
     subject = "CUDA GPU"

@@ -46,7 +46,8 @@ class TensorSlice:
             value.
         storage_bytes: the length of that storage, in bytes.
         parts: the blocks of a tensor that is stored in several blocks, which together cover it;
-            ``file`` and the offsets then describe the first block. Empty for a tensor in one block.
+            ``file`` and the offsets then describe the first block. The tuple is empty for a tensor
+            in one block.
     """
 
     name: str
@@ -66,7 +67,7 @@ class TensorSlice:
 
     @property
     def dtype(self) -> "torch.dtype":
-        """The tensor's ``torch.dtype``; imports torch."""
+        """The tensor's ``torch.dtype``; this property imports torch."""
         import torch  # not at the top: `weighin inspect` needs no torch
 
         dtype: torch.dtype = getattr(torch, self.dtype_name)
@@ -125,7 +126,7 @@ class Layout(Protocol):
     def read(self, path: Path) -> list[TensorSlice]:
         """Return the places of all tensors, each within its file, in the state dict's order.
 
-        Executes nothing in the files, and reads nothing outside ``path``.
+        The function executes no code in the files, and reads no file outside ``path``.
 
         Raises:
             CheckpointError: a file is damaged; the message names the file and the place of the
@@ -142,7 +143,8 @@ class Layout(Protocol):
     ) -> None:
         """Write a checkpoint to ``target``, a file or a folder that does not exist yet.
 
-        Calls ``pieces`` once for each tensor that is not tied to an earlier tensor. Needs anonymous
-        memory for a few pieces. Syncs the files and drops them from the page cache.
+        The function calls ``pieces`` once for each tensor that is not tied to an earlier tensor. It
+        needs anonymous memory for a few pieces. It syncs the files and drops them from the page
+        cache.
         """
         ...

@@ -25,7 +25,7 @@ from weighin.formats.selection import WHOLE, Selection, below, stripped
 from weighin.formats.sharded import SHARDED, SHARDED_PT
 from weighin.formats.zip_directory import check_file
 
-# In the order in which ``detect`` tries them: per_param is last, because it matches every index.json.
+# In the order in which ``detect`` tries formats: per_param is last, as it matches any index.json.
 _LAYOUTS: Final[tuple[Layout, ...]] = (
     pt,
     pt_legacy,
@@ -41,7 +41,7 @@ NAMES: Final = tuple(layout.NAME for layout in _LAYOUTS)
 
 
 def named(name: str) -> Layout:
-    """Return the format of that name.
+    """Return the format with the name ``name``.
 
     Raises:
         UnknownName: no format has that name.
@@ -56,7 +56,8 @@ def detect(path: Path) -> Layout:
     """Return the format of the checkpoint at ``path``, by file names and first bytes.
 
     Raises:
-        CheckpointError: ``path`` does not exist or is not a checkpoint; the message names its kind.
+        CheckpointError: ``path`` does not exist or is not a checkpoint; the message gives the
+            reason.
     """
     for layout in _LAYOUTS:
         if layout.matches(path):

@@ -52,7 +52,7 @@ def read(path: Path, key: str = "") -> list[TensorSlice]:
 
     Raises:
         CheckpointError: the metadata or an archive is damaged, or the blocks of a tensor do not cover
-            it exactly.
+            the tensor exactly.
     """
     from weighin.formats import dcp_metadata
 

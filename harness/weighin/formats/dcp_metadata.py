@@ -107,7 +107,7 @@ def _block(
 
 
 def _blocks(path: Path, key: str, chunks: Any, places: list[tuple[Any, Any]]) -> list[DcpBlock]:
-    """Return the blocks of a tensor that has several, matched to their places in the files."""
+    """Return the blocks of a tensor that has several, each with its place in a file."""
     by_start = {tuple(start): place for start, place in places if _are_sizes(start)}
     blocks = []
     for chunk in chunks if isinstance(chunks, list) else []:

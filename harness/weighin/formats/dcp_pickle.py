@@ -1,4 +1,4 @@
-"""Unpickle ``.metadata`` of ``torch.distributed.checkpoint`` without executing any of its code.
+"""Unpickle ``.metadata`` of ``torch.distributed.checkpoint`` without executing any code.
 
 Each class that the pickle refers to is replaced by a stand-in class that keeps the arguments and
 the state of its objects. A name that dcp metadata never contains is an error. torch.distributed is
@@ -36,7 +36,7 @@ class StandIn:
 
 
 class _Size(tuple[Any, ...]):
-    """Stands in for torch.Size; refuses more dimensions than a tensor can have."""
+    """Stands in for torch.Size, but refuses more dimensions than a tensor can have."""
 
     __slots__ = ()
 
@@ -130,7 +130,7 @@ def _check_keys(target: Any, keys: list[Any]) -> None:
         new.add(key)
 
 
-# The implementation in Python: the one in C allocates any memo size that a crafted pickle requests.
+# Python's implementation: the C implementation allocates any memo size that a pickle requests.
 class _Unpickler(pickle._Unpickler):
     left = _MOST_INSTRUCTIONS
     stack: list[Any]  # values pushed since the last mark

@@ -1,4 +1,4 @@
-"""Read a Hugging Face folder: its ``config.json``, and the checkpoint that lies beside it.
+"""Read a Hugging Face folder: its ``config.json``, and the checkpoint beside it.
 
 This module uses only the standard library, and never the network. A model of the Hub is found in
 the local cache (``~/.cache/huggingface/hub``) by its id, such as "Qwen/Qwen3-0.6B".

@@ -1,7 +1,7 @@
 """Read and write the zip file of ``torch.save(model.state_dict(), path)``, used since torch 1.6.
 
 Reading uses neither torch nor Python's pickle: ``zip_directory`` finds the records in the file, and
-``state_pickle`` reads the tensors' description from one of them.
+``state_pickle`` reads the description of the tensors from one record.
 """
 
 import io

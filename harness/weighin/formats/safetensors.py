@@ -56,7 +56,7 @@ def files(path: Path) -> list[Path]:
 
 
 def read(path: Path) -> list[TensorSlice]:
-    """Return the places of all tensors, in the stored order of names or else in the header's.
+    """Return the places of all tensors, in the stored order of names, else in header order.
 
     Raises:
         CheckpointError: the file is damaged; the message names the file and the place of the

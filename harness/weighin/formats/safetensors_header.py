@@ -50,7 +50,10 @@ _ITEM: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class HeaderEntry:
-    """One tensor: torch's name of its dtype, and ``begin`` and ``end`` in bytes from the file's start."""
+    """One tensor, with torch's name of its dtype.
+
+    ``begin`` and ``end`` are its bounds in the file, in bytes from the file's start.
+    """
 
     name: str
     dtype: str

@@ -59,7 +59,7 @@ class Sharded:
         return [path / self.index_name, *(path / name for name in shards)]
 
     def read(self, path: Path) -> list[TensorSlice]:
-        """Return the places of all tensors, in the stored order of names or else in the index's.
+        """Return the places of all tensors, in the stored order of names, else in index order.
 
         Raises:
             CheckpointError: the index or a shard is damaged; the message names the file and the

@@ -1,4 +1,4 @@
-"""Read a pickled state dict without executing it; accepts only what ``torch.save`` writes.
+"""Read a pickled state dict that ``torch.save`` wrote, without executing any code.
 
 This module interprets the instructions of pickle protocol 2 that torch's weights-only unpickler
 accepts. torch's unpickler still calls constructors such as ``bytearray(10**12)``, and Python's own
@@ -32,7 +32,7 @@ def load(path: Path, file: BinaryIO, base: int = 0) -> Any:
     ``base`` is the offset of ``file`` within the file at ``path``, for messages.
 
     Raises:
-        CheckpointError: the pickle is damaged or contains values that are no tensors; the message
+        CheckpointError: the pickle is damaged or contains values other than tensors; the message
             names the byte offset.
     """
     machine = _Machine(file)

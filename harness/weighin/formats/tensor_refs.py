@@ -29,7 +29,7 @@ _PLAIN: Final = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter"})
 
 
 class NotTensors(Exception):
-    """The pickle refers to a class or function that plain tensors do not need: the argument."""
+    """The pickle refers to a class or function, named by the argument, that tensors do not need."""
 
 
 class WholeModule(Exception):
@@ -238,7 +238,7 @@ def _tensor(
 
 
 def check_storages(path: Path, tensors: Mapping[str, TensorRef]) -> dict[str, StorageRef]:
-    """Return a dict of all storages by their keys.
+    """Return a dict that maps the key of each storage to the storage.
 
     Raises:
         CheckpointError: two tensors disagree about the size of a storage.

@@ -192,7 +192,7 @@ class Archive:
 
 
 def check_file(path: Path) -> None:
-    """Raise CheckpointError unless ``path`` is a zip file; the message says what it is instead."""
+    """Raise CheckpointError unless ``path`` is a zip file; the message tells its actual kind."""
     head = check_present(path)
     if not head.startswith(b"PK"):
         raise _not_a_zip(path, head)

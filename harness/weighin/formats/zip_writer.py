@@ -65,7 +65,7 @@ def placeholder(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def placeholders(tensors: Sequence[TensorPlan]) -> dict[str, torch.Tensor]:
-    """Return a placeholder for each tensor; tied tensors share one."""
+    """Return a placeholder for each tensor; tied tensors share a placeholder."""
     blank: dict[str, torch.Tensor] = {}
     for plan in tensors:
         first = plan.shared_with

@@ -106,7 +106,7 @@ def provide(needs: Sequence[MemoryNeed]) -> Iterator[Fillable]:
 
 
 def _alone(need: MemoryNeed, offset: int) -> torch.Tensor:
-    """Return memory for one tensor, aligned to its pages as ``offset`` is to the file's pages."""
+    """Return memory for one tensor, with the alignment to pages that ``offset`` has."""
     return allocate(need.tensor.numel(), need.dtype, need.device, offset)
 
 

@@ -63,7 +63,7 @@ class Fill:
             yield from _cut(where, where.offset, target.permute(order), most_bytes)
 
     def _blocks(self) -> Iterator[tuple[TensorSlice, torch.Tensor]]:
-        """Yield each range of a file with the part of the tensor that it holds."""
+        """Yield each range of a file, with the part of the tensor that this range holds."""
         if not self.source.parts:
             yield self.source, self.memory
         for part in self.source.parts:
@@ -82,7 +82,7 @@ def is_readable(source: TensorSlice) -> bool:
 def file_order(where: TensorSlice) -> list[int] | None:
     """Return the dimensions in the file's order, from the outermost to the innermost.
 
-    None if there are gaps between the elements, or if they overlap.
+    The result is None if the elements have gaps between them, or overlap.
     """
     if where.contiguous:
         return list(range(len(where.shape)))

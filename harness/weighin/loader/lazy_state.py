@@ -86,7 +86,8 @@ def _fill(source: TensorSlice, target: torch.Tensor) -> None:
 def source_of(load: DeferredLoad) -> TensorSlice | None:
     """Return the place in the file from which one tensor is loaded.
 
-    None if it is loaded from a view that spans several blocks or has another dtype than the file.
+    The result is None if the tensor is loaded from a view that spans several blocks or has another
+    dtype than the file.
     """
     promised: TensorSlice = load.promise
     view = load.source

@@ -84,7 +84,7 @@ def up(offset: int, alignment: int) -> int:
 def _straight(place: tuple[memoryview, int], alignment: int) -> tuple[int, int, memoryview] | None:
     """Return the start and end in the file, and the memory, of a target's part for direct reads.
 
-    None if the alignments differ or the part is small.
+    The result is None if the alignments differ or the part is small.
     """
     target, offset = place
     first, last = up(offset, alignment), down(offset + len(target), alignment)

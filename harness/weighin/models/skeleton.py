@@ -1,9 +1,9 @@
 """Build a model without writing its weights, and restore the buffers that no checkpoint contains.
 
 A *skeleton* is a model on the CPU whose parameters are in memory that was never written, and so
-take no RAM; its buffers have the constructor's values. It is not built on the meta device for two
-reasons: the buffers' values would be lost, and the first Python operation on the meta device
-imports 800 modules (0.75 s, 68 MiB).
+take no RAM; its buffers have the constructor's values. A skeleton is not built on the meta device
+for two reasons: the buffers' values would be lost, and the first Python operation on the meta
+device imports 800 modules (0.75 s, 68 MiB).
 """
 
 import ctypes

@@ -85,7 +85,8 @@ def memory_cgroup_of(pid: int) -> Path | None:
 def pressure_file_of(pid: int) -> Path | None:
     """Return the PSI file of a process's v2 group.
 
-    None if PSI is off, or if the group is the root group, whose PSI covers the whole machine.
+    The result is None if PSI is off, or if the group is the root group, whose PSI covers the whole
+    machine.
     """
     mount, path = pressure_hierarchy(), _group_of(pid, 2)
     if mount is None or path is None or path == "/":
@@ -189,9 +190,9 @@ class MemoryCgroup:
         """Return the counters of memory.events.local: how often this group met its limits.
 
         ``max`` counts charges that met the limit, ``high`` counts charges above the soft limit, and
-        ``oom`` counts charges for which nothing could be reclaimed. None on cgroup v1: its failcnt
-        stays 0 if RAM and swap have the same limit (measured on Linux 6.18 by reading a file of
-        twice the limit twice).
+        ``oom`` counts charges for which nothing could be reclaimed. The result is None on cgroup
+        v1, whose failcnt stays 0 if RAM and swap have the same limit (measured on Linux 6.18 by
+        reading a file of twice the limit twice).
         """
         text = _read(self.oom_path) if self.version == 2 else None
         return parse_numbers(text) if text else None

@@ -1,8 +1,7 @@
 """Read the kernel's figures of one process from /proc/PID/status and /proc/PID/stat.
 
 The worker reads its own high-water mark with this module. The module does not import pathlib, which
-would take 1 MiB in the worker.
-Source: Documentation/filesystems/proc.rst of the kernel.
+would take 1 MiB in the worker. Source: Documentation/filesystems/proc.rst of the kernel.
 """
 
 from weighin.record import Memory
