@@ -53,7 +53,7 @@ class Running(Protocol):
         ...
 
     def observe_inside(self, interval_s: float) -> Observer | None:
-        """Start an observer in the container if the parent cannot see the worker, else None."""
+        """Start an observer in the container; return None if the parent can see the worker."""
         ...
 
     def wait(self, timeout_s: float) -> Exit:
@@ -65,7 +65,7 @@ class Running(Protocol):
         ...
 
     def close(self) -> None:
-        """Kill all remaining processes and remove everything. Always called, sometimes twice.
+        """Kill all remaining processes and remove everything; a second call has no effect.
 
         Raises:
             StillRunning, IsolationUnavailable: a part could not be removed; all other parts were.

@@ -17,8 +17,8 @@ from weighin.suite.registry import data_folder
 
 _PATIENCE_S = 10.0  # from SIGKILL to the end of the process
 CODE_PATH = (Path(__file__).resolve().parents[2], data_folder("strategies").parent)
-"""The folders from which a worker imports weighin, and weighin's strategies, which other strategies
-use."""
+"""The folders from which a worker imports weighin and weighin's strategies. Other strategies may
+import these strategies."""
 WORKER = (sys.executable, "-P", "-m", "weighin.worker")
 
 

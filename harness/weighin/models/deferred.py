@@ -42,7 +42,7 @@ _SHAPES: Final = frozenset({
 """Operations that use only a tensor's shape and dtype, not its values."""
 
 _LATER: Final = frozenset({_ONES, *_DRAWS, *_CLONES, *_TRIANGLES})
-"""Operations that equal an allocation and one write, which can be deferred."""
+"""Operations that are equivalent to an allocation and one write; the write can be deferred."""
 
 _RESIZES: Final = frozenset({"set_", "resize_", "resize_as_", "_resize_output_"})
 _DIRECT_READS: Final = frozenset({

@@ -48,7 +48,7 @@ def _put(
         for module, leaf in owners:
             setattr(module, leaf, tensor)
 
-    if weakref.getweakrefs(old):  # an RNN has them to its weights, and handles a new attribute
+    if weakref.getweakrefs(old):  # an RNN has such references, and notices a new attribute
         put(new)
         return lambda: put(old)
     _swap(old, new)

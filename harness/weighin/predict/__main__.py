@@ -47,7 +47,7 @@ def _answer_in_fork(request: dict[str, Any]) -> dict[str, Any]:
     if child == 0:
         prctl = ctypes.CDLL(None).prctl
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the fork never outlives its parent
-        # A huge page would make memory around the small tensors resident, which are written.
+        # Small tensors are really written; huge pages would make memory around them resident.
         prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0)
         os.close(reading)
         answer = _answer(request)
@@ -96,7 +96,7 @@ def _predict(cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
     builder = resolve_builder(cell.model.builder)
     from weighin.predict.simulate import run
 
-    manifest = read_manifest(Path(request["manifest"]))  # a worker's heap has it too
+    manifest = read_manifest(Path(request["manifest"]))  # read to shape the heap as in a worker
     baseline = replace(
         Memory(**request["baseline"]), anon_bytes=memory_of(read_status()).anon_bytes
     )

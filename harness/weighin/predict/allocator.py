@@ -55,7 +55,7 @@ class CachingAllocator:
         self._next_address = 0
 
     def malloc(self, requested: int) -> CudaBlock:
-        """Return a block for ``requested`` bytes, at least one.
+        """Return a block for ``requested`` bytes; ``requested`` must be at least 1.
 
         Raises:
             CudaOutOfMemory: the block would exceed the limit.

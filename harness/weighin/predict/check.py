@@ -48,7 +48,7 @@ class Checked:
 
 
 def check(run: Path, *, trusted: bool = False) -> list[Checked]:
-    """Predict every series of a run that has an ok cell; compare it with these cells' median.
+    """Predict every series of a run that has an ok cell; compare with the median of its ok cells.
 
     Raises:
         RecordError: the folder has no run, or no load of the run is ok.

@@ -1,4 +1,4 @@
-"""A model of glibc's malloc for large blocks: which are in the heap, and which pages stay resident.
+"""A model of glibc's malloc for large blocks: the blocks in the heap, and its resident pages.
 
 It follows malloc/malloc.c of glibc 2.36 with its default settings. Small blocks are not modelled
 one by one. Their positions differ between processes, so that a ``Heap`` models one of three cases:

@@ -19,7 +19,7 @@ def read_kernel(path: Path) -> str:
 
 
 def start_time(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since boot; None if it has ended.
+    """Return a process's start time, in clock ticks since boot; None if the process has ended.
 
     Pid and start time together identify a process uniquely, since pids are reused.
     """
@@ -36,7 +36,7 @@ def this_process() -> str:
 
 
 def is_alive(name: str) -> bool:
-    """Tell whether the process that ``this_process`` named so still runs."""
+    """Tell whether a process still runs, by the name that ``this_process`` gave it."""
     pid, _, ticks = name.partition("-")
     return pid.isdigit() and ticks == str(start_time(int(pid)))
 

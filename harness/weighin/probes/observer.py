@@ -2,7 +2,7 @@
 
 ``LocalObserver`` reads the files of this machine. If the worker runs on another machine, a watcher
 process in the worker's container reads the files there
-(``weighin.isolation.docker.container_observer``). The parent communicates with it through
+(``weighin.isolation.docker.container_observer``). The parent communicates with the watcher through
 ``weighin.isolation.docker.remote_observer``.
 """
 

@@ -32,7 +32,7 @@ def classify(error: BaseException, strategy: str) -> tuple[Outcome, str]:
 
 
 def describe(error: BaseException, strategy: str = "") -> str:
-    """Return an error in one line, with the file and line that raised it.
+    """Describe an error in one line, with the file and line that raised it.
 
     If the traceback contains the strategy's file, the innermost line in this file is given, because
     it tells the strategy's author more than a line of torch.

@@ -14,7 +14,7 @@ from weighin.models.skeleton import construct, reset_buffers
 
 
 class Phases(Protocol):
-    """Records the peaks of phases. In a worker it is a ``Marks``, in a prediction a ``Ledger``."""
+    """Records the peaks of phases: class ``Marks`` in a worker, ``Ledger`` in a prediction."""
 
     def phase(self, name: str) -> AbstractContextManager[None]: ...
 

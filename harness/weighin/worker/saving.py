@@ -81,7 +81,7 @@ def check(target: Path, manifest: Manifest, dtype: torch.dtype) -> None:
     """Read the saved checkpoint back from the disk; raise WrongWeights if it differs from the model.
 
     The check needs memory for only a few pieces of 16 MiB, because the save's RAM limit applies to
-    it.
+    the check too.
     """
     page_cache.drop(files_in(target))
     try:

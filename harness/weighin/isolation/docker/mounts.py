@@ -82,7 +82,7 @@ def _preloaded(environment: dict[str, str]) -> dict[str, str]:
 
 
 def _importable(mounts: tuple[str, ...]) -> list[str]:
-    """Return the folders of this Python's path that directly contain a mounted path.
+    """Return the folders of ``sys.path`` that directly contain a mounted path.
 
     In the container, these folders contain only the mounted paths, so that they hide no package of
     the image.

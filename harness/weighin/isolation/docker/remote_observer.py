@@ -11,7 +11,7 @@ from weighin.isolation.channel import Channel
 from weighin.probes.observer import Observation
 from weighin.record import Memory, Sample
 
-_TURN_S = 0.01  # the thread polls the channel so often; the longest delay of a request
+_TURN_S = 0.01  # the interval of polling the channel; the longest delay of a request
 _ANSWER_TIMEOUT_S = 10.0
 
 
