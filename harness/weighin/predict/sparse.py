@@ -1,4 +1,4 @@
-"""Checkpoints with structure but without values: sparse files that take no disk space."""
+"""Write checkpoints without values: sparse files that take almost no disk space."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,11 +26,13 @@ def make_sparse(
 ) -> Path:
     """Write a checkpoint in format ``fmt`` without values; return its path.
 
-    Its tensors are those of ``selection`` of the checkpoint ``source``, or of ``model`` if that is None. ``dtype``
-    replaces the dtype of floating-point tensors; None keeps it.
+    The new checkpoint has the tensors that ``selection`` selects in the checkpoint ``source``, or
+    all tensors of ``model`` if ``source`` is None. ``dtype`` replaces the dtype of floating-point
+    tensors; None keeps their dtypes.
 
     Raises:
-        ConfigError: the builder cannot be used. CheckpointError: ``source`` cannot be read.
+        ConfigError: the builder cannot be used.
+        CheckpointError: ``source`` cannot be read.
     """
     if source is not None:
         _, slices = formats.read(source, selection)
