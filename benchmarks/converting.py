@@ -1,8 +1,9 @@
 """Measure the memory of conversions from one file to each format, and compare it with a limit.
 
-Each conversion runs in a fresh process and is verified at its end. Its figure is the sampled maximum
-of anonymous memory, from 1000 samples per second, above the memory after all imports. The limit is
-the size of the largest tensor plus 300 MiB. Exits with 1 if a conversion exceeds its limit.
+Each conversion runs in a fresh process and is verified at its end. Its figure is the sampled
+maximum of anonymous memory (1000 samples per second) minus the memory after all imports. The limit
+is the size of the largest tensor plus 300 MiB. The script exits with 1 if a conversion exceeds the
+limit.
 """
 
 import argparse
@@ -72,7 +73,7 @@ def main() -> None:
 
 
 def convert(source: Path, fmt: str, dtype: str) -> dict[str, float]:
-    """Run one conversion; returns its memory above the imports in bytes, and its seconds."""
+    """Run one conversion; return its memory above the imports in bytes, and its seconds."""
     folder = Path(tempfile.mkdtemp(prefix="converting-", dir=cache.folder()))
     try:
         target = folder / f"model{formats.named(fmt).SUFFIX}"

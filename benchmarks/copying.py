@@ -2,8 +2,9 @@
 
     python benchmarks/copying.py [FILE] [--rounds 7] [--threads 2]
 
-Each round runs every method once in random order, each in its own process. Ratios are relative to
-the fastest raw method of the same round. If the machine is busy, use the ratios of CPU time.
+Each round runs every method once, in random order, each method in its own process. Ratios are
+relative to the fastest raw method (any method but the loader's) of the same round. If the machine
+is busy, use the ratios of CPU time.
 """
 
 import argparse
@@ -50,13 +51,13 @@ def copy_mapped(file: Path, target: memoryview, offset: int) -> None:
 
 
 def load(file: Path, target: memoryview, offset: int) -> None:
-    """Read as the loader does, which chooses its method itself."""
+    """Read as ``load_streaming`` does, which chooses its method itself."""
     reader = PieceReader()
     reader.read(file, target, offset)
     reader.close()
 
 
-# Each method with its largest share in bytes; 0 means one share per thread.
+# Each method with the largest number of bytes per copy; 0 means one copy per thread.
 WAYS: dict[str, tuple[Callable[[Path, memoryview, int], None], int]] = {
     "read 1 MiB": (read, MIB),
     "read 4 MiB": (read, 4 * MIB),
@@ -72,7 +73,7 @@ WAYS: dict[str, tuple[Callable[[Path, memoryview, int], None], int]] = {
 
 
 def seconds(way: str, file: Path, threads: int) -> tuple[float, float]:
-    """Fill fresh memory with several threads; returns wall seconds and CPU seconds."""
+    """Fill fresh memory with several threads; return wall seconds and CPU seconds."""
     copy, most = WAYS[way]
     size = file.stat().st_size
     share = most or -(-size // threads // _HUGE_BYTES) * _HUGE_BYTES

@@ -1,8 +1,8 @@
 """Load a 41 GB float32 checkpoint as a 20.6 GB bfloat16 model, in RAM for little more than the model.
 
 This is the case of a PyTorch feature request: a checkpoint of 40 GB, a half-precision model of 20 GB
-and RAM for one copy of the model. The checkpoint is a sparse file with structure but no data: it
-needs no disk space and reads as zeros, which take as much memory as any other values.
+and RAM for one copy of the model. The checkpoint is a sparse file with structure but no data. It
+needs almost no disk space and reads as zeros, which take as much memory as any other values.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""Compare speed and outputs of a model with tensors aligned by torch and as in a safetensors file.
+"""Compare a model's speed and outputs for two alignments: torch's, and that of a safetensors file.
 
 ``.venv/bin/python benchmarks/forward_alignment.py [--rounds 9] [--models gpt2-medium,resnet50]``
 
 torch aligns tensors to 64 bytes, a safetensors file to 8, and ``load_streaming`` keeps the offsets
 of the file. Forward passes with the same weights in both alignments alternate in one process. With
-``OMP_NUM_THREADS=1`` the figures are CPU time. Needs 4 GiB of RAM and, for torchvision's resnet50,
-the extra ``zoo``.
+``OMP_NUM_THREADS=1`` the figures are CPU time. The script needs 4 GiB of RAM and, for torchvision's
+resnet50, the extra ``zoo``.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def _compare(name: str, file: Path, rounds: int) -> None:
     torch.manual_seed(0)
     inputs = example()
     seconds = []
-    # One unmeasured pass each, to warm up pages, kernels and threads.
+    # One unmeasured pass of each model warms up pages, kernels and threads.
     outputs = [_forward(model, inputs)[0] for model in (allocated, loaded)]
     for number in range(rounds):
         turn = [_forward(model, inputs)[1] for model in _in_turn(number, allocated, loaded)]
@@ -79,7 +79,7 @@ def _compare(name: str, file: Path, rounds: int) -> None:
 
 
 def _in_turn(number: int, *models: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
-    """Return the models, in reverse order in every other round."""
+    """Return the models, in reverse order in every second round."""
     return models if number % 2 == 0 else models[::-1]
 
 

@@ -1,10 +1,12 @@
 """Measure how often the gate detects a regression and how often it raises a false alarm.
 
-Measures a baseline, then alternates an unchanged run with a run of modified strategies. A modified
-strategy keeps an extra tensor of 5 % of the model: in one round from the start of its load, in the
-next from its end (which does not raise a peak that was reached earlier). Each run is a separate
-command, as in CI. Prints both counts and the spread of each metric. Runs that --out contains are not
-measured again, so a later call with more --rounds adds to them.
+The script measures a baseline, then alternates an unchanged run with a run of modified strategies.
+A modified strategy keeps an extra tensor of 5 % of the model's size. In every second round it
+allocates the tensor at the start of the load, in the other rounds at the end (which does not raise
+a peak that was reached earlier). Each run is a separate command, as in CI. The script prints the
+number of detected regressions, the number of false alarms, and the spread of each metric. Runs that
+the --out folder contains are not measured again, so that a later call with more --rounds adds to
+these runs.
 """
 
 import argparse
@@ -75,7 +77,7 @@ def _measure(folder: Path, command: Sequence[str], strategies: Iterable[object])
 
 
 def _plant(out: Path, model: str, strategies: Iterable[str], place: str) -> list[Path]:
-    """Write a copy of each strategy under its own name that keeps an extra tensor."""
+    """Write a copy of each strategy, of the same name, that keeps an extra tensor."""
     size_bytes = round(SHARE * cache.ensure(registry.model(model), "pt").manifest().model_bytes())
     folder = out / "planted" / place
     folder.mkdir(parents=True, exist_ok=True)

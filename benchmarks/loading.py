@@ -1,18 +1,18 @@
 """Compare the load times of strategies with raw reads of the same file.
 
 Each strategy runs once per round in a fresh process, in random order, with a warm and with a cold
-page cache. Memory is freed just before the clock starts, because a virtual machine's pages are slow
-after they were free for some seconds. For a warm cache the pages are dropped and the file is read
-again, as in the harness, because pages that were just written take longer to map. The clock starts
-after ``import torch``. The strategy's own imports are part of its time, from bytecode as after a pip
-install, unless ``--imports before`` is given.
+page cache. Memory is freed just before the clock starts, because in a virtual machine the first
+access to a page is slow if the page was free for some seconds. For a warm cache, the file's pages
+are dropped and the file is read again, as weighin does, because pages that were just written take
+longer to map. The clock starts after ``import torch``. A strategy's time includes its own imports
+(from bytecode, as after a pip install), unless ``--imports before`` is given.
 
-Loaded is the time until the strategy returned. Ready also includes reading every byte once; the
-values are verified after the clock stopped. A raw read goes into fresh memory, which is read once
-too, so that both columns have a limit. "x limit" is the median over the rounds of the ratio to the
-raw read of the same file in the same round, since files of equal content may lie differently on a
-disk. Use --beside to compare two strategies: it forms ratios within a round, which cancels the drift
-of a machine's speed.
+"Loaded" is the time until the strategy returned. "Ready" also includes reading every byte once. The
+values are verified after the clock stopped. A raw read fills fresh memory, and then reads this
+memory once too; it is the limit for "loaded" and for "ready". The column "x limit" is the median,
+over the rounds, of a strategy's time divided by the time of the raw read of the same file in the
+same round, since files of equal content may lie differently on a disk. Use --beside to compare two
+strategies: it computes ratios within a round, which cancels the drift of a machine's speed.
 """
 
 import argparse
@@ -57,7 +57,7 @@ _WARM_ATTEMPTS = 5
 _MEMORY = {
     "warm": 5,
     "cold": 9,
-}  # in quarters of the checkpoint: the memory of a load, page cache included
+}  # in quarters of the checkpoint's size: the memory of a load, page cache included
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +178,8 @@ def _compare(
         (way, []) for way in (*read_raw.values(), *ways)
     ]
     for file in read_raw:
-        assert page_cache.drop([file]) == 0  # a warm file must have been read, not written
-    shuffle = random.Random(0)  # noqa: S311 (varies the predecessor of each strategy)
+        assert page_cache.drop([file]) == 0  # pages must come from a read, not from a write
+    shuffle = random.Random(0)  # noqa: S311 (varies which strategy runs before which)
     for number in range(options.rounds):
         for way, seconds in shuffle.sample(timings, len(timings)):
             print(f"{state}, round {number + 1}: {way.name}", file=sys.stderr)
@@ -197,7 +197,7 @@ def _compare(
 
 
 def _in_fresh_process(job: dict[str, Any], read: Path, state: str) -> tuple[float, float]:
-    """Time one strategy, with memory that was freed just before its clock started."""
+    """Time one strategy, whose memory is freed just before its clock starts."""
     memory_bytes = _MEMORY[state] * read.stat().st_size // 4
     command = [sys.executable, __file__, "--one", json.dumps(job)]
     pipe = subprocess.PIPE
@@ -207,7 +207,7 @@ def _in_fresh_process(job: dict[str, Any], read: Path, state: str) -> tuple[floa
             process.stdout.readline()
             _prepare_cache(read, state)
             time.sleep(page_preconditioning.SETTLED_S)
-            _prepare_cache(read, state)  # some machines evict pages that were not used lately
+            _prepare_cache(read, state)  # some machines evict pages that were not used recently
         output, _ = process.communicate("go\n")
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)
@@ -246,7 +246,7 @@ def _with_range(values: Sequence[float], width: int) -> str:
 
 
 def _run_one(job: dict[str, Any]) -> tuple[float, float]:
-    """Return the seconds until one strategy returned, and until ready, in this fresh process."""
+    """Return the seconds until one strategy returned and until ready, in this fresh process."""
     import torch
 
     from weighin.checkpoint.manifest import read_manifest

@@ -1,4 +1,4 @@
-"""Deserialize a file of tensorizer's own format into a model that was built without weights.
+"""Load a file of tensorizer's own format into a model that was built without weights.
 
 Expected peak: one copy of the weights.
 """

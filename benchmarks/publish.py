@@ -1,9 +1,9 @@
-"""Measure the published runs again, or list those whose code has changed since.
+"""Measure the published runs again, or list the runs whose code has changed since.
 
 ``make publish`` prints its plan with durations, measures every run of results/published/runs.yaml
-into results/publishing, and moves them into place when all are complete. If it is stopped, the next
-call resumes. It refuses to start while other programs use the machine. ``make publish
-ARGS=--status`` only reads. ::
+into results/publishing, and moves the new runs into place when all are complete. If the command is
+stopped, the next call resumes it. The command refuses to start while other programs use the
+machine. ``make publish ARGS=--status`` measures and writes nothing. ::
 
     .venv/bin/python benchmarks/publish.py [--status | --plan | --predict] [--anyway] [RUN ...]
 """
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def read(root: Path, names: Sequence[str] = ()) -> list[Run]:
-    """Return all published runs, or those with these names, in the order of runs.yaml."""
+    """Return all published runs, or only the runs in ``names``, in the order of runs.yaml."""
     commands = yaml.safe_load((root / PUBLISHED / "runs.yaml").read_text(encoding="utf-8"))
     for name in names:
         if name not in commands:
@@ -119,7 +119,7 @@ def status(runs: Iterable[Run], root: Path) -> list[str]:
 
 
 def predictions(run: Run, root: Path) -> list[str]:
-    """Return a line on a run's predictions, if it has some: whether their code has changed."""
+    """Tell in one line whether the code of a run's predictions, if any, has changed."""
     path = root / PUBLISHED / run.name / PREDICTED
     if not path.exists():
         return []
@@ -137,7 +137,7 @@ def predictions(run: Run, root: Path) -> list[str]:
 
 
 def plan(runs: Sequence[Run]) -> list[str]:
-    """Return a line per command with its last duration, and the total."""
+    """Return a line for each command with its last duration, and a line with the total."""
     lines = [f"{run.took_s / 60:5.0f} min  weighin {shlex.join(run.command)}" for run in runs]
     total = sum(run.took_s for run in runs) / 60
     lines.append(f"{total:5.0f} min in total, as the published runs took, plus the time to")
@@ -148,7 +148,7 @@ def plan(runs: Sequence[Run]) -> list[str]:
 
 
 def why_not(load: float, code: dict[str, object]) -> str:
-    """Return the reason why a measurement now must not be published; empty if there is none."""
+    """Return the reason why a run measured now must not be published; empty if it may be."""
     if load > QUIET_LOAD:
         return (
             f"this machine is busy: load average {load:.2f}, above {QUIET_LOAD}. Times would be"
@@ -163,7 +163,7 @@ def why_not(load: float, code: dict[str, object]) -> str:
 
 
 def measure(run: Run) -> None:
-    """Measure a run into results/publishing, or resume it there."""
+    """Measure a run, or resume it, in the folder results/publishing."""
     folder = PUBLISHING / run.name
     verb, *rest = run.command
     if (folder / run_folder.PLAN).exists():
@@ -205,10 +205,11 @@ def _refuse_other_code(folder: Path) -> None:
 
 
 def put_in_place(measured: Path, published: Path) -> None:
-    """Replace a published run by the new one: its records, and its timeline.
+    """Replace a published run's records and timeline by the new run's records and timeline.
 
-    The samples are not kept: the timeline is all that is drawn from them. A run under several limits
-    has none: it would be dozens of panels. ``fill_pages`` draws the other pictures again.
+    The samples are not kept, because only the timeline is drawn from them. A run under several
+    limits has no timeline, which would have dozens of panels. ``fill_pages`` draws all other
+    pictures again.
     """
     ready = measured / "published"
     shutil.rmtree(ready, ignore_errors=True)
@@ -233,7 +234,7 @@ def predict(run: Run, published: Path) -> None:
 
 
 def fill_pages() -> None:
-    """Fill the tables and draw the pictures of our pages (``make pages``)."""
+    """Fill the tables and draw the pictures of the documentation (``make pages``)."""
     subprocess.run(["make", "--no-print-directory", "pages"], check=True)
 
 

@@ -1,11 +1,13 @@
 """Test the answers of ``weighin recommend`` just below and just above every predicted floor.
 
 For a floor that is predicted as a range, the limits are below its minimum and above its maximum.
-First asks for a recommendation without records, under limits around each strategy's floor. Then
-runs every strategy without a limit, each rejected strategy under the largest limit that rejects it,
-where it must be oom_killed, and each recommended strategy under the smallest limit that recommends
-it, where it must end ok. Then asks again with these records: every limit must give the same strategy
-as before. Exits with 1 otherwise. Cells that --out contains are not run again.
+First the script asks for a recommendation without records, under limits around each strategy's
+floor. Then it runs every strategy without a limit, each rejected strategy under the largest limit
+that rejects it, and each recommended strategy under the smallest limit that recommends it. A
+rejected strategy must end oom_killed and a recommended strategy must end ok. At last the script
+asks for a recommendation again, with the records of these cells. Under every limit, the recommended
+strategy must be the same as without records. The script exits with 1 if an outcome or a
+recommendation is not as expected. Cells that the --out folder contains are not run again.
 """
 
 import argparse
@@ -91,7 +93,7 @@ def _tried(
 
 
 def _limits(known: PriorKnowledge) -> Iterator[int]:
-    """Yield limits on both sides of each floor, where verdicts change, and two above it."""
+    """Yield limits for each predicted floor: just below and above it, and two larger limits."""
     limits = set()
     for each in known.predictions:
         if each.floor_bytes and each.floor_least_bytes and each.model_bytes:
@@ -169,7 +171,7 @@ def _measure(folder: Path, promises: Sequence[Promise], isolation: str) -> list[
 
 
 def _print_cells(promises: Sequence[Promise], results: Sequence[Result]) -> int:
-    """Print the outcome of each cell; return the number that ended as predicted."""
+    """Print the outcome of each cell; return the number of cells that ended as predicted."""
     by_id = {result.cell.id: result for result in results}
     print(
         "| strategy | RAM limit | predicted | outcome | ready s |\n| --- | ---: | --- | --- | ---: |"
@@ -186,7 +188,7 @@ def _print_cells(promises: Sequence[Promise], results: Sequence[Result]) -> int:
 
 
 def _print_names(limits: Sequence[int], before: Sequence[Advice], after: Sequence[Advice]) -> int:
-    """Print the strategy of each limit; return the number of limits where both agree."""
+    """Print the strategy of each limit; return the number of limits where both answers agree."""
     print("\n| RAM limit | recommended without records | with records |\n| ---: | --- | --- |")
     same = 0
     for limit, *asked in zip(limits, before, after, strict=True):

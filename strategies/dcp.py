@@ -1,8 +1,8 @@
 """Build on the meta device, allocate, and load with torch.distributed.checkpoint into the model.
 
-Expected peak: one copy of the weights and the largest tensor. Runs in one process, without a process
-group. torch unpickles the checkpoint's metadata, which can execute code: use it only for checkpoints
-that you trust.
+Expected peak: one copy of the weights and the largest tensor. The load runs in one process, without
+a process group. torch unpickles the checkpoint's metadata, which can execute code: use this
+strategy only for checkpoints that you trust.
 """
 
 import torch

@@ -2,8 +2,8 @@
 
 Expected peak: one copy of the weights, in one shared block of memory.
 
-Options: gds (true: with GPUDirect Storage, the default of the package, which needs a GPU and the kernel
-module nvidia-fs; default: false).
+Options: gds (true reads with GPUDirect Storage, which needs a GPU and the kernel module nvidia-fs;
+the package's own default is true, this strategy's is false).
 """
 
 import torch
@@ -25,11 +25,11 @@ def load(job: Load) -> torch.nn.Module:
         device, nogds = str(job.device), not job.options.get("gds", False)
         with fastsafe_open(str(job.checkpoint), device=device, nogds=nogds) as opened:
             for name in opened.keys():  # noqa: SIM118 (a method; not a mapping)
-                state[name] = opened.get_tensor(name)  # keeps the block alive
+                state[name] = opened.get_tensor(name)  # the tensor keeps its block alive
     with job.phase("assign"):
         for name, tensor in state.items():
             kind = job.dtype if tensor.is_floating_point() else tensor.dtype
-            state[name] = tensor.to(job.device, kind)  # the same tensor where nothing changes
+            state[name] = tensor.to(job.device, kind)  # copies only if device or dtype differs
         tied = tied_names(model)
         share_missing(state, tied)
         model.load_state_dict(state, assign=True)

@@ -19,11 +19,11 @@ def load(job: Load) -> torch.nn.Module:
         model = job.build_model()
     file = str(job.checkpoint)
     with job.phase("read"), safe_open(file, framework="pt", device=job.device) as opened:
-        state = dict(opened.tensors())  # clones, which outlive the buffer
+        state = dict(opened.tensors())  # clones, which stay valid after the buffer is freed
     with job.phase("assign"):
         for name, tensor in state.items():
             kind = job.dtype if tensor.is_floating_point() else tensor.dtype
-            state[name] = tensor.to(job.device, kind)  # the same tensor where nothing changes
+            state[name] = tensor.to(job.device, kind)  # copies only if device or dtype differs
         tied = tied_names(model)
         share_missing(state, tied)
         model.load_state_dict(state, assign=True)

@@ -1,7 +1,7 @@
 """Build on the meta device, torch.load the whole state dict, and assign its tensors to the model.
 
-Expected peak: one copy of the weights. For a GPU, the tensors pass through the page cache and RAM one
-by one.
+Expected peak: one copy of the weights. On the way to a GPU, the tensors pass through the page cache
+and RAM one by one.
 
 Options: map_location ("cpu" reads the whole state dict into RAM before the first copy to a GPU;
 default: the cell's device).
@@ -26,7 +26,7 @@ def load(job: Load) -> torch.nn.Module:
         tied = tied_names(model)
         for name, tensor in state.items():
             kind = job.dtype if tensor.is_floating_point() else tensor.dtype
-            state[name] = tensor.to(job.device, kind)  # the same tensor where nothing changes
+            state[name] = tensor.to(job.device, kind)  # copies only if device or dtype differs
         model.load_state_dict(state, assign=True)
         retie(model, tied)
     with job.phase("buffers"):

@@ -1,6 +1,7 @@
 """Build on the meta device, allocate, torch.load the whole state dict, and copy it in.
 
-Expected peak: two copies of the weights, the model's and the state dict's. Nothing is initialised.
+Expected peak: two copies of the weights, the model's and the state dict's. The model's memory is
+allocated without initialising its weights.
 
 Options: map_location (the state dict's device; "cpu" keeps it in RAM; default: the cell's device).
 """

@@ -1,7 +1,8 @@
 """Build on the meta device, torch.load with mmap=True, and assign the mapped tensors to the model.
 
-Expected peak: no anonymous memory for the weights. They stay file-backed pages, which the kernel can
-reclaim under pressure. If the RAM limit is below the model's size, it reads pages again on each use.
+Expected peak: no anonymous memory for the weights. The weights stay file-backed pages, which the
+kernel can reclaim under memory pressure. If the RAM limit is below the model's size, each use of
+the model reads reclaimed pages again.
 
 Options: map_location ("cpu" maps the whole file before the first copy to a GPU; default: the cell's
 device).
@@ -26,7 +27,7 @@ def load(job: Load) -> torch.nn.Module:
         tied = tied_names(model)
         for name, tensor in state.items():
             kind = job.dtype if tensor.is_floating_point() else tensor.dtype
-            state[name] = tensor.to(job.device, kind)  # the same tensor where nothing changes
+            state[name] = tensor.to(job.device, kind)  # copies only if device or dtype differs
         model.load_state_dict(state, assign=True)  # the state dict's tensors become the model's
         retie(model, tied)
     with job.phase("buffers"):

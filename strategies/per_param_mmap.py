@@ -1,7 +1,7 @@
 """Build on the meta device, map one file per parameter, and assign the mapped tensors to the model.
 
-Expected peak: no anonymous memory for the weights, as with mmap_assign, but one mapping for each
-parameter.
+Expected peak: no anonymous memory for the weights, as with mmap_assign. Each parameter has its own
+mapping.
 """
 
 import json

@@ -1,8 +1,9 @@
 """Read a safetensors file into the page cache in order, then map it and assign the mapped tensors.
 
-Expected peak: no anonymous memory for the weights, as with safetensors_mmap. The file is read once from
-its beginning to its end, as a disk reads fastest; serving engines do so on disks that are slow at random
-reads. If the RAM limit is below the model's size, the kernel drops the first pages before they are used.
+Expected peak: no anonymous memory for the weights, as with safetensors_mmap. The file is read once
+from its beginning to its end, the fastest order for a disk; serving engines use this order on disks
+with slow random reads. If the RAM limit is below the model's size, the kernel drops the file's
+first pages before the model uses them.
 """
 
 import mmap
@@ -30,7 +31,7 @@ def load(job: Load) -> torch.nn.Module:
     with job.phase("assign"):
         for name, tensor in state.items():
             kind = job.dtype if tensor.is_floating_point() else tensor.dtype
-            state[name] = tensor.to(job.device, kind)  # the same tensor where nothing changes
+            state[name] = tensor.to(job.device, kind)  # copies only if device or dtype differs
         tied = tied_names(model)
         share_missing(state, tied)
         model.load_state_dict(state, assign=True)
@@ -41,8 +42,8 @@ def load(job: Load) -> torch.nn.Module:
 
 
 def prefetch(path: Path, window_bytes: int = 64 * 1024**2) -> None:
-    """Read a file into the page cache; no more than one window of it is mapped at a time."""
-    populate_read = 22  # MADV_POPULATE_READ, Linux 5.14; Python's mmap has no name for it
+    """Read a file into the page cache, mapping at most ``window_bytes`` of the file at a time."""
+    populate_read = 22  # MADV_POPULATE_READ (Linux 5.14), a constant that Python's mmap lacks
     with Path(path).open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         for start in range(0, size, window_bytes):

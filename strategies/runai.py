@@ -1,7 +1,8 @@
 """Stream a safetensors file with Run:ai's Model Streamer, and assign its tensors to the model.
 
-Expected peak: one copy of the weights, and the streamer's read-ahead. Its defaults are what its documents
-recommend for a local disk: 16 threads, reads of 2 MiB, no limit on its buffer. Set its variables, such as
+Expected peak: one copy of the weights, and the streamer's read-ahead. The streamer runs with its
+defaults, which its documentation recommends for a local disk: 16 threads, reads of 2 MiB, no limit
+on its buffer. To change the defaults, set the streamer's environment variables, such as
 RUNAI_STREAMER_CONCURRENCY and RUNAI_STREAMER_MEMORY_LIMIT, in the cell's environment.
 """
 
@@ -21,11 +22,11 @@ def load(job: Load) -> torch.nn.Module:
         model = job.build_model()
     with job.phase("read"), SafetensorsStreamer() as streamer:
         streamer.stream_file(str(job.checkpoint))
-        state = dict(streamer.get_tensors())  # each tensor belongs to the caller
+        state = dict(streamer.get_tensors())  # the caller owns each tensor
     with job.phase("assign"):
         for name, tensor in state.items():
             kind = job.dtype if tensor.is_floating_point() else tensor.dtype
-            state[name] = tensor.to(job.device, kind)  # the same tensor where nothing changes
+            state[name] = tensor.to(job.device, kind)  # copies only if device or dtype differs
         tied = tied_names(model)
         share_missing(state, tied)
         model.load_state_dict(state, assign=True)

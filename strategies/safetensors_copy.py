@@ -1,6 +1,6 @@
 """Build on the meta device, allocate, and copy tensor by tensor from a mapped safetensors file.
 
-Expected peak: one copy of the weights. The file's pages stay in the page cache as far as they fit.
+Expected peak: one copy of the weights. The file's pages stay in the page cache if memory allows.
 """
 
 import torch
@@ -20,7 +20,7 @@ def load(job: Load) -> torch.nn.Module:
     with job.phase("allocate"):
         tied = tied_names(model)
         model.to_empty(device=job.device)
-        retie(model, tied)  # the file has a tied weight under only one of its names
+        retie(model, tied)  # the file stores a tied weight under only one of its names
     with job.phase("copy"):
         targets = model.state_dict()
         with safe_open(job.checkpoint, framework="pt") as file:

@@ -1,6 +1,6 @@
 """Build the model, and let safetensors.torch.load_model map the file and copy it into the model.
 
-Expected peak: one copy of the weights. The file's pages stay in the page cache as far as they fit.
+Expected peak: one copy of the weights. The file's pages stay in the page cache if memory allows.
 """
 
 import torch
@@ -18,5 +18,5 @@ def load(job: Load) -> torch.nn.Module:
     with job.phase("build"):
         model = job.build_model().to(job.device)  # initialises weights that are overwritten below
     with job.phase("copy"):
-        fill(model, job.checkpoint, device=str(job.device))  # strict, and knows tied weights
+        fill(model, job.checkpoint, device=str(job.device))  # strict, and handles tied weights
     return model

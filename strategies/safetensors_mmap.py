@@ -22,7 +22,7 @@ def load(job: Load) -> torch.nn.Module:
     with job.phase("assign"):
         for name, tensor in state.items():
             if tensor.is_floating_point():
-                state[name] = tensor.to(job.dtype)  # the same tensor where nothing changes
+                state[name] = tensor.to(job.dtype)  # copies only if the dtype differs
         tied = tied_names(model)
         share_missing(state, tied)
         model.load_state_dict(state, assign=True)

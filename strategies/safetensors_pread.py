@@ -22,7 +22,7 @@ def load(job: Load) -> torch.nn.Module:
     with job.phase("assign"):
         for name, tensor in state.items():
             kind = job.dtype if tensor.is_floating_point() else tensor.dtype
-            state[name] = tensor.to(job.device, kind)  # the same tensor where nothing changes
+            state[name] = tensor.to(job.device, kind)  # copies only if device or dtype differs
         tied = tied_names(model)
         share_missing(state, tied)
         model.load_state_dict(state, assign=True)

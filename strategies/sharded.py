@@ -1,7 +1,7 @@
 """Build on the meta device, allocate, then load shard by shard, copy each in and free it.
 
-Expected peak: one copy of the weights and the largest shard: in anonymous memory for ``.bin`` files,
-in file-backed pages for safetensors.
+Expected peak: one copy of the weights and the largest shard. The shard lies in anonymous memory if
+it is a ``.bin`` file, and in file-backed pages if it is a safetensors file.
 """
 
 import json
@@ -36,7 +36,7 @@ def load(job: Load) -> torch.nn.Module:
 
 
 def find_shards(folder: Path) -> list[Path]:
-    """Return the shards that the index lists; those of safetensors if the folder has both kinds."""
+    """Return the shards that the index lists: safetensors files if the folder has both kinds."""
     index = min(Path(folder).glob("*model*.index.json"))
     names = json.loads(index.read_text())["weight_map"].values()
     return [Path(folder, name) for name in dict.fromkeys(names)]

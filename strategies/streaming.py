@@ -1,10 +1,11 @@
 """Build without weights, and read every tensor from its offset in the file straight into the model.
 
-Expected peak: one copy of the weights, and a few MiB for each thread. There is no state dict with
-values, and reads that bypass the page cache leave no pages in it. Converts the dtype while it reads.
+Expected peak: one copy of the weights, and a few MiB for each thread. The strategy allocates no
+state dict with values, and a read that bypasses the page cache adds no pages to it. Elements are
+converted to the wanted dtype while they are read.
 
-Options: threads (default: up to 4 if the checkpoint is cached, else 16), granularity ("all", "module"
-or "tensor": the tensors that are read together).
+Options: threads (default: up to 4 if the checkpoint is in the page cache, else 16), granularity
+(which tensors are read together: "all", those of one "module", or a single "tensor").
 """
 
 import torch

@@ -1,8 +1,9 @@
 """Call ``from_pretrained`` of transformers, which maps safetensors files and renames keys.
 
-Expected peak: no anonymous memory for weights on the CPU that lie in safetensors files in the wanted
-dtype: they are mapped pages. Others take one copy, and converted tensors, such as the stacked experts
-of a layer, that of their sources too.
+Expected peak: no anonymous memory for mapped weights, that is, weights on the CPU whose safetensors
+file has the wanted dtype. All other weights take one copy. A tensor that transformers builds from
+several tensors of the file, such as the stacked experts of a layer, needs memory for its sources
+too.
 
 Options: disable_mmap (read the files instead of mapping them), device_map (as in from_pretrained).
 """

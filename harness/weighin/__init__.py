@@ -4,10 +4,10 @@
 
     from weighin import Load, Save, load_pretrained, load_streaming
 
-``Load`` and ``Save`` are the types of the argument of a strategy's function. ``load_streaming`` loads
-a checkpoint into a model and needs little more memory than the model. ``load_pretrained`` does the
-same for a Hugging Face folder, and returns the model. ``weighin.strategy`` has further functions for
-strategies.
+``Load`` and ``Save`` are the types of the argument of a strategy's function. ``load_streaming``
+loads a checkpoint into a model and needs little more memory than the model. ``load_pretrained``
+loads and returns the model of a Hugging Face folder, and needs as little memory.
+``weighin.strategy`` has further functions for strategies.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Write files and rename folders so that a crash leaves the old content or the new, never a part."""
+"""Write files and rename folders so that a crash leaves the old or the new content, not a part."""
 
 import os
 from pathlib import Path
@@ -32,7 +32,7 @@ def rename(source: Path, target: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync a folder's directory entries, which syncing a new file in it does not do."""
+    """Sync a folder's directory entries; syncing a new file alone does not sync its entry."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -35,7 +35,7 @@ class ModelSpec:
         """The model's name in every output: "gpt2-xl", "mynets:build(width=64)".
 
         A model without a name of its own is named after its builder and arguments, without spaces.
-        Long arguments are cut, and a digest of them follows.
+        Long arguments are shortened and followed by their digest.
         """
         if self.name != self.builder.rpartition(":")[2]:
             return self.name
@@ -47,12 +47,12 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One measurement to take. A limit, in bytes, is None where there is no such limit.
+    """One measurement to take. Limits are in bytes; None means no limit.
 
-    ``ram_high_bytes`` is the soft limit above which the kernel throttles the cell. ``passes`` is the
-    number of forward passes that run once the model is ready. For a save, ``format`` is the format to
-    write and ``device`` is the device that holds the model. ``environment`` are variables that the
-    worker has from its first instruction, beside those of the parent.
+    ``ram_high_bytes`` is the soft limit above which the kernel throttles the cell. ``passes`` is
+    the number of forward passes that run once the model is ready. For a save, ``format`` is the
+    format to write and ``device`` is the device that holds the model. ``environment`` holds the
+    variables that are added to the parent's environment when the worker starts.
     """
 
     model: ModelSpec
@@ -76,11 +76,11 @@ class Cell:
         """The name that all repeats of this cell share: a hash of every field except ``repeat``."""
         fields = asdict(self)
         del fields["repeat"]
-        if self.model.builder.startswith(_OUR_MODELS):  # equal to the names in records before 0.2
+        if self.model.builder.startswith(_OUR_MODELS):  # keeps the series names of 0.1
             fields["model"]["builder"] = self.model.builder.replace("weighin.", _FORMER_PACKAGE, 1)
         for name in ("vram_limit_bytes", "ram_high_bytes"):
             if fields[name] is None:
-                del fields[name]  # equal to the names in records from before this field existed
+                del fields[name]  # keeps the series names of records written before this field
         if not fields["environment"]:
             del fields["environment"]
         text = json.dumps(fields, sort_keys=True, default=str)
@@ -88,7 +88,7 @@ class Cell:
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """Its environment in words, sorted: ("MALLOC_ARENA_MAX=2",)."""
+        """The cell's environment variables as sorted texts: ("MALLOC_ARENA_MAX=2",)."""
         return tuple(f"{name}={value}" for name, value in sorted(self.environment.items()))
 
     @property
@@ -101,8 +101,9 @@ class Cell:
 class Body:
     """A test or a function that a worker runs in place of a load.
 
-    With ``pytest_arguments``, which select one test, the worker writes the test's reports to ``path``
-    as JSON. Without them, ``path`` is a pickle of a function, its arguments and keyword arguments.
+    With ``pytest_arguments``, which select one test, the worker writes the test's reports to
+    ``path`` as JSON. Without ``pytest_arguments``, ``path`` is a pickle of a function, its
+    arguments and its keyword arguments.
     """
 
     path: str
@@ -111,12 +112,13 @@ class Body:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A cell and the paths of the files that its worker reads, as the worker sees them.
+    """A cell and the paths of the files that its worker reads, as they are inside the isolation.
 
-    ``manifest`` is a file with the names and checksums of the expected tensors. ``python_path`` lists
-    the folders from which to import the builder of a user's model. ``target`` is the empty folder
-    that a save writes to. ``mounts`` are further paths of this machine that a container must see. ``trace`` makes the CUDA allocator record its events. With a ``body`` the
-    worker loads nothing and reads only ``cell``, ``timeout_s`` and ``python_path``.
+    ``manifest`` is a file with the names and checksums of the expected tensors. ``python_path``
+    lists the folders from which to import the builder of a user's model. ``target`` is the empty
+    folder that a save writes to. ``mounts`` are further paths of this machine that a container must
+    see. ``trace`` makes the CUDA allocator record its events. If there is a ``body``, the worker
+    loads no model and reads only ``cell``, ``timeout_s`` and ``python_path``.
     """
 
     cell: Cell

@@ -1,4 +1,5 @@
-"""Define the exceptions that stop the harness. A failure inside a cell is an ``Outcome`` instead.
+"""Define the exceptions that stop the harness. A failure in a cell is no exception, but an
+``Outcome``.
 
 ::
 
@@ -32,7 +33,7 @@ _MEMORY = "free memory: end other programs, or run fewer measurements at once"
 
 
 class HarnessError(Exception):
-    """Base of all errors that a user sees: ``message`` is the cause, ``repair`` what to do about it."""
+    """Base of all errors that a user sees: ``message`` is the cause and ``repair`` the remedy."""
 
     exit_code = 2
 
@@ -53,7 +54,7 @@ class UnknownName(ConfigError):
     """No strategy, model or isolation has this name; the repair suggests the most similar one."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str], repair: str = "") -> None:
-        from difflib import get_close_matches  # not at the top: the worker does not need it
+        from difflib import get_close_matches  # imported here: the worker does not need it
 
         names = sorted(known)
         near = get_close_matches(name, names, n=1, cutoff=0.5)
@@ -66,7 +67,7 @@ class UnknownName(ConfigError):
 
 
 class IsolationUnavailable(HarnessError):
-    """This machine cannot run cells in this isolation; ``repair`` is the command that changes that."""
+    """This machine cannot run cells in an isolation; ``repair`` is the command that enables it."""
 
     exit_code = 3
 
@@ -76,7 +77,7 @@ class CheckpointError(HarnessError):
 
 
 class NoBaseline(HarnessError):
-    """The results of a run must not become a baseline, or only if the user confirms it."""
+    """A run's results must not become a baseline file, or need the user's confirmation to do so."""
 
     exit_code = 1
 
@@ -86,7 +87,7 @@ class RecordError(HarnessError):
 
 
 class SchemaTooNew(RecordError):
-    """A record has a later schema than this version can read."""
+    """A record has a later schema version than this version of weighin can read."""
 
 
 class DamagedRecord(RecordError):
@@ -94,7 +95,7 @@ class DamagedRecord(RecordError):
 
 
 class StillRunning(HarnessError):
-    """A process goes on after SIGKILL, because it waits in the kernel; its memory stays in use."""
+    """A process survives SIGKILL because it waits in the kernel; its memory stays in use."""
 
     exit_code = 4
 
@@ -107,7 +108,7 @@ class StillRunning(HarnessError):
 
 
 class MachineBusy(HarnessError):
-    """Another run is measuring on this machine: two at once would distort each other's figures."""
+    """Another run is measuring on this machine; simultaneous runs would distort both results."""
 
     exit_code = 4
 
@@ -120,9 +121,10 @@ class Interrupted(HarnessError):
 
 @contextmanager
 def extra(name: str, purpose: str) -> Iterator[None]:
-    """Raise a ConfigError with the install command if an import in the context fails.
+    """Raise a ConfigError with the install command if an import in the ``with`` block fails.
 
-    ``name`` is the extra that contains the package, ``purpose`` the feature that needs it: "parquet".
+    ``name`` is weighin's extra with the package, and ``purpose`` the feature that needs the
+    package.
     """
     try:
         yield
@@ -134,8 +136,8 @@ def extra(name: str, purpose: str) -> Iterator[None]:
 
 
 def explain(error: OSError) -> HarnessError:
-    """Return an error of the operating system as a HarnessError: the path, the reason, a repair."""
-    from shlex import quote  # not at the top: the worker does not need it
+    """Return an OSError as a HarnessError that names the path, the reason and a repair."""
+    from shlex import quote  # imported here: the worker does not need it
 
     reason = error.strerror or str(error) or type(error).__name__
     path = error.filename

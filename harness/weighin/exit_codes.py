@@ -1,4 +1,4 @@
-"""Explain the exit codes of ``weighin``, and compute that of a run from the outcomes of its cells.
+"""Explain the exit codes of ``weighin``, and compute a run's exit code from its cells' outcomes.
 
 A cell that was killed for lack of memory, or ran into its time-out, is a valid result, not a failure.
 """
@@ -14,15 +14,15 @@ MEASUREMENT_FAILED: Final = 4
 STRATEGY_FAILED: Final = 5
 
 BROKEN: Final = (Outcome.WRONG_WEIGHTS, Outcome.STRATEGY_FAILED)
-"""Outcomes that show a fault of the strategy itself, under any limit."""
+"""Outcomes that show a fault of the strategy itself, whatever the limit is."""
 
 MEANINGS: Final = {
     0: "done (a cell killed for lack of memory is a valid result)",
-    1: "a gate failed, nothing fits, or a question was answered with no",
+    1: "a gate failed, no strategy fits, or the user declined a confirmation",
     2: "bad input",
-    3: "an isolation that is not available",
-    4: "a cell that could not be measured, or another run is measuring on this machine",
-    5: "a strategy that loaded wrong weights or failed",
+    3: "an isolation is not available",
+    4: "a cell could not be measured, or another run is measuring on this machine",
+    5: "a strategy loaded wrong weights or failed",
     130: "stopped by Ctrl-C or SIGTERM",
 }
 """Every exit code of ``weighin``."""

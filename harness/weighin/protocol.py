@@ -1,8 +1,8 @@
 """Encode and decode the messages between parent and worker: one JSON object per line.
 
-The parent sends the job first, then one empty line to acknowledge an event once it has read the
-cgroup's counters. The worker sends events, each in one ``write()``, so that a kill loses at most the
-line being written.
+The parent first sends the job. When the worker has sent an event that needs acknowledgement, the
+parent reads the cgroup's counters and then sends an empty line. The worker sends each event in one
+``write()``, so that a kill loses at most the line being written.
 
 =============  ==============================================================  ===========
 event          fields                                                          acknowledged
@@ -34,12 +34,12 @@ BODY_PLUGIN = "weighin-body"
 
 
 def encode_job(job: Job) -> bytes:
-    """Return the job as one line, the first that a worker reads."""
+    """Return the job as one line, which is the first line that a worker reads."""
     return json.dumps(asdict(job)).encode() + b"\n"
 
 
 def decode_job(line: bytes) -> Job:
-    """Return the job that ``encode_job`` wrote."""
+    """Return the job from a line that ``encode_job`` wrote."""
     fields: dict[str, Any] = json.loads(line)
     cell = fields.pop("cell")
     model = ModelSpec(**cell.pop("model"))
@@ -56,7 +56,7 @@ def encode_event(event: dict[str, Any]) -> bytes:
 
 
 def decode_event(line: bytes) -> dict[str, Any] | None:
-    """Return the event, or None if the line is not one (a strategy can write to the descriptor)."""
+    """Return the event in a line, or None for text that a strategy wrote to the same descriptor."""
     try:
         event = json.loads(line)
     except ValueError:

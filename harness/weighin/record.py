@@ -1,8 +1,9 @@
 """Define the record of a measurement: one ``Result`` per cell. results/README.md documents each field.
 
-Bytes and nanoseconds are integers; times are of the machine's monotonic clock. None means that
-a figure was not measured, never that it was zero. ``peak`` is a high-water mark that the kernel or
-the allocator keeps; ``sampled`` is the maximum of the sampler's readings.
+Bytes and nanoseconds are integers; times come from the machine's monotonic clock. None means that a
+figure was not measured, never that it was zero. A field with ``peak`` in its name is a high-water
+mark that the kernel or the allocator keeps; a field with ``sampled`` is the maximum of the
+sampler's readings.
 """
 
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ USUAL_PAGE_BYTES: Final = 4096
 
 
 class Outcome(StrEnum):
-    """What happened in a cell."""
+    """How a cell ended."""
 
     OK = "ok"
     OOM_KILLED = "oom_killed"
@@ -31,7 +32,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One reading of a running worker's memory, taken from outside. ``t_ns`` is monotonic."""
+    """One reading of a running worker's memory from outside the worker, at the time ``t_ns``."""
 
     t_ns: int
     rss_bytes: int
@@ -118,7 +119,7 @@ class Pressure:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """How a cell's wall time divides. The harness's own time is the rest of ``wall_ns``."""
+    """A cell's wall time ``wall_ns`` and its parts; the remainder is the harness's own time."""
 
     wall_ns: int
     import_ns: int | None = None

@@ -1,8 +1,9 @@
 """Define the interface of a strategy, and offer functions that strategies need.
 
-A strategy is one file with a function ``load(job: Load) -> Module``, or, to save,
-``save(job: Save) -> None``. Import functions from here. Each is imported at its first use, because
-the memory that a strategy's imports take counts as the strategy's own::
+A strategy is one file with a function ``load(job: Load) -> Module``, or, to save, ``save(job: Save)
+-> None``. A strategy imports weighin's functions from this module. The code behind a function is
+imported at the function's first use, because memory for a strategy's imports counts as the
+strategy's own::
 
     from weighin.strategy import Load, retie, tied_names
 """
@@ -14,7 +15,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-if TYPE_CHECKING:  # only for the types: reading a strategy's constants must not import torch
+if TYPE_CHECKING:  # for types only, because this module must not import torch at run time
     import torch
 
     from weighin.formats import files
@@ -50,7 +51,7 @@ HELPERS = {
     "tied_names": "weighin.models.tied_weights",
     "without_weights": "weighin.models.skeleton",
 }
-"""The module of each function, which is imported at the function's first use."""
+"""The module in which each function is defined; it is imported at the function's first use."""
 
 
 class Load(Protocol):
@@ -63,12 +64,12 @@ class Load(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """The device on which every parameter and buffer must be in the end."""
+        """The device on which every parameter and buffer must be after the load."""
         ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that every floating-point parameter and buffer must have in the end."""
+        """The dtype that every floating-point parameter and buffer must have after the load."""
         ...
 
     @property
@@ -83,13 +84,13 @@ class Load(Protocol):
     def reset_buffers(self, model: torch.nn.Module) -> None:
         """Set every non-persistent buffer to the value that the model's constructor gives it.
 
-        No checkpoint contains these buffers, and a model built on the meta device has no values for
-        them.
+        No checkpoint contains non-persistent buffers, and a model built on the meta device has no
+        values in any buffer.
         """
         ...
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Measure what runs inside as a phase of this name. Phases do not nest."""
+        """Measure the code in the ``with`` block as a phase of this name. Phases do not nest."""
         ...
 
 
@@ -103,7 +104,7 @@ class Save(Protocol):
 
     @property
     def target(self) -> Path:
-        """An empty folder on a disk. Its files at the end must form one checkpoint."""
+        """An empty folder on a disk, in which the save must leave exactly one checkpoint."""
         ...
 
     @property
@@ -117,7 +118,7 @@ class Save(Protocol):
         ...
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Measure what runs inside as a phase of this name. Phases do not nest."""
+        """Measure the code in the ``with`` block as a phase of this name. Phases do not nest."""
         ...
 
 

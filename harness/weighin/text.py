@@ -4,7 +4,7 @@ import re
 from typing import Final
 
 LINE_LENGTH: Final = 300
-"""Long enough for the first few names of a list, short enough for a table and a terminal."""
+"""A length that shows the first few names of a list, and fits a table or a terminal."""
 
 
 def one_line(text: str, length: int = LINE_LENGTH) -> str:

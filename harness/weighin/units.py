@@ -1,4 +1,4 @@
-"""Format and parse sizes and durations; every text that is printed here can be parsed here."""
+"""Format and parse sizes and durations; the parsers accept every text that formatters return."""
 
 import re
 from decimal import Decimal
@@ -25,8 +25,9 @@ _SIZE: Final = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[A-Za-
 def parse_bytes(text: str, *, decimal: bool = False) -> int:
     """Return the size in ``text`` as bytes: "8g", "8GiB", "8Gi", "6500m", "1.5 GiB", "4096".
 
-    Suffixes are powers of 1024. "GB" is an error: some tools mean 1000**3 by it, some 1024**3. With
-    ``decimal``, for sizes of shards, it is 1000**3 as in Hugging Face.
+    Suffixes are powers of 1024. "GB" is an error, because some tools read it as 1000**3 and others
+    as 1024**3. With ``decimal``, which is meant for shard sizes, "GB" is 1000**3, as in Hugging
+    Face.
 
     Raises:
         ConfigError: the text has no number or an unknown unit, or is less than one byte.
@@ -54,7 +55,7 @@ def parse_bytes(text: str, *, decimal: bool = False) -> int:
 
 
 def format_bytes(size: int, *, digits: int = 3) -> str:
-    """Return ``size`` in the largest unit not above it, with ``digits`` decimals: "6.290 GiB"."""
+    """Return ``size`` in the largest unit up to ``size``, with ``digits`` decimals: "6.290 GiB"."""
     for suffix, factor in _SUFFIXES:
         if abs(size) >= factor:
             return f"{size / factor:.{digits}f} {suffix}"
@@ -81,7 +82,7 @@ def parse_seconds(text: str) -> int:
     """Return the duration in ``text`` as nanoseconds: "2.5 s", "150ms", "3 min".
 
     Raises:
-        ConfigError: the text has no number, no unit or an unknown one, or is less than 1 ns.
+        ConfigError: the text has no number, no unit or an unknown unit, or is less than 1 ns.
     """
     match = _SIZE.fullmatch(text)
     factor = _DURATIONS.get(match["unit"].lower()) if match else None

@@ -1,4 +1,4 @@
-"""Write shards of limited size with Hugging Face's index, as safetensors or as .bin of torch.save.
+"""Write shards of limited size and Hugging Face's index: safetensors files, or .bin of torch.save.
 
 Expected peak: no copy of the weights.
 
@@ -43,7 +43,7 @@ def save(job: Save) -> None:
 def split(
     state: dict[str, torch.Tensor], shared: dict[str, str], max_bytes: int
 ) -> list[dict[str, torch.Tensor]]:
-    """Return the tensors in shards, filled in order; of tied names only the first is included."""
+    """Return the tensors in shards, in order; a tied weight appears only under its first name."""
     shards: list[dict[str, torch.Tensor]] = [{}]
     filled = 0
     for name, tensor in state.items():

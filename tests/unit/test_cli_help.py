@@ -24,7 +24,7 @@ VERBS = {
         ],
     ),
     ("bench",): (
-        "Measure memory and time of loading a model, with every strategy, each in a limited process of its own.",
+        "Measure memory and time of loading a model with each strategy in its own limited process.",
         [
             "weighin bench gpt2-xl --ram 8g --repeats 3",
             "weighin bench gpt2-medium --ram 4g,2500m --strategies mmap_assign,streaming",
@@ -36,7 +36,7 @@ VERBS = {
         ],
     ),
     ("floor",): (
-        "Find the smallest RAM limit under which each strategy loads a model, and measure its load there.",
+        "Find the smallest RAM limit at which each strategy loads a model, and measure that load.",
         [
             "weighin floor gpt2-medium",
             "weighin floor gpt2-xl --strategies mmap_assign,streaming --within 2%",
@@ -61,7 +61,7 @@ VERBS = {
         ],
     ),
     ("check",): (
-        "Compare a run with a baseline and with budgets; exits with 1 if a figure is over its limit.",
+        "Compare a run with a baseline file and with budgets; exit with 1 if a comparison fails.",
         [
             "weighin check results/RUN --baseline baseline.yaml --update",
             "weighin check results/RUN --baseline baseline.yaml",
@@ -71,14 +71,14 @@ VERBS = {
         ],
     ),
     ("history",): (
-        "Plot a metric over all runs in a folder, and name the runs in which its level changed.",
+        "Plot a metric over all runs in a folder, and list the runs where the metric changed level.",
         [
             "weighin history results",
             "weighin history results --metric ready_anon --series streaming --out ready.svg",
         ],
     ),
     ("recommend",): (
-        "Recommend the fastest strategy that fits into the given memory, with its code.",
+        "Recommend the fastest strategy that fits into the given memory, and show its code.",
         [
             "weighin recommend gpt2-xl --ram 8g",
             "weighin recommend model.safetensors --ram 32g --vram 24g --device cuda",
@@ -86,7 +86,7 @@ VERBS = {
         ],
     ),
     ("predict",): (
-        "Predict how much memory loads need; takes no GPU, no weights, and little memory, whatever the model.",
+        "Predict the memory of loads; a prediction needs no GPU, no weights and little memory.",
         [
             "weighin predict gpt2-xl",
             "weighin predict llama-70b --device cuda --dtype bf16 -s streaming",
@@ -104,7 +104,7 @@ VERBS = {
         ],
     ),
     ("convert",): (
-        "Write a checkpoint in another format or dtype, with little memory: in pieces of 16 MiB.",
+        "Write a checkpoint in another format or dtype, in pieces of 16 MiB to save memory.",
         [
             "weighin convert model.pt parts --format per_param",
             "weighin convert model.pt model-bf16.safetensors --dtype bf16 --verify",
@@ -117,7 +117,7 @@ VERBS = {
         ["weighin cache list", "weighin cache list --json -"],
     ),
     ("cache", "clear"): (
-        "Delete generated checkpoints, after a question; never deletes checkpoints of your own.",
+        "Delete generated checkpoints after confirmation; never delete checkpoints of your own.",
         ["weighin cache clear gpt2-xl", "weighin cache clear --yes"],
     ),
 }
@@ -188,8 +188,8 @@ def test_every_verb_writes_json_in_the_same_way(verb: tuple[str, ...]) -> None:
     _, text = shown(*verb, "--help")
     words = " ".join(text.split())
     assert (
-        "--json FILE Write the result as JSON to this file; - is standard output, without the tables."
-        in words
+        "--json FILE Write the result as JSON to this file. With -, write JSON instead of tables"
+        " to standard output." in words
     )
 
 

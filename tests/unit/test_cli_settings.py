@@ -203,4 +203,4 @@ def test_a_wrong_value_names_the_file(here: Path) -> None:
 def test_the_help_shows_the_defaults_that_hold_here(here: Path) -> None:
     write('[tool.weighin]\nisolation = "cgroup"\n')
     text = " ".join(CliRunner().invoke(app.app, ["bench", "--help"]).output.split())
-    assert "the first of them that works here. [default: cgroup]" in text
+    assert "the first of these three that works on this machine. [default: cgroup]" in text

@@ -1,10 +1,10 @@
 """Generate, index or convert a checkpoint: ``python -m weighin.checkpoint make|index|convert ...``.
 
-weighin runs this as a subprocess (``subprocess_client``). Standard output has one JSON object per
-line. The first is {"event": "size", "needed_bytes"}; the process then waits for a line on standard
-input before it writes anything. Others are {"event": "progress", "done_bytes", "total_bytes"}. The
-last is {"event": "done", "seconds"} or {"error": {"type", "message", "repair"}}. The kernel kills the
-process when its parent ends.
+weighin runs this module as a subprocess (``subprocess_client``). Standard output has one JSON
+object per line. The first object is {"event": "size", "needed_bytes"}; the process then waits for a
+line on standard input before it writes any file. Progress objects are {"event": "progress",
+"done_bytes", "total_bytes"}. The last object is {"event": "done", "seconds"} or {"error": {"type",
+"message", "repair"}}. The kernel kills the process when its parent ends.
 """
 
 import argparse
@@ -105,7 +105,8 @@ def _order(options: argparse.Namespace) -> "Conversion":
 class _Meter:
     """Asks the parent for permission to write, and reports the progress a few times a second.
 
-    ``rounds`` is how often every byte counts: once when it is written, again when it is read back.
+    Each byte counts ``rounds`` times in the progress: 1 if it is written, 2 if it is also read
+    back.
     """
 
     def __init__(self, rounds: int = 1) -> None:
@@ -117,7 +118,7 @@ class _Meter:
     def permit(self, needed_bytes: int) -> None:
         self._total = needed_bytes * self._rounds
         _say({"event": "size", "needed_bytes": needed_bytes})
-        if not sys.stdin.readline():  # the parent refused or has ended
+        if not sys.stdin.readline():  # the parent refused the size, or has ended
             sys.exit(0)
 
     def wrote(self, size: int) -> None:

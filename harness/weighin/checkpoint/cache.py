@@ -1,7 +1,7 @@
-"""Provide checkpoints to load: each is generated or converted once, cached, and checked at each use.
+"""Provide checkpoints to load. Each is generated or converted once, cached, and checked before use.
 
-Runs in the parent process, which does not import torch: a subprocess writes the checkpoints.
-``entries`` describes the cache's folder.
+This module runs in the parent process, which does not import torch; a subprocess writes the
+checkpoints. The module ``entries`` describes the cache's folder.
 """
 
 import json
@@ -27,9 +27,9 @@ from weighin.units import format_bytes
 __all__ = ["CachedCheckpoint", "Prepared", "Report", "clear", "ensure", "folder", "list_entries"]
 
 Report = Callable[[str, float | None], None]
-"""A function that is called with one line about the current step and its progress, 0 to 1 or None."""
+"""A function that is called with a line about the current step and its progress, 0 to 1 or None."""
 
-_VALUES: Final = 1  # a version: increase it when the same seed gives other values
+_VALUES: Final = 1  # a version, to be increased when the same seed gives other values
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +37,10 @@ class Prepared:
     """A checkpoint that is ready to load.
 
     Attributes:
-        path: the file, or the folder of a format of many files.
-        files_bytes: the size of all its files.
-        made: whether this call created it.
-        in_place: whether it is the user's own file, not one in the cache.
+        path: the checkpoint's file, or its folder if the format has many files.
+        files_bytes: the size of all files of the checkpoint.
+        made: whether this call of ``ensure`` created the checkpoint.
+        in_place: whether the checkpoint is the user's own file, not a file in the cache.
         warnings: messages for the user, such as that a damaged checkpoint was replaced.
     """
 
@@ -87,12 +87,13 @@ def ensure(
     progress: Report | None = None,
     python_path: Sequence[str] = (),
 ) -> Prepared:
-    """Return a checkpoint of ``model`` in format ``fmt``; create it if the cache does not have it.
+    """Return a checkpoint of ``model`` in format ``fmt``; create it if the cache lacks it.
 
-    If ``checkpoint`` is given, it is the user's own file: it is compared with the model once, and
-    again when its size or modification time changes, and is converted into the cache if it has
-    another format than ``fmt``, or if ``selection`` is only a part of it or renames its tensors: the
-    cache's file then holds the state dict of the model alone. ``python_path`` lists the folders to import a user's builder from.
+    ``checkpoint`` is the user's own file, if any. This file is compared with the model once, and
+    again when its size or modification time changes. The file is converted into the cache if it has
+    another format than ``fmt``, or if ``selection`` selects only a part of it or renames its
+    tensors; the converted file then holds only the model's state dict. ``python_path`` lists the
+    folders from which a user's builder is imported.
 
     Raises:
         UnknownName: no format has this name.
@@ -105,7 +106,7 @@ def ensure(
     if not user_code.is_ours(model.builder) and (
         code := user_code.file_of(model.builder, python_path)
     ):
-        origin.append(str(code))  # two files of one name build two models
+        origin.append(str(code))  # two files of the same name may build different models
     if checkpoint is not None:
         checkpoint = checkpoint.expanduser()
         formats.detect(checkpoint)
@@ -193,11 +194,11 @@ def _arguments(task: _Task, out: Path) -> list[str]:
 
 
 def _publish(task: _Task, temporary: Path) -> None:
-    """Move the new files into place; at every instant, each format with a marker is complete."""
+    """Move the new files into place so that at any time each format with a marker is complete."""
     new = read_manifest(temporary / "manifest.json")
     old = _cached_manifest(task.entry)
     if old is not None and old.tensors != new.tensors:
-        # Another torch or processor gave other values: discard the formats with the old values.
+        # Another torch version or processor gave other values: discard formats with old values.
         for marker in task.entry.glob("*.json"):
             if marker.name != "manifest.json":
                 entries.discard(task.entry, marker.stem)

@@ -1,10 +1,10 @@
 """Compute a checksum of a tensor's bytes at the speed of memory, on any device.
 
-``ready`` is the time until every byte of the model was read once, and the checksum does that reading.
-A CRC reads only 2 GB/s and would take longer than many loads; a plain sum misses swapped bytes. This
-checksum adds 8-byte words in 65,521 lanes (a prime, so that a shifted row falls into other lanes),
-multiplies each lane by an odd constant, and chains the chunks. Any single changed word changes the
-result. It reads 13 GB/s.
+The ready time ends when every byte of the model was read once; computing the checksums reads the
+bytes. A CRC reads only 2 GB/s and would take longer than many loads; a plain sum misses swapped
+bytes. This checksum reads 13 GB/s. The algorithm adds 8-byte words in 65,521 lanes (a prime, so
+that a shifted row falls into other lanes), multiplies each lane by an odd constant, and chains the
+chunks. Any single changed word changes the result.
 """
 
 import threading
@@ -25,9 +25,9 @@ _computing = threading.Lock()
 def checksum(tensor: torch.Tensor) -> str:
     """Return the checksum of the tensor's elements in row-major order, as 16 hexadecimal digits.
 
-    Tensors with equal bytes have equal checksums, whatever their strides and device. Needs up to
-    16 MiB of memory for a contiguous tensor. Of a strided tensor, 4 MiB or one row of the first
-    dimension are copied at a time.
+    Tensors with equal bytes have equal checksums, whatever their strides and device. A contiguous
+    tensor needs up to 16 MiB of memory. A strided tensor is copied in parts: 4 MiB, or one row of
+    the first dimension, at a time.
     """
     value = tensor.numel() * tensor.element_size()
     for part in _contiguous_parts(tensor):
@@ -43,7 +43,7 @@ def _contiguous_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     if tensor.is_contiguous():
         yield tensor.reshape(-1).view(torch.uint8)
         return
-    # Chunk boundaries affect the checksum: they must be those of a contiguous copy.
+    # Chunk boundaries affect the checksum, so they must be the same as in a contiguous copy.
     row_bytes = tensor[0].numel() * tensor.element_size()
     rows = max(1, _CHUNK_BYTES // row_bytes)
     rest = torch.empty(0, dtype=torch.uint8, device=tensor.device)
@@ -83,7 +83,7 @@ def _chunk_value(words: torch.Tensor) -> int:
 
 def _lane_weights(device: torch.device) -> torch.Tensor:
     """Return one odd 64-bit constant per lane: the splitmix64 sequence with its lowest bit set."""
-    with _computing:  # otherwise every thread computes them, each in its own memory
+    with _computing:  # a lock: otherwise each thread computes its own copy of the weights
         if device not in _weights:
             word = torch.arange(1, _LANES + 1, dtype=torch.int64) * _signed(0x9E3779B97F4A7C15)
             for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):

@@ -1,11 +1,12 @@
 """Write a checkpoint in another format or dtype, in bounded memory.
 
-Tensors are read and written in pieces of 16 MiB. The new files are written to a hidden folder next to
-the target and renamed when they are complete. A kill leaves the source unchanged, no target, and a
-folder that the next conversion removes.
+Tensors are read and written in pieces of 16 MiB. The new files are written to a hidden folder next
+to the target and renamed when they are complete. If the process is killed, the source is unchanged
+and no target exists; the next conversion removes the hidden folder.
 
-If the source has checksums, the values read are compared with them and the target gets checksums of
-its own. So each conversion detects bytes that changed since the previous one.
+If the source has checksums, the values read are compared with these checksums, and the target gets
+checksums of its own. Each conversion therefore detects bytes that changed since the previous
+conversion.
 """
 
 import os
@@ -33,7 +34,7 @@ from weighin.models.skeleton import map_large_tensors
 
 AUTO: Final = "auto"
 
-_WHOLE, _SPLIT = "safetensors", "sharded"  # auto writes these two; neither contains a pickle
+_WHOLE, _SPLIT = "safetensors", "sharded"  # the formats that auto writes; neither contains a pickle
 _SHARDED: Final = (_SPLIT, "sharded_pt")  # the formats to which max_shard_bytes applies
 
 
@@ -43,8 +44,8 @@ class Conversion:
 
     Attributes:
         fmt: a format's name, or "auto": one file for up to ``split_above_bytes`` of tensors, shards
-            for more.
-        dtype: of floating-point tensors; None keeps each tensor's own.
+            for more bytes.
+        dtype: the new dtype of floating-point tensors; None keeps each tensor's own dtype.
         max_shard_bytes: the largest size of one file of a sharded format.
         verify: whether to read the target back from the disk and compare it with the source.
         checksums: the file with the source's checksums, as returned by ``sidecar.find``.
@@ -68,10 +69,11 @@ def convert(
     permit: Callable[[int], None] | None = None,
     progress: Progress | None = None,
 ) -> dict[str, float]:
-    """Write the checkpoint ``source`` to ``target``, which must not exist; return seconds by stage.
+    """Write the checkpoint ``source`` to ``target``, which must not exist.
 
-    The target gets checksums if the source has them or if it is verified. ``permit`` is called with
-    the number of bytes to write before any is written.
+    The result maps the name of each stage to its seconds. The target gets checksums if the source
+    has checksums or if the target is verified. ``permit`` is called with the number of bytes to
+    write before the first byte is written.
 
     Raises:
         ConfigError: the target exists, is inside the source, or another process is writing it.
@@ -106,7 +108,7 @@ def convert(
             sidecar.write(sums, copier.sums())
         check_target(source, target)
         atomic.rename(new, target)
-        if sums.exists():  # of a file; a folder contains its checksums and took them along
+        if sums.exists():  # of one file; a folder contains its checksums, so they moved with it
             atomic.rename(sums, sidecar.beside(target))
     return {
         "read": read - started,
@@ -152,7 +154,7 @@ def tensor_bytes(tensors: Iterable[TensorPlan]) -> int:
 
 def check_target(source: Path, target: Path) -> None:
     """Raise ConfigError if the target exists, has no parent folder, or is inside the source."""
-    for path in (target, sidecar.beside(target)):  # old checksums are not the new target's
+    for path in (target, sidecar.beside(target)):  # old checksums do not fit the new target
         if os.path.lexists(path):
             raise ConfigError(f"{path} exists already", "name another target, or remove it first")
     if not target.parent.is_dir():
@@ -206,7 +208,7 @@ class _Copier:
         }
 
     def verify(self, new: Path, progress: Progress | None) -> None:
-        """Read the new checkpoint back from the disk and compare every tensor with the source's."""
+        """Read the new checkpoint from the disk and compare every tensor with the source."""
         _, slices = formats.read(new)
         if plans(slices) != list(self._plans.values()):
             raise _wrong(new, "other names, shapes, dtypes or ties than the source")

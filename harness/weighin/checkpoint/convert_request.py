@@ -39,7 +39,7 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class FinishedConversion:
-    """A finished conversion. ``checksums`` is the file that the source was compared with, if any."""
+    """A finished conversion. ``checksums`` is the checksum file that the source matched, if any."""
 
     source: Path
     source_format: str
@@ -73,7 +73,7 @@ def convert(wish: Wish, console: Console) -> FinishedConversion:
         HarnessError: the conversion failed; no files of the target are left.
     """
     source = formats.detect(wish.source).NAME
-    # Checksums of the source are by its own names, and of all its tensors.
+    # The source's checksums are for all its tensors under their original names.
     checksums = None if wish.selection else sidecar.find(wish.source)
     arguments = _arguments(wish, checksums)
 
@@ -105,7 +105,7 @@ def convert(wish: Wish, console: Console) -> FinishedConversion:
 
 
 def _clean(target: Path, error: BaseException) -> None:
-    """Remove the files of a subprocess that Ctrl-C or the kernel ended."""
+    """Remove the files of a subprocess that was ended by Ctrl-C or killed by the kernel."""
     try:
         staging.remove_dead(target)
     except (ConfigError, OSError) as left:

@@ -21,7 +21,7 @@ from weighin.models.skeleton import (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Described:
-    """One tensor of a model skeleton; parameters are on the meta device, some buffers have values."""
+    """A tensor of a model skeleton. Parameters are on the meta device; some buffers have values."""
 
     name: str
     tensor: torch.Tensor
@@ -29,7 +29,7 @@ class Described:
     shared_with: str | None
 
     def entry(self, checksums: dict[str, str], dtype: torch.dtype | None = None) -> TensorEntry:
-        """Return the tensor's manifest entry; ``dtype`` is the checkpoint's, if it differs."""
+        """Return the tensor's manifest entry; ``dtype`` is the dtype in the file, if different."""
         kind = dtype or self.tensor.dtype
         return TensorEntry(
             name=self.name,
@@ -109,8 +109,8 @@ def in_checkpoint(described: list[Described]) -> list[Described]:
 def buffer_checksums(builder: str, kwargs: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """Return the checksums that non-persistent buffers must have after a load, by name and dtype.
 
-    Constructs the whole model once for each dtype that a cell may use, because only the constructor
-    computes these values. Needs the memory of one model.
+    The function constructs the whole model once for each dtype that a cell may use, because only
+    the constructor computes these values. The function needs the memory of one model.
     """
     build = resolve_builder(builder)
     checksums: dict[str, dict[str, str]] = {}

@@ -1,4 +1,4 @@
-"""Manage the cache's folder, which has one entry for each model and source of its values.
+"""Manage the cache's folder, which has one entry for each combination of model and value source.
 
 ::
 
@@ -12,7 +12,7 @@
     $WEIGHIN_CACHE/locks/gpt2-xl-1f2e3d4c.lock
 
 A format without a marker, or with other file sizes than its marker lists, is incomplete and not used.
-Does not import torch, because the parent process uses this module.
+This module does not import torch, because the parent process uses it.
 """
 
 import json
@@ -41,8 +41,8 @@ TEMPORARY: Final = ".making-"
 class CachedCheckpoint:
     """A checkpoint in the cache. ``last_used_s`` is in seconds since the epoch.
 
-    ``size_bytes`` is the size of its files. For a user's own checkpoint, of which the cache has only
-    the manifest, it is 0 and ``format`` is "index".
+    ``size_bytes`` is the size of its files. The cache may have only the manifest of a user's own
+    checkpoint; ``size_bytes`` is then 0 and ``format`` is "index".
     """
 
     name: str
@@ -74,7 +74,7 @@ def write_marker(entry: Path, fmt: str) -> None:
 def damage(entry: Path, fmt: str) -> str | None:
     """Return a description of the damage to format ``fmt`` of an entry.
 
-    None if all files have the recorded sizes; "" if the entry does not have this format.
+    The result is None if all files have the recorded sizes, and "" if the entry lacks this format.
     """
     try:
         files: dict[str, int] = json.loads((entry / f"{fmt}.json").read_text())["files"]
@@ -142,9 +142,10 @@ def list_entries() -> list[CachedCheckpoint]:
 
 
 def clear(name: str | None = None) -> list[CachedCheckpoint]:
-    """Remove the entries of a model, the entry of exactly this name, or all; return the removed ones.
+    """Remove the entries of a model, the entry of exactly this name, or all entries.
 
-    Waits for subprocesses that are writing to them. Removes nothing but entries of the cache's folder.
+    The function waits for subprocesses that are writing to these entries. It removes only entries
+    of the cache's folder, and returns the removed checkpoints.
 
     Raises:
         UnknownName: no entry has this name.
@@ -156,7 +157,7 @@ def clear(name: str | None = None) -> list[CachedCheckpoint]:
     for entry in chosen:
         with locked(entry, lambda: None):
             removed += _formats(entry)
-            for marker in entry.glob("*.json"):  # first: a partly removed entry must be incomplete
+            for marker in entry.glob("*.json"):  # first: without a marker a format is incomplete
                 marker.unlink(missing_ok=True)
             shutil.rmtree(entry, ignore_errors=True)
     return removed

@@ -1,6 +1,7 @@
 """Compute the memory that each of weighin's strategies is expected to need, from tensor sizes alone.
 
-Each strategy's docstring states the same expectation. The memory of ``import torch`` comes on top.
+Each strategy's docstring states the same expectation. The memory of ``import torch`` is not
+included.
 """
 
 from collections.abc import Iterable
@@ -17,9 +18,11 @@ SHARD_BYTES: Final = 5 * 1024**3  # the default of weighin convert
 
 @dataclass(frozen=True, slots=True)
 class ExpectedMemory:
-    """Anonymous memory of a load on the CPU: copies of all weights, and the largest piece of one kind.
+    """The memory of a load on the CPU, in terms of the model's tensors.
 
     Attributes:
+        copies: the number of copies of all weights in anonymous memory.
+        piece: the kind of piece whose largest example is in anonymous memory in addition.
         mapped: whether the file's pages are mapped in addition.
     """
 
@@ -58,9 +61,9 @@ class Expected:
     """The expected memory of one strategy for one checkpoint.
 
     Attributes:
-        layouts: the formats that it reads.
-        anonymous_bytes: its expected peak without ``import torch``; None for a user's strategy.
-        mapped_bytes: file-backed pages in addition, which the kernel can reclaim.
+        layouts: the formats that the strategy reads.
+        anonymous_bytes: the expected peak without ``import torch``; None for a user's strategy.
+        mapped_bytes: the size of mapped file pages in addition, which the kernel can reclaim.
     """
 
     strategy: str

@@ -1,8 +1,8 @@
 """Generate a checkpoint for a model from a seed.
 
 An element's value depends only on the seed, the tensor's name and the element's position, not on the
-format or the order of writing. Runs in a subprocess, whose memory is that of the persistent buffers
-and a few pieces of 16 MiB.
+format or the order of writing. This module runs in a subprocess, which needs memory for the
+persistent buffers and for a few pieces of 16 MiB.
 """
 
 import threading
@@ -107,9 +107,12 @@ def write(
 
 
 def parameter_pieces(seed: int, name: str, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield a parameter's values: normal with standard deviation 0.02, mean 1 for scales of norms, else 0.
+    """Yield a parameter's values, from a normal distribution with standard deviation 0.02.
 
-    Every piece has a random generator of its own. Pieces share memory: use each before the next.
+    The mean is 1 for the scales of normalisation layers, and 0 for all other parameters.
+
+    Every piece has its own random generator. All pieces share one memory: use each piece before the
+    next piece is generated.
     """
     numel, dtype = tensor.numel(), tensor.dtype
     if not dtype.is_floating_point:
@@ -126,7 +129,7 @@ def parameter_pieces(seed: int, name: str, tensor: torch.Tensor) -> Iterator[tor
 
 
 class _GeneratedChecksums:
-    """The checksums of all tensors, which several threads set."""
+    """The checksums of all tensors; several threads set them."""
 
     def __init__(self, described: list[Described]) -> None:
         self.described = {tensor.name: tensor for tensor in described}

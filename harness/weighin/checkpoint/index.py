@@ -39,7 +39,7 @@ def index(
     """Write the manifest of a user's checkpoint into ``folder``, and convert the checkpoint if needed.
 
     Tensors are read piece by piece from any format. The checkpoint is converted into ``folder`` if it
-    has another format than ``fmt``, or if ``selection`` is not all of it.
+    has another format than ``fmt``, or if ``selection`` is only a part of it.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or does not fit the model.
@@ -94,7 +94,7 @@ def index(
 
 
 class _IndexedChecksums:
-    """The checksums of a checkpoint's tensors, computed during the conversion or by reading them."""
+    """The checksums of a checkpoint's tensors, computed while converting or reading the tensors."""
 
     def __init__(self, places: Mapping[str, TensorSlice]) -> None:
         self.by_name: dict[str, dict[str, str]] = {}  # several threads set one item each

@@ -1,4 +1,4 @@
-"""Write the manifest of a Hugging Face folder: the tensors that ``from_pretrained`` leaves."""
+"""Write the manifest of a Hugging Face folder: the tensors that ``from_pretrained`` loads."""
 
 import re
 import time
@@ -35,12 +35,14 @@ def index_pretrained(
     permit: Callable[[int], None] | None = None,
     progress: Progress | None = None,
 ) -> Made:
-    """Write the manifest into ``folder``, and the model's own state dict in ``fmt`` if it is another format.
+    """Write the manifest into ``folder``; also write the state dict if ``fmt`` is another format.
 
-    ``from_pretrained`` itself loads the model, with the memory that it takes.
+    The function loads the model with ``from_pretrained``, and so needs as much memory as that
+    function.
 
     Raises:
-        CheckpointError: the folder does not have all weights, so that some would be random.
+        CheckpointError: the folder lacks weights, which ``from_pretrained`` would initialise
+            randomly.
     """
     started = time.monotonic()
     own, slices = formats.read(checkpoint)
@@ -89,7 +91,7 @@ def index_pretrained(
 
 
 def _kept_in_float32(model: Any, sums: dict[str, dict[str, str]]) -> set[str]:
-    """Return the weights that the class keeps in float32, and drop their checksums in other dtypes."""
+    """Return the weights that the class keeps in float32; drop their checksums in other dtypes."""
     kept = set()
     for wanted in CELL_DTYPES:
         plan = model._get_dtype_plan(getattr(torch, wanted))

@@ -1,4 +1,4 @@
-"""List the tensors of a checkpoint for ``weighin inspect``, without reading them or importing torch."""
+"""List a checkpoint's tensors for ``weighin inspect``, without their data and without torch."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -22,7 +22,7 @@ from weighin.units import format_bytes
 SCHEMA: Final = 1
 SORTS: Final = ("file", "name", "size")
 
-_SHOWN_ROWS: Final = 20  # of a long table: half from its start, half from its end
+_SHOWN_ROWS: Final = 20  # rows of a long table: half from its start, half from its end
 _SHOWN_FILES: Final = 5
 
 
@@ -31,7 +31,7 @@ class Tensor:
     """One tensor. ``offset`` is in bytes within ``file``, which is relative to the checkpoint.
 
     Attributes:
-        shared_with: the first key in the same storage; None for that key itself.
+        shared_with: the first key in the same storage; None if this key is the first.
         contiguous: whether its elements are stored in row-major order without gaps.
     """
 
@@ -57,17 +57,17 @@ class Inspected:
 
     @property
     def once(self) -> list[Tensor]:
-        """The tensors without those that share a storage with an earlier one."""
+        """The tensors, except tensors that share a storage with an earlier tensor."""
         return [tensor for tensor in self.tensors if tensor.shared_with is None]
 
     @property
     def numbers(self) -> int:
-        """The number of elements of all tensors, with shared ones counted once."""
+        """The number of elements of all tensors, with shared tensors counted once."""
         return sum(prod(tensor.shape) for tensor in self.once)
 
     @property
     def bytes(self) -> int:
-        """The size of all tensors in bytes, with shared ones counted once."""
+        """The size of all tensors in bytes, with shared tensors counted once."""
         return sum(tensor.bytes for tensor in self.once)
 
     @property
@@ -97,13 +97,13 @@ class Inspected:
 
 
 def inspect(path: Path, selection: Selection = WHOLE) -> Inspected:
-    """Return the description of a checkpoint of any format; reads no tensor data.
+    """Return the description of a checkpoint of any format, without reading tensor data.
 
-    ``selection`` is the part to describe.
+    ``selection`` is the part of the checkpoint to describe.
 
     Raises:
         CheckpointError: ``path`` is not a checkpoint or is damaged; the message names the file and
-            the place.
+            the place of the damage.
     """
     layout, slices = formats.read(path, selection)
     root = path if path.is_dir() else path.parent

@@ -1,6 +1,6 @@
 """Read and write manifests: the name, shape, dtype and checksums of each tensor that a load must give.
 
-Standard library only, because the parent process reads manifests too.
+This module uses only the standard library, because the parent process reads manifests too.
 """
 
 import json
@@ -24,11 +24,11 @@ class TensorEntry:
     """One parameter or buffer of a model, with values from the checkpoint or the constructor.
 
     Attributes:
-        dtype: in the checkpoint, without "torch.".
-        bytes: the size of its elements in that dtype.
-        shared_with: the earlier tensor that it is tied to; None if there is none.
-        checksums: by dtype. Floating-point tensors have those of their values converted to float32,
-            bfloat16 and float16, and in their own dtype; other tensors only the latter.
+        dtype: the dtype in the checkpoint, without "torch.".
+        bytes: the size of all elements in that dtype.
+        shared_with: the earlier tensor that this tensor is tied to; None if there is none.
+        checksums: a checksum for each dtype. A floating-point tensor has checksums of its values in
+            float32, bfloat16, float16 and its own dtype; any other tensor only in its own dtype.
     """
 
     name: str
@@ -45,7 +45,7 @@ class TensorEntry:
 
     @property
     def floating(self) -> bool:
-        """Whether a load converts it to the cell's dtype, as ``torch.nn.Module.to`` does; float8 too."""
+        """Whether the tensor is floating-point, so that a load converts it to the cell's dtype."""
         return "float" in self.dtype
 
     def bytes_as(self, dtype: str) -> int:
@@ -57,8 +57,9 @@ class TensorEntry:
 class Manifest:
     """All tensors of a model in the order of its state dict, with non-persistent buffers last.
 
-    ``source`` is the origin of the values: "seed 0", or a user's file. ``keys`` says in what the keys
-    of a user's file differ from the model's, such as "48 keys converted"; empty if in nothing.
+    ``source`` is the origin of the values: "seed 0", or a user's file. ``keys`` describes how the
+    keys of a user's file differ from the model's keys, such as "48 keys converted"; it is empty if
+    they do not differ.
     """
 
     model: str
@@ -69,12 +70,12 @@ class Manifest:
 
     @property
     def parameters(self) -> int:
-        """The number of elements of all parameters, with tied ones counted once."""
+        """The number of elements of all parameters, with tied parameters counted once."""
         return sum(entry.numel for entry in self._once() if entry.kind == "parameter")
 
     @property
     def checkpoint_bytes(self) -> int:
-        """The size of all tensors in the checkpoint in bytes, with tied ones counted once."""
+        """The size of all tensors in the checkpoint in bytes, with tied tensors counted once."""
         return sum(e.bytes for e in self._once() if e.kind != "non_persistent_buffer")
 
     @property
@@ -87,7 +88,7 @@ class Manifest:
         return sum(entry.bytes_as(dtype) for entry in self._once())
 
     def entry(self, name: str) -> TensorEntry:
-        """Return the tensor called ``name``; raise KeyError if there is none."""
+        """Return the tensor called ``name``; raise KeyError if it does not exist."""
         for entry in self.tensors:
             if entry.name == name:
                 return entry
@@ -97,7 +98,7 @@ class Manifest:
         return (entry for entry in self.tensors if entry.shared_with is None)
 
     def write(self, path: Path) -> None:
-        """Write the manifest as JSON; a concurrent reader sees the old file or the new one, whole."""
+        """Write the manifest as JSON; a concurrent reader sees a complete file, old or new."""
         write_text(path, json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1))
 
 
@@ -105,7 +106,7 @@ def read_manifest(path: Path) -> Manifest:
     """Return the manifest that ``Manifest.write`` wrote.
 
     Raises:
-        CheckpointError: the file is missing, damaged, or of another schema.
+        CheckpointError: the file is missing or damaged, or has another schema version.
     """
     repair = "delete it; the next run creates it again"
     try:

@@ -15,10 +15,11 @@ from weighin.checkpoint.checksum import (
 )
 
 CELL_DTYPES: Final = ("float32", "bfloat16", "float16")
-"""The dtypes in which floating-point weights may be loaded."""
+"""The dtypes in which a cell may load floating-point weights."""
 
 PIECE_ELEMENTS: Final = _CHUNK_BYTES
-"""The number of elements in a piece: 16 MiB of float32, and whole checksum chunks in every dtype."""
+"""The number of elements in a piece: 16 MiB of float32, and a multiple of a checksum chunk in any
+dtype."""
 
 
 class RunningChecksum:
@@ -38,7 +39,7 @@ class RunningChecksum:
 
 
 class Checksums:
-    """The checksums of one tensor: in each of ``CELL_DTYPES`` and its own dtype if floating-point."""
+    """The checksums of a tensor in its own dtype and, if floating-point, in all ``CELL_DTYPES``."""
 
     def __init__(self, numel: int, dtype: torch.dtype) -> None:
         names = CELL_DTYPES if dtype.is_floating_point else ()
@@ -59,7 +60,10 @@ class Checksums:
 
 
 def tensor_checksums(tensor: torch.Tensor) -> dict[str, str]:
-    """Return the checksums of a tensor; needs 64 MiB of memory, or copies of a non-contiguous tensor."""
+    """Return the checksums of a tensor.
+
+    The function needs 64 MiB of memory, or copies of a tensor that is not contiguous.
+    """
     sums = Checksums(tensor.numel(), tensor.dtype)
     if tensor.numel() and not tensor.is_contiguous():
         return {name: checksum(tensor.to(kind)) for name, kind in sums._dtypes.items()}
@@ -83,5 +87,5 @@ def checksummed(pieces: Iterable[torch.Tensor], sums: Checksums) -> Iterator[tor
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return "float32" for torch.float32."""
+    """Return the name of a dtype without "torch.": "float32" for torch.float32."""
     return str(dtype).removeprefix("torch.")

@@ -19,7 +19,8 @@ _ROWS_BYTES: Final = PIECE_ELEMENTS  # the part of a strided tensor that is copi
 def read_pieces(where: TensorSlice) -> Iterator[torch.Tensor]:
     """Yield the elements in row-major order, as flat tensors of at most ``PIECE_ELEMENTS``.
 
-    All but the last have that length. Pieces share memory: use each before the next.
+    All pieces but the last have that length. The pieces share one memory: use each piece before the
+    next piece is read.
 
     Raises:
         CheckpointError: the file is too short, or its disk fails.
@@ -56,7 +57,7 @@ def _contiguous(where: TensorSlice) -> Iterator[torch.Tensor]:
 
 
 def _gathered(where: TensorSlice) -> Iterator[torch.Tensor]:
-    """Yield a strided (for example transposed) tensor, copied from a mapping of its part of the file."""
+    """Yield a strided (for example transposed) tensor's elements, copied from a mapped file."""
     tensor = _mapped(where)
     rows = max(1, _ROWS_BYTES // max(1, tensor[0].numel()))
     yield from _cut(
@@ -66,7 +67,7 @@ def _gathered(where: TensorSlice) -> Iterator[torch.Tensor]:
 
 
 def _joined(where: TensorSlice) -> Iterator[torch.Tensor]:
-    """Yield a tensor that is stored in several parts, assembled from mapped files row by row."""
+    """Yield the elements of a tensor in several parts, assembled from mapped files row by row."""
     yield from _cut(_rows(where))
 
 
@@ -91,7 +92,7 @@ def _rows(where: TensorSlice) -> Iterator[torch.Tensor]:
 
 
 def _cut(stretches: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the elements of all tensors in pieces of ``PIECE_ELEMENTS``; the last may be shorter."""
+    """Yield all elements in pieces of ``PIECE_ELEMENTS``; the last piece may be shorter."""
     rest: torch.Tensor | None = None
     for stretch in stretches:
         rest = stretch if rest is None else torch.cat([rest, stretch])
@@ -113,7 +114,7 @@ def _mapped(where: TensorSlice) -> torch.Tensor:
                 f"{where.file}: truncated: it ends before byte {start + length:,}",
                 "copy or download the file again",
             )
-        # Copy-on-write only because torch needs a writable buffer: nothing is written.
+        # Copy-on-write, because torch needs a writable buffer; nothing is ever written to it.
         mapped = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=start)
     flat = torch.frombuffer(mapped, dtype=where.dtype, offset=where.offset - start, count=reach + 1)
     return flat.as_strided(where.shape, where.stride)
@@ -122,8 +123,8 @@ def _mapped(where: TensorSlice) -> torch.Tensor:
 def plans(slices: Sequence[TensorSlice], dtype: torch.dtype | None = None) -> list[TensorPlan]:
     """Return the plans by which a format writes these tensors; tensors at the same place are tied.
 
-    ``dtype`` is the new dtype of floating-point tensors. Different views of one storage become
-    separate tensors.
+    ``dtype`` is the new dtype of floating-point tensors. Different views of one storage are written
+    as separate tensors.
     """
     firsts: dict[object, str] = {}
     tensors = []

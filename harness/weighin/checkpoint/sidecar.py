@@ -1,12 +1,12 @@
 """Keep the checksums of a checkpoint's tensors in a small file with the checkpoint.
 
-For a checkpoint that is a file, it is next to it (``model.pt.weighin-checksums.json``); for a folder,
-it is inside::
+The checksum file of a one-file checkpoint is next to it (``model.pt.weighin-checksums.json``); the
+checksum file of a folder is in the folder. Its content::
 
     {"format": "weighin-checksums", "version": 1, "tensors": {"tok_emb.weight": "float32 0f3a..."}}
 
-A checkpoint in the cache has its checksums in the entry's manifest instead. Does not import torch,
-because the parent process uses this module.
+The checksums of a checkpoint in the cache are in the entry's manifest instead. This module does not
+import torch, because the parent process uses it.
 """
 
 import json
@@ -39,7 +39,7 @@ class KnownChecksums:
         """Read the checksums from ``path``, which ``find`` returned.
 
         Raises:
-            CheckpointError: the file is unreadable, or has other tensors than ``slices``.
+            CheckpointError: the file is unreadable, or lists other tensors than ``slices``.
         """
         self._checkpoint, self._path = checkpoint, path
         sums = _read(path)
@@ -64,13 +64,13 @@ class KnownChecksums:
 
 
 def beside(checkpoint: Path) -> Path:
-    """Return the path of the checksums of a checkpoint that is one file."""
+    """Return the path of the checksum file of a checkpoint that is one file."""
     return checkpoint.with_name(f"{checkpoint.name}.{NAME}")
 
 
 def find(checkpoint: Path) -> Path | None:
-    """Return the file with a checkpoint's checksums; None if there is none."""
-    from weighin.checkpoint import entries  # not at the top: only the parent has its dependencies
+    """Return the file with a checkpoint's checksums; None if it has no such file."""
+    from weighin.checkpoint import entries  # only the parent has its dependencies
 
     place = checkpoint / NAME if checkpoint.is_dir() else beside(checkpoint)
     if os.path.exists(place):  # noqa: PTH110 (Path.exists raises for a name that is too long)

@@ -1,8 +1,8 @@
 """Provide a hidden folder next to a target, in which the target is written before it is renamed.
 
 There is one folder for each target, locked by the process that writes. The kernel releases the lock
-when that process ends, so that a folder without a lock is a leftover. Does not import torch, because
-the parent process uses this module too.
+when that process ends, so that a folder without a lock is a leftover. This module does not import
+torch, because the parent process uses it too.
 """
 
 import fcntl
@@ -17,14 +17,14 @@ from typing import Final
 
 from weighin.errors import ConfigError
 
-_LONGEST_NAME: Final = 100  # of a target, in its folder's name: file systems allow 255 bytes
+_LONGEST_NAME: Final = 100  # of the target in the folder's name; file systems allow 255 bytes
 
 
 @contextmanager
 def growing_beside(target: Path) -> Iterator[Path]:
-    """Yield an empty folder next to the target, on the same disk; remove it at the end.
+    """Yield an empty folder next to the target, on the same disk; remove the folder at the end.
 
-    Of concurrent conversions to one target, one proceeds and the others exit with an error.
+    If several conversions to one target run at once, all except one raise ConfigError.
 
     Raises:
         ConfigError: another process is writing the same target.
@@ -37,8 +37,8 @@ def growing_beside(target: Path) -> Iterator[Path]:
     finally:
         if _is_at(
             temporary, descriptor
-        ):  # else it was renamed, and another process may own this one
-            shutil.rmtree(temporary, ignore_errors=True)  # before the lock is released
+        ):  # else it was renamed, and another process may own the new folder
+            shutil.rmtree(temporary, ignore_errors=True)  # while the lock is held
         os.close(descriptor)
 
 
@@ -49,7 +49,7 @@ def remove_dead(target: Path) -> None:
         ConfigError: a conversion to ``target`` is running.
     """
     for leftover in sorted(target.parent.glob(f"{escape(_prefix(target))}*")):
-        with suppress(FileNotFoundError):  # its owner removed it just now
+        with suppress(FileNotFoundError):  # its owner removed the folder just now
             _remove_if_dead(leftover, target)
 
 
@@ -63,17 +63,17 @@ def _prefix(target: Path) -> str:
 def _locked(folder: Path, target: Path) -> int:
     """Create a folder, or reuse one without an owner, and lock it; return its open descriptor."""
     while True:
-        with suppress(FileExistsError):  # exist_ok would still raise it if the folder vanishes now
+        with suppress(FileExistsError):  # exist_ok=True raises it too in a race
             folder.mkdir(mode=0o700)
         try:
             descriptor = _lock(folder, target)
-        except FileNotFoundError:  # its owner removed it meanwhile
+        except FileNotFoundError:  # its owner removed the folder meanwhile
             continue
         if _is_at(folder, descriptor):
             for left in folder.iterdir():
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
             return descriptor
-        os.close(descriptor)  # the locked folder was removed before: try again with a new one
+        os.close(descriptor)  # the locked folder was removed before: try again with a new folder
 
 
 def _lock(folder: Path, target: Path) -> int:
@@ -92,14 +92,14 @@ def _lock(folder: Path, target: Path) -> int:
 def _remove_if_dead(leftover: Path, target: Path) -> None:
     descriptor = _lock(leftover, target)
     try:
-        if _is_at(leftover, descriptor):  # else its owner removed it, and another process owns this
+        if _is_at(leftover, descriptor):  # else another process owns the new folder
             shutil.rmtree(leftover, ignore_errors=True)
     finally:
         os.close(descriptor)
 
 
 def _is_at(folder: Path, descriptor: int) -> bool:
-    """Tell whether the open folder is still at this path; a locked folder may have been removed."""
+    """Tell whether the open folder is still at this path, since its owner may have removed it."""
     try:
         return os.path.samestat(os.fstat(descriptor), folder.stat())
     except FileNotFoundError:

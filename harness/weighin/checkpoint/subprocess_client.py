@@ -25,13 +25,14 @@ def run_maker(
     report: Callable[[int, int], None],
     python_path: Iterable[str] = (),
 ) -> dict[str, float]:
-    """Run ``python -m weighin.checkpoint`` to its end; return its seconds by stage.
+    """Run ``python -m weighin.checkpoint`` to its end; return the seconds of each stage.
 
-    ``permit`` is called with the number of bytes to write before any is written, and raises to refuse.
-    ``report`` is called with the bytes done and the total. The subprocess never outlives this call.
+    ``permit`` is called with the number of bytes to write before the first byte is written, and
+    raises an exception to refuse. ``report`` is called with the bytes done and the total. The
+    subprocess ends before this function returns.
 
     Raises:
-        HarnessError: the error that the subprocess raised, or that it was killed.
+        HarnessError: the subprocess raised this error, or it was killed.
     """
     with tempfile.TemporaryFile() as stderr_tail:
         process = subprocess.Popen(
@@ -47,7 +48,7 @@ def run_maker(
             done = _follow(process.stdout, process.stdin, permit, report)
             process.wait()
         finally:
-            process.kill()  # no effect if it has ended
+            process.kill()  # no effect if the process has ended
             process.communicate()
         if done is None:
             raise _died(process.returncode, stderr_tail)
@@ -64,7 +65,7 @@ def _follow(
     for line in lines:
         event = _decode(line)
         if event is None:
-            continue  # output of a builder
+            continue  # a line that a model's builder printed
         if "error" in event:
             raise _error(event["error"])
         if event["event"] == "size":

@@ -1,1 +1,1 @@
-"""The command line: one module a verb; the only place that prints or exits."""
+"""The command line, with one module per verb. Only this package prints or exits."""

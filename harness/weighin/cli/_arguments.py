@@ -1,4 +1,4 @@
-"""Read the arguments of the verbs strictly: what is typed is used, or refused."""
+"""Read the arguments of the verbs. An option that would have no effect is an error."""
 
 import json
 from collections.abc import Iterable
@@ -30,10 +30,10 @@ _BESIDE_SUITE |= {"key", "strip_prefix"}
 
 
 def read(context: click.Context) -> dict[str, Any]:
-    """Return the values of a verb's parameters, by name; what is typed wins over pyproject.toml.
+    """Return the values of a verb's parameters by name; the command line overrides pyproject.toml.
 
     Raises:
-        ConfigError: --resume, --check or --suite would make an option ineffective that was typed.
+        ConfigError: a typed option would have no effect beside --resume, --check or --suite.
     """
     typed = [one for one in context.command.params if _is_typed(context, one.name or "")]
     _refuse_ignored(typed)
@@ -71,10 +71,10 @@ def _refuse_ignored(typed: list[click.Parameter]) -> None:
 
 
 def _contradicted(typed: set[str], params: dict[str, Any]) -> dict[str, Any]:
-    """Return empty values for what pyproject.toml may set and the command line contradicts.
+    """Return empty values for settings in pyproject.toml that the command line contradicts.
 
-    A typed model stands for itself, without the file's model, arguments and checkpoint; a typed
-    option of the matrix comes without the file's suite.
+    A model on the command line cancels the model, its arguments and its checkpoint in
+    pyproject.toml. An option of the matrix on the command line cancels the suite in pyproject.toml.
     """
     empty: dict[str, Any] = {}
     if typed & {"model", "model_option"}:
@@ -86,7 +86,7 @@ def _contradicted(typed: set[str], params: dict[str, Any]) -> dict[str, Any]:
 
 
 def one_model(argument: str | None, option: str | None) -> str:
-    """Return the model that was named, as an argument or with --model."""
+    """Return the name of the model, which is given as an argument or with --model."""
     if argument and option and argument != option:
         raise ConfigError(
             f"two models: {argument!r} and {option!r}", "give one, or a --suite with both"
@@ -95,7 +95,7 @@ def one_model(argument: str | None, option: str | None) -> str:
 
 
 def names(texts: Iterable[str]) -> list[str]:
-    """Return the names in texts that may each hold several, divided by commas."""
+    """Return the names in ``texts``, each of which may hold several names separated by commas."""
     return [name.strip() for text in texts for name in text.split(",") if name.strip()]
 
 
@@ -107,7 +107,7 @@ def selection(typed: dict[str, Any]) -> "Selection":
 
 
 def check_selection(selection: "Selection", checkpoint: Path | None) -> None:
-    """Raise ConfigError if there is no checkpoint to select from."""
+    """Raise ConfigError if there is a selection without a checkpoint of the user."""
     if selection and checkpoint is None:
         raise ConfigError(
             "--key and --strip-prefix select the weights in a checkpoint of your own",
@@ -116,7 +116,7 @@ def check_selection(selection: "Selection", checkpoint: Path | None) -> None:
 
 
 def read_suite(name: str | None, asked: dict[str, Any]) -> "Suite":
-    """Return the suite of that name or file; without one, that of the command line's options."""
+    """Return the suite with this name or file; without a name, make a suite of the options."""
     from weighin.suite import registry
     from weighin.suite.config import check_suite, read_suite
 
@@ -124,7 +124,7 @@ def read_suite(name: str | None, asked: dict[str, Any]) -> "Suite":
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """Return the object in the text of --kwargs."""
+    """Return the JSON object in the text of --kwargs."""
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -137,7 +137,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def environment(texts: Iterable[str]) -> dict[str, str]:
-    """Return the variables in the texts of --env."""
+    """Return the environment variables in the texts of --env."""
     variables = {}
     for text in texts:
         name, divided, value = text.partition("=")

@@ -1,6 +1,7 @@
 """Print for the verbs: results on standard output, notes and errors on standard error.
 
-rich is imported where a table or a progress bar is printed: ``weighin list`` has no time for it.
+rich is imported only where a table or a progress bar is printed, so that ``weighin list`` stays
+fast.
 """
 
 import json
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 STDOUT: Final = "-"
-"""What ``--json`` is given for standard output."""
+"""The value of ``--json`` that means standard output."""
 
 
 def out() -> "Console":
@@ -47,7 +48,7 @@ def show(*parts: "RenderableType") -> None:
 
 
 def note(*texts: str) -> None:
-    """Print what the user should know, a line each, on standard error."""
+    """Print each text as a note on a line of its own on standard error."""
     for text in texts:
         click.echo(f"note: {text}", err=True)
 
@@ -65,17 +66,17 @@ def fail(problem: HarnessError) -> None:
 
 
 def colour() -> bool | None:
-    """Return False where NO_COLOR forbids colours; None leaves it to whether there is a terminal."""
+    """Return False if NO_COLOR forbids colours, else None, which leaves the decision to click."""
     return False if os.environ.get("NO_COLOR") else None
 
 
 def write_json(target: str, document: Any) -> None:
-    """Write the document of ``--json`` to a file, or for "-" to standard output."""
+    """Write the document of ``--json`` to a file, or to standard output if ``target`` is "-"."""
     write(target, json.dumps(document, indent=1) + "\n")
 
 
 def write(target: str | Path, text: str) -> None:
-    """Write a text to a file, or for "-" to standard output.
+    """Write a text to a file, or to standard output if ``target`` is "-".
 
     Raises:
         ConfigError: the file cannot be written.
@@ -94,6 +95,6 @@ def write(target: str | Path, text: str) -> None:
 
 
 def files(paths: Iterable[Path], json_file: str | None) -> None:
-    """Print the paths of written files, a line each; on standard error beside ``--json -``."""
+    """Print the paths of written files, one per line, and with ``--json -`` on standard error."""
     for path in paths:
         click.echo(str(path), err=json_file == STDOUT)

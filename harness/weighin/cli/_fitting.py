@@ -1,6 +1,6 @@
-"""A console whose tables fit: no word is broken, and a table that is too wide becomes blocks.
+"""Fit tables into the console without breaking a word; a table that is too wide becomes blocks.
 
-rich alone takes room from the widest column until the table fits, also from words that then break.
+rich by itself narrows the widest columns until the table fits, and breaks words to do so.
 """
 
 import re
@@ -18,7 +18,7 @@ _ANY_WIDTH = 10_000  # columns
 
 
 class FittingConsole(Console):
-    """A console on which no table breaks a word: each row of one that is too wide becomes a block."""
+    """A console that breaks no word in a table: each row of a table that is too wide is a block."""
 
     keeps_words = True
 
@@ -48,7 +48,7 @@ def _fitted(console: Console, options: ConsoleOptions, table: Table) -> Renderab
 
 
 def _measure(console: Console, column: Column) -> Measurement:
-    """Return the width of the longest word of a column, and that of its longest line."""
+    """Return the widths of the longest word and of the longest line of a column."""
     anywhere = console.options.update(width=_ANY_WIDTH)
     parts = [Measurement.get(console, anywhere, part) for part in (column.header, *column.cells)]
     widest = max(part.maximum for part in parts)
@@ -58,7 +58,7 @@ def _measure(console: Console, column: Column) -> Measurement:
 
 
 def _narrowed(columns: list[Measurement], missing: int) -> list[int]:
-    """Return a width for each column, ``missing`` less than they want in all: the widest give."""
+    """Return a width for each column, with ``missing`` characters taken from the widest columns."""
     widths = [column.maximum for column in columns]
     for _ in range(missing):
         able = [at for at, column in enumerate(columns) if widths[at] > column.minimum]
@@ -67,7 +67,7 @@ def _narrowed(columns: list[Measurement], missing: int) -> list[int]:
 
 
 class _Blocks:
-    """A table as one block of lines a row: "heading: value"."""
+    """A table as one block of lines per row, with one line "heading: value" per column."""
 
     def __init__(self, table: Table) -> None:
         self._table = table
@@ -100,12 +100,12 @@ def _hanging(console: Console, text: Text, width: int) -> Iterator[Text]:
 
 
 def _heading(console: Console, column: Column) -> str:
-    """Return a heading in one line: "anony-" above "mous" is one word."""
+    """Return a heading as one line, and join words hyphenated over two lines: "anony-" "mous"."""
     text = column.header if isinstance(column.header, Text) else _text(console, column.header)
     return " ".join(re.sub(r"-\s*\n", "", text.plain).split())
 
 
 def _text(console: Console, cell: RenderableType) -> Text:
-    """Return a cell as text in one line."""
+    """Return a table's cell as text in one line."""
     text = cell.copy() if isinstance(cell, Text) else console.render_str(str(cell))
     return Text(" ").join(text.split("\n"))

@@ -1,4 +1,4 @@
-"""What ``weighin list`` shows. Imports neither torch nor pydantic nor rich: it is to answer at once."""
+"""Collect the output of ``weighin list`` without slow imports: no torch, pydantic or rich."""
 
 from collections.abc import Iterator
 from typing import Any, Final
@@ -26,10 +26,10 @@ _ISOLATIONS: Final = {
 
 
 def document(kind: str) -> dict[str, Any]:
-    """Return the entries of one kind, or with "all" of every kind, as data for ``--json``.
+    """Return the entries of one kind, or of every kind for "all", as data for ``--json``.
 
     Raises:
-        UnknownName: there is no such kind.
+        UnknownName: ``kind`` is neither "all" nor in ``KINDS``.
     """
     if kind != "all" and kind not in KINDS:
         raise UnknownName("list", kind, [*KINDS, "all"])
@@ -126,7 +126,7 @@ def _suites() -> list[dict[str, Any]]:
 
 
 def _isolations(*, tried: bool) -> list[dict[str, Any]]:
-    """Return the isolations; whether one works here only where they are ``tried``: None otherwise."""
+    """Return the isolations. An entry's ``works`` is None unless the isolations are ``tried``."""
     found = []
     for name, summary in _ISOLATIONS.items():
         works, why = _try(name) if tried else (None, "")

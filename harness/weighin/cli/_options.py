@@ -14,7 +14,7 @@ Kind = Literal["models", "strategies", "suites"]
 
 
 def completed(kind: Kind) -> Callable[[click.Context, click.Parameter, str], list[str]]:
-    """Return a function that completes the last of several names, divided by commas."""
+    """Return a function for shell completion of the last name in a comma-separated list."""
 
     def complete(context: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
         from weighin.suite import registry
@@ -30,7 +30,7 @@ def completed(kind: Kind) -> Callable[[click.Context, click.Parameter, str], lis
 
 
 def several(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a decorator that adds options, in this order in the help."""
+    """Return a decorator that adds options to a command; the help lists them in this order."""
 
     def decorate(function: Any) -> Any:
         for option in reversed(options):
@@ -47,9 +47,9 @@ model_option = click.option(
     "model_option",
     metavar="NAME",
     shell_complete=completed("models"),
-    help="A built-in model by name; the builder of any model as package.module:callable or"
+    help="The name of a built-in model; the builder of any model as package.module:callable or"
     " path/nets.py:callable (modules are also found in the current folder and on PYTHONPATH); or"
-    " from:CHECKPOINT, a model without code that has the checkpoint's tensors.",
+    " from:CHECKPOINT, a model that has the checkpoint's tensors and needs no code.",
 )
 kwargs = click.option(
     "--kwargs",
@@ -69,14 +69,14 @@ selection = several(
         "--key",
         default="",
         metavar="KEY",
-        help="Where the state dict is in a checkpoint that holds more: model, or state.model in"
-        " nested dicts.",
+        help="The key of the state dict in a checkpoint that holds other objects too: model, or"
+        " state.model in nested dicts.",
     ),
     click.option(
         "--strip-prefix",
         default="",
         metavar="PREFIX",
-        help="The beginning of the checkpoint's names that the model's lack: module. or _orig_mod.",
+        help="The prefix to remove from the tensor names in the checkpoint: module. or _orig_mod.",
     ),
 )
 model = several(
@@ -91,7 +91,7 @@ model = several(
     kwargs,
 )
 generated = checkpoint("Your own weights. Default: weights generated from a seed.")
-only_structure = checkpoint("Your own weights: only names, shapes and dtypes are read.")
+only_structure = checkpoint("Your own weights, of which only names, shapes and dtypes are read.")
 strategies = click.option(
     "--strategies",
     "--strategy",
@@ -100,14 +100,15 @@ strategies = click.option(
     multiple=True,
     metavar="NAMES",
     shell_complete=completed("strategies"),
-    help="Comma-separated names or files, or `all`. Default: the six of the notebook; for saves,"
-    " all.",
+    help="Comma-separated strategy names or files, or `all`. Default for loads: baseline,"
+    " sequential, meta_copy, mmap_assign, per_param, streaming; for saves: all.",
 )
 isolation = click.option(
     "--isolation",
     default="auto",
     metavar="NAME",
-    help="docker, cgroup, process, or auto: the first of them that works here.",
+    help="How a cell's process is isolated: docker, cgroup, process, or auto, which is the first of"
+    " these three that works on this machine.",
 )
 device = click.option(
     "--device",
@@ -119,14 +120,15 @@ dtype = click.option(
     "--dtype",
     default="auto",
     metavar="DTYPE",
-    help="Dtype of the model's floating-point tensors after the load: float32, bf16, fp16, or auto:"
-    " that in config.json of a Hugging Face folder, and float32 for any other model.",
+    help="Dtype of the model's floating-point tensors after the load: float32, bf16, fp16, or auto,"
+    " which is the dtype in config.json for a Hugging Face folder and float32 for any other model.",
 )
 formats = click.option(
     "--format",
     "fmt",
     metavar="NAMES",
-    help="Checkpoint formats, comma-separated. Default: the first that each strategy declares.",
+    help="Checkpoint formats, comma-separated. Default: the first format that each strategy"
+    " declares.",
 )
 seed = click.option("--seed", default=0, metavar="N", help="Seed of the generated weights.")
 environment = click.option(
@@ -140,20 +142,21 @@ suite = click.option(
     "--suite",
     metavar="NAME",
     shell_complete=completed("suites"),
-    help="A suite of `weighin list suites` or a YAML file, instead of the options above.",
+    help="The name of a suite in `weighin list suites`, or a YAML file, instead of the options"
+    " above.",
 )
 trust = click.option(
     "--trust",
     is_flag=True,
-    help="Run the builders and strategies that the run's files name, also those that are neither"
-    " weighin's nor of an installed package.",
+    help="Run the builders and strategies that the run's files name, even if their code belongs"
+    " neither to weighin nor to an installed package.",
 )
 base_image = click.option(
     "--base-image",
     envvar="WEIGHIN_BASE_IMAGE",
     metavar="IMAGE",
     show_envvar=True,
-    help="Image on which the Docker image is built.",
+    help="Base image of the Docker image that weighin builds.",
 )
 mounts = click.option(
     "--mount",
@@ -161,19 +164,21 @@ mounts = click.option(
     multiple=True,
     type=PATH,
     metavar="PATH",
-    help="A file or folder that a Docker container sees too, at the same path and read-only, for"
-    " models that read more than their module. Repeatable.",
+    help="A file or folder to mount read-only at the same path in Docker containers, for models"
+    " that read more files than their own module. Repeatable.",
 )
 wait = click.option(
     "--wait",
     is_flag=True,
-    help="Wait until another run on this machine has ended, instead of ending with exit code 4.",
+    help="If another run is measuring on this machine, wait for its end instead of exiting with"
+    " code 4.",
 )
 json = click.option(
     "--json",
     "json_file",
     metavar="FILE",
-    help="Write the result as JSON to this file; - is standard output, without the tables.",
+    help="Write the result as JSON to this file. With -, write JSON instead of tables to standard"
+    " output.",
 )
 
 

@@ -1,4 +1,4 @@
-"""What a run shows while it works: what runs now, for how long, and what is left."""
+"""Show the progress of a run: the current cell, the elapsed time and the number of cells left."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,9 +19,9 @@ _STYLES = {Outcome.OK: "green", Outcome.SKIPPED: "dim"}
 
 @contextmanager
 def progress(console: Console, cells: int | None) -> Iterator[Progress]:
-    """Show a run until the context ends; one line stays for each finished cell.
+    """Show a run's progress until the ``with`` block ends, and print a line for each finished cell.
 
-    ``cells`` is how many there will be, None where nobody knows.
+    ``cells`` is the number of cells in the run, or None if it is not known beforehand.
     """
     with Bar(
         TextColumn("{task.description}"),

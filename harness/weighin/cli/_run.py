@@ -1,4 +1,4 @@
-"""The begin and the end of the verbs that measure, ``bench`` and ``floor``."""
+"""Start and end the verbs that measure, ``bench`` and ``floor``."""
 
 import sys
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def enter_scope(isolation: str) -> None:
-    """Start this command again in a scope in which an ordinary user may limit memory, if he needs one."""
+    """Run this command again in a systemd scope if a user other than root needs it for limits."""
     from weighin.isolation import delegation, select
 
     if select.wants_cgroup(isolation) and delegation.helps():
@@ -21,7 +21,7 @@ def enter_scope(isolation: str) -> None:
 
 
 def end(context: click.Context, results: Sequence["Result"]) -> None:
-    """Name each strategy that is wrong or failed, and exit with the code of these results."""
+    """Print each strategy that failed or loaded wrong weights, and exit with the exit code."""
     from weighin import exit_codes
 
     for text in exit_codes.broken(results):

@@ -1,9 +1,10 @@
 """Read defaults of options from ``[tool.weighin]`` in pyproject.toml.
 
-The table itself holds defaults for the verbs that measure or predict; ``[tool.weighin.VERB]`` holds
-those of one verb, and wins over it. What is typed wins over both. The file is the nearest
-pyproject.toml with such a table, in the current folder or above it; relative paths in it are relative
-to its folder. Options that allow or confirm something must be typed.
+``[tool.weighin]`` holds defaults for the verbs that measure or predict. ``[tool.weighin.VERB]``
+holds defaults of one verb, which override ``[tool.weighin]``. The command line overrides both
+tables. The settings file is the nearest pyproject.toml with a table ``[tool.weighin]``, in the
+current folder or above it. Relative paths in this file are relative to the file's folder. Options
+that allow or confirm something are accepted only on the command line.
 """
 
 import json
@@ -24,11 +25,11 @@ _ONLY_TYPED: Final = frozenset(
 )
 
 Defaults = dict[str, dict[str, Any]]
-"""The values of each verb, by the names of its parameters: what click calls a default map."""
+"""The default values of each verb's parameters, by verb and name: click's ``default_map``."""
 
 
 def read(verbs: Mapping[str, click.Command]) -> tuple[Path | None, Defaults]:
-    """Return the file with the nearest table, and its defaults; None where there is no such file.
+    """Return the settings file, or None if there is none, and the defaults that the file holds.
 
     Raises:
         ConfigError: the file is not TOML, or has an unknown key or a value of a wrong type.
@@ -42,7 +43,7 @@ def read(verbs: Mapping[str, click.Command]) -> tuple[Path | None, Defaults]:
 
 
 def name_source(context: click.Context, error: ConfigError) -> None:
-    """Add the settings' file to the error where it is about the value of an option from there."""
+    """Add the name of the settings file to an error about an option's value from that file."""
     path = context.find_root().meta.get(TABLE)
     option = error.message.partition(":")[0]
     for param in context.command.params:
@@ -53,7 +54,7 @@ def name_source(context: click.Context, error: ConfigError) -> None:
 
 
 def options_of(verb: click.Command) -> dict[str, click.Parameter]:
-    """Return the options of a verb that may be set in the file, by their keys."""
+    """Return the options of a verb that may be set in pyproject.toml, by their keys."""
     keys = {}
     for param in verb.params:
         longest = max(param.opts, key=len).lstrip("-")
@@ -68,7 +69,7 @@ def _table(path: Path) -> dict[str, Any] | None:
         text = path.read_text(encoding="utf-8")
         if "weighin" not in text:
             return None
-        import tomllib  # only where there is something to read
+        import tomllib  # imported only if a file must be parsed, to save time
 
         content = tomllib.loads(text)
     except OSError as error:
@@ -97,7 +98,7 @@ def _defaults(table: dict[str, Any], path: Path, verbs: Mapping[str, click.Comma
         )
         for name in _SHARED_BY if key not in tables else ():
             _set(defaults[name], options[name], key, value, path, TABLE)
-    for name, values in tables.items():  # after the shared ones: these win
+    for name, values in tables.items():  # after the shared table, to override its values
         for key, value in values.items():
             _check_key(key, options[name], options[name], path, f"{TABLE}.{name}")
             _set(defaults[name], options[name], key, value, path, f"{TABLE}.{name}")
@@ -107,7 +108,7 @@ def _defaults(table: dict[str, Any], path: Path, verbs: Mapping[str, click.Comma
 def _check_key(
     key: str, known: Collection[str], listed: Collection[str], path: Path, table: str
 ) -> None:
-    """Raise ConfigError for a key that is not ``known``; its repair lists what may be written."""
+    """Raise ConfigError for a key that is not ``known``; the repair lists the allowed keys."""
     place, normal = f"{path}: {table}.{key}", _normal(key)
     if normal in known:
         return
@@ -133,7 +134,7 @@ def _set(
 
 
 def _value(param: click.Parameter, value: object, place: str, folder: Path) -> object:
-    """Return a value of TOML as click would have read it from a command line."""
+    """Return a TOML value as click would read it from the command line."""
     key = _normal(place.rpartition(".")[2])
     if getattr(param, "is_flag", False):
         if not isinstance(value, bool):
@@ -149,7 +150,7 @@ def _value(param: click.Parameter, value: object, place: str, folder: Path) -> o
 
 
 def _located(text: str, key: str, param: click.Parameter, folder: Path) -> str:
-    """Return a path relative to the current folder, which the file gives relative to its own."""
+    """Return a path from the settings file, relative to the current folder."""
     is_path = isinstance(param.type, click.Path)
     if key == "strategies" or (key == "suite" and not is_path):
         is_path = "/" in text or text.endswith((".py", ".yaml", ".yml"))

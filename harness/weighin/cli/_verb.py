@@ -1,4 +1,4 @@
-"""The classes of the command line's verbs: their help, and errors that name a setting's file."""
+"""The click classes of the verbs, which format help and name the settings file in errors."""
 
 import re
 import shutil
@@ -12,11 +12,11 @@ from weighin.errors import ConfigError
 
 _WIDEST = 100  # columns
 _TOKEN = re.compile(r"""(?:'[^']*'|"[^"]*"|\S)+""")
-"""A word of a shell command: blanks inside quotes are a part of it."""
+"""A word of a shell command; spaces inside quotes are part of the word."""
 
 
 class _Formatter(click.HelpFormatter):
-    """Formats help in whole words, also in narrow terminals."""
+    """Format help without breaking words, even in narrow terminals."""
 
     def write_usage(self, prog: str, args: str = "", prefix: str | None = None) -> None:
         first, *rest = _wrap.wrap(f"{prefix or 'Usage: '}{prog} {args}", self.width)
@@ -38,7 +38,7 @@ class _Formatter(click.HelpFormatter):
         self.write("".join(f"{line}\n" for line in lines))
 
     def write_command(self, command: str) -> None:
-        """Write a command in one line, or in several that a shell reads as one."""
+        """Write a command in one line, or in several lines that a shell reads as one command."""
         indent = " " * self.current_indent
         if len(indent) + len(command) <= self.width:
             self.write(f"{indent}{command}\n")
@@ -55,12 +55,12 @@ class _Formatter(click.HelpFormatter):
 
 class _Context(click.Context):
     def make_formatter(self) -> _Formatter:
-        """Return a formatter for this terminal; longer lines than ``_WIDEST`` are hard to read."""
+        """Return a formatter for the terminal's width, at most ``_WIDEST`` columns."""
         return _Formatter(width=min(shutil.get_terminal_size().columns, _WIDEST))
 
 
 class Argument(click.Argument):
-    """An argument with a help text, which click has since 8.5."""
+    """An argument with a help text, which click itself supports only since version 8.5."""
 
     help: str
 
@@ -73,7 +73,10 @@ class Argument(click.Argument):
 
 
 class Verb(click.Command):
-    """A verb. ``examples`` are whole commands; ``codes`` tells whether its help lists exit codes."""
+    """A verb of ``weighin``.
+
+    ``examples`` are complete commands for the help. ``codes`` adds the exit codes to the help.
+    """
 
     context_class = _Context
 
@@ -90,10 +93,10 @@ class Verb(click.Command):
         self.codes = codes
 
     def format_arguments(self, _: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write nothing: ``format_options`` writes the arguments, which click before 8.5 leaves out."""
+        """Write nothing, because ``format_options`` writes the arguments."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the arguments and the options, each under a heading of its own."""
+        """Write the arguments and the options under two headings."""
         for kind, heading in (("argument", "Arguments"), ("option", "Options")):
             params = [one for one in self.get_params(ctx) if one.param_type_name == kind]
             rows = [row for one in params if (row := one.get_help_record(ctx))]
@@ -112,7 +115,7 @@ class Verb(click.Command):
             _write_codes(formatter)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the verb; an error about a value of pyproject.toml names that file."""
+        """Run the verb, and name pyproject.toml in an error about a value from that file."""
         try:
             return super().invoke(ctx)
         except ConfigError as error:
@@ -121,7 +124,7 @@ class Verb(click.Command):
 
 
 class Verbs(click.Group):
-    """Verbs, listed in the help under the headings of ``panels``, in their order."""
+    """A group of verbs, which the help lists in the order and under the headings of ``panels``."""
 
     context_class = _Context
 
@@ -138,7 +141,7 @@ class Verbs(click.Group):
         self.codes = codes
 
     def list_commands(self, _: click.Context) -> list[str]:
-        """Return the names of all verbs, in their order."""
+        """Return the names of all verbs in the order of the panels."""
         return list(self.commands)
 
     def format_commands(self, _: click.Context, formatter: click.HelpFormatter) -> None:
@@ -152,7 +155,7 @@ class Verbs(click.Group):
 
 
 def _write_codes(formatter: click.HelpFormatter) -> None:
-    from weighin import exit_codes  # with the record's types, which `weighin list` does not need
+    from weighin import exit_codes  # imported here, because `weighin list` does not need it
 
     formatter.write_paragraph()
     formatter.write_text(exit_codes.EXPLAINED)

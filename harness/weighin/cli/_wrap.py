@@ -1,10 +1,10 @@
-"""Wrap text between words only: not inside a long word, and not at its hyphens."""
+"""Wrap text between words only, never inside a long word or at a hyphen."""
 
 import textwrap
 from collections.abc import Iterator, Sequence
 
 _BESIDE_WIDTH = 70
-"""In fewer columns, a definition stands below a long term, not beside it."""
+"""Minimum width in columns at which a definition stands beside a long term, not below it."""
 _LONGEST_BESIDE = 30
 
 
@@ -18,7 +18,7 @@ def wrap(text: str, width: int) -> list[str]:
 def definitions(rows: Sequence[tuple[str, str]], width: int, indent: int = 2) -> Iterator[str]:
     """Yield the lines of a list of terms with their definitions, in ``width`` columns.
 
-    A definition begins beside its term, or below it where the term is too long for that.
+    A definition begins beside its term, or on the next line if the term is too long.
     """
     longest = max((len(term) for term, _ in rows), default=0)
     limit = _LONGEST_BESIDE if width >= _BESIDE_WIDTH else width // 4

@@ -1,6 +1,6 @@
-"""Put the verbs together, in the order of work, and turn errors into two lines and an exit code.
+"""List the verbs in the order of a user's work, and print errors as two lines with an exit code.
 
-A verb imports what it needs inside its function, so that ``weighin list`` answers at once.
+A verb imports its modules inside its function, so that ``weighin list`` answers at once.
 """
 
 import sys
@@ -40,14 +40,14 @@ PANELS: Final[dict[str, Sequence[click.Command]]] = {
 @click.version_option(__version__, message="%(prog)s %(version)s", prog_name="weighin")
 @click.pass_context
 def app(context: click.Context) -> None:
-    """Measure what loading a PyTorch checkpoint costs in memory and time, and choose how to load it."""
+    """Measure the memory and time of loading a PyTorch checkpoint, and choose a way to load it."""
     assert isinstance(context.command, Verbs)
     path, context.default_map = _settings.read(context.command.commands)
     context.meta[_settings.TABLE] = path
 
 
 def main() -> NoReturn:
-    """Run the command line; an error of ours becomes two lines on standard error and an exit code."""
+    """Run the command line and exit; a HarnessError is printed as two lines on standard error."""
     try:
         sys.exit(app(standalone_mode=False, prog_name="weighin", color=_console.colour()) or 0)
     except HarnessError as error:

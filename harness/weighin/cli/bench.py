@@ -27,7 +27,7 @@ _OF_SUITE = (
     "steady",
     "trace",
 )
-"""Options that a suite has as well, by the same name."""
+"""Options that a suite can also set, under the same name."""
 
 EXAMPLES = (
     "weighin bench gpt2-xl --ram 8g --repeats 3",
@@ -54,15 +54,15 @@ EXAMPLES = (
     "--ram-high",
     default="none",
     metavar="SIZE",
-    help="Soft RAM limit (cgroup v2 only): the kernel throttles the cell above it; a cell that"
-    " cannot shrink runs into its time-out.",
+    help="Soft RAM limit (cgroup v2 only), above which the kernel throttles the cell and reclaims"
+    " its memory. A cell whose memory cannot be reclaimed runs into its time-out.",
 )
 @_options.strategies
 @click.option(
     "--operation",
     default="load",
     metavar="NAME",
-    help="load; or save, to measure how long and with how much memory a checkpoint is written.",
+    help="load, or save to measure the time and memory of writing a checkpoint.",
 )
 @_options.isolation
 @_options.device
@@ -80,11 +80,14 @@ EXAMPLES = (
     "--passes",
     default=1,
     metavar="N",
-    help="Number of forward passes after the load; 0 for none. With less RAM than its size, a mapped"
-    " model is read from the disk again in each.",
+    help="Number of forward passes after the load; 0 for none. A mapped model that is larger than"
+    " the RAM limit is read from the disk again in each pass.",
 )
 @click.option(
-    "--repeats", default=1, metavar="N", help="Number of repeats of each cell, interleaved."
+    "--repeats",
+    default=1,
+    metavar="N",
+    help="Number of times each cell is measured. Repeats of different cells are interleaved.",
 )
 @_options.environment
 @_options.timeout(600.0)
@@ -92,14 +95,14 @@ EXAMPLES = (
     "--vram",
     default="none",
     metavar="SIZES",
-    help="Limits of GPU memory, comma-separated: 8g, none.",
+    help="Limits on GPU memory, comma-separated: 8g, none.",
 )
-@click.option("--trace", is_flag=True, help="Record every event of the GPU's allocator.")
+@click.option("--trace", is_flag=True, help="Record every event of PyTorch's CUDA allocator.")
 @click.option(
     "--steady",
     is_flag=True,
-    help="Touch memory before each load and free it when the load begins, which makes times"
-    " steadier in virtual machines.",
+    help="Write to free memory before each load and release it when the load begins, so that load"
+    " times vary less in virtual machines.",
 )
 @_options.seed
 @_options.suite
@@ -114,7 +117,7 @@ EXAMPLES = (
     "--resume",
     type=_options.PATH,
     metavar="FOLDER",
-    help="Continue a run at its first cell without a record.",
+    help="Continue the run in this folder at its first cell without a record.",
 )
 @_options.trust
 @_options.wait
@@ -123,7 +126,7 @@ EXAMPLES = (
 @_options.mounts
 @click.pass_context
 def bench(context: click.Context, /, **_: Any) -> None:
-    """Measure memory and time of loading a model, with every strategy, each in a limited process of its own."""
+    """Measure memory and time of loading a model with each strategy in its own limited process."""
     from weighin.cli import _progress
     from weighin.run import runner
     from weighin.run.request import resumable
@@ -145,7 +148,7 @@ def bench(context: click.Context, /, **_: Any) -> None:
 
 
 def _task(typed: dict[str, Any]) -> "Run":
-    """Return the run to perform: a new one, or the one to resume."""
+    """Return the run to perform, which is a new run or the run to resume."""
     from weighin.run import request
 
     if typed["resume"]:

@@ -46,7 +46,10 @@ def cache_list(json_file: str | None) -> None:
     examples=("weighin cache clear gpt2-xl", "weighin cache clear --yes"),
 )
 @click.argument(
-    "model", cls=Argument, required=False, help="Only the checkpoints of this model. Default: all."
+    "model",
+    cls=Argument,
+    required=False,
+    help="Delete only the checkpoints of this model. Default: all generated checkpoints.",
 )
 @click.option("--yes", "-y", is_flag=True, help="Delete without asking.")
 @_options.json
@@ -54,7 +57,7 @@ def cache_list(json_file: str | None) -> None:
 def cache_clear(
     context: click.Context, model: str | None, yes: bool, json_file: str | None
 ) -> None:
-    """Delete generated checkpoints, after a question; never deletes checkpoints of your own."""
+    """Delete generated checkpoints after confirmation; never delete checkpoints of your own."""
     from weighin.checkpoint import cache
 
     chosen = _chosen(model)
@@ -79,7 +82,11 @@ cache = Verbs(
 
 
 def _chosen(model: str | None) -> "list[CachedCheckpoint]":
-    """Return the cached checkpoints of a model or an entry, or all; raises UnknownName for none."""
+    """Return all cached checkpoints, or those of a model or cache entry.
+
+    Raises:
+        UnknownName: the cache has no checkpoint of that model or entry.
+    """
     from weighin.checkpoint import cache
 
     stored = cache.list_entries()

@@ -33,25 +33,27 @@ EXAMPLES = (
     type=_options.PATH,
     nargs=-1,
     required=True,
-    help="The folder of a run; several count as one run with more repeats.",
+    help="The folder of a run. Several folders count as one run with more repeats.",
 )
 @click.option(
-    "--baseline", type=_options.PATH, metavar="FILE", help="The baseline, a committed YAML file."
+    "--baseline", type=_options.PATH, metavar="FILE", help="The baseline file, committed YAML."
 )
 @click.option(
-    "--update", is_flag=True, help="Write the figures of the run into the baseline first."
+    "--update",
+    is_flag=True,
+    help="Before the comparison, write the run's figures into the baseline file.",
 )
 @click.option(
     "--budget",
     multiple=True,
     metavar="BUDGET",
-    help='A limit of a figure, such as "peak_rss <= 1.1 x model"; may be repeated.',
+    help='An upper bound of a metric, such as "peak_rss <= 1.1 x model". Repeatable.',
 )
 @click.option(
     "--expect",
     multiple=True,
     metavar="OUTCOMES",
-    help="Outcomes that are intended, comma-separated: baseline=oom_killed.",
+    help="Outcomes other than ok that are intended, comma-separated: baseline=oom_killed.",
 )
 @click.option(
     "--expect-failures",
@@ -63,7 +65,8 @@ EXAMPLES = (
     default="",
     show_default=False,
     metavar="NAMES",
-    help="Compare only these with the baseline, comma-separated: above_import,ready_anon.",
+    help="Compare only these metrics with the baseline file, comma-separated:"
+    " above_import,ready_anon.",
 )
 @click.option("--all", "show_all", is_flag=True, help="Show unchanged figures as well.")
 @click.option(
@@ -78,7 +81,7 @@ EXAMPLES = (
 @_options.json
 @click.pass_context
 def check(context: click.Context, /, **typed: Any) -> None:
-    """Compare a run with a baseline and with budgets; exits with 1 if a figure is over its limit."""
+    """Compare a run with a baseline file and with budgets; exit with 1 if a comparison fails."""
     from weighin.exit_codes import GATE_FAILED
     from weighin.gate import check as checks
 
@@ -104,7 +107,7 @@ def check(context: click.Context, /, **typed: Any) -> None:
 
 
 def _refuse(typed: dict[str, Any]) -> None:
-    """Raise ConfigError for options that do not go together."""
+    """Raise ConfigError for options that cannot be combined."""
     if typed["expect_failures"] and not typed["update"]:
         raise ConfigError(
             "--expect-failures has no effect without --update",
@@ -142,7 +145,7 @@ def _write(result: "GateResult", typed: dict[str, Any]) -> None:
 
 
 def _repairs(result: "GateResult", measured: "MeasuredRuns", baseline: Path | None) -> list[str]:
-    """Return how to accept what failed, where that can be."""
+    """Return notes on how to accept the failed comparisons, if they can be accepted."""
     from weighin.exit_codes import BROKEN
     from weighin.gate.expected import suggest
 
@@ -162,7 +165,10 @@ def _always(_: Sequence[str]) -> bool:
 
 
 def _ask(lines: Sequence[str]) -> bool:
-    """Show the outcomes that are not ok, and ask whether they are intended; no without a terminal."""
+    """Show the outcomes that are not ok, and ask whether they are intended.
+
+    Without a terminal the answer is no.
+    """
     if not sys.stdin.isatty():
         return False
     for text in lines:
@@ -171,7 +177,7 @@ def _ask(lines: Sequence[str]) -> bool:
 
 
 def _show_changes(baseline: Path, lines: list[str], *, err: bool) -> None:
-    """Print how the baseline changed; on standard error (``err``) beside JSON on standard output."""
+    """Print the changes of the baseline file; ``err`` prints them on standard error."""
     colours = {"+": "green", "-": "red", "@": "cyan"}
     for text in lines:
         styled = click.style(text, fg=colours.get(text[0]))

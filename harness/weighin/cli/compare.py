@@ -20,14 +20,14 @@ EXAMPLES = (
     type=_options.PATH,
     nargs=-1,
     required=True,
-    help="Folders of runs; the others are compared with the first.",
+    help="Folders of runs. Each later run is compared with the first run.",
 )
 @click.option(
     "--metrics",
     default="",
     show_default=False,
     metavar="NAMES",
-    help="Show only these, comma-separated: above_import,ready.",
+    help="Show only these metrics, comma-separated: above_import,ready.",
 )
 @click.option(
     "--markdown", type=_options.PATH, metavar="FILE", help="Write the comparison as Markdown."

@@ -17,44 +17,48 @@ EXAMPLES = (
 
 @click.command(cls=Verb, examples=EXAMPLES)
 @click.argument(
-    "source", cls=Argument, type=_options.PATH, help="A checkpoint in any format; only read."
+    "source",
+    cls=Argument,
+    type=_options.PATH,
+    help="The checkpoint to convert, in any format; it stays unchanged.",
 )
 @click.argument(
     "target",
     cls=Argument,
     type=_options.PATH,
-    help="The file or folder to write; must not exist.",
+    help="The file or folder to write, which must not exist yet.",
 )
 @click.option(
     "--format",
     "fmt",
     default="auto",
     metavar="NAME",
-    help="pt, safetensors, sharded, per_module, per_param, dcp ... or auto: one safetensors file,"
-    " or shards if the tensors as written are larger than --split-above.",
+    help="pt, safetensors, sharded, per_module, per_param, dcp ... or auto, which writes one"
+    " safetensors file, or shards if the written tensors are larger than --split-above.",
 )
 @click.option(
     "--dtype",
     metavar="DTYPE",
-    help="Convert floating-point tensors to bf16, fp16 or fp32. Default: as they are.",
+    help="Convert floating-point tensors to bf16, fp16 or fp32. Default: keep their dtype.",
 )
 @click.option(
     "--split-above",
     default="5GiB",
     metavar="SIZE",
-    help="With auto: the size above which shards are written. 5GB is 1000-based, 5GiB 1024-based.",
+    help="With --format auto: the total size above which shards are written. 5GB is 1000-based,"
+    " 5GiB 1024-based.",
 )
 @click.option(
     "--max-shard-size",
     default="5GiB",
     metavar="SIZE",
-    help="Size of each shard, unless a single tensor is larger: 20MB, 5GB or 2GiB.",
+    help="Maximum size of a shard, unless a single tensor is larger: 20MB, 5GB or 2GiB.",
 )
 @click.option(
     "--verify",
     is_flag=True,
-    help="Read the result back and compare every checksum. The checksums stay beside the result;"
-    " a later conversion compares what it reads with them.",
+    help="Read the result back and compare every checksum. A file beside the result keeps the"
+    " checksums, and a later conversion of the result checks its input against them.",
 )
 @_options.selection
 @_options.json
@@ -70,7 +74,7 @@ def convert(
     strip_prefix: str,
     json_file: str | None,
 ) -> None:
-    """Write a checkpoint in another format or dtype, with little memory: in pieces of 16 MiB."""
+    """Write a checkpoint in another format or dtype, in pieces of 16 MiB to save memory."""
     from weighin.checkpoint import convert_request
     from weighin.formats.selection import Selection
 

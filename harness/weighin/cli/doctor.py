@@ -14,16 +14,17 @@ NO_LIMIT_EXIT = 3
 @click.option(
     "--calibrate",
     is_flag=True,
-    help="Measure how fast this machine reads, copies and allocates: `weighin recommend` predicts"
-    " times from that.",
+    help="Measure how fast this machine reads, copies and allocates, so that `weighin recommend`"
+    " can predict times.",
 )
 @_options.json
 @click.pass_context
 def doctor(context: click.Context, calibrate: bool, json_file: str | None) -> None:
     """Test which limits this machine can enforce, and which figures it can measure.
 
-    Runs a probe into a memory limit in each isolation, and removes what earlier runs left behind if they
-    were killed. Exits with 3 if no isolation enforces a limit.
+    In each isolation, a probe process allocates more memory than its limit, to test that the kernel
+    enforces the limit. Leftovers of killed runs, such as containers, are removed. The exit code is
+    3 if no isolation enforces a limit.
     """
     from weighin.doctor import doctor as doctors
 

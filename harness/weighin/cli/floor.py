@@ -29,8 +29,8 @@ EXAMPLES = (
     "--within",
     default="1%",
     metavar="SHARE",
-    help="Precision: the largest step between a limit that works and one that does not, in % of"
-    " the floor; 8 MiB if that is larger.",
+    help="Precision: the largest difference between a limit that works and one that does not, in %"
+    " of the floor, or 8 MiB if that is more.",
 )
 @_options.isolation
 @_options.device
@@ -50,7 +50,7 @@ EXAMPLES = (
     "--resume",
     type=_options.PATH,
     metavar="FOLDER",
-    help="Continue a search where it was stopped.",
+    help="Continue the search in this folder where it was stopped.",
 )
 @_options.trust
 @_options.wait
@@ -59,7 +59,7 @@ EXAMPLES = (
 @_options.mounts
 @click.pass_context
 def floor(context: click.Context, /, **_: Any) -> None:
-    """Find the smallest RAM limit under which each strategy loads a model, and measure its load there."""
+    """Find the smallest RAM limit at which each strategy loads a model, and measure that load."""
     from weighin.cli import _progress
     from weighin.report import terminal_floors, write_report
     from weighin.report.run_json import of_floors
@@ -84,7 +84,7 @@ def floor(context: click.Context, /, **_: Any) -> None:
 
 
 def _search(typed: dict[str, Any]) -> "Search":
-    """Return the search to perform: a new one, or the one to resume."""
+    """Return the search to perform, which is a new search or the search to resume."""
     from weighin.run import floor_search
     from weighin.run.request import Request
 

@@ -15,33 +15,36 @@ EXAMPLES = (
 
 @click.command(cls=Verb, examples=EXAMPLES)
 @click.argument(
-    "folder", cls=Argument, type=_options.PATH, help="A folder of runs, such as results."
+    "folder",
+    cls=Argument,
+    type=_options.PATH,
+    help="The folder that contains the folders of runs, such as results.",
 )
 @click.option(
     "--metric",
     default="peak_rss",
     metavar="NAME",
-    help="The metric: peak_rss, anon, peak_cgroup, ready, ...",
+    help="The metric to plot: peak_rss, anon, peak_cgroup, ready, ...",
 )
 @click.option(
     "--series",
     default="",
     show_default=False,
     metavar="WORDS",
-    help="Only series whose name contains all of these words.",
+    help="Plot only series whose name contains all of these words.",
 )
 @click.option(
     "--out",
     "picture",
     type=_options.PATH,
     metavar="FILE",
-    help="The plot, .png or .svg. Default: history-METRIC.png in that folder.",
+    help="The file of the plot, .png or .svg. Default: history-METRIC.png in FOLDER.",
 )
 @_options.json
 def history(
     folder: Path, metric: str, series: str, picture: Path | None, json_file: str | None
 ) -> None:
-    """Plot a metric over all runs in a folder, and name the runs in which its level changed."""
+    """Plot a metric over all runs in a folder, and list the runs where the metric changed level."""
     from weighin.report import history as histories  # pandas, scipy and matplotlib
     from weighin.report import history_plot
     from weighin.report.run_json import of_history

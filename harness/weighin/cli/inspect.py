@@ -33,7 +33,8 @@ def inspect(
 ) -> None:
     """List the tensors of a checkpoint, and estimate the memory of loading it.
 
-    Reads no tensor data, executes nothing in the file, and does not import torch.
+    The command reads no tensor data, executes no code from the checkpoint, and does not import
+    torch.
     """
     from weighin.checkpoint import inspect as inspecting
     from weighin.formats.selection import Selection

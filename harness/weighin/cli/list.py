@@ -21,8 +21,8 @@ _WIDEST = 100  # columns: longer lines are hard to read
     "kind",
     cls=Argument,
     default="all",
-    help="strategies, models, suites or isolations. Default: all of them. Only `isolations` tries"
-    " which of them work here.",
+    help="What to list: strategies, models, suites or isolations. Default: all four. Only"
+    " `weighin list isolations` tests which isolations work on this machine.",
 )
 @_options.json
 def list_(kind: str, json_file: str | None) -> None:

@@ -2,7 +2,8 @@
 
     python -m weighin.cli.manual > docs/weighin.1
 
-Without a date, so that the same verbs give the same page. The macros are those of man(7).
+The page has no date, so that the same verbs always give the same page. It uses the macros of
+man(7).
 """
 
 import re
@@ -33,19 +34,19 @@ _COMPLETION = (
 
 _ENVIRONMENT = {
     "WEIGHIN_CACHE": "Folder of generated checkpoints. Default: the user's cache folder.",
-    "WEIGHIN_BASE_IMAGE": "Image on which the Docker image is built.",
-    "WEIGHIN_LOCK": "File that the one measuring run of this machine locks.",
-    "TMPDIR": "Folder into which saves are measured.",
-    "NO_COLOR": "If set, nothing is coloured.",
+    "WEIGHIN_BASE_IMAGE": "Base image of the Docker image that weighin builds.",
+    "WEIGHIN_LOCK": "File that a measuring run locks, so that only one run measures on a machine.",
+    "TMPDIR": "Folder to which measured saves write their checkpoints.",
+    "NO_COLOR": "If set, the output has no colours.",
 }
 
 
 def manual() -> str:
-    """Return the whole page as roff."""
+    """Return the whole manual page as roff."""
     name, _, description = f"weighin - {summary(app)}".partition(" - ")
     lines = [
         f'.TH WEIGHIN 1 "" "weighin {__version__}" "User Commands"',
-        ".nh",  # no hyphens that are none
+        ".nh",  # no hyphenation of words
         ".ad l",
         ".SH NAME",
         f"{name} \\- {_text(description[0].lower() + description[1:]).rstrip('.')}",
@@ -64,7 +65,7 @@ def manual() -> str:
 
 
 def _verb(verb: click.Command, parent: click.Context) -> Iterator[str]:
-    """Yield the part of one verb; of a group, the parts of its verbs."""
+    """Yield the manual page's lines for one verb, or for each verb of a group."""
     settings = verb.context_settings
     with click.Context(verb, parent=parent, info_name=verb.name, **settings) as context:
         if isinstance(verb, Verbs):
@@ -85,14 +86,15 @@ def _verb(verb: click.Command, parent: click.Context) -> Iterator[str]:
 
 
 def _sections() -> Iterator[str]:
-    """Yield what concerns all verbs: settings, exit codes, the environment, completion."""
+    """Yield the sections for all verbs: settings, exit codes, environment, shell completion."""
     yield '.SH "SETTINGS"'
     yield _text(
-        "The nearest pyproject.toml with a table [tool.weighin], in the current folder or above it, holds"
-        " defaults of options. Keys are the options' long names. The table itself is for bench,"
-        " floor, predict and recommend; [tool.weighin.VERB] is for one verb, and wins over it. What"
-        " is typed wins over both. Paths are relative to the file's folder. Options that allow or"
-        " confirm something (--trust, --update, --expect-failures, --yes) must be typed."
+        "The nearest pyproject.toml with a table [tool.weighin], in the current folder or above it,"
+        " holds defaults of options. Keys are the options' long names. [tool.weighin] applies to"
+        " bench, floor, predict and recommend; [tool.weighin.VERB] applies to one verb and overrides"
+        " [tool.weighin]. The command line overrides both tables. Paths are relative to the file's"
+        " folder. Options that allow or confirm something (--trust, --update, --expect-failures,"
+        " --yes) are accepted only on the command line."
     )
     yield from _literal("", _SETTINGS.splitlines())
     yield '.SH "EXIT STATUS"'
@@ -114,7 +116,7 @@ def _literal(heading: str, lines: Iterable[str]) -> Iterator[str]:
 
 
 def _text(text: str) -> str:
-    """Return a text in one line as roff shows it as it is."""
+    """Return a text as one line, escaped so that roff shows it unchanged."""
     line = text if text.startswith(" ") else " ".join(text.split())
     line = line.replace("\\", "\\e").replace("-", "\\-")
     return re.sub(r"^([.'])", r"\\&\1", line)

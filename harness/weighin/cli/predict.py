@@ -32,7 +32,7 @@ EXAMPLES = (
     "--checkpoint-dtype",
     default="float32",
     metavar="DTYPE",
-    help="Floating-point dtype of the checkpoint, unless it is your own.",
+    help="Floating-point dtype of the checkpoint, if it is not your own checkpoint.",
 )
 @_options.formats
 @_options.suite
@@ -41,14 +41,15 @@ EXAMPLES = (
     type=_options.PATH,
     metavar="FOLDER",
     multiple=True,
-    help="Predict the cells of this run, and compare with what was measured. Repeatable.",
+    help="Predict the cells of this run, and compare the predictions with the measured"
+    " figures. Can be given several times.",
 )
 @_options.trust
 @click.option("--phases", is_flag=True, help="Show the peaks of each phase as well.")
 @_options.json
 @click.pass_context
 def predict(context: click.Context, /, **_: Any) -> None:
-    """Predict how much memory loads need; takes no GPU, no weights, and little memory, whatever the model."""
+    """Predict the memory of loads; a prediction needs no GPU, no weights and little memory."""
     typed = _arguments.read(context)
     if typed["check"]:
         _check(typed)
@@ -108,7 +109,7 @@ def _suite(typed: dict[str, Any]) -> "Suite":
 
 
 def _pretrained(suite: "Suite") -> Path | None:
-    """Return the checkpoint of the Hugging Face folder that is the only model; None for others."""
+    """Return the checkpoint of a suite whose only model is a Hugging Face folder, else None."""
     from weighin.formats.pretrained_folder import read_folder
     from weighin.suite import registry
 

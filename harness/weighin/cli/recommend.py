@@ -39,7 +39,7 @@ NOTHING_FITS_EXIT = 1
     "--vram",
     default="none",
     metavar="SIZE",
-    help="Available GPU memory, without that of the CUDA context.",
+    help="Available GPU memory, not counting the memory of the CUDA context.",
 )
 @_options.device
 @_options.dtype
@@ -47,22 +47,22 @@ NOTHING_FITS_EXIT = 1
     "--allow",
     default="resave,packages,weighin",
     metavar="NAMES",
-    help="What a strategy may require: resave (the checkpoint in another format), packages,"
-    " weighin; or none.",
+    help="What the recommended strategy may require, comma-separated: resave (the checkpoint in"
+    " another format), packages (other Python packages), weighin (this package); or none.",
 )
 @click.option(
     "--results",
     type=_options.PATH,
     default=Path("results"),
     metavar="FOLDER",
-    help="Folder with runs of this machine: their records take precedence over predictions.",
+    help="Folder with runs of this machine, whose records take precedence over predictions.",
 )
 @_options.json
 @click.pass_context
 def recommend(context: click.Context, /, **_: Any) -> None:
-    """Recommend the fastest strategy that fits into the given memory, with its code.
+    """Recommend the fastest strategy that fits into the given memory, and show its code.
 
-    Memory and times come from records of this machine where there are some, otherwise from predictions.
+    Memory and times come from records of this machine if there are any, otherwise from predictions.
     """
     from weighin.recommend import answer
 

@@ -27,8 +27,8 @@ EXAMPLES = (
     "formats",
     default="md,html,csv,png",
     metavar="NAMES",
-    help="Comma-separated: md, html, csv, png, svg; bmf (Bencher), gha (GitHub Action Benchmark),"
-    " openmetrics, parquet.",
+    help="Formats of the report, comma-separated: md, html, csv, png, svg; bmf (Bencher), gha"
+    " (GitHub Action Benchmark), openmetrics, parquet.",
 )
 @_options.json
 def report(run: Path, formats: str, json_file: str | None) -> None:
@@ -53,7 +53,7 @@ def show_run(
     *,
     json_file: str | None,
 ) -> None:
-    """Print the report of a run and write it; no ``formats`` means the default ones."""
+    """Print the report of a run, and write it in ``formats``, or else in the default formats."""
     from weighin.report import terminal_table, write_report
     from weighin.report.run_json import of_run
 

@@ -1,6 +1,6 @@
-"""Tell which figures this machine measures exactly, and which it cannot measure and why.
+"""Tell which figures this machine measures exactly, and why it cannot measure other figures.
 
-Figures of a cgroup are tried in a temporary group, not concluded from the kernel's version.
+The cgroup's figures are tested in a temporary cgroup, not inferred from the kernel's version.
 """
 
 import os
@@ -23,7 +23,7 @@ Verdict = Literal["good", "poor", "bad"]
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """One line of the doctor's table: ``verdict`` is "good" for yes, "poor" for partly, "bad" for no."""
+    """A line of the doctor's table; ``verdict`` is "good" (yes), "poor" (partly) or "bad" (no)."""
 
     subject: str
     verdict: Verdict
@@ -59,7 +59,7 @@ def figures() -> Iterator[Capability]:
 
 
 def of_group(cgroup: MemoryCgroup) -> Iterator[Capability]:
-    """Yield what a cgroup of our own provides: its peak, the kernel's kills, refaults, limits."""
+    """Yield a line for each figure of a temporary cgroup: its peak, OOM kills, refaults, limits."""
     subject, name = "cgroup peak", cgroup.peak_path.name
     with closing(PeakMark(cgroup)) as mark:
         if mark.read() is None:
@@ -106,7 +106,7 @@ def pressure() -> Capability:
 
 
 def cold_cache() -> Capability:
-    """Return whether a checkpoint's pages can be evicted from the page cache, and whether that shows."""
+    """Return whether a file can be evicted from the page cache and the eviction be checked."""
     folder = cache.folder()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder) as file:

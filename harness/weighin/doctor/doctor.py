@@ -1,6 +1,6 @@
 """``weighin doctor``: test what this machine can limit and measure.
 
-Everything is tried rather than concluded from version numbers.
+Each capability is tested, not inferred from version numbers.
 """
 
 import shutil
@@ -38,19 +38,19 @@ _STYLES = {"good": "green", "poor": "yellow", "bad": "red"}
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """Everything that the doctor tried, in the order of the table."""
+    """The results of all tests of ``weighin doctor``, in the order of its table."""
 
     capabilities: tuple[Capability, ...]
 
     @property
     def holds_a_limit(self) -> bool:
-        """Whether some isolation enforces a RAM limit here."""
+        """Whether at least one isolation enforces a RAM limit on this machine."""
         return any(
             "enforces a limit" in one.subject and one.verdict == "good" for one in self.capabilities
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return all of it for ``--json``."""
+        """Return the whole examination for ``--json``."""
         return {
             "schema": SCHEMA,
             "holds_a_limit": self.holds_a_limit,
@@ -63,7 +63,7 @@ class Examination:
 def examine(say: Callable[[str], None]) -> Examination:
     """Test this machine; ``say`` gets a line before each step that takes long.
 
-    Removes what earlier runs left behind if they were killed, and reports it.
+    The function removes the containers and cgroups that killed runs left behind, and reports them.
     """
     isolations = [select.named(name) for name in select.NAMES]
     limits = [finding for one in isolations for finding in _isolation(one, say)]
@@ -99,7 +99,7 @@ def _isolation(isolation: Isolation, say: Callable[[str], None]) -> Iterator[Cap
 
 
 def _prove(isolation: Isolation, say: Callable[[str], None]) -> Capability:
-    """Run a worker into a limit, and check that the kernel kills it in the phase that allocates."""
+    """Run a worker that exceeds its limit; check that the kernel kills it while it allocates."""
     isolation.prepare(say)
     spec = model("gpt2-tiny")
     checkpoint = cache.ensure(spec, "pt")
@@ -164,8 +164,8 @@ def _swap(swap_bytes: int) -> Capability:
 
 
 def gpu() -> Capability:
-    """Return the GPU on which cells with ``--device cuda`` would run, or why there is none."""
-    import torch  # 2 s; the probes have read it from the disk by now
+    """Return the GPU for cells with ``--device cuda``, or the reason why no GPU is usable."""
+    import torch  # takes 2 s; the earlier probes have brought torch into the page cache
 
     subject = "CUDA GPU"
     if torch.cuda.is_available():

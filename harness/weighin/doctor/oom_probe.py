@@ -12,4 +12,4 @@ DEVICES = ("cpu",)
 def load(job: Load) -> torch.nn.Module:
     with job.phase("overrun"):
         tensor = torch.ones(1024 * MIB, dtype=torch.uint8)  # written, so that it is resident
-    return torch.nn.Linear(1, int(tensor[0]))  # only reached if nothing enforces the limit
+    return torch.nn.Linear(1, int(tensor[0]))  # reached only if nothing enforces the limit

@@ -1,8 +1,9 @@
 """Read and write checkpoints of every supported format; ``base.Layout`` is their common interface.
 
-Importing this package imports neither torch nor any format: ``catalog`` is imported at the first use
-of one of its functions. A worker needs one table of this package before the clock starts, and must not
-import the formats earlier than a strategy does, whose import time counts.
+Importing this package imports neither torch nor any format: ``catalog`` is imported at the first
+use of one of its functions. A worker needs one table of this package before the clock starts. It
+must not import the formats then, because a strategy's load time includes the import of the formats
+it uses.
 """
 
 from typing import TYPE_CHECKING, Any

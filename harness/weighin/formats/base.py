@@ -3,7 +3,7 @@
 A format is a module of this package with ``NAME``, ``SUFFIX``, ``matches``, ``files``, ``read`` and
 ``write``. ``read`` reads no tensor data: it returns the place of each tensor in the files, so that a
 loader can read any format straight into a model. Only ``write`` imports torch, because the parent
-process calls the other functions and must stay light.
+process calls the other functions and must not import torch.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     import torch
 
 Pieces = Callable[[str], Iterable["torch.Tensor"]]
-"""A function from a tensor's name to its elements in order, as contiguous tensors of any sizes."""
+"""A function that takes a tensor's name and yields the tensor's elements in order, as contiguous
+tensors of any sizes."""
 
 Progress = Callable[[int], None]
 """A function that is called, from any thread, with the number of bytes written since the last call."""
@@ -37,14 +38,16 @@ class TensorSlice:
     """One tensor of a state dict and its place in a file.
 
     Attributes:
-        stride: in elements.
-        dtype_name: torch's name, "float32".
-        offset: in bytes, from the file's start to the tensor's first element.
-        storage_offset: in bytes, from the file's start to the storage that the tensor views.
-            Tensors of one file that share a storage (tied weights, views) have the same.
-        storage_bytes: the length of that storage.
-        parts: the blocks of a tensor that is stored in several, which together cover it; ``file`` and
-            the offsets are then those of the first block. Empty for a tensor in one place.
+        stride: the stride of each dimension, in elements.
+        dtype_name: torch's name of the dtype, "float32".
+        offset: the distance in bytes from the file's start to the tensor's first element.
+        storage_offset: the distance in bytes from the file's start to the storage that the tensor
+            views. Tensors of one file that share a storage (tied weights, views) have the same
+            value.
+        storage_bytes: the length of that storage, in bytes.
+        parts: the blocks of a tensor that is stored in several blocks, which together cover it;
+            ``file`` and the offsets then describe the first block. The tuple is empty for a tensor
+            in one block.
     """
 
     name: str
@@ -64,8 +67,8 @@ class TensorSlice:
 
     @property
     def dtype(self) -> "torch.dtype":
-        """The tensor's ``torch.dtype``; imports torch."""
-        import torch  # not at the top: `weighin inspect` does without it
+        """The tensor's ``torch.dtype``; this property imports torch."""
+        import torch  # not at the top: `weighin inspect` needs no torch
 
         dtype: torch.dtype = getattr(torch, self.dtype_name)
         return dtype
@@ -85,7 +88,7 @@ class Slices(list[TensorSlice]):
     """The tensors of a checkpoint, in the state dict's order.
 
     ``metadata`` maps each module's name to its version metadata, by which ``load_state_dict`` detects
-    older checkpoints; None where the format does not store it.
+    older checkpoints; it is None if the format does not store such metadata.
     """
 
     metadata: Mapping[str, Mapping[str, object]] | None = None
@@ -116,17 +119,18 @@ class Layout(Protocol):
         """Return every file that a load may read, in a stable order.
 
         Raises:
-            CheckpointError: as ``read``.
+            CheckpointError: for the same reasons as ``read``.
         """
         ...
 
     def read(self, path: Path) -> list[TensorSlice]:
         """Return the places of all tensors, each within its file, in the state dict's order.
 
-        Executes nothing in the files, and reads nothing outside ``path``.
+        The function executes no code in the files, and reads no file outside ``path``.
 
         Raises:
-            CheckpointError: a file is damaged; the message names the file and the place.
+            CheckpointError: a file is damaged; the message names the file and the place of the
+                damage.
         """
         ...
 
@@ -139,7 +143,8 @@ class Layout(Protocol):
     ) -> None:
         """Write a checkpoint to ``target``, a file or a folder that does not exist yet.
 
-        Calls ``pieces`` once for each tensor that is not tied to an earlier one. The anonymous memory
-        is that of a few pieces. The files are synced and dropped from the page cache.
+        The function calls ``pieces`` once for each tensor that is not tied to an earlier tensor. It
+        needs anonymous memory for a few pieces. It syncs the files and drops them from the page
+        cache.
         """
         ...

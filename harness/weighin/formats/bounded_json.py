@@ -9,9 +9,10 @@ from weighin.errors import CheckpointError
 from weighin.formats.sniff import shown
 
 MOST_BYTES: Final = 16 * 1024**2
-"""The largest index that is read: some 170,000 keys. One byte of text becomes at most 12 in Python."""
+"""The largest index that is read: some 170,000 keys. One byte of text takes at most 12 bytes as
+Python objects."""
 
-_MOST_BRACKETS: Final = 10_000  # an empty list takes 3 bytes of text and 80 of memory
+_MOST_BRACKETS: Final = 10_000  # an empty list takes 3 bytes of text and 80 bytes of memory
 
 
 def read_object(path: Path, repair: str) -> dict[str, Any]:

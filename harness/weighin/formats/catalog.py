@@ -25,7 +25,7 @@ from weighin.formats.selection import WHOLE, Selection, below, stripped
 from weighin.formats.sharded import SHARDED, SHARDED_PT
 from weighin.formats.zip_directory import check_file
 
-# In the order in which ``detect`` tries them: per_param is last, because it matches every index.json.
+# In the order in which ``detect`` tries formats: per_param is last, as it matches any index.json.
 _LAYOUTS: Final[tuple[Layout, ...]] = (
     pt,
     pt_legacy,
@@ -41,7 +41,7 @@ NAMES: Final = tuple(layout.NAME for layout in _LAYOUTS)
 
 
 def named(name: str) -> Layout:
-    """Return the format of that name.
+    """Return the format with the name ``name``.
 
     Raises:
         UnknownName: no format has that name.
@@ -56,7 +56,8 @@ def detect(path: Path) -> Layout:
     """Return the format of the checkpoint at ``path``, by file names and first bytes.
 
     Raises:
-        CheckpointError: ``path`` does not exist or is not a checkpoint; the message says what it is.
+        CheckpointError: ``path`` does not exist or is not a checkpoint; the message gives the
+            reason.
     """
     for layout in _LAYOUTS:
         if layout.matches(path):
@@ -69,13 +70,13 @@ def detect(path: Path) -> Layout:
             f"{path}: not a checkpoint: the folder has neither an index nor metadata",
             "give the checkpoint file itself, or a folder that `weighin convert` made",
         )
-    # Names the usual mistakes: a web page, a git-lfs pointer.
+    # The error names the usual mistakes: a web page, a git-lfs pointer.
     check_file(path)
     raise CheckpointError(f"{path}: not a checkpoint", f"known formats: {', '.join(NAMES)}")
 
 
 class _InFolder:
-    """A checkpoint of one file, given by the Hugging Face folder that contains it."""
+    """A one-file checkpoint, given by the path of the Hugging Face folder that contains it."""
 
     def __init__(self, layout: Layout, file: Path) -> None:
         self.NAME, self.SUFFIX = layout.NAME, layout.SUFFIX
@@ -93,22 +94,22 @@ class _InFolder:
 
 
 def checkpoint_in(folder: Path, name: str) -> Path:
-    """Return the path of the checkpoint of format ``name`` in a folder with one for each format."""
+    """Return the path of format ``name`` in a folder with one checkpoint for each format."""
     suffix = named(name).SUFFIX
     return folder / name / f"model{suffix}" if suffix else folder / name
 
 
 def read(path: Path, selection: Selection = WHOLE) -> tuple[str, list[TensorSlice]]:
-    """Return the name of the checkpoint's format, and the place of each selected tensor in its files.
+    """Return the name of the checkpoint's format, and the places of the selected tensors.
 
     Raises:
-        CheckpointError: as ``detect``, or the checkpoint is damaged; the message names the file and
-            the place.
+        CheckpointError: for the same reasons as ``detect``, or the checkpoint is damaged; the
+            message names the file and the place.
     """
     layout = detect(path)
     key = selection.key
     slices: list[TensorSlice]
-    if key and layout is dcp:  # it also leaves out the names that are no tensors
+    if key and layout is dcp:  # dcp.read(key) also skips names that are no tensors
         slices = below(path, dcp.read(path, key), key)
     elif key and layout is pt:
         slices = pt.read(path, key)
@@ -126,6 +127,6 @@ def files(path: Path) -> list[Path]:
     """Return every file that a load of this checkpoint may read, in a stable order.
 
     Raises:
-        CheckpointError: as ``read``.
+        CheckpointError: for the same reasons as ``read``.
     """
     return detect(path).files(path)

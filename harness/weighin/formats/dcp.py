@@ -1,8 +1,9 @@
 """Read and write the folders of ``torch.distributed.checkpoint``: ``.metadata`` and ``*.distcp``.
 
-Each tensor is a ``torch.save`` archive of its own inside ``__0_0.distcp``, at an offset that the
-metadata has. Tied keys refer to the same archive. torch's own writer needs whole tensors in memory;
-this one writes the same files piece by piece, and ``torch.distributed.checkpoint.load`` reads them.
+Each tensor is a separate ``torch.save`` archive inside ``__0_0.distcp``, at an offset that the
+metadata contains. Tied keys refer to the same archive. torch's own writer needs whole tensors in
+memory; this module writes the same files piece by piece, and ``torch.distributed.checkpoint.load``
+reads them.
 """
 
 import os
@@ -44,13 +45,14 @@ def files(path: Path) -> list[Path]:
 
 
 def read(path: Path, key: str = "") -> list[TensorSlice]:
-    """Return the place of each tensor in the data files, or of those whose names begin with ``key``.
+    """Return the places of all tensors, or only of tensors under ``key``.
 
-    torch writes nested dicts with such names: "model.weight", "optimizer.state.weight.step".
+    torch flattens nested dicts into dotted names: "model.weight", "optimizer.state.weight.step". A
+    tensor is under ``key`` if its name begins with ``key`` and a dot.
 
     Raises:
         CheckpointError: the metadata or an archive is damaged, or the blocks of a tensor do not cover
-            it exactly.
+            the tensor exactly.
     """
     from weighin.formats import dcp_metadata
 
@@ -127,7 +129,7 @@ def write(
     from weighin.formats import zip_writer
 
     target.mkdir()
-    scratch = target / "archive"  # the name that torch gives archives without a path
+    scratch = target / "archive"  # the name of an archive that torch saves without a path
     places: dict[str, tuple[int, int]] = {}
     jobs = []
     with (target / DATA_NAME).open("x+b") as file:
@@ -151,7 +153,7 @@ def write(
 
 
 def _metadata(tensors: Sequence[TensorPlan], places: Mapping[str, tuple[int, int]]) -> bytes:
-    # Not at the top: this import takes a third of a second, and reading does without it.
+    # Not at the top: this import takes a third of a second, and reading does not need it.
     import torch
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (

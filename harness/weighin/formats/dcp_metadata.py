@@ -1,4 +1,4 @@
-"""Read the tensors and their places from ``.metadata`` of ``torch.distributed.checkpoint``."""
+"""Read the tensors and their places from the ``.metadata`` of ``torch.distributed.checkpoint``."""
 
 from dataclasses import dataclass
 from itertools import combinations
@@ -14,7 +14,7 @@ from weighin.formats.dtypes import ITEM_BYTES
 from weighin.formats.sniff import shown
 
 FILE_NAME: Final = ".metadata"
-_MOST_BLOCKS: Final = 2_000  # of one tensor: every pair is compared
+_MOST_BLOCKS: Final = 2_000  # of one tensor; every pair of blocks is compared
 _MERGE: Final = "merge it first: python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE.pt"
 
 
@@ -31,7 +31,7 @@ class DcpBlock:
 
 @dataclass(frozen=True, slots=True)
 class DcpTensor:
-    """One tensor and its blocks, one or several, which together cover it exactly."""
+    """A tensor, and the blocks (one or several) that together cover it exactly."""
 
     key: str
     shape: tuple[int, ...]
@@ -40,10 +40,13 @@ class DcpTensor:
 
 
 def read(folder: Path, key: str = "") -> list[DcpTensor]:
-    """Return all tensors in the metadata's order, or those whose names begin with ``key`` and a dot.
+    """Return all tensors, or only tensors whose names begin with ``key`` and a dot.
+
+    The tensors are in the metadata's order.
 
     Raises:
-        CheckpointError: the file is not such metadata, is damaged, or describes more than tensors.
+        CheckpointError: the file is not dcp metadata, is damaged, or describes values that are no
+            tensors.
     """
     path = folder / FILE_NAME
     metadata = dcp_pickle.load(path)
@@ -104,7 +107,7 @@ def _block(
 
 
 def _blocks(path: Path, key: str, chunks: Any, places: list[tuple[Any, Any]]) -> list[DcpBlock]:
-    """Return the blocks of a tensor that is stored in several, matched to their places in the files."""
+    """Return the blocks of a tensor that has several, each with its place in a file."""
     by_start = {tuple(start): place for start, place in places if _are_sizes(start)}
     blocks = []
     for chunk in chunks if isinstance(chunks, list) else []:
@@ -151,7 +154,7 @@ def _check_tiles(path: Path, key: str, shape: tuple[int, ...], blocks: list[DcpB
                 f"{path}: the parts of {shown(key)} at {first.start} and {second.start} overlap",
                 AGAIN,
             )
-    if sum(prod(block.shape) for block in solid) != prod(shape):  # no overlap: so there is a gap
+    if sum(prod(block.shape) for block in solid) != prod(shape):  # no overlap, so there is a gap
         raise CheckpointError(f"{path}: the parts of {shown(key)} leave a gap in {shape}", AGAIN)
 
 

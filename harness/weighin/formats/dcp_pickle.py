@@ -1,7 +1,8 @@
-"""Unpickle ``.metadata`` of ``torch.distributed.checkpoint`` without executing any of its code.
+"""Unpickle ``.metadata`` of ``torch.distributed.checkpoint`` without executing any code.
 
-Each class that the pickle refers to is replaced by a stand-in that keeps its arguments and state. A
-name that such metadata never contains is an error. torch.distributed is not imported.
+Each class that the pickle refers to is replaced by a stand-in class that keeps the arguments and
+the state of its objects. A name that dcp metadata never contains is an error. torch.distributed is
+not imported.
 """
 
 import io
@@ -20,7 +21,7 @@ AGAIN: Final = "copy or download the folder again, or convert its source again"
 
 
 class StandIn:
-    """Keeps the constructor's arguments and the state of an object of the replaced class."""
+    """Keeps the constructor's arguments and the state of an object whose class it replaces."""
 
     state: Any = None
 
@@ -35,7 +36,7 @@ class StandIn:
 
 
 class _Size(tuple[Any, ...]):
-    """Stands in for torch.Size; refuses more dimensions than a tensor can have."""
+    """Stands in for torch.Size, but refuses more dimensions than a tensor can have."""
 
     __slots__ = ()
 
@@ -46,7 +47,7 @@ class _Size(tuple[Any, ...]):
 
 
 class _Ordered(dict[Any, Any]):
-    """Stands in for an OrderedDict, which is always empty in such metadata."""
+    """Stands in for an OrderedDict, which is always empty in dcp metadata."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +66,7 @@ class MetadataIndex(StandIn):
 
 
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
-# Only classes, and only ones whose attributes a pickle cannot set.
+# Only classes whose attributes a pickle cannot set.
 _KNOWN: Final[dict[tuple[str, str], type]] = {
     (_METADATA, "Metadata"): Metadata,
     (_METADATA, "TensorStorageMetadata"): TensorMetadata,
@@ -83,12 +84,12 @@ _KNOWN: Final[dict[tuple[str, str], type]] = {
     ("pathlib._local", "PosixPath"): StandIn,
     ("pathlib._local", "WindowsPath"): StandIn,
     ("collections", "OrderedDict"): _Ordered,
-    ("builtins", "getattr"): StandIn,  # Python 3.11.0 to 3.11.3 pickles an enum's member with it
+    ("builtins", "getattr"): StandIn,  # Python 3.11.0 to 3.11.3 pickles enum members with getattr
 }
 
 
 class _Forbidden(Exception):
-    """The pickle refers to a name that such metadata never contains."""
+    """The pickle refers to a name that dcp metadata never contains."""
 
 
 # Instructions that allocate a given length, hash nested tuples endlessly, or are not needed here.
@@ -105,7 +106,7 @@ def _guarded(code: int, handler: Callable[["_Unpickler"], None]) -> Callable[["_
     """Return a handler that limits the number of instructions and checks the keys of dicts."""
 
     def handle(unpickler: "_Unpickler") -> None:
-        unpickler.left -= 1  # each instruction can make an object of 100 bytes out of one byte
+        unpickler.left -= 1  # one instruction (a byte) can make an object of 100 bytes
         if unpickler.left < 0:
             raise ValueError(f"more than {_MOST_INSTRUCTIONS:,} instructions")
         if code == pickle.SETITEM[0]:
@@ -129,7 +130,7 @@ def _check_keys(target: Any, keys: list[Any]) -> None:
         new.add(key)
 
 
-# Python's implementation: that in C allocates as large a memo as a crafted pickle asks for.
+# Python's implementation: the C implementation allocates any memo size that a pickle requests.
 class _Unpickler(pickle._Unpickler):
     left = _MOST_INSTRUCTIONS
     stack: list[Any]  # values pushed since the last mark

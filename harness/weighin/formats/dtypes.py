@@ -1,4 +1,7 @@
-"""List the dtypes that a checkpoint can contain, and the largest sizes. Standard library only."""
+"""List the dtypes that a checkpoint can contain, and the largest sizes.
+
+This module uses only the standard library.
+"""
 
 from typing import Final
 

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class FileView(io.RawIOBase):
-    """The ``length`` bytes from ``base`` on of an open file; does not move that file's position."""
+    """The ``length`` bytes from ``base`` on of an open file; reads do not move its position."""
 
     def __init__(self, descriptor: int, base: int, length: int) -> None:
         self._descriptor, self._base, self._length = descriptor, base, length

@@ -49,7 +49,7 @@ def says(folder: Path, layout: str) -> bool:
 
 
 def write(folder: Path, layout: str, fields: Mapping[str, Any]) -> None:
-    """Write the index. Call it last: a folder with an index is complete."""
+    """Write the index. Call this function last, because a folder with an index is complete."""
     index = {"format": layout, "version": VERSION, **fields}
     write_text(folder / INDEX_NAME, json.dumps(index, indent=1))
 
@@ -58,8 +58,8 @@ def read(folder: Path, layout: str, what: str, fields: Mapping[str, type]) -> di
     """Return the index of a folder of this format; ``what`` describes the format in messages.
 
     Raises:
-        CheckpointError: the index is missing or damaged, is of another format or version, has a key
-            twice, or lacks one of ``fields`` or has it with another type.
+        CheckpointError: the index is missing or damaged, has another format or version, has a key
+            twice, or lacks one of ``fields``, or has a field of another type.
     """
     path, repair = folder / INDEX_NAME, _repair(layout)
     index = read_object(path, repair)
@@ -77,7 +77,7 @@ def read(folder: Path, layout: str, what: str, fields: Mapping[str, type]) -> di
 
 
 def check_name(folder: Path, layout: str, name: object, owner: str) -> str:
-    """Return a file's name from an index.
+    """Check a file name from an index, and return it.
 
     Raises:
         CheckpointError: the name leads out of the folder, or the file is missing.
@@ -97,7 +97,7 @@ def _is_file(path: Path) -> bool:
 
 
 def damaged(folder: Path, layout: str, what: str) -> CheckpointError:
-    """Return the error for an invalid index."""
+    """Return the exception for an invalid index."""
     return CheckpointError(f"{folder / INDEX_NAME}: {what}", _repair(layout))
 
 

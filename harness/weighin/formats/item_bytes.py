@@ -1,7 +1,7 @@
-"""Define the one table of the dtypes that are read, written and verified.
+"""Define the table of all dtypes that weighin reads, writes and verifies.
 
-It is a module of its own because the worker imports it before its baseline is measured, and the
-formats only after.
+The table has its own module because the worker imports it before its memory baseline is measured;
+the worker imports the formats only after that.
 """
 
 from typing import Final
@@ -14,4 +14,4 @@ ITEM_BYTES: Final = {
     "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1,
     "float8_e8m0fnu": 1,
 }  # fmt: skip
-"""The size of one element in bytes, by torch's name of the dtype."""
+"""The size of one element in bytes, for each dtype under torch's name."""

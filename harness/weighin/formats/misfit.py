@@ -1,4 +1,4 @@
-"""Write the error for a checkpoint that does not fit a model, and lists of names in messages."""
+"""Compose the error for a checkpoint that does not fit a model, and lists of names in messages."""
 
 from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
@@ -22,10 +22,11 @@ def misfit(
     *,
     repair: str = "",
 ) -> CheckpointError:
-    """Return the error that a checkpoint does not fit a model.
+    """Return the exception for a checkpoint that does not fit a model.
 
-    ``problems`` maps each fault, such as "missing", to the keys that have it, shortened by ``plain``.
-    ``reason`` is the message if there are no such keys. ``repair`` is that of ``selecting``, if any.
+    ``problems`` maps each fault, such as "missing", to the keys with this fault, shortened by
+    ``plain``. ``reason`` is the message if no key has a fault. ``repair`` is the text that
+    ``selecting`` returned, or empty.
     """
     faults = [
         f"{len(names)} {what} ({first_names(names)})" for what, names in problems.items() if names
@@ -37,9 +38,9 @@ def misfit(
 
 
 def selecting(stored: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> str:
-    """Return the repair that selects the wanted tensors among the stored ones; empty if there is none.
+    """Return advice with the options that select the wanted tensors; empty if no options do.
 
-    Both map names to shapes.
+    ``stored`` and ``wanted`` map names to shapes.
     """
     first = next(iter(wanted), "")
     for name in stored:
@@ -64,7 +65,7 @@ def first_names(names: Iterable[str]) -> str:
 
 
 def plain(name: str) -> str:
-    """Return a tensor's name for a list of names: unquoted, and cut if it is very long."""
+    """Return a tensor's name as it appears in a list: unquoted, and cut if it is very long."""
     if len(name) <= _MOST_LETTERS:
         return name
     return f"{name[:_MOST_LETTERS]}... ({len(name):,} characters)"

@@ -44,7 +44,8 @@ def read(path: Path) -> list[TensorSlice]:
     """Return the place of each tensor, in the state dict's order.
 
     Raises:
-        CheckpointError: the index is damaged, or a file is missing, damaged, or has other keys.
+        CheckpointError: the index is damaged, or a file is missing or damaged, or has other keys
+            than the index says.
     """
     slices: dict[str, TensorSlice] = {}
     for file, keys in read_index(path).items():
@@ -90,7 +91,7 @@ def write_index(
     shared: Mapping[str, str],
     order: Sequence[str],
 ) -> None:
-    """Write the index: the keys of each module, the tied keys as for ``per_param``, and the order."""
+    """Write the index: each module's keys, the tied keys (as in ``per_param``), and the order."""
     files = {file_name(module): list(keys) for module, keys in modules.items()}
     fields = {"files": files, "shared": dict(shared), "order": list(order)}
     folder_index.write(folder, NAME, fields)
@@ -103,7 +104,7 @@ def module_of(key: str) -> str:
 
 
 def read_index(folder: Path) -> dict[Path, list[str]]:
-    """Return the keys in each file; every key is in one file.
+    """Return the keys in each file; every key is in exactly one file.
 
     Raises:
         CheckpointError: the index is missing or damaged, or a file is missing or outside the folder.

@@ -6,8 +6,8 @@
      "tensors": {"tok_emb.weight": "tok_emb.weight.pt", ...},
      "shared": {"head.weight": "tok_emb.weight"}}
 
-``tensors`` maps every key to its file. A key that is tied to an earlier one has that key's file and
-is listed in ``shared``.
+``tensors`` maps every key to its file. A key that is tied to an earlier key has the earlier key's
+file and is listed in ``shared``.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,7 +39,7 @@ def read(path: Path) -> list[TensorSlice]:
     """Return the place of each tensor; tied tensors are in the same file.
 
     Raises:
-        CheckpointError: the index is damaged, or a file is missing or is not one tensor.
+        CheckpointError: the index is damaged, or a file is missing or does not contain one tensor.
     """
     slices: list[TensorSlice] = []
     by_file: dict[Path, TensorSlice] = {}
@@ -56,7 +56,7 @@ def write(
     pieces: Pieces,
     progress: Progress | None = None,
 ) -> None:
-    """Write one file for each tensor that is not tied to an earlier one, then the index."""
+    """Write one file for each tensor that is not tied to an earlier tensor, then the index."""
     from weighin.formats.zip_writer import placeholder, run_parallel, write_tensor
 
     def write_one(plan: TensorPlan) -> None:

@@ -1,7 +1,7 @@
-"""Read a Hugging Face folder: its ``config.json``, and the checkpoint that lies beside it.
+"""Read a Hugging Face folder: its ``config.json``, and the checkpoint beside it.
 
-Standard library only, and never the network. A model of the Hub is found in the local cache
-(``~/.cache/huggingface/hub``) by its id, such as "Qwen/Qwen3-0.6B".
+This module uses only the standard library, and never the network. A model of the Hub is found in
+the local cache (``~/.cache/huggingface/hub``) by its id, such as "Qwen/Qwen3-0.6B".
 """
 
 import json
@@ -38,10 +38,11 @@ class PretrainedFolder:
 
     @property
     def architecture(self) -> str:
-        """The class of the model: "LlamaForCausalLM".
+        """The name of the model's class, such as "LlamaForCausalLM".
 
         Raises:
-            ConfigError: ``config.json`` names none, or code that is not part of transformers.
+            ConfigError: ``config.json`` names no class, or a class that is not part of
+                transformers.
         """
         if "auto_map" in self.config:
             raise ConfigError(
@@ -68,7 +69,7 @@ class PretrainedFolder:
         return "float32"
 
     def spec(self) -> ModelSpec:
-        """Return the model; its arguments are the class and the configuration, not the folder."""
+        """Return the ``ModelSpec``, whose arguments are the class and the configuration."""
         kwargs = {"architecture": self.architecture, "config": self.config}
         return ModelSpec(self.path.resolve().name, BUILDER, kwargs)
 
@@ -79,7 +80,7 @@ def is_pretrained(path: Path) -> bool:
 
 
 def folder_of(checkpoint: Path) -> Path:
-    """Return the Hugging Face folder of a checkpoint: the folder itself, or that of the file."""
+    """Return the Hugging Face folder of a checkpoint: the path itself, or the parent of a file."""
     return checkpoint if checkpoint.is_dir() else checkpoint.parent
 
 
@@ -87,7 +88,7 @@ def read_folder(path: Path) -> PretrainedFolder:
     """Return a Hugging Face folder.
 
     Raises:
-        CheckpointError: it has no weights, or ``config.json`` is damaged.
+        CheckpointError: the folder has no weights, or ``config.json`` is damaged.
     """
     try:
         config = json.loads((path / CONFIG).read_text())
@@ -123,7 +124,7 @@ def cached_snapshot(name: str) -> Path | None:
     """Return the folder of a Hub model in the local cache; None if ``name`` is no Hub id.
 
     Raises:
-        CheckpointError: it is an id, and the cache does not have the model.
+        CheckpointError: ``name`` is an id, but the cache does not have this model.
     """
     if not _HUB_ID.fullmatch(name):
         return None

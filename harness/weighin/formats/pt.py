@@ -1,7 +1,7 @@
 """Read and write the zip file of ``torch.save(model.state_dict(), path)``, used since torch 1.6.
 
 Reading uses neither torch nor Python's pickle: ``zip_directory`` finds the records in the file, and
-``state_pickle`` reads the tensors' description from one of them.
+``state_pickle`` reads the description of the tensors from one record.
 """
 
 import io
@@ -39,7 +39,7 @@ def files(path: Path) -> list[Path]:
 
 
 def read(path: Path, key: str = "") -> list[TensorSlice]:
-    """Return the place of each tensor of a flat state dict; takes 0.03 s for GPT-2 XL.
+    """Return the place of each tensor of a flat state dict, in 0.03 s for GPT-2 XL.
 
     ``key`` is the state dict's place in nested dicts: see ``Selection``.
 
@@ -59,12 +59,12 @@ def read(path: Path, key: str = "") -> list[TensorSlice]:
 
 
 def read_one(path: Path, name: str, archive: "FileView | None" = None) -> TensorSlice:
-    """Return the place of the only tensor of a file, under the name ``name``.
+    """Return the place of a file's only tensor, and give the tensor the name ``name``.
 
-    With ``archive``, an archive inside that file, offsets count from the archive's start.
+    ``archive`` is an archive inside that file, if any; offsets then count from the archive's start.
 
     Raises:
-        CheckpointError: as ``read``, or the file does not contain one tensor.
+        CheckpointError: for the same reasons as ``read``, or the file does not contain one tensor.
     """
     if archive is None:
         check_file(path)
@@ -97,7 +97,7 @@ def _opened(path: Path) -> IO[bytes]:
 
 
 def _read_value(path: Path, file: "IO[bytes] | FileView") -> tuple[Any, dict[str, ZipRecord]]:
-    """Return the pickled value, and the records of the storages by their keys."""
+    """Return the pickled value, and a dict from each storage's key to its record."""
     archive = Archive(path, file)
     pickles = [name for name in archive.records if name.endswith(_PICKLE) and name.count("/") == 1]
     if len(pickles) != 1:

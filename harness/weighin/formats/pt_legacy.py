@@ -9,7 +9,7 @@
     pickle   [key, ...], the order of the storages
     then for each storage: 8 bytes with its number of elements, and its bytes
 
-torch cannot map such a file; torch.load reads it whole. ``torch.save(...,
+torch cannot memory-map such a file; torch.load reads all of it. ``torch.save(...,
 _use_new_zipfile_serialization=False)`` still writes it.
 """
 
@@ -56,7 +56,8 @@ def read(path: Path, key: str = "") -> list[TensorSlice]:
     ``key`` is the state dict's place in nested dicts: see ``Selection``.
 
     Raises:
-        CheckpointError: the file is damaged; the message names the file and the place.
+        CheckpointError: the file is damaged; the message names the file and the place of the
+            damage.
     """
     check_present(path)
     try:

@@ -1,4 +1,4 @@
-"""Write tensors' bytes at given offsets of a new file, with several threads, in bounded memory."""
+"""Write tensors' bytes at given offsets of a new file, with several threads and bounded memory."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -26,12 +26,12 @@ def write_raw(
     pieces: Pieces,
     progress: Progress | None,
 ) -> None:
-    """Write a new file: ``fixed`` maps offsets to bytes, and ``places`` has the tensors.
+    """Write a new file from ``fixed``, which maps offsets to bytes, and the tensors in ``places``.
 
     The file is synced and dropped from the page cache.
 
     Raises:
-        ValueError: the pieces of a tensor are not as long as its plan.
+        ValueError: the pieces of a tensor have another total size than its plan.
     """
     with path.open("xb") as file:
         ends = [at + plan_bytes(plan) for plan, at in places]

@@ -1,9 +1,10 @@
 """Read and write a safetensors file: a JSON header and the tensors' bytes, with nothing to execute.
 
-The format has no shared tensors. A tied tensor is written once, under the first of its names. The
-other names go into ``__metadata__`` as {name: first name}, as Hugging Face's ``save_model`` writes
-them, and ``read`` returns them too. Where tied names are not the last ones, ``weighin.order`` in the
-metadata keeps the order of all names. Other programs see only the first names.
+The format has no shared tensors. A tied tensor is written once, under the first of its names. Its
+other names are in ``__metadata__`` as {name: first name}, as Hugging Face's ``save_model`` writes
+them; ``read`` returns these names too, but other programs see only the first names. If tied names
+are not at the end of the state dict, ``weighin.order`` in the metadata keeps the order of all
+names.
 """
 
 import json
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 NAME: Final = "safetensors"
 SUFFIX: Final = ".safetensors"
 
-_ALIGNMENT: Final = 64  # of the start of the data: a cache line, as in torch.save
-_FORMAT: Final = "format"  # {"format": "pt"} names the library that wrote the file; not a tied name
+_ALIGNMENT: Final = 64  # of the data's start: a cache line, as in torch.save
+_FORMAT: Final = "format"  # {"format": "pt"} names the writing library; it is not a tied name
 _ORDER: Final = "weighin.order"
 _NAMES: Final = {torch_name: name for name, torch_name in DTYPES.items()}
 
@@ -48,17 +49,18 @@ def files(path: Path) -> list[Path]:
     """Return the one file of the checkpoint.
 
     Raises:
-        CheckpointError: as ``read``.
+        CheckpointError: for the same reasons as ``read``.
     """
     read_header(path)
     return [path]
 
 
 def read(path: Path) -> list[TensorSlice]:
-    """Return the places of all tensors in the header's order, with tied names in their old places.
+    """Return the places of all tensors, in the stored order of names, else in header order.
 
     Raises:
-        CheckpointError: the file is damaged; the message names the file and the place.
+        CheckpointError: the file is damaged; the message names the file and the place of the
+            damage.
     """
     header = read_header(path)
     slices = {entry.name: _slice(path, entry.name, entry) for entry in header.entries}
@@ -94,7 +96,7 @@ def layout_of(tensors: Sequence[TensorPlan]) -> "tuple[bytes, list[Place]]":
     keeps the order of ``tensors``.
 
     Raises:
-        ConfigError: as ``write``.
+        ConfigError: for the same reasons as ``write``.
     """
     from weighin.formats.raw import plan_bytes
 

@@ -1,4 +1,6 @@
-"""Read a safetensors file's header: the tensors and their places. Standard library only.
+"""Read a safetensors file's header: the tensors and their places.
+
+This module uses only the standard library.
 
 ::
 
@@ -6,7 +8,7 @@
     N bytes   JSON: {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}
     the rest  the tensors' bytes, without gaps; data_offsets count from here
 
-The JSON is parsed entry by entry, so that a crafted header takes no more memory than an honest one
+The JSON is parsed entry by entry, so that a crafted header takes no more memory than a valid header
 with as many tensors.
 """
 
@@ -32,14 +34,14 @@ DTYPES: Final = {
     "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
     "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
 }  # fmt: skip
-"""From the format's name of a dtype to torch's."""
+"""The name of each dtype in the format, mapped to torch's name."""
 
 MOST_HEADER_BYTES: Final = 100_000_000  # the format's own limit
-MOST_TENSORS: Final = 200_000  # in one file; they take some 100 MiB of Python objects
+MOST_TENSORS: Final = 200_000  # in one file; as Python objects they take some 100 MiB
 MOST_METADATA_BYTES: Final = 8 * 1024**2
 _MOST_ENTRY_BYTES: Final = 64 * 1024
 
-# Possessive (*+): otherwise a crafted header makes the expression store states for backtracking.
+# Possessive (*+), so that a crafted header cannot make the expression store backtracking states.
 _STRING: Final = rb'"(?:[^"\\]|\\.)*+"'
 _ITEM: Final = re.compile(
     rb"\s*+(" + _STRING + rb")\s*+:\s*+(\{(?:[^{}\"]|" + _STRING + rb")*+\})\s*+([,}])", re.DOTALL
@@ -48,7 +50,10 @@ _ITEM: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class HeaderEntry:
-    """One tensor: torch's name of its dtype, and ``begin`` and ``end`` in bytes from the file's start."""
+    """One tensor, with torch's name of its dtype.
+
+    ``begin`` and ``end`` are its bounds in the file, in bytes from the file's start.
+    """
 
     name: str
     dtype: str
@@ -66,10 +71,11 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Return the header of a file, checked: all tensors lie within the file and none overlap.
+    """Return a file's header, after a check that all tensors lie within the file without overlaps.
 
     Raises:
-        CheckpointError: the file is damaged; the message names the file and the place.
+        CheckpointError: the file is damaged; the message names the file and the place of the
+            damage.
     """
     check_present(path)
     try:

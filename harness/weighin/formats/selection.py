@@ -1,6 +1,6 @@
-"""Select the weights in a checkpoint that holds more than them, or holds them under longer names.
+"""Select the weights in a checkpoint that also holds other data, or has longer names.
 
-Standard library only.
+This module uses only the standard library.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,21 +23,23 @@ class Selection:
     """The part of a checkpoint that is the model's state dict.
 
     Attributes:
-        key: the place of the state dict in nested dicts, "model" or "state.model"; empty for the top.
-            In a format without nested dicts, the beginning of its names: those of "model.weight".
-        strip_prefix: what each name has in front of the model's, "module."; empty for nothing.
+        key: the key of the state dict in nested dicts, such as "model" or "state.model"; empty if
+            the checkpoint itself is the state dict. In a format without nested dicts, ``key``
+            selects the names that begin with it and a dot: "model" selects "model.weight".
+        strip_prefix: a prefix that each name has before the model's name, "module."; empty for
+            none.
     """
 
     key: str = ""
     strip_prefix: str = ""
 
     def __bool__(self) -> bool:
-        """Tell whether this is less than the whole checkpoint, or has other names."""
+        """Tell whether the selection is only a part of the checkpoint, or renames its tensors."""
         return bool(self.key or self.strip_prefix)
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The options of a command line that select the same."""
+        """The command-line options that make the same selection."""
         key = (f"--key={self.key}",) if self.key else ()
         return (*key, f"--strip-prefix={self.strip_prefix}") if self.strip_prefix else key
 
@@ -46,10 +48,12 @@ WHOLE: Final = Selection()
 
 
 def inner(path: Path, value: Any, key: str) -> Any:
-    """Return the value at a key of nested dicts; where there is none, the tensors whose names begin with it.
+    """Return the value at a dotted key of nested dicts.
+
+    If there is no such key, return the tensors whose names begin with the key and a dot.
 
     Raises:
-        CheckpointError: there is neither; the repair lists the keys that there are.
+        CheckpointError: the dicts have neither; the repair lists the existing keys.
     """
     if not key:
         return value
@@ -69,7 +73,7 @@ def inner(path: Path, value: Any, key: str) -> Any:
 
 
 def _found(value: Any, key: str) -> Iterator[Any]:
-    """Yield the values at a dotted key, that of the longest first part first: keys may contain dots."""
+    """Yield all values at a dotted key, longest first part first; single keys may contain dots."""
     if not isinstance(value, dict):
         return
     if key in value:
@@ -80,7 +84,7 @@ def _found(value: Any, key: str) -> Iterator[Any]:
 
 
 def below(path: Path, slices: Sequence[TensorSlice], key: str) -> Slices:
-    """Return the tensors whose names begin with ``key`` and a dot, without that beginning."""
+    """Return the tensors whose names begin with ``key`` and a dot, with this prefix removed."""
     start = f"{key}."
     chosen = Slices(
         replace(one, name=one.name.removeprefix(start))
@@ -93,7 +97,7 @@ def below(path: Path, slices: Sequence[TensorSlice], key: str) -> Slices:
 
 
 def no_key(path: Path, key: str, keys: Sequence[object] | Mapping[Any, object]) -> CheckpointError:
-    """Return the error that a checkpoint has no such key."""
+    """Return the exception for a checkpoint that does not have ``key``."""
     names = first_names(plain(str(one)) for one in dict.fromkeys(keys))
     places = weights_in(keys) if isinstance(keys, Mapping) else []
     repair = with_key(places) if places else f"its keys: {names or 'none'}"
@@ -104,7 +108,7 @@ def stripped(path: Path, slices: Sequence[TensorSlice], prefix: str) -> Slices:
     """Return the tensors with ``prefix`` removed from the names that begin with it.
 
     Raises:
-        CheckpointError: no name begins with it, or two names are equal without it.
+        CheckpointError: no name begins with the prefix, or two names are equal without it.
     """
     prefix = prefix if prefix.endswith(".") else f"{prefix}."
     if not any(one.name.startswith(prefix) for one in slices):
@@ -120,7 +124,7 @@ def stripped(path: Path, slices: Sequence[TensorSlice], prefix: str) -> Slices:
             "leave --strip-prefix out, or convert the checkpoint with your own code",
         )
     metadata = getattr(slices, "metadata", None)
-    if metadata is not None:  # as torch.nn.modules.utils.consume_prefix_in_state_dict_if_present
+    if metadata is not None:  # as in torch.nn.modules.utils.consume_prefix_in_state_dict_if_present
         renamed.metadata = {
             f"{name}.".removeprefix(prefix).removesuffix("."): local
             for name, local in metadata.items()
@@ -130,7 +134,7 @@ def stripped(path: Path, slices: Sequence[TensorSlice], prefix: str) -> Slices:
 
 
 def weights_in(value: Any) -> list[str]:
-    """Return the keys of the state dicts inside nested dicts, largest first, without an optimizer's."""
+    """Return the keys of the state dicts in nested dicts, largest first, without optimizers'."""
     seen: set[int] = set()  # a crafted pickle may refer to one dict from many places
     places: list[tuple[int, str]] = []
 
@@ -155,7 +159,7 @@ def weights_in(value: Any) -> list[str]:
 
 
 def with_key(places: Sequence[str]) -> str:
-    """Return the repair for a checkpoint with state dicts at these keys."""
+    """Return the advice in the error for a checkpoint with state dicts at these keys."""
     ways = " or ".join(f"--key {place}" for place in places)
     return f"select the weights: {ways}; in load_streaming: key={shown(places[0])}"
 
@@ -164,8 +168,8 @@ def flat(path: Path, value: Any) -> dict[str, TensorRef]:
     """Return the pickled value if it is a flat state dict.
 
     Raises:
-        CheckpointError: it is something else; the message names it, and the repair the option that
-            selects a state dict in it, or how to save one.
+        CheckpointError: the value is not a flat state dict; the message names the value's kind. The
+            repair names the option that selects a state dict in it, or tells how to save one.
     """
     weights_alone = "save the weights alone: torch.save(model.state_dict(), ...)"
     if not isinstance(value, dict):
@@ -184,7 +188,7 @@ def flat(path: Path, value: Any) -> dict[str, TensorRef]:
 
 
 def tensors_of(value: Any) -> dict[str, TensorRef]:
-    """Return all tensors in nested dicts, lists and tuples, under names without a meaning."""
+    """Return all tensors in nested dicts, lists and tuples, under arbitrary names."""
     tensors: dict[str, TensorRef] = {}
     todo, seen = [value], set[int]()
     while todo:

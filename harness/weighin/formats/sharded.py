@@ -7,12 +7,12 @@
     model.safetensors.index.json              pytorch_model.bin.index.json
         {"metadata": {"total_size": 123}, "weight_map": {"key": "model-00001-of-00002.safetensors"}}
 
-A tied name is in the same shard as the first name of its group. In safetensors it is in the shard's
-own metadata and not in the map. Where tied names change the order of the state dict,
-``weighin.order`` in the index's metadata keeps the order.
+A tied name is in the same shard as the first name of its group. In safetensors shards, a tied name
+is in the shard's own metadata and not in ``weight_map``. If tied names change the order of the
+state dict, ``weighin.order`` in the index's metadata keeps the order.
 
-Shards must be plain names in the folder. They may be symbolic links to files elsewhere: Hugging
-Face's cache uses them, and only the folder's owner can create one.
+The index must name shards by plain file names in the folder. A shard may be a symbolic link to a
+file elsewhere: Hugging Face's cache uses such links, and only the folder's owner can create a link.
 """
 
 import json
@@ -35,7 +35,7 @@ _AGAIN: Final = "download the missing or damaged files again, or convert the che
 
 
 class Sharded:
-    """A format of several shards, each of which is a checkpoint of the format ``shard``."""
+    """A format of several files (shards); each shard is a checkpoint of the format ``shard``."""
 
     SUFFIX = ""
 
@@ -43,26 +43,27 @@ class Sharded:
         self.NAME = name
         self.index_name = f"{stem}{suffix}.index.json"
         self._stem, self._suffix, self._shard = stem, suffix, shard
-        self._ties_in_map = shard.NAME == "pt"  # in which two keys can share a storage
+        self._ties_in_map = shard.NAME == "pt"  # in pt, two keys can share a storage
 
     def matches(self, path: Path) -> bool:
-        """Tell whether ``path`` is a folder with an index of such shards."""
+        """Tell whether ``path`` is a folder with an index of shards of this format."""
         return path.is_dir() and (path / self.index_name).is_file()
 
     def files(self, path: Path) -> list[Path]:
         """Return the index and all shards.
 
         Raises:
-            CheckpointError: as ``read``.
+            CheckpointError: for the same reasons as ``read``.
         """
         shards = dict.fromkeys(self._weight_map(path)[0].values())
         return [path / self.index_name, *(path / name for name in shards)]
 
     def read(self, path: Path) -> list[TensorSlice]:
-        """Return the places of all tensors in the index's order, with tied names in their old places.
+        """Return the places of all tensors, in the stored order of names, else in index order.
 
         Raises:
-            CheckpointError: the index or a shard is damaged; the message names the file and the place.
+            CheckpointError: the index or a shard is damaged; the message names the file and the
+                place of the damage.
         """
         weight_map, order = self._weight_map(path)
         slices: dict[str, TensorSlice] = {}
@@ -113,7 +114,7 @@ class Sharded:
         write_text(target / self.index_name, json.dumps(index, indent=2) + "\n")
 
     def _weight_map(self, path: Path) -> tuple[dict[str, str], list[str] | None]:
-        """Return each key's shard, checked to exist, and the order of all keys if the index has it."""
+        """Return each key's shard, which must exist, and the order of all keys if it is stored."""
         index = read_object(path / self.index_name, _AGAIN)
         weight_map, metadata = index.get("weight_map"), index.get("metadata")
         if not isinstance(weight_map, dict) or not weight_map:
@@ -136,7 +137,7 @@ class Sharded:
         """Return the places of a shard's tensors.
 
         Raises:
-            CheckpointError: the index does not list one of them in this shard.
+            CheckpointError: a tensor of the shard is not listed for this shard in the index.
         """
         places = self._shard.read(shard)
         # A tied name of safetensors is at the same place as a name that is in the map.
@@ -156,7 +157,7 @@ class Sharded:
 
 
 def split(tensors: Sequence[TensorPlan], max_bytes: int) -> list[list[TensorPlan]]:
-    """Return the tensors in shards, filled in order; a tied name goes to its first name's shard."""
+    """Divide the tensors into shards, in order; a tied name goes to the shard of its first name."""
     from weighin.formats.raw import plan_bytes
 
     shards: list[list[TensorPlan]] = [[]]

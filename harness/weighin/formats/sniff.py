@@ -44,7 +44,7 @@ def check_present(path: Path) -> bytes:
 
 
 def first_bytes(path: Path) -> bytes:
-    """Return the first bytes of a file; an empty result if it cannot be read."""
+    """Return the first bytes of a file; the result is empty if the file cannot be read."""
     if not path.is_file():  # opening a pipe would block
         return b""
     try:

@@ -1,9 +1,9 @@
-"""Read a pickled state dict without executing it; accepts only what ``torch.save`` writes.
+"""Read a pickled state dict that ``torch.save`` wrote, without executing any code.
 
-This is an interpreter for the instructions of pickle protocol 2, which torch's weights-only unpickler
-accepts too. That unpickler still calls constructors such as ``bytearray(10**12)``, and Python's own
-allocates as much as a crafted length asks for. This one imports and calls nothing, compares every
-length with the file's, and limits the number of objects.
+This module interprets the instructions of pickle protocol 2 that torch's weights-only unpickler
+accepts. torch's unpickler still calls constructors such as ``bytearray(10**12)``, and Python's own
+unpickler allocates any length that a crafted pickle requests. The interpreter here imports and
+calls nothing, compares every length with the file's length, and limits the number of objects.
 """
 
 import struct
@@ -17,7 +17,7 @@ from weighin.formats.sniff import AGAIN
 from weighin.formats.tensor_refs import Malformed, Named, NotTensors, WholeModule
 
 MOST_BYTES: Final = 32 * 1024**2
-"""The largest pickle that is read, in bytes: 200 times as large as that of GPT-2 XL."""
+"""The largest pickle that is read, in bytes: 200 times the size of GPT-2 XL's pickle."""
 
 _MOST_PUSHED: Final = 3_000_000  # values on the stack, of some 40 bytes each
 _MOST_OBJECTS: Final = 1_000_000  # lists, dicts, tuples and strings, of some 100 bytes each
@@ -32,8 +32,8 @@ def load(path: Path, file: BinaryIO, base: int = 0) -> Any:
     ``base`` is the offset of ``file`` within the file at ``path``, for messages.
 
     Raises:
-        CheckpointError: the pickle is damaged or contains more than tensors; the message names the
-            byte.
+        CheckpointError: the pickle is damaged or contains values other than tensors; the message
+            names the byte offset.
     """
     machine = _Machine(file)
     start = base + file.tell()
@@ -61,7 +61,7 @@ def load(path: Path, file: BinaryIO, base: int = 0) -> Any:
 
 
 class _Machine:
-    """The pickle machine: a stack, marks on it, and a memo."""
+    """The state of the interpreter: a stack of values, marks on the stack, and a memo."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -136,7 +136,7 @@ class _Machine:
         return self._stack[-1]
 
     def _marked(self) -> list[Any]:
-        """Remove the last mark and the values above it from the stack, and return those values."""
+        """Remove the last mark and the values above it from the stack, and return the values."""
         for at in range(len(self._stack) - 1, -1, -1):
             if self._stack[at] is _MARK:
                 values = self._stack[at + 1 :]
@@ -179,12 +179,12 @@ class _Machine:
 
     def _reduce(self) -> None:
         arguments, function = self._pop(), self._pop()
-        if isinstance(arguments, tuple):  # each OrderedDict(list) copies the list
+        if isinstance(arguments, tuple):  # OrderedDict(list) copies the list
             self._count(sum(len(each) for each in arguments if isinstance(each, list)))
         self._new(tensor_refs.call(function, arguments))
 
     def _object(self) -> None:
-        """Raise the error for an object of a class; the attributes that follow show if it is a module."""
+        """Raise the error for an instance of a class; the next bytes show if it is a module."""
         self._pop()
         tensor_refs.create(self._pop(), self._file.read(_LOOK_AHEAD_BYTES))
 

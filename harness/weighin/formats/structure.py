@@ -1,7 +1,8 @@
 """Write the names, shapes and dtypes of a checkpoint's tensors as one short string, and read it.
 
-The string is a model's argument in records, so that a record says by itself which model it measured.
-It is JSON in columns, compressed and in base64: 3 KiB for GPT-2 XL. Standard library only.
+Records contain this string as an argument of the model, so that a record alone identifies its
+model. The string is JSON in columns, compressed and in base64: 3 KiB for GPT-2 XL. This module uses
+only the standard library.
 """
 
 import base64
@@ -17,12 +18,12 @@ from weighin.formats.base import TensorSlice
 from weighin.formats.dtypes import ITEM_BYTES, is_sizes
 
 _LONGEST: Final = 96 * 1024  # Linux limits one argument of a process to 128 KiB
-_MOST_BYTES: Final = 64 * 1024 * 1024  # of the JSON, so that a forged record takes no more memory
+_MOST_BYTES: Final = 64 * 1024 * 1024  # the longest JSON text, since records may be forged
 
 
 @dataclass(frozen=True, slots=True)
 class TensorShape:
-    """One tensor. ``tied_to`` is the earlier tensor that is at the same place in the file, or None."""
+    """One tensor. ``tied_to`` is the earlier tensor at the same place in the file, or None."""
 
     name: str
     shape: tuple[int, ...]
@@ -59,7 +60,7 @@ def pack(slices: Sequence[TensorSlice]) -> str:
 
 
 def unpack(text: str) -> list[TensorShape]:
-    """Return the tensors that ``pack`` wrote; raises ConfigError if the string is another."""
+    """Return the tensors that ``pack`` wrote; raise ConfigError for any other string."""
     try:
         unpacker = zlib.decompressobj()
         data = unpacker.decompress(base64.urlsafe_b64decode(text), _MOST_BYTES)

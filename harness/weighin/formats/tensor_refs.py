@@ -1,7 +1,9 @@
-"""Describe the tensors of a pickled state dict as plain records. Standard library only.
+"""Describe the tensors of a pickled state dict as plain records.
 
-Names of functions and classes in a pickle are only compared with those that ``torch.save`` writes
-for tensors; nothing is imported and nothing is called.
+This module uses only the standard library.
+
+Names of functions and classes in a pickle are only compared with the names that ``torch.save``
+writes for tensors; no function or class of the pickle is imported or called.
 """
 
 from collections.abc import Mapping
@@ -22,16 +24,16 @@ _STORAGES: Final = {
     "UntypedStorage": "uint8",
 }  # fmt: skip
 _REBUILD: Final = "torch._utils._rebuild_"
-_OF_MODULES: Final = (b"_parameters", b"_buffers")  # a torch.nn.Module pickles them early
+_OF_MODULES: Final = (b"_parameters", b"_buffers")  # early in a pickled nn.Module
 _PLAIN: Final = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter"})
 
 
 class NotTensors(Exception):
-    """The pickle refers to a name that plain tensors do not need; the argument is that name."""
+    """The pickle refers to a class or function, named by the argument, that tensors do not need."""
 
 
 class WholeModule(Exception):
-    """The pickle contains a module itself, not its weights; the argument is the class's name."""
+    """The pickle contains a whole module, not only weights; the argument is the class's name."""
 
 
 class Malformed(Exception):
@@ -47,7 +49,7 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """A value that is not a tensor, of which only the type's name is kept."""
+    """A value that is not a tensor; only the name of its type is kept."""
 
     kind: str
 
@@ -82,7 +84,7 @@ class StateDict(dict[Any, Any]):
     metadata: dict[str, dict[str, object]] | None = None
 
     def build(self, state: Any) -> None:
-        """Take the modules' version metadata from the object's pickled state."""
+        """Set ``metadata`` to the modules' version metadata in the object's pickled state."""
         metadata = state.get("_metadata") if isinstance(state, dict) else None
         if isinstance(metadata, dict):
             self.metadata = {
@@ -151,7 +153,7 @@ def call(function: Any, arguments: Any) -> Any:
 
 
 def create(kind: Any, begins: bytes) -> NoReturn:
-    """Raise the error for an object of a class; ``begins`` is the pickle's next bytes.
+    """Raise the error for an instance of a class; ``begins`` is the pickle's next bytes.
 
     Raises:
         Malformed, NotTensors, WholeModule: always.
@@ -164,7 +166,7 @@ def create(kind: Any, begins: bytes) -> NoReturn:
 
 
 def _mapping(pairs: Any = ()) -> dict[Any, Any]:
-    """Return the OrderedDict of a list of pairs, which is how old Python versions pickled it."""
+    """Return the OrderedDict of a list of pairs, as old Python versions pickled an OrderedDict."""
     mapping = StateDict()
     for key, value in pairs:
         put(mapping, key, value)
@@ -236,7 +238,7 @@ def _tensor(
 
 
 def check_storages(path: Path, tensors: Mapping[str, TensorRef]) -> dict[str, StorageRef]:
-    """Return all storages by their keys.
+    """Return a dict that maps the key of each storage to the storage.
 
     Raises:
         CheckpointError: two tensors disagree about the size of a storage.

@@ -1,8 +1,11 @@
-"""Find the records of a zip archive that ``torch.save`` wrote. Standard library only.
+"""Find the records of a zip archive that ``torch.save`` wrote.
 
-Python's ``zipfile`` is not used because a crafted archive makes it read a directory of any size at
-once; torch's own reader is C++ and needs torch. Only archives like torch's are accepted: their
-records are not compressed, lie within the file, do not overlap, and have unique names.
+This module uses only the standard library.
+
+Python's ``zipfile`` is not used because a crafted archive can make it read a directory of any size
+at once. torch's own reader is not used because it would need torch. Only archives like torch's are
+accepted: their records are not compressed, lie within the file, do not overlap, and have unique
+names.
 """
 
 import os
@@ -39,7 +42,7 @@ _SAVE_AGAIN: Final = "load the file and save it again with torch.save"
 
 @dataclass(frozen=True, slots=True)
 class ZipRecord:
-    """One record: the offset of its bytes in the file, and their number."""
+    """One record of an archive: the offset and the number of its bytes in the file."""
 
     start: int
     size: int
@@ -52,7 +55,8 @@ class Archive:
         """Read the directory; ``path`` is for messages.
 
         Raises:
-            CheckpointError: the archive is damaged; the message names the file and the place.
+            CheckpointError: the archive is damaged; the message names the file and the place of the
+                damage.
         """
         self._path, self._file = path, file
         self._size = file.seek(0, os.SEEK_END)
@@ -148,11 +152,11 @@ class Archive:
         return values
 
     def _announce(self, places: Iterable[int]) -> None:
-        """Ask the kernel to read all local headers ahead, so that not each read waits for the disk."""
+        """Ask the kernel to read all local headers ahead, so that no read waits for the disk."""
         try:
             descriptor = self._file.fileno()
         except OSError:
-            return  # an archive inside another file, which has few records
+            return  # an archive inside another file has few records
         if hasattr(os, "posix_fadvise"):
             for at in places:
                 if at < self._size:
@@ -188,7 +192,7 @@ class Archive:
 
 
 def check_file(path: Path) -> None:
-    """Raise CheckpointError unless ``path`` is a zip file; the message says what it is instead."""
+    """Raise CheckpointError unless ``path`` is a zip file; the message tells its actual kind."""
     head = check_present(path)
     if not head.startswith(b"PK"):
         raise _not_a_zip(path, head)

@@ -2,8 +2,8 @@
 
 ``torch.save`` itself writes the archive with holes in place of the tensors
 (``torch.serialization.skip_data``), so that the file has exactly torch's structure. Several threads
-then write the tensors into the holes piece by piece, and their CRC-32s into the zip's records. No
-tensor is ever in memory as a whole.
+then write the tensors piece by piece into the holes, and the tensors' CRC-32s into the zip's
+records. No tensor is ever in memory as a whole.
 """
 
 import os
@@ -23,7 +23,7 @@ import torch
 from weighin.atomic import drop_written
 from weighin.formats.base import Pieces, Progress, TensorPlan
 
-WRITERS: Final = 2  # one computes while the other waits for the disk; more only need more memory
+WRITERS: Final = 2  # threads: one computes while the other waits for the disk
 
 _SYNC_EVERY_BYTES: Final = 128 * 1024 * 1024
 _DESCRIPTOR: Final = b"PK\x07\x08"  # of the data descriptor after a record
@@ -37,10 +37,10 @@ _holes = False  # whether tensors' values are left out: see leaving_holes
 def leaving_holes() -> Iterator[None]:
     """Make all writes within the context leave holes in place of the tensors' values.
 
-    Such files have their whole structure but take almost no disk space, and their CRC-32s are wrong.
-    They serve callers that read no values.
+    A file with holes has its whole structure but takes almost no disk space, and its CRC-32s are
+    wrong. Such files are for callers that read no values.
     """
-    global _holes  # noqa: PLW0603 (else every format would have to pass it down to the one place)
+    global _holes  # noqa: PLW0603 (else every format would have to pass the flag on)
     _holes = True
     try:
         yield
@@ -60,12 +60,12 @@ def finish(descriptor: int) -> None:
 
 
 def placeholder(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return a CPU tensor whose memory is never touched, and so never resident."""
+    """Return a CPU tensor whose memory is never touched and so is never resident."""
     return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
 
 def placeholders(tensors: Sequence[TensorPlan]) -> dict[str, torch.Tensor]:
-    """Return a placeholder for each tensor; tied tensors share one."""
+    """Return a placeholder for each tensor; tied tensors share a placeholder."""
     blank: dict[str, torch.Tensor] = {}
     for plan in tensors:
         first = plan.shared_with
@@ -82,10 +82,10 @@ def write_pt(
     """Write a state dict as ``torch.save`` does, with each tensor's values from ``pieces``.
 
     Names whose placeholder is the same tensor share one storage in the file; ``pieces`` is
-    called for the first of them. The file is synced and dropped from the page cache.
+    called for the first of these names. The file is synced and dropped from the page cache.
 
     Raises:
-        ValueError: the pieces of a tensor are not as long as its placeholder.
+        ValueError: the pieces of a tensor have another total size than its placeholder.
     """
     with torch.serialization.skip_data():
         torch.save(dict(blanks), path)
@@ -105,7 +105,7 @@ def write_tensor(
 
 
 def fill_holes(path: Path, names: list[str], pieces: Pieces, progress: Progress | None) -> None:
-    """Write the values of ``pieces(names[i])`` into record ``data/i``, and set all CRC-32s."""
+    """Write the values from ``pieces(names[i])`` into record ``data/i``, and set all CRC-32s."""
     with path.open("r+b") as file:
         records = data_records(path, file.fileno())
         assert len(records) == len(names)
@@ -119,7 +119,7 @@ def fill_holes(path: Path, names: list[str], pieces: Pieces, progress: Progress 
 
 
 def run_parallel(jobs: Iterable[Callable[[], None]]) -> None:
-    """Run all jobs on ``WRITERS`` threads; the first error cancels those that have not started."""
+    """Run all jobs on ``WRITERS`` threads; the first error cancels all unstarted jobs."""
     with ThreadPoolExecutor(WRITERS) as pool:
         futures = [pool.submit(job) for job in jobs]
         wait(futures, return_when=FIRST_EXCEPTION)
@@ -138,7 +138,7 @@ class WrittenRecord:
         self.crc_places = [entry + 16] if not size else [start + size + 4, entry + 16]
 
     def move(self, distance: int) -> None:
-        """Add ``distance`` bytes to all offsets, for an archive that starts there in a file."""
+        """Add ``distance`` to all offsets, for an archive that starts at ``distance`` in a file."""
         self.start += distance
         self.crc_places = [place + distance for place in self.crc_places]
 
@@ -192,7 +192,7 @@ def fill(
     """Write the values of ``pieces`` into a record, and their CRC-32 into its two places.
 
     Raises:
-        ValueError: the values are not as long as the record.
+        ValueError: the values have another total size than the record.
     """
     if leaves_holes():
         return
@@ -218,7 +218,7 @@ def _write_all(descriptor: int, data: memoryview, at: int) -> None:
 
 
 class _Flusher:
-    """Counts written bytes, and syncs and drops them from the page cache every 128 MiB."""
+    """Counts written bytes. After every 128 MiB, syncs them and drops them from the page cache."""
 
     def __init__(self, descriptor: int, progress: Progress | None) -> None:
         self._descriptor, self._progress = descriptor, progress

@@ -1,7 +1,8 @@
-"""Read the baseline file: measured figures and the rules for comparing with them.
+"""Read the baseline file: measured figures, and the rules for a comparison with these figures.
 
 The user edits the part above the line that begins with ``# measured``. ``--update`` writes the part
-below (``weighin.gate.freeze``), sorted and one figure per line, so that diffs are readable.
+below the line ``# measured`` (``weighin.gate.freeze``), sorted and with one figure per line, so
+that diffs are readable.
 """
 
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ SCHEMA: Final = 1
 
 
 def _as_mapping(value: object) -> object:
-    return {} if value is None else value  # a key without a value
+    return {} if value is None else value  # YAML reads a key without a value as None
 
 
 def _as_list(value: object) -> object:
@@ -76,7 +77,7 @@ class _File(config.Strict):
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The rules of a gate. ``tolerances`` contains only the metrics that are judged."""
+    """The rules of the gate. ``tolerances`` contains only the metrics that the gate judges."""
 
     tolerances: dict[str, Tolerance]
     budgets: tuple[Budget, ...] = ()
@@ -88,7 +89,8 @@ class Rules:
 class Baseline:
     """The content of a baseline file: its rules, and the measured series by name.
 
-    ``accepted`` are those of the rules' expectations that an update wrote.
+    ``accepted`` contains the expected outcomes that ``--update`` wrote, which ``rules`` contains
+    too.
     """
 
     rules: Rules
@@ -98,7 +100,7 @@ class Baseline:
 
 
 def default_rules() -> Rules:
-    """Return the rules without a baseline: the default tolerance of every metric."""
+    """Return the rules that hold without a baseline file: the default tolerance of every metric."""
     return Rules({name: metric.tolerance for name, metric in METRICS.items()})
 
 
@@ -106,8 +108,8 @@ def read(path: Path) -> Baseline:
     """Read a baseline file.
 
     Raises:
-        ConfigError: the file does not exist or is invalid; names the key.
-        SchemaTooNew: a newer version wrote it.
+        ConfigError: the file does not exist or is invalid; the message names the key.
+        SchemaTooNew: a newer version of weighin wrote the file.
     """
     if not path.exists():
         raise ConfigError(

@@ -43,7 +43,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """An upper bound of a metric, for every series that ``pattern`` matches."""
+    """An upper bound of a metric for every series whose name ``pattern`` matches."""
 
     metric: Metric
     sign: Literal["<=", "<"]
@@ -51,17 +51,17 @@ class Budget:
     pattern: str = "*"
 
     def __str__(self) -> str:
-        """The budget in normal form, which ``parse`` reads."""
+        """The budget as text in normal form, which ``parse`` can read."""
         scope = "" if self.pattern == "*" else f"{self.pattern}: "
         bound = " + ".join(self._shown(term) for term in self.terms)
         return f"{scope}{self.metric.name} {self.sign} {bound}"
 
     def covers(self, name: str) -> bool:
-        """Tell whether the budget applies to a series of this name."""
+        """Return whether the budget applies to the series with this name."""
         return selects(self.pattern, name)
 
     def bound(self, series: Series) -> int | None:
-        """Return the bound for a series in the metric's unit; None if it lacks a referenced size."""
+        """Return the bound for a series in the metric's unit; None if a size in it is unknown."""
         total = 0.0
         for term in self.terms:
             if term.reference is None:
@@ -74,7 +74,7 @@ class Budget:
         return round(total)
 
     def is_kept(self, value: int, bound: int) -> bool:
-        """Tell whether a figure is within a bound."""
+        """Return whether a figure is within a bound."""
         return value <= bound if self.sign == "<=" else value < bound
 
     def _shown(self, term: Term) -> str:
@@ -91,7 +91,7 @@ def parse(text: str) -> Budget:
 
     Raises:
         ConfigError: the text is not a budget, or its bound has another unit than the metric.
-        UnknownName: there is no such metric.
+        UnknownName: no metric has the name in the text.
     """
     match = _BUDGET.fullmatch(text)
     if match is None:

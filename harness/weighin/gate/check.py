@@ -1,4 +1,4 @@
-"""Check one or several runs against a baseline file and budgets (``weighin check``)."""
+"""Check one or more runs against a baseline file and budgets (``weighin check``)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ from weighin.records.series import Series, SeriesRun, summarise
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRuns:
-    """The series of one or several runs, taken together."""
+    """The series of one or more runs; a series has its repeats from all of these runs."""
 
     environment: dict[str, Setting]
     series: dict[str, Series]
@@ -30,7 +30,7 @@ class MeasuredRuns:
 
 
 def read_runs(folders: Sequence[Path]) -> MeasuredRuns:
-    """Return the series of all runs; a series of several runs has the repeats of all of them.
+    """Return the series of all runs; a series has its repeats from all of these runs.
 
     Raises:
         RecordError: a folder is not a run, or contains no record.
@@ -51,7 +51,7 @@ def read_runs(folders: Sequence[Path]) -> MeasuredRuns:
 
 
 def _is_search(folder: Path) -> bool:
-    """Tell whether the run is a search for floors; one without a plan counts as a bench."""
+    """Return whether the run is a floor search; a run without a plan counts as a bench run."""
     return (folder / run_folder.PLAN).exists() and "within" in run_folder.read_plan(folder).settings
 
 
@@ -63,14 +63,14 @@ def check(
     metrics: Sequence[str] = (),
     expected: Sequence[str] = (),
 ) -> GateResult:
-    """Judge runs against a baseline and budgets.
+    """Judge runs against a baseline file and budgets.
 
     Args:
-        metrics: compare only these with the baseline; all if empty.
-        expected: expected outcomes, in addition to those of the baseline file.
+        metrics: the metrics to compare with the baseline file; all metrics if empty.
+        expected: expected outcomes, in addition to the expected outcomes in the baseline file.
 
     Raises:
-        ConfigError: there is neither baseline nor budget, or one of the inputs is invalid.
+        ConfigError: there is neither a baseline file nor a budget, or an input is invalid.
     """
     if baseline_file is None and not extra_budgets:
         raise ConfigError(
@@ -96,14 +96,15 @@ def update(
     expected: Sequence[str] = (),
     accept: Callable[[Sequence[str]], bool],
 ) -> list[str]:
-    """Write the measured figures as the new baseline; returns the lines of the diff.
+    """Write the measured figures into the baseline file, and return the lines of the diff.
 
-    ``expected`` outcomes are added to the file. ``accept`` is called with a line for each other
-    series that is not ok, and returns whether to expect these outcomes from now on.
+    ``expected`` outcomes are added to the file. ``accept`` gets one line for each series that is
+    not ok and whose outcome is not expected, and returns whether to expect these outcomes from now
+    on.
 
     Raises:
         ConfigError: some cell could not be measured, or the file is invalid or not writable.
-        NoBaseline: a strategy is wrong or failed, or an outcome was not accepted.
+        NoBaseline: a strategy loaded wrong weights or failed, or an outcome was not accepted.
     """
     _refuse(measured)
     typed = _parsed(expected)
@@ -138,7 +139,7 @@ def _accepted(
     baseline_file: Path,
     accept: Callable[[Sequence[str]], bool],
 ) -> list[Expectation]:
-    """Return the expectations that are needed beside the ``known`` ones, if they are accepted."""
+    """Return the expectations that the series need beside ``known``, if the user accepts them."""
     series = measured.series
     failed = [name for name in series if not is_expected(name, series[name], known)]
     if not failed:

@@ -1,7 +1,7 @@
 """Compare the same series in several runs, such as two commits (``weighin compare``).
 
-Marks each change beyond the spread of the first run's repeats plus the metric's tolerance; passes
-or fails nothing.
+The comparison marks each change that exceeds the spread of the first run's repeats by more than the
+metric's tolerance. A comparison neither passes nor fails.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,7 +34,8 @@ SCHEMA: Final = 1
 class ComparedMetric:
     """One metric of one series in every run. ``lines`` compare each later run with the first.
 
-    A text is None if the run lacks the figure, a line is None if one of its two runs does.
+    The text of a run is None if the run lacks the figure. A line is None if one of the two compared
+    runs lacks the figure.
     """
 
     series: str
@@ -45,9 +46,9 @@ class ComparedMetric:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Several runs: a heading for each, and their figures by row.
+    """Several runs: a heading for each run, and the runs' figures by row.
 
-    ``common`` are the words that all series names share.
+    ``common`` contains the words that all series names share.
     """
 
     headings: tuple[str, ...]
@@ -57,10 +58,10 @@ class Comparison:
 
 
 def compare(folders: Sequence[Path], metrics: Sequence[str] = ()) -> Comparison:
-    """Compare runs with the first of them.
+    """Compare the first run with each later run.
 
-    Series are matched by name, but for words that are the same within each run and differ between
-    runs, such as the isolation: these words are part of the run's heading instead.
+    Series are matched by name. A word that is the same in all names of a run but differs between
+    runs, such as the isolation, is ignored in the match and becomes part of the run's heading.
 
     Raises:
         ConfigError: fewer than two runs, or more than 26.
@@ -90,7 +91,7 @@ def compare(folders: Sequence[Path], metrics: Sequence[str] = ()) -> Comparison:
 
 
 def terminal(comparison: Comparison) -> RenderableType:
-    """Return the comparison for a terminal: values, each with its difference from A below."""
+    """Return the comparison for a terminal: each value above its difference from the first run."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
     table.add_column("series", overflow="fold")
     table.add_column("metric", no_wrap=True)
@@ -112,7 +113,7 @@ def terminal(comparison: Comparison) -> RenderableType:
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
-    """Return the comparison as data for ``--json``; each run after the first has a change and a verdict."""
+    """Return the comparison as data for ``--json``, with a change and verdict per later run."""
     return {
         "schema": SCHEMA,
         "runs": list(comparison.headings),
@@ -142,7 +143,7 @@ def _compared(line: Line | None) -> dict[str, Any] | None:
 
 
 def write_markdown(comparison: Comparison) -> str:
-    """Return the comparison as Markdown; changes beyond the noise are bold."""
+    """Return the comparison as Markdown; changes beyond the spread and tolerance are bold."""
     heads = ["series", "metric", *_letters(comparison)]
     rows = [heads, ["---", "---", *("---:" for _ in _letters(comparison))]]
     for row in comparison.rows:
@@ -208,7 +209,7 @@ def _letters(comparison: Comparison) -> str:
 
 
 def _own_words(runs: Sequence[MeasuredRuns]) -> set[int]:
-    """Return the positions in series' names whose word is constant in each run but not in all."""
+    """Return the positions in series' names at which the word differs only between runs."""
     words = [[name.split(" ") for name in run.series] for run in runs]
     shortest = min(len(name) for names in words for name in names)
     own = set()
@@ -220,7 +221,7 @@ def _own_words(runs: Sequence[MeasuredRuns]) -> set[int]:
 
 
 def _key(name: str, own: set[int]) -> str:
-    """Return a series' name without the words at ``own``; the others keep their positions."""
+    """Return a series' name without the words at ``own``; other words keep their positions."""
     return " ".join("" if place in own else word for place, word in enumerate(name.split(" ")))
 
 

@@ -1,4 +1,4 @@
-"""Judge every series and metric against baseline and budgets; the worst line comes first."""
+"""Judge every series and metric against the baseline file and budgets; the worst line is first."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -19,7 +19,7 @@ def evaluate(
     environment: Mapping[str, Setting],
     series: Mapping[str, Series],
 ) -> GateResult:
-    """Judge the measured series against the rules' budgets, and the baseline if there is one."""
+    """Judge the measured series against the rules' budgets, and against ``baseline`` if given."""
     outcomes = Outcomes(
         baseline.series if baseline else None, series, rules.budgets, rules.expected
     )
@@ -86,7 +86,7 @@ def judge_figure(
     now: Figure,
     phases: tuple[Growth, ...],
 ) -> Line:
-    """Judge one figure: the median of the repeats against the range of the baseline's repeats."""
+    """Judge the median of a figure's repeats against the range of the baseline's repeats."""
     allowance = tolerance.allowance(was.median)
     above, below = now.median - was.high - allowance, was.low - allowance - now.median
     bad, good = (below, above) if tolerance.direction == "higher" else (above, below)
@@ -109,7 +109,7 @@ def judge_figure(
 
 
 def _growth(metric: Metric, was: Series, now: Series) -> tuple[Growth, ...]:
-    """Return the change of the metric's phase figure in each phase, in order."""
+    """Return the change of the metric's phase figure (``Metric.in_phase``) in each phase."""
     key = metric.in_phase
     highest = max((figures.get(key, 0) for figures in was.phases.values()), default=0)
     growth = []
@@ -122,7 +122,7 @@ def _growth(metric: Metric, was: Series, now: Series) -> tuple[Growth, ...]:
 
 
 def _budget(budget: Budget, series: Mapping[str, Series]) -> Iterator[Line]:
-    """Judge one budget; a budget that no figure could be compared with is missing."""
+    """Judge one budget; if no series has the budget's figure, the verdict is "missing"."""
     compared = False
     for name, one in series.items():
         figure, bound = one.figures.get(budget.metric.name), budget.bound(one)
@@ -154,7 +154,7 @@ def _budget(budget: Budget, series: Mapping[str, Series]) -> Iterator[Line]:
 
 
 def _without_figure(budget: Budget, series: Mapping[str, Series]) -> list[str]:
-    """Return a note on the covered series that lack the budget's figure, if others have it."""
+    """Return a note on covered series without the budget's figure, if other series have it."""
     names = [name for name in series if budget.covers(name) and series[name].is_ok]
     lacking = [
         name
@@ -167,7 +167,7 @@ def _without_figure(budget: Budget, series: Mapping[str, Series]) -> list[str]:
 
 
 def _noisy(baseline: Baseline, rules: Rules) -> list[str]:
-    """Return notes on ranges in the baseline that are wider than twice the tolerance."""
+    """Return a note for each range in the baseline that is wider than twice the tolerance."""
     notes = []
     for name, series in baseline.series.items():
         for metric_name, figure in series.figures.items():

@@ -1,7 +1,7 @@
 """Expected outcomes other than ok: ``baseline: oom_killed`` in a baseline file, or ``--expect``.
 
-A selector matches words of a series' name with shell wildcards, as in a budget. If it has several
-words, separated by spaces, each must match a word of the name: ``baseline ram=8GiB``.
+A selector matches words of a series' name with shell wildcards, as in a budget. If a selector has
+several words, separated by spaces, each word must match a word of the name: ``baseline ram=8GiB``.
 """
 
 import re
@@ -23,18 +23,18 @@ _REPAIR: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """An outcome that is not a failure in the selected series; ``source`` is where it is written."""
+    """An outcome that is no failure in the selected series; ``source`` is its file or option."""
 
     selector: str
     outcome: Outcome
     source: str = "expect"
 
     def __str__(self) -> str:
-        """The expectation as ``parse`` reads it."""
+        """The expectation as text, which ``parse`` can read."""
         return f"{self.selector}={self.outcome}"
 
     def covers(self, name: str) -> bool:
-        """Tell whether the selector matches a series of this name."""
+        """Return whether the selector matches the series with this name."""
         return selects(self.selector, name)
 
 
@@ -67,7 +67,7 @@ def parse(text: str) -> list[Expectation]:
 
 
 def is_expected(name: str, series: Series, expected: Iterable[Expectation]) -> bool:
-    """Tell whether all outcomes of a series other than ok are expected."""
+    """Return whether every outcome of a series is ok or expected."""
     allowed = {each.outcome.value for each in expected if each.covers(name)}
     return series.failures <= allowed and not series.failures & {*BROKEN}
 
@@ -75,9 +75,9 @@ def is_expected(name: str, series: Series, expected: Iterable[Expectation]) -> b
 def suggest(names: Iterable[str], series: Mapping[str, Series]) -> list[Expectation]:
     """Return the shortest expectations that cover these failed series.
 
-    Each selector matches series with that outcome only. It is the strategy, if necessary with its
-    limit, else the whole name. A series with several outcomes, or with one that cannot be expected,
-    is left out.
+    Each selector matches only series with the expected outcome. A selector is the strategy, or if
+    that is not enough the strategy with its limit, or else the whole name. A series is left out if
+    it has several outcomes, or an outcome that cannot be expected.
     """
     suggested: dict[str, Expectation] = {}
     for name in names:

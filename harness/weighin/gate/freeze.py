@@ -46,10 +46,10 @@ def update(
     series: Mapping[str, Series],
     expect: Sequence[Expectation] = (),
 ) -> list[str]:
-    """Write the measured figures into a baseline file; keeps the part that the user edits.
+    """Write the measured figures into a baseline file, and return the lines of the diff, if any.
 
-    ``expect`` is added to the outcomes that the file expects already, below the user's part. Returns
-    the lines of the diff, empty if nothing changed.
+    The part of the file that the user edits stays unchanged. Below that part, the outcomes
+    ``expect`` are added to the outcomes that the file already expects.
 
     Raises:
         ConfigError: the file is invalid or cannot be written.
@@ -70,7 +70,10 @@ def update(
 def _accepted(
     baseline: Baseline | None, series: Mapping[str, Series], wanted: Sequence[Expectation]
 ) -> dict[str, str]:
-    """Return the accepted outcomes that the user's part does not have; those of before if needed."""
+    """Return the accepted outcomes to write: ``wanted``, and earlier ones that are still needed.
+
+    Outcomes that the user's part of the file contains are left out.
+    """
     failed = [name for name, entry in series.items() if not entry.is_ok]
     before = baseline.accepted if baseline else ()
     needed = [each for each in before if any(each.covers(name) for name in failed)]
@@ -116,7 +119,7 @@ def _lines(
         if entry.model_bytes:
             yield f"      model_bytes: {entry.model_bytes}"
         if not entry.is_ok:
-            continue  # the peak of a cell that was cut off is not its need
+            continue  # the peak of a cell that was cut off does not show how much memory it needs
         yield "      figures:"
         for metric in judged:
             if figure := entry.figures.get(metric.name):

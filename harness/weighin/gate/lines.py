@@ -1,4 +1,4 @@
-"""The result of a gate: lines with their verdicts, and the growth of phases."""
+"""Define the gate's result: lines with their verdicts, and the growth of phases."""
 
 import math
 from dataclasses import dataclass
@@ -37,8 +37,8 @@ FAILING: Final = (
 class Growth:
     """The change of one phase's figure. ``was`` is None if the phase is new.
 
-    The ``step`` of a new phase is its excess over the highest phase of the baseline; for a time it
-    is the whole time.
+    The ``step`` of a new phase is the excess of its figure over the highest phase of the baseline,
+    or for a time the whole time of the phase.
     """
 
     phase: str
@@ -52,8 +52,9 @@ class Line:
     """One judged item. ``what`` names a metric, a budget, ``outcome`` or a setting.
 
     Without figures, ``metric`` and ``now`` are None, and ``text`` describes the item. ``was`` is
-    the baseline's figure or the budget's bound, ``allowed`` the last figure that passes, and
-    ``excess`` the distance of ``now`` beyond it as a share of ``was``, negative if it passed.
+    the baseline's figure or the budget's bound. ``allowed`` is the worst figure that passes.
+    ``excess`` is the distance from ``allowed`` to ``now`` as a share of ``was``, negative for a
+    pass.
     """
 
     verdict: LineVerdict
@@ -69,14 +70,15 @@ class Line:
 
     @property
     def is_budget(self) -> bool:
-        """Whether it judges a budget: ``was`` is the budget's bound, and no baseline's figure."""
+        """Whether the line judges a budget, so that ``was`` is the bound and no baseline figure."""
         return self.metric is not None and self.what != self.metric.title
 
     @property
     def grown(self) -> Growth | None:
-        """The phase that explains the growth: the first that grew by about the same amount.
+        """The phase that explains the metric's growth: the first that grew by about as much.
 
-        Memory that an early phase keeps raises all later phases too, so the first is the cause.
+        Memory that an early phase keeps also raises all later phases, so the first phase is the
+        cause.
         """
         if self.was is None or self.now is None or self.now <= self.was or not self.phases:
             return None
@@ -91,7 +93,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class GateResult:
-    """All lines, the worst first, with the changed settings and notes."""
+    """The gate's result: all lines, the worst first, with the changed settings and notes."""
 
     lines: tuple[Line, ...]
     settings: tuple[Difference, ...] = ()

@@ -1,7 +1,7 @@
 """Judge the outcome of every series: an outcome other than ok fails unless it is expected.
 
-A baseline covers all series, a budget those that it selects. Wrong weights and failed strategies
-cannot be expected, and they fail the gate even if nothing covers them.
+The gate judges all series if there is a baseline file, and otherwise the series that a budget
+selects. Wrong weights and failed strategies cannot be expected, and fail the gate in any series.
 """
 
 import math
@@ -17,7 +17,7 @@ from weighin.records.series import Series
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """The outcomes to judge, and the expected ones. ``before`` is None without a baseline."""
+    """The outcomes to judge and the expected outcomes. ``before`` is None without a baseline."""
 
     before: Mapping[str, Series] | None
     now: Mapping[str, Series]
@@ -27,7 +27,8 @@ class Outcomes:
     def lines(self) -> Iterator[Line]:
         """Yield a line for each series.
 
-        Without a baseline, an ok series has a line only if another outcome was expected.
+        Without a baseline file, a series that is ok has a line only if another outcome was
+        expected.
         """
         for name in dict.fromkeys([*(self.before or {}), *self.now]):
             was, now = (self.before or {}).get(name), self.now.get(name)
@@ -41,7 +42,7 @@ class Outcomes:
                 yield from self._not_ok(name, was, now)
 
     def notes(self) -> Iterator[str]:
-        """Yield a note for each expectation without a series, and one on failures not judged."""
+        """Yield a note for each expectation without a series, and a note on unjudged failures."""
         for each in self.expected:
             if not any(each.covers(name) for name in self.now):
                 yield f"{each.source} {each} matches no measured series"
@@ -89,7 +90,7 @@ class Outcomes:
         )
 
     def _unmet(self) -> list[Expectation]:
-        """Return the expectations whose outcome none of their series has."""
+        """Return each expectation whose outcome occurred in none of the series that it covers."""
         return [
             each
             for each in self.expected

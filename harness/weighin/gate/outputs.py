@@ -30,7 +30,7 @@ def describe(line: Line) -> str:
 
 
 def annotations(judgement: GateResult, file: str | None = None) -> Iterator[str]:
-    """Yield GitHub workflow commands, one line each; GitHub shows them at ``file``, the baseline.
+    """Yield GitHub workflow commands, which GitHub shows as annotations of the baseline ``file``.
 
     https://docs.github.com/actions/reference/workflow-commands-for-github-actions
     """
@@ -42,9 +42,9 @@ def annotations(judgement: GateResult, file: str | None = None) -> Iterator[str]
 
 
 def junit(judgement: GateResult) -> str:
-    """Return JUnit XML with one test case per line; its class is the series.
+    """Return JUnit XML with one test case per line; the class of a test case is the series.
 
-    A failure's text lists the phases. Jenkins, GitLab and GitHub's test reporters read this
+    The text of a failure lists the phases. Jenkins, GitLab and GitHub's test reporters read this
     format (junit-10.xsd).
     """
     suite = ET.Element(

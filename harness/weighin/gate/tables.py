@@ -1,4 +1,4 @@
-"""Render a gate's result for the terminal and as Markdown for a step summary; worst line first."""
+"""Render the gate's result for a terminal, and as Markdown for GitHub's step summary."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,7 +32,7 @@ _MARKS: Final = dict.fromkeys(FAILING, "❌") | {
 
 
 def terminal(judgement: GateResult, *, whole: bool = False) -> RenderableType:
-    """Return the result for a terminal; unchanged lines are included only if ``whole``."""
+    """Return the result for a terminal; unchanged lines are included only if ``whole`` is True."""
     shown = _shown(judgement, whole)
     names, common = short_names(line.series for line in shown)
     parts = [_sentence(line, names) for line in shown if not _has_figures(line) and _fails(line)]
@@ -50,7 +50,7 @@ def terminal(judgement: GateResult, *, whole: bool = False) -> RenderableType:
 
 
 def write_markdown(judgement: GateResult, *, title: str = "weighin check") -> str:
-    """Return the result as Markdown: failures first, unchanged lines folded."""
+    """Return the result as Markdown: failures first, unchanged lines in a collapsed section."""
     names, common = short_names(line.series for line in judgement.lines)
     mark = "❌" if judgement.failed else "✅"
     parts = [f"## {mark} {title}\n\n{markdown(summary(judgement))}"]
@@ -99,7 +99,7 @@ def short_names(names: Iterable[str]) -> tuple[dict[str, str], str]:
 
 
 def phase_lines(line: Line) -> list[str]:
-    """Return an aligned table of the metric in each phase; marks the phase that grew."""
+    """Return an aligned table of the metric in each phase, with a mark at the phase that grew."""
     metric = line.metric
     assert metric is not None
     rows = [("phase", "before", "now", "change")]
@@ -117,7 +117,7 @@ def phase_lines(line: Line) -> list[str]:
 
 
 def _terminal_table(lines: Sequence[Line], names: dict[str, str]) -> Table:
-    """Return a table with several text lines per row, so that it fits 80 columns."""
+    """Return a table with several text lines per row, so that the table fits 80 columns."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
     table.add_column("", overflow="fold")
     table.add_column("what", overflow="fold", min_width=12)
@@ -150,7 +150,7 @@ def _shown(judgement: GateResult, whole: bool) -> Sequence[Line]:
     if whole:
         return judgement.lines
     notable = [line for line in judgement.lines if line.verdict is not LineVerdict.SAME]
-    return notable or judgement.lines[:1]  # the line that came nearest to its bound
+    return notable or judgement.lines[:1]  # else the line that came nearest to its bound
 
 
 def _explained(judgement: GateResult) -> Iterator[Line]:
@@ -169,7 +169,7 @@ def _cells(line: Line, name: str) -> list[str]:
     if metric and line.now is not None:
         if line.was is not None:
             numbers = [
-                "" if line.is_budget else metric.text(line.was),  # its bound is in "limit"
+                "" if line.is_budget else metric.text(line.was),  # the bound is in "limit"
                 metric.text(line.now),
                 metric.change(line.was, line.now),
                 "",

@@ -1,8 +1,8 @@
 """The interface of isolations: Docker containers, memory cgroups and plain processes.
 
-An isolation starts a worker and returns a ``Running``: a channel to the worker, its pid and cgroup
-on this machine (None if they are not visible), and a ``close`` that removes everything. The
-isolation sets all limits before the worker's first instruction.
+An isolation starts a worker and returns a ``Running``. A ``Running`` has a channel to the worker,
+the worker's pid and cgroup on this machine (None if they are not visible), and a method ``close``
+that removes everything. The isolation sets all limits before the worker's first instruction.
 """
 
 from collections.abc import Callable
@@ -17,10 +17,10 @@ from weighin.probes.observer import Observer
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """How a worker ended: an exit code, or the signal that killed it.
+    """How a worker ended: its exit code, or the signal that killed it.
 
-    ``oom_killed`` is what the Docker engine reports. ``still_runs`` means that the worker did not
-    end, not even after SIGKILL.
+    ``oom_killed`` is the Docker engine's report. ``still_runs`` means that the worker did not end
+    even after SIGKILL.
     """
 
     code: int | None
@@ -34,7 +34,7 @@ class Running(Protocol):
 
     @property
     def channel(self) -> Channel:
-        """The channel that receives its events and sends acknowledgements."""
+        """The channel that receives the worker's events and sends acknowledgements."""
         ...
 
     @property
@@ -44,7 +44,7 @@ class Running(Protocol):
 
     @property
     def cgroup(self) -> Path | None:
-        """The folder of its memory cgroup; None if it has none or it is not visible."""
+        """The folder of the worker's memory cgroup; None if it has none or is not visible."""
         ...
 
     @property
@@ -53,22 +53,22 @@ class Running(Protocol):
         ...
 
     def observe_inside(self, interval_s: float) -> Observer | None:
-        """Start a watcher beside the worker, if the worker is not visible from here; else None."""
+        """Start an observer in the container; return None if the parent can see the worker."""
         ...
 
     def wait(self, timeout_s: float) -> Exit:
-        """Return how the worker ended; raises TimeoutError if it still runs after that time."""
+        """Return how the worker ended; raise TimeoutError if it still runs after ``timeout_s``."""
         ...
 
     def kill(self) -> None:
-        """Kill the worker and its children; returns without waiting for their end."""
+        """Kill the worker and its children, and return without waiting for their end."""
         ...
 
     def close(self) -> None:
-        """Kill what still runs and remove everything. Always called, may be called twice.
+        """Kill all remaining processes and remove everything; a second call has no effect.
 
         Raises:
-            StillRunning, IsolationUnavailable: something could not be removed; the rest was.
+            StillRunning, IsolationUnavailable: a part could not be removed; all other parts were.
         """
         ...
 
@@ -83,19 +83,19 @@ class Isolation(Protocol):
 
     @property
     def limits(self) -> bool:
-        """Whether it can enforce a RAM limit."""
+        """Whether this isolation can enforce a RAM limit."""
         ...
 
     def check(self) -> None:
-        """Raise IsolationUnavailable, with the repair, if it does not work on this machine."""
+        """Raise IsolationUnavailable, with a repair, if it does not work on this machine."""
         ...
 
     def prepare(self, progress: Callable[[str], None] = ..., /) -> None:
-        """Do the slow work that all cells share, such as building an image; reports each step."""
+        """Do slow work that all cells share, such as building an image, and report each step."""
         ...
 
     def added_code(self, job: Job) -> list[str]:
-        """Return a line for each installed package that a worker gets although its place lacks it.
+        """Return a line for each installed package that is added to a worker, such as by a mount.
 
         Raises:
             ConfigError: the model's module is in a package that this isolation cannot provide.
@@ -107,7 +107,7 @@ class Isolation(Protocol):
         ...
 
     def remove_stale(self) -> list[str]:
-        """Remove the leftovers of dead runs; returns one line for each."""
+        """Remove the leftovers of dead runs, and return one line for each."""
         ...
 
     def describe(self) -> dict[str, str]:

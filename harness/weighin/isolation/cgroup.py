@@ -1,8 +1,8 @@
-"""Run each worker in its own memory cgroup: the kernel's limit without a container.
+"""Run each worker in its own memory cgroup, with the kernel's limit but without a container.
 
-On a hybrid machine (v1 memory controller beside a v2 tree) the worker also enters a group in the
-v2 tree, because only v2 has PSI. A group's name contains the process that owns it, so that the
-groups of a killed parent can be told from those of a running one.
+On a hybrid machine (v1 memory controller beside a v2 tree) the worker also enters a group in the v2
+tree, because only v2 has PSI. A group's name identifies the process that owns the group, so that
+the groups of a killed parent differ from the groups of a running parent.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ _numbers = itertools.count()
 
 
 class CgroupIsolation:
-    """Processes in memory cgroups, one group per cell."""
+    """Runs processes in memory cgroups, one group for each cell."""
 
     name = "cgroup"
     limits = True
@@ -55,7 +55,7 @@ class CgroupIsolation:
         return
 
     def added_code(self, _job: Job, /) -> list[str]:
-        """Return nothing: a worker imports the packages of this environment."""
+        """Return an empty list, because a worker imports the packages of this environment."""
         return []
 
     def start(self, job: Job) -> "CgroupRunning":
@@ -81,7 +81,7 @@ class CgroupIsolation:
                 is_ours = is_alive(group.name.removeprefix(_PREFIX).rpartition(".")[0])
                 if not is_ours and _is_removed(
                     group, patience_s=_PATIENCE_S
-                ):  # False if a process in it cannot be killed
+                ):  # False if a process in the group cannot be killed
                     removed.append(f"cgroup {group}")
         return removed
 
@@ -90,7 +90,7 @@ class CgroupIsolation:
 
 
 class CgroupRunning(LocalRunning):
-    """A worker in cgroups of its own, which are removed after it."""
+    """A worker in its own cgroups, which are removed after the worker's end."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class CgroupRunning(LocalRunning):
         self._groups = groups
 
     def kill(self) -> None:
-        """Kill all processes in the cgroup, also children that left the process group."""
+        """Kill all processes in the cgroup, including children that left the process group."""
         super().kill()
         _kill_members(self._groups[0])
 
@@ -122,7 +122,10 @@ class CgroupRunning(LocalRunning):
 
 
 def _roots() -> list[Path]:
-    """Return the folders for groups: the memory hierarchy, and on a hybrid machine the v2 tree.
+    """Return the folders in which to create groups.
+
+    The first folder is in the memory hierarchy. On a hybrid machine, a second folder is the v2
+    tree.
 
     Raises:
         IsolationUnavailable: this user may not create a group with a memory limit.
@@ -156,7 +159,8 @@ def temporary_group() -> Iterator[Path]:
     """Create an empty group that can be limited, and remove it at the end.
 
     Raises:
-        IsolationUnavailable: this user may not create one, or it has no memory controller.
+        IsolationUnavailable: this user may not create a group, or the group has no memory
+            controller.
     """
     groups = _make_groups()
     try:
@@ -169,7 +173,7 @@ def limit(group: Path, limit_bytes: int) -> None:
     """Set the limit of a group and disable swap, so that the kernel kills instead of swapping.
 
     Raises:
-        IsolationUnavailable: there is swap, and this kernel cannot disable it for a group.
+        IsolationUnavailable: the machine has swap, and this kernel cannot disable it for a group.
     """
     (cgroup := MemoryCgroup(group)).limit_path.write_text(str(limit_bytes))
     if cgroup.version == 1:
@@ -177,7 +181,7 @@ def limit(group: Path, limit_bytes: int) -> None:
         swap, value = group / "memory.memsw.limit_in_bytes", str(limit_bytes)
     else:
         swap, value = group / "memory.swap.max", "0"
-        # Kill one process, not the group: a strategy may survive it, as on v1 and in Docker.
+        # Kill one process, not the group, so that a strategy may survive, as on v1 and in Docker.
         (group / "memory.oom.group").write_text("0")
     if swap.exists():
         swap.write_text(value)
@@ -199,7 +203,7 @@ def _remove(groups: list[Path]) -> None:
     """Remove groups, and kill the processes in them.
 
     Raises:
-        StillRunning: a process in one of them does not end.
+        StillRunning: a process in one of the groups does not end.
     """
     if not _is_removed(*groups, patience_s=_PATIENCE_S):
         left = ", ".join(str(group) for group in groups if group.exists())
@@ -207,7 +211,7 @@ def _remove(groups: list[Path]) -> None:
 
 
 def _is_removed(*groups: Path, patience_s: float) -> bool:
-    """Remove groups; returns whether all are gone after ``patience_s``."""
+    """Remove groups; return whether all groups are gone within ``patience_s``."""
     deadline = time.monotonic() + patience_s
     for group in groups:
         while group.exists():

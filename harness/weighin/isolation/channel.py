@@ -1,7 +1,7 @@
-"""The channel between parent and worker: events in, acknowledgements out, stderr kept apart.
+"""The channel between parent and worker, for events, acknowledgements and standard error.
 
-The worker writes events to its original standard output, one line each, and points file
-descriptor 1 at standard error, so that a strategy that prints cannot garble them.
+The worker writes events to its original standard output, one line for each event, and points file
+descriptor 1 at standard error, so that a strategy's prints cannot mix with events.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import time
 from typing import Protocol
 
 STDERR_KEPT_BYTES = 64 * 1024
-_MOST_READS = 32  # of 64 KiB: more than a pipe can hold
+_MOST_READS = 32  # reads of 64 KiB: more than a pipe can hold
 
 
 class Channel(Protocol):
@@ -23,18 +23,18 @@ class Channel(Protocol):
         ...
 
     def receive(self, timeout_s: float) -> bytes | None:
-        """Return the next event line, or None at the end; raises TimeoutError."""
+        """Return the next event line, or None at the end; raise TimeoutError if it is late."""
         ...
 
     def send(self, line: bytes) -> None:
-        """Write to the worker; ignores a worker that has ended, whose exit is read elsewhere."""
+        """Write a line to the worker; do nothing if it has ended, as its exit is read elsewhere."""
         ...
 
     def close(self) -> None: ...
 
 
 class LineBuffer:
-    """Split bytes into complete lines; drops an incomplete last line, whose writer was killed."""
+    """Splits bytes into complete lines; drops an incomplete last line, whose writer was killed."""
 
     def __init__(self) -> None:
         self._pending = b""
@@ -49,10 +49,10 @@ class LineBuffer:
 
 
 class PipeChannel:
-    """A channel over three pipes, whose descriptors it owns.
+    """A channel over three pipes, which owns the descriptors of the pipes.
 
-    ``process`` is a descriptor that becomes readable when the worker ends. Without it, events end
-    when the pipe closes, which a forked child of the worker can delay.
+    ``process`` is a descriptor that becomes readable when the worker ends. Without ``process``,
+    events end when the pipe closes, and a forked child of the worker can delay that.
     """
 
     def __init__(self, stdin: int, stdout: int, stderr: int, process: int | None = None) -> None:
@@ -69,13 +69,13 @@ class PipeChannel:
                 self._drain(self._stderr)
                 return None
             left_s = deadline - time.monotonic()
-            # After the deadline wait for events only: a worker may print without end.
+            # After the deadline, wait only for events, because a worker may print without end.
             awaited = self._open if left_s > 0 else [self._stdout]
             ended = [] if self._process is None else [self._process]
             ready, _, _ = select.select([*awaited, *ended], [], [], max(0.0, left_s))
             if not ready:
                 raise TimeoutError
-            if self._process in ready:  # everything that it wrote is in the pipes
+            if self._process in ready:  # everything that the worker wrote is in the pipes
                 self._drain(self._stdout)
                 self._open = [descriptor for descriptor in self._open if descriptor == self._stderr]
                 continue
@@ -102,7 +102,7 @@ class PipeChannel:
             self.stderr_tail = (self.stderr_tail + data)[-STDERR_KEPT_BYTES:]
 
     def _drain(self, descriptor: int) -> None:
-        """Read the pipe until it is empty, up to a maximum: a child may go on writing."""
+        """Read the pipe until it is empty, up to a maximum, because a child may go on writing."""
         for _ in range(_MOST_READS):
             if descriptor not in self._open or not select.select([descriptor], [], [], 0)[0]:
                 return

@@ -1,7 +1,7 @@
 """Find the folder in which this user may create memory cgroups: the root, or a delegated subtree.
 
 cgroup v2 lets an ordinary user limit memory in a *delegated* subtree. The systemd user manager
-provides one on request: ``enter`` restarts this command inside such a scope.
+provides such a subtree (a scope) on request: ``enter`` restarts this command inside a scope.
 See "Delegation" in the kernel's admin-guide/cgroup-v2.rst, and systemd's CGROUP_DELEGATION.md.
 """
 
@@ -16,16 +16,17 @@ from pathlib import Path
 from weighin.probes.cgroup import memory_cgroup_of, memory_hierarchy
 
 PARENT_LEAF = "weighin-parent"
-"""The leaf group for this process: a group that enables controllers may contain no process itself."""
+"""The leaf group for this process: a group that enables controllers must not contain a process."""
 
 _ENTERED = "WEIGHIN_DELEGATED"
 
 
 @cache
 def groups_root() -> Path | None:
-    """Return the folder in which groups with a memory limit can be created; None if there is none.
+    """Return a folder in which groups with a memory limit can be created, if one exists.
 
-    May move this process, and others in the same delegated group, into a leaf of that group.
+    The function may move this process, and other processes in the same delegated group, into a leaf
+    of that group.
     """
     hierarchy = memory_hierarchy()
     if hierarchy is None:
@@ -60,7 +61,7 @@ def enter(arguments: Sequence[str]) -> None:
 
 
 def _enables_memory(folder: Path) -> bool:
-    """Enable the memory controller for the groups in ``folder``; returns whether that worked."""
+    """Enable the memory controller for the groups in ``folder``; return whether that worked."""
     control = folder / "cgroup.subtree_control"
     try:
         if "memory" in control.read_text().split():
@@ -72,7 +73,7 @@ def _enables_memory(folder: Path) -> bool:
                 raise
             _move_to_leaf(folder)
             control.write_text("+memory")
-    except OSError:  # this user may not
+    except OSError:  # this user may not enable it
         return False
     return True
 

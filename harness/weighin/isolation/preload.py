@@ -1,8 +1,9 @@
 """The libraries that LD_PRELOAD names in a cell's environment, such as another allocator.
 
-The dynamic linker only prints a line where it cannot load one, and the program runs without it. The
-figures would then be of the usual allocator. So the files are looked up before a run, and a worker
-looks for them in its own memory (``weighin.worker.warmup``).
+If the dynamic linker cannot load a library, it only prints a line and runs the program without the
+library. The figures would then be figures of the usual allocator. Before a run, weighin therefore
+checks that the files exist, and a worker checks that they are mapped into its memory
+(``weighin.worker.warmup``).
 """
 
 import re
@@ -16,7 +17,7 @@ VARIABLE: Final = "LD_PRELOAD"
 
 
 def libraries(environment: Mapping[str, str]) -> list[str]:
-    """Return the libraries that an environment preloads; names are divided by colons or spaces."""
+    """Return the libraries that LD_PRELOAD names, separated there by colons or spaces."""
     return [name for name in re.split(r"[: ]+", environment.get(VARIABLE, "")) if name]
 
 

@@ -17,12 +17,13 @@ from weighin.suite.registry import data_folder
 
 _PATIENCE_S = 10.0  # from SIGKILL to the end of the process
 CODE_PATH = (Path(__file__).resolve().parents[2], data_folder("strategies").parent)
-"""Where a worker finds weighin, and the strategies that come with it: other strategies build on them."""
+"""The folders from which a worker imports weighin and weighin's strategies. Other strategies may
+import these strategies."""
 WORKER = (sys.executable, "-P", "-m", "weighin.worker")
 
 
 class ProcessIsolation:
-    """Plain processes, one per cell."""
+    """Runs plain processes, one for each cell."""
 
     name = "process"
     limits = False
@@ -39,7 +40,7 @@ class ProcessIsolation:
         return
 
     def added_code(self, _job: Job, /) -> list[str]:
-        """Return nothing: a worker imports the packages of this environment."""
+        """Return an empty list, because a worker imports the packages of this environment."""
         return []
 
     def start(self, job: Job) -> "LocalRunning":
@@ -80,7 +81,7 @@ class LocalRunning:
         )
         streams = (self._process.stdin, self._process.stdout, self._process.stderr)
         assert all(streams)
-        # The channel owns its descriptors: Popen must not close them a second time.
+        # The channel owns the duplicates, so that Popen does not close its descriptors twice.
         stdin, stdout, stderr = (os.dup(stream.fileno()) for stream in streams if stream)
         self.channel = PipeChannel(stdin, stdout, stderr, _open_process(self._process.pid))
         for stream in streams:
@@ -104,7 +105,7 @@ class LocalRunning:
     def kill(self) -> None:
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:  # it has ended by itself
+        except ProcessLookupError:  # the process has ended by itself
             return
 
     def close(self) -> None:

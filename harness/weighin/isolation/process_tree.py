@@ -1,8 +1,8 @@
 """Find a worker and all processes that it started by a variable in their environment.
 
-A child in a session of its own has left the worker's process group, and after the death of its
-parent only /proc/PID/environ still identifies it. This is for plain processes: a cgroup lists its
-processes completely.
+A child in its own session has left the worker's process group; after its parent's death, only
+/proc/PID/environ still identifies such a child. This module is for plain processes, because a
+cgroup lists all its processes.
 """
 
 import contextlib
@@ -20,17 +20,17 @@ _numbers = itertools.count()
 
 
 def new_mark() -> str:
-    """Return a unique value for the variable: this process and a number."""
+    """Return a unique value for the variable: this process's name and a number."""
     return f"{this_process()}.{next(_numbers)}"
 
 
 def environment(mark: str) -> dict[str, str]:
-    """Return the environment that gives this mark to a process and all that it starts."""
+    """Return the environment that gives this mark to a process and all its descendants."""
     return {_VARIABLE: mark}
 
 
 def end(mark: str) -> None:
-    """Kill all processes with this mark; returns when they have ended, or after 10 s."""
+    """Kill all processes with this mark; return when they have ended, or after 10 s."""
     deadline = time.monotonic() + _PATIENCE_S
     while (members := [pid for pid, its_mark in _marked() if its_mark == mark]) and (
         time.monotonic() < deadline
@@ -38,11 +38,11 @@ def end(mark: str) -> None:
         for pid in members:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(0.005)  # a killed process ends after a moment, and may have forked just before
+        time.sleep(0.005)  # a killed process takes a moment to end, and may just have forked
 
 
 def end_orphans() -> list[str]:
-    """Kill the processes whose mark names a dead owner; returns one line for each."""
+    """Kill the processes whose mark names a dead owner; return one line for each process."""
     orphans = [(pid, mark) for pid, mark in _marked() if not is_alive(_owner(mark))]
     for mark in {mark for _, mark in orphans}:
         end(mark)
@@ -54,14 +54,14 @@ def _owner(mark: str) -> str:
 
 
 def _marked() -> list[tuple[int, str]]:
-    """Return the pid and the mark of every process of this user that has one."""
+    """Return the pid and the mark of every process of this user that has a mark."""
     marked = []
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit():
             continue
         try:
             variables = (folder / "environ").read_bytes().split(b"\0")
-        except OSError:  # it has ended, or belongs to another user
+        except OSError:  # the process has ended, or belongs to another user
             continue
         prefix = f"{_VARIABLE}=".encode()
         marks = [line.removeprefix(prefix) for line in variables if line.startswith(prefix)]

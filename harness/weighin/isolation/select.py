@@ -9,9 +9,10 @@ NAMES = ("docker", "cgroup", "process")
 
 
 def named(name: str, base_image: str | None = None, packages: tuple[str, ...] = ()) -> Isolation:
-    """Return an isolation by its name, without checking that it works here.
+    """Return an isolation by its name, without checking that it works on this machine.
 
-    ``packages`` are those that the strategies need; an image has them only if they are named.
+    ``packages`` are the packages that strategies need; a Docker image contains them only if they
+    are listed here.
     """
     if name == "docker":
         from weighin.isolation.docker.isolation import (
@@ -37,13 +38,14 @@ def choose(
     base_image: str | None = None,
     packages: tuple[str, ...] = (),
 ) -> tuple[Isolation, str]:
-    """Return a working isolation, and for ``auto`` a line on why better ones were passed over.
+    """Return a working isolation, and for ``auto`` a line on why better isolations were not used.
 
     ``auto`` takes Docker if an engine answers, else a cgroup if this user may create one, else a
-    plain process. If ``limited``, it takes only an isolation that enforces a RAM limit.
+    plain process. If ``limited``, ``auto`` takes only an isolation that enforces a RAM limit.
 
     Raises:
-        IsolationUnavailable: none works, or the named one does not or cannot enforce a limit.
+        IsolationUnavailable: no isolation works, or the named isolation does not work or cannot
+            enforce a limit.
     """
     if name != "auto":
         isolation = named(name, base_image, packages)
@@ -74,7 +76,7 @@ def choose(
 
 
 def check_soft_limit(isolation: Isolation) -> None:
-    """Raise IsolationUnavailable if this isolation cannot set a soft limit here."""
+    """Raise IsolationUnavailable if this isolation cannot set a soft limit on this machine."""
     hierarchy = memory_hierarchy()
     if isolation.name == "cgroup" and hierarchy and hierarchy[0] == 2:
         return
@@ -87,7 +89,7 @@ def check_soft_limit(isolation: Isolation) -> None:
 
 
 def wants_cgroup(name: str) -> bool:
-    """Tell whether ``choose`` would try the cgroup isolation, by name or for lack of Docker."""
+    """Tell whether ``choose`` would try a cgroup, because of ``name`` or for lack of Docker."""
     if name != "auto":
         return name == "cgroup"
     try:

@@ -7,7 +7,8 @@ from typing import Final
 from weighin.loader.vectored import ALIGNMENT
 
 LARGEST_ALIGNMENT: Final = 64 * 1024
-"""The largest alignment that a reader's buffer allows, in bytes: that of a file system with 64 KiB blocks."""
+"""The largest alignment that a reader's buffer supports, in bytes. File systems with 64 KiB blocks
+need it."""
 
 _AT_EMPTY_PATH: Final = 0x1000  # linux/fcntl.h
 _STATX_DIOALIGN: Final = 0x2000  # linux/stat.h; Linux 6.1
@@ -16,7 +17,7 @@ _libc = ctypes.CDLL(None)
 
 
 class _Statx(ctypes.Structure):
-    """``struct statx`` of linux/stat.h, with the fields that are used here."""
+    """``struct statx`` of linux/stat.h, with only the fields that this module uses."""
 
     _fields_ = (
         ("mask", ctypes.c_uint32),
@@ -30,8 +31,8 @@ class _Statx(ctypes.Structure):
 def alignment_of(descriptor: int) -> int:
     """Return the alignment for direct reads of an open file, in bytes; 0 if it allows no direct reads.
 
-    The result is a multiple of ``ALIGNMENT``. It is ``ALIGNMENT`` where neither the C library nor the
-    kernel reports one; whether direct reads work then shows at the first read.
+    The result is a multiple of ``ALIGNMENT``. If neither the C library nor the kernel reports an
+    alignment, the result is ``ALIGNMENT``, and the first read shows whether direct reads work.
     """
     status = _Statx()
     statx = getattr(_libc, "statx", None)  # glibc 2.28, musl 1.2.5

@@ -1,9 +1,9 @@
 """Allocate memory for a checkpoint's tensors; tensors that are adjacent in a file share one area.
 
-One read then fills several tensors, so that reads are as large as is fastest for the disk or the
-page cache. The tensors of an area share huge pages. Each tensor has a storage of its own, whose
-memory is freed with the tensor, and begins at a multiple of 64 bytes, as in torch's own allocations:
-the address decides how some operations round.
+One read can then fill several tensors, and so can have the size that is fastest for the disk or the
+page cache. The tensors of an area share huge pages. Each tensor has its own storage, whose memory
+is freed with the tensor. Each tensor begins at a multiple of 64 bytes, as in torch's own
+allocations, because the memory address affects how some operations round.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ _CPU: Final = torch.device("cpu")
 class MemoryNeed(NamedTuple):
     """A tensor that needs memory, and the place of its values in the checkpoint.
 
-    ``tensor`` has the shape and strides, without gaps, and gets the memory as its data.
+    ``tensor`` already has its shape and strides, without gaps. The new memory becomes its data.
     """
 
     source: TensorSlice
@@ -32,7 +32,7 @@ class MemoryNeed(NamedTuple):
     device: torch.device
 
     def give(self, flat: torch.Tensor) -> Fill:
-        """Make flat memory the tensor's data, and return the ``Fill`` that reads its values."""
+        """Set the tensor's data to the flat memory; return the ``Fill`` that reads the values."""
         self.tensor.data = flat.as_strided(self.tensor.shape, self.tensor.stride(), 0)
         return Fill(self.source, self.tensor.detach())
 
@@ -67,7 +67,7 @@ class MemoryNeed(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Neighbours:
-    """Adjacent tensors of one file, in its order, and the area of memory that they share."""
+    """Adjacent tensors of one file, in the file's order, and the memory area that they share."""
 
     members: tuple[torch.Tensor, ...]
     source: TensorSlice
@@ -82,7 +82,7 @@ class Neighbours:
         return self.source.nbytes
 
     def pieces(self, most_bytes: int) -> Iterator[Piece]:
-        """Yield the reads to make; each fills at most ``most_bytes`` of memory."""
+        """Yield the reads to make; each read fills at most ``most_bytes`` of memory."""
         yield from cut(self.source, self.source.offset, self.memory, most_bytes)
 
 
@@ -106,12 +106,12 @@ def provide(needs: Sequence[MemoryNeed]) -> Iterator[Fillable]:
 
 
 def _alone(need: MemoryNeed, offset: int) -> torch.Tensor:
-    """Return memory for one tensor, aligned to its pages as ``offset`` is to the file's pages."""
+    """Return memory for one tensor, with the alignment to pages that ``offset`` has."""
     return allocate(need.tensor.numel(), need.dtype, need.device, offset)
 
 
 def _together(run: Sequence[MemoryNeed]) -> Iterator[Fillable]:
-    """Yield one shared area for adjacent large tensors of a file, and separate memory for small ones."""
+    """Yield one shared area for adjacent large tensors of a file; give small tensors own memory."""
     if not run:
         return
     start = run[0].source.offset

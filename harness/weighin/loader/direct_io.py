@@ -1,10 +1,11 @@
-"""Read parts of a file into memory: by copying cached pages, or past the page cache.
+"""Read parts of a file into memory, from the page cache or past it with ``O_DIRECT``.
 
 A piece that is in the page cache is copied from there. Any other piece is read with ``O_DIRECT``,
-which is faster than filling the cache and leaves no page that the cell is charged for. Adjacent
-targets are filled by one read. Where target and file differ in alignment, the bytes are read next to
-their place and moved. Where the file system refuses ``O_DIRECT``, the pages behind the read position
-are dropped.
+which is faster than filling the cache and adds no page that the kernel charges to the process's
+cgroup. Adjacent targets are filled by one read. If a target's alignment in memory differs from its
+alignment in the file, the bytes are read to an aligned address nearby and then moved. If the file
+system refuses ``O_DIRECT``, the file is read through the page cache, and the pages already read are
+dropped from it.
 """
 
 import ctypes
@@ -25,24 +26,26 @@ PIECE_BYTES: Final = 1024**2
 """The size of a read through a buffer: efficient for a disk, and small enough for a processor's cache."""
 
 DISK_THREADS: Final = 16
-"""The number of threads that read from the disk: while some convert, or wait for a small read, the
-others keep the disk busy."""
+"""The number of threads that read from the disk: while some threads convert, or wait for a small
+read, the other threads keep the disk busy."""
 
 COPIED_BYTES: Final = 192 * 1024**2
-"""The size of a copy from the page cache that bypasses the processor's caches. glibc's memcpy writes
-without reading the target first from 3/4 of a thread's share of the largest cache upwards."""
+"""The size in bytes from which a copy from the page cache bypasses the processor's caches. glibc's
+memcpy writes without first reading the target if the copy is larger than 3/4 of a thread's share of
+the largest cache."""
 
 BUFFER_BYTES: Final = PIECE_BYTES + 2 * ALIGNMENT
 """The size of a reader's own buffer: a piece, and the bytes that alignment adds before and after it."""
 
 _NEARLY_CACHED: Final = 15 / 16
-"""The share of a read's pages from which it is faster to read through the page cache than past it:
-the kernel reclaims single pages of a cached file, and reads just these again."""
+"""The share of a read's pages that must be cached so that a read through the page cache is faster
+than a read past it. The kernel may have reclaimed single pages of a cached file; a read through the
+cache reads only those pages from the disk."""
 
 LARGEST_ELEMENT_BYTES: Final = 8
-"""The size of the largest element that is converted, in bytes."""
+"""The size in bytes of the largest element that can be converted to another dtype."""
 
-_ROOM_BYTES: Final = PIECE_BYTES + 2 * LARGEST_ALIGNMENT  # address space: only touched pages cost
+_ROOM_BYTES: Final = PIECE_BYTES + 2 * LARGEST_ALIGNMENT  # address space, not RAM
 _LEAST_MOVED_BYTES: Final = 2 * PIECE_BYTES  # smaller targets are as fast through the buffer
 
 
@@ -52,8 +55,8 @@ class PieceReader:
     Each read raises a CheckpointError that names the file if the file is too short or its disk fails.
 
     Args:
-        buffer: page-aligned memory to use. By default the reader has its own, which takes
-            ``BUFFER_BYTES`` from the first read that needs it.
+        buffer: page-aligned memory to use. By default the reader has a buffer of its own, which
+            takes ``BUFFER_BYTES`` of RAM from the first read that needs it.
     """
 
     def __init__(self, buffer: memoryview | None = None) -> None:
@@ -65,7 +68,7 @@ class PieceReader:
         self.read_together(file, [(target, offset)])
 
     def read_together(self, file: Path, places: Sequence[tuple[memoryview, int]]) -> None:
-        """Fill targets, given with their offsets, that are adjacent in the file and in its order."""
+        """Fill targets that are adjacent in the file; ``places`` has them with their offsets."""
         opened = self._open(file)
         (_, start), (last, at) = places[0], places[-1]
         if opened.cached_share(start, at + len(last) - start) >= _NEARLY_CACHED:
@@ -83,7 +86,8 @@ class PieceReader:
     def piece(self, file: Path, offset: int, size: int) -> memoryview:
         """Return ``size`` bytes of the file, at most ``piece_bytes``, in the reader's buffer.
 
-        The result is valid until the next read. It begins at a multiple of 8, whatever the offset.
+        The result is valid until the next read. Its address is a multiple of 8 for every
+        ``offset``.
         """
         opened = self._open(file)
         piece = self._bounce[:size]
@@ -107,7 +111,7 @@ class PieceReader:
 
     @contextmanager
     def looking(self, file: Path, offset: int, size: int) -> Iterator[memoryview]:
-        """Map at most ``WINDOW_BYTES`` of cached pages of a file, read-only, for the context."""
+        """Map at most ``WINDOW_BYTES`` of cached pages, read-only, until the context exits."""
         with self._open(file).looking(offset, size) as mapped:
             yield mapped
 
@@ -124,19 +128,19 @@ class PieceReader:
         return self._file
 
     def _read_alone(self, opened: OpenedFile, target: memoryview, offset: int) -> None:
-        """Fill a target: by a move into place as far as possible, and the rest in pieces."""
+        """Fill one target: its front by a read that is moved into place, and the rest in pieces."""
         moved = self._read_and_move(opened, target, offset)
         for start in range(moved, len(target), PIECE_BYTES):
             part, at = target[start : start + PIECE_BYTES], offset + start
             if opened.is_cached(at, len(part)):
                 opened.read_cached(part, at)
             elif not self._read_at_once(opened, [(part, at)]):
-                # All of it: the kernel's read-ahead would make the next part look cached.
+                # The whole rest: the kernel's read-ahead would make the next part look cached.
                 opened.read_and_drop(target[start:], at)
                 return
 
     def _read_at_once(self, opened: OpenedFile, places: Sequence[tuple[memoryview, int]]) -> bool:
-        """Read past the page cache; False if the buffer is too small or the file system refuses."""
+        """Read past the page cache; return False if this is refused or the buffer too small."""
         room = self._bounce[: self.piece_bytes + 2 * opened.alignment]
         gathered = gather(places, room, opened.alignment) if opened.direct else None
         if gathered is None:
@@ -150,8 +154,8 @@ class PieceReader:
     def _read_and_move(self, opened: OpenedFile, target: memoryview, offset: int) -> int:
         """Fill the front of a target whose alignment differs from the file's; return its size in bytes.
 
-        The bytes are read to an aligned place within the target and then moved to its front. Reads
-        are as large as elsewhere, and no buffer is needed.
+        The bytes are read to an aligned place within the target and then moved to its front. The
+        read is as large as for an aligned target, and needs no buffer.
         """
         shift = (offset - address_of(target)) % opened.alignment
         if not shift or len(target) < _LEAST_MOVED_BYTES or not opened.direct:
@@ -164,7 +168,7 @@ class PieceReader:
         return count
 
     def _read_around_cache(self, opened: OpenedFile, offset: int, size: int) -> memoryview | None:
-        """Read into the buffer and return that part of it; None if the file system refuses."""
+        """Read past the page cache into the buffer; return None if the file system refuses."""
         skip = offset % opened.alignment
         buffer = self._bounce[: up(skip + size, opened.alignment)]
         if not opened.direct or not opened.read_direct([buffer], offset - skip, skip + size):
@@ -173,7 +177,7 @@ class PieceReader:
 
 
 def copy(target: memoryview, source: memoryview) -> None:
-    """Copy bytes and release the GIL meanwhile, which an assignment of slices would not."""
+    """Copy bytes with the GIL released. A slice assignment would hold the GIL."""
     ctypes.memmove(address_of(target), address_of(source), len(source))
 
 

@@ -26,7 +26,8 @@ from weighin.loader.reads import Fillable, Piece, PieceFiller, Runs, cut
 from weighin.loader.scratch import Lent, buffer_in, lend
 
 READ_BYTES: Final = 16 * HUGE_PAGE_BYTES
-"""The size of a thread's reads where nothing is converted: large, so that it takes the lock seldom."""
+"""The size in bytes of a thread's reads if no dtype is converted. With large reads, a thread seldom
+takes the lock of the queue of reads."""
 
 _MOST_CACHE_THREADS: Final = 4
 _MOST_PROBED: Final = 16  # reads
@@ -53,7 +54,7 @@ class Fill:
         return self.source.nbytes
 
     def pieces(self, most_bytes: int) -> Iterator[Piece]:
-        """Yield the reads to make, block by block; each fills at most ``most_bytes`` of memory."""
+        """Yield the reads, block by block; each read fills at most ``most_bytes`` of memory."""
         if not self.memory.numel():
             return
         for where, target in self._blocks():
@@ -62,7 +63,7 @@ class Fill:
             yield from _cut(where, where.offset, target.permute(order), most_bytes)
 
     def _blocks(self) -> Iterator[tuple[TensorSlice, torch.Tensor]]:
-        """Yield each range of a file with the part of the tensor that it holds."""
+        """Yield each range of a file, with the part of the tensor that this range holds."""
         if not self.source.parts:
             yield self.source, self.memory
         for part in self.source.parts:
@@ -81,7 +82,7 @@ def is_readable(source: TensorSlice) -> bool:
 def file_order(where: TensorSlice) -> list[int] | None:
     """Return the dimensions in the file's order, from the outermost to the innermost.
 
-    None if there are gaps between the elements, or if they overlap.
+    The result is None if the elements have gaps between them, or overlap.
     """
     if where.contiguous:
         return list(range(len(where.shape)))
@@ -109,14 +110,15 @@ def _cut(
 
 @contextmanager
 def being_filled(stretches: Sequence[Fillable], threads: int | None) -> Iterator[None]:
-    """Read all ``stretches`` on background threads while the context's block runs.
+    """Read all ``stretches`` on background threads while the body of the ``with`` statement runs.
 
-    Leaving the block waits for the last read. The first error, in a thread or in the block, stops all
-    threads. They share the GIL with the block, so that each delays the other a little. Torch computes
-    on one thread until the block ends.
+    The ``with`` statement ends after the last read. The first error, in a thread or in the body,
+    stops all threads. The threads and the body share the GIL, so that they delay each other a
+    little. Torch computes on one thread until the ``with`` statement ends.
 
     Args:
-        threads: the number of threads that read; None chooses it by whether the files are cached.
+        threads: the number of threads that read; None chooses the number, which depends on
+            whether the files are cached.
     """
     if not stretches:
         yield
@@ -155,7 +157,7 @@ def being_filled(stretches: Sequence[Fillable], threads: int | None) -> Iterator
 
 
 def copies(stretches: Iterable[Fillable], threads: int) -> Iterator[Piece]:
-    """Yield the reads of cached files: an equal share for each thread where the shares are large."""
+    """Yield the reads of cached files; large tensors are divided equally among the threads."""
     for stretch in stretches:
         shares = stretch.memory.nbytes // (threads * COPIED_BYTES) * threads
         if stretch.converts or not shares or not copies_by_mapping():
@@ -173,9 +175,9 @@ def _cache_threads() -> int:
 
 
 class _OneThreadEach:
-    """Makes torch compute on one thread: the threads that read would otherwise each start a pool.
+    """Makes torch compute on one thread; otherwise each reading thread would start a thread pool.
 
-    The setting belongs to the process. Of concurrent loads, the last one to end restores it.
+    The setting applies to the whole process. The last of several concurrent loads restores it.
     """
 
     def __init__(self) -> None:
@@ -200,10 +202,10 @@ _one_thread_each = _OneThreadEach()
 
 
 def is_mostly_cached(stretches: Sequence[Fillable]) -> bool:
-    """Tell whether most of the largest of ``stretches`` is in the page cache.
+    """Tell whether most bytes of the largest of ``stretches`` are in the page cache.
 
-    Looks at its first reads. The kernel may have reclaimed some of the pages of a cached file, so
-    that one missing page tells nothing about the rest.
+    Checks the pages of its first 16 reads. One missing page is no proof that the file is not
+    cached, because the kernel may have reclaimed single pages of a cached file.
     """
     largest = max(stretches, key=lambda stretch: stretch.memory.nbytes)
     cached_bytes, all_bytes = 0.0, 0
@@ -216,7 +218,7 @@ def is_mostly_cached(stretches: Sequence[Fillable]) -> bool:
 
 
 def buffer_bytes(stretches: Iterable[Fillable], threads: int | None, *, gpu: bool) -> int:
-    """Return the size of the buffers of all threads, in bytes: the most memory that filling adds."""
+    """Return the size of all threads' buffers in bytes, the most memory that filling adds."""
     threads = threads or DISK_THREADS
     read_bytes = (stretch.source_bytes for stretch in stretches)
     used = sum(min(size, ceil(size / READ_BYTES) * BUFFER_BYTES) for size in read_bytes)

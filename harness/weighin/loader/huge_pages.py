@@ -13,22 +13,23 @@ from weighin.loader.vectored import ALIGNMENT
 HUGE_PAGE_BYTES: Final = 2 * 1024**2
 
 TENSOR_ALIGNMENT: Final = 64
-"""The alignment of torch's own allocations, in bytes: the address decides how some operations round."""
+"""The alignment in bytes of torch's own allocations, which affects how some operations round."""
 
 MAP_NORESERVE: Final = 0x4000
-"""From linux/mman.h: the kernel's overcommit heuristic then ignores the mapping's size."""
+"""A flag from linux/mman.h: the kernel's overcommit heuristic ignores a mapping with this flag."""
 
 
 class Area:
     """Fresh memory in huge pages for adjacent tensors, in the same order as in a range of a file.
 
-    Each tensor has a storage of its own, so that saving it writes no other tensor. The pages of one
-    tensor alone are freed with it; pages that tensors share are freed with the area's last tensor.
+    Each tensor has its own storage, so that saving one tensor writes no other tensor. Pages that
+    hold only one tensor are freed with that tensor; shared pages are freed with the area's last
+    tensor.
 
     Args:
-        size: of the range, in bytes.
-        offset: of the range in its file. The memory has the same offset within its page, rounded down
-            to ``TENSOR_ALIGNMENT``, so that a disk can write into it without a buffer.
+        size: the size of the range, in bytes.
+        offset: the range's offset in its file. The memory has the same offset within its page,
+            rounded down to ``TENSOR_ALIGNMENT``, so that a disk can write into it without a buffer.
     """
 
     def __init__(self, size: int, offset: int) -> None:
@@ -58,13 +59,13 @@ class Area:
 
 
 def allocate(numel: int, dtype: torch.dtype, device: torch.device, offset: int = 0) -> torch.Tensor:
-    """Return a flat uninitialised tensor; large ones on the CPU ask the kernel for huge pages.
+    """Return a flat uninitialised tensor, in huge pages if it is large and on the CPU.
 
-    Faults on fresh 4 KiB pages are most of the time of a load from the page cache. The tensor has a
-    storage of its own, which is freed with it.
+    Without huge pages, page faults on fresh 4 KiB pages take most of the time of a load from the
+    page cache. The tensor has its own storage, which is freed with the tensor.
 
     Args:
-        offset: of the tensor in its file, as for an ``Area``.
+        offset: the tensor's offset in its file, as for an ``Area``.
     """
     size = numel * dtype.itemsize
     if device.type != "cpu" or size < HUGE_PAGE_BYTES:
@@ -81,17 +82,20 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 def _lead(offset: int) -> int:
     """Return the offset within a page for memory that is read from ``offset`` of a file, in bytes.
 
-    It is the file's own offset within a page, rounded down to ``TENSOR_ALIGNMENT``.
+    The result is ``offset`` modulo the page size, rounded down to ``TENSOR_ALIGNMENT``.
     """
     within = offset % ALIGNMENT
     return within - within % TENSOR_ALIGNMENT
 
 
 def _huge(size: int, lead: int) -> tuple[mmap.mmap, int]:
-    """Return a mapping, and the offset in it of ``size`` bytes: ``lead`` bytes after a huge page's start."""
+    """Map ``size`` bytes that begin ``lead`` bytes after a huge page's start.
+
+    Return the mapping, and the offset in it at which these bytes begin.
+    """
     flags = mmap.MAP_PRIVATE | MAP_NORESERVE
     area = mmap.mmap(-1, size + HUGE_PAGE_BYTES + lead, flags=flags)
     skip = -ctypes.addressof(ctypes.c_char.from_buffer(area)) % HUGE_PAGE_BYTES
-    # Whole huge pages only: a part of the last one would be charged but not used.
+    # Whole huge pages only: a partly used huge page at the end would be charged in full.
     ask_for_huge_pages(area, skip, (size + lead) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
     return area, skip + lead

@@ -1,8 +1,9 @@
 """Convert a tensor to a smaller dtype inside the memory of the smaller result, without a second copy.
 
-To load float32 elements as bfloat16, half of them are read into the bfloat16 tensor's memory and
-converted to its front, where they then take half of it. Half of the rest is read into the other
-half, and so on. Reads are as large as without a conversion; only the last MiB needs a buffer.
+Example: a load of float32 elements as bfloat16. The first half of the elements fills the whole
+memory of the bfloat16 tensor; converted, these elements take the front half of that memory. Then
+half of the remaining elements are read into the back half of the memory and converted, and so on.
+Reads are as large as without a conversion; only the last MiB needs a buffer.
 """
 
 from typing import Final
@@ -14,9 +15,9 @@ from weighin.loader.direct_io import PieceReader
 from weighin.loader.huge_pages import memory_of
 from weighin.loader.vectored import ALIGNMENT
 
-_LEAST_BYTES: Final = 1024**2  # of memory: with less, reads are too small for a disk
-_FIRST_ELEMENTS: Final = 1024  # are converted from a copy, because source and target overlap there
-_MOST_ELEMENTS: Final = 256 * 1024  # are converted at a time: they fit a processor's cache
+_LEAST_BYTES: Final = 1024**2  # of unfilled memory: below this, reads are too small for a disk
+_FIRST_ELEMENTS: Final = 1024  # converted from a copy, because source and target overlap
+_MOST_ELEMENTS: Final = 256 * 1024  # converted at a time: they fit a processor's cache
 
 
 def shrinks(source: TensorSlice, target: torch.Tensor) -> bool:
@@ -38,9 +39,9 @@ def read_shrinking(
     width, flat, done = source.dtype.itemsize, target.view(-1), 0
     while (rest := flat[done:]).nbytes >= _LEAST_BYTES:
         at = offset + done * width
-        lead = (at - rest.data_ptr()) % ALIGNMENT  # then file and memory have the same alignment
+        lead = (at - rest.data_ptr()) % ALIGNMENT  # so that file and memory have the same alignment
         count = (rest.nbytes - lead) // width
-        count -= (at + count * width) % ALIGNMENT // width  # to the end of one of the file's pages
+        count -= (at + count * width) % ALIGNMENT // width  # end with a page of the file
         memory = memory_of(rest)[lead : lead + count * width]
         reader.read(source.file, memory, at)
         _convert(rest[:count], torch.frombuffer(memory, dtype=source.dtype))
@@ -49,7 +50,7 @@ def read_shrinking(
 
 
 def _convert(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Convert ``source``, which lies in ``target``'s memory, to ``target``, from the front."""
+    """Convert ``source``, which lies in ``target``'s memory, into ``target``, front to back."""
     done = 0
     while done < len(target):
         free_bytes = source[done:].data_ptr() - target[done:].data_ptr()

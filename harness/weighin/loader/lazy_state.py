@@ -19,16 +19,17 @@ from weighin.loader.huge_pages import MAP_NORESERVE, TENSOR_ALIGNMENT
 from weighin.models.deferred import DeferredLoad, WriteLog
 
 FILLED_DEVICES: Final = frozenset({"cpu", "cuda"})
-"""The devices whose memory is filled piece by piece; others are filled by torch from a CPU copy."""
+"""The devices whose memory is filled piece by piece. torch fills tensors on any other device from a
+copy on the CPU."""
 
 _MISFIT: Final = re.compile(r"size mismatch for (.+?): copying a param")
 
 
 def lazy_state(log: WriteLog, slices: Sequence[TensorSlice]) -> dict[str, torch.Tensor]:
-    """Return a state dict of tensors without values; ``log`` records where their values are.
+    """Return a state dict of tensors without values; ``log`` records the places of the values.
 
     The tensors reserve address space, and take memory only if a module's code reads them. The state
-    dict has the modules' version metadata if the file has it.
+    dict has the modules' version metadata if the checkpoint has it.
 
     Raises:
         CheckpointError: a block of a tensor has gaps between its elements, which
@@ -57,7 +58,7 @@ def lazy_state(log: WriteLog, slices: Sequence[TensorSlice]) -> dict[str, torch.
 
 
 def read_at_once(load: DeferredLoad) -> None:
-    """Read one tensor's values now, also if they are a view of a tensor of the file."""
+    """Read one tensor's values now, even if it is loaded from a view of a tensor in the file."""
     source, target = source_of(load), load.target
     direct = target.device.type in FILLED_DEVICES
     if direct and source is not None and is_readable(source):
@@ -70,7 +71,7 @@ def read_at_once(load: DeferredLoad) -> None:
         _fill(promised, flat.view(promised.shape))
     else:
         _fill(replace(promised, shape=(count,), stride=(1,)), flat)
-    if torch._debug_has_internal_overlap(target) == 1:  # the promised tensor itself, expanded
+    if torch._debug_has_internal_overlap(target) == 1:  # the tensor of the file itself, expanded
         target = target.as_strided((count,), (1,), target.storage_offset())
         target.copy_(flat)
         return
@@ -83,7 +84,11 @@ def _fill(source: TensorSlice, target: torch.Tensor) -> None:
 
 
 def source_of(load: DeferredLoad) -> TensorSlice | None:
-    """Return the place of a load's values in the file; None for a view across blocks or of another dtype."""
+    """Return the place in the file from which one tensor is loaded.
+
+    The result is None if the tensor is loaded from a view that spans several blocks or has another
+    dtype than the file.
+    """
     promised: TensorSlice = load.promise
     view = load.source
     same = (tuple(view.shape), view.stride()) == (promised.shape, promised.stride)
@@ -111,7 +116,7 @@ def load_state(
     """Call ``model.load_state_dict(state)``, and turn its errors into CheckpointErrors.
 
     Args:
-        optional: names that may be missing; None for none.
+        optional: names that may be missing in ``state``; None means that all names are required.
 
     Raises:
         CheckpointError: keys are missing or unexpected, shapes differ, or a module's own code fails.

@@ -1,14 +1,14 @@
 """Load a checkpoint straight into a model, without a second copy of the weights.
 
 torch's own ``load_state_dict`` runs, with every hook and override, on a state dict without values,
-and its copies are recorded instead of made (``models/deferred.py``). Then several threads make all of
-them, piece by piece: each tensor is read from its place in the file into fresh memory that uses huge
-pages and has the file's alignment. Elements of another dtype are converted from the page cache if
-they are cached, and otherwise through memory of tensors that are filled last. Tensors for a GPU pass
-two pinned buffers.
+and its copies are recorded instead of made (``models/deferred.py``). Then several threads make all
+recorded copies, piece by piece: each tensor is read from its place in the file into fresh memory
+that uses huge pages and has the file's alignment. A tensor whose dtype changes is converted
+directly from the page cache if it is cached. If it is not, the memory of tensors that are filled
+last serves as the buffer. Tensors for a GPU pass through two pinned buffers.
 
-Peak: the model, and a few MiB for each thread. While cached pages are copied they are mapped, and so
-count in the RSS: up to 400 MiB for each thread.
+Peak: the model, and a few MiB for each thread. Cached pages are mapped while they are copied, and
+so count in the RSS: up to 400 MiB for each thread.
 """
 
 import gc
@@ -52,14 +52,15 @@ _EXACT: Final = frozenset({
     (torch.bfloat16, torch.float32), (torch.bfloat16, torch.float64),
     (torch.float32, torch.float64),
 })  # fmt: skip
-"""Conversions that lose nothing, so that a second conversion may start from the original values."""
+"""Pairs of dtypes between which the conversion is exact. A tensor that would be converted
+twice, first between such dtypes, is converted once, from the original values."""
 
 _log = logging.getLogger("weighin")
 
 
 @contextmanager
 def _collecting_later() -> Iterator[None]:
-    """Turn Python's garbage collection off: it walks all of torch's objects while every thread waits."""
+    """Turn off Python's garbage collection, which stops all threads to visit torch's objects."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -85,35 +86,38 @@ def load_streaming(
 
     The result equals that of ``model.load_state_dict(torch.load(checkpoint))`` followed by
     ``model.to(device, dtype)``. If ``model`` is a function that builds the model, the weights are not
-    initialised, except those whose values the constructor itself reads, which is logged. If it is a
-    model, its tensors that already have the right device and dtype are filled in place. Tensors on
-    the meta device get the checkpoint's dtype.
+    initialised, except weights whose values the constructor reads; a warning logs their size. If
+    ``model`` is a module, its tensors that already have the right device and dtype are filled in
+    place. Tensors on the meta device get the checkpoint's dtype.
 
-    A model of transformers gets what ``from_pretrained`` gives it: keys are renamed and converted by
-    transformers' own tables, unexpected keys are ignored, and tied weights may be missing.
+    A model of the transformers library is loaded as ``from_pretrained`` loads it: keys are renamed
+    and converted by transformers' own tables, unexpected keys are ignored, and tied weights may be
+    missing.
 
     Args:
-        dtype: of all floating-point tensors; None keeps the model's own.
+        dtype: the dtype of all floating-point tensors after the load; None keeps the model's own.
         threads: the number of threads that read. None means one for each processor, at most 4, if the
             checkpoint is cached, and 16 if it is not.
-        granularity: "tensor" or "module" finishes reading one before the next; "all" reads everything
-            at once.
-        key: where the state dict is in a checkpoint that holds more, such as a training checkpoint:
-            "model", or "state.model" in nested dicts. Only these tensors are read.
-        strip_prefix: the beginning of the checkpoint's names that the model's lack: "module.".
+        granularity: "tensor" or "module" reads one tensor or module after the other; "all" reads
+            all tensors concurrently.
+        key: the key of the state dict in a checkpoint that holds more, such as a training
+            checkpoint: "model", or "state.model" in nested dicts. Only the tensors under this key
+            are read.
+        strip_prefix: a prefix of the checkpoint's names that the model's names lack: "module.".
 
     Raises:
-        CheckpointError: the checkpoint is unreadable or does not fit the model (missing or unexpected
-            keys, other shapes), or a tensor that is in no checkpoint is on the meta device.
+        CheckpointError: the checkpoint is unreadable or does not fit the model (missing or
+            unexpected keys, other shapes), or the model has a tensor on the meta device that is not
+            in the checkpoint.
     """
     device = _with_index(torch.device(device))
     selection = Selection(key, strip_prefix)
     loaded, was_meta = _load(
         model, Path(checkpoint), selection, device, dtype, threads, granularity
     )
-    skeleton.give_back_heap()  # the load's own garbage
+    skeleton.give_back_heap()  # objects that only the load needed
     if dtype is not None or was_meta or any(tensor.device != device for tensor in _tensors(loaded)):
-        loaded.to(device=device, dtype=dtype)  # also runs modules' own overrides of it
+        loaded.to(device=device, dtype=dtype)  # also runs the overrides of to() in modules
     return loaded
 
 
@@ -159,8 +163,8 @@ def _load(
 
 
 def _mapped(model: torch.nn.Module, slices: Sequence[TensorSlice]) -> "MappedKeys | None":
-    """Return the tensors under the names of a model of transformers; None for any other model."""
-    from weighin.models.pretrained import is_pretrained_model  # few loads need it
+    """Return the tensors, renamed for a model of transformers; None for any other model."""
+    from weighin.models.pretrained import is_pretrained_model  # few loads need this import
 
     if not is_pretrained_model(model):
         return None
@@ -170,10 +174,11 @@ def _mapped(model: torch.nn.Module, slices: Sequence[TensorSlice]) -> "MappedKey
 
 
 def _optional(model: torch.nn.Module, mapped: "MappedKeys", checkpoint: Path) -> set[str]:
-    """Return the names that may be missing: of tied weights, buffers and converted tensors.
+    """Return the names that the checkpoint need not have: tied weights, buffers, converted tensors.
 
     Raises:
-        CheckpointError: any other is missing, which ``from_pretrained`` would draw at random.
+        CheckpointError: another weight is missing, which ``from_pretrained`` would initialise
+            randomly.
     """
     from weighin.models.pretrained import computed_keys
 
@@ -204,7 +209,7 @@ def _convert(model: torch.nn.Module, conversion: "Conversion") -> None:
 
 
 def _with_index(device: torch.device) -> torch.device:
-    """Return the device with the index that tensors on it report."""
+    """Return the device with its index, in the form in which a tensor's ``device`` reports it."""
     if device.type == "cpu":
         return torch.device("cpu")
     if device.type == "cuda" and device.index is None:
@@ -226,7 +231,7 @@ def _built(builder: Callable[[], torch.nn.Module], log: WriteLog) -> torch.nn.Mo
 
 
 class _Placer:
-    """Decides for each tensor whether it is filled in its own memory or gets fresh memory."""
+    """Decides for each tensor whether it is filled in its present memory or gets fresh memory."""
 
     def __init__(
         self,
@@ -252,7 +257,7 @@ class _Placer:
         }
 
     def all(self, loads: list[DeferredLoad]) -> Iterator[Fillable]:
-        """Yield the memory to fill; a tensor that cannot be read piece by piece is read here."""
+        """Yield the memory to fill; read at once any tensor that cannot be read in pieces."""
         needs: list[MemoryNeed] = []
         for load in loads:
             source = source_of(load)
@@ -267,10 +272,10 @@ class _Placer:
         yield from provide(needs)
 
     def _need(self, load: DeferredLoad, source: TensorSlice) -> MemoryNeed | None:
-        """Return the fresh memory that a load needs; None if it must fill the tensor's own memory.
+        """Return the fresh memory that a tensor needs; None if its present memory must be filled.
 
-        It must where other tensors share the memory, where torch's conversion would untie the names
-        of a buffer, and where a module overrides the conversion.
+        The present memory must be filled if other tensors share it, if torch's conversion would
+        untie the names of a buffer, or if a module overrides the conversion.
         """
         target = load.target
         tensors = self._tensors.get(storage_key(target), [])
@@ -304,7 +309,7 @@ def _converts(module: torch.nn.Module) -> bool:
 
 
 def _is_whole(tensor: torch.Tensor, target: torch.Tensor) -> bool:
-    """Tell whether a model's tensor has memory of its own, without gaps, and the target is all of it."""
+    """Tell whether a tensor has its own memory, without gaps, and ``target`` is all of it."""
     return (
         tensor.layout is torch.strided
         and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
@@ -321,7 +326,7 @@ def _position(source: TensorSlice) -> tuple[str, int]:
 
 
 def _batches(loads: list[DeferredLoad], granularity: Granularity) -> list[list[DeferredLoad]]:
-    """Return the loads in the groups that are read together."""
+    """Divide the loads into groups; the tensors of one group are read together."""
     if granularity == "all":
         return [loads]
     if granularity == "tensor":

@@ -9,11 +9,12 @@ from contextlib import contextmanager, suppress
 from typing import Final
 
 WINDOW_BYTES: Final = 16 * 1024**2
-"""The size of the part that is mapped at a time: each unmapping interrupts every processor."""
+"""The size in bytes of the part of a file that is mapped at a time. Larger parts need fewer
+unmappings, each of which interrupts every processor."""
 
 _MADV_POPULATE_READ: Final = 22  # linux/mman.h; Linux 5.14
 _MADV_POPULATE_WRITE: Final = 23
-_POPULATED_BYTES: Final = 16 * 1024**2  # at a time: it blocks the other threads' mmap calls
+_POPULATED_BYTES: Final = 16 * 1024**2  # at a time: the call blocks the other threads' mmap calls
 _MAP_FAILED: Final = ctypes.c_size_t(-1).value
 
 # ctypes releases the GIL during these calls; Python's own mmap does not.
@@ -44,7 +45,8 @@ class Window:
     def looking(self, offset: int, size: int) -> Iterator[memoryview]:
         """Yield the bytes at ``offset``, which are read-only and valid until the context ends.
 
-        If another process truncates the file meanwhile, SIGBUS ends this one, as with any mapping.
+        If another process truncates the file meanwhile, SIGBUS kills this process, as with any
+        mapping.
 
         Raises:
             EOFError: the file is too short.
@@ -53,13 +55,13 @@ class Window:
             raise EOFError
         start = self._address + offset - offset % mmap.PAGESIZE
         length = self._address + offset + size - start
-        # All pages with one call; older kernels refuse it and fault each page in on access.
+        # Maps all pages in one call. Older kernels refuse it; then each access faults its page in.
         if _libc.madvise(start, length, _MADV_POPULATE_READ) and ctypes.get_errno() == errno.EFAULT:
             raise EOFError  # the file was truncated
         try:
             yield memoryview((ctypes.c_ubyte * size).from_address(self._address + offset))
         finally:
-            # The whole mapping: the kernel may have mapped adjacent pages of the same huge page.
+            # Unmap all pages: the kernel may also have mapped adjacent pages of the same huge page.
             _libc.madvise(self._address, self._size, mmap.MADV_DONTNEED)
 
     def close(self) -> None:
@@ -70,7 +72,7 @@ class Window:
 
 
 def ask_for_huge_pages(area: mmap.mmap, start: int, size: int) -> None:
-    """Ask the kernel for huge pages in a part of a mapping; no effect on kernels without them."""
+    """Ask the kernel for huge pages in a part of a mapping; a kernel without them ignores it."""
     with suppress(AttributeError, OSError):
         area.madvise(mmap.MADV_HUGEPAGE, start, size)
 
@@ -78,8 +80,8 @@ def ask_for_huge_pages(area: mmap.mmap, start: int, size: int) -> None:
 def make_present(memory: memoryview) -> None:
     """Populate all pages of anonymous memory before it is written to.
 
-    Page faults in the middle of a copy slow it down. Kernels before Linux 5.14 refuse this call and
-    take those faults.
+    Page faults in the middle of a copy would slow it down. On kernels before Linux 5.14, which do
+    not know ``MADV_POPULATE_WRITE``, the copy takes these page faults.
     """
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     first, end = address - address % mmap.PAGESIZE, address + len(memory)

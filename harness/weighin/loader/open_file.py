@@ -14,7 +14,7 @@ from weighin.loader.mapped_copy import Window
 from weighin.loader.vectored import ALIGNMENT, down
 from weighin.probes import page_cache
 
-_PASSED_BYTES: Final = 1024**2  # read through the page cache before those pages are dropped
+_PASSED_BYTES: Final = 1024**2  # read through the page cache before the pages are dropped
 _REFUSED: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
 
 
@@ -22,7 +22,7 @@ class OpenedFile:
     """A file open for reading, whose methods raise a CheckpointError with its name if reading fails.
 
     Attributes:
-        alignment: that reads past the page cache need, in the file and in memory, in bytes.
+        alignment: the alignment, in the file and in memory, that direct reads need, in bytes.
 
     Raises:
         CheckpointError: the file cannot be opened.
@@ -57,7 +57,7 @@ class OpenedFile:
     def read_direct(self, buffers: Sequence[memoryview], offset: int, wanted_bytes: int) -> bool:
         """Read ``wanted_bytes`` into aligned buffers in turn, past the page cache.
 
-        Return False if the file system refuses; ``direct`` is False from then on.
+        Return False if the file system refuses ``O_DIRECT``; ``direct`` is False from then on.
 
         Raises:
             CheckpointError: the file is too short, or the disk fails.
@@ -73,7 +73,7 @@ class OpenedFile:
                 return False
             end = done + read
             if end < wanted_bytes:
-                end = down(end, self.alignment)  # the next read must begin at a multiple of it
+                end = down(end, self.alignment)  # the next read must begin aligned
                 if end == done:
                     self._read_rest(_behind(buffers, done), offset + done, wanted_bytes - done)
                     return True
@@ -81,7 +81,7 @@ class OpenedFile:
         return True
 
     def _read_rest(self, buffers: Sequence[memoryview], offset: int, wanted_bytes: int) -> None:
-        """Read through the page cache the bytes that an aligned read does not return, as at a file's end."""
+        """Read through the page cache the bytes that a direct read left out, as at a file's end."""
         for buffer in buffers:
             size = min(len(buffer), wanted_bytes)
             self.read_and_drop(buffer[:size], offset)
@@ -112,7 +112,7 @@ class OpenedFile:
 
     @contextmanager
     def looking(self, offset: int, size: int) -> Iterator[memoryview]:
-        """Map cached pages of the file, read-only, for the context.
+        """Map cached pages of the file, read-only, until the context exits.
 
         Raises:
             CheckpointError: the file is too short.
@@ -133,10 +133,10 @@ class OpenedFile:
         self._close_direct()
 
     def _drop_behind(self, start: int, end: int) -> None:
-        """Drop the pages just read, and again those of the previous call.
+        """Drop the pages from ``start`` to ``end``, and once more the pages of the previous call.
 
-        The kernel keeps a page, or several that it manages as one, if the range covers only a part of
-        it, as at the end of the previous range.
+        The kernel keeps a page, or a group of pages that it manages as one, if the range to drop
+        covers only a part of it. The end of the previous range may lie in such a page.
         """
         first, last = self._dropped
         first = first if start == last else down(start, mmap.PAGESIZE)
@@ -181,5 +181,5 @@ def _behind(buffers: Sequence[memoryview], filled: int) -> list[memoryview]:
 def _open_direct(path: Path) -> int:
     try:
         return os.open(path, os.O_RDONLY | os.O_DIRECT)
-    except OSError:  # tmpfs and some network file systems; any other fault shows at the first read
+    except OSError:  # tmpfs, some network file systems; other errors show at the first read
         return -1

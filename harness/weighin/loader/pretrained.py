@@ -1,4 +1,4 @@
-"""Load a Hugging Face folder as ``from_pretrained`` does, through our loader."""
+"""Load a Hugging Face folder as ``from_pretrained`` does, through weighin's loader."""
 
 import contextlib
 from functools import partial
@@ -23,16 +23,16 @@ def load_pretrained(
 ) -> Any:
     """Return the model that ``AutoModel....from_pretrained(folder, dtype=dtype)`` returns.
 
-    Equal in every parameter and buffer, in dtypes, ties and evaluation mode. Needs one copy of the
-    weights, and no network.
+    The model is equal in every parameter and buffer, in dtypes, tied weights and evaluation mode.
+    The load needs memory for one copy of the weights, and no network.
 
     Args:
         folder: a folder that ``save_pretrained`` wrote, or the id of a model in the local cache.
         dtype: "auto" takes the dtype of ``config.json``.
-        threads: as for ``load_streaming``.
+        threads: the number of threads that read, as for ``load_streaming``.
 
     Raises:
-        CheckpointError: the folder is unreadable, or does not have all weights of its model.
+        CheckpointError: the folder is unreadable, or lacks weights of its model.
         ConfigError: transformers is missing, has no such class, or the folder brings code of its own.
     """
     path = Path(folder)
@@ -50,11 +50,11 @@ def load_pretrained(
     model: Any = load_streaming(
         lambda: construct(build, kind), found.checkpoint, device=device, threads=threads
     )
-    for parameter in model.parameters():  # from_pretrained makes new ones, which take gradients
+    for parameter in model.parameters():  # from_pretrained's parameters require gradients
         parameter.requires_grad_(parameter.is_floating_point())
     if model.can_generate():
         from transformers import GenerationConfig
 
-        with contextlib.suppress(OSError):  # not every folder has one
+        with contextlib.suppress(OSError):  # not every folder has a generation_config.json
             model.generation_config = GenerationConfig.from_pretrained(path)
     return model

@@ -17,7 +17,7 @@ from weighin.loader.mapped_copy import WINDOW_BYTES
 MOST_BETWEEN_BYTES: Final = 64 * 1024
 """The largest gap between two pieces of a file that one read covers, in bytes."""
 
-_MOST_PIECES: Final = 256  # each takes up to two buffers of one preadv call, which allows 1024
+_MOST_PIECES: Final = 256  # a piece takes up to two buffers of a preadv call, which allows 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,8 +72,8 @@ class Piece:
 def cut(source: TensorSlice, offset: int, target: torch.Tensor, most_bytes: int) -> Iterator[Piece]:
     """Yield the reads that fill a contiguous ``target`` with the file's bytes from ``offset`` on.
 
-    They end where the target's huge pages end: two threads that touch the same page would both clear
-    it. Reads for a GPU are no larger than a pinned buffer.
+    Each read ends where one of the target's huge pages ends, because two threads that touch the
+    same huge page would both clear it. Reads for a GPU are no larger than a pinned buffer.
     """
     flat, size, start = target.view(-1), target.dtype.itemsize, target.data_ptr()
     most = min(PIECE_BYTES, most_bytes) if target.is_cuda else most_bytes
@@ -87,10 +87,10 @@ def cut(source: TensorSlice, offset: int, target: torch.Tensor, most_bytes: int)
 
 
 class Runs:
-    """Pieces to read, which several threads take in runs: adjacent pieces of a file for one read.
+    """A queue of pieces, from which several threads take runs of adjacent pieces: one read each.
 
     Args:
-        most_bytes: the largest size of a run where nothing is converted.
+        most_bytes: the largest size of a run that is not converted, in bytes.
     """
 
     def __init__(self, pieces: Iterable[Piece], most_bytes: int) -> None:
@@ -103,8 +103,8 @@ class Runs:
         """Return the next run; an empty list if nothing is left.
 
         Args:
-            most_converted_bytes: the largest size of a run that is converted, and so must fit the
-                thread's buffer.
+            most_converted_bytes: the largest size of a run that is converted, in bytes. Such a run
+                must fit into the thread's buffer.
         """
         run: list[Piece] = []
         with self._lock:
@@ -129,7 +129,7 @@ def _follows(run: list[Piece], piece: Piece, most_bytes: int) -> bool:
 
 
 def _aligned(offset: int) -> int:
-    """Return the offset from which to read so that every element of a run is aligned in the buffer."""
+    """Return the offset at which a read must begin so that the buffer has every element aligned."""
     return offset - offset % LARGEST_ELEMENT_BYTES
 
 
@@ -160,7 +160,7 @@ class PieceFiller:
         return self._pieces.piece_bytes
 
     def fill(self, run: Sequence[Piece]) -> None:
-        """Read one piece or a run into place; convert it and copy it to the GPU if necessary."""
+        """Fill the targets of a run; convert the values and copy them to the GPU if necessary."""
         if run[0].plain:
             places = [(memory_of(piece.target), piece.offset) for piece in run]
             self._pieces.read_together(run[0].source.file, places)
@@ -220,7 +220,7 @@ class _GpuCopier:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
-        self._stream.wait_stream(torch.cuda.current_stream(device))  # which allocated the memory
+        self._stream.wait_stream(torch.cuda.current_stream(device))  # it allocated the memory
         self._buffers = [torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in "ab"]
         self._copied = [torch.cuda.Event() for _ in "ab"]
         self._turn = 0
@@ -237,7 +237,7 @@ class _GpuCopier:
             self._copied[turn].record(self._stream)
 
     def finish(self) -> None:
-        """Wait for the copies under way."""
+        """Wait until all started copies are complete."""
         self._stream.synchronize()
 
 
@@ -256,7 +256,7 @@ class Fillable(Protocol):
 
     @property
     def converts(self) -> bool:
-        """Whether the file's elements have another dtype."""
+        """Whether the elements have another dtype in the file than in memory."""
         ...
 
     @property
@@ -265,5 +265,5 @@ class Fillable(Protocol):
         ...
 
     def pieces(self, most_bytes: int) -> Iterator[Piece]:
-        """Yield the reads to make; each fills at most ``most_bytes`` of memory."""
+        """Yield the reads to make; each read fills at most ``most_bytes`` of memory."""
         ...

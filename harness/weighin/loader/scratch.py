@@ -1,7 +1,7 @@
 """Use the memory of tensors that are filled last as buffers for tensors that are converted first.
 
-Large reads are the fastest for a disk, but a load that converts would need large buffers for them.
-The largest tensors' memory serves as those buffers until they are filled themselves.
+Large reads are the fastest for a disk, but a load that converts dtypes would need large buffers for
+them. The memory of the largest tensors serves as these buffers until these tensors are filled.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,24 +16,25 @@ from weighin.loader.vectored import ALIGNMENT
 LENT_BYTES: Final = 12 * HUGE_PAGE_BYTES
 """The largest size of a lent buffer, and so of a thread's reads, in bytes."""
 
-_LEAST_BYTES: Final = 2 * PIECE_BYTES  # a smaller one is no better than a reader's own buffer
+_LEAST_BYTES: Final = 2 * PIECE_BYTES  # a smaller lent buffer is no better than a reader's own
 
 
 @dataclass(frozen=True, slots=True)
 class Lent:
-    """All reads to make: ``borrowers`` first, with the memory of ``lenders`` as buffers."""
+    """All reads of a load: ``borrowers``, made first, use the memory of ``lenders`` as buffers."""
 
     lenders: tuple[Piece, ...]
     borrowers: Iterator[Piece]
 
 
 def lend(stretches: Sequence[Fillable], most_bytes: int, threads: int) -> Lent:
-    """Return the reads to make, with up to one lender for each thread.
+    """Divide the reads into lenders, at most one for each thread, and borrowers.
 
-    The lenders are the largest of the stretches that are converted, and at most half of their size.
+    The lenders are parts of the largest tensors that are converted. Together they have at most half
+    of the size of all converted tensors.
 
     Args:
-        most_bytes: the largest size that a borrower's read fills.
+        most_bytes: the largest size of the memory that one borrower fills.
     """
     able = [stretch for stretch in stretches if _converts(stretch)]
     left = sum(stretch.memory.nbytes for stretch in able) // 2
@@ -63,7 +64,7 @@ def lend(stretches: Sequence[Fillable], most_bytes: int, threads: int) -> Lent:
 
 
 def _parts(piece: Piece) -> Iterator[Piece]:
-    """Yield a read; one that passes a buffer in small parts, of which as many as fit fill a buffer."""
+    """Yield a read; divide it if it passes through a buffer, so that its parts fill the buffer."""
     if piece.buffered and piece.target.is_contiguous():
         yield from cut(piece.source, piece.offset, piece.target, HUGE_PAGE_BYTES)
     else:

@@ -1,9 +1,9 @@
-"""Fill several targets by one vectored read: aligned targets directly, the others through a buffer.
+"""Fill several targets by one vectored read, aligned targets directly, others through a buffer.
 
 A direct read transfers whole pages of a file to whole pages of memory. If a target has the same
 alignment in memory as in the file, all its pages except the first and the last can be read straight
-into it. Those two pages and small targets pass a buffer, which is a part of the same call: a small
-read of its own would wait for the large reads that were submitted before.
+into it. The first and the last page, and small targets, are read into a buffer by the same call,
+because a separate small read would wait for the large reads that were submitted before it.
 """
 
 import ctypes
@@ -13,7 +13,8 @@ from itertools import pairwise
 from typing import Final
 
 ALIGNMENT: Final = 4096
-"""The alignment of O_DIRECT reads, in bytes. 512 suffices for most files, 4096 for nearly all."""
+"""The alignment of O_DIRECT reads, in bytes. 512 suffices for most files, 4096 for nearly
+all files."""
 
 _LEAST_STRAIGHT_BYTES: Final = 16 * ALIGNMENT  # smaller targets are as fast through the buffer
 
@@ -22,7 +23,7 @@ _LEAST_STRAIGHT_BYTES: Final = 16 * ALIGNMENT  # smaller targets are as fast thr
 class Gathered:
     """A read at ``offset`` into all ``buffers`` in turn; the file must have ``wanted_bytes`` there.
 
-    ``copies`` are to be made after the read: each is a target and its bytes in the buffer.
+    ``copies`` must be made after the read: each one is a target and the bytes for it in the buffer.
     """
 
     offset: int
@@ -37,9 +38,9 @@ def gather(
     """Return the read that fills all targets; None if it needs a larger buffer.
 
     Args:
-        places: the targets with their offsets in the file, in its order, without overlaps.
+        places: the targets with their offsets in the file, in the file's order, without overlaps.
         bounce: the buffer, which begins at a page boundary.
-        alignment: that the file needs, in bytes.
+        alignment: the alignment that direct reads of the file need, in bytes.
     """
     start, stop = down(places[0][1], alignment), up(places[-1][1] + len(places[-1][0]), alignment)
     straight = [
@@ -81,9 +82,9 @@ def up(offset: int, alignment: int) -> int:
 
 
 def _straight(place: tuple[memoryview, int], alignment: int) -> tuple[int, int, memoryview] | None:
-    """Return the part of a target that can be read directly: its start and end in the file, and its memory.
+    """Return the start and end in the file, and the memory, of a target's part for direct reads.
 
-    None if the alignments differ or the part is small.
+    The result is None if the alignments differ or the part is small.
     """
     target, offset = place
     first, last = up(offset, alignment), down(offset + len(target), alignment)

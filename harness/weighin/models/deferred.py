@@ -1,13 +1,14 @@
 """Defer a constructor's writes to tensors until their values are read, or skip them.
 
 A constructor initialises weights that a checkpoint then replaces. While a ``WriteLog`` records, each
-in-place write to memory that was allocated meanwhile is recorded but not executed. Memory that is
-never read is thus never touched, and takes no RAM. Code that reads such memory gets the same values
-as without the log: the writes that those values depend on are executed first, in their order, with
-the same random numbers.
+in-place write to memory that was allocated since the recording began is recorded but not executed.
+Memory that is never read is therefore never touched, and takes no RAM. Code that reads such memory
+gets the same values as without the log: the log first executes the writes that these values depend
+on, in their original order and with the same random numbers.
 
-Nothing is patched, and only the recording thread is affected. Reads of a tensor's memory without a
-torch operation are noticed for the methods in ``_DIRECT_READS``; reads by address are not.
+The log patches no function, and affects only the recording thread. If code reads a tensor's memory
+without a torch operation, the log notices the methods in ``_DIRECT_READS``, but not reads by
+address.
 """
 
 from collections import Counter
@@ -41,21 +42,21 @@ _SHAPES: Final = frozenset({
 """Operations that use only a tensor's shape and dtype, not its values."""
 
 _LATER: Final = frozenset({_ONES, *_DRAWS, *_CLONES, *_TRIANGLES})
-"""Operations that equal an allocation and one write, which can be deferred."""
+"""Operations that are equivalent to an allocation and one write; the write can be deferred."""
 
 _RESIZES: Final = frozenset({"set_", "resize_", "resize_as_", "_resize_output_"})
 _DIRECT_READS: Final = frozenset({
     torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__,
 })  # fmt: skip
 _PLAIN: Final = torch.Tensor.__torch_dispatch__
-_LARGE_BYTES: Final = 1024**2  # of a constant; smaller ones are computed at once
+_LARGE_BYTES: Final = 1024**2  # of a constant; smaller constants are computed at once
 
 
 class DeferredLoad(NamedTuple):
-    """A deferred copy from a promised tensor: ``target`` is to get the values of ``source``.
+    """A deferred copy from a promised tensor, which has no values yet, to ``target``.
 
-    ``source`` is a view of the promised tensor, which has no values itself. ``promise`` is the
-    argument ``source`` of ``WriteLog.promise`` for that tensor.
+    ``source`` is a view of the promised tensor. ``promise`` is the argument ``source`` with which
+    ``WriteLog.promise`` was called for the promised tensor.
     """
 
     target: torch.Tensor
@@ -65,10 +66,11 @@ class DeferredLoad(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Write:
-    """One deferred write: an operation, or a load. ``touched`` are the storages it reads or writes.
+    """One deferred write: an operation, or a load.
 
-    ``held`` are all tensors that it refers to, with ``target``. ``rng_state`` is the random generator's
-    state before the write; None means the state after the previous random write.
+    ``touched`` are the storages that the write reads or writes. ``held`` are all tensors that it
+    refers to, ``target`` included. ``rng_state`` is the random generator's state before the write;
+    None means the state after the previous random write.
     """
 
     target: torch.Tensor
@@ -82,7 +84,11 @@ class _Write:
 
 @dataclass(slots=True)
 class _Loads:
-    """Loads to execute together, and the byte ranges of storages that they span and that they fill."""
+    """Loads to execute together.
+
+    ``reached`` has the byte ranges of storages that the loads span; ``filled`` has the ranges that
+    the loads fill completely.
+    """
 
     chosen: list[DeferredLoad] = field(default_factory=list)
     reached: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
@@ -97,7 +103,7 @@ class _Loads:
         return start >= end
 
     def meets(self, key: int, start: int, end: int) -> bool:
-        """Tell whether a load may fill some byte from ``start`` to ``end`` of a storage."""
+        """Tell whether a load may fill any byte from ``start`` to ``end`` of a storage."""
         return any(first < end and start < last for first, last in self.reached.get(key, ()))
 
 
@@ -105,7 +111,7 @@ class WriteLog:
     """The deferred writes of one thread.
 
     Args:
-        make: executes a ``DeferredLoad`` at once.
+        make: a function that executes a ``DeferredLoad`` at once.
     """
 
     def __init__(self, make: Callable[[DeferredLoad], None] | None = None) -> None:
@@ -113,22 +119,22 @@ class WriteLog:
         self._writes: dict[int, _Write] = {}  # by number, in order
         self._count = 0
         self._draws = 0  # number of random writes
-        self._pending: dict[int, int] = {}  # number of writes that touch a storage
+        self._pending: dict[int, int] = {}  # number of writes that touch each storage
         self._own: dict[int, StorageWeakRef] = {}  # a reference prevents the key's reuse
         self._promised: dict[int, Any] = {}
         self._rng_state = torch.empty(0)
         self._at_once = False
         self.initialised_bytes = 0
-        """The size of the tensors that were initialised because their values were read, in bytes."""
+        """The size in bytes of all tensors that were initialised because code read their values."""
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record this thread's writes within the context."""
+        """Record this thread's writes until the context exits."""
         with _DirectReads(self), _Operations(self):
             yield
 
     def promise(self, tensor: torch.Tensor, source: Any) -> None:
-        """Declare that ``tensor``, whose memory is untouched, has the values that ``source`` describes."""
+        """Declare that ``source`` describes the values of ``tensor``, whose memory is untouched."""
         key, alias = storage_key(tensor), tensor.detach()
         self._own[key] = _weak(tensor)
         self._promised[key] = source
@@ -142,11 +148,11 @@ class WriteLog:
     def finish(
         self, unwanted: Iterable[torch.Tensor] = (), wanted: Iterable[torch.Tensor] = ()
     ) -> list[DeferredLoad]:
-        """Execute the necessary writes, and return the remaining loads, in their order.
+        """Execute the necessary writes, and return the remaining loads in their original order.
 
         The loads can be executed in any order. A write is unnecessary if loads replace all of its
-        values, or if only unwanted or freed tensors would have them: ``unwanted`` tensors need no
-        values, unless they share memory with ``wanted`` ones.
+        values, or if its values are only in unwanted or freed tensors. The ``unwanted`` tensors
+        need no values, unless they share memory with ``wanted`` tensors.
         """
         loads, live, touched, random = _Loads(), [], set[int](), False
         ignored = set(map(storage_key, unwanted)) - set(map(storage_key, wanted))
@@ -173,12 +179,12 @@ class WriteLog:
         return loads.chosen[::-1]
 
     def _aliases(self) -> Counter[int]:
-        """Return the number of tensors that the writes hold over each storage."""
+        """Return the number of tensors on each storage to which the recorded writes refer."""
         held = {id(tensor): tensor for write in self._writes.values() for tensor in write.held}
         return Counter(map(storage_key, held.values()))
 
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Execute an operation now, or record it to execute later."""
+        """Execute an operation now, or record it for a later execution."""
         kind = _kind(func)
         if kind.is_view or self._at_once:
             return func(*args, **kwargs)
@@ -204,7 +210,8 @@ class WriteLog:
     def look(self, tensors: Iterable[torch.Tensor], *, random: bool = False) -> None:
         """Execute the writes that these tensors' values depend on, because the values will be read.
 
-        With ``random``, also execute all writes that draw random numbers, because the caller will draw.
+        With ``random``, also execute all writes that draw random numbers, because the caller is
+        about to draw random numbers.
         """
         keys = {key for tensor in tensors if (key := storage_key(tensor)) in self._pending}
         if not keys and not random:
@@ -222,7 +229,7 @@ class WriteLog:
         self._run(reversed(chosen))
 
     def _run(self, numbers: Iterable[int]) -> None:
-        """Execute these writes in their order, each with the generator's state that it needs."""
+        """Execute these writes in this order, each with the random state that it needs."""
         before = None
         with torch.no_grad(), self._making():
             for number in list(numbers):
@@ -297,7 +304,7 @@ class WriteLog:
         self._append(write)
 
     def _as_load(self, func: Any, args: tuple[Any, ...]) -> DeferredLoad | None:
-        """Return the load that equals a copy; None if its source is not an unchanged promised tensor."""
+        """Return the load that equals a copy from a promised tensor; None for other copies."""
         if func is not _COPY or (key := storage_key(args[1])) not in self._promised:
             return None
         target, source = args[:2]
@@ -307,17 +314,17 @@ class WriteLog:
         return DeferredLoad(target.detach(), source.detach(), self._promised[key])
 
     def _can_wait(self, func: Any, target: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
-        if torch._debug_has_internal_overlap(target) == 1:  # torch refuses to write there
+        if torch._debug_has_internal_overlap(target) == 1:  # torch refuses to write to it
             return False
         if self._as_load(func, (target, *tensors[1:])) is not None:
             return target.layout is torch.strided and not target.is_meta
         fits = all(_is_plain(tensor) and _fits(tensor, target) for tensor in tensors)
-        return fits and self.owns(target)  # an operation that will raise is executed at once
+        return fits and self.owns(target)  # else the operation will raise: execute it at once
 
     def _made_later(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
-        """Return the write into fresh memory that equals an operation; None to execute it at once."""
+        """Return the equivalent write into fresh memory; None if it must not be deferred."""
         given = {name for name, value in kwargs.items() if value is not None and value is not False}
         if given - {"dtype", "device", "memory_format", "non_blocking"}:
             return None
@@ -350,9 +357,9 @@ class WriteLog:
 
 
 def _choose(loads: _Loads, key: int, load: DeferredLoad) -> bool:
-    """Add a load to those that are executed together; False if it must be executed before them.
+    """Add a load to ``loads``; return False if it must be executed before these loads.
 
-    A load whose target later loads fill completely is dropped.
+    The load is dropped if later loads fill its target completely.
     """
     start, end = extent(load.target)
     if loads.covers(key, start, end):
@@ -367,8 +374,8 @@ def _choose(loads: _Loads, key: int, load: DeferredLoad) -> bool:
 
 
 def use_count(tensor: torch.Tensor) -> int:
-    """Return the number of tensors over this tensor's storage, including the tensor itself."""
-    storage = tensor.untyped_storage()  # this Python object adds one
+    """Return the number of tensors on this tensor's storage, including the tensor itself."""
+    storage = tensor.untyped_storage()  # this Python object adds one reference
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
@@ -392,7 +399,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 class _Operations(TorchDispatchMode):
-    """Passes every operation to the log, including those that C++ code calls."""
+    """Passes every operation to the log, including operations that C++ code calls."""
 
     def __init__(self, log: WriteLog) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -410,7 +417,7 @@ class _Operations(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if any(getattr(kind, "__torch_dispatch__", _PLAIN) != _PLAIN for kind in types):
-            return NotImplemented  # the subclass then calls operations on plain tensors
+            return NotImplemented  # a tensor subclass then calls operations on plain tensors
         return self._log.operate(func, args, kwargs or {})
 
 
@@ -436,7 +443,8 @@ class _DirectReads(TorchFunctionMode):
 class _Kind(NamedTuple):
     """The properties of an operation, derived from its schema.
 
-    ``given`` are the arguments that may be tensors; ``written`` is the one that it writes and returns.
+    ``given`` are the arguments that may be tensors; ``written`` is the argument that the operation
+    writes and returns.
     """
 
     is_view: bool
@@ -456,7 +464,7 @@ class _Kind(NamedTuple):
         ]
 
     def target(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-        """Return the tensor that the operation writes to and returns; None if there is no such one."""
+        """Return the tensor that the operation writes to and returns; None if it writes none."""
         if self.written is None:
             return None
         position, name = self.written
@@ -510,10 +518,10 @@ def _weak(tensor: torch.Tensor) -> StorageWeakRef:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Return the identity of a tensor's storage; 0 if it has none."""
+    """Return the identity of a tensor's storage; 0 if the tensor has no storage."""
     try:
         return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, ValueError):  # a sparse tensor, or one of a lazy module
+    except (NotImplementedError, ValueError):  # a sparse tensor, or a tensor of a lazy module
         return 0
 
 

@@ -1,8 +1,8 @@
-"""Define GPT-2 as in the notebook about memory-efficient loading.
+"""Define GPT-2 as in a public notebook on memory-efficient weight loading.
 
-Unlike in the published GPT-2, the output head is a matrix of its own, query, key and value have
-separate projections, and each layer has its causal mask as a persistent buffer, so that the
-checkpoint contains the masks: 821 entries and 6.290 GiB for GPT-2 XL.
+This model differs from the published GPT-2: the output head is not tied, query, key and value have
+separate projections, and each layer has its causal mask as a persistent buffer. The checkpoint
+therefore contains the masks; the checkpoint of GPT-2 XL has 821 entries and 6.290 GiB.
 """
 
 import torch
@@ -136,7 +136,7 @@ def gpt2(
     drop_rate: float = 0.1,
     qkv_bias: bool = True,
 ) -> GPTModel:
-    """Return a GPT-2 in evaluation mode, in which its dropout modules have no effect."""
+    """Return a GPT-2 model in evaluation mode, in which dropout has no effect."""
     model = GPTModel(
         vocab_size=vocab_size,
         context_length=context_length,

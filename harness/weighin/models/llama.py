@@ -1,7 +1,8 @@
 """Define Llama 3: grouped-query attention, rotary position embeddings, SwiGLU.
 
 The parameters have the names of Hugging Face's checkpoints, and the rotary frequencies are a
-non-persistent buffer as in Hugging Face's model: 723 entries and 131.4 GiB of bfloat16 for 70B.
+non-persistent buffer as in Hugging Face's model. The checkpoint of Llama 3 70B in bfloat16 has 723
+entries and 131.4 GiB.
 """
 
 import torch
@@ -50,7 +51,7 @@ class Attention(nn.Module):
 
 
 class LlamaFeedForward(nn.Module):
-    """SwiGLU (Shazeer, 2020)."""
+    """The SwiGLU feed-forward layer (Shazeer, 2020)."""
 
     def __init__(self, emb_dim: int, hidden_dim: int) -> None:
         super().__init__()
@@ -132,7 +133,7 @@ def llama(
     vocab_size: int = 128_256,
     theta: float = 500_000.0,
 ) -> LlamaModel:
-    """Return the model in evaluation mode."""
+    """Return a Llama 3 model in evaluation mode."""
     decoder = Decoder(
         vocab_size=vocab_size,
         emb_dim=emb_dim,

@@ -1,4 +1,4 @@
-"""Give a model's tensors on the meta device memory on the CPU, so that the model can be loaded."""
+"""Move a model's tensors from the meta device to CPU memory, so that the model can be loaded."""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -9,13 +9,14 @@ import torch
 
 @contextmanager
 def real_memory(model: torch.nn.Module, dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
-    """Give parameters and persistent buffers on the meta device uninitialised CPU memory.
+    """Move parameters and persistent buffers from the meta device to uninitialised CPU memory.
 
-    Each tensor stays the same object for all that refer to it, such as another name or a list, except
-    if there are weak references to it. If the block raises, the tensors return to the meta device.
+    Each tensor stays the same Python object, so that every reference to it, such as another name or
+    a list, stays valid; a tensor that has weak references is replaced by a new object. If the body
+    of the ``with`` statement raises, the tensors return to the meta device.
 
     Args:
-        dtypes: the new dtypes by tensor name; other tensors keep theirs.
+        dtypes: maps tensor names to new dtypes; a tensor without an entry keeps its dtype.
     """
     places: dict[int, tuple[torch.Tensor, list[tuple[torch.nn.Module, str]]]] = {}
     names: dict[int, str] = {}
@@ -41,13 +42,13 @@ def real_memory(model: torch.nn.Module, dtypes: Mapping[str, torch.dtype]) -> It
 def _put(
     old: torch.Tensor, new: torch.Tensor, owners: list[tuple[torch.nn.Module, str]]
 ) -> Callable[[], None]:
-    """Replace a tensor by another one, and return a function that undoes it."""
+    """Replace a tensor by another tensor, and return a function that undoes the replacement."""
 
     def put(tensor: torch.Tensor) -> None:
         for module, leaf in owners:
             setattr(module, leaf, tensor)
 
-    if weakref.getweakrefs(old):  # RNNs have them to their weights, and notice a new attribute
+    if weakref.getweakrefs(old):  # an RNN has such references, and notices a new attribute
         put(new)
         return lambda: put(old)
     _swap(old, new)

@@ -1,4 +1,4 @@
-"""Build a model of transformers from its configuration, as ``from_pretrained`` builds it."""
+"""Build a model of the transformers library from its configuration, as ``from_pretrained`` does."""
 
 import re
 import sys
@@ -16,10 +16,10 @@ _SAMPLES: Final = 16_000  # one second of sound
 def from_config(architecture: str, config: Mapping[str, Any]) -> torch.nn.Module:
     """Return the model in evaluation mode, in torch's default dtype.
 
-    Its buffers keep the dtypes that the constructor gives them, as with ``from_pretrained``.
+    The model's buffers keep the constructor's dtypes, as with ``from_pretrained``.
 
     Args:
-        architecture: the class in transformers, "LlamaForCausalLM".
+        architecture: the name of the class in transformers, such as "LlamaForCausalLM".
         config: the content of ``config.json``.
 
     Raises:
@@ -66,21 +66,21 @@ def pretrained_class(architecture: str) -> Any:
 
 
 def _without_torchvision() -> Any:
-    """Import transformers again, without torchvision: its build may not fit torch's.
+    """Import transformers again, without torchvision, whose build may not match torch's build.
 
-    transformers imports it for image processors, which no load needs.
+    transformers imports torchvision for image processors, which no load needs.
     """
     for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
         del sys.modules[name]
     modules: dict[str, Any] = sys.modules
-    modules["torchvision"] = None  # reads as "not installed"
+    modules["torchvision"] = None  # import then fails as if it were not installed
     import transformers
 
     return transformers
 
 
 def is_pretrained_model(model: torch.nn.Module) -> bool:
-    """Tell whether a model is one of transformers', without importing transformers."""
+    """Tell whether a model's class is from transformers, without importing transformers."""
     return any(
         kind.__name__ == "PreTrainedModel" and kind.__module__.startswith("transformers.")
         for kind in type(model).__mro__
@@ -88,7 +88,7 @@ def is_pretrained_model(model: torch.nn.Module) -> bool:
 
 
 def _decoded(value: Any) -> Any:
-    """Return a part of ``config.json`` with {"__float__": "Infinity"} as a number, and fresh containers."""
+    """Return a copy of a part of ``config.json``, with {"__float__": "Infinity"} as a number."""
     if isinstance(value, Mapping):
         if value.keys() == {"__float__"}:
             return float(value["__float__"])
@@ -103,9 +103,9 @@ def computed_keys(model: Any) -> set[str]:
 
 
 def _compute_in_float32(model: Any, dtype: torch.dtype) -> None:
-    """Set what no checkpoint has as ``from_pretrained`` does: computed in float32, then rounded.
+    """Compute the tensors that no checkpoint has again, in float32, as ``from_pretrained`` does.
 
-    The constructor computes it in ``dtype``.
+    The constructor computes them in ``dtype``, which rounds intermediate results too.
     """
     if dtype == torch.float32:
         return
@@ -126,7 +126,7 @@ def _compute_in_float32(model: Any, dtype: torch.dtype) -> None:
 
 
 def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
-    """Give the tensors that the class keeps in float32 that dtype; they have no values yet."""
+    """Set the dtype of tensors that the class keeps in float32; they have no values yet."""
     from transformers.core_model_loading import build_glob_alternation
 
     plan = model._get_dtype_plan(dtype)
@@ -141,7 +141,7 @@ def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
 
 
 def example_inputs(architecture: str, config: Mapping[str, Any]) -> dict[str, torch.Tensor] | None:
-    """Return small inputs for one forward pass; None for a kind of model that is not known here."""
+    """Return small inputs for one forward pass; None for an unknown kind of model."""
     kind = pretrained_class(architecture)
     settings = kind.config_class.from_dict(_decoded(config))
     text = settings.get_text_config()

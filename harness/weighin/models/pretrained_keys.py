@@ -1,9 +1,10 @@
-"""Give a checkpoint's tensors the names that a model of transformers has for them.
+"""Rename a checkpoint's tensors to the names in a model of transformers.
 
-``from_pretrained`` renames keys, adds or removes the prefix of the base model, and converts groups of
-tensors: it stacks the experts of a layer, or joins q, k and v. Its own tables and functions decide
-here too. Stacked and joined tensors become tensors of several blocks, which the loader reads straight
-into place. Any other conversion is left to transformers, on values.
+``from_pretrained`` renames keys, adds or removes the prefix of the base model, and converts groups
+of tensors: it stacks the experts of a layer, or joins q, k and v. This module uses the tables and
+functions of ``from_pretrained``. Stacked and joined tensors are described as tensors of several
+blocks, which the loader reads straight into place. For any other conversion, the values are read
+and transformers converts them.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,12 +20,12 @@ from weighin.formats.base import Part, Slices, TensorSlice
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """A group of a file's tensors that transformers converts to one or several of the model's.
+    """A group of a file's tensors that transformers converts to one or several model tensors.
 
     Attributes:
-        name: the model's name of the first result.
+        name: the name of the first result in the model.
         converter: transformers' ``WeightConverter``.
-        sources: the tensors, each with the pattern of the converter that it matched.
+        sources: the file's tensors, each with the converter's pattern that its name matched.
     """
 
     name: str
@@ -40,7 +41,7 @@ class Conversion:
         return {name: one[0] if isinstance(one, list) else one for name, one in made.items()}
 
     def targets(self, model: Any) -> list[str]:
-        """Return the names of the results, found by a conversion of tensors without values."""
+        """Return the names of the results, determined by converting tensors without values."""
         empty = [
             torch.empty(source.shape, dtype=source.dtype, device="meta")
             for _, source in self.sources
@@ -54,10 +55,10 @@ class MappedKeys:
 
     Attributes:
         slices: the tensors that need no conversion of values.
-        conversions: the others.
+        conversions: the groups of tensors whose values must be converted.
         unexpected: keys that the model does not have; ``from_pretrained`` ignores them.
-        renamed: the number of keys with another name in the file.
-        joined: the number of keys that are a part of one of the model's tensors.
+        renamed: the number of keys whose name in the file differs from the model's name.
+        joined: the number of keys of the file that are only a part of a model's tensor.
     """
 
     slices: Slices
@@ -68,7 +69,7 @@ class MappedKeys:
 
     @property
     def note(self) -> str:
-        """What a loader must do that expects the model's own keys in the file; empty if nothing."""
+        """The differences between the file's keys and the model's keys; empty if there are none."""
         parts = [
             f"{self.joined} keys converted" if self.joined else "",
             f"{self.renamed} keys renamed" if self.renamed else "",
@@ -124,7 +125,7 @@ def map_keys(model: Any, slices: Sequence[TensorSlice]) -> MappedKeys:
 
 
 def _joined(conversion: Conversion) -> TensorSlice | None:
-    """Return a stacked or concatenated tensor as one of several blocks; None for other conversions."""
+    """Return a stacked or joined tensor as one of several blocks; None for other conversions."""
     tensors: dict[str, list[TensorSlice]] = {}
     for pattern, source in conversion.sources:
         if not source.contiguous or source.parts:
@@ -159,7 +160,7 @@ def _dtypes(conversion: Conversion) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """A tensor of this shape, in blocks: the start of each, and its place in a file."""
+    """The shape of a tensor, and its blocks: the start and the place in a file of each block."""
 
     shape: tuple[int, ...]
     blocks: tuple[tuple[tuple[int, ...], TensorSlice], ...]
@@ -174,7 +175,7 @@ class _Blocks:
 
 
 def _stacked(tensors: list[_Blocks], dim: int) -> _Blocks:
-    """Return tensors of one shape along a new dimension, as ``torch.stack`` does."""
+    """Join tensors of the same shape along a new dimension, as ``torch.stack`` does."""
     shape = tensors[0].shape
     blocks = tuple(
         (_with(start, dim, number), _with_dimension(where, dim))
@@ -185,7 +186,7 @@ def _stacked(tensors: list[_Blocks], dim: int) -> _Blocks:
 
 
 def _concatenated(tensors: list[_Blocks], dim: int) -> _Blocks:
-    """Return tensors one after the other along a dimension, as ``torch.cat`` does."""
+    """Join tensors along an existing dimension, as ``torch.cat`` does."""
     blocks, length = [], 0
     for tensor in tensors:
         for start, where in tensor.blocks:

@@ -1,9 +1,9 @@
 """Build a model without writing its weights, and restore the buffers that no checkpoint contains.
 
-A *skeleton* is a model on the CPU whose parameters are in memory that was never written, and so take
-no RAM; its buffers have the values of the constructor. A model built on the meta device would lose
-the buffers' values, and the meta device's first operation in Python imports 800 modules (0.75 s,
-68 MiB).
+A *skeleton* is a model on the CPU whose parameters are in memory that was never written, and so
+take no RAM; its buffers have the constructor's values. A skeleton is not built on the meta device
+for two reasons: the buffers' values would be lost, and the first Python operation on the meta
+device imports 800 modules (0.75 s, 68 MiB).
 """
 
 import ctypes
@@ -27,7 +27,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def resolve_builder(name: str) -> Builder:
-    """Return the function with the name "package.module:function".
+    """Return the function that a string "package.module:function" names.
 
     Raises:
         ConfigError: the name has another form, or the module or the function is missing.
@@ -82,11 +82,11 @@ def build_skeleton(
 def without_weights(
     build: Callable[[], Model], *, real_buffers: RealBuffers = "non_persistent"
 ) -> Model:
-    """Build a model without initialising its weights, for callers that load them or need only shapes.
+    """Build a model with uninitialised weights, for callers that load them or need only shapes.
 
-    Parameters are uninitialised, except those whose values the constructor reads. Persistent buffers
-    are too, unless ``real_buffers="all"``. All other tensors have the values of a normal construction.
-    GPT-2 XL takes 0.1 s and no memory.
+    Parameters are uninitialised, except parameters whose values the constructor reads. Persistent
+    buffers are uninitialised too, unless ``real_buffers="all"``. All other tensors have the values
+    of a normal construction. GPT-2 XL takes 0.1 s and no memory.
     """
     log = WriteLog()
     with on_cpu(), log.recording():
@@ -104,16 +104,16 @@ def without_weights(
 def construct(build: Callable[[], Model], dtype: torch.dtype) -> Model:
     """Build a model with ``dtype`` as torch's default dtype.
 
-    Tensors that the constructor creates in another floating-point dtype are converted, unless the
-    model has a true attribute ``keeps_dtypes``. If torch does
-    not support an operation of the constructor in ``dtype``, such as an orthogonal matrix in half
-    precision, the model is built in float32 and converted. Each call uses the same random numbers; the
-    caller's random state does not change.
+    Tensors that the constructor creates in another floating-point dtype are converted to ``dtype``,
+    unless the model has an attribute ``keeps_dtypes`` that is true. If torch does not support an
+    operation of the constructor in ``dtype``, such as an orthogonal matrix in half precision, the
+    model is built in float32 and converted. Each call uses the same random numbers; the caller's
+    random state does not change.
     """
     try:
         with _constructing(dtype):
             model = build()
-    except RuntimeError as error:  # or NotImplementedError, a subclass, in later versions of torch
+    except RuntimeError as error:  # later versions of torch raise its subclass NotImplementedError
         if "not implemented for" not in str(error):
             raise
         with _constructing(torch.float32):
@@ -127,7 +127,10 @@ def construct(build: Callable[[], Model], dtype: torch.dtype) -> Model:
 
 
 def _convert(model: nn.Module, dtype: torch.dtype) -> None:
-    """Convert floating-point tensors to ``dtype``. ``Module.to`` would untie buffers and convert complex ones."""
+    """Convert floating-point tensors to ``dtype``.
+
+    ``Module.to`` is not used because it would untie buffers and convert complex tensors.
+    """
     converted: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
@@ -152,10 +155,13 @@ def _constructing(dtype: torch.dtype) -> Iterator[None]:
 
 
 def on_cpu() -> AbstractContextManager[object]:
-    """Return a context in which the CPU is the default device; a null context, which is faster, if it is."""
+    """Return a context in which the CPU is the default device.
+
+    If the CPU already is the default device, the result is a null context, which is faster.
+    """
     if (
         torch.empty(0).device.type == "cpu"
-    ):  # torch 2.6 has no function that returns it in a context
+    ):  # torch 2.6 cannot return the default device in a context
         return nullcontext()
     return torch.device("cpu")
 
@@ -163,7 +169,8 @@ def on_cpu() -> AbstractContextManager[object]:
 def give_back_heap() -> None:
     """Return free pages of the heap to the kernel, if the C library is glibc.
 
-    Freed temporaries of a few MiB, such as masks that a constructor computes, leave such pages.
+    Freed temporary tensors of a few MiB, such as a constructor's masks, leave free pages in the
+    heap.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -173,8 +180,9 @@ def give_back_heap() -> None:
 def map_large_tensors() -> None:
     """Make this process return tensors of 1 MiB or more to the kernel when they are freed.
 
-    By default glibc raises this threshold up to 32 MiB, and freed temporaries leave pages in the heap.
-    A worker must not call this, because users do not either. Has no effect without glibc.
+    By default glibc raises the threshold of 1 MiB to as much as 32 MiB, so that freed temporary
+    tensors leave pages in the heap. A worker must not call this function, because users' programs
+    do not call it either. The function has no effect without glibc.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -212,10 +220,10 @@ def reset_buffers(
     """Set every non-persistent buffer of ``model`` to its constructor's value, on ``device``.
 
     Floating-point buffers get ``dtype``. Persistent buffers do not change, because the checkpoint has
-    their values. Buffers that are one tensor in the builder's model stay one tensor.
+    their values. Buffers that share one tensor in the builder's model still share it afterwards.
 
     Raises:
-        ConfigError: the builder's model has no buffer of that name.
+        ConfigError: the builder's model lacks one of these buffers.
     """
     wanted = dict(non_persistent_buffers(model))
     if not wanted:
@@ -244,10 +252,11 @@ def constructed_buffers(
 ) -> dict[str, torch.Tensor]:
     """Construct the model with all its weights, and return its non-persistent buffers.
 
-    ``dtype`` is torch's default dtype during the construction and that of floating-point buffers.
+    ``dtype`` is torch's default dtype during the construction, and the dtype of the returned
+    floating-point buffers.
 
     Raises:
-        ConfigError: as ``build_skeleton``.
+        ConfigError: for the same reasons as ``build_skeleton``.
     """
     with on_cpu():
         model = construct(partial(_call, builder, kwargs), dtype)
@@ -261,7 +270,7 @@ def constructed_buffers(
 def non_persistent_buffers(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
     """Yield the full name of each non-persistent buffer, and its module and name within that module."""
     for prefix, module in model.named_modules():
-        # In the order of registration: the order of the set differs between processes.
+        # Iterate in the order of registration: the order of a set differs between processes.
         for leaf, buffer in module._buffers.items():
             if leaf in module._non_persistent_buffers_set and buffer is not None:
                 yield (f"{prefix}.{leaf}" if prefix else leaf), (module, leaf)

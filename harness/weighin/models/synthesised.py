@@ -1,4 +1,4 @@
-"""Build a model from the names, shapes and dtypes of a checkpoint's tensors, where there is no code."""
+"""Build a model without model code, from the names, shapes and dtypes of a checkpoint's tensors."""
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ def from_tensors(*, tensors: str) -> nn.Module:
     forward pass.
 
     Raises:
-        ConfigError: ``tensors`` is another string.
+        ConfigError: ``tensors`` is not a string that ``pack`` wrote.
     """
     root = nn.Module()
     made: dict[str, torch.Tensor] = {}

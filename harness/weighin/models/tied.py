@@ -1,7 +1,7 @@
-"""Define a small model with tied weights and non-persistent buffers, which strategies easily lose.
+"""Define a small model with tied weights and non-persistent buffers, which strategies often lose.
 
 The output head shares its weight with the token embedding, and no checkpoint contains the rotary
-tables. A strategy that unties the weight, or leaves the tables uninitialised, is wrong.
+tables. A strategy that unties the weight or leaves the tables uninitialised ends as wrong_weights.
 """
 
 import torch
@@ -78,7 +78,7 @@ class TiedModel(nn.Module):
 def tied(
     *, vocab_size: int, emb_dim: int, n_layers: int, n_heads: int, context_length: int = 256
 ) -> TiedModel:
-    """Return the model in evaluation mode."""
+    """Return a ``TiedModel`` in evaluation mode."""
     return TiedModel(vocab_size, context_length, emb_dim, n_layers, n_heads).eval()
 
 

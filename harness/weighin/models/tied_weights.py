@@ -16,9 +16,9 @@ def tied_names(model: torch.nn.Module) -> list[list[str]]:
 
 
 def retie(model: torch.nn.Module, groups: list[list[str]]) -> None:
-    """Make the names of each group share the tensor of its first name again.
+    """Make the names of each group share the tensor of the group's first name again.
 
-    ``to_empty`` from the meta device and ``load_state_dict(assign=True)`` both untie them silently.
+    ``to_empty`` from the meta device and ``load_state_dict(assign=True)`` silently untie weights.
     """
     for first, *others in groups:
         owner, _, attribute = first.rpartition(".")
@@ -29,7 +29,7 @@ def retie(model: torch.nn.Module, groups: list[list[str]]) -> None:
 
 
 def share_missing(state: dict[str, torch.Tensor], groups: list[list[str]]) -> None:
-    """Add the missing names of each group to a state dict, with the tensor of a name that it has.
+    """Add the missing names of each group to a state dict, with the tensor of an existing name.
 
     Formats without shared tensors, such as safetensors, store only one name of each group.
     """

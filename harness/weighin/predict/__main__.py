@@ -1,7 +1,8 @@
 """Predict cells: ``python -m weighin.predict`` answers each line of JSON with a line of JSON.
 
-The process imports torch once, as a worker does. Each cell then runs in its own fork, whose heap is
-that of a fresh worker. Of a checkpoint, only the structure is read.
+The process imports torch once, as a worker does. Each cell then runs in its own fork of the
+process, whose heap is like that of a fresh worker. The fork reads only the structure of a
+checkpoint.
 """
 
 import ctypes
@@ -14,7 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
-import torch  # noqa: F401 (as a worker does, before any fork)
+import torch  # noqa: F401 (before any fork; a worker imports it too)
 
 from weighin.cell import Cell, ModelSpec
 from weighin.checkpoint.manifest import read_manifest
@@ -32,7 +33,7 @@ _PR_SET_THP_DISABLE: Final = 41
 def main() -> None:
     settle_math()
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # keeps the prints of builders and strategies out of the answers
+    os.dup2(2, 1)  # so that prints of builders and strategies do not mix with answers
     for line in sys.stdin:
         request = json.loads(line)
         request["baseline"] = asdict(memory_of(read_status()))
@@ -40,13 +41,13 @@ def main() -> None:
 
 
 def _answer_in_fork(request: dict[str, Any]) -> dict[str, Any]:
-    """Answer one request from a fork; if the fork dies, the answer says how it ended."""
+    """Answer one request in a forked process; if that process dies, return how it ended."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         prctl = ctypes.CDLL(None).prctl
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the fork never outlives its parent
-        # Small tensors are really written. A huge page would make memory around them resident.
+        # Small tensors are really written; huge pages would make memory around them resident.
         prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0)
         os.close(reading)
         answer = _answer(request)
@@ -95,7 +96,7 @@ def _predict(cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
     builder = resolve_builder(cell.model.builder)
     from weighin.predict.simulate import run
 
-    manifest = read_manifest(Path(request["manifest"]))  # shapes the heap as in a worker
+    manifest = read_manifest(Path(request["manifest"]))  # read to shape the heap as in a worker
     baseline = replace(
         Memory(**request["baseline"]), anon_bytes=memory_of(read_status()).anon_bytes
     )

@@ -1,6 +1,6 @@
-"""A model of PyTorch's CUDA caching allocator: how many bytes requests allocate and reserve.
+"""A model of PyTorch's CUDA caching allocator: the bytes that requests allocate and reserve.
 
-Follows c10/cuda/CUDACachingAllocator.cpp of torch 2.13 with its default settings (one
+It follows c10/cuda/CUDACachingAllocator.cpp of torch 2.13 with its default settings (one
 stream, no expandable segments, no ``max_split_size_mb``, no rounding to powers of two).
 """
 
@@ -10,11 +10,11 @@ from typing import Final
 
 from weighin.units import MIB
 
-_MIN_BLOCK_BYTES: Final = 512  # kMinBlockSize: every size is rounded up to a multiple
+_MIN_BLOCK_BYTES: Final = 512  # kMinBlockSize: sizes are rounded up to a multiple of it
 _SMALL_BYTES: Final = MIB  # kSmallSize: the largest request of the small pool
 _SMALL_SEGMENT_BYTES: Final = 2 * MIB  # kSmallBuffer
 _MIN_LARGE_BYTES: Final = 10 * MIB  # kMinLargeAlloc: the smallest request with its own segment
-_LARGE_SEGMENT_BYTES: Final = 20 * MIB  # kLargeBuffer: the segment of requests between these two
+_LARGE_SEGMENT_BYTES: Final = 20 * MIB  # kLargeBuffer: the segment of requests from 1 to 10 MiB
 _ROUND_LARGE_BYTES: Final = 2 * MIB  # kRoundLarge
 
 _KINDS: Final = ("requested", "allocated", "reserved")
@@ -26,7 +26,7 @@ class CudaOutOfMemory(Exception):
 
 @dataclass(slots=True, eq=False)
 class CudaBlock:
-    """A part of a segment, linked to its neighbours so that free ones can be merged."""
+    """A part of a segment, linked to its neighbours so that free blocks can be merged."""
 
     address: int
     size: int
@@ -55,10 +55,10 @@ class CachingAllocator:
         self._next_address = 0
 
     def malloc(self, requested: int) -> CudaBlock:
-        """Return a block for ``requested`` bytes, at least one.
+        """Return a block for ``requested`` bytes; ``requested`` must be at least 1.
 
         Raises:
-            CudaOutOfMemory: the limit does not allow it.
+            CudaOutOfMemory: the block would exceed the limit.
         """
         size = -(-requested // _MIN_BLOCK_BYTES) * _MIN_BLOCK_BYTES
         small = size <= _SMALL_BYTES
@@ -68,7 +68,7 @@ class CachingAllocator:
             self._split(block, size)
         block.free, block.requested = False, requested
         self._count("requested", requested)
-        self._count("allocated", block.size)  # includes a rest that is too small to split off
+        self._count("allocated", block.size)  # includes a remainder that is too small to split off
         return block
 
     def free(self, block: CudaBlock) -> None:

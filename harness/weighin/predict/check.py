@@ -38,11 +38,11 @@ _ALTERNATIVES = {
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """One series of a run: ``figures`` as (name, predicted bytes, measured bytes).
+    """One series of a run; ``figures`` has tuples of (name, predicted bytes, measured bytes).
 
-    Of the three predicted anonymous peaks, ``figures`` has the one nearest to the measured one.
-    ``unreclaimable_bytes`` is the largest measured memory that a limit must hold: anonymous memory and
-    shared memory; None if no cell of the series has it.
+    ``figures`` has the predicted anonymous peak, of three, that is nearest to the measured peak.
+    ``unreclaimable_bytes`` is the largest measured sum of anonymous and shared memory, which a RAM
+    limit must hold; None if no cell of the series has it.
     """
 
     prediction: Prediction
@@ -93,7 +93,8 @@ def check(run: Path, *, trusted: bool = False) -> list[Checked]:
     """Predict every series of a run that has an ok cell; compare with the median of its ok cells.
 
     Raises:
-        RecordError: there is no run, or none of its loads is ok. HarnessError: see ``predict``.
+        RecordError: the folder has no run, or no load of the run is ok.
+        HarnessError: for the same reasons as ``predict``.
         ConfigError: the run names foreign code and is not ``trusted``.
     """
     series: dict[str, list[Result]] = {}
@@ -107,7 +108,7 @@ def check(run: Path, *, trusted: bool = False) -> list[Checked]:
     settings = _settings(run)
     paths = settings.get("strategy_paths", {})
     builders = {results[0].cell.model.builder for results in series.values()}
-    # Only for builders that need it, which are shown below: a folder may hide any module.
+    # Use the folders only for foreign builders, shown below: a folder may hide any module.
     is_needed = not all(map(user_code.is_ours, builders))
     python_path = settings.get("python_path", ()) if is_needed else ()
     if not trusted:
@@ -190,7 +191,7 @@ def _unreclaimable(results: list[Result]) -> int | None:
 
 
 def _settings(run: Path) -> dict[str, Any]:
-    """Return the settings of a run's plan; none for published runs, which have no plan."""
+    """Return the settings in a run's plan; empty for published runs, which have no plan."""
     try:
         return run_folder.read_plan(run).settings
     except HarnessError:

@@ -21,10 +21,10 @@ from weighin.suite.matrix import Planned
 from weighin.suite.packages import name_of
 
 _FOLLOWED: Final = frozenset({"torch", "numpy", "safetensors", "transformers"})
-"""Packages whose reads are known to ``patches.py``, or that read with torch's operations."""
+"""Packages whose file reads ``patches.py`` simulates, or that read files with torch operations."""
 
 Report = Callable[[int, str], None]
-"""Called with the number of finished cells and the name of the next strategy."""
+"""A function that is called with the number of finished cells and the name of the next strategy."""
 
 
 def predict(
@@ -38,10 +38,11 @@ def predict(
 ) -> list[Prediction]:
     """Return a prediction for each cell, in the order of the cells.
 
-    Reads no tensor data and needs no GPU. A cell loads ``checkpoint`` itself if that has the cell's
-    format, and otherwise a generated checkpoint without values: with the structure of ``selection``
-    of ``checkpoint``, or of the model in dtype ``checkpoint_dtype``. If a cell cannot be predicted, its
-    figures are None and ``cannot`` says why.
+    The function reads no tensor data and needs no GPU. If ``checkpoint`` has the cell's format, the
+    cell loads this checkpoint. Otherwise the cell loads a generated checkpoint without values,
+    which has the tensors that ``selection`` selects in ``checkpoint``, or without ``checkpoint``
+    the model's tensors in dtype ``checkpoint_dtype``. If a cell cannot be predicted, its figures
+    are None and ``cannot`` has the reason.
 
     Raises:
         HarnessError: the predicting process was killed.
@@ -85,7 +86,7 @@ def predict(
 
 
 def _not_followed(planned: Planned) -> str:
-    """Say what no prediction follows: a package that reads files itself, other settings; else empty."""
+    """Return why a cell's settings or packages prevent a prediction; empty if they do not."""
     if planned.cell.environment:
         return f"no prediction follows {', '.join(planned.cell.settings)}"
     unknown = {name_of(each) for each in planned.strategy.packages} - _FOLLOWED
@@ -93,7 +94,7 @@ def _not_followed(planned: Planned) -> str:
 
 
 def dtype_name(text: str) -> str:
-    """Return torch's name of the dtype ``text``; raises UnknownName."""
+    """Return torch's name of the dtype ``text``; raise UnknownName if there is no such dtype."""
     if text not in DTYPES:
         raise UnknownName("dtype", text, DTYPES)
     return DTYPES[text]
@@ -132,7 +133,7 @@ def _predict_cell(
 
 
 class _Asker:
-    """Sends one question at a time to the predicting process and returns its answer."""
+    """Sends one request at a time to the predicting process, and returns the answer."""
 
     def __init__(self, questions: IO[str], answers: IO[str]) -> None:
         self._questions, self._answers = questions, answers

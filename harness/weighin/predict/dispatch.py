@@ -1,4 +1,4 @@
-"""Intercept every operation of a symbolic run: update the ledger instead of writing to memory."""
+"""Intercept every torch operation of a simulated load; update the ledger, do not write memory."""
 
 import sys
 from collections.abc import Callable
@@ -27,7 +27,7 @@ _RANDOM: Final = frozenset({
     "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "cauchy_", "log_normal_",
     "geometric_", "rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal",
 })  # fmt: skip
-_SAME: Final = frozenset({"clone", "_to_copy", "triu", "tril"})  # results have the input's shape
+_SAME: Final = frozenset({"clone", "_to_copy", "triu", "tril"})  # the result has the input's shape
 
 
 class CannotFollow(Exception):
@@ -54,7 +54,7 @@ class Call:
 
     @property
     def has_no_memory(self) -> bool:
-        """Whether it uses only the meta device."""
+        """Whether the operation uses only the meta device."""
         target = self.kwargs.get("device")
         if target is not None:
             return torch.device(target).type == "meta"
@@ -62,7 +62,7 @@ class Call:
 
     @property
     def written(self) -> list[torch.Tensor]:
-        """The tensors that it writes to, according to its schema."""
+        """The tensors that the operation writes to, according to its schema."""
         names = [one.name for one in self.func._schema.arguments]
         given = dict(zip(names, self.args, strict=False)) | self.kwargs
         return [
@@ -99,7 +99,10 @@ def _kind(func: Any) -> str:
 
 
 class Operations(TorchDispatchMode):
-    """Runs operations that only create views or allocate; records in the ledger what others touch."""
+    """Runs operations that only create views or allocate memory.
+
+    For any other operation, it records in the ledger the memory that the operation would touch.
+    """
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -189,7 +192,10 @@ class Operations(TorchDispatchMode):
         return written[0] if returns else None
 
     def _convert_on_cpu(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Record the CPU buffer of a copy to the GPU that converts the dtype (ATen's copy_kernel_cuda)."""
+        """Record the CPU buffer of a copy to the GPU that converts the dtype.
+
+        ATen's copy_kernel_cuda allocates this buffer.
+        """
         ledger = self._ledger
         if target.dtype != source.dtype and ledger.place_of(target) == "cuda":
             with ledger.holding(target.nbytes if ledger.place_of(source) != "cuda" else 0):
@@ -220,7 +226,7 @@ class Operations(TorchDispatchMode):
         return results
 
     def _shapes(self, call: Call) -> Any:
-        """Return the results on the meta device; modules imported here do not count for the strategy."""
+        """Return the results on the meta device; do not count imports made here as work."""
         before, modules = self._ledger.own_anon_bytes, len(sys.modules)
         try:
             args, kwargs = tree_map(
@@ -252,7 +258,7 @@ class Operations(TorchDispatchMode):
         return tree_map(keep, call.run())
 
     def _all_real(self, inputs: list[torch.Tensor]) -> bool:
-        """Tell whether all tensors hold the values of a real run."""
+        """Tell whether all tensors hold the values that a real load would compute."""
         blocks = [self._ledger.block_of(one) for one in inputs if not one.is_meta]
         return all(block.real and block.known for block in blocks)
 
@@ -268,7 +274,7 @@ class Operations(TorchDispatchMode):
             ledger.work[kind] += tensor.nbytes
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
-        """Return a tensor like ``like``, a meta tensor, in memory that is not written yet."""
+        """Return an unwritten CPU tensor with the form and dtype of ``like``, a meta tensor."""
         ledger = self._ledger
         nbytes = like.untyped_storage().nbytes()
         if nbytes > SMALL_BYTES:

@@ -1,4 +1,4 @@
-"""Sets of memory pages that were touched: as sorted intervals, or as one byte per page."""
+"""Sets of memory pages that were touched, stored as sorted intervals or as one byte per page."""
 
 import mmap
 from bisect import bisect_left, bisect_right

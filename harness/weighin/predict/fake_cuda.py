@@ -1,8 +1,8 @@
 """Simulate one GPU: calls that name "cuda" create CPU storages that the ledger places on the GPU.
 
-Torch without CUDA refuses to create a tensor on "cuda" or to move it there. So a call that names
-that device is executed for the CPU, and the ledger records "cuda" as the place of its results. Code
-that asks such a tensor for its device gets "cuda".
+Torch without CUDA refuses to create a tensor on "cuda" or to move it there. A call that names this
+device is therefore executed on the CPU, and the ledger records "cuda" as the place of its results.
+The attribute ``device`` of such a tensor is "cuda".
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from weighin.predict.dispatch import CannotFollow
 from weighin.predict.ledger import Ledger
 
 _CUDA: Final = torch.device("cuda", 0)
-_PRIORITY: Final = 15  # among torch.load's handlers: between the CPU's (10) and CUDA's (20)
+_PRIORITY: Final = 15  # of a torch.load handler: between the CPU's (10) and CUDA's (20)
 
 
 class Devices(TorchFunctionMode):
@@ -51,7 +51,7 @@ class Devices(TorchFunctionMode):
             return own(*args, **kwargs)
         target = kwargs.get("device")
         if target is None and func in _device._device_constructors():
-            target = _device.CURRENT_DEVICE  # this mode runs before that of "with torch.device()"
+            target = _device.CURRENT_DEVICE  # this mode runs before "with torch.device()"
         if target is None:
             return func(*args, **kwargs)
         if not _is_cuda(target):
@@ -79,7 +79,7 @@ class Devices(TorchFunctionMode):
         return self._to(tensor, torch.device("cpu"))
 
     def _pin_memory(self, tensor: torch.Tensor, *_: Any) -> torch.Tensor:
-        """Copy into page-locked memory, which torch's host allocator never releases."""
+        """Copy a tensor into page-locked memory, which torch's host allocator never releases."""
         with self._ledger.placed("pinned"):
             pinned = torch.empty_like(tensor, device="cpu")
         pinned.copy_(tensor)
@@ -103,7 +103,7 @@ class Devices(TorchFunctionMode):
 
 @contextmanager
 def pretended(ledger: Ledger) -> Iterator[None]:
-    """Simulate one GPU for the code inside; the ledger's allocator manages its memory."""
+    """Simulate one GPU until the context exits; the ledger's allocator manages the GPU's memory."""
     allocator = ledger.cuda
     assert allocator is not None
     answers: dict[str, Callable[..., Any]] = {
@@ -132,7 +132,10 @@ def pretended(ledger: Ledger) -> Iterator[None]:
 
 @contextmanager
 def _deserialized() -> Iterator[None]:
-    """Handle ``torch.load(map_location="cuda")``: it reads each storage to the CPU, moves and frees it."""
+    """Simulate ``torch.load(map_location="cuda")``.
+
+    torch reads each storage into CPU memory, copies it to the GPU and frees the CPU memory.
+    """
 
     def move(storage: Any, location: str) -> Any:
         if not location.startswith("cuda"):

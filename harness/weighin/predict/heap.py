@@ -1,12 +1,12 @@
-"""A model of glibc's malloc for large blocks: which lie in the heap, and which pages stay resident.
+"""A model of glibc's malloc for large blocks: the blocks in the heap, and its resident pages.
 
-Follows malloc/malloc.c of glibc 2.36 with its default settings. Small blocks are not modelled one
-by one. Where they lie differs between processes, so a ``Heap`` models one of three cases:
+It follows malloc/malloc.c of glibc 2.36 with its default settings. Small blocks are not modelled
+one by one. Their positions differ between processes, so that a ``Heap`` models one of three cases:
 
-* usual: small blocks use the space beside large ones, so that a hole between two blocks in use is
-  too small for another block of the same size;
-* ``reuses``: small blocks lie elsewhere, and such a hole holds another block of the same size;
-* ``pinned``: a small block lies above all large ones, so that the kernel gets no freed page back.
+* usual: small blocks use the space beside large blocks, so that the hole that a freed large block
+  leaves between two blocks in use is too small for another block of the same size;
+* ``reuses``: small blocks lie elsewhere, and a hole can hold another block of the same size;
+* ``pinned``: a small block lies above all large blocks, so that the kernel gets no freed page back.
 """
 
 from bisect import bisect_left, insort
@@ -20,7 +20,7 @@ _FIRST_THRESHOLD_BYTES: Final = 128 * KIB  # DEFAULT_MMAP_THRESHOLD, and DEFAULT
 _LAST_THRESHOLD_BYTES: Final = 32 * MIB  # DEFAULT_MMAP_THRESHOLD_MAX
 _HEAD_BYTES: Final = 16  # malloc's header before each block
 _ALIGNING_BYTES: Final = 64 + 32  # posix_memalign adds this for torch's 64-byte alignment
-_TOP_PAD_BYTES: Final = 128 * KIB  # DEFAULT_TOP_PAD: trimming leaves this much at the top
+_TOP_PAD_BYTES: Final = 128 * KIB  # DEFAULT_TOP_PAD: the size that trimming leaves at the top
 
 
 @dataclass(slots=True, eq=False)
@@ -40,10 +40,10 @@ class Chunk:
 
 
 class Heap:
-    """The heap of one process; ``pages`` are its written pages, by addresses of this model.
+    """The heap of one process; ``pages`` are its written pages, at simulated addresses.
 
     Args:
-        reuses: whether a hole holds another block of the same size.
+        reuses: whether a hole can hold another block of the same size.
         pinned: whether a small block lies at the top, so that free chunks below it stay holes.
     """
 

@@ -1,7 +1,8 @@
-"""The ledger of a symbolic run: every storage, its place, and which of its pages were written.
+"""The ledger of a symbolic run: all storages, their places, and their written pages.
 
-Storages are real, so that code which asks for addresses, views or sharing works. Large ones are
-never written and so take no memory; the ledger sums the memory that they would have taken.
+A symbolic run executes a strategy on tensors without values. Storages are real, so that code that
+uses addresses, views or sharing works. Large storages are never written and so take no memory; the
+ledger sums the memory that they would take in a real load.
 """
 
 import ctypes
@@ -31,16 +32,17 @@ from weighin.probes.process import memory_of, read_status
 from weighin.record import Memory
 
 _ATTRIBUTE: Final = "_weighin_block"
-"""The attribute of a storage that holds its block; the Python object lives as long as the memory."""
+"""The attribute of a storage that holds its ``MemoryBlock``. The storage's Python object exists as
+long as its memory."""
 
 
 class Ledger:
-    """Current sums and peaks of one symbolic run, in bytes.
+    """The current sums and the peaks of one symbolic run, in bytes.
 
     Attributes:
-        work: counts of everything that costs time, by the field names of ``Work``.
-        least_anon_bytes: the peak in a process whose heap reuses every hole: the lowest possible.
-        most_anon_bytes: the peak in a process whose heap releases nothing: the highest possible.
+        work: the amounts of work that cost time, by the field names of ``Work``.
+        least_anon_bytes: the peak in a process whose heap reuses every hole: the lowest peak.
+        most_anon_bytes: the peak in a process whose heap releases nothing: the highest peak.
         other_anon_bytes: memory of this process that only the symbolic run needs.
     """
 
@@ -75,7 +77,7 @@ class Ledger:
     def block_of(self, tensor: torch.Tensor, *, allocated: bool = False) -> MemoryBlock:
         """Return the block of a tensor's storage; register a new storage.
 
-        ``allocated`` tells that torch's own allocator has just created it.
+        ``allocated`` means that torch's own allocator has just created the storage.
         """
         storage = tensor.untyped_storage()
         block: MemoryBlock | None = getattr(storage, _ATTRIBUTE, None)
@@ -83,7 +85,7 @@ class Ledger:
 
     @contextmanager
     def placed(self, place: Place | None) -> Iterator[None]:
-        """Place what the code inside allocates at ``place``; None changes nothing."""
+        """Allocate storages at ``place`` until the context exits; None changes nothing."""
         before = self.forced_place
         self.forced_place = place or before
         try:
@@ -147,7 +149,7 @@ class Ledger:
     # -- touching memory
 
     def write(self, tensor: torch.Tensor) -> None:
-        """Record that a tensor's elements are written; a small tensor is really filled with zeros."""
+        """Record a write to all elements of a tensor; really fill a small tensor with zeros."""
         block = self.block_of(tensor)
         block.known = False
         if block.real:
@@ -162,7 +164,7 @@ class Ledger:
                 self.work["fresh_bytes"] += fresh
             else:
                 self._touch(block, start, length)
-        elif block.place == "file":  # a private map: written pages become anonymous
+        elif block.place == "file":  # a private mapping: written pages become anonymous
             self._touch(block, *extent(tensor))
         self.update()
 
@@ -182,7 +184,7 @@ class Ledger:
 
     @contextmanager
     def holding(self, nbytes: int) -> Iterator[None]:
-        """Count ``nbytes`` more anonymous memory: buffers of code that does not run here."""
+        """Count ``nbytes`` more anonymous memory, for buffers of code that is not executed here."""
         self._mapped_anon_bytes += nbytes
         self.update()
         try:
@@ -196,13 +198,13 @@ class Ledger:
             heap.trim()
 
     def reserve(self, nbytes: int) -> torch.UntypedStorage:
-        """Return a storage with addresses but no resident memory; it may exceed the machine's RAM."""
+        """Return a storage without resident memory; its size may exceed the machine's RAM."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         area = mmap.mmap(-1, nbytes, flags=flags)
         return torch.frombuffer(area, dtype=torch.uint8).untyped_storage()
 
     def map_file(self, path: str, nbytes: int) -> torch.UntypedStorage:
-        """Return a storage over a private map of a file, as ``UntypedStorage.from_file`` does."""
+        """Return a storage on a private mapping of a file, as ``UntypedStorage.from_file`` does."""
         with Path(path).open("rb") as file:
             mapped = mmap.mmap(
                 file.fileno(),
@@ -230,7 +232,7 @@ class Ledger:
 
     @property
     def tensor_bytes(self) -> int:
-        """The part of it that large tensors hold now; small ones are in ``own_anon_bytes``."""
+        """The anonymous memory of large tensors now; small tensors are in ``own_anon_bytes``."""
         return self._heap.pages.nbytes + self._mapped_anon_bytes + self.pinned_bytes
 
     @property
@@ -251,7 +253,7 @@ class Ledger:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Record the peaks of the code inside as a phase."""
+        """Record the peaks until the context exits as a phase of this name."""
         self._phase_peaks = (0, 0)
         self.update()
         if self.cuda:
@@ -265,5 +267,5 @@ class Ledger:
 
 
 def _pinned_size(nbytes: int) -> int:
-    """Return the power of two to which torch rounds page-locked memory up."""
+    """Round a size up to a power of two, as torch does for page-locked memory."""
     return 1 << max(nbytes - 1, 0).bit_length()

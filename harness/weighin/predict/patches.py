@@ -1,7 +1,7 @@
-"""Patches where a load bypasses torch's operations: each records in the ledger what is done there.
+"""Patches for code that reads files without torch operations: each records the reads in the ledger.
 
-``torch.load`` reads files in C++, and ``load_streaming`` reads them in its own threads; no operation
-sees either. All other code of a strategy runs unchanged.
+``torch.load`` reads files in C++, and ``load_streaming`` reads files in its own threads. Neither
+calls a torch operation that could be intercepted. All other code of a strategy runs unchanged.
 """
 
 import json
@@ -23,7 +23,7 @@ _POPULATE_READ: Final = 22  # MADV_POPULATE_READ, which Python's mmap does not n
 
 @contextmanager
 def declared(ledger: Ledger) -> Iterator[None]:
-    """Patch every function that reads tensors of a checkpoint: it updates the ledger, and reads no bytes."""
+    """Patch the functions that read a checkpoint: they update the ledger and read no bytes."""
     with ExitStack() as stack:
         for place in (
             _archives(ledger),
@@ -41,7 +41,7 @@ def declared(ledger: Ledger) -> Iterator[None]:
 def safetensors_reads(ledger: Ledger, names: dict[str, Any]) -> Iterator[None]:
     """Patch the functions of safetensors that read a file in Rust, among a strategy's global ``names``.
 
-    The strategy imports safetensors itself, because the memory of that import is part of its cost.
+    The strategy imports safetensors itself, because this import's memory is part of the load.
     """
     module = sys.modules.get("safetensors.torch")
     if module is None:
@@ -77,7 +77,7 @@ def safetensors_reads(ledger: Ledger, names: dict[str, Any]) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _FileBytes:
-    """The content of a file, of which only the memory counts."""
+    """A stand-in for the content of a file: ``memory`` has its size, but not its values."""
 
     path: Path
     memory: torch.Tensor
@@ -88,7 +88,7 @@ def _is_among(value: Any, functions: dict[Any, Any]) -> bool:
 
 
 def _empty_tensors(path: Path, dtypes: dict[str, torch.dtype]) -> dict[str, torch.Tensor]:
-    """Return tensors of the shapes in a safetensors file's header."""
+    """Return tensors without values, with the shapes in a safetensors file's header."""
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     return {
@@ -99,7 +99,7 @@ def _empty_tensors(path: Path, dtypes: dict[str, torch.dtype]) -> dict[str, torc
 
 
 def _archives(ledger: Ledger) -> Any:
-    """Patch ``torch.load`` of a zip file: it reads each record into a storage of its own."""
+    """Patch ``torch.load`` for zip files, where it reads each record into its own storage."""
     original = torch._C.PyTorchFileReader
 
     class Reader(original):  # type: ignore[misc, valid-type]
@@ -126,7 +126,7 @@ def _filled(ledger: Ledger, tensor: torch.Tensor) -> None:
 
 
 def _maps(ledger: Ledger) -> Any:
-    """Patch ``torch.load(mmap=True)`` and safetensors: they create a private map of the whole file."""
+    """Patch ``torch.load(mmap=True)`` and safetensors, which privately map the whole file."""
 
     def from_file(filename: Any, shared: bool = False, nbytes: int = 0) -> Any:  # noqa: ARG001 (torch's names)
         return ledger.map_file(str(filename), nbytes)
@@ -135,7 +135,7 @@ def _maps(ledger: Ledger) -> Any:
 
 
 def _legacy(ledger: Ledger) -> Any:
-    """Patch ``torch.load`` of files older than torch 1.6: it creates all storages, then fills them."""
+    """Patch ``torch.load`` for files of old torch: it creates all storages, then fills them."""
 
     def set_from_file(
         self: torch.UntypedStorage, file: Any, offset: Any, _direct: bool, _element_size: int
@@ -151,7 +151,7 @@ def _legacy(ledger: Ledger) -> Any:
 
 
 def _streaming(ledger: Ledger) -> Any:
-    """Patch ``load_streaming``: its threads read into memory that was allocated before."""
+    """Patch ``load_streaming``, whose threads read into memory that was allocated before."""
     from weighin.loader import fill
     from weighin.loader.reads import Fillable
 
@@ -163,7 +163,7 @@ def _streaming(ledger: Ledger) -> Any:
                 fresh = ledger.work["fresh_bytes"]
                 for tensor in stretch.members:
                     ledger.write(tensor)
-                # Huge pages cause few faults. Zeroing them costs time: it counts as written bytes.
+                # Huge pages cause few page faults. Zeroing them takes time, as writes do.
                 ledger.work["fresh_bytes"] = fresh
                 ledger.work["written_bytes"] += stretch.memory.nbytes
                 ledger.work["read_direct_bytes"] += stretch.source_bytes
@@ -172,7 +172,7 @@ def _streaming(ledger: Ledger) -> Any:
 
 
 def _prefetches() -> Any:
-    """Patch ``mmap``: a prefetch would fill the page cache, which no figure of a prediction contains."""
+    """Patch ``mmap`` to skip prefetches: no figure of a prediction contains the page cache."""
 
     class Mapping(mmap.mmap):
         def madvise(self, option: int, *stretch: int) -> None:
@@ -183,7 +183,7 @@ def _prefetches() -> Any:
 
 
 def _trim(ledger: Ledger) -> Any:
-    """Patch ``give_back_heap``: the ledger must know that ``malloc_trim`` released pages."""
+    """Patch ``give_back_heap`` to record in the ledger that ``malloc_trim`` released pages."""
     from weighin.models import skeleton
 
     original: Callable[[], None] = skeleton.give_back_heap

@@ -7,12 +7,13 @@ from weighin.cell import Cell
 from weighin.units import MIB
 
 ABOVE_PEAK_BYTES: Final = 16 * MIB
-"""The floor of a copying strategy less its anonymous peak and page tables; measured: 8 to 24 MB."""
+"""The RAM floor of a copying strategy minus its anonymous peak and its page tables; measurements
+gave 8 to 24 MB."""
 
 
 @dataclass(frozen=True, slots=True)
 class PredictedPhase:
-    """The predicted peaks inside one phase of a strategy; ``record.Phase`` has the measured ones."""
+    """The predicted peaks inside one phase of a strategy; ``record.Phase`` has measured peaks."""
 
     name: str
     host_anon_peak_bytes: int
@@ -24,17 +25,17 @@ class PredictedPhase:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The work of a load on the host until it is ready: everything that costs time.
+    """The work on the host that costs time, from the start of a load until the model is ready.
 
     Attributes:
-        read_bytes: read from files through the page cache.
-        read_direct_bytes: read from files with direct I/O, by several threads.
-        mapped_bytes: read as pages of mapped files.
-        fresh_bytes: pages touched for the first time, or again after they were released.
-        written_bytes: written by copies, fills and computations.
-        random_bytes: random numbers that constructors draw.
-        archives: how often ``torch.load`` opened a file.
-        modules: how many Python modules were imported.
+        read_bytes: the bytes read from files through the page cache.
+        read_direct_bytes: the bytes read from files with direct I/O, by several threads.
+        mapped_bytes: the bytes read as pages of mapped files.
+        fresh_bytes: the size of pages touched for the first time, or again after their release.
+        written_bytes: the bytes written by copies, fills and computations.
+        random_bytes: the size of the random numbers that constructors draw.
+        archives: the number of files that ``torch.load`` opened.
+        modules: the number of Python modules that were imported.
     """
 
     read_bytes: int = 0
@@ -48,7 +49,7 @@ class Work:
 
     @property
     def disk_read_bytes(self) -> int:
-        """Bytes read from files; a range that is read twice counts twice."""
+        """The number of bytes read from files; a range that is read twice counts twice."""
         return self.read_bytes + self.read_direct_bytes + self.mapped_bytes
 
 
@@ -57,24 +58,28 @@ class Prediction:
     """The predicted peaks of one load, from its start until every byte was read (``touch``).
 
     Attributes:
-        model_bytes: size of all parameters and buffers; tied ones count once.
-        baseline_anon_bytes: anonymous memory before the load, after the import of torch.
-        host_anon_peak_bytes: anonymous memory of the process, including that import.
-        host_anon_least_bytes: the same in processes whose heap reuses the holes that freed large
-            blocks leave; equal if there are no such holes.
-        host_anon_most_bytes: the same in processes where a small block lies above freed large
-            blocks, so that the kernel does not get them back; equal if there are none.
+        model_bytes: the size of all parameters and buffers; tied tensors count once.
+        baseline_anon_bytes: the anonymous memory before the load, after the import of torch.
+        host_anon_peak_bytes: the peak of the process's anonymous memory, including the import of
+            torch.
+        host_anon_least_bytes: this peak in processes whose heap reuses the holes that freed large
+            blocks leave; equal to ``host_anon_peak_bytes`` if there are no holes.
+        host_anon_most_bytes: this peak in processes where a small block lies above freed large
+            blocks, so that the kernel does not get them back; equal to ``host_anon_peak_bytes`` if
+            there are no freed large blocks.
         tensor_peak_bytes: the part of the anonymous memory that tensors hold.
-        host_file_peak_bytes: resident pages of mapped files, including torch's libraries.
-        in_flight_bytes: pages of a mapped file that the disk is reading while the model is touched;
-            the kernel cannot reclaim them. Depends on the disk's read-ahead; 0 if nothing stays
-            mapped.
+        host_file_peak_bytes: the peak of resident pages of mapped files, torch's libraries
+            included.
+        in_flight_bytes: the size of a mapped file's pages that the disk is reading while the model
+            is touched; the kernel cannot reclaim these pages. It depends on the disk's read-ahead,
+            and is 0 if no file stays mapped.
         floor_bytes: the smallest RAM limit under which the load should work in every process.
-        cuda_requested_bytes, cuda_allocated_bytes, cuda_reserved_bytes: None if the device is the
-            CPU.
-        disk_read_bytes: read from the checkpoint, if nothing of it is cached.
-        reasons: phrases that explain the peak: "keeps two copies of the weights".
-        cannot: why the cell could not be predicted; empty if it could. If set, no figure is given.
+        cuda_requested_bytes, cuda_allocated_bytes, cuda_reserved_bytes: the peaks of the CUDA
+            allocator; None if the device is the CPU.
+        disk_read_bytes: the bytes read from the checkpoint if no page of it is cached.
+        reasons: phrases that explain the peak, such as "keeps two copies of the weights".
+        cannot: the reason why the cell could not be predicted, in which case no figure is given;
+            empty if the cell was predicted.
     """
 
     cell: Cell
@@ -100,7 +105,8 @@ class Prediction:
     def floor_least_bytes(self) -> int | None:
         """The smallest RAM limit under which the load should work in at least some processes.
 
-        Leaves out ``in_flight_bytes``: a kernel that is short of memory may read ahead less.
+        ``in_flight_bytes`` is not included, because a kernel that is short of memory may read ahead
+        less.
         """
         if self.floor_bytes is None:
             return None
@@ -109,7 +115,7 @@ class Prediction:
 
     @property
     def above_peak_bytes(self) -> int:
-        """The floor less the highest anonymous peak; ``ABOVE_PEAK_BYTES`` if one is unknown."""
+        """The floor minus the highest anonymous peak; ``ABOVE_PEAK_BYTES`` if either is unknown."""
         most = self.host_anon_most_bytes or self.host_anon_peak_bytes
         if self.floor_bytes is None or most is None:
             return ABOVE_PEAK_BYTES

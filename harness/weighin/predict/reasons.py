@@ -6,13 +6,13 @@ from typing import Final
 from weighin.units import format_bytes
 
 _NUMBERS: Final = {1: "one copy", 2: "two copies", 3: "three copies"}
-_WORTH_SAYING: Final = 0.03  # share of the model; a smaller remainder is not mentioned
+_WORTH_SAYING: Final = 0.03  # a share of the model's size; a smaller remainder is not mentioned
 
 
 def reasons(
     model_bytes: int, tensor_bytes: int, mapped_bytes: int, cuda_bytes: int | None
 ) -> Iterator[str]:
-    """Yield phrases for the peaks of tensors in RAM, mapped file pages and GPU requests, in bytes."""
+    """Yield phrases that explain the peaks of tensors in RAM, mapped pages and GPU requests."""
     if cuda_bytes is not None:
         yield f"keeps {_copies(cuda_bytes, model_bytes)} on the GPU"
     if tensor_bytes >= model_bytes * 0.5:
@@ -22,7 +22,7 @@ def reasons(
 
 
 def _copies(size: int, model_bytes: int) -> str:
-    """Return a size as whole copies of the weights and the remainder."""
+    """Describe a size as a number of whole copies of the weights and a remainder."""
     number = int((size + _WORTH_SAYING * model_bytes) // model_bytes)
     rest = size - number * model_bytes
     words = [_NUMBERS.get(number, f"{number} copies") + " of the weights"] if number else []

@@ -22,7 +22,7 @@ from weighin.units import MIB
 from weighin.worker.loading import WorkerLoad, import_strategy
 from weighin.worker.touch import identity, named_tensors, touch
 
-_PAGE_TABLE_SHARE: Final = 512  # page tables take 1/512 of the memory, also with huge pages
+_PAGE_TABLE_SHARE: Final = 512  # page tables take 1/512 of the memory, even with huge pages
 _WINDOWS_IN_FLIGHT: Final = 4  # measured: 3 to 5 read-aheads of 8 MiB, with 1, 2 or 4 threads
 
 
@@ -56,11 +56,12 @@ def run(
     baseline: Memory,
     read_ahead_bytes: int,
 ) -> SimulatedRun:
-    """Run the strategy of a cell without tensor values; return the peaks and work of a real run.
+    """Run a cell's strategy on tensors without values; return the peaks and work of a real load.
 
     Args:
-        baseline: memory of the process that this one was forked from; a fork has no file pages yet.
-        read_ahead_bytes: how much the disk reads ahead for a missing page of a mapped file.
+        baseline: the memory of the parent process; this process is its fork and has no file pages
+            yet.
+        read_ahead_bytes: the bytes that the kernel reads ahead for a missing page of a mapped file.
     """
     device = torch.device(cell.device)
     ledger = Ledger(
@@ -94,7 +95,7 @@ def run(
 
 
 def _touch(ledger: Ledger) -> None:
-    """Read two real tensors as the worker reads a model, to measure the memory of that code."""
+    """Read two real tensors as the worker reads a model, to measure the memory that this needs."""
     before = ledger.own_anon_bytes
     tensors = {name: torch.zeros(8 * MIB, dtype=torch.uint8) for name in "ab"}
     ledger.other_anon_bytes += ledger.own_anon_bytes - before
@@ -103,7 +104,7 @@ def _touch(ledger: Ledger) -> None:
 
 
 def _figures(ledger: Ledger, model_bytes: int, in_flight_bytes: int) -> SimulatedRun:
-    """Return the sums; ``in_flight_bytes`` are file pages being read, which cannot be reclaimed."""
+    """Return the peaks; ``in_flight_bytes`` are file pages in reading, which stay in RAM."""
     highest: dict[str, Any] = {
         f"cuda_{kind}_bytes": max(getattr(phase, f"cuda_{kind}_bytes") for phase in ledger.phases)
         if ledger.cuda

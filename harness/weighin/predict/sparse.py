@@ -1,4 +1,4 @@
-"""Checkpoints with structure but without values: sparse files that take no disk space."""
+"""Write checkpoints without values: sparse files that take almost no disk space."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,13 +27,15 @@ def make_sparse(
 ) -> Path:
     """Write a checkpoint in format ``fmt`` without values; return its path.
 
-    Its tensors are those of ``selection`` of the checkpoint ``source``, or of ``model`` if that is
-    None. The source may be in a Hugging Face folder, whose keys need not be the model's. Then they are
-    the model's tensors in the source's widest dtype, which ``weighin bench`` writes too. ``dtype``
-    replaces the dtype of floating-point tensors; None keeps it.
+    The new checkpoint has the tensors that ``selection`` selects in the checkpoint ``source``, or
+    all tensors of ``model`` if ``source`` is None. If the source is in a Hugging Face folder, its keys
+    may differ from the model's: the new checkpoint has the model's tensors in the widest dtype of the
+    source, as ``weighin bench`` writes them. ``dtype`` replaces the dtype of floating-point tensors;
+    None keeps their dtypes.
 
     Raises:
-        ConfigError: the builder cannot be used. CheckpointError: ``source`` cannot be read.
+        ConfigError: the builder cannot be used.
+        CheckpointError: ``source`` cannot be read.
     """
     own_dtype = torch.float32
     if source is not None:

@@ -1,4 +1,4 @@
-"""One storage of a symbolic run: its simulated place, and which of its pages were written."""
+"""One storage of a symbolic run, with its simulated place and its written pages."""
 
 import weakref
 from dataclasses import dataclass, field
@@ -22,9 +22,9 @@ class MemoryBlock:
     """One storage.
 
     Attributes:
-        chunks: its chunk in each of the ledger's heaps.
-        real: whether it is really written and so takes memory of this process.
-        known: whether its values are those of a real run.
+        chunks: the storage's chunk in each of the ledger's heaps.
+        real: whether the storage is really written and so takes memory of this process.
+        known: whether its values are the values that a real load would compute.
     """
 
     place: Place
@@ -41,7 +41,7 @@ class MemoryBlock:
 
 
 class FollowedStorage(weakref.ref[torch.UntypedStorage]):
-    """A weak reference to a storage that knows its block and calls back when it is freed."""
+    """A weak reference to a storage, with its block and a function to call when it is freed."""
 
     __slots__ = ("block",)
     block: MemoryBlock
@@ -49,7 +49,7 @@ class FollowedStorage(weakref.ref[torch.UntypedStorage]):
 
 @dataclass(slots=True, eq=False)
 class MappedFile:
-    """A private map of a file, and which of its pages were read."""
+    """A private mapping of a file, and the pages of it that were read."""
 
     path: str
     address: int

@@ -16,7 +16,7 @@ from weighin.units import GIB, MIB, format_bytes
 
 SCHEMA: Final = 1
 
-# The tolerance of a predicted anonymous peak is the sum of these two.
+# The tolerance of a predicted anonymous peak: this share of the peak plus these bytes.
 _ERROR_SHARE: Final = 0.01
 _ERROR_BYTES: Final = 16 * MIB
 _OTHER_PEAKS: Final = {
@@ -88,7 +88,7 @@ def tables(predictions: Sequence[Prediction], *, phases: bool) -> Iterable[Table
 
 
 def _other_peak(prediction: Prediction, peak: str) -> int | None:
-    """Return another anonymous peak if it differs from the usual one by more than the tolerance."""
+    """Return the anonymous peak ``peak`` if it differs from the usual peak beyond the tolerance."""
     usual, other = prediction.host_anon_peak_bytes, getattr(prediction, peak)
     if not usual or not other or abs(other - usual) <= usual * _ERROR_SHARE + _ERROR_BYTES:
         return None
@@ -189,7 +189,7 @@ def _name(prediction: Prediction) -> str:
 
 
 def _gib(size: int | None) -> str:
-    """Return GiB with three decimals, from 100 GiB on with one; empty for None."""
+    """Format a size in GiB with three decimals, from 100 GiB on with one; empty for None."""
     if size is None:
         return ""
     return f"{size / GIB:.1f}" if size >= 100 * GIB else f"{size / GIB:.3f}"

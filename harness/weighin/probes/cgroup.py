@@ -1,8 +1,8 @@
 """Read the kernel's figures of a memory cgroup, and find the cgroup of a process.
 
-Works on cgroup v2, v1 and the hybrid of both. A file that this kernel does not have gives None,
-never zero. Source: Documentation/filesystems/proc.rst, admin-guide/cgroup-v2.rst and
-admin-guide/cgroup-v1/memory.rst of the kernel.
+The module works on cgroup v2, on v1 and on the hybrid of both. If this kernel lacks a file, the
+figure is None, never zero. Source: Documentation/filesystems/proc.rst, admin-guide/cgroup-v2.rst
+and admin-guide/cgroup-v1/memory.rst of the kernel.
 """
 
 import os
@@ -14,12 +14,12 @@ _VMSTAT = Path("/proc/vmstat")
 
 
 def read_kernel(path: Path) -> str:
-    """Return the text of a kernel file; bytes that are not UTF-8 are kept as in ``os.fsdecode``."""
+    """Return the text of a kernel file, decoded as by ``os.fsdecode`` where it is not UTF-8."""
     return os.fsdecode(path.read_bytes())
 
 
 def start_time(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since boot; None if it has ended.
+    """Return a process's start time, in clock ticks since boot; None if the process has ended.
 
     Pid and start time together identify a process uniquely, since pids are reused.
     """
@@ -31,12 +31,12 @@ def start_time(pid: int) -> int | None:
 
 
 def this_process() -> str:
-    """Return a unique name for this process: "pid-ticks"."""
+    """Return a unique name for this process: its pid and start time, as "pid-ticks"."""
     return f"{os.getpid()}-{start_time(os.getpid())}"
 
 
 def is_alive(name: str) -> bool:
-    """Tell whether the process with this name, from ``this_process``, still runs."""
+    """Tell whether a process still runs, by the name that ``this_process`` gave it."""
     pid, _, ticks = name.partition("-")
     return pid.isdigit() and ticks == str(start_time(int(pid)))
 
@@ -52,7 +52,7 @@ def memory_hierarchy() -> tuple[int, Path] | None:
 
 
 def pressure_hierarchy() -> Path | None:
-    """Return the mount point of the v2 tree, which alone has PSI files; None if not mounted."""
+    """Return the mount point of the v2 tree; None if it is not mounted. Only v2 has PSI files."""
     return parse_mounts(read_kernel(_MOUNTS))[1]
 
 
@@ -85,7 +85,8 @@ def memory_cgroup_of(pid: int) -> Path | None:
 def pressure_file_of(pid: int) -> Path | None:
     """Return the PSI file of a process's v2 group.
 
-    None if PSI is off, or for the root group, whose PSI is the whole machine's.
+    The result is None if PSI is off, or if the group is the root group, whose PSI covers the whole
+    machine.
     """
     mount, path = pressure_hierarchy(), _group_of(pid, 2)
     if mount is None or path is None or path == "/":
@@ -97,7 +98,7 @@ def pressure_file_of(pid: int) -> Path | None:
 def parse_mount_root(text: str, mount: Path) -> str:
     """Return the group that a mountinfo text shows at ``mount``: "/" for the whole hierarchy.
 
-    In a container it is the container's own group.
+    In a container, the result is the container's own group.
     """
     for line in filter(None, text.split("\n")):
         fields = line.split(" ")
@@ -114,7 +115,7 @@ def _folder(mount: Path, group: str) -> Path:
 
 
 def parse_group(text: str, version: int) -> str | None:
-    """Return the memory group (version 1) or the v2 group in a /proc/PID/cgroup text."""
+    """Return the memory group (version 1) or the v2 group from a /proc/PID/cgroup text."""
     for line in filter(None, text.split("\n")):
         number, controllers, path = line.split(":", 2)
         if number == "0" if version == 2 else "memory" in controllers.split(","):
@@ -136,7 +137,7 @@ def read_machine_oom_kills() -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class MemoryCgroup:
-    """The files of one memory cgroup. ``pressure_path`` is its PSI file, possibly elsewhere."""
+    """The files of one memory cgroup; its PSI file ``pressure_path`` may be in another folder."""
 
     path: Path
     pressure_path: Path | None = None
@@ -150,7 +151,7 @@ class MemoryCgroup:
 
     @property
     def usage_path(self) -> Path:
-        """The file with the present charge, in bytes."""
+        """The file with the current charge, in bytes."""
         return self._name("memory.usage_in_bytes", "memory.current")
 
     @property
@@ -168,17 +169,17 @@ class MemoryCgroup:
 
     @property
     def soft_limit_path(self) -> Path | None:
-        """The file of the limit above which the kernel throttles the group; v1 has none."""
+        """The file of the limit above which the kernel throttles the group; v1 has no such file."""
         path = self.path / "memory.high"
         return path if path.exists() else None
 
     @property
     def oom_path(self) -> Path:
-        """The file whose line ``oom_kill N`` counts the kills in this group, not its children."""
+        """The file whose line ``oom_kill N`` counts kills in this group, not in child groups."""
         return self._name("memory.oom_control", "memory.events.local")
 
     def read_usage(self) -> int | None:
-        """Return the present charge, in bytes."""
+        """Return the current charge, in bytes."""
         return _read_int(self.usage_path)
 
     def read_oom_kills(self) -> int | None:
@@ -188,9 +189,10 @@ class MemoryCgroup:
     def read_limit_events(self) -> dict[str, int] | None:
         """Return the counters of memory.events.local: how often this group met its limits.
 
-        ``max`` counts charges that met the limit, ``high`` charges above the soft limit, ``oom``
-        charges for which nothing could be reclaimed. None on v1, whose failcnt stays 0 if RAM and
-        swap have the same limit (measured on 6.18 by reading a file of twice the limit twice).
+        ``max`` counts charges that met the limit, ``high`` counts charges above the soft limit, and
+        ``oom`` counts charges for which nothing could be reclaimed. The result is None on cgroup
+        v1, whose failcnt stays 0 if RAM and swap have the same limit (measured on Linux 6.18 by
+        reading a file of twice the limit twice).
         """
         text = _read(self.oom_path) if self.version == 2 else None
         return parse_numbers(text) if text else None
@@ -207,7 +209,7 @@ class MemoryCgroup:
     def raise_limit(self) -> None:
         """Lift the limit, so that a killed process that thrashes can exit at once."""
         paths = [self.limit_path]
-        if self.version == 1:  # v1 refuses a limit above that of memory and swap together
+        if self.version == 1:  # v1 refuses a limit above the memory+swap limit
             paths.insert(0, self.path / "memory.memsw.limit_in_bytes")
         elif self.soft_limit_path:
             paths.insert(0, self.soft_limit_path)
@@ -215,15 +217,16 @@ class MemoryCgroup:
             try:
                 if path.exists():
                     path.write_text("-1" if self.version == 1 else "max")
-            except OSError:  # not writable: the kill then only takes longer
+            except OSError:  # not writable; the kill then takes longer
                 return
 
 
 class PeakMark:
     """The kernel's high-water mark of a cgroup, and whether it can be reset.
 
-    On v1, writing 0 resets it for all readers. On v2, since Linux 6.12, writing resets it per open
-    file. If neither is possible, only the peak since the group's creation is known.
+    On v1, writing 0 resets the mark for all readers. On v2 since Linux 6.12, a write resets the
+    mark for the open file that is written. If neither is possible, only the peak since the group's
+    creation is known.
     """
 
     def __init__(self, cgroup: MemoryCgroup) -> None:
@@ -237,7 +240,7 @@ class PeakMark:
             self._file, self.resets = os.open(cgroup.peak_path, os.O_RDONLY), False
 
     def read(self) -> int | None:
-        """Return the highest charge since the last reset, in bytes; None if the kernel keeps none."""
+        """Return the highest charge since the last reset, in bytes; None if it is not available."""
         if self._file < 0:
             return None
         try:
@@ -246,7 +249,7 @@ class PeakMark:
             return None
 
     def reset(self) -> bool:
-        """Reset the mark to the present charge; returns whether the kernel did so."""
+        """Reset the mark to the current charge; return whether the kernel did so."""
         if self.resets:
             try:
                 os.pwrite(self._file, b"0" if self._v1 else b"reset\n", 0)
@@ -279,7 +282,7 @@ def parse_field(text: str, name: str) -> int | None:
 
 
 def parse_numbers(text: str) -> dict[str, int]:
-    """Return all numbers of a text of lines "name number", by name."""
+    """Return a dict of all numbers in a text of lines "name number"."""
     return {name: int(value) for name, value in (line.split() for line in text.splitlines())}
 
 

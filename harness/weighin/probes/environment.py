@@ -1,4 +1,4 @@
-"""Describe the machine as far as it affects a figure, for records and ``weighin doctor``."""
+"""Describe the machine's properties that affect figures, for records and ``weighin doctor``."""
 
 import mmap
 import os
@@ -46,7 +46,7 @@ def machine() -> dict[str, Any]:
 
 
 def code() -> dict[str, Any]:
-    """Return the version of the measured code: weighin's, and the git commit of the current folder.
+    """Return weighin's version, and the git commit of the current folder.
 
     ``git_commit`` is None if the folder is in no git work tree or git fails; ``git_dirty`` tells
     whether tracked files differ from that commit.
@@ -70,10 +70,10 @@ def total_ram_bytes() -> int:
 
 
 def read_ahead_bytes(path: Path, sysfs: Path = Path("/sys")) -> int:
-    """Return the kernel's read-ahead on a fault in a mapped file, in bytes.
+    """Return how many bytes the kernel reads ahead on a page fault in a mapped file.
 
-    It is a setting of the disk or network file system of ``path``, or of its nearest existing
-    parent folder.
+    This is a setting of the disk or network file system that contains ``path`` or, if ``path`` does
+    not exist, its nearest existing parent folder.
     """
     nearest = next(each for each in (path, *path.absolute().parents) if each.exists())
     device = nearest.stat().st_dev
@@ -83,7 +83,7 @@ def read_ahead_bytes(path: Path, sysfs: Path = Path("/sys")) -> int:
         "read_ahead_kb",
         "queue/read_ahead_kb",
         "../queue/read_ahead_kb",
-    )  # the last for a partition
+    )  # the last path is for a partition
     for folder, name in zip(folders, names, strict=True):
         if text := _text(sysfs / folder / number / name):
             return int(text) * KIB
@@ -91,7 +91,7 @@ def read_ahead_bytes(path: Path, sysfs: Path = Path("/sys")) -> int:
 
 
 def _page_size() -> dict[str, int]:
-    """Return the page size as an entry, if it is not the size that records imply."""
+    """Return an entry with the page size, unless it is the size that records imply by default."""
     return {} if mmap.PAGESIZE == USUAL_PAGE_BYTES else {"page_bytes": mmap.PAGESIZE}
 
 
@@ -125,6 +125,6 @@ def _text(path: Path) -> str | None:
 
 
 def _chosen(path: Path) -> str | None:
-    """Return the bracketed word of a sysfs choice: "madvise" of "always [madvise] never"."""
+    """Return the bracketed word in a sysfs file: "madvise" for "always [madvise] never"."""
     text = _text(path)
     return text.partition("[")[2].partition("]")[0] if text else None

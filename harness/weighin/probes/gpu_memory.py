@@ -1,7 +1,7 @@
 """Sample one process's GPU memory as the driver counts it, with NVML from another process.
 
-It includes the memory that no allocator of the process counts: the CUDA context, code and the
-libraries' own buffers.
+The driver's figure includes memory that no allocator of the process counts: the CUDA context, code
+and the libraries' own buffers.
 """
 
 import threading
@@ -19,7 +19,7 @@ class DriverMemory:
     """Samples one process on one GPU, in a thread, until ``stop`` is called.
 
     Raises:
-        NvmlUnavailable: no NVML, no such GPU, or NVML does not report memory per process.
+        NvmlUnavailable: NVML or the GPU is missing, or NVML does not report memory per process.
     """
 
     def __init__(self, uuid: str | None, pid: int | None) -> None:
@@ -71,7 +71,7 @@ class DriverMemory:
 
 
 def _start() -> Any:
-    """Return NVIDIA's own Python module of NVML, which is imported where there is a GPU only."""
+    """Import NVIDIA's Python module of NVML and return it; only machines with a GPU need it."""
     try:
         import pynvml
     except ModuleNotFoundError:

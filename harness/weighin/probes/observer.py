@@ -1,7 +1,8 @@
 """Observe a running worker from outside: sample its memory and read its cgroup's figures.
 
 ``LocalObserver`` reads the files of this machine. If the worker runs on another machine, a watcher
-in its container reads them there (``weighin.isolation.docker.container_observer``), on behalf of
+process in the worker's container reads the files there
+(``weighin.isolation.docker.container_observer``). The parent communicates with the watcher through
 ``weighin.isolation.docker.remote_observer``.
 """
 
@@ -16,7 +17,7 @@ from weighin.record import Memory, Sample
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """The figures of the worker's cgroup at one instant; all None if it has no cgroup.
+    """The figures of the worker's cgroup at one instant; all None if the worker has no cgroup.
 
     ``peak_bytes`` is the high-water mark since its last reset, or since the group's creation.
     """
@@ -31,11 +32,11 @@ class Observation:
 
 
 class Observer(Protocol):
-    """Observes one worker until ``stop``."""
+    """Observes one worker until ``stop`` is called."""
 
     @property
     def oom_kills(self) -> int | None:
-        """The last known number of OOM kills, since the group may be removed before the end."""
+        """The last known number of OOM kills; the cgroup may be removed before the end."""
         ...
 
     @property
@@ -45,15 +46,15 @@ class Observer(Protocol):
 
     @property
     def watcher(self) -> Memory | None:
-        """The observer's own memory, if it is charged to the worker's cgroup; else None."""
+        """The observer's own memory if it is charged to the worker's cgroup, else None."""
         ...
 
     def look(self) -> Observation:
-        """Read the present figures of the cgroup."""
+        """Read the current figures of the cgroup."""
         ...
 
     def reset_peak(self) -> bool:
-        """Reset the cgroup's high-water mark to its present charge; returns whether that worked."""
+        """Reset the cgroup's high-water mark to its current charge; return whether that worked."""
         ...
 
     def raise_limit(self) -> None:
@@ -61,16 +62,16 @@ class Observer(Protocol):
         ...
 
     def kill(self) -> bool:
-        """Kill the worker and its children; returns False if the isolation has to do it."""
+        """Kill the worker and its children; return False if the isolation must kill them."""
         ...
 
     def stop(self) -> list[Sample]:
-        """End the sampling; returns all samples, oldest first."""
+        """End the sampling and return all samples, oldest first."""
         ...
 
 
 class LocalObserver:
-    """Observes a process of this machine, and its memory cgroup if it has one of its own."""
+    """Observes a process of this machine, and the process's own memory cgroup if it has one."""
 
     watcher: Memory | None = None
 
@@ -113,7 +114,7 @@ class LocalObserver:
         return False
 
     def take(self) -> list[Sample]:
-        """Return the samples since the last call, and discard them."""
+        """Return and remove all samples since the last call."""
         return self._sampler.take()
 
     def stop(self) -> list[Sample]:

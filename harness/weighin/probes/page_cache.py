@@ -1,11 +1,12 @@
 """Drop a checkpoint's pages from the page cache, and verify that they are gone.
 
 A page is charged to the cgroup that read it first, so a RAM limit does not cover a checkpoint that
-was in the page cache before. Before a cold cell its pages are therefore dropped and counted; before
-a warm cell the worker itself reads them.
+was in the page cache before. Before a cold cell, the checkpoint's pages are therefore dropped, and
+the remaining pages counted; before a warm cell, the worker itself reads the checkpoint.
 
-Only a user who owns a file or may write it can count its pages: for others, cachestat fails (since
-Linux 6.15) and mincore reports every page as resident (since Linux 5.2). The count is then None.
+Only a user who owns a file or may write to it can count its cached pages. For other users,
+cachestat fails (since Linux 6.15) and mincore reports every page as resident (since Linux 5.2); the
+count is then None.
 """
 
 import ctypes
@@ -15,7 +16,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-_SYS_CACHESTAT = 451  # the same number on every architecture; Linux 6.5
+_SYS_CACHESTAT = 451  # the same syscall number on every architecture; Linux 6.5
 _DROP_ATTEMPTS = 20
 _FAR_BYTES = 1024**3  # larger than any folio of the page cache
 _MAP_FAILED = ctypes.c_size_t(-1).value
@@ -40,10 +41,11 @@ class _Cachestat(ctypes.Structure):
 
 
 def drop(files: Iterable[Path]) -> int | None:
-    """Write back and drop the cached pages of ``files``; returns the bytes that remain cached.
+    """Write back and drop the cached pages of ``files``; return the bytes that remain cached.
 
-    Retries, because pages in a per-CPU batch or in a mapping survive the first attempt. None if
-    the pages of a file cannot be counted: they were dropped, but without verification.
+    The function retries, because pages in a per-CPU batch or in a mapping survive the first
+    attempt. The result is None if the pages of a file cannot be counted, so that the drop is not
+    verified.
     """
     return _sum(map(_drop, files))
 
@@ -62,13 +64,13 @@ def cached_bytes(descriptor: int) -> int | None:
 def is_cached(descriptor: int, offset: int, length: int) -> bool:
     """Tell whether a range of an open file is known to be completely in the page cache.
 
-    Does not probe with RWF_NOWAIT, because such a read starts the read-ahead.
+    The function does not probe with RWF_NOWAIT, because such a read starts the read-ahead.
     """
     return length <= 0 or cached_share(descriptor, offset, length) == 1
 
 
 def cached_share(descriptor: int, offset: int, length: int) -> float:
-    """Return the share of a range's pages that is known to be in the page cache, from 0 to 1."""
+    """Return the share, from 0 to 1, of a range's pages that are known to be in the page cache."""
     start = offset - offset % mmap.PAGESIZE
     length += offset - start
     pages = _cached_pages(descriptor, start, length)
@@ -98,7 +100,7 @@ def _cached(file: Path) -> int | None:
 
 
 def _sum(sizes: Iterable[int | None]) -> int | None:
-    """Return the sum of all sizes, or None if one is None; always consumes the whole iterable."""
+    """Return the sum of all sizes, or None if any size is None; consume the whole iterable."""
     all_known = True
     total = 0
     for size in sizes:
@@ -116,7 +118,7 @@ def _cached_pages(descriptor: int, start: int, length: int) -> int | None:
 
 
 def _cachestat_pages(descriptor: int, start: int, length: int) -> int | None:
-    """Return the cached pages by cachestat; None before Linux 6.5, or without permission."""
+    """Count the cached pages with cachestat; return None before Linux 6.5 or without permission."""
     stretch, counts = _CachestatRange(start, length), _Cachestat()
     failed = _libc.syscall(
         ctypes.c_long(_SYS_CACHESTAT), descriptor, ctypes.byref(stretch), ctypes.byref(counts), 0
@@ -125,11 +127,11 @@ def _cachestat_pages(descriptor: int, start: int, length: int) -> int | None:
 
 
 def _mincore_pages(descriptor: int, start: int, length: int) -> int | None:
-    """Return the resident pages by mincore; None if the call fails or its answer is not real."""
+    """Count the resident pages with mincore; return None if it fails or its answer is not real."""
     pages = _mincore(descriptor, start, length)
     if not pages:
         return pages
-    # Without permission mincore reports every page as resident, even one far behind the file's end.
+    # Without permission, mincore reports every page as resident, even far behind the file's end.
     behind = (os.fstat(descriptor).st_size // _FAR_BYTES + 2) * _FAR_BYTES
     return pages if _mincore(descriptor, behind, mmap.PAGESIZE) == 0 else None
 

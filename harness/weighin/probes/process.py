@@ -1,7 +1,7 @@
 """Read the kernel's figures of one process from /proc/PID/status and /proc/PID/stat.
 
-The worker reads its own high-water mark with this module, which avoids pathlib and its 1 MiB.
-Source: Documentation/filesystems/proc.rst of the kernel.
+The worker reads its own high-water mark with this module. The module does not import pathlib, which
+would take 1 MiB in the worker. Source: Documentation/filesystems/proc.rst of the kernel.
 """
 
 from weighin.record import Memory
@@ -26,7 +26,7 @@ def parse_status(text: str) -> dict[str, int]:
 
 
 def memory_of(status: dict[str, int]) -> Memory:
-    """Return a status as ``Memory``, without the figures of the cgroup and the GPU."""
+    """Return the fields of a status as ``Memory``, without figures of the cgroup and the GPU."""
     return Memory(
         rss_bytes=status["VmRSS"],
         anon_bytes=status["RssAnon"],
@@ -39,7 +39,8 @@ def memory_of(status: dict[str, int]) -> Memory:
 def parse_faults(text: str) -> tuple[int, int]:
     """Return (minor, major) faults of a /proc/PID/stat text.
 
-    The command's name may contain blanks and brackets: fields are counted after its last bracket.
+    Fields are counted after the last bracket, because the command's name before it may contain
+    blanks and brackets.
     """
     fields = text.rpartition(")")[2].split()
     return int(fields[7]), int(fields[9])

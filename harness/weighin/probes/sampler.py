@@ -1,8 +1,8 @@
 """Sample a running worker's memory every few milliseconds, in a thread of the parent.
 
-Samples are for the timeline. They miss short peaks, so every peak comes from the kernel's
-high-water marks instead. The thread runs outside the measured process and its cgroup, and keeps
-the files open: one sample takes about 50 us.
+Samples draw the timeline. Samples miss short spikes, so peaks come from the kernel's high-water
+marks instead. The thread runs outside the measured process and its cgroup, and keeps the kernel's
+files open, so that one sample takes about 50 us.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ DEFAULT_INTERVAL_S = 0.005
 
 
 class Sampler:
-    """Samples one process and its cgroup from ``start`` until it ends or ``stop`` is called."""
+    """Samples a process and its cgroup, until the process ends or ``stop`` is called."""
 
     def __init__(
         self, pid: int, cgroup: MemoryCgroup | None, interval_s: float = DEFAULT_INTERVAL_S
@@ -61,9 +61,9 @@ class Sampler:
         return self.samples
 
     def take(self) -> list[Sample]:
-        """Return the samples since the last call, oldest first, and discard them."""
+        """Return and remove all samples since the last call, oldest first."""
         taken = self.samples[:]
-        del self.samples[: len(taken)]  # the thread may have added one in the meantime
+        del self.samples[: len(taken)]  # the thread may have added a sample in the meantime
         return taken
 
     def _run(self) -> None:
@@ -71,7 +71,7 @@ class Sampler:
         while not self._stop.is_set():
             try:
                 self.samples.append(self._sample())
-            except (ProcessLookupError, KeyError):  # it has ended: a zombie's status has no memory
+            except (ProcessLookupError, KeyError):  # the process ended: a zombie has no memory
                 self._read_oom_kills()
                 return
             due = max(due + self._interval_s, time.monotonic())
@@ -97,7 +97,7 @@ class Sampler:
         )
 
     def _read_oom_kills(self) -> None:
-        """Update the number of kills: an engine may remove the group right after its worker."""
+        """Update the number of OOM kills, before an engine removes the group of an ended worker."""
         if "oom" in self._files:
             with contextlib.suppress(OSError):
                 self.oom_kills = parse_field(self._read("oom"), "oom_kill")
@@ -107,7 +107,7 @@ class Sampler:
             return None
         try:
             return int(self._read(name))
-        except OSError:  # the group can be removed before the process's files are
+        except OSError:  # the group can be removed before the process's files
             return None
 
     def _read_file_cache(self) -> int | None:

@@ -1,1 +1,1 @@
-"""Choose a strategy: ``weighin recommend``. Uses earlier measurements, and predictions for the rest."""
+"""Recommend a strategy (``weighin recommend``) from earlier measurements, else from predictions."""

@@ -1,4 +1,4 @@
-"""A question to ``weighin recommend`` and its answer: as a table, as JSON, and as code to paste."""
+"""Answer a question to ``weighin recommend`` as a table, as JSON, and as code to paste."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -30,7 +30,7 @@ from weighin.units import format_bytes, format_exact
 
 SCHEMA: Final = 1
 ALLOWED: Final = ("resave", "packages", "weighin")
-"""The words of --allow: what a strategy may require beside the checkpoint as it is."""
+"""The words of --allow, which name requirements that a recommended strategy may have."""
 
 _STYLES: Final = {FitVerdict.FITS: "green", FitVerdict.TOO_LARGE: "red", FitVerdict.UNKNOWN: "dim"}
 _HELP: Final = "A smaller dtype (--dtype bf16) or a higher limit may help."
@@ -55,7 +55,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The answer: all candidates, best first, and the code of the best one."""
+    """The answer: all candidates, best first, and the code of the best candidate."""
 
     question: Question
     candidates: tuple[Candidate, ...]
@@ -69,7 +69,7 @@ class Advice:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the answer leaves out, and which command includes it."""
+        """Notes on costs or steps that the answer leaves out, with the command for each."""
         asked = self.question
         notes = []
         if asked.model.builder == SYNTHESISED:
@@ -106,7 +106,7 @@ class Advice:
 
 
 def check_allowed(words: Sequence[str]) -> tuple[str, ...]:
-    """Return the requirements that --allow names; raises UnknownName."""
+    """Return the requirements that --allow names; raise UnknownName for any other word."""
     if list(words) == ["none"]:
         return ()
     for word in words:
@@ -117,7 +117,7 @@ def check_allowed(words: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class PriorKnowledge:
-    """Predictions and earlier records of every strategy; they do not depend on the limits."""
+    """Predictions and earlier records of every strategy, which do not depend on the limits."""
 
     planned: tuple[Planned, ...]
     predictions: tuple[Prediction, ...]
@@ -127,13 +127,13 @@ class PriorKnowledge:
 
 
 def gather(question: Question, say: Callable[[str], None]) -> PriorKnowledge:
-    """Predict every strategy and read earlier records; calibrate the machine if it was not yet.
+    """Predict every strategy, read earlier records, and calibrate the machine if necessary.
 
     Raises:
         HarnessError: the checkpoint, the model or a run's records cannot be used.
     """
     fmt = formats.detect(question.checkpoint).NAME if question.checkpoint else "pt"
-    fmt = "" if question.selection else fmt  # no strategy reads the file as it is
+    fmt = "" if question.selection else fmt  # no strategy reads only a part of a file
     planned = [*_planned(question, fmt)]
     say(f"predicting {len(planned)} strategies for {question.model.title}")
     predictions = predict(
@@ -148,7 +148,7 @@ def gather(question: Question, say: Callable[[str], None]) -> PriorKnowledge:
 
 
 def advise(question: Question, prior: PriorKnowledge) -> Advice:
-    """Return the candidates under the question's limits, best first, and the code of the best."""
+    """Return the candidates under the question's limits, best first, and the best one's code."""
     records = [prior.evidence.get((one.cell.strategy, one.cell.format)) for one in prior.planned]
     measured = [
         (prediction, evidence)
@@ -187,7 +187,7 @@ def advise(question: Question, prior: PriorKnowledge) -> Advice:
 
 
 def _folder(question: Question) -> str | None:
-    """Return the Hugging Face folder of a question; None if its model is another one."""
+    """Return the Hugging Face folder that a question names as its model; None for other models."""
     if question.model.builder != BUILDER or question.checkpoint is None:
         return None
     return str(folder_of(question.checkpoint))
@@ -238,7 +238,7 @@ def parts(advice: Advice) -> Iterator[RenderableType]:
 
 
 def _file_name(fmt: str) -> str:
-    """Return the name that pasted code and the command to convert have for a checkpoint."""
+    """Return the file name of the checkpoint in pasted code and in the ``convert`` command."""
     return f"weights{formats.named(fmt).SUFFIX}"
 
 

@@ -1,8 +1,9 @@
-"""Calibration: measure once how fast this machine reads, touches fresh memory, copies and initialises.
+"""Measure once how fast this machine reads, writes fresh memory, copies and initialises
+(calibration).
 
-``weighin recommend`` predicts times from it. Each figure is the best of three interleaved rounds,
-because other load can only slow a round down. Files are read cold: their pages are evicted from the
-page cache, and the eviction is verified.
+``weighin recommend`` predicts times from a calibration. Each figure is the best of three
+interleaved rounds, because other load can only slow a round down. Before a file is read, its pages
+are evicted from the page cache, and the eviction is verified.
 """
 
 import ctypes
@@ -90,7 +91,7 @@ class Calibration:
     module_s: float
 
     def slowed(self, times: float) -> "Calibration":
-        """Return the calibration of a machine that takes ``times`` as long for everything."""
+        """Return the calibration of a machine that takes ``times`` times as long for everything."""
         figures = asdict(self).items()
         return Calibration(**{
             name: value / times if name.endswith("_per_s") else value * times
@@ -99,7 +100,7 @@ class Calibration:
 
 
 def stored() -> Calibration | None:
-    """Return this machine's calibration; None if there is none, or only that of another machine."""
+    """Return the stored calibration; None if there is none or it is that of another machine."""
     try:
         content = json.loads((cache.folder() / FILE).read_text())
         figures = {one.name: float(content["figures"][one.name]) for one in fields(Calibration)}
@@ -111,10 +112,10 @@ def stored() -> Calibration | None:
 
 
 def calibrate(say: Callable[[str], None]) -> Calibration:
-    """Measure this machine and store the figures in the cache folder; takes about 20 s.
+    """Measure this machine and store the figures in the cache folder, which takes about 20 s.
 
     Raises:
-        ConfigError: the cache's folder cannot be written, or is not on a disk.
+        ConfigError: the cache folder cannot be written, or is not on a disk.
     """
     folder = cache.folder()
     say(f"calibrating this machine once: reading and writing 512 MiB in {folder}")
@@ -175,7 +176,7 @@ def _machine() -> dict[str, Any]:
 
 @contextmanager
 def _file(folder: Path) -> Iterator[Path]:
-    """Yield a file of random bytes on the disk; remove it afterwards."""
+    """Yield a file of random bytes on the disk, and remove the file afterwards."""
     block = os.urandom(MIB)  # repeated: no disk compresses across a MiB
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -230,7 +231,7 @@ def _read_direct(path: Path) -> None:
 
 
 def _read_mapped(path: Path) -> None:
-    """Copy from a map with one thread per processor, as the touch phase reads a mapped model."""
+    """Copy from a mapped file with one thread per processor, as the touch phase reads a model."""
     threads = os.cpu_count() or 1
     with (
         path.open("rb") as file,

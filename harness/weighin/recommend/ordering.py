@@ -1,4 +1,4 @@
-"""Order candidates: first those that fit, and among them the measured fastest."""
+"""Order candidates by verdict, so that fitting candidates come first, and then by ready time."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -6,7 +6,7 @@ from typing import Final
 from weighin.recommend.ranking import MEASURED, Candidate, FitVerdict
 
 _DOUBT_TIMES: Final = 2.0
-"""A predicted time must be smaller than a measured one by this factor to come first."""
+"""A predicted time must be smaller than a measured time by this factor to come first."""
 _SAME_TIME: Final = 1.1
 """Predicted times within this factor count as equal; their errors are similar for all loads."""
 
@@ -14,9 +14,10 @@ _SAME_TIME: Final = 1.1
 def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return the candidates, best first: by verdict, then by ready time.
 
-    A time measured on this machine comes before a predicted one, unless the predicted one is less
-    than half of it. Candidates as fast as the fastest (within the noise of its repeats, or within a
-    tenth if nothing was measured) are ordered by the number of their requirements, then by RAM.
+    A time measured on this machine comes before a predicted time, unless the predicted time is less
+    than half of the measured time. Candidates about as fast as the fastest candidate (within the
+    noise of its repeats, or within 10 % if it was not measured) are ordered by the number of their
+    requirements, then by RAM.
     """
     return [
         one
@@ -40,7 +41,7 @@ def _by_time(alike: Sequence[Candidate]) -> list[Candidate]:
 
     def key(candidate: Candidate) -> tuple[object, ...]:
         time_s = counted_s(candidate)
-        # The time of a load that thrashes differs between limits: it decides last.
+        # The time of a load that thrashes differs between limits, so the time decides last.
         if candidate.verdict is FitVerdict.THRASHES:
             return len(candidate.asks), candidate.need_bytes or 0, time_s, candidate.strategy
         is_slower = time_s > as_fast_s
@@ -52,7 +53,7 @@ def _by_time(alike: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _as_fast_s(fastest: Candidate, time_s: float) -> float:
-    """Return the longest time in seconds that counts as equal to the fastest."""
+    """Return the longest time in seconds that counts as equal to the fastest candidate's time."""
     if fastest.time_from == MEASURED:
         return time_s + (fastest.noise_s or 0.0)
     return time_s * _SAME_TIME

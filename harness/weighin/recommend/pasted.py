@@ -1,8 +1,9 @@
-"""The function that pasted code has where a strategy has ``job.reset_buffers``: its source is pasted.
+"""Define the function whose source replaces ``job.reset_buffers`` in pasted code.
 
-A job builds its model again without writing any weight (``weighin.models.skeleton``), which is too much
-code to paste; this function drops each parameter as soon as the constructor registers it. It has no
-annotations, so that the pasted code stays short.
+``job.reset_buffers`` builds the model again without writing any weight
+(``weighin.models.skeleton``), which is too much code to paste. The function in this module instead
+drops each parameter as soon as the model's constructor registers it. The function has no
+annotations, so that pasted code stays short.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Earlier measurements of this machine: the records of runs, for one model and one device."""
+"""Read earlier measurements of one model and device on this machine from the records of runs."""
 
 import statistics
 from collections.abc import Iterable, Iterator
@@ -20,9 +20,9 @@ class Evidence:
     """The measurements of one strategy with one format.
 
     Attributes:
-        ok_limits: RAM limits under which it ended ok, in bytes; None is no limit.
-        killed_limits: RAM limits under which it was killed for lack of memory, in bytes.
-        anon_bytes: sampled maximum of its anonymous memory, over the cells that ended ok.
+        ok_limits: RAM limits under which a cell ended ok, in bytes; None is no limit.
+        killed_limits: RAM limits under which a cell was killed for lack of memory, in bytes.
+        anon_bytes: sampled maximum of anonymous memory, over the cells that ended ok.
         ready_s: ready times of the cells that ended ok, by RAM limit.
     """
 
@@ -33,7 +33,7 @@ class Evidence:
     ready_s: dict[int | None, list[float]] = field(default_factory=dict)
 
     def take(self, result: Result) -> None:
-        """Add one record."""
+        """Add the record of one cell."""
         cell, peaks = result.cell, result.peaks
         if result.outcome is Outcome.OOM_KILLED and cell.ram_limit_bytes is not None:
             self.killed_limits.append(cell.ram_limit_bytes)
@@ -46,7 +46,7 @@ class Evidence:
             self.ready_s.setdefault(cell.ram_limit_bytes, []).append(result.ready_ns / 1e9)
 
     def fits(self, limit_bytes: int) -> bool | None:
-        """Tell whether it works under a RAM limit; None if the tried limits do not decide that."""
+        """Return whether the strategy works under a RAM limit; None if no record shows it."""
         if any(limit is not None and limit <= limit_bytes for limit in self.ok_limits):
             return True
         if any(limit >= limit_bytes for limit in self.killed_limits):
@@ -54,10 +54,11 @@ class Evidence:
         return None
 
     def median_ready_s(self, limit_bytes: int | None) -> float | None:
-        """Return the median ready time under this RAM limit, or under the next one that was tried.
+        """Return the median ready time under this RAM limit, or under the nearest measured limit.
 
-        The next one is the smallest larger limit. The largest smaller limit is used only if there
-        is no larger one: a load that thrashes there takes many times as long as it would here.
+        The nearest limit is the smallest larger limit. The largest smaller limit is used only if no
+        larger limit was measured, because a load that thrashes under a smaller limit takes many
+        times as long.
         """
         seconds = self._ready_s_near(limit_bytes)
         return statistics.median(seconds) if seconds else None
@@ -65,7 +66,7 @@ class Evidence:
     def noise_s(self, limit_bytes: int | None) -> float | None:
         """Return the median absolute deviation of the ready times; None without repeats.
 
-        Like the median, it changes little if other load slows one repeat down.
+        The median absolute deviation changes little if other load slows one repeat down.
         """
         seconds = self._ready_s_near(limit_bytes)
         if len(seconds) < _REPEATS:
@@ -86,9 +87,10 @@ def _size(limit_bytes: int | None) -> float:
 
 
 def find(folders: Iterable[Path], wanted: Cell) -> dict[tuple[str, str], Evidence]:
-    """Return what runs in these folders measured on this machine, by strategy and format.
+    """Return the measurements of this machine in the runs of these folders, by strategy and format.
 
-    Only cells with the model, device, dtype and cache state of ``wanted``, and without options or an environment of their own.
+    Included are only cells with the model, device, dtype and cache state of ``wanted`` and without
+    options or environment variables.
     """
     here = environment.machine()
     evidence: dict[tuple[str, str], Evidence] = {}

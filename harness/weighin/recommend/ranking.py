@@ -1,4 +1,4 @@
-"""Judge a strategy: whether it fits under the limits, why, and how long it should take."""
+"""Judge a strategy: whether its load fits under the limits, why, and how long it should take."""
 
 import statistics
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from weighin.units import MIB, format_bytes
 
 MEASURED: Final = "measured"
 SAVED_AS: Final = "saved as "
-"""Prefix of the requirement of another format; any other requirement is a package."""
+"""Prefix of a requirement that is a checkpoint format; any other requirement is a package."""
 
 _DOUBT_SHARE, _DOUBT_BYTES = 0.02, 32 * MIB  # the error of a predicted floor
 _OURS: Final = frozenset({"streaming"})
@@ -44,13 +44,13 @@ class Candidate:
     """One strategy with its verdict.
 
     Attributes:
-        need_bytes: the smallest RAM limit under which it works.
-        margin_bytes: the RAM limit less ``need_bytes``; None without a limit.
+        need_bytes: the smallest RAM limit under which the strategy works.
+        margin_bytes: the RAM limit minus ``need_bytes``; None without a limit.
         cuda_bytes: GPU memory that the allocator reserves.
         ready_s: time until every byte was read once.
         noise_s: median deviation of the repeats from ``ready_s``; None if there are no repeats.
         memory_from, time_from: "measured" or "predicted"; empty if nothing is known.
-        asks: its requirements beside the checkpoint as it is: another format, packages.
+        asks: the strategy's requirements: another format than the checkpoint's, packages.
     """
 
     strategy: str
@@ -75,7 +75,7 @@ def assess(
     limits: Limits,
     checkpoint_format: str,
 ) -> Candidate:
-    """Return one strategy with its verdict; ``checkpoint_format`` is that of the user's checkpoint."""
+    """Return one strategy with its verdict, given the format of the user's checkpoint."""
     cell, ready_s, time_from = prediction.cell, None, ""
     measured_s = evidence.median_ready_s(limits.ram_bytes) if evidence else None
     if measured_s is not None:
@@ -109,7 +109,7 @@ def assess(
 
 
 def predicted_ready_s(prediction: Prediction, calibration: Calibration) -> float:
-    """Return the predicted ready time of a load: the sum of its work at this machine's speeds."""
+    """Return the predicted ready time of a load: the sum of all work at this machine's speeds."""
     work, machine = prediction.work, calibration
     stays_in_memory = max(0, (prediction.model_bytes or 0) - work.mapped_bytes)
     return (
@@ -128,9 +128,9 @@ def predicted_ready_s(prediction: Prediction, calibration: Calibration) -> float
 def slowness(measured: Iterable[tuple[Prediction, Evidence]], calibration: Calibration) -> float:
     """Return the median ratio of measured to predicted ready time; 1 if nothing was measured.
 
-    Predicted times hold for the machine as it was during its calibration. Multiply them by this ratio
-    before you compare them with times that were measured while the machine was busier. Uses the times
-    under the largest limit of each strategy.
+    Predicted times hold for the machine as it was during its calibration. Multiply a predicted time
+    by the returned ratio before comparing it with times that were measured while the machine was
+    busier. The ratio uses the times under the largest limit of each strategy.
     """
     ratios = [
         seconds / predicted_s
@@ -162,7 +162,7 @@ def _verdict(
 
 
 def _under(ram_bytes: int, prediction: Prediction, need: int, tried: bool | None) -> FitVerdict:
-    """Return the verdict under a RAM limit; ``tried`` tells whether records show that it works."""
+    """Return the verdict under a RAM limit; ``tried`` is the result of ``Evidence.fits``."""
     least, most = _floor_range(prediction, need)
     if tried is False or (tried is None and least > ram_bytes + doubt_bytes(least)):
         return FitVerdict.TOO_LARGE
@@ -174,11 +174,11 @@ def _under(ram_bytes: int, prediction: Prediction, need: int, tried: bool | None
 
 
 def _floor_range(prediction: Prediction, need: int) -> tuple[int, int]:
-    """Return two limits: below the first every process is killed, above the second none is.
+    """Return two limits: below the first, every load is killed, and above the second, none is.
 
-    Both are the predicted ones, unless ``need`` contradicts them. Measurements of one strategy
-    differ by some MiB, and by more if its heap fragments differently. With measured limits, a run
-    could therefore change the recommendation although it agrees with the prediction.
+    Both limits are the predicted limits, unless ``need`` contradicts the prediction. Measurements
+    of one strategy differ by some MiB, and by more if its heap fragments differently. With measured
+    limits, a run that agrees with the prediction could therefore change the recommendation.
     """
     least, most = prediction.floor_least_bytes, prediction.floor_bytes
     if least and most and least - doubt_bytes(least) <= need <= most + doubt_bytes(most):
@@ -187,16 +187,16 @@ def _floor_range(prediction: Prediction, need: int) -> tuple[int, int]:
 
 
 def doubt_bytes(need: int) -> int:
-    """Return the error of a predicted floor in bytes: the real one may differ by as much."""
+    """Return the possible error of a predicted floor in bytes, in both directions."""
     return _DOUBT_BYTES + int(_DOUBT_SHARE * need)
 
 
 def _memory_phrase(prediction: Prediction, need: int) -> str:
-    """Return a phrase for the memory that it needs: "keeps two copies: 12.9 GiB"."""
+    """Return a phrase for the memory that a load needs: "keeps two copies: 12.9 GiB"."""
     size, model = format_bytes(need, digits=1), prediction.model_bytes
     if _stays_mapped(prediction):
         return f"keeps {size} and mapped pages of the file"
-    # Memory of imports and objects is not part of a copy. It may exceed the size of a tiny model.
+    # Memory of imports and objects is no part of a copy, but may exceed the size of a tiny model.
     beside = (prediction.floor_bytes or 0) - (prediction.tensor_peak_bytes or 0)
     if not model or need - beside < model // 2:
         return f"keeps {size}"
@@ -209,7 +209,7 @@ def _memory_phrase(prediction: Prediction, need: int) -> str:
 
 
 def _stays_mapped(prediction: Prediction) -> bool:
-    """Tell whether most of the loaded model consists of mapped pages of its file."""
+    """Return whether most of the loaded model consists of mapped pages of its file."""
     if prediction.cell.device != "cpu" or not prediction.model_bytes:
         return False
     anonymous, mapped = prediction.tensor_peak_bytes or 0, prediction.work.mapped_bytes

@@ -1,7 +1,7 @@
-"""The code to paste: a strategy's own ``load``, rewritten as a plain function without a job object.
+"""Write the code to paste: a strategy's ``load`` as a plain function without a job object.
 
-Short helpers that the strategy imports from weighin become part of the code. The strategy of
-weighin's own loader keeps its imports.
+Short helpers that the strategy imports from weighin become part of the code. A strategy that uses
+weighin's own loader keeps its import of the loader.
 """
 
 import ast
@@ -16,14 +16,14 @@ from weighin.suite.registry import StrategyInfo
 
 _PACKAGE: Final = Path(__file__).resolve().parents[1]
 _KEPT: Final = ("weighin.loader.load", "weighin.models.skeleton")
-"""Modules too large to include: strategies that import them keep these imports."""
+"""Modules that are too large to include in pasted code, so that the code imports them."""
 
 _INSTALLED: Final = ("safetensors", "weighin")
-"""Packages that an import shows, also where a strategy does not declare them."""
+"""Packages to install if the code imports them, even if the strategy does not declare them."""
 
 
 class CannotWriteOut(Exception):
-    """The strategy uses its job object or weighin in a way that a plain function cannot."""
+    """The strategy uses its job object or weighin in a way that a plain function cannot do."""
 
 
 def snippet(
@@ -60,7 +60,7 @@ def snippet(
 def pretrained_snippet(
     info: StrategyInfo, architecture: str, *, device: str, dtype: str, folder: str
 ) -> str:
-    """Return the code that loads a Hugging Face folder with a strategy that maps its keys."""
+    """Return the code that loads a Hugging Face folder with a strategy that renames keys."""
     if info.pretrained:
         package, line = "transformers", f"from transformers import {architecture}"
         call = f"{architecture}.from_pretrained({folder!r}, dtype=torch.{dtype}).to({device!r})"
@@ -71,7 +71,7 @@ def pretrained_snippet(
 
 
 def _needed(info: StrategyInfo, lines: list[str]) -> list[str]:
-    """Return the packages to install beside torch: those that the strategy declares or imports."""
+    """Return the packages to install beside torch, which the strategy declares or imports."""
     declared = {name_of(package) for package in info.packages}
     imported = {line.split()[1].partition(".")[0] for line in lines}
     others = [name for name in _INSTALLED if name in imported and name not in declared]
@@ -92,7 +92,7 @@ def _import(node: ast.Import | ast.ImportFrom) -> tuple[list[str], list[str]]:
             kept.append(f"from {module} import {alias.name}")
         elif source == "weighin.models.tied_weights":
             written.append(_source(source, alias.name))
-        elif source != "weighin.strategy":  # only types of jobs, which a plain function has not
+        elif source != "weighin.strategy":  # a plain function needs no types of jobs
             raise CannotWriteOut(f"it imports {alias.name} from {module}")
     return kept, written
 
@@ -120,7 +120,7 @@ def _function(node: ast.FunctionDef, plain: "_Plain", device: str, dtype: str) -
 
 
 class _Plain(ast.NodeTransformer):
-    """Removes the job object from a function: phases disappear, attributes become arguments."""
+    """Remove the job object from a function: drop phases, and turn attributes into arguments."""
 
     def __init__(self, *, convert: bool) -> None:
         self.job: str | None = None
@@ -142,7 +142,7 @@ class _Plain(ast.NodeTransformer):
         if isinstance(node.func, ast.Attribute) and self._is_attribute(node.func.value, "options"):
             default = node.args[1] if len(node.args) > 1 else ast.Constant(None)
             return self.visit(default)  # type: ignore[no-any-return]
-        # A job's builder knows the dtype; a user's does not.
+        # job.build_model applies the cell's dtype; a user's builder does not.
         if ast.unparse(node.func) == "load_streaming":
             node.keywords.append(ast.keyword("dtype", ast.Name("dtype", ast.Load())))
         node.keywords = [

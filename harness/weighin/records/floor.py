@@ -1,10 +1,11 @@
 """Compute the RAM floor of a series: the smallest limit under which it ends ok.
 
-The input are results alone; ``weighin.run.bisection`` chooses the cells to measure. A limit *works*
-if every cell under it ended ok. It *fails* if a cell under it ran out of memory: the kernel killed
-it, or it timed out although it ends in time without a limit. The floor is the smallest working limit
-above all failing ones. It is confirmed by ``PASSES`` cells that end ok and by a cell that fails one
-step below. A cell that fails for another reason than memory ends the search without a floor.
+The only input is results; ``weighin.run.bisection`` chooses the cells to measure. A limit *works*
+if every cell under the limit ended ok. A limit *fails* if a cell under the limit ran out of memory:
+the kernel killed the cell, or the cell timed out although the load ends in time without a limit.
+The floor is the smallest working limit above all failing limits. The floor is confirmed by
+``PASSES`` cells that end ok under it and by a cell that fails one step below it. A cell that fails
+for another reason than memory ends the search without a floor.
 """
 
 import re
@@ -21,9 +22,9 @@ from weighin.units import MIB, format_bytes, format_exact
 PASSES: Final = 3
 FINEST_STEP_BYTES: Final = 8 * MIB
 COARSEST: Final = 0.10
-"""The largest allowed ``within``: a coarser result is not reported as a floor."""
+"""The largest allowed step, as a share of the floor; with a larger step, no floor is reported."""
 ROOM: Final = 1.1
-"""Factor above the floor at which one more cell is measured, to show the cost of a tight limit."""
+"""The floor times this factor is the limit of one more cell, which shows a tight limit's cost."""
 _BOUNDING: Final = (Outcome.OOM_KILLED, Outcome.TIMEOUT)
 KILLED: Final = "killed"
 _TIME_ALLOWED: Final = re.compile(r"after (\d[\d.]* s)\b")
@@ -31,7 +32,7 @@ _TIME_ALLOWED: Final = re.compile(r"after (\d[\d.]* s)\b")
 
 @dataclass(frozen=True, slots=True)
 class Bracket:
-    """The bounds of a floor: it is above ``failing_bytes`` and at most ``working_bytes``."""
+    """The bounds of a floor, which is above ``failing_bytes`` and at most ``working_bytes``."""
 
     failing_bytes: int | None
     working_bytes: int | None
@@ -47,7 +48,7 @@ class Bracket:
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """A strategy at one limit: its median time until ready, and the verdict."""
+    """A strategy's median time until ready under one limit, and the verdict on it."""
 
     limit_bytes: int | None
     ready_ns: int | None
@@ -56,14 +57,14 @@ class Life:
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """The floor of one series. If ``bytes`` is None, no floor was found; ``message`` says why.
+    """The floor of one series. If no floor was found, ``bytes`` is None and ``message`` says why.
 
     Attributes:
-        cell: the searched cell, without its limit.
+        cell: the cell whose floor was searched, without a limit.
         step_bytes: the distance from the floor to the failing limit below it.
-        below: how the cell failed at that limit: "killed", "timed out after 300 s".
+        below: how the cell failed one step below the floor: "killed", "timed out after 300 s".
         import_bytes: anonymous and shared memory after ``import torch``, which cannot be evicted.
-        cells: the number of measured cells, including the one at ``ROOM``.
+        cells: the number of measured cells, including the cell at ``ROOM`` times the floor.
     """
 
     cell: Cell
@@ -87,19 +88,19 @@ class Floor:
 
     @property
     def above_import_per_model(self) -> float | None:
-        """The floor above the memory of a bare ``import torch``, divided by the model's size."""
+        """The floor minus the memory of a bare ``import torch``, divided by the model's size."""
         if self.bytes is None or self.import_bytes is None or not self.model_bytes:
             return None
         return (self.bytes - self.import_bytes) / self.model_bytes
 
 
 def searched(cell: Cell) -> Cell:
-    """Return a cell without its limit and repeat: all such cells share one floor."""
+    """Return a cell without its limit and repeat; cells that are then equal share one floor."""
     return replace(cell, ram_limit_bytes=None, repeat=0)
 
 
 def bracket(results: Iterable[Result]) -> Bracket:
-    """Return the bounds of the floor that the results of one series give."""
+    """Return the bounds of the floor according to the results of one series."""
     by_limit: dict[int, list[Outcome]] = {}
     for result in results:
         if (limit := result.cell.ram_limit_bytes) is not None:
@@ -117,10 +118,11 @@ def bracket(results: Iterable[Result]) -> Bracket:
 
 
 def stopped_by(ours: Iterable[Result]) -> Result | None:
-    """Return the first result of a series that ends its search, because memory is not the cause.
+    """Return the first result that ends a series' search because memory is not the cause.
 
-    Without a limit, that is any result that is not ok. Under a limit, it is one that was neither
-    killed for lack of memory nor timed out, for example one with wrong weights.
+    Without a limit, any result that is not ok ends the search. Under a limit, a failed cell ends
+    the search if it was neither killed for lack of memory nor timed out, for example with wrong
+    weights.
     """
     for result in ours:
         bounding = () if result.cell.ram_limit_bytes is None else _BOUNDING
@@ -139,15 +141,15 @@ def why_stopped(result: Result) -> str:
 
 
 def with_room(floor_bytes: int) -> int:
-    """Return the limit ``ROOM`` above a floor, in whole MiB."""
+    """Return ``ROOM`` times a floor, in whole MiB."""
     return round(floor_bytes * ROOM / MIB) * MIB
 
 
 def floors(results: Iterable[Result]) -> list[Floor]:
-    """Return a ``Floor`` for every series that was measured without a limit, found or not.
+    """Return a ``Floor`` for every series measured without a limit, even if no floor was found.
 
-    A working limit far above the highest failing one, as in a sweep, is not a floor: their distance
-    must be at most ``COARSEST`` of the limit, or ``FINEST_STEP_BYTES``.
+    A working limit far above the highest failing limit, as in a sweep, is not a floor. The distance
+    of the two limits must be at most ``COARSEST`` of the working limit, or ``FINEST_STEP_BYTES``.
     """
     measured = list(results)
     cells: list[Cell] = []
@@ -197,7 +199,7 @@ def _floor(cell: Cell, ours: list[Result]) -> Floor:
 
 
 def _trouble(ours: Sequence[Result], bounds: Bracket) -> str:
-    """Return why there is no floor; empty if there is a confirmed one."""
+    """Return the reason why there is no floor; empty if the floor is confirmed."""
     limit, failing = bounds.working_bytes, bounds.failing_bytes
     if stop := stopped_by(ours):
         return why_stopped(stop)
@@ -221,7 +223,7 @@ def _how(result: Result) -> str:
 
 
 def _life(limit: int | None, ours: Sequence[Result], unlimited_ns: int | None) -> Life | None:
-    """Return the time and verdict under one limit, of the ok cell with the median time."""
+    """Return the time of the ok cell with the median time under one limit, and its verdict."""
     cells = [result for result in ours if result.cell.ram_limit_bytes == limit]
     if not cells:
         return None

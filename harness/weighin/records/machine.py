@@ -1,7 +1,7 @@
 """Compare the environment of a run with the baseline's, and decide what each difference means.
 
 Figures of a different torch or cgroup version are not comparable: such a difference fails the gate.
-A different kernel or processor hardly affects memory: it is a warning, and times are not judged.
+A different kernel or processor hardly affects memory: the gate warns and does not judge times.
 """
 
 import json
@@ -17,9 +17,9 @@ Setting = str | int | float | bool | None
 
 # The first pattern that matches a setting decides; a setting without a match is a warning.
 _POLICIES: Final[tuple[tuple[str, Policy], ...]] = (
-    ("isolation.image", "ignore"),  # a hash of the wheels, whose versions are settings themselves
+    ("isolation.image", "ignore"),  # a hash of the wheels; their versions are settings themselves
     ("isolation.groups", "ignore"),
-    ("git_*", "ignore"),  # the measured code may change: the gate is there for that
+    ("git_*", "ignore"),  # the gate exists to judge changes of the measured code
     ("psi", "ignore"),
     ("governor", "ignore"),
     ("swap_bytes", "ignore"),  # a cell has no swap
@@ -50,7 +50,7 @@ class Difference:
 
 
 def settings_of(environments: Iterable[Mapping[str, Any]]) -> dict[str, Setting]:
-    """Return all settings, flat and sorted; a setting that changed within the run is "a | b"."""
+    """Return all settings, flat and sorted; a setting with two values in the run is "a | b"."""
     seen: dict[str, dict[str, Setting]] = {}
     for environment in environments:
         for name, value in _flat(environment):
@@ -62,7 +62,7 @@ def settings_of(environments: Iterable[Mapping[str, Any]]) -> dict[str, Setting]
 
 
 def policy_of(name: str, chosen: Mapping[str, Policy]) -> Policy:
-    """Return the policy for a difference in this setting; ``chosen`` precedes the defaults."""
+    """Return the policy for a difference in a setting; ``chosen`` overrides the defaults."""
     for pattern, policy in (*chosen.items(), *_POLICIES):
         if fnmatchcase(name, pattern):
             return policy
@@ -82,7 +82,7 @@ def differences(
 
 
 def spoils_times(found: Iterable[Difference]) -> bool:
-    """Tell whether these differences make times incomparable."""
+    """Return whether these differences make times incomparable."""
     return any(fnmatchcase(each.name, pattern) for each in found for pattern in TIMING)
 
 
@@ -92,7 +92,7 @@ def _flat(environment: Mapping[str, Any]) -> Iterable[tuple[str, Setting]]:
             for key, inner in value.items():
                 yield f"{name}.{key}", _plain(inner)
         elif name == "ram_bytes":
-            # It differs by a few pages between two boots of one machine.
+            # Rounded: the size differs by a few pages between two boots of one machine.
             yield "ram_gib", round(value / GIB)
         else:
             yield name, _plain(value)

@@ -1,7 +1,7 @@
 """Define the metrics of the gate: unit, exactness and default tolerance.
 
-The default tolerances come from repeated runs of every strategy; docs/ci.md has their spread. A
-metric for which the record has no figure is None and is not judged.
+The default tolerances come from repeated runs of every strategy; docs/ci.md lists the spread of
+these runs. A metric is None and is not judged if the record has no figure for it.
 """
 
 from collections.abc import Callable
@@ -21,10 +21,10 @@ from weighin.units import (
 )
 
 Direction = Literal["lower", "higher", "both"]
-"""The better direction: lower or higher; for ``both`` every change is a regression."""
+"""The direction of an improvement: lower or higher; with ``both``, every change is a regression."""
 
 _BEFORE_LOAD: Final = ("import", "prepare")  # the worker's own phases before its baseline
-# The phase that reads every byte, or writes it through to the disk: it ends at ``ready``.
+# The phase that ends at ``ready``: it reads every byte of a load, or syncs every byte of a save.
 _LAST: Final = {"load": "touch", "save": "sync"}
 
 
@@ -32,8 +32,8 @@ _LAST: Final = {"load": "touch", "save": "sync"}
 class Tolerance:
     """How much a metric may get worse: the larger of ``relative`` and ``absolute``.
 
-    It is added to the range of the baseline's repeats. ``relative`` is a share of the baseline,
-    ``absolute`` is in bytes or nanoseconds.
+    The tolerance is added to the range of the baseline's repeats. ``relative`` is a share of the
+    baseline's figure, and ``absolute`` is in bytes or nanoseconds.
     """
 
     relative: float
@@ -47,9 +47,10 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One figure of a result. ``in_phase`` names the phase figure that explains its growth.
+    """One figure of a result. ``in_phase`` names the phase figure that explains the figure's
+    growth.
 
-    ``portable`` tells whether it can be compared across machines; times cannot.
+    ``portable`` tells whether the figure can be compared across machines; a time cannot.
     """
 
     name: str
@@ -62,7 +63,7 @@ class Metric:
 
     @property
     def title(self) -> str:
-        """The printed name, marked as sampled if it is."""
+        """The printed name, followed by "(sampled)" for a sampled figure."""
         return self.name if self.exact or self.unit == "ns" else f"{self.name} (sampled)"
 
     def text(self, value: int) -> str:
@@ -78,7 +79,7 @@ class Metric:
         return f"{value // 10**9}.{value % 10**9:09}".rstrip("0").rstrip(".") + " s"
 
     def parse(self, text: str) -> int:
-        """Parse a figure of this metric; returns bytes or nanoseconds."""
+        """Parse a figure of this metric, and return bytes or nanoseconds."""
         return parse_bytes(text) if self.unit == "bytes" else parse_seconds(text)
 
     def change(self, was: int, now: int) -> str:
@@ -111,7 +112,7 @@ _ALLOCATOR: Final = Tolerance(relative=0.0, absolute=0)
 _FLOOR: Final = Tolerance(relative=0.03, absolute=24 * MIB)
 _TIME: Final = Tolerance(
     relative=3.0, absolute=5_000_000_000
-)  # a busy machine slows loads by that much
+)  # a busy machine slows loads by as much as this tolerance
 
 METRICS: Final = {
     metric.name: metric
@@ -124,7 +125,7 @@ METRICS: Final = {
         Metric("cuda_requested", "bytes", "cuda_requested", True, _ALLOCATOR, lambda r: r.peaks.cuda_requested_bytes),
         Metric("cuda_allocated", "bytes", "cuda_allocated", True, _ALLOCATOR, lambda r: r.peaks.cuda_allocated_bytes),
         Metric("cuda_reserved", "bytes", "cuda_reserved", True, _ALLOCATOR, lambda r: r.peaks.cuda_reserved_bytes),
-        # A figure of a whole search, not of one result: weighin.records.series computes it.
+        # weighin.records.series computes this figure from a whole search, not from one result.
         Metric("floor", "bytes", "peak_rss", True, _FLOOR),
         Metric("load", "ns", "time", True, _TIME, lambda r: r.load_ns, portable=False),
         Metric("ready", "ns", "time", True, _TIME, lambda r: r.ready_ns, portable=False),

@@ -41,7 +41,7 @@ _DAMAGES_TOLD: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The plan of a run. ``settings`` is a free mapping of all that a resumed run must reuse."""
+    """The plan of a run. ``settings`` maps names to all settings that a resumed run must reuse."""
 
     schema: int
     cells: tuple[Cell, ...]
@@ -65,8 +65,8 @@ _PLAN: Final = TypeAdapter(Plan)
 def append(run: Path, result: Result) -> None:
     """Append ``result`` to the run's records and sync it to disk.
 
-    Creates the folder if it does not exist. Removes an incomplete last line first. Uses the disk
-    space that ``room`` reserved.
+    The folder is created if it does not exist. An incomplete last line of the file is removed
+    first. The new line uses the disk space that ``room`` reserved.
 
     Raises:
         RecordError: the folder or the file cannot be written; the file is unchanged.
@@ -104,15 +104,15 @@ def room(run: Path) -> Iterator[None]:
 
 
 def read(run: Path) -> Records:
-    """Return all records of a run; none if it was planned but no cell has finished.
+    """Return all records of a run, which are none if the run has a plan but no finished cell.
 
-    An incomplete last line, as after a power cut, is a warning, and its cell counts as not
+    An incomplete last line, as after a power cut, causes a warning, and its cell counts as not
     measured. Keys that this version does not know are ignored.
 
     Raises:
         RecordError: the folder is not a run, or cannot be read.
         SchemaTooNew: a newer version wrote a record.
-        DamagedRecord: a line is not a record; names the line and the field.
+        DamagedRecord: a line is not a record; the message names the line and the field.
     """
     records = read_whole(run)
     if records.damage:
@@ -123,7 +123,7 @@ def read(run: Path) -> Records:
 def read_whole(run: Path) -> Records:
     """Return all readable records of a run, with a warning for each unreadable line.
 
-    For reports. ``Records.damage`` is the error for the first such line.
+    Reports use this function. ``Records.damage`` is the error for the first unreadable line.
 
     Raises:
         RecordError: the folder is not a run, or cannot be read.
@@ -154,7 +154,7 @@ def read_whole(run: Path) -> Records:
 
 
 def write_plan(run: Path, cells: Iterable[Cell], settings: dict[str, Any] | None = None) -> None:
-    """Write plan.json atomically; creates the folder if it does not exist.
+    """Write plan.json atomically, and create the folder if it does not exist.
 
     Raises:
         RecordError: the folder cannot be written.
@@ -188,17 +188,17 @@ def read_plan(run: Path) -> Plan:
     """Return the plan of a run.
 
     Raises:
-        RecordError: there is no plan, or it cannot be read.
-        SchemaTooNew: a newer version wrote it.
-        DamagedRecord: it is not a valid plan; names the field.
+        RecordError: the plan does not exist or cannot be read.
+        SchemaTooNew: a newer version of weighin wrote the plan.
+        DamagedRecord: the file is not a valid plan; the message names the field.
     """
     path = run / PLAN
     return _parse(_PLAN, _read(path), str(path), "start a new run: this one cannot be resumed")
 
 
 def pending(cells: Iterable[Cell], results: Iterable[Result]) -> list[Cell]:
-    """Return the cells without a record, in their order; compares all fields of a cell."""
-    # As JSON, because a cell contains dicts, and a tuple in them is read back as a list.
+    """Return the cells without a record, in order; cells are equal if all their fields are."""
+    # Compared as JSON, because a cell contains dicts, in which a tuple is read back as a list.
     measured = {_identity(result.cell) for result in results}
     return [cell for cell in cells if _identity(cell) not in measured]
 
@@ -231,7 +231,7 @@ def _write_whole(file: FileIO, line: bytes) -> None:
 
 
 def _mend_tail(file: FileIO) -> None:
-    """Move to the end of ``file``; cut an incomplete last line, or add its missing newline."""
+    """Move to the end of ``file``, after cutting its incomplete last line or adding a newline."""
     if file.seek(0, os.SEEK_END) == 0:
         return
     file.seek(-1, os.SEEK_END)
@@ -307,7 +307,7 @@ def _read(path: Path) -> bytes:
 
 @contextmanager
 def writing(path: Path, and_so: str = "") -> Iterator[None]:
-    """Turn an OSError in this block into a RecordError; ``and_so`` ends its message."""
+    """Turn an OSError in this block into a RecordError, whose message ends with ``and_so``."""
     try:
         yield
     except OSError as error:

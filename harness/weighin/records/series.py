@@ -1,4 +1,4 @@
-"""Summarise the repeats of each series: outcome, figures and phases, for gates to compare."""
+"""Summarise the repeats of each series as outcome, figures and phases, which the gate compares."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ from weighin.units import format_exact
 
 STRATEGY: Final = 1
 FORMAT: Final = 2
-"""Positions of these words in a series' name."""
+"""Positions of the strategy and the format among the words of a series' name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,9 @@ class Figure:
 class Series:
     """The summary of all repeats of one cell.
 
-    ``outcome`` is the common outcome, or the count of each: "ok 2, timeout 1". Figures cover the ok
-    repeats only. ``phases`` contains medians, by phase and figure. ``no_floor`` is the reason why a
-    search found no floor.
+    ``outcome`` is the outcome of all repeats, or the count of each outcome: "ok 2, timeout 1". The
+    figures cover only repeats that are ok. ``phases`` contains medians, by phase and figure.
+    ``no_floor`` is the reason why a search found no floor.
     """
 
     outcome: str
@@ -59,13 +59,13 @@ class Series:
 
     @property
     def failures(self) -> frozenset[str]:
-        """The outcomes of its repeats other than ok."""
+        """The outcomes other than ok among the repeats of the series."""
         ends = (part.partition(" ")[0] for part in self.outcome.split(", "))
         return frozenset(end for end in ends if end != Outcome.OK)
 
 
 def selects(selector: str, name: str) -> bool:
-    """Tell whether ``selector`` matches a series' name.
+    """Return whether ``selector`` matches a series' name.
 
     Each word of the selector, which may have shell wildcards, must match a word of the name. A
     complete name matches itself.
@@ -78,7 +78,7 @@ def selects(selector: str, name: str) -> bool:
 
 
 def name_of(cell: Cell) -> str:
-    """Return a series' name: the distinguishing fields of its cells as words in fixed order."""
+    """Return the name of a cell's series: the cell's distinguishing fields as words, in order."""
     limit = cell.ram_limit_bytes
     words = [
         cell.model.title,
@@ -101,17 +101,18 @@ def name_of(cell: Cell) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SeriesRun:
-    """The results of one run. ``is_search`` means that a search for floors chose its limits."""
+    """The results of one run. ``is_search`` means that a floor search chose the run's limits."""
 
     results: Sequence[Result]
     is_search: bool = False
 
 
 def summarise(runs: Iterable[SeriesRun]) -> dict[str, Series]:
-    """Return the series of some runs by name, in their order, with the repeats of all runs.
+    """Return the series of these runs by name, in order, with the repeats of all runs.
 
-    If a run has two records of a cell, the last one is used. A search yields one series per floor:
-    the cells without a limit and those that ended the search, with the floor as a figure.
+    If a run has two records of a cell, the last record is used. A floor search yields one series
+    per floor. A series of a floor search consists of the cells without a limit and of any cell that
+    stopped the search early, and the floor is one of the series' figures.
     """
     groups: dict[str, list[Result]] = {}
     floors: dict[str, list[int]] = {}
@@ -158,7 +159,7 @@ def _series(group: Sequence[Result]) -> Series:
 
 
 def _phases(good: Iterable[Result]) -> dict[str, dict[str, int]]:
-    """Return the median of each figure of each phase, over the repeats that have it."""
+    """Return the median of each figure of each phase, over the repeats that have the figure."""
     values: dict[str, dict[str, list[int]]] = {}
     for result in good:
         for name, phase in phases_of_load(result):

@@ -1,8 +1,9 @@
 """Hash the source files that affect a cell's figures, without importing any of them.
 
-They are the strategy's file, the model's builder and the worker, with the modules of ours that they
-import: loader, formats, checkpoint and models. The vocabulary (``record.py`` and its like) affects
-no figure. The code that observes a cell from outside is identified by the record's commit alone.
+The hashed files are the strategy's file, the model's builder and the worker, and the modules of
+weighin that these files import from loader, formats, checkpoint and models. Top-level modules such
+as ``record.py`` affect no figure. The code that observes a cell from outside is identified only by
+the record's commit.
 """
 
 import ast
@@ -34,9 +35,10 @@ _HASH_DIGITS: Final = 16
 
 
 def deciding(strategy: Path, cell: Cell) -> list[Path]:
-    """Return the sorted files that affect the figures of a cell whose strategy is this file.
+    """Return the sorted files that affect the figures of a cell with the strategy file
+    ``strategy``.
 
-    Of a user's own code only the strategy's file is included.
+    Of a user's own code, only the strategy's file is included.
     """
     roots = (_WORKER, cell.model.builder.partition(":")[0])
     todo = [strategy.resolve(), *(path for name in roots for path in _files(name, cell.operation))]
@@ -53,9 +55,9 @@ def deciding(strategy: Path, cell: Cell) -> list[Path]:
 
 
 def hashed(strategy: Path, cell: Cell) -> str | None:
-    """Return a hash of the ``deciding`` files: their names below the package and their bytes.
+    """Return a hash of the names and bytes of all files that ``deciding`` returns.
 
-    None if one of them cannot be read or is not Python, in which case the cell itself will fail.
+    Return None if a file cannot be read or is not Python, in which case the cell itself will fail.
     """
     try:
         lines = sorted(
@@ -68,7 +70,7 @@ def hashed(strategy: Path, cell: Cell) -> str | None:
 
 
 def _name(path: Path) -> str:
-    """Return the file's path below the package, which is the same in every installation."""
+    """Return a file's path relative to the package, which is the same in every installation."""
     return str(path.relative_to(_PACKAGE)) if path.is_relative_to(_PACKAGE) else path.name
 
 
@@ -79,12 +81,12 @@ def _digest(path: Path, _changed_ns: int) -> str:
 
 @cache
 def _imported(path: Path, _changed_ns: int) -> frozenset[str]:
-    """Return the names of everything that a file imports, anywhere in it."""
+    """Return the names of all modules and objects that a file imports, at any depth."""
     return frozenset(_names(ast.parse(path.read_bytes(), filename=str(path))))
 
 
 def _names(node: ast.AST) -> Iterator[str]:
-    """Yield the names that are imported below a node, except under ``TYPE_CHECKING``."""
+    """Yield the names that a syntax tree imports, except in a block of ``if TYPE_CHECKING``."""
     if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
         children: Iterable[ast.AST] = node.orelse
     else:
@@ -100,7 +102,7 @@ def _names(node: ast.AST) -> Iterator[str]:
 
 
 def _files(name: str, operation: Operation) -> list[Path]:
-    """Return the files that run when a module of this package is imported; else none.
+    """Return the files that run when a module of weighin is imported; empty for other modules.
 
     ``name`` may end with the name of an object in the module.
     """

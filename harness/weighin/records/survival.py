@@ -1,7 +1,8 @@
 """Build the survival matrix of a sweep: the verdict on each strategy under each limit.
 
-Computed from results alone, for tables and plots. Rows are series without their limit, columns are
-limits, and each field contains a cell and the verdict on it (``weighin.records.verdict``).
+The matrix is computed from results alone, for tables and plots. Rows are series without their
+limit, columns are limits, and each field contains a cell and its verdict
+(``weighin.records.verdict``).
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,10 +22,10 @@ _FAILED: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One field: the cell that represents its repeats, and the verdict on it.
+    """One field of the matrix: a cell that represents all repeats, and the verdict on this cell.
 
-    The cell is the one with the median time among the repeats with the worst verdict; ``alike`` of
-    ``repeats`` have that verdict. ``spent_ns`` is the time until ready plus the forward passes.
+    The cell has the median time among the repeats with the worst verdict; ``alike`` of ``repeats``
+    have that verdict. ``spent_ns`` is the time until ready plus the time of the forward passes.
     """
 
     result: Result
@@ -35,7 +36,7 @@ class Field:
 
     @property
     def words(self) -> str:
-        """The field's text: the time if it ended ok, and the verdict if it did not survive."""
+        """The field's text: the time or the outcome, and the verdict unless the cell survives."""
         outcome, verdict = self.result.outcome, self.judgement and self.judgement.verdict
         if verdict is Verdict.KILLED:
             text = "killed"
@@ -49,7 +50,10 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """The fields of one scene, by row and limit. ``limits`` are descending, None first."""
+    """The fields of one group of comparable cells, by row and by limit.
+
+    ``limits`` are in descending order, with None (no limit) first.
+    """
 
     scene: Cell
     rows: tuple[Cell, ...]
@@ -65,7 +69,7 @@ class Matrix:
         return next((size for size in sizes if size), None)
 
     def label(self, row: int) -> str:
-        """Return a row's name: the strategy, with format and options if they distinguish it."""
+        """Return a row's name: the strategy, with format and options if they vary by row."""
         cell = self.rows[row]
         same = [other for other in self.rows if other.strategy == cell.strategy]
         words = [cell.strategy]
@@ -79,7 +83,7 @@ class Matrix:
 
 
 def matrices(results: Iterable[Result]) -> list[Matrix]:
-    """Return a matrix for each scene (model, device, dtype ...) with at least two limits."""
+    """Return a matrix for each combination of model, device, dtype ... with at least two limits."""
     cells = list(results)
     judgements = judge_all(cells)
     built = []

@@ -1,4 +1,4 @@
-"""Reject records with impossible values: somebody edited them, or a disk corrupted them."""
+"""Reject records with impossible values, which come from manual edits or a damaged disk."""
 
 from typing import Any, Final
 
@@ -7,10 +7,11 @@ _LARGEST: Final = 2**63  # the range of a signed 64-bit counter of the kernel
 
 
 def impossible(record: dict[str, Any], before: str = "") -> str:
-    """Return the first impossible value of a record, in words; empty if there is none.
+    """Return a description of the first impossible value of a record; empty if there is none.
 
-    Impossible are an amount outside of 0 to 2**63 - 1, a phase that ends before it starts, and
-    ready before loaded. ``before`` is the path of ``record`` inside the whole record.
+    A value is impossible if an amount is outside of 0 to 2**63 - 1, if a phase ends before it
+    starts, or if the ready time is less than the load time. ``before`` is the path of ``record``
+    inside the whole record.
     """
     for key, value in record.items():
         if key in _FREE:

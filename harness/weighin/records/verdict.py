@@ -7,15 +7,15 @@
   that the kernel reclaimed because the whole machine was short are not an effect of this limit. If
   the peak is unknown, the cell may have reached the limit. Time was lost if one of these holds:
 
-  - Its tasks waited for memory during at least ``STALLED_SHARE`` of the load (PSI some).
-  - At least ``REFAULTS_PER_MODEL`` of the model's size was read again after the kernel had evicted
-    it (refaults), and the cell took ``SLOWDOWN`` times as long as without a limit, or timed out.
-    If there is no ok cell without a limit, the reference is the cell of the same series under the
-    highest limit above; if there is none, refaults are not used.
+  - The cell's tasks waited for memory during at least ``STALLED_SHARE`` of the load (PSI some).
+  - At least ``REFAULTS_PER_MODEL`` of the model's size was read again after its eviction by the
+    kernel (refaults), and the cell took ``SLOWDOWN`` times as long as a reference, or timed out.
+    The reference is the same load without a limit, or if that load did not end ok, the cell of the
+    same series under the highest limit above. Without any reference, refaults are not used.
 
 * **survives**: the cell ended ok and did not thrash. Page cache up to the limit is not thrashing.
 
-Other cells have no verdict: they had no limit, or failed for another reason than memory. Time,
+A cell has no verdict if it had no limit, or if it failed for another reason than memory. Time,
 refaults and the peak cover the load until ready and the forward passes after it; PSI covers the
 load.
 """
@@ -52,9 +52,9 @@ class Judgement:
 
 
 def judge_result(result: Result, reference_ns: int | None = None) -> Judgement | None:
-    """Return the verdict on a cell, or None if it has none; see the module for the rule.
+    """Return the verdict on a cell by the rule in the module's docstring; None if it has none.
 
-    ``reference_ns`` is the time of the same cell without a limit, or under a higher one.
+    ``reference_ns`` is the time of the same cell without a limit, or under a higher limit.
     """
     if result.cell.ram_limit_bytes is None:
         return None
@@ -71,7 +71,7 @@ def judge_result(result: Result, reference_ns: int | None = None) -> Judgement |
 
 
 def judge_all(results: Iterable[Result]) -> dict[str, Judgement | None]:
-    """Return the verdict on each cell of a run by its id; references are cells of the same run."""
+    """Return the verdict on each cell of a run by cell id; reference times come from this run."""
     cells = list(results)
     times: dict[str, dict[float, list[int]]] = {}
     for result in cells:
@@ -112,7 +112,7 @@ def highest_charge(result: Result) -> int | None:
 
 
 def _below(result: Result) -> list[str]:
-    """Return a remark if the cell never reached its limit (the soft one, if any); else nothing."""
+    """Return a remark if the cell never reached its soft limit (without one: its limit)."""
     cell, charge = result.cell, highest_charge(result)
     limits = [limit for limit in (cell.ram_limit_bytes, cell.ram_high_bytes) if limit is not None]
     if charge is None or charge >= min(limits, default=0):
@@ -121,7 +121,7 @@ def _below(result: Result) -> list[str]:
 
 
 def _killed(result: Result) -> str:
-    """Return how the cell was killed for lack of memory; empty if it was not."""
+    """Return how the cell was killed for lack of memory; empty if the cell was not killed so."""
     if result.outcome is Outcome.CUDA_OOM:
         return result.message or "the CUDA allocator refused"
     if result.outcome is Outcome.OOM_KILLED:
@@ -132,7 +132,7 @@ def _killed(result: Result) -> str:
 
 
 def _reread(result: Result) -> tuple[bool, list[str]]:
-    """Tell whether much of the model was read again, with the figures."""
+    """Return whether much of the model was read again, and the figures that show it."""
     is_much, figures = False, []
     if (pages := refaults(result)) is not None and result.model_bytes:
         share = pages * result.page_bytes / result.model_bytes
@@ -145,7 +145,7 @@ def _reread(result: Result) -> tuple[bool, list[str]]:
 
 
 def _stalled(result: Result) -> tuple[bool, list[str]]:
-    """Tell whether the cell waited long for memory, with the figures."""
+    """Return whether the cell waited long for memory, and the figures that show it."""
     spent_ns = result.ready_ns or (result.cost and result.cost.wall_ns)
     if result.pressure is None or result.pressure.some_ns is None or not spent_ns:
         return False, []
@@ -157,7 +157,7 @@ def _stalled(result: Result) -> tuple[bool, list[str]]:
 
 
 def _slow(result: Result, reference_ns: int | None) -> tuple[bool, list[str]]:
-    """Tell whether the cell took much longer than the reference, with the figures."""
+    """Return whether the cell took much longer than the reference, and the figures of both."""
     spent_ns = used_ns(result)
     if result.outcome is Outcome.TIMEOUT:
         return True, [result.message]

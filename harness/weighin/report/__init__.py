@@ -1,7 +1,7 @@
 """Write the report of a run: report.html, report.md, summary.csv, peaks.png and timeline.png.
 
-Reads only the folder of the run. No other package imports pandas and matplotlib; this one imports
-them only when it writes a report.
+``report`` reads only the folder of the run. ``report`` is the only package of weighin that imports
+pandas and matplotlib, and it imports them only when it writes a report.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def terminal_table(results: Sequence[Result], warnings: Sequence[str] = ()) -> "RenderableType":
-    """Return the report of a run for a terminal; findings come last, just above the prompt."""
+    """Return the report of a run for a terminal; the findings come last, just above the prompt."""
     from rich.console import Group
     from rich.text import Text
 
@@ -35,14 +35,14 @@ def terminal_floors(results: Sequence[Result]) -> "RenderableType":
 
 
 def write_report(run: Path, formats: Sequence[str] = ()) -> list[Path]:
-    """Write the report into the run's own folder; return the paths of the written files.
+    """Write the report into the run's own folder, and return the paths of the written files.
 
-    ``formats`` are keys of ``writing.FORMATS``; none means ``writing.DEFAULT``. The report of a
-    damaged run contains its intact records.
+    ``formats`` are keys of ``writing.FORMATS``; an empty sequence means ``writing.DEFAULT``. The
+    report of a damaged run contains the run's intact records.
 
     Raises:
-        RecordError: the run's records cannot be read, or its folder cannot be written.
-        UnknownName: there is no such format.
+        RecordError: the run's records cannot be read, or the run's folder cannot be written.
+        UnknownName: ``writing.FORMATS`` does not contain a requested format.
     """
     from weighin.report import writing  # pandas and matplotlib take a second to import
 

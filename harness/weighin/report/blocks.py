@@ -1,4 +1,4 @@
-"""The blocks of which a section of report.html consists; ``template`` is the file that draws one."""
+"""Define the blocks of a section of report.html; ``template`` is the file that draws a block."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class Drawable(Protocol):
-    """A block: anything that a template draws."""
+    """A block, which a template draws."""
 
     template: ClassVar[str]
 
@@ -26,7 +26,7 @@ class ListEntry:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A table of a finding; its first ``names`` columns are names, the others figures."""
+    """A finding's table: the first ``names`` columns are names, the other columns are figures."""
 
     template: ClassVar[str] = "found.html"
     label: str
@@ -47,7 +47,7 @@ class Cells:
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """A list; each item has a name, which may be empty, and a text."""
+    """A list of items, each with a text and a name, which may be empty."""
 
     template: ClassVar[str] = "items.html"
     items: Sequence[tuple[str, str]]
@@ -55,7 +55,7 @@ class Items:
 
 @dataclass(frozen=True, slots=True)
 class Preformatted:
-    """Output of another program."""
+    """Output of another program, shown as it is."""
 
     template: ClassVar[str] = "preformatted.html"
     text: str
@@ -63,7 +63,7 @@ class Preformatted:
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """A table of figures: name, unit, meaning and accuracy of each."""
+    """A table with the name, unit, meaning and accuracy of each figure."""
 
     template: ClassVar[str] = "explained.html"
     figures: Sequence[tuple[str, str, str, str]]

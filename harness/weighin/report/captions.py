@@ -1,4 +1,4 @@
-"""The captions of a report: the properties that all cells share, and explanations of figures."""
+"""Write the captions of a report: the properties that all cells share, and notes on figures."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from weighin.records.machine import policy_of, settings_of
 from weighin.report.dataframe import DIMENSIONS, known, varying
 from weighin.units import format_bytes, format_exact
 
-# Environment keys that a caption prints, with the prefix of each; any of them may be missing.
+# Environment keys that a caption prints, each with its prefix; any key may be missing.
 _MACHINE: Final = {"machine": "", "cpu": "", "kernel": "Linux ", "cgroup_version": "cgroup v", "torch": "torch "}  # fmt: skip
 
 _COMMIT_DIGITS: Final = 10  # as many as `weighin compare` shows
@@ -32,7 +32,7 @@ def size(value: int | None) -> str:
 
 
 def dimension(name: str, value: Any, model_bytes: int | None = None) -> str:
-    """Return one dimension's value as text for a caption: "RAM limit 8 GiB", "cold page cache"."""
+    """Return a dimension's value as text for a caption: "RAM limit 8 GiB", "cold page cache"."""
     value = known(value)
     if name == "operation":
         return _DOING[value]
@@ -55,7 +55,7 @@ def model_size(frame: pd.DataFrame) -> int | None:
 
 
 def shared(frame: pd.DataFrame, results: Sequence[Result], without: Sequence[str] = ()) -> str:
-    """Return as one line the properties that all rows share, the machine and the commit."""
+    """Return one line with the properties that all rows share, the machine and the commit."""
     if frame.empty:
         return "No cells were measured."
     first = frame.iloc[0]
@@ -75,14 +75,14 @@ def shared(frame: pd.DataFrame, results: Sequence[Result], without: Sequence[str
 def code(results: Sequence[Result]) -> str:
     """Return the commit and days of the measurements: "commit d71778a29d, 2026-11-23".
 
-    Skipped cells do not count, because they were not measured.
+    Skipped cells are ignored, because they were not measured.
     """
     measured = [result for result in results if result.outcome is not Outcome.SKIPPED] or results
     return when_and_what([(result.environment, result.started_at) for result in measured])
 
 
 def when_and_what(made: Sequence[tuple[Mapping[str, Any], str]]) -> str:
-    """Return the commits and days of what our code made; ``made`` has the environment and time of each."""
+    """Return the commits and days in ``made``, a sequence of environments and times, as text."""
     commits = list(dict.fromkeys(_commit(environment) for environment, _ in made))
     days = sorted({day[:10] for _, day in made} - {""})
     when = " to ".join(dict.fromkeys((days[0], days[-1]))) if days else "date unknown"
@@ -106,14 +106,14 @@ def until(frame: pd.DataFrame) -> str:
 
 
 def ending(row: Any) -> str:
-    """Return the outcome of a series, and the phase in which it was cut off, if it was."""
+    """Return the outcome of a series, followed by the phase in which a load was cut off."""
     is_whole = row["outcome"] in {Outcome.OK, Outcome.SKIPPED, Outcome.WRONG_WEIGHTS}
     phase = None if is_whole else known(row["last_phase"])
     return f"{row['outcome']} in {phase}" if phase else str(row["outcome"])
 
 
 def machine(environments: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the machine and software of the cells; values that differ are left out."""
+    """Return the machine and software of the cells, without values that differ between cells."""
     described = [environment for environment in environments if environment]
     words = []
     for key, before in _MACHINE.items():
@@ -128,7 +128,7 @@ def mixed_machines(environments: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a warning if cells of one run were measured with different machines or software."""
     seen: dict[str, list[str]] = {}
     for name, value in (pair for one in environments for pair in settings_of([one]).items()):
-        # A skipped cell does not record every setting; a missing value is no difference.
+        # A skipped cell does not record every setting, so a missing value is not a difference.
         is_compared = name == "git_commit" or policy_of(name, {}) != "ignore"
         if is_compared and value is not None and str(value) not in seen.setdefault(name, []):
             seen[name].append(str(value))
@@ -144,7 +144,7 @@ def mixed_machines(environments: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def warnings(results: Sequence[Result], of_the_file: Sequence[str]) -> list[str]:
-    """Return the warnings of a run: of its records' file, of its machines, then of its cells."""
+    """Return the warnings of a run: first on its records file, then on machines, then on cells."""
     cells_of: dict[str, list[str]] = {}
     for result in results:
         for warning in result.warnings:
@@ -155,7 +155,7 @@ def warnings(results: Sequence[Result], of_the_file: Sequence[str]) -> list[str]
 
 
 def note_figures(*, doing: str, cuda: bool, repeats: int) -> list[str]:
-    """Return an explanation of each column of the summary and its accuracy, one per line."""
+    """Return one line for each column of the summary, with its explanation and accuracy."""
     lines = [
         "Exact, the kernel's high-water marks: peak RSS, cgroup peak (includes page cache).",
         *(line for name, line in _COMPUTED.items() if name in doing),
@@ -180,7 +180,7 @@ def _few(names: Sequence[str]) -> list[str]:
 
 
 def note_unused(results: Sequence[Result]) -> list[str]:
-    """Return a note for each model that was never called although a forward pass was requested."""
+    """Return a note for each model that was not called although a forward pass was requested."""
     builders = {
         result.cell.model.name: result.cell.model.builder.partition(":")[0]
         for result in results

@@ -1,8 +1,9 @@
 """Find change points: the places where a sequence of figures changes its level.
 
-Uses PELT (Killick, Fearnhead and Eckley, 2012) with least squares, from the package ruptures. The
-penalty of a step is the larger of two values: that of BIC for the noise of the figures, and the
-square of the change that ``weighin check`` tolerates. So a tolerated change is not a step.
+The method is PELT (Killick, Fearnhead and Eckley, 2012) with least squares, from the package
+ruptures. The penalty of a step is the larger of two values: the BIC penalty for the noise of the
+figures, and the square of the change that ``weighin check`` tolerates. A tolerated change is
+therefore not a step.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ def find_steps(figures: Sequence[int], allowance: int, least_runs: int) -> list[
     """Return the first index of each new level in a sequence of figures.
 
     ``allowance`` is the largest change between two runs that is never a step; ``least_runs`` is the
-    number of runs that a level must last.
+    minimum number of runs for which a level must last.
 
     Raises:
         ConfigError: ruptures is not installed.
@@ -27,10 +28,10 @@ def find_steps(figures: Sequence[int], allowance: int, least_runs: int) -> list[
     if len(figures) < 2 * least_runs:
         return []
     with extra("history", "history"):
-        import ruptures  # with scipy: 150 MB that measuring does not need
+        import ruptures  # 150 MB with scipy, an extra because measuring does not need it
     signal = np.asarray(figures, dtype=float)
     changes = np.diff(signal)
-    # Median absolute deviation of the changes: a step is a single change and hardly affects it.
+    # The median absolute deviation of the changes, which a step (a single change) hardly affects.
     spread = float(np.median(np.abs(changes - np.median(changes))))
     sigma = _MAD_TO_SIGMA * spread / np.sqrt(2)
     penalty = max(2 * sigma**2 * np.log(len(signal)), float(allowance) ** 2, 1.0)

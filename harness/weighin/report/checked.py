@@ -1,7 +1,7 @@
-"""The differences between predictions and measurements of published runs, from predicted.json.
+"""Compare predictions with measurements of published runs, from each run's predicted.json.
 
-``weighin predict --check RUN --json FILE`` writes that file. It is stored with the run because a
-prediction takes minutes and differs by some MiB between machines.
+``weighin predict --check RUN --json FILE`` writes predicted.json. The file is stored with the run
+because a prediction takes minutes and differs by some MiB between machines.
 """
 
 import json
@@ -53,7 +53,7 @@ def _row(run: Path, results: Sequence[Result]) -> list[str]:
 def _floor_differences(
     checked: Sequence[Mapping[str, Any]], results: Sequence[Result]
 ) -> Iterator[tuple[int, str]]:
-    """Yield the difference between each measured floor and the predicted one in bytes, and its strategy."""
+    """Yield each difference in bytes between a measured and a predicted floor, and the strategy."""
     predicted = {
         (series["strategy"], series["format"]): series["floor_bytes"] for series in checked
     }

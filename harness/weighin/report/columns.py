@@ -1,4 +1,4 @@
-"""The number columns of every table of a run: their figures, headings, units and formats."""
+"""Define the number columns of a run's tables: their figures, headings, units and formats."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -38,11 +38,11 @@ _FIGURES: Final = (
     Column("written_bytes", "written", "GiB", GIB, 3),
     Column("written_files", "files", "", 1, 0),
 )
-# These columns are left out if no cell has the figure.
+# A column in this set is left out if no cell has the figure.
 _WHERE_MEASURED: Final = frozenset(
     ["unreclaimable_sampled_bytes", *(figure.key for figure in _FIGURES[-7:])]
 )
-# Headings of the same figures for saves.
+# Headings of figures that have another heading for saves.
 _OF_SAVES: Final = {
     "load_s": "save",
     "ready_s": "on the disk",
@@ -52,7 +52,7 @@ HEADINGS: Final = {"ram_limit_bytes": "RAM limit", "vram_limit_bytes": "GPU limi
 
 
 def figures_of(frame: pd.DataFrame) -> list[Column]:
-    """Return the number columns for these series, with the headings of their operation."""
+    """Return the number columns for these series, with the headings for loads or for saves."""
     headings = _OF_SAVES if captions.doing(frame) == "saving" else {}
     return [
         replace(figure, heading=headings.get(figure.key, figure.heading))
@@ -74,6 +74,6 @@ def number_text(value: Any, figure: Column) -> str:
 
 
 def range_text(row: "pd.Series[Any]", figure: Column) -> str:
-    """Return the smallest and the largest value of the repeats as text; empty if they print alike."""
+    """Return the range of the repeats' values as text; empty if both ends have the same text."""
     low, high = (number_text(row[f"{figure.key}{end}"], figure) for end in ("_min", "_max"))
     return "" if low == high else f"{low}..{high}"

@@ -1,6 +1,6 @@
-"""Results as pandas tables: one row per cell, or one row per series of repeats.
+"""Convert results to pandas tables with one row per cell, or one row per series of repeats.
 
-Bytes are integers, times are seconds, unrounded; a figure that was not measured is NA.
+Bytes are integers, times are unrounded seconds, and a figure that was not measured is NA.
 """
 
 import json
@@ -15,7 +15,7 @@ from weighin.cell import Cell
 from weighin.record import Outcome, Result
 from weighin.units import format_exact
 
-# Properties that identify a series beside its strategy, in the order of columns.
+# Properties that together with the strategy identify a series, in the order of columns.
 DIMENSIONS: Final = (
     "operation", "model", "device", "ram_limit_bytes", "vram_limit_bytes",
     "format", "dtype", "cache", "isolation", "options",
@@ -37,13 +37,13 @@ _TEXTS: Final = ("group", "strategy", *DIMENSIONS, "outcome", "last_phase", "mes
 def cells(results: Iterable[Result]) -> pd.DataFrame:
     """Return one row per cell, in the order of the records.
 
-    Of a cell with several records, the last one counts. ``above_import_bytes`` is the exact peak RSS
-    less the RSS after ``import torch`` (for a save: less the RSS with the model in memory);
-    ``above_import_per_model`` is that divided by the model's size.
+    If a cell has several records, the last record is used. ``above_import_bytes`` is the exact peak
+    RSS minus the RSS after ``import torch`` (for a save: minus the RSS with the model in memory).
+    ``above_import_per_model`` is ``above_import_bytes`` divided by the model's size.
     """
     rows = {result.cell.id: _row(result) for result in results}
     columns = [*_TEXTS, "repeat", *FIGURES]
-    # As objects: beside None, pandas would convert integers to floats, which lose 2**53 + 1.
+    # As objects: pandas would convert integers beside None to floats, which cannot hold 2**53 + 1.
     frame = pd.DataFrame(list(rows.values()), columns=columns, dtype=object)
     types = dict.fromkeys((*BYTES, *_LIMITS), "Int64") | dict.fromkeys(NUMBERS, "Float64")
     types |= {"repeat": "Int64"} | {name: "object" for name in _TEXTS if name not in _LIMITS}
@@ -54,7 +54,7 @@ def series(results: Iterable[Result]) -> pd.DataFrame:
     """Return one row per series: the median of each figure over its repeats, and the range.
 
     The range of a figure ``x`` is in ``x_min`` and ``x_max``. If only some repeats are ok, the
-    figures are those of the ok ones, and ``outcome`` counts all: "ok 2, timeout 1".
+    figures cover only these repeats, and ``outcome`` counts all repeats: "ok 2, timeout 1".
     """
     frame = cells(results)
     rows = [_summary(group) for _, group in frame.groupby("group", sort=False)]
@@ -67,10 +67,10 @@ def series(results: Iterable[Result]) -> pd.DataFrame:
 
 
 def samples(run: Path, result: Result) -> pd.DataFrame | None:
-    """Return the cell's samples, or None if none can be read.
+    """Return a cell's samples, or None if no sample can be read.
 
-    Columns are the fields of ``record.Sample``. An incomplete last line is left out, and so are rows
-    with impossible values.
+    Columns are the fields of ``record.Sample``. An incomplete last line and rows with impossible
+    values are left out.
     """
     if result.samples_path is None or not _is_inside(PurePath(result.samples_path)):
         return None
@@ -98,7 +98,7 @@ def possible(frame: pd.DataFrame) -> pd.DataFrame:
 def varying(frame: pd.DataFrame) -> list[str]:
     """Return the dimensions in which the rows of ``frame`` differ.
 
-    Leaves out the format if each strategy has only one.
+    The format is left out if each strategy has only one format.
     """
     per_strategy = frame.groupby("strategy")
     return [
@@ -115,7 +115,7 @@ def known(value: Any) -> Any:
 
 
 def _is_inside(path: PurePath) -> bool:
-    """Tell whether a record's path stays in the run's folder; foreign records may contain any path."""
+    """Return whether a record's path stays in the run's folder; a foreign record is not trusted."""
     return not path.is_absolute() and ".." not in path.parts
 
 
@@ -185,7 +185,7 @@ def _outcome(outcomes: Sequence[str]) -> str:
 
 
 def _options(cell: Cell) -> Iterator[str]:
-    """Yield the settings beside the dimensions: a soft limit, the strategy's options, the environment."""
+    """Yield settings that are no dimension: soft limit, strategy options, environment variables."""
     if cell.ram_high_bytes is not None:
         yield f"ram_high={format_exact(cell.ram_high_bytes)}"
     yield from (f"{key}={_short(value)}" for key, value in sorted(cell.options.items()))

@@ -1,14 +1,14 @@
 """Write published results into the project's pages: ``python -m weighin.report.docs_tables PAGE...``.
 
-Also draws the pictures that the pages show, but for timelines: they need samples, which are not
-kept (``make publish`` draws them).
+The command also draws the pictures that the pages show, except timelines. ``make publish`` draws
+timelines, because they need samples, which are not kept.
 
 A page contains blocks; the text between the two lines of a block is generated from records alone. A
-block names a run and a part of its report: nothing for the table of all series, ``relative`` for
-that table with times as multiples, ``survival``, ``floors`` or ``passes``. A block may also name
-several searches for floors, to compare them (``agreement``), or several runs, to compare their
-predictions with their measurements (``checked``). The block ``predicted`` is the notebook's GPU
-table with predicted figures, because no GPU was available to measure them::
+block names a run and a part of the run's report: ``relative`` for the table of all series with
+times as multiples, ``survival``, ``floors`` or ``passes``, or no part for the table of all series.
+A block may also name several floor searches, to compare their floors (``agreement``), or several
+runs, to compare their predictions with their measurements (``checked``). The block ``predicted`` is
+the notebook's GPU table with predicted figures, because no GPU was available for measurements::
 
     <!-- results/published/gpt2-xl-8GiB -->
     ...
@@ -58,7 +58,7 @@ _PARTS: Final = {
 
 
 def fill(page: str, root: Path) -> str:
-    """Return the page with every block filled from the runs that it names, below ``root``.
+    """Return the page with every block filled from the runs below ``root`` that the block names.
 
     Raises:
         RecordError: a block names a run that does not exist or is damaged.
@@ -78,10 +78,10 @@ def fill(page: str, root: Path) -> str:
 
 
 def draw(page: str, root: Path) -> dict[Path, bytes]:
-    """Return the pictures of a page that need nothing but records, as SVG, by their paths.
+    """Return the pictures of a page that are drawn from records alone, as SVG, by their paths.
 
     Raises:
-        RecordError: a run whose picture the page shows is not there, or is damaged.
+        RecordError: a run whose picture the page shows does not exist or is damaged.
     """
     drawn = {}
     for match in _PICTURE.finditer(page):

@@ -1,4 +1,4 @@
-"""A run's report as markdown."""
+"""Write a run's report as markdown."""
 
 from collections.abc import Sequence
 from typing import TextIO
@@ -17,7 +17,7 @@ def write_markdown(
     warnings: Sequence[str] = (),
     images: Sequence[str] = (),
 ) -> None:
-    """Write the report of a run as markdown, with links to ``images`` at its end."""
+    """Write the report of a run as markdown, with links to ``images`` at the end."""
     frame = series(results)
     models = ", ".join(dict.fromkeys(frame["model"])) or "nothing"
     doing = captions.doing(frame).capitalize() or "Loading"

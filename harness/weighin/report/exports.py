@@ -1,7 +1,7 @@
 """Export a run for other programs: benchmark dashboards, Prometheus, and data frames.
 
-A series has the same name as in ``weighin check``. Its figures are the median, the lowest and the
-highest value of its ok repeats. Repeats that are not ok are only counted.
+A series has the same name as in ``weighin check``. The figures of a series are the median, the
+lowest and the highest value of its ok repeats. Repeats that are not ok are only counted.
 """
 
 import json
@@ -65,7 +65,7 @@ def github_action_benchmark(results: Sequence[Result]) -> str:
 
 
 def openmetrics(results: Sequence[Result]) -> str:
-    """Return OpenMetrics text, which Prometheus reads; in bytes and seconds.
+    """Return figures in bytes and seconds as OpenMetrics text, which Prometheus reads.
 
     https://prometheus.io/docs/specs/om/open_metrics_spec
 
@@ -89,7 +89,7 @@ def parquet(results: Sequence[Result]) -> bytes:
         ConfigError: pyarrow is not installed.
     """
     with extra("parquet", "parquet"):
-        import pyarrow  # noqa: F401  # an extra: 170 MB that few need
+        import pyarrow  # noqa: F401  # an extra, because it takes 170 MB and few users need it
     file = BytesIO()
     table = dataframe.cells(results).drop(columns="group")
     table.to_parquet(file, engine="pyarrow", index=False)
@@ -178,7 +178,7 @@ def _figures(series: Series) -> Iterator[tuple[Metric, Any]]:
 
 
 def _run(results: Sequence[Result]) -> list[Result]:
-    """Return the last record of each cell that was run; a skipped cell is no benchmark."""
+    """Return the last record of each cell that was run, without skipped cells."""
     last = {result.cell.id: result for result in results}
     return [result for result in last.values() if result.outcome is not Outcome.SKIPPED]
 

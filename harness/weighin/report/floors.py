@@ -1,4 +1,4 @@
-"""RAM floors as a table for the terminal and as markdown."""
+"""Render RAM floors as a table for the terminal and as markdown."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,7 +34,7 @@ NAMES: Final = 1
 
 
 def has_data(results: Sequence[Result]) -> bool:
-    """Tell whether some floor was found in these results."""
+    """Return whether these results contain at least one floor."""
     return any(floor.bytes is not None for floor in floors(results))
 
 
@@ -54,7 +54,7 @@ def terminal_floors(results: Sequence[Result]) -> RenderableType:
 
 
 def markdown_floors(results: Sequence[Result]) -> str:
-    """Return the floors as a markdown table, with the caption below."""
+    """Return the floors as a markdown table with its caption below."""
     searched = floors(results)
     heads = [f"{heading} {unit}".strip() for heading, unit in HEADINGS]
     rows = [row(floor, searched) for floor in searched]
@@ -62,14 +62,14 @@ def markdown_floors(results: Sequence[Result]) -> str:
 
 
 def markdown_reasons(results: Sequence[Result]) -> str:
-    """Return ``markdown_floors`` with the figures behind each verdict, and the columns explained."""
+    """Return ``markdown_floors`` with the figures behind each verdict and notes on the columns."""
     searched = floors(results)
     lines = [*reasons(searched), *notes(searched)]
     return "\n".join([markdown_floors(results), "", *(f"- {escaped(line)}" for line in lines)])
 
 
 def html_floors(results: Sequence[Result]) -> list[Drawable]:
-    """Return the floors as a block of the page, with the figures behind each verdict."""
+    """Return the floors as a block of report.html, with the figures behind each verdict."""
     searched = floors(results)
     heads = [f"{heading} {unit}".strip() for heading, unit in HEADINGS]
     rows = [[_entry(text) for text in row(floor, searched)] for floor in searched]
@@ -78,9 +78,9 @@ def html_floors(results: Sequence[Result]) -> list[Drawable]:
 
 
 def markdown_agreement(runs: Mapping[str, Sequence[Result]]) -> str:
-    """Return the floors of several searches side by side, by strategy, and their differences.
+    """Return a table with the floors of several searches side by side, and their differences.
 
-    ``runs`` has the results of each search by its name.
+    ``runs`` maps the name of each search to its results.
     """
     searches = {
         name: {floor.cell.strategy: floor for floor in floors(results)}
@@ -106,7 +106,7 @@ def markdown_agreement(runs: Mapping[str, Sequence[Result]]) -> str:
 
 
 def _floor_text(floor: Floor | None) -> str:
-    """Return a floor in MiB, and the outcome one step below it unless the load was killed there."""
+    """Return a floor in MiB, with the outcome one step below the floor unless that is "killed"."""
     if floor is None or floor.bytes is None:
         return "-"
     return _scaled(floor.bytes, MIB, 0) + (f" ({floor.below})" if floor.below != KILLED else "")
@@ -152,7 +152,7 @@ def _life_as_dict(life: Life | None) -> dict[str, Any] | None:
 
 
 def reasons(searched: Iterable[Floor]) -> list[str]:
-    """Return one line for each missing floor and its reason, and for each verdict and its figures."""
+    """Return a line with the reason for each missing floor, and the figures behind each verdict."""
     lines = []
     for floor in searched:
         if floor.message:
@@ -165,7 +165,7 @@ def reasons(searched: Iterable[Floor]) -> list[str]:
 
 
 def notes(searched: Sequence[Floor]) -> list[str]:
-    """Return explanations of the columns."""
+    """Return explanations of the columns of the table of floors."""
     cells = sum(floor.cells for floor in searched)
     return [
         "RAM floor: the smallest limit, swap off, under which three of three loads succeeded and every"
@@ -178,7 +178,7 @@ def notes(searched: Sequence[Floor]) -> list[str]:
 
 
 def caption(results: Sequence[Result]) -> str:
-    """Return the properties that all cells share; the limit is left out."""
+    """Return the properties that all cells share, without the limit."""
     return captions.shared(series(results), results, without=("ram_limit_bytes",))
 
 
@@ -196,7 +196,7 @@ def row(floor: Floor, searched: Sequence[Floor]) -> list[str]:
 
 
 def _below(floor: Floor) -> str:
-    """Return the size of the step below the floor, and how the load failed there."""
+    """Return the size of the step below the floor, and how the load failed one step below."""
     return f"{_scaled(floor.step_bytes, MIB, 0)} MiB: {floor.below}" if floor.bytes else "-"
 
 
@@ -233,7 +233,7 @@ def _entry(text: str) -> ListEntry:
 
 
 def _styled(text: str) -> Text:
-    """Return a text broken into short lines, so that nine columns fit 80 letters."""
+    """Return a text broken into short lines, so that nine columns fit into 80 characters."""
     before, _, last = text.rpartition(" ")
     if last in STYLES:
         return Text(f"{before}\n{last}", style=STYLES[Verdict(last)])

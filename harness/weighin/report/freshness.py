@@ -1,4 +1,4 @@
-"""Tell whether a run was measured with the current code: by a hash of its sources, else by git."""
+"""Find out whether a run was measured with the current code, by a hash of its sources or by git."""
 
 import subprocess
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ class Standing:
     """The changes of the code since a run was measured.
 
     Attributes:
-        changed: for each strategy whose code changed: how ("3 commits since").
-        unknown: for each strategy that cannot be compared: why.
+        changed: maps each strategy whose code changed to the change ("3 commits since").
+        unknown: maps each strategy that cannot be compared to the reason.
     """
 
     changed: dict[str, str]
@@ -37,7 +37,7 @@ class Standing:
 
 
 def standing(results: Sequence[Result], root: Path) -> Standing:
-    """Compare the measured code with the current code in ``root``, a git work tree."""
+    """Compare the code that was measured with the current code in ``root``, a git work tree."""
     changed: dict[str, str] = {}
     unknown: dict[str, str] = {}
     compared: set[tuple[object, ...]] = set()
@@ -69,9 +69,9 @@ def _ask_git(
     changed: dict[str, str],
     unknown: dict[str, str],
 ) -> None:
-    """Record the changes of the files since the commit, for a record without a hash.
+    """Add the changes of the files since the commit of a record without a hash.
 
-    If an import was removed since then, the file that contained it has changed.
+    A removed import is noticed too, because the file that contained the import has changed.
     """
     if not commit:
         unknown[strategy] = "its commit was not recorded"
@@ -82,7 +82,7 @@ def _ask_git(
 
 
 def since(root: Path, commit: str, files: Sequence[Path]) -> str | None:
-    """Return the changes of files since a commit in words, empty if none; None if git knows no such commit."""
+    """Return the changes of files since a commit in words; None if git does not know the commit."""
     names = [str(path) for path in files]
     commits = _git(root, "log", "--format=%h", f"{commit}..HEAD", "--", *names)
     edited = _git(root, "status", "--porcelain", "--", *names)

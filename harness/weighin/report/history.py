@@ -1,4 +1,4 @@
-"""The history of a metric over the runs of a folder, and its steps."""
+"""Compute the history of a metric over the runs of a folder, and the metric's steps."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ _SEVERAL: Final = 2  # runs that a step must last, for metrics with noise
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One run: its folder's name, its start, and its machine and software."""
+    """One run in a history: its folder's name, its start, and its machine and software."""
 
     name: str
     started_at: str
@@ -33,7 +33,7 @@ class Moment:
 
     @property
     def commit(self) -> str:
-        """The first letters of the commit, and a + if tracked files differed from it."""
+        """The first characters of the commit, and a + if tracked files differed from the commit."""
         commit = str(self.settings.get("git_commit") or "")[:_COMMIT_LETTERS]
         return commit + ("+" if commit and self.settings.get("git_dirty") else "")
 
@@ -53,9 +53,10 @@ class HistoryPoint:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A lasting change from the run ``index`` of a series on; figures are medians before and after.
+    """A lasting change of a series that begins at its run ``index``.
 
-    ``moved`` are the differences between the two runs at the step: machine, torch, commit.
+    Figures are the medians before and after the step. ``moved`` contains the differences between
+    the two runs at the step: machine, torch, commit.
     """
 
     index: int
@@ -72,7 +73,7 @@ class SeriesHistory:
     points: list[HistoryPoint]
     steps: list[Step]
     turns: list[tuple[int, str, str]]
-    """Changes of the outcome: the index in ``points``, the old outcome, the new outcome."""
+    """Changes of the outcome, as (index in ``points``, old outcome, new outcome)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +89,12 @@ class History:
 def read(folder: Path, metric: str, words: Sequence[str] = ()) -> History:
     """Return the history of a metric over every run below ``folder``.
 
-    Keeps the series whose names contain all ``words``. A run that cannot be read is a warning.
+    The history has the series whose names contain all ``words``. A run that cannot be read causes a
+    warning.
 
     Raises:
-        UnknownName: there is no such metric.
-        ConfigError: there is no run, or no series is left.
+        UnknownName: no metric has this name.
+        ConfigError: the folder has no run, or no series contains all words.
     """
     chosen = named(metric)
     runs, warnings = _runs(folder)
@@ -118,7 +120,7 @@ def read(folder: Path, metric: str, words: Sequence[str] = ()) -> History:
 
 
 def terminal_table(history: History) -> RenderableType:
-    """Return a row for each series with its first and last figure, and the steps below."""
+    """Return a table with each series' first and last figure, and a list of steps below it."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
     table.add_column("series", overflow="fold")
     for heading in ("runs", "first", "last", "change"):
@@ -174,7 +176,7 @@ def notes(history: History) -> list[str]:
 
 
 def _runs(folder: Path) -> tuple[list[tuple[Moment, Sequence[Any]]], list[str]]:
-    """Read every run below a folder, oldest first."""
+    """Read every run below a folder, and return the runs, the oldest first, with warnings."""
     if not folder.is_dir():
         raise ConfigError(
             f"{folder} is not a folder", "name a folder that contains runs, such as results"

@@ -1,4 +1,4 @@
-"""Draw a history: one panel per setting, one line per strategy, with its steps."""
+"""Draw a history with one panel per setting, and one line per strategy with the line's steps."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _MARKERS: Final = "osD^vP*X<>hp"
-_LABELS: Final = 24  # the most runs that have room for their names below an axis
+_LABELS: Final = 24  # the largest number of runs whose names fit below an axis
 _NS: Final = 1e9
 
 
 def draw(history: History, path: Path) -> Path:
-    """Draw the history as PNG or SVG, according to the suffix of ``path``; return the path.
+    """Draw the history as PNG or SVG, according to the suffix of ``path``, and return the path.
 
     Raises:
-        ConfigError: the suffix is another one.
+        ConfigError: the suffix is neither ``.png`` nor ``.svg``.
         RecordError: the file cannot be written.
     """
     kind = path.suffix.removeprefix(".").lower()
@@ -108,7 +108,7 @@ def _series(
 
 
 def _changes(axes: "Axes", history: History) -> None:
-    """Mark changes of the machine or its software; a step there need not come from the code."""
+    """Mark changes of the machine or its software, which can cause a step instead of the code."""
     for place, (before, after) in enumerate(pairwise(history.moments), start=1):
         if changed(before, after):
             axes.axvline(place - 0.5, color=look.INK, linestyle=":", linewidth=1)

@@ -1,7 +1,8 @@
-"""A run as one self-contained HTML file: it needs no network, no other file, and no library.
+"""Render a run as one HTML file that needs no network, no other file, and no library.
 
-The drawings are SVG and HTML boxes, computed here. ``templates/script.js`` sorts, filters, and
-explains a mark on hover or with the arrow keys. The page can be read without scripts.
+The drawings are SVG and HTML boxes, which this package computes. ``templates/script.js`` sorts and
+filters tables, and explains a mark on hover or with the arrow keys. The page can be read without
+scripts.
 """
 
 import base64
@@ -61,7 +62,7 @@ def render(run: Path, results: Sequence[Result], warnings: Sequence[str] = ()) -
 def _templates() -> "Environment":
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    # Names and messages are foreign input: everything is escaped unless a template says otherwise.
+    # Names and messages are foreign input, so all text is escaped unless a template says otherwise.
     return Environment(
         autoescape=True,
         loader=PackageLoader(_PACKAGE),
@@ -73,11 +74,11 @@ def _templates() -> "Environment":
 
 @cache
 def _part(name: str) -> "Markup":
-    """Return one of our own files as a part of the page that needs no escaping."""
+    """Return a file of weighin as a part of the page, without escaping."""
     from markupsafe import Markup
 
     text = (resources.files(_PACKAGE) / "templates" / name).read_text(encoding="utf-8")
-    return Markup(text)  # noqa: S704  # our own file, no name from outside is in it
+    return Markup(text)  # noqa: S704  # weighin's own file, without foreign input
 
 
 def _hash(script: str) -> str:

@@ -1,7 +1,7 @@
-"""Write a page for a person who has to choose a loader: ``python -m weighin.report.loaders RUN...``.
+"""Print a page that helps to choose a loader: ``python -m weighin.report.loaders RUN...``.
 
-Each run becomes a table with one row for each strategy, the fastest first. Every figure is the median
-of the ok repeats of the run's own records. Prints the page to standard output.
+Each run becomes a table with one row for each strategy, the fastest first. Every figure is the
+median of the ok repeats in the run's own records. The page is printed to standard output.
 """
 
 import sys
@@ -51,7 +51,7 @@ class _Row:
 
 
 def page(runs: Sequence[Sequence[Result]]) -> str:
-    """Return the page for these runs, each a list of results."""
+    """Return the page for these runs, each of which is a list of results."""
     return "\n".join([INTRODUCTION, *(line for results in runs for line in _section(results))])
 
 

@@ -1,4 +1,4 @@
-"""Compare the notebook's published figures with ours, for runs of configs/suites/notebook.yaml."""
+"""Compare a notebook's published figures with measured ones, for configs/suites/notebook.yaml."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ HEADINGS: Final = (
 
 
 class Method(BaseModel):
-    """One line of the published table. ``phase`` is set if the figure is the peak of one phase."""
+    """One line of the notebook's table. ``phase`` is set if the figure is the peak of one phase."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -44,7 +44,7 @@ class Method(BaseModel):
 
 
 class Published(BaseModel):
-    """The published table and its model."""
+    """The table that the notebook published, and the table's model."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -54,7 +54,7 @@ class Published(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Ours:
-    """Our figures for one method, in bytes; None if not measured."""
+    """The measured figures for one method, in bytes; None if not measured."""
 
     gpu_allocated_bytes: int | None
     host_above_import_bytes: int | None = None
@@ -63,30 +63,30 @@ class Ours:
 
 
 def published() -> Published:
-    """Return the published figures."""
+    """Return the notebook's published figures."""
     path = data_folder("configs") / "published" / "notebook.yaml"
     return Published.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
 
 
 def has_data(results: Sequence[Result]) -> bool:
-    """Tell whether some cell is one of the notebook's methods."""
+    """Return whether at least one cell is one of the notebook's methods."""
     table = published()
     return any(_is_notebooks(result, table) for result in results)
 
 
 def terminal_notebook(results: Sequence[Result]) -> RenderableType:
-    """Return why our figures differ from the published ones, one line per method."""
+    """Return the reasons why measured and published figures differ, one line per method."""
     lines = [f"{name}: {reason}" for name, reason in differences(results)]
     return Group(*map(Text, lines), Text(caption(results), style="dim"))
 
 
 def markdown_notebook(results: Sequence[Result]) -> str:
-    """Return the published table with our figures, and why they differ, as markdown."""
+    """Return the published table with measured figures and reasons for differences, as markdown."""
     return "\n".join(_section(results))
 
 
 def html_notebook(results: Sequence[Result]) -> list[Drawable]:
-    """Return the published table with our figures, and why they differ, as a block of the page."""
+    """Return the published table with measured figures and reasons, as a block of report.html."""
     entries = [[ListEntry(text) for text in row] for row in rows(results)]
     notes = [ABOUT, *(f"{name}: {reason}" for name, reason in differences(results))]
     label = "The notebook's published figures"
@@ -111,7 +111,7 @@ def caption(results: Sequence[Result]) -> str:
 
 
 def rows(results: Sequence[Result]) -> Iterator[list[str]]:
-    """Yield the rows of the table: a method, the published figures, and ours."""
+    """Yield the rows of the table: a method, its published figures, and its measured figures."""
     for method, ours in _rows(results):
         yield [
             *method_words(method),
@@ -123,7 +123,7 @@ def rows(results: Sequence[Result]) -> Iterator[list[str]]:
 
 
 def differences(results: Sequence[Result]) -> Iterator[tuple[str, str]]:
-    """Yield each method and why our figures differ from the published ones."""
+    """Yield each method, and the reason why its measured figures differ from the published ones."""
     for method, ours in _rows(results):
         if ours.gpu_allocated_bytes is None:
             yield method.method, "not measured."
@@ -161,7 +161,7 @@ def _measured(method: Method, result: Result | None) -> Ours:
 
 
 def method_words(method: Method) -> tuple[str, str]:
-    """Return the two name columns of a method: its description, and our strategy with the phase."""
+    """Return a method's two name columns: its description, and the strategy with the phase."""
     return method.method, method.strategy + (f", phase {method.phase}" if method.phase else "")
 
 
@@ -170,5 +170,5 @@ def gib(size: int | None) -> str:
 
 
 def _both(size: int | None) -> str:
-    """Return a size as the notebook prints it, and with our digits."""
+    """Return a size as the notebook prints it, followed by the size with weighin's digits."""
     return "-" if size is None else f"{size / GIB:.1f} ({size / GIB:.3f})"

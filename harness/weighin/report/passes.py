@@ -1,4 +1,4 @@
-"""The forward passes after a load: the time and the major faults of each, as a table."""
+"""Tabulate the forward passes after a load: the time and the major faults of each pass."""
 
 from collections.abc import Sequence
 from statistics import median_low
@@ -24,7 +24,7 @@ NOTE: Final = (
 
 
 def has_data(results: Sequence[Result]) -> bool:
-    """Tell whether some model was called more than once."""
+    """Return whether at least one model was called more than once."""
     return any(len(_passes(result)) > 1 for result in results)
 
 
@@ -49,7 +49,7 @@ def markdown_passes(results: Sequence[Result]) -> str:
 
 
 def html_passes(results: Sequence[Result]) -> list[Drawable]:
-    """Return the passes of each series as a block of the page."""
+    """Return the passes of each series as a block of report.html."""
     names, rows = table(results)
     entries = [[ListEntry(text) for text in row] for row in rows]
     heads = headings(names, rows)

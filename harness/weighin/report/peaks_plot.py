@@ -1,6 +1,6 @@
-"""The peak memory of a run as bars.
+"""Draw the peak memory of a run as bars.
 
-Bars are the sampled maxima of anonymous and file-backed memory; the marker is the exact peak RSS.
+Bars are the sampled maxima of anonymous and file-backed memory; a marker is the exact peak RSS.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ _MARGIN: Final = 1.3  # room right of the bars for the outcomes
 
 
 def draw_peaks(results: Sequence[Result]) -> "Figure":
-    """Return bars of each series' memory, with its exact peak, the limit and the model's size."""
+    """Return bars of each series' memory, with the exact peak, the limit and the model's size."""
     frame = series(results)
     if frame.empty:
         return look.empty_figure("Memory while loading")
@@ -70,7 +70,7 @@ def _panel(axes: "Axes", group: pd.DataFrame, right: float) -> None:
 
 
 def _bar(axes: "Axes", place: int, row: Any, right: float) -> None:
-    """Draw one series: its two parts, the exact peak with its range, and the outcome."""
+    """Draw one series: both parts of its bar, the exact peak with its range, and the outcome."""
     shade, is_ok = look.colour(row["strategy"]), row["outcome"] == Outcome.OK.value
     style: dict[str, Any] = {"height": 0.62, "hatch": "" if is_ok else "////", **look.EDGE}
     anonymous = (known(row["anon_sampled_bytes"]) or 0) / GIB
@@ -81,7 +81,7 @@ def _bar(axes: "Axes", place: int, row: Any, right: float) -> None:
     peak = known(row["peak_rss_bytes"])
     words = [] if peak is None else [f"{peak / GIB:.2f}"]
     words += [] if is_ok else [captions.ending(row)]
-    # On white, because the text may cross the line of the limit.
+    # On a white box, because the text may cross the line of the limit.
     box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
     label = look.verbatim("  ".join(words))
     gap = right * 0.015
@@ -91,7 +91,7 @@ def _bar(axes: "Axes", place: int, row: Any, right: float) -> None:
 
 
 def _marks(axes: "Axes", place: int, row: Any) -> tuple[float, float]:
-    """Draw the exact peaks; return their largest values in GiB: of the process, of the GPU."""
+    """Draw the exact peaks, and return the largest peaks of the process and of the GPU, in GiB."""
     rss = cuda = 0.0
     style: dict[str, Any] = {"color": "black", "linestyle": "", "markersize": 5, "zorder": 4}
     if (peak := known(row["peak_rss_bytes"])) is not None:

@@ -1,4 +1,4 @@
-"""The notebook's published GPU figures beside predicted ones; needs no GPU."""
+"""Compare the notebook's published GPU figures with predicted figures, without a GPU."""
 
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -19,13 +19,13 @@ CAPTION: Final = "Predicted with the current code each time these pages are gene
 
 
 def markdown_predicted() -> str:
-    """Return the published table with predicted CUDA peaks; takes 10 s."""
+    """Return the published table with predicted CUDA peaks, which takes 10 s."""
     table = published()
     return "\n".join([*lines(table, predict([*_planned(table)])), "", CAPTION])
 
 
 def lines(table: Published, predictions: Sequence[Prediction]) -> Iterator[str]:
-    """Return the table in markdown; a method that could not be predicted has no figures."""
+    """Yield the lines of the table in markdown; an unpredictable method has no figures."""
     of = {prediction.strategy: prediction for prediction in predictions}
     rows = [_row(method, _peaks(method, of[method.strategy])) for method in table.methods]
     return table_lines(HEADINGS, rows, names=NAMES)

@@ -1,7 +1,7 @@
-"""The table of a run with times as multiples of the first series' times, for runs on shared machines.
+"""Tabulate a run with times as multiples of the first series' times, for runs on shared machines.
 
 Memory figures are comparable between machines. Times are comparable only within one run; multiples
-keep a reader from comparing them with those of another run.
+keep a reader from comparing times of different runs.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ _SAME: Final = ("operation", "model", "device")  # times are compared where thes
 
 
 def markdown_relative(results: Sequence[Result]) -> str:
-    """Return the table, with the times of the first line in seconds below it."""
+    """Return the table, and below the table the first line's times in seconds."""
     frame = series(results)
     if frame.empty:
         return captions.shared(frame, results)
@@ -42,7 +42,7 @@ def markdown_relative(results: Sequence[Result]) -> str:
 
 
 def _divided(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return the frame with each time divided by that of the first comparable series."""
+    """Return the frame with each time divided by the time of the first comparable series."""
     comparable = frame.groupby(list(_SAME), sort=False)
     firsts = {key: comparable[key].transform("first") for key in _TIMES}
     columns = ((key, f"{key}{end}") for key in _TIMES for end in ("", "_min", "_max"))

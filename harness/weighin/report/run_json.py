@@ -1,4 +1,7 @@
-"""A run, its floors, or a history as data for ``--json``. Bytes are integers; None is not measured."""
+"""Convert a run, its floors, or a history to data for ``--json``.
+
+Bytes are integers. None means that a figure was not measured.
+"""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -18,7 +21,7 @@ SCHEMA: Final = 1
 def of_run(
     run: Path, results: Sequence[Result], files: Sequence[Path], warnings: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return a run: the rows of its summary.csv as ``series``, and the paths of what was written."""
+    """Return a run: the rows of its summary.csv as ``series``, and the paths of written files."""
     rows = dataframe.series(results).drop(columns="group").to_dict("records")
     return {
         "schema": SCHEMA,
@@ -30,7 +33,7 @@ def of_run(
 
 
 def of_floors(run: Path, results: Sequence[Result], files: Sequence[Path]) -> dict[str, Any]:
-    """Return the RAM floors that a search found, and the paths of what was written."""
+    """Return the RAM floors that a search found, and the paths of written files."""
     return {
         "schema": SCHEMA,
         "run": str(run),
@@ -40,7 +43,7 @@ def of_floors(run: Path, results: Sequence[Result], files: Sequence[Path]) -> di
 
 
 def of_history(history: History, picture: Path) -> dict[str, Any]:
-    """Return a metric over runs: every point, and the runs in which a level or an outcome changed."""
+    """Return a metric over runs: all points, and the runs where its level or an outcome changed."""
     return {
         "schema": SCHEMA,
         "metric": history.metric.name,
@@ -80,7 +83,7 @@ def of_history(history: History, picture: Path) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of a frame for JSON: medians of bytes are floats there."""
+    """Return a frame's value for JSON, and a whole float (a median of bytes) as an integer."""
     value = known(value)
     return int(value) if isinstance(value, float) and value.is_integer() else value
 

@@ -1,4 +1,4 @@
-"""The sections of a run's report: one list for the terminal, report.md and report.html."""
+"""Define the sections of a run's report, which terminal, report.md and report.html share."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,10 +29,10 @@ FIGURES: Final = "How to read the figures"
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One section: its heading, and its content for the terminal, for markdown and for the page.
+    """One section: its heading, and its content for the terminal, report.md and report.html.
 
-    ``is_found`` marks a finding; other sections are in the report of every run. ``pictures`` are
-    pairs of a name and the function that draws it.
+    ``is_found`` marks a finding; other sections are in the report of every run. ``pictures``
+    contains pairs of a picture's name and the function that draws the picture.
     """
 
     heading: str
@@ -44,9 +44,9 @@ class Section:
 
 
 def of(results: Sequence[Result], warnings: Sequence[str] = ()) -> list[Section]:
-    """Return the sections of a run in their order; ``warnings`` are those of its records' file.
+    """Return the sections of a run in order; ``warnings`` are the warnings of its records file.
 
-    Findings come before the long table, because a reader looks for them first.
+    Findings come before the long table, because a reader looks for findings first.
     """
     frame = series(results)
     if frame.empty:
@@ -71,7 +71,7 @@ def findings(results: Sequence[Result]) -> Iterator[Section]:
     if passes.has_data(results):
         outputs = passes.terminal_passes, passes.markdown_passes, passes.html_passes
         yield _finding("Forward passes", results, *outputs)
-    is_search = floors.has_data(results)  # its rows have different limits, so it is no sweep
+    is_search = floors.has_data(results)  # a search's rows have different limits, unlike a sweep's
     if matrices(results) and not is_search:
         outputs = survival.terminal_survival, survival.markdown_reasons, survival.html_survival
         yield _finding("Survival", results, *outputs, pictures)
@@ -152,6 +152,6 @@ def _blocks(*blocks: Drawable) -> list[Drawable]:
 
 
 def _preformatted(text: str) -> str:
-    """Return text of several lines that a code block can contain."""
+    """Return a text of several lines in a form that a code block can contain."""
     lines = ("".join(c for c in line if c.isprintable()) for line in text.strip().splitlines())
     return "\n".join(line.replace("`", "'") for line in lines)

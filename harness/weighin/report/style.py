@@ -1,6 +1,6 @@
-"""The style that all figures share: size, colours, title above, caption below.
+"""Define the style that all figures share: size, colours, title above, caption below.
 
-Every strategy has the same colour in all figures. No information is in a colour alone.
+Every strategy has the same colour in all figures. No information is shown by colour alone.
 """
 
 import hashlib
@@ -20,18 +20,18 @@ if TYPE_CHECKING:  # matplotlib takes half a second to import
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH_IN: Final = 9.0  # 1800 pixels at this resolution: sharp at the 900 of a README
+WIDTH_IN: Final = 9.0  # 1800 pixels at this resolution: sharp at a README's width of 900
 DPI: Final = 200
 MAX_PANELS: Final = 12
 INK: Final = "#333333"
 GREY: Final = "#7F7F7F"
 EDGE: Final[dict[str, Any]] = {"edgecolor": INK, "linewidth": 0.6}
-# Each combination of these has its own panel; formats and options are in the labels of rows.
+# Each combination of these properties has its own panel; row labels show formats and options.
 SCENE: Final = (
     "operation", "model", "device", "ram_limit_bytes", "vram_limit_bytes", "dtype", "cache", "isolation",
 )  # fmt: skip
 
-# Okabe and Ito's colours, safe for colour-blind readers; then Tol's muted ones for other names.
+# Okabe and Ito's colours, safe for colour-blind readers; then Tol's muted colours for other names.
 _COLOURS: Final = {
     "baseline": GREY,
     "sequential": "#E69F00",
@@ -87,7 +87,7 @@ def verbatim(text: str) -> str:
 
 
 def save(figure: "Figure", file: BinaryIO, kind: str) -> None:
-    """Write ``figure`` as ``kind``: png, or svg with text as text and without a date."""
+    """Write ``figure`` as ``kind``: png, or svg that keeps text as text and has no date."""
     from matplotlib import rc_context
 
     about = {"Date": None} if kind == "svg" else None
@@ -98,14 +98,14 @@ def save(figure: "Figure", file: BinaryIO, kind: str) -> None:
 
 
 def _rounded(svg: bytes) -> bytes:
-    """Return an SVG whose paths have hundredths of a point: matplotlib writes millionths."""
+    """Return an SVG with its coordinates rounded from millionths to hundredths of a point."""
     return _PATH.sub(lambda path: _DECIMALS.sub(rb"\1", path[0]), svg)
 
 
 def new_figure(height_in: float, rows: int, columns: int, **options: Any) -> tuple["Figure", Any]:
     """Return a figure of ``WIDTH_IN``, without pyplot's global state, and its axes as an array.
 
-    ``height_in`` is the height of the panels; ``dress`` adds room for the texts around them.
+    ``height_in`` is the height of the panels; ``dress`` adds room for the texts around the panels.
     """
     from matplotlib.figure import Figure
 
@@ -114,13 +114,13 @@ def new_figure(height_in: float, rows: int, columns: int, **options: Any) -> tup
 
 
 def tidy(axes: "Axes") -> None:
-    """Remove the lines that carry no data."""
+    """Remove the lines of a panel that carry no data."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=8, colors=INK)
 
 
 def dress(figure: "Figure", title: str, handles: Sequence[Any], lines: Sequence[str]) -> None:
-    """Put the title and the legend above the panels, and the caption below them."""
+    """Put the title and the legend above the panels, and the caption below the panels."""
     wrapped = [part for line in lines for part in textwrap.wrap(verbatim(line), 145)]
     columns = len(handles) if len(handles) <= 4 else 3
     legend_rows = -(-len(handles) // columns) if handles else 0
@@ -150,7 +150,7 @@ def headline(frame: pd.DataFrame, subject: str) -> str:
 
 
 def scenes(frame: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Split the series into comparable groups; yield the title and the rows of each."""
+    """Split the series into comparable groups, and yield the title and the rows of each group."""
     by = [name for name in SCENE if name in varying(frame)]
     if not by:
         yield "", frame
@@ -181,7 +181,7 @@ def empty_figure(title: str) -> "Figure":
 
 
 def row_labels(group: pd.DataFrame) -> list[str]:
-    """Return a label for each row: the strategy, with format and options if it has several."""
+    """Return a label for each row: the strategy, with format and options if these vary."""
     labels = []
     for _, row in group.iterrows():
         same = group[group["strategy"] == row["strategy"]]

@@ -1,4 +1,4 @@
-"""Summarise a run in sentences: which strategies work under which limit, and which is the fastest."""
+"""Summarise a run in sentences: the strategies that work under each limit, and the fastest one."""
 
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -13,8 +13,8 @@ from weighin.report import captions, floors, style
 from weighin.report.dataframe import known, varying
 from weighin.units import GIB
 
-_MOST: Final = 16  # paragraphs; more would be no summary
-# The words for loads and for saves.
+_MOST: Final = 16  # paragraphs; a longer text would not be a summary
+# The words that a summary uses for loads and for saves.
 _WORDS: Final = {
     "load": {"load": "load", "ready": "ready", "import": "the import"},
     "save": {"load": "save", "ready": "on the disk", "import": "the model in memory"},
@@ -33,8 +33,8 @@ _ENDINGS: Final = {
 def paragraphs(frame: pd.DataFrame, results: Sequence[Result] = ()) -> list[str]:
     """Return one paragraph for each limit, device and other setting of a run.
 
-    For a search for RAM floors: the floors, and the cells without a limit. Verdicts and floors are
-    computed from ``results``.
+    For a search for RAM floors, return the floors and the cells without a limit. Verdicts and
+    floors are computed from ``results``.
     """
     if frame.empty:
         return ["No cells were measured."]
@@ -61,7 +61,7 @@ def _paragraph(group: pd.DataFrame, changing: Sequence[str]) -> str:
 
 
 def _works(group: pd.DataFrame, changing: Sequence[str]) -> str:
-    """Return how many series work: "With 8 GiB of RAM, 3 of 6 strategies load gpt2-xl: ..."."""
+    """Return the number of series that work: "With 8 GiB of RAM, 3 of 6 strategies load ..."."""
     row = group.iloc[0]
     limit = known(row["ram_limit_bytes"])
     start = f"With {captions.size(limit)} of RAM" if limit else "Without a RAM limit"
@@ -88,7 +88,7 @@ def _works(group: pd.DataFrame, changing: Sequence[str]) -> str:
 
 
 def _best(group: pd.DataFrame) -> Iterator[str]:
-    """Yield which working series is the fastest, and which has the smallest peak RSS."""
+    """Yield the fastest working series, and the working series with the smallest peak RSS."""
     good = group[(group["ok"] > 0) & (group["ok"] == group["repeats"])]
     good = good.assign(label=style.row_labels(good))
     words = _WORDS[group.iloc[0]["operation"]]
@@ -111,7 +111,7 @@ def _best(group: pd.DataFrame) -> Iterator[str]:
 
 
 def _others(group: pd.DataFrame) -> Iterator[str]:
-    """Yield the outcomes of the series that do not work, or only in some repeats."""
+    """Yield the outcomes of the series that work in no repeat or only in some repeats."""
     pairs = list(zip(style.row_labels(group), group["outcome"].tolist(), strict=True))
     for outcome, words in _ENDINGS.items():
         if names := [label for label, ended in pairs if ended == outcome.value]:

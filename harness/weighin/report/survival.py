@@ -1,4 +1,4 @@
-"""The survival matrix as a table for the terminal and as markdown."""
+"""Render the survival matrix as a table for the terminal and as markdown."""
 
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -44,7 +44,7 @@ def terminal_survival(results: Sequence[Result]) -> RenderableType:
 
 
 def markdown_survival(results: Sequence[Result]) -> str:
-    """Return the matrices as markdown tables, each with its caption below."""
+    """Return the matrices as markdown tables, each with its caption below the table."""
     lines: list[str] = []
     for matrix in matrices(results):
         heads = ["strategy", *(heading(limit) for limit in matrix.limits)]
@@ -63,7 +63,7 @@ def markdown_reasons(results: Sequence[Result]) -> str:
 
 
 def html_survival(results: Sequence[Result]) -> list[Drawable]:
-    """Return the matrices as blocks of the page; a field shows the figures of its verdict on hover."""
+    """Return the matrices as blocks of report.html, with each verdict's figures shown on hover."""
     return [
         Found(
             "Survival under each limit",
@@ -81,7 +81,7 @@ def html_survival(results: Sequence[Result]) -> list[Drawable]:
 
 
 def reasons(matrix: Matrix, only: Verdict | None = None) -> list[str]:
-    """Return the figures behind each verdict, or behind those of one kind, one line each."""
+    """Return a line with the figures behind each verdict, or only behind each verdict ``only``."""
     lines = []
     for row, fields in enumerate(_rows(matrix)):
         for limit, field in zip(matrix.limits, fields, strict=True):
@@ -99,7 +99,7 @@ def heading(limit: int | None) -> str:
 
 
 def notes(results: Sequence[Result]) -> list[str]:
-    """Return explanations of the fields."""
+    """Return explanations of the fields of a survival matrix."""
     passes = max((result.cell.passes for result in results), default=0)
     used = {0: "", 1: " and for one forward pass"}.get(passes, f" and for {passes} forward passes")
     return [
@@ -109,7 +109,7 @@ def notes(results: Sequence[Result]) -> list[str]:
 
 
 def caption(matrix: Matrix, results: Sequence[Result]) -> str:
-    """Return the properties that all cells of a matrix share; the limit is left out."""
+    """Return the properties that all cells of a matrix share, without the limit."""
     cells = [field.result for field in matrix.fields.values()]
     return captions.shared(series(cells), results, without=("ram_limit_bytes", "format", "options"))
 

@@ -1,4 +1,4 @@
-"""The survival matrix as a picture, and the curve of time over the limit."""
+"""Draw the survival matrix as a picture, and curves of time over the limit."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # matplotlib takes half a second to import
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Tints of Okabe and Ito's colours; each verdict is also written out.
+# Tints of Okabe and Ito's colours; each verdict is also written as text.
 FILLS: Final = {Verdict.SURVIVES: "#BFE5D8", Verdict.THRASHES: "#F7D488", Verdict.KILLED: "#EDB9A0"}
 _UNJUDGED: Final = "#F2F2F2"
 
@@ -41,7 +41,7 @@ def draw_survival(results: Sequence[Result]) -> "Figure":
 
 
 def draw_times(results: Sequence[Result]) -> "Figure":
-    """Return a figure of each strategy's time over the limit; a line ends where it was killed."""
+    """Return a figure of each strategy's time over the limit; lines end where loads are killed."""
     drawn = matrices(results)[: look.MAX_PANELS]
     figure, grid = look.new_figure(3.6 * len(drawn), len(drawn), 1)
     handles: dict[str, Any] = {}
@@ -93,7 +93,7 @@ def _draw_model_size(axes: "Axes", matrix: Matrix) -> None:
 
 
 def field_words(field: Field | None) -> tuple[str, str]:
-    """Return two lines: the time and the bytes read again, or the outcome and its phase."""
+    """Return a field's two lines: time and bytes read again, or the outcome and its phase."""
     if field is None:
         return "-", ""
     result, verdict = field.result, field.judgement and field.judgement.verdict
@@ -113,7 +113,7 @@ def field_words(field: Field | None) -> tuple[str, str]:
 
 
 def _draw_times(axes: "Axes", matrix: Matrix) -> dict[str, Any]:
-    """Draw one line per strategy; return the legend's handles by name."""
+    """Draw one line per strategy, and return the legend's handles by name."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     columns, handles = len(matrix.limits), {}

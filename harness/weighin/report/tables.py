@@ -1,7 +1,7 @@
-"""The summary of a run as text tables, and these as markdown and as CSV.
+"""Summarise a run as text tables, and write these tables as markdown and as CSV.
 
-One row per series. Properties that vary between series are columns or headings; properties that all
-share are in the caption.
+A table has one row per series. Properties that vary between series are columns or headings;
+properties that all series share are in the caption.
 """
 
 import csv
@@ -18,16 +18,16 @@ from weighin.report.dataframe import known, series, varying
 from weighin.report.markdown import plain, table_lines
 from weighin.text import markdown as escaped
 
-# Spreadsheets read these as the start of a formula; some also read the full-width letters so.
+# Spreadsheets read these as the start of a formula, some also in their full-width forms.
 _FORMULA_STARTS: Final = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20")
-_MESSAGE_LENGTH: Final = 300  # the record has the whole message
-# Figures with different values of these are not comparable: each combination gets its own table.
+_MESSAGE_LENGTH: Final = 300  # the record contains the whole message
+# Figures that differ in these properties are not comparable: each combination has its own table.
 _APART: Final = ("operation", "model", "device")
 
 
 @dataclass(frozen=True, slots=True)
 class TextTable:
-    """One table as text: the first ``names`` columns are names, the others numbers."""
+    """One table as text: the first ``names`` columns are names, the other columns are numbers."""
 
     heading: str
     columns: list[tuple[str, str]]  # heading, unit
@@ -37,7 +37,7 @@ class TextTable:
 
 
 def markdown_table(results: Sequence[Result]) -> str:
-    """Return the tables of a run as markdown, with the caption below."""
+    """Return the tables of a run as markdown, with the caption below the tables."""
     frame = series(results)
     lines = [*markdown_cells(frame, "**{}**")] if not frame.empty else []
     return "\n".join([*lines, escaped(captions.shared(frame, results))])
@@ -52,9 +52,9 @@ def markdown_cells(frame: pd.DataFrame, heading: str) -> Iterator[str]:
 
 
 def write_summary(results: Sequence[Result], file: TextIO) -> None:
-    """Write one CSV line per series: bytes and seconds, unrounded; missing figures are empty.
+    """Write one CSV line per series with unrounded bytes and seconds; missing figures are empty.
 
-    A text that a spreadsheet would read as a formula gets an apostrophe in front.
+    A text that a spreadsheet would read as a formula gets a leading apostrophe.
     """
     frame = series(results).drop(columns="group")
     writer = csv.writer(file, lineterminator="\n")
@@ -81,7 +81,7 @@ def text_tables(frame: pd.DataFrame) -> Iterator[TextTable]:
 def text_table(
     heading: str, group: pd.DataFrame, names: Sequence[str], figures: Sequence[Column]
 ) -> TextTable:
-    """Return one table of these series, with these columns of names and of numbers."""
+    """Return one table of these series, with the given columns of names and of numbers."""
     titles = [(HEADINGS.get(name, name), "") for name in (*names, "outcome")]
     rows, ranges = [], []
     for _, row in group.iterrows():
@@ -93,7 +93,7 @@ def text_table(
 
 
 def markdown_lines(table: TextTable) -> Iterator[str]:
-    """Return the lines of a table in markdown, with each range behind its median."""
+    """Yield the lines of a table in markdown, with each range after its median."""
     heads = [" ".join(filter(None, column)) for column in table.columns]
     pairs = (zip(*both, strict=True) for both in zip(table.rows, table.ranges, strict=True))
     rows = ([f"{text} ({spread})" if spread else text for text, spread in row] for row in pairs)
@@ -101,7 +101,7 @@ def markdown_lines(table: TextTable) -> Iterator[str]:
 
 
 def what_went_wrong(frame: pd.DataFrame) -> list[tuple[str, str]]:
-    """Return the name of each series that is not ok, and where and why it ended."""
+    """Return the name of each series that is not ok, and where and why the series ended."""
     names = ["strategy", *varying(frame)]
     troubles = []
     for _, row in frame[frame["outcome"] != Outcome.OK.value].iterrows():

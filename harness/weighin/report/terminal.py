@@ -1,4 +1,4 @@
-"""The tables of a run for a terminal: they adapt to its width and never cut a figure."""
+"""Render the tables of a run for a terminal's width, without cutting a figure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,21 +18,21 @@ from weighin.report.tables import TextTable, text_tables
 T = TypeVar("T")
 
 _STYLES: Final = {outcome.value: "red" for outcome in Outcome} | {"ok": "green", "skipped": "dim"}
-# These columns need no heading: their values are shown below the strategy's name.
+# Columns without a heading, whose values are shown below the strategy's name.
 _BELOW_NAME: Final = frozenset(("format", "options"))
-_NAME_COLUMNS: Final = 12  # room for each word of a name; columns move together to keep it
+_NAME_COLUMNS: Final = 12  # room for each word of a name; other columns get less padding for it
 _ANY_WIDTH: Final = 10_000  # columns
 
 
 class _Layout(NamedTuple):
     """How a table saves width."""
 
-    apart: int = 0  # blanks left and right of a column
+    apart: int = 0  # spaces on the left and right of a column
     range_rows: bool = True  # "from" and "to" are rows of their own
     folds: bool = False  # folds figures, not only names
 
 
-# The first one that fits is used.
+# The first layout that fits is used.
 _LAYOUTS: Final = (_Layout(1, False), _Layout(0, False), _Layout(), _Layout(folds=True))
 
 
@@ -50,8 +50,9 @@ def cells(frame: pd.DataFrame, results: Sequence[Result]) -> RenderableType:
 class _Fitted:
     """A table that chooses a layout for the width of its console.
 
-    ``rich`` alone would narrow the names as far as possible and then cut figures: 6.77 for 6.776. A
-    console with ``keeps_words`` turns a table that is too wide into blocks; for it, no name is cut.
+    ``rich`` by itself would narrow the names as far as possible and then cut figures: 6.77 for
+    6.776. A console with ``keeps_words`` turns a table that is too wide into blocks, and no name is
+    cut for such a console.
     """
 
     section: TextTable
@@ -96,7 +97,7 @@ def _styled(text: str, spread: str = "") -> Text:
 
 
 def _with_short_names(section: TextTable) -> TextTable:
-    """Return the section with names cut to the length that must fit."""
+    """Return the section with its names cut to the length that must fit into the table."""
     rows = []
     for row in section.rows:
         names = (name.partition("\n")[0].split() for name in row[: section.names])
@@ -122,5 +123,5 @@ def _stacked(section: TextTable) -> TextTable:
 
 
 def _without(row: Sequence[T], places: Sequence[int], first: int = 0) -> list[T]:
-    """Return a row without some places, which are counted from ``first``."""
+    """Return a row without the items at ``places``, which are counted from ``first``."""
     return [value for at, value in enumerate(row, first) if at not in places]

@@ -1,4 +1,4 @@
-"""Resident memory over time: one small panel per series, on shared axes."""
+"""Draw resident memory over time, with one small panel per series on shared axes."""
 
 import textwrap
 from collections.abc import Sequence
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_HEADROOM: Final = 1.4  # above the data, for the names of phases
-_POINTS: Final = 400  # about the pixels of a panel on a page; an SVG holds each of them
+_HEADROOM: Final = 1.4  # ratio of the axis to the data, for room above for the names of phases
+_POINTS: Final = 400  # about a panel's width in pixels on a page; an SVG contains each point
 _SHARED: Final = "shmem_bytes"
-_DOTS: Final = ".."  # an SVG holds each dot of a square inch: 45 KiB, and 180 with four dots
+_DOTS: Final = ".."  # an SVG contains each dot: 45 KiB for this density, 180 KiB for four dots
 _CHARACTER: Final = 0.0145  # width of a letter in a phase's name, as a share of the panel
 
 
 def draw_timeline(run: Path, results: Sequence[Result]) -> "Figure":
     """Return a figure of RSS over time for the first repeat of each series, with its phases.
 
-    A cell without readable samples has a panel that says so.
+    The panel of a cell without readable samples says that samples are missing.
     """
     if not results:
         return look.empty_figure("Memory over time while loading")
@@ -57,7 +57,7 @@ def draw_timeline(run: Path, results: Sequence[Result]) -> "Figure":
     for axes in grid[:, 0]:
         axes.set_ylabel("RSS, GiB", fontsize=9)
     for axes in grid.flat[max(0, len(drawn) - columns) : len(drawn)]:
-        axes.tick_params(labelbottom=True)  # also where the panel below is empty
+        axes.tick_params(labelbottom=True)  # even if the panel below is empty
     for axes in grid.flat[(rows - 1) * columns : len(drawn)]:
         axes.set_xlabel("time since the worker started, s", fontsize=9)
     title = look.headline(frame, f"Memory over time while {captions.doing(frame)}")
@@ -100,7 +100,7 @@ def _areas(axes: "Axes", track: Track, table: pd.DataFrame) -> None:
     seconds = (drawn_points["t_ns"] - track.zero_ns) / 1e9
     shade = look.colour(track.result.cell.strategy)
     fills: dict[str, Any] = dict(zip(PARTS, (shade, look.tint(shade), "white"), strict=True))
-    # An SVG would hold every point of a layer of zeros, too.
+    # A layer of zeros is not drawn: an SVG would contain each of its points.
     parts = [name for name in PARTS if name == PARTS[0] or drawn_points[name].any()]
     layers = [drawn_points[name] / GIB for name in parts]
     drawn = axes.stackplot(seconds, *layers, colors=[fills[name] for name in parts], labels=parts)
@@ -118,7 +118,7 @@ def _gpu_line(axes: "Axes", track: Track, table: pd.DataFrame) -> None:
 
 
 def _phases(axes: "Axes", track: Track, span: float) -> None:
-    """Shade every other phase and name it; phases too short for a name are listed above the panel."""
+    """Shade every other phase, name long phases in the panel, and list short phases above it."""
     short = []
     style: dict[str, Any] = {
         "transform": axes.get_xaxis_transform(),
@@ -146,7 +146,7 @@ def _phases(axes: "Axes", track: Track, span: float) -> None:
 
 
 def _cut(axes: "Axes", track: Track, span: float) -> None:
-    """Mark where the cell was cut off."""
+    """Mark the time at which the cell was cut off."""
     table, outcome = track.table, track.result.outcome
     if track.end_s > span:
         axes.annotate(

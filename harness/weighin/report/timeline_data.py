@@ -1,4 +1,4 @@
-"""The data of timelines: samples and phases of each series' first repeat, on shared axes."""
+"""Select the data of timelines: samples and phases of each series' first repeat, on shared axes."""
 
 import contextlib
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from weighin.report import captions, style
 from weighin.report.dataframe import cells, possible, samples
 from weighin.units import GIB
 
-# Outcomes that end a cell early; a timeline marks the end.
+# Outcomes that end a cell early; a timeline marks the time of the end.
 CUT_OFF: Final = frozenset(
     {
         Outcome.OOM_KILLED,
@@ -29,9 +29,9 @@ PARTS: Final = ("anon_bytes", "file_bytes", "shmem_bytes")
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """One cell's memory over time, from ``zero_ns``: the start of its first phase or first sample.
+    """One cell's memory over time from ``zero_ns``, the start of its first phase or first sample.
 
-    ``gpu`` has the columns t_ns and bytes: exact values of a trace, otherwise samples.
+    ``gpu`` has the columns t_ns and bytes, with exact values from a trace or else samples.
     """
 
     label: str
@@ -70,14 +70,14 @@ def spans(track: Track) -> list[tuple[str, float, float]]:
 
 
 def longest(tracks: Sequence[Track]) -> float:
-    """Return the length of the shared time axis in seconds; a time-out must not squeeze the others."""
+    """Return the shared time axis's length in seconds; a timed-out cell can at most double it."""
     ended = [t.end_s for t in tracks if t.result.outcome is not Outcome.TIMEOUT and t.end_s]
     most = max((track.end_s for track in tracks), default=0.0)
     return min(most, 2 * max(ended)) * 1.02 if ended else most or 1.0
 
 
 def highest(tracks: Sequence[Track]) -> float:
-    """Return the top of the shared memory axis in GiB; it includes a limit near the data."""
+    """Return the top of the shared memory axis in GiB, which includes a limit near the data."""
     tables = [track.table for track in tracks if track.table is not None]
     peaks = [phase.peak_rss_bytes for track in tracks for phase in track.result.phases]
     gpu = [float(track.gpu["bytes"].max()) for track in tracks if track.gpu is not None]
@@ -88,7 +88,7 @@ def highest(tracks: Sequence[Track]) -> float:
 
 
 def thin(table: pd.DataFrame, points: int) -> pd.DataFrame:
-    """Return at most ``points`` samples: of each bin the one with the most memory, to keep spikes."""
+    """Return at most ``points`` samples: from each time bin, the sample with the most memory."""
     step = -(-len(table) // points)
     return table.loc[table.groupby(table.index // step)["rss_bytes"].idxmax()]
 

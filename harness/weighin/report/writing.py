@@ -21,7 +21,7 @@ TIMELINE: Final = "timeline"
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """The material of a report; ``formats`` are the requested ones."""
+    """The material of a report; ``formats`` are the requested formats."""
 
     folder: Path
     results: Sequence[Result]
@@ -30,7 +30,7 @@ class _Run:
 
 
 def write(run: Path, formats: Iterable[str] = DEFAULT) -> list[Path]:
-    """Write the report of a run into its folder; return the paths. See ``write_report``."""
+    """Write the report of a run into its folder, and return the paths as ``write_report`` does."""
     wanted = tuple(dict.fromkeys(formats))
     for name in wanted:
         if name not in FORMATS:
@@ -72,9 +72,10 @@ def _drawn(run: _Run, kind: str) -> dict[str, bytes]:
 
 
 def pictures(folder: Path, results: Sequence[Result]) -> "dict[str, Callable[[], Figure]]":
-    """Return the function that draws each picture of a run, by name: first those of findings.
+    """Return the functions that draw a run's pictures, by picture name; those of findings are
+    first.
 
-    Only the timeline reads more than the records: the samples in ``folder``.
+    Pictures are drawn from records alone, except the timeline, which reads samples in ``folder``.
     """
     found = dict(picture for one in sections.findings(results) for picture in one.pictures)
     return found | {

@@ -1,9 +1,10 @@
 """Choose the next cell of the search for a RAM floor, given all results so far.
 
-The search keeps no state besides the results, so that an interrupted one can be resumed. It starts
-at the floor that the cell without a limit suggests (its sampled maximum of anonymous memory), steps
-away from there until one limit works and one fails, bisects the interval, and confirms the smallest
-working limit. That takes about 6 cells.
+The search keeps no state besides the results, so that an interrupted search can be resumed. The
+first limit is an estimate from the cell without a limit (the sampled maximum of its anonymous
+memory). Further limits move away from the estimate until one limit works and one fails. The search
+then bisects the interval between these two limits and confirms the smallest working limit. A search
+takes about 6 cells.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,16 +25,17 @@ from weighin.records.floor import (
 )
 from weighin.units import MIB
 
-# A limit must also cover page tables, the kernel's per-CPU page stock and the file pages in use:
-# measured as 8 to 24 MiB above the sampled maximum of anonymous memory.
+# A limit must also cover page tables, the kernel's per-CPU page stock and the file pages in use,
+# which were measured as 8 to 24 MiB above the sampled maximum of anonymous memory.
 _BESIDE_BYTES: Final = 16 * MIB
 
 
 def next_cell(cell: Cell, results: Iterable[Result], within: float, highest: int) -> Cell | None:
-    """Return the next cell of the search for the floor of ``cell``; None when it has ended.
+    """Return the next cell of the search for the floor of ``cell``; None when the search has ended.
 
     ``within`` is the step as a share of the floor; ``highest`` is the largest limit to try, in
-    bytes. The first cell has no limit: its sampled anonymous memory is the first estimate.
+    bytes. The first cell has no limit; its sampled anonymous memory is the first estimate of the
+    floor.
     """
     cell, ours = searched(cell), results_of(cell, results)
     if stopped_by(ours):

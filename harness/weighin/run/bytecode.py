@@ -1,7 +1,8 @@
 """Compile the code that workers import to bytecode, as pip does on installation.
 
 A strategy's imports are part of its measured time. Without bytecode, for instance in a container
-that cannot write it, every cell would compile them again: 25 ms of a ``streaming`` load.
+that cannot write any, every cell would compile the imported modules again, which takes 25 ms of a
+``streaming`` load.
 """
 
 import compileall
@@ -12,9 +13,9 @@ from weighin.suite.registry import data_folder
 
 
 def compile_code(*more: Path) -> None:
-    """Compile the package, its strategies and the folders ``more``, where they are writable.
+    """Compile weighin, its strategies and the folders in ``more``, if these folders are writable.
 
-    Files whose bytecode is up to date are left alone.
+    Files whose bytecode is up to date are skipped.
     """
     for folder in (Path(weighin.__file__).parent, data_folder("strategies"), *more):
         compileall.compile_dir(folder, quiet=2)

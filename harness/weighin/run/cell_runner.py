@@ -39,8 +39,8 @@ class Setting:
 class CellMeasurement:
     """A cell's result, and the samples and trace that are written after its record.
 
-    ``trouble`` is an error after the measurement, such as a worker that cannot be removed: the
-    result is recorded, then the run stops.
+    ``trouble`` is an error after the measurement, such as a worker that cannot be removed. The run
+    records the result and then stops with ``trouble``.
     """
 
     result: Result
@@ -65,7 +65,7 @@ class CellMeasurement:
 
 
 def measure(setting: Setting, job: Job, files: Sequence[Path], model_bytes: int | None) -> Result:
-    """Run one cell outside of a recorded run, see ``take``; writes samples to ``setting.run``."""
+    """Measure one cell without recording its result, and write its samples to ``setting.run``."""
     measured = take(setting, job, files, model_bytes)
     measured.finish(setting.run)
     return measured.result
@@ -76,15 +76,16 @@ def take(
 ) -> CellMeasurement:
     """Run one cell to its end and return its measurement.
 
-    ``files`` are the checkpoint's, as paths of this process. Their pages are dropped from the page
-    cache first, for a warm cell too: its worker then reads them into its own cgroup.
+    ``files`` are the checkpoint's files, as paths of this process. The files' pages are dropped
+    from the page cache first, even for a warm cell, whose worker then reads the files again so that
+    its own cgroup is charged.
     """
     # Hash before the measurement: the sources may be edited while the cell runs.
     sources_hash = None if job.body else sources.hashed(Path(job.strategy_path), job.cell)
     started_at, start_ns = datetime.now(UTC).isoformat(timespec="milliseconds"), time.monotonic_ns()
     cached_bytes = page_cache.drop(files)
     size = (model_bytes or 0) if setting.steady else 0
-    # The worker needs this before its baseline: the model of a save, the page cache of a warm load.
+    # Memory that the worker needs before its baseline: a save's model, a warm load's page cache.
     spare = size if job.cell.operation == "save" or job.cell.cache == "warm" else 0
     with ExitStack() as memory:
         # Two copies of the model, and its file in the page cache: no strategy here needs more.
@@ -126,7 +127,7 @@ def take(
 
 
 def _close(running: Running) -> HarnessError | None:
-    """Remove a worker completely; returns the error, so that its result can still be recorded."""
+    """Remove a worker; return an error instead of raising it, so that the result is recorded."""
     try:
         running.close()
     except HarnessError as trouble:

@@ -41,7 +41,7 @@ class EventLog:
         return self.ready_at_ns is not None
 
     def take(self, kind: str, fields: dict[str, Any]) -> None:
-        """Add an event that needs no outside figure; ``weighin.protocol`` lists the events."""
+        """Add an event that needs no figure from outside the worker (see ``weighin.protocol``)."""
         if kind == "begin":
             self.current, self._in_phase = fields["name"], True
         elif kind == "cuda":
@@ -67,7 +67,7 @@ class EventLog:
             self.done = kind == "done"
 
     def take_baseline(self, fields: dict[str, Any], cgroup_bytes: int | None) -> None:
-        """Add the baseline event: later phases belong to the load."""
+        """Add the baseline event, after which all phases belong to the load."""
         self.baseline = Memory(**fields["memory"] | {"cgroup_bytes": cgroup_bytes})
         self.baseline_ns, self._before_load = fields["t_ns"], len(self.phases)
         self.environment = fields["environment"]
@@ -75,7 +75,7 @@ class EventLog:
         self.current = None  # the phases so far are the harness's own
 
     def take_phase(self, phase: Phase) -> None:
-        """Add a phase that has ended, with the figures that were read from outside."""
+        """Add a phase that has ended, with the figures that were read from outside the worker."""
         self.phases.append(phase)
         self._in_phase = False
 
@@ -86,20 +86,20 @@ class EventLog:
         return f"{'in' if self._in_phase else 'after'} phase {self.current!r}"
 
     def load_phases(self) -> list[Phase]:
-        """Return the phases from the baseline to ``ready``, or to the last one that ended."""
+        """Return the phases from the baseline to ``ready``, or to the last phase that ended."""
         return self.phases[self._before_load : self._until_ready] if self.baseline else []
 
     def cuda_phases(self) -> list[Phase]:
-        """Return the phases up to ``loaded``: checksums after it allocate GPU memory themselves."""
+        """Return the phases up to ``loaded``, because later checksums allocate GPU memory too."""
         return self.load_phases()[: (self._until_loaded or len(self.phases)) - self._before_load]
 
     def load_ns(self) -> int | None:
         return self.facts.get("load_ns")
 
     def ready_ns(self) -> int | None:
-        """Return the time of the load plus reading every byte once; None if it did not get there.
+        """Return the load time plus the time to read every byte once; None if either is missing.
 
-        For a save: the time of the save plus writing every byte through to the disk.
+        For a save, return the save time plus the time to sync every byte to the disk.
         """
         load_ns, touch_ns = self.load_ns(), self.facts.get("touch_ns")
         return None if load_ns is None or touch_ns is None else load_ns + touch_ns
@@ -110,7 +110,7 @@ class EventLog:
         return Cost(wall_ns=0, **{name: self.facts.get(name) for name in names})
 
     def faults(self, refaults: int | None) -> Faults | None:
-        """Return the page faults of the load; ``refaults`` is the count of its cgroup."""
+        """Return the page faults of the load; ``refaults`` is the cgroup's count of refaults."""
         phases = self.load_phases()
         if not phases:
             return None
@@ -124,11 +124,12 @@ class EventLog:
         stderr_tail: bytes,
         machine_oom_kills: int | None = None,
     ) -> tuple[Outcome, str]:
-        """Return the outcome of a worker that ended before its time-out, with a line of reason.
+        """Return the outcome of a worker that ended before its time-out, and the reason in one
+        line.
 
-        Only the kernel's counter decides that memory ran out, never a peak. That holds for the
-        worker, and for a child process without which it failed. ``machine_oom_kills`` is used for
-        a worker without a cgroup of its own.
+        The outcome is ``oom_killed`` only if a counter of the kernel, never a peak, shows that the
+        kernel killed the worker, or a child process without which the worker failed.
+        ``machine_oom_kills`` is used for a worker without a cgroup of its own.
         """
         if self.done:
             return Outcome.OK, ""
@@ -149,7 +150,7 @@ class EventLog:
             how = f"was ended by {_name(ended.signal)}"
         lines = stderr_tail.decode(errors="replace").strip().splitlines()
         if lines and ended.signal and lines[-1].startswith(signal.strsignal(ended.signal) or "?"):
-            lines.pop()  # a container's shell prints the signal too
+            lines.pop()  # a container's shell also prints the signal
         last = f": {one_line(lines[-1], _STDERR_LENGTH)}" if lines else ""
         if oom_kills and ended.signal is None and not ended.still_runs:
             return Outcome.OOM_KILLED, f"{_LOST_CHILD}, and then it {how} {self.where()}{last}"

@@ -20,13 +20,13 @@ from weighin.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """A search for the floor of every planned cell. ``within`` is the precision, as a share."""
+    """A search for the floors of planned cells; ``within`` is the step as a share of a floor."""
 
     run: Run
     within: float
 
     def perform(self, progress: Progress) -> list[Result]:
-        """Find the floors one after another; returns the results of all cells."""
+        """Find the floors one after another, and return the results of all cells."""
         return runner.run(self.run, progress, lambda results: self._next(results, progress))
 
     def _next(self, results: Sequence[Result], progress: Progress) -> Planned | None:
@@ -48,10 +48,10 @@ class Search:
 
 
 def start(request: Request) -> tuple[Search, str]:
-    """Plan a new search; returns it with a note about the isolation.
+    """Plan a new search, and return the search with a note about the isolation.
 
     Raises:
-        ConfigError, UnknownName, IsolationUnavailable, RecordError: nothing was started.
+        ConfigError, UnknownName, IsolationUnavailable, RecordError: the search cannot start.
     """
     assert request.within is not None
     if not 0 < request.within <= COARSEST:
@@ -64,11 +64,11 @@ def start(request: Request) -> tuple[Search, str]:
 
 
 def resume(folder: Path, *, trusted: bool = False) -> Search:
-    """Return a search that was started before.
+    """Return the search that was started earlier in ``folder``.
 
     Raises:
         RecordError: the folder is not a run, or is a run of ``weighin bench``.
-        ConfigError: a strategy of its plan is missing, or the plan names foreign code and
+        ConfigError: a strategy of the plan is missing, or the plan names foreign code and
             ``trusted`` is False.
     """
     run, settings = bench.restore(folder, trusted=trusted)

@@ -26,7 +26,7 @@ _INSTEAD: Final = "weighin predict MODEL --device cuda needs no GPU"
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One CUDA device; its position in ``GpuAnswer.gpus`` is torch's index."""
+    """One CUDA device, whose position in ``GpuAnswer.gpus`` is torch's index of the device."""
 
     name: str
     total_bytes: int
@@ -34,7 +34,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class GpuAnswer:
-    """The CUDA devices of this machine; if there is none, the reason and the repair."""
+    """The CUDA devices of this machine, or the reason why there is none and the repair."""
 
     gpus: tuple[Gpu, ...] = ()
     why: str = ""

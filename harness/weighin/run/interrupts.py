@@ -1,6 +1,6 @@
-"""Turn Ctrl-C and SIGTERM into one ``Interrupted``, raised where no step is left half done.
+"""Turn Ctrl-C and SIGTERM into one ``Interrupted`` exception, raised only between complete steps.
 
-Signal handlers are per process, and so is this module's state.
+Signal handlers exist once per process, and so does this module's state.
 """
 
 import signal
@@ -25,7 +25,7 @@ _state = _State()
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Raise ``Interrupted`` in this block on the first signal; ignore later ones during clean-up."""
+    """Raise ``Interrupted`` in this block on the first signal; ignore later signals in clean-up."""
     before = {each: signal.signal(each, _take) for each in _SIGNALS}
     try:
         yield
@@ -37,7 +37,7 @@ def stoppable() -> Iterator[None]:
 
 @contextmanager
 def put_off() -> Iterator[None]:
-    """Delay an interrupt to the end of this block, which starts, records or removes something."""
+    """Delay an interrupt to the end of this block, so that the step in the block is completed."""
     before, _state.put_off = _state.put_off, True
     try:
         yield
@@ -49,7 +49,7 @@ def put_off() -> Iterator[None]:
 
 @contextmanager
 def allowed() -> Iterator[None]:
-    """Allow an immediate interrupt inside ``put_off``, while the block only waits."""
+    """Allow an immediate interrupt in a block that only waits, inside a block of ``put_off``."""
     before, _state.put_off = _state.put_off, False
     try:
         check()
@@ -59,7 +59,7 @@ def allowed() -> Iterator[None]:
 
 
 def check() -> None:
-    """Raise ``Interrupted`` if a signal arrived, even if an earlier one was swallowed."""
+    """Raise ``Interrupted`` if a signal arrived, even if other code caught an earlier exception."""
     if _state.wanted:
         _stop()
 

@@ -1,4 +1,4 @@
-"""Turn a request of ``weighin bench`` into a ``Run``, or restore the run of an earlier one."""
+"""Turn a request of ``weighin bench`` into a ``Run``, or restore a ``Run`` from its folder."""
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -38,7 +38,7 @@ class Request:
     mounts: tuple[Path, ...] = ()
     """Files and folders that a container sees at the same path, read-only."""
     within: float | None = None
-    """The precision of a floor search: the largest step, as a share of the floor. None: a bench."""
+    """The largest step of a floor search, as a share of the floor; None for ``weighin bench``."""
     selection: Selection = WHOLE
 
     @property
@@ -47,10 +47,10 @@ class Request:
 
 
 def start(request: Request) -> tuple[Run, str]:
-    """Plan a new run and write its plan; returns the run with a note about the isolation.
+    """Plan a new run, write its plan, and return the run with a note about the isolation.
 
     Raises:
-        ConfigError, UnknownName, IsolationUnavailable, RecordError: nothing was started.
+        ConfigError, UnknownName, IsolationUnavailable, RecordError: the run cannot start.
     """
     suite = request.suite
     checkpoint = registry.own_checkpoint(suite.models, request.checkpoint)
@@ -137,7 +137,7 @@ def resume(folder: Path, *, trusted: bool = False) -> Run:
 
     Raises:
         RecordError: the folder is not a run, or is a search for floors.
-        ConfigError: a strategy of its plan is missing, or the plan names foreign code and
+        ConfigError: a strategy of the plan is missing, or the plan names foreign code and
             ``trusted`` is False.
     """
     run, settings = restore(folder, trusted=trusted)
@@ -150,7 +150,7 @@ def resume(folder: Path, *, trusted: bool = False) -> Run:
 
 
 def restore(folder: Path, *, trusted: bool = False) -> tuple[Run, dict[str, Any]]:
-    """Return a run that was planned before, and its settings; raises as ``resume`` does."""
+    """Return a run that was planned before, and its settings; raise errors as ``resume`` does."""
     planned = run_folder.read_plan(folder)
     if not planned.cells:
         raise RecordError(f"the plan in {folder} has no cell", "start a new run")
@@ -189,7 +189,7 @@ def restore(folder: Path, *, trusted: bool = False) -> tuple[Run, dict[str, Any]
             selection=Selection(settings.get("key", ""), settings.get("strip_prefix", "")),
             timeout_s=settings["timeout_s"],
             steady=settings["steady"],
-            trace=settings.get("trace", False),  # plans of 0.1 lack it
+            trace=settings.get("trace", False),  # missing in plans of 0.1
             python_path=tuple(settings.get("python_path", [str(Path.cwd())])),  # since 0.3
             mounts=tuple(settings.get("mounts", ())),
         )
@@ -219,7 +219,7 @@ def resumable(verb: str, task: Run) -> Iterator[None]:
 
 
 def _own(checkpoint: Path | None) -> Path | None:
-    """Return the user's checkpoint; of a Hugging Face folder, its file if the weights are in one."""
+    """Return the user's checkpoint, which in a Hugging Face folder may be a single weights file."""
     if checkpoint is None:
         return None
     checkpoint = checkpoint.expanduser()
@@ -227,15 +227,15 @@ def _own(checkpoint: Path | None) -> Path | None:
 
 
 def _own_format(checkpoint: Path | None) -> str | None:
-    """Return the format of the user's checkpoint; None without one, or if it is missing."""
+    """Return the format of the user's checkpoint; None if there is none or its file is missing."""
     return formats.detect(checkpoint).NAME if checkpoint and checkpoint.exists() else None
 
 
 def _pretrained(models: Sequence[str]) -> Path | None:
-    """Return the checkpoint in the Hugging Face folder that is the run's model; None if it is none.
+    """Return the checkpoint of the run's model if the model is a Hugging Face folder, else None.
 
     Raises:
-        ConfigError: it is one of several models, which cannot have one checkpoint.
+        ConfigError: a Hugging Face folder is one of several models, which share no checkpoint.
     """
     folders = [folder for name in models if (folder := registry.pretrained_folder(name))]
     if not folders:
@@ -249,7 +249,7 @@ def _pretrained(models: Sequence[str]) -> Path | None:
 
 
 def _dtype(suite: Suite) -> str:
-    """Return the dtype of all cells; raises ConfigError where "auto" means several."""
+    """Return the dtype of all cells; raise ConfigError if "auto" differs between the models."""
     dtypes = {registry.model_dtype(name, suite.dtype) for name in suite.models}
     if len(dtypes) > 1:
         raise ConfigError(
@@ -262,7 +262,7 @@ def _dtype(suite: Suite) -> str:
 def _installed(
     infos: Iterable[registry.StrategyInfo], models: Iterable[ModelSpec]
 ) -> tuple[str, ...]:
-    """Return the installed packages that the strategies and the models need, sorted."""
+    """Return the sorted installed packages that these strategies and models need."""
     needed = [name for info in infos for name in info.packages]
     if any(model.builder == BUILDER for model in models):
         needed.append("transformers")
@@ -295,7 +295,7 @@ def _check_names(kinds: str, named_places: list[tuple[str, str]]) -> None:
 
 
 def _check_any_runs(planned: list[Planned]) -> None:
-    """Raise ConfigError where every cell is skipped: the run would measure nothing."""
+    """Raise ConfigError if every cell is skipped, because the run would measure nothing."""
     if all(one.skip for one in planned):
         reasons = "; ".join(dict.fromkeys(one.skip for one in planned))
         raise ConfigError(

@@ -1,6 +1,8 @@
-"""A lock that lets one run measure on this machine at a time, so that runs do not disturb each other.
+"""Lock the machine for one measuring run at a time, so that runs do not distort each other's
+figures.
 
-All users and caches share one lock file. Whoever can read the file can lock it; nobody writes it.
+All users and caches share one lock file. Read permission is enough to lock it; no process writes
+it.
 """
 
 import contextlib
@@ -18,14 +20,14 @@ from typing import Final
 from weighin.errors import ConfigError, MachineBusy
 
 VARIABLE: Final = "WEIGHIN_LOCK"
-"""Environment variable that names another lock file, for a machine where the default is unusable."""
+"""Environment variable that names another lock file, if a machine cannot use the default."""
 _FOLDERS: Final = (Path("/run/lock"), Path("/tmp"))  # noqa: S108 (never written, links not followed)
 _NAME: Final = "weighin-measuring.lock"
-_PAUSES_S: Final = (0.05, 1.0)  # the first, and the longest: a waiting run must not be measured
+_PAUSES_S: Final = (0.05, 1.0)  # first and longest: polling must not disturb the measuring run
 
 
 def lock_path() -> Path:
-    """Return the lock file, the same one for every user of this machine."""
+    """Return the path of the lock file, which is the same for every user of this machine."""
     if named := os.environ.get(VARIABLE):
         return Path(named)
     for folder in _FOLDERS:
@@ -41,10 +43,10 @@ def lock_path() -> Path:
 def only_run(
     patience_s: float = 0, waiting: Callable[[str], None] = lambda _: None
 ) -> Iterator[None]:
-    """Hold the lock in this block; waits up to ``patience_s`` for it.
+    """Hold the lock in this block, after waiting for it up to ``patience_s``.
 
-    The kernel releases it when the process ends. ``waiting`` is called once, with the reason, if it
-    has to wait.
+    The kernel releases the lock when the process ends. If the run has to wait, ``waiting`` is
+    called once with the reason.
 
     Raises:
         MachineBusy: another run holds the lock.
@@ -71,7 +73,7 @@ def only_run(
 def _open(path: Path) -> int:
     """Open the file for reading, which is enough to lock it; create it if it does not exist."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    # No O_CREAT yet: in sticky folders, Linux refuses it for an existing file of another user.
+    # Without O_CREAT: in sticky folders, Linux refuses O_CREAT for another user's existing file.
     try:
         return os.open(path, flags)
     except FileNotFoundError:
@@ -85,7 +87,7 @@ def _open(path: Path) -> int:
 
 
 def _wait(file: int, path: Path, deadline: float) -> None:
-    """Take the lock once it is free; raise MachineBusy at the deadline (``time.monotonic``)."""
+    """Take the lock when it becomes free; raise MachineBusy at the (monotonic) ``deadline``."""
     pause_s, longest_s = _PAUSES_S
     while time.monotonic() < deadline:
         time.sleep(pause_s)
@@ -99,7 +101,7 @@ def _wait(file: int, path: Path, deadline: float) -> None:
 
 
 def _try_lock(file: int) -> bool:
-    """Take the lock if it is free; tell whether this process has it now."""
+    """Take the lock if it is free, and return whether this process now holds the lock."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -46,9 +46,10 @@ class Progress:
 class Run:
     """One run to perform: its cells, the folder for their records, and the checkpoint.
 
-    ``python_path`` lists the folders of users' own modules, and ``mounts`` the further paths of this
-    machine that a container sees. If a run that ``is_new`` fails before its first record, its folder is removed. ``patience_s``
-    is how long it waits for another run on this machine to end.
+    ``python_path`` lists the folders of users' own modules, and ``mounts`` the further paths of
+    this machine that a container sees. If a run that ``is_new`` fails before its first record, its
+    folder is removed. ``patience_s`` is the longest time to wait for another run on this machine to
+    end.
     """
 
     folder: Path
@@ -67,23 +68,23 @@ class Run:
 
 
 Following = Callable[[Sequence[Result]], Planned | None]
-"""Returns the next cell to measure, given all results of the run so far; None ends the run."""
+"""A function that chooses the next cell from all results of the run so far; None ends the run."""
 
 
 def run(task: Run, progress: Progress, following: Following | None = None) -> list[Result]:
-    """Run every cell that has no record yet, in the plan's order; returns the results of all.
+    """Run every cell without a record in the plan's order, and return the results of all cells.
 
-    With ``following``, that function chooses each cell, and the plan only determines which
-    checkpoints are prepared.
+    If ``following`` is given, it chooses each cell, and the plan only determines which checkpoints
+    are prepared.
 
     Raises:
-        HarnessError: no cell can be run. A failure inside a cell is its outcome instead, and the
-            run continues.
+        HarnessError: no cell can be run. A failure inside a cell becomes the cell's outcome
+            instead, and the run continues.
     """
     try:
         _run(task, progress, following)
     except Interrupted:
-        raise  # it can be resumed, even before its first cell
+        raise  # an interrupted run can be resumed, even before its first cell
     except HarnessError:
         if task.is_new:
             run_folder.discard_unmeasured(task.folder)
@@ -94,7 +95,7 @@ def run(task: Run, progress: Progress, following: Following | None = None) -> li
 def _run(task: Run, progress: Progress, following: Following | None) -> None:
     task.isolation.check()
     with (
-        interrupts.stoppable(),  # first: a run that waits for its turn can be stopped, too
+        interrupts.stoppable(),  # first, so that a run can be stopped while it waits for the lock
         only_run(task.patience_s, lambda text: progress.preparing(text, None)),
     ):
         for line in [*task.isolation.remove_stale(), *save_target.remove_leftovers()]:
@@ -233,15 +234,18 @@ def _added_code(
 
 
 def _python_path(task: Run, cell: Cell) -> tuple[str, ...]:
-    """Return the import path for a user's own builder; empty for weighin's, which nothing may hide."""
+    """Return the import path for a user's builder, which is empty for a builder of weighin.
+
+    With an empty import path, no module of a user can hide a module of weighin.
+    """
     return () if user_code.is_ours(cell.model.builder) else task.python_path
 
 
 def _probe(task: Run, job: Job) -> Memory:
-    """Run a worker without a limit up to its baseline; returns its memory there.
+    """Run a worker without a limit up to its baseline, and return its memory at the baseline.
 
-    This also reads torch's libraries into the page cache, which would otherwise be charged to the
-    first cell, and detects before the first record whether workers can run at all.
+    The probe also reads torch's libraries into the page cache, so that the first cell is not
+    charged for them, and shows before the first record whether workers can run at all.
     """
     cell = replace(job.cell, ram_limit_bytes=None, cache="cold", operation="load")
     unlimited = replace(job, cell=cell)
@@ -275,7 +279,7 @@ def _receive(running: Running, deadline: float) -> bytes | None:
 
 
 def _check_limits(planned: Sequence[Planned], baseline: Memory) -> None:
-    """Reject limits below the memory of a bare ``import torch``, ``baseline``."""
+    """Reject limits below ``baseline``, the memory of a worker that has only imported torch."""
     for limit in {each.cell.ram_limit_bytes for each in planned} - {None}:
         assert limit is not None
         need = baseline.anon_bytes + baseline.shmem_bytes  # file-backed pages can be evicted
@@ -299,7 +303,7 @@ def _skipped(planned: Planned, known_environment: dict[str, Any]) -> Result:
 
 
 def _with_packages(setting: Setting, planned: Planned) -> Setting:
-    """Add the versions of a strategy's packages; a container's are those of this environment."""
+    """Add the versions of a strategy's packages, which are the same in a container as here."""
     if not planned.strategy.packages:
         return setting
     found = {"packages": packages.versions(planned.strategy.packages)}
@@ -313,7 +317,8 @@ def _environment(isolation: Isolation) -> dict[str, Any]:
 def _checkpoint_key(task: Run, cell: Cell) -> tuple[str, str]:
     """Return the title and format of the checkpoint that a cell reads.
 
-    A save builds its model from ``task.checkpoint``, in whichever format that is, or from pt.
+    A save builds its model from ``task.checkpoint`` in that checkpoint's own format, or without a
+    ``task.checkpoint`` from a generated pt checkpoint.
     """
     if cell.operation == "load":
         return cell.model.title, cell.format

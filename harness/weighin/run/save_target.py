@@ -1,4 +1,4 @@
-"""Target folders for saves: one per cell, on the cache's disk, removed after the cell."""
+"""Create a target folder on the cache's disk for each save, and remove it after the cell."""
 
 import shutil
 import tempfile
@@ -18,7 +18,7 @@ _SPARE_BYTES = 64 * MIB  # for names, indexes and rounding up to file system blo
 
 @contextmanager
 def target(model_bytes: int) -> Iterator[Path]:
-    """Make an empty folder for one save, and remove it with its content at the end.
+    """Make an empty folder for one save, and remove it with its content after the block.
 
     Raises:
         ConfigError: the disk has no room for the model.

@@ -1,7 +1,7 @@
 """Supervise one running worker: answer its events, sample it, and read the kernel's counters.
 
-The worker's events describe its progress. Memory and faults are read here, from outside: while the
-worker waits at the end of a phase, and after it has exited.
+The worker's events describe its progress. The supervisor reads the worker's memory and page faults
+from outside while the worker waits at the end of a phase, and again after the worker has exited.
 """
 
 import bisect
@@ -24,11 +24,11 @@ from weighin.units import format_bytes
 
 _Point = TypeVar("_Point", bound=tuple[int, ...])
 
-_GRACE_S = 10.0  # from the end of a worker's events to its own end
+_GRACE_S = 10.0  # between the end of a worker's events and the worker's exit
 
 
 class Watch:
-    """The supervision of one running worker, from its start until its last counters are read."""
+    """Supervises one running worker from its start until its last counters are read."""
 
     def __init__(
         self,
@@ -76,11 +76,11 @@ class Watch:
         """Wait until the worker has exited, and read the counters of its cgroup."""
         try:
             ended = self._running.wait(_GRACE_S)
-        except TimeoutError:  # its events have ended, but a process of it still runs
+        except TimeoutError:  # the events have ended, but a process of the worker still runs
             self._kill()
             try:
                 ended = self._running.wait(_GRACE_S)
-            except TimeoutError:  # it waits in the kernel, where no signal has an effect
+            except TimeoutError:  # the worker waits in the kernel, where no signal has an effect
                 ended = Exit(None, still_runs=True)
         self._at_end = self._observe()
         self._oom_kills = self._at_end.oom_kills
@@ -168,7 +168,7 @@ class Watch:
         self.event_log.take_phase(Phase(**fields | outside))
 
     def _watch_driver(self) -> None:
-        """Sample the worker's GPU memory by NVML; record the source of the figure."""
+        """Sample the worker's GPU memory with NVML, and record the source of the figure."""
         environment, pid = self.event_log.environment, self._running.pid
         if "gpu" not in environment:
             return
@@ -191,7 +191,7 @@ class Watch:
         on_gpu = event_log.cuda_phases()
         rss: list[int | None] = [phase.peak_rss_bytes for phase in phases]
         if self._observer and not (event_log.is_ready or event_log.failure):
-            # The worker died before it could report this phase's high-water mark: take the last sample.
+            # The worker died before it reported this phase's high-water mark: take the last sample.
             rss.append(self._observer.last_peak_rss_bytes)
         last_ns = event_log.ready_at_ns or math.inf
         seen: list[Memory | Sample] = [phase.end for phase in phases]
@@ -258,7 +258,7 @@ class Watch:
         return self._observer.look() if self._observer else Observation()
 
     def _kill(self) -> None:
-        """Lift the limit and kill the worker: a thrashing process takes long to exit otherwise."""
+        """Lift the limit and kill the worker; under a limit, a thrashing process exits slowly."""
         if self._observer:
             self._observer.raise_limit()
         if not (self._observer and self._observer.kill()):
@@ -272,7 +272,8 @@ def _with_cuda(
 ) -> list[Sample]:
     """Return the samples, each with the latest GPU figures before it.
 
-    The driver's figure comes from ``driver_points``, or from the worker if that is None.
+    The driver's figure comes from ``driver_points``, or from the worker if ``driver_points`` is
+    None.
     """
     if not points:
         return samples

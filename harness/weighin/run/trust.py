@@ -1,8 +1,8 @@
-"""Find foreign code in a run's plan, which is run only if the user trusts it.
+"""Find foreign code in a run's plan, so that weighin runs such code only if the user trusts it.
 
-Anybody can write a plan. weighin imports the builders and runs the strategies that it names, some
-of them on this machine with the user's rights. Our own code and that of installed packages needs
-no trust.
+Anybody can write a plan. weighin imports the builders and runs the strategies that a plan names,
+some of them on this machine with the user's rights. Code of weighin and of installed packages is
+not foreign.
 """
 
 import hashlib
@@ -47,10 +47,11 @@ def foreign(
     python_path: Iterable[str] = (),
     mounts: Iterable[str] = (),
 ) -> list[str]:
-    """Return a line for each builder, strategy or image that is not weighin's or installed.
+    """Return a line for each builder, strategy or image that is neither weighin's nor installed.
 
-    ``paths`` are the strategies' files by name, ``python_path`` the folders that a builder is imported
-    from, ``mounts`` the paths that a container sees. Imports and runs none of them.
+    ``paths`` are the strategies' files by name, ``python_path`` the folders that a builder is
+    imported from, and ``mounts`` the paths that a container sees. The function runs no code that it
+    finds.
     """
     cells = list(cells)
     ours = {read_model(path).builder for path in registry.models().values()} | {SYNTHESISED}

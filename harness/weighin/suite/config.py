@@ -1,6 +1,6 @@
 """Read and validate the YAML files of suites and models.
 
-Each error names the file and the key, and for an unknown key the nearest valid one.
+Each error names the file and the key, and for an unknown key the most similar valid key.
 """
 
 import re
@@ -46,7 +46,7 @@ DTYPES = {
     "float16": "float16",
     "fp16": "float16",
 }
-"""Target dtypes for floating-point tensors, by each name that a user may write."""
+"""Target dtypes for floating-point tensors, by the names that a user may write."""
 
 
 def _as_dtype(value: object) -> object:
@@ -58,7 +58,7 @@ def _as_list(value: object) -> list[object]:
 
 
 def _as_limit(value: object) -> object:
-    """Read one RAM limit: a size as text, bytes as a number, or "none" for no limit."""
+    """Read one RAM limit, which is a size as text, a number of bytes, or "none" for no limit."""
     if isinstance(value, str) and value.lower() == "none":
         return None
     if isinstance(value, bool) or not isinstance(value, str | int):
@@ -70,7 +70,7 @@ def _as_limit(value: object) -> object:
 
 
 def _as_environment(value: object) -> object:
-    """Read the environment of a cell: texts by the names of variables. A number becomes its text."""
+    """Read a cell's environment variables: texts by name. A number is converted to text."""
     items = value.items() if isinstance(value, dict) else [(value, None)]
     for name, content in items:
         if complaint := _complaint_of_variable(name, content):
@@ -165,7 +165,7 @@ class Suite(Strict):
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(_as_dtype)
     ] = "auto"
-    """auto: the dtype in config.json of a Hugging Face folder, and float32 for any other model."""
+    """The value "auto" is the dtype in a Hugging Face folder's config.json, or else float32."""
     cache: Annotated[Literal["cold", "warm"], AfterValidator(_check_cache)] = "cold"
     format: Annotated[list[str], BeforeValidator(_as_list)] = []
     passes: Annotated[int, AfterValidator(_check_passes)] = Field(1, ge=0)
@@ -190,22 +190,22 @@ def read_model(path: Path) -> ModelSpec:
 
 
 def read_suite(path: Path) -> Suite:
-    """Read a suite's YAML file; raises ConfigError as ``read_model`` does."""
+    """Read a suite's YAML file; raise ConfigError as ``read_model`` does."""
     return validate(Suite, read_mapping(path), str(path))
 
 
 def check_suite(options: dict[str, Any]) -> Suite:
-    """Return command-line options as a suite; raises ConfigError that names the invalid option."""
+    """Return command-line options as a suite; raise ConfigError that names an invalid option."""
     return validate(Suite, options, "")
 
 
 def validate(kind: type[_Kind], content: dict[str, Any], file: str) -> _Kind:
     """Validate ``content`` and return it as an instance of ``kind``.
 
-    ``file`` is its source, for error messages; empty for a command line.
+    ``file`` is the content's source for error messages, or empty for a command line.
 
-    Raises:
-        ConfigError: a key or value is invalid; names it, and the nearest valid key.
+    Raises: ConfigError: a key or value is invalid; the message names the key, and the most similar
+        valid key.
     """
     try:
         return kind.model_validate(content)

@@ -11,7 +11,7 @@ from weighin.suite.registry import StrategyInfo
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A planned cell. ``skip`` is the reason why it is not run; empty if it is."""
+    """A planned cell. ``skip`` is the reason not to run the cell, or empty for a cell to run."""
 
     cell: Cell
     strategy: StrategyInfo
@@ -34,11 +34,11 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class CellMatrix:
-    """The values to combine. ``ram_limits`` and ``vram_limits`` in bytes; None is no limit.
+    """The values to combine. ``ram_limits`` and ``vram_limits`` are in bytes; None is no limit.
 
-    ``formats`` are the requested checkpoint formats: each strategy runs with all of them that it
-    supports. If none are requested, each strategy runs with ``own_format``, that of the user's
-    checkpoint, or with the first that it declares.
+    ``formats`` are the requested checkpoint formats: each strategy runs with every requested format
+    that it supports. If no format is requested, each strategy runs with ``own_format``, which is
+    the format of the user's checkpoint, or else with the first format that the strategy declares.
     """
 
     models: tuple[ModelSpec, ...]
@@ -76,9 +76,10 @@ def plan(matrix: CellMatrix) -> list[Planned]:
 
 
 def _formats(matrix: CellMatrix, info: StrategyInfo) -> list[str]:
-    """Return the formats for one strategy; if it supports no requested one, the first of them.
+    """Return the formats for one strategy.
 
-    That cell is then planned as skipped, with the reason.
+    If the strategy supports no requested format, return the first requested format, so that the
+    cell is planned as skipped with a reason.
     """
     if not matrix.formats and matrix.own_format in info.formats:
         return [matrix.own_format]

@@ -1,6 +1,7 @@
 """Look up the packages that strategies declare, without importing them.
 
-A strategy declares each by its name on PyPI, if need be with the least version: "safetensors>=0.8".
+A strategy declares each package by its name on PyPI, if necessary with a minimum version:
+"safetensors>=0.8".
 """
 
 import re
@@ -9,12 +10,12 @@ from importlib.metadata import PackageNotFoundError, requires, version
 
 
 def name_of(requirement: str) -> str:
-    """Return the package of a requirement: "safetensors" of "safetensors>=0.8"."""
+    """Return the package's name in a requirement: "safetensors" in "safetensors>=0.8"."""
     return re.split(r"[^\w.-]", requirement.strip(), maxsplit=1)[0]
 
 
 def versions(requirements: Iterable[str]) -> dict[str, str]:
-    """Return the installed version of each package; leaves out those that are not installed."""
+    """Return the installed version of each required package that is installed."""
     found = {}
     for name in map(name_of, requirements):
         try:
@@ -25,9 +26,9 @@ def versions(requirements: Iterable[str]) -> dict[str, str]:
 
 
 def missing(requirements: Iterable[str]) -> str:
-    """Return what is not installed and how to install it; empty if nothing is missing.
+    """Return a text on the missing packages and how to install them; empty if none is missing.
 
-    "needs fastsafetensors: install weighin[loaders]"
+    For example "needs fastsafetensors: install weighin[loaders]".
     """
     absent = [each for each in requirements if not _is_met(each)]
     if not absent:
@@ -47,10 +48,10 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _installed_by(requirement: str) -> str:
-    """Return the extra of weighin that brings a package: "weighin[loaders]"; else the requirement."""
+    """Return the extra of weighin with this package: "weighin[loaders]"; else the requirement."""
     try:
         lines = requires("weighin") or []
-    except PackageNotFoundError:  # run from a folder
+    except PackageNotFoundError:  # weighin runs from a folder without being installed
         lines = []
     name = _normal(name_of(requirement))
     extras = [
@@ -59,7 +60,7 @@ def _installed_by(requirement: str) -> str:
         if _normal(name_of(line)) == name
         and (found := re.search(r"""extra == ['"]([\w-]+)['"]""", line))
     ]
-    return f"weighin[{min(extras, key=len)}]" if extras else requirement  # others contain this one
+    return f"weighin[{min(extras, key=len)}]" if extras else requirement  # others contain it
 
 
 def _normal(name: str) -> str:

@@ -1,6 +1,7 @@
 """Find strategies and models by name, without importing torch or any strategy.
 
-A file that defines ``load`` is a strategy for loads, one that defines ``save`` is one for saves.
+A file that defines ``load`` is a strategy for loads; a file that defines ``save`` is a strategy for
+saves.
 """
 
 import ast
@@ -30,9 +31,10 @@ _FOLDERS: dict[Operation, str] = {"load": ".", "save": "saving"}
 
 
 def data_folder(name: str) -> Path:
-    """Return the path of one of our data folders: "strategies", "configs" or "docker".
+    """Return the path of one of weighin's data folders: "strategies", "configs" or "docker".
 
-    In a checkout it lies beside the package, in an installed wheel inside it.
+    The data folders lie beside the package in a checkout, and inside the package in an installed
+    wheel.
     """
     installed = _PACKAGE / "_data" / name
     return installed if installed.is_dir() else _PACKAGE.parents[1] / name
@@ -42,10 +44,11 @@ def data_folder(name: str) -> Path:
 class StrategyInfo:
     """The declarations in a strategy's file.
 
-    ``formats`` are those that it reads (a load) or writes (a save). ``options`` are the names
-    that it accepts in ``job.options``. ``maps_keys`` tells whether it renames and converts a
-    checkpoint's keys as transformers does, ``pretrained`` whether it loads Hugging Face folders only.
-    ``packages`` are those that it imports beside torch and weighin, by their names on PyPI:
+    ``formats`` are the checkpoint formats that the strategy reads (a load) or writes (a save).
+    ``options`` are the names that the strategy accepts in ``job.options``. ``maps_keys`` tells
+    whether the strategy renames and converts a checkpoint's keys as transformers does.
+    ``pretrained`` tells whether the strategy loads only Hugging Face folders. ``packages`` are the
+    packages that the strategy imports beside torch and weighin, by their names on PyPI:
     "fastsafetensors", "safetensors>=0.8".
     """
 
@@ -61,10 +64,10 @@ class StrategyInfo:
 
     @property
     def missing(self) -> str:
-        """The packages that are not installed here, and how to install them; empty if all are."""
+        """A text on the missing packages and how to install them; empty if none is missing."""
         from weighin.suite import (
             packages,
-        )  # importlib.metadata, which `weighin list` can do without
+        )  # imports importlib.metadata, which `weighin list` does not need
 
         return packages.missing(self.packages)
 
@@ -77,7 +80,7 @@ class StrategyInfo:
 
 
 def strategies(operation: Operation = "load") -> dict[str, StrategyInfo]:
-    """Return all strategies for one operation, by name: ours and those of installed packages.
+    """Return all strategies for one operation by name: those of weighin and of installed packages.
 
     Raises:
         ConfigError: two strategies have the same name, or a file is not a strategy.
@@ -107,7 +110,7 @@ def strategy(name: str, operation: Operation = "load") -> StrategyInfo:
 
 
 def named(name: str, operation: Operation = "load") -> list[StrategyInfo]:
-    """Return the strategy of this name, or all of them if the name is "all"."""
+    """Return a list with the strategy of this name, or with all strategies for the name "all"."""
     if name == "all":
         return list(strategies(operation).values())
     return [strategy(name, operation)]
@@ -166,7 +169,7 @@ def models() -> dict[str, Path]:
 
 
 def from_checkpoint(path: Path, selection: Selection = WHOLE) -> ModelSpec:
-    """Return a model without code, whose parameters are a checkpoint's tensors; reads none of them.
+    """Return a model without code whose parameters have the names and shapes in a checkpoint.
 
     Raises:
         CheckpointError: ``path`` is not a checkpoint, or has no tensors or too many.
@@ -176,10 +179,10 @@ def from_checkpoint(path: Path, selection: Selection = WHOLE) -> ModelSpec:
 
 
 def own_checkpoint(names: Iterable[str], given: Path | None) -> Path | None:
-    """Return the checkpoint that the models' names or --checkpoint name, if any.
+    """Return the checkpoint that a model's name ("from:PATH") or --checkpoint gives, if any.
 
     Raises:
-        ConfigError: they name several, or a model from a checkpoint is not the only model.
+        ConfigError: several checkpoints are given, or a "from:PATH" model is not the only model.
     """
     names = list(names)
     own = [name for name in names if name.startswith(_FROM)]
@@ -199,10 +202,11 @@ def own_checkpoint(names: Iterable[str], given: Path | None) -> Path | None:
 def model(
     name: str, kwargs: dict[str, object] | None = None, selection: Selection = WHOLE
 ) -> ModelSpec:
-    """Return a model: built-in, of a Hugging Face folder, or of a builder.
+    """Return the model that ``name`` gives: built-in, a Hugging Face folder, or a builder's model.
 
-    A builder is "package.module:callable", or "path/nets.py:callable" for one in a file. "from:PATH"
-    is the model that consists of ``selection`` of a checkpoint's tensors.
+    A builder is "package.module:callable", or "path/nets.py:callable" for a builder in a file.
+    "from:PATH" is the model that consists of the tensors that ``selection`` selects in a
+    checkpoint.
     """
     if folder := pretrained_folder(name):
         if kwargs:
@@ -227,19 +231,19 @@ def model(
             known,
             "for any other model: a Hugging Face folder, or --model package.module:callable",
         )
-    from weighin.suite.config import read_model  # pydantic, which `weighin list` need not import
+    from weighin.suite.config import read_model  # imports pydantic, which `weighin list` avoids
 
     spec = read_model(known[name])
     return ModelSpec(spec.name, spec.builder, spec.kwargs | kwargs) if kwargs else spec
 
 
 def pretrained_folder(name: str) -> Path | None:
-    """Return the Hugging Face folder that a model's name means: a path, or an id in the local cache.
+    """Return the Hugging Face folder of a model's name: a path, or an id in the local cache.
 
-    None for any other name.
+    Return None for any other name.
 
     Raises:
-        CheckpointError: it is the id of a model that the cache does not have.
+        CheckpointError: the name is the id of a model that the local cache does not have.
     """
     if is_pretrained(path := Path(name).expanduser()):
         return path
@@ -247,7 +251,7 @@ def pretrained_folder(name: str) -> Path | None:
 
 
 def model_dtype(name: str, dtype: str) -> str:
-    """Return the dtype of a load; "auto" is that of a Hugging Face folder, or float32."""
+    """Return the dtype of a load; "auto" is the dtype of a Hugging Face folder, or else float32."""
     if dtype != "auto":
         return dtype
     folder = pretrained_folder(name)
@@ -260,7 +264,7 @@ def suites() -> dict[str, Path]:
 
 
 def suite_file(name: str) -> Path:
-    """Return the file of a built-in suite by its name; a path ("mine.yaml", "./mine") is itself.
+    """Return the file of a built-in suite by its name, or ``name`` itself if it is a path.
 
     Raises:
         UnknownName: no built-in suite has this name.
@@ -288,7 +292,7 @@ def _third_party(operation: Operation) -> list[Path]:
 
 
 def _file_of(module: str) -> Path | None:
-    """Return a module's file. Unlike ``find_spec``, does not import its parent packages."""
+    """Return a module's file. Unlike ``find_spec``, do not import the module's parent packages."""
     top, *rest = module.split(".")
     spec = find_spec(top)
     for part in rest:
@@ -298,7 +302,7 @@ def _file_of(module: str) -> Path | None:
 
 
 def _flag(tree: ast.Module, name: str) -> bool:
-    """Tell whether a file sets the constant ``name`` to True."""
+    """Return whether a file sets the constant ``name`` to True."""
     return any(
         isinstance(node, ast.Assign)
         and [target.id for target in node.targets if isinstance(target, ast.Name)] == [name]

@@ -1,6 +1,7 @@
-"""Find the module of a user's model: in a file, in the current folder, or in a folder of PYTHONPATH.
+"""Find the module of a user's model: in a file, in the current folder, or in a folder of
+PYTHONPATH.
 
-Imports none of them.
+The search does not import the module.
 """
 
 import os
@@ -21,25 +22,25 @@ _TAKEN: Final = sys.stdlib_module_names | {"numpy", "safetensors", "torch", "wei
 
 @dataclass(frozen=True, slots=True)
 class BuilderFile:
-    """A builder in a file: its name as "package.module:function", and the folder to import it from."""
+    """A builder in a file: its name "package.module:function", and the module's import folder."""
 
     builder: str
     folder: Path
 
 
 def is_file(name: str) -> bool:
-    """Tell whether a model's name is a builder in a file: "path/nets.py:build"."""
+    """Return whether a model's name is a builder in a file: "path/nets.py:build"."""
     return _FILE in name
 
 
 def of_file(name: str) -> BuilderFile:
     """Return the builder that "path/nets.py:build" names.
 
-    A file in a package, with ``__init__.py`` beside it, is imported as a part of that package, so that
-    its relative imports work.
+    A file in a package, with ``__init__.py`` beside it, is imported as a part of that package, so
+    that the file's relative imports work.
 
     Raises:
-        ConfigError: there is no such file, or Python cannot import it under its name.
+        ConfigError: the file does not exist, or Python cannot import a file of this name.
     """
     text, _, function = name.rpartition(":")
     path = Path(text).expanduser()
@@ -72,7 +73,8 @@ def of_file(name: str) -> BuilderFile:
 def import_path(names: Iterable[str]) -> tuple[str, ...]:
     """Return the folders from which the modules of these models are imported, first to last.
 
-    They are those of builders in files, the current folder, and those of PYTHONPATH that exist.
+    The folders are those of builders in files, the current folder, and the existing folders of
+    PYTHONPATH.
     """
     folders = [of_file(name).folder for name in names if is_file(name)]
     folders.append(Path.cwd())
@@ -82,12 +84,12 @@ def import_path(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def is_ours(builder: str) -> bool:
-    """Tell whether a builder is one of weighin's own, which needs no import path."""
+    """Return whether a builder belongs to weighin, so that it needs no import path."""
     return builder.startswith(_OURS)
 
 
 def file_of(builder: str, folders: Iterable[str]) -> Path | None:
-    """Return the file of the builder's top module in one of these folders; None if none has it."""
+    """Return the file of a builder's top module in one of ``folders``; None if no folder has it."""
     spec = PathFinder.find_spec(builder.partition(":")[0].partition(".")[0], [*folders])
     if spec is None:
         return None

@@ -1,4 +1,4 @@
-"""Read a YAML file without validating it: ``weighin list`` has no time to import pydantic."""
+"""Read a YAML file without validation, because importing pydantic would slow ``weighin list``."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from weighin.errors import ConfigError
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """Return the top-level mapping of a YAML file; raises ConfigError with the file and the line."""
+    """Return the top-level mapping of a YAML file; raise ConfigError with the file and the line."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:

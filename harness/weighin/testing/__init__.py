@@ -1,1 +1,1 @@
-"""The pytest plugin: measure loads, functions and the bodies of tests in fresh workers."""
+"""Provide the pytest plugin, which measures loads, functions and tests' bodies in fresh workers."""

@@ -1,6 +1,7 @@
 """Measure a test's body or a function in a fresh worker, with the same phases and limits as a load.
 
-The worker is a plain process or runs in a cgroup. A container lacks the modules that a test imports.
+The worker is a plain process, or a process in a cgroup. A worker cannot run in a container, which
+lacks the modules that a test imports.
 """
 
 import json
@@ -41,13 +42,13 @@ class Limit:
 
 
 def above_baseline(result: Result, metric: str) -> int | None:
-    """Return the peak of a result above its baseline, in bytes; None if it was not measured.
+    """Return a result's peak minus its baseline, in bytes; None if the peak was not measured.
 
     ``rss`` and ``cgroup`` are high-water marks of the kernel, ``cuda`` is the peak of the CUDA
     allocator, and ``anon`` is a sampled maximum.
 
     Raises:
-        UnknownName: there is no such metric.
+        UnknownName: ``metric`` is neither rss, cgroup, cuda nor anon.
     """
     peaks, before = result.peaks, result.baseline or Memory(0, 0, 0, 0)
     figures = {
@@ -84,7 +85,7 @@ def measure_call(call: Call, *, ram: str | None, isolation: str, timeout_s: floa
 
 
 def run_item(item: pytest.Item, limit: Limit, isolation: str) -> list[pytest.TestReport]:
-    """Run a test in a fresh worker; its call fails if the peak is above the limit."""
+    """Run a test in a fresh worker; the test's call fails if the peak is above the limit."""
     try:
         allowed = parse_bytes(limit.size)
         above_baseline(Result(1, _cell("", "", limit), Outcome.OK), limit.metric)
@@ -123,7 +124,7 @@ def _cell(name: str, isolation: str, limit: Limit) -> Cell:
 
 
 def _isolation(name: str, *, limited: bool) -> Isolation:
-    """Return the isolation for a body: for ``auto`` the cgroup, else a plain process."""
+    """Return the isolation for a body; ``auto`` is a cgroup if that works, else a plain process."""
     if name == "docker":
         raise IsolationUnavailable(
             "a test's body cannot run in Docker: the image lacks the modules that it imports",
@@ -143,9 +144,10 @@ def _isolation(name: str, *, limited: bool) -> Isolation:
 
 
 def _arguments(item: pytest.Item) -> tuple[str, ...]:
-    """Return the arguments of the pytest in the worker, without the ini file's addopts.
+    """Return the arguments of pytest in the worker, without the ini file's addopts.
 
-    Those could start coverage or xdist in the measured process, or overwrite this run's reports.
+    The addopts could start coverage or xdist in the measured process, or overwrite reports of the
+    parent.
     """
     config = item.config
     ini = ("-c", str(config.inipath)) if config.inipath else ()
@@ -170,7 +172,7 @@ def _read_reports(config: pytest.Config, path: Path) -> list[pytest.TestReport]:
 def _judged(
     item: pytest.Item, report: pytest.TestReport, result: Result, limit: Limit, allowed: int
 ) -> pytest.TestReport:
-    """Return the report, as a failure if the call's peak is too large; failures show the phases."""
+    """Return the report, changed to a failure with a table of phases if the peak is too large."""
     if report.when == "call" and report.passed:
         growth = above_baseline(result, limit.metric)
         if growth is None:

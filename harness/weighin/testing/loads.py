@@ -1,4 +1,4 @@
-"""Measure one load for a test: a run of one cell in a temporary folder."""
+"""Measure one load for a test, as a run of one cell in a temporary folder."""
 
 import tempfile
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from weighin.run import runner
 from weighin.suite.config import check_suite
 
 PATIENCE_S = 600.0
-"""How long a test waits for another measurement on this machine: pytest may run several at once."""
+"""The longest wait for another measurement on this machine: pytest may run tests in parallel."""
 
 
 def measure_load(
@@ -26,7 +26,7 @@ def measure_load(
     device: str = "cpu",
     dtype: str = "float32",
     cache: str = "cold",
-    format: str | None = None,  # noqa: A002 (named as in suites and on the command line)
+    format: str | None = None,  # noqa: A002 (the same name as in suites and on the command line)
     checkpoint: str | Path | None = None,
     kwargs: dict[str, Any] | None = None,
     options: dict[str, Any] | None = None,

@@ -9,8 +9,8 @@
     @pytest.mark.limit_peak("1.5GiB", metric="anon")
     def test_my_own_loader(): ...
 
-Every pytest run in this environment imports this module. So it imports nothing else of weighin, and
-does nothing until a test uses the fixture or the marker.
+Every pytest run in this environment imports this module. The module therefore imports no other
+module of weighin, and does nothing until a test uses the fixture or the marker.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 MARKER = "limit_peak"
 
 MEASURED = pytest.StashKey[list["Result"]]()
-"""The results that a test has measured so far, shown if it fails."""
+"""The results that a test has measured so far, which the test's report shows if the test fails."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -76,16 +76,17 @@ class Weighin:
 
         Args:
             what: a strategy's name or file ("./mine.py"), or a function of an importable module.
-            arguments: the function's; a strategy takes none.
+            arguments: the function's arguments; a strategy takes none.
             ram: a limit such as "2g", which the kernel enforces (docker or cgroup).
             isolation: "docker", "cgroup", "process" or "auto"; a function cannot run in Docker.
             timeout_s: seconds after which the worker is killed, with the outcome ``timeout``.
-            options: for a strategy ``model`` ("gpt2-small"), ``device``, ``dtype``, ``cache``,
+            options: for a strategy, ``model`` ("gpt2-small"), ``device``, ``dtype``, ``cache``,
                 ``format``, ``checkpoint``, ``kwargs`` of the model and ``options`` of the strategy;
-                for a function its keyword arguments.
+                for a function, its keyword arguments.
 
         Raises:
-            HarnessError: the load cannot be measured. A load that fails has an outcome instead.
+            HarnessError: the load cannot be measured. A load that fails raises no error; the
+                outcome of its result says how it failed.
         """
         from weighin.testing import bodies, loads
 
@@ -108,7 +109,7 @@ class Weighin:
         return result
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Measure this block as a phase, if the test has the marker ``limit_peak``."""
+        """Measure the ``with`` block as a phase, if the test has the marker ``limit_peak``."""
         from weighin.protocol import BODY_PLUGIN
 
         body = self._config.pluginmanager.getplugin(BODY_PLUGIN)
@@ -116,7 +117,7 @@ class Weighin:
 
 
 def _say(config: pytest.Config, line: str) -> None:
-    """Print a line at once in spite of output capture; does nothing under xdist."""
+    """Print a line at once despite pytest's output capture; do nothing under xdist."""
     reporter = config.pluginmanager.getplugin("terminalreporter")
     capture = config.pluginmanager.getplugin("capturemanager")
     if reporter is None:
@@ -139,7 +140,7 @@ def isolation_of(config: pytest.Config) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    """Run a test with the marker in a worker, and pass on the reports of the pytest there."""
+    """Run a test that has the marker in a worker, and pass on the reports of its pytest."""
     marker = item.get_closest_marker(MARKER)
     if marker is None:
         return None

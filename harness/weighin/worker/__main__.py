@@ -2,9 +2,9 @@
 
 For a save: save the model in phases, sync the files, read them back and verify them.
 
-An isolation starts this as ``python -m weighin.worker``; the protocol is that of ``protocol.py``.
-Memory of modules that are imported before torch belongs to the harness, so that even pathlib, which
-takes 1 MiB, is imported after torch.
+An isolation starts this module as ``python -m weighin.worker``; ``protocol.py`` defines the
+protocol. Modules that are imported before torch add weighin's own memory to the figures. Even
+pathlib, which takes 1 MiB, is therefore imported after torch.
 """
 
 import contextlib
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from weighin.worker.inputs import Inputs
     from weighin.worker.loading import WorkerLoad
 
-_TRACE_PIECE = 10_000  # events in one line, so that the parent parses lines of moderate size
+_TRACE_PIECE = 10_000  # the most events in one line, so that the parent parses short lines
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedWorker:
-    """The state that is imported and read before the baseline, in the same way for every strategy."""
+    """The state that a worker creates before the baseline, in the same way for every strategy."""
 
     load: "WorkerLoad"
     inputs: "Inputs | None"
@@ -65,11 +65,11 @@ def main() -> None:
     except BaseException as error:
         outcome, message = classify(error, job.strategy_path)
         if marks.cuda:
-            with contextlib.suppress(Exception):  # a GPU that failed may raise again
+            with contextlib.suppress(Exception):  # a failed GPU may raise a second error
                 tell_trace(lifeline, marks.cuda)
         summary = marks.cuda.summary() if marks.cuda and outcome is Outcome.CUDA_OOM else ""
         fail(lifeline, outcome, message, summary)
-    os._exit(0)  # without the interpreter's shutdown, which only takes time
+    os._exit(0)  # skip the interpreter's shutdown, which takes time
 
 
 def prepare(job: Job, lifeline: Lifeline, marks: Marks) -> PreparedWorker:
@@ -144,7 +144,7 @@ def load(job: Job, prepared: PreparedWorker, lifeline: Lifeline, marks: Marks) -
 
 
 def run_strategy(job: Job, argument: Any, lifeline: Lifeline, marks: Marks) -> Any:
-    """Import and call the strategy with ``argument``; its imports count as part of its cost."""
+    """Import the strategy and call it with ``argument``; its imports are part of the load time."""
     from pathlib import Path
 
     from weighin.worker.loading import import_strategy
@@ -175,7 +175,7 @@ def run_strategy(job: Job, argument: Any, lifeline: Lifeline, marks: Marks) -> A
 def save(
     job: Job, model: "torch.nn.Module", prepared: PreparedWorker, lifeline: Lifeline, marks: Marks
 ) -> None:
-    """Run the strategy, sync the files that it wrote, and read them back."""
+    """Run the save strategy, sync the files that it wrote, and read them back."""
     from pathlib import Path
 
     from weighin.worker import saving

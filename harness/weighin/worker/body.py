@@ -1,8 +1,8 @@
 """Run a test's body, or a function, and measure it, for weighin's pytest plugin.
 
-The baseline is measured just before the body, with torch, pytest and the test's fixtures loaded:
-peaks above it are the body's own. Freed memory is returned to the kernel first; otherwise the body
-could use it without raising the peak.
+The baseline is measured just before the body, when torch, pytest and the test's fixtures are
+loaded, so that peaks above the baseline belong to the body. Before that, freed memory is returned
+to the kernel; otherwise the body could use freed memory without raising the peak.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ from weighin.worker.phases import Marks
 from weighin.worker.warmup import environment
 
 BODY = "body"
-"""The name of the phase for those parts of a body that are in no phase of its own."""
+"""The name of the phase that covers the parts of a body outside its own phases."""
 
 
 class BodyMeasurement:
@@ -39,7 +39,7 @@ class BodyMeasurement:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Report the baseline, run the body, and end its last phase, also if it raises."""
+        """Report the baseline, run the body, and end its last phase, even if the body raises."""
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         if (device := self._job.cell.device).startswith("cuda"):
@@ -89,13 +89,13 @@ def run_body(job: Job, body: Body, lifeline: Lifeline, marks: Marks) -> NoReturn
 
 
 def _run_test(body: Body, measured: BodyMeasurement) -> str:
-    """Run pytest on the one test; return a message if it failed, else an empty string."""
+    """Run pytest on the body's test; return a message if the test failed, else an empty string."""
     import pytest
 
     reports: list[Any] = []
 
     class Plugin:
-        """Measures only the test's call, and collects pytest's reports for the parent's pytest."""
+        """Measures only the call of the test, and collects reports for the parent's pytest."""
 
         def pytest_configure(self, config: pytest.Config) -> None:
             config.pluginmanager.register(measured.marks, BODY_PLUGIN)
@@ -112,7 +112,7 @@ def _run_test(body: Body, measured: BodyMeasurement) -> str:
 
     os.environ.pop("PYTEST_ADDOPTS", None)
     code = pytest.main(list(body.pytest_arguments), plugins=[Plugin()])
-    with open(body.path, "w", encoding="utf-8") as file:  # noqa: PTH123 (no pathlib in the worker)
+    with open(body.path, "w", encoding="utf-8") as file:  # noqa: PTH123 (a worker avoids pathlib)
         json.dump(reports, file, default=str)
     failed = [report["when"] for report in reports if report["outcome"] == "failed"]
     if failed:

@@ -1,4 +1,4 @@
-"""Connect the worker to its parent through standard input and output, and end with the parent."""
+"""Connect the worker to its parent through standard input and output; end it with the parent."""
 
 import ctypes
 import os
@@ -16,13 +16,13 @@ _ORPHANED = 125
 class Lifeline:
     """The worker's connection to its parent.
 
-    Sends events to the original standard output, and redirects descriptor 1 to standard error, so
-    that a strategy's prints do not mix with the events.
+    ``Lifeline`` writes events to the original standard output, and redirects descriptor 1 to
+    standard error, so that a strategy's prints do not mix with the events.
     """
 
     def __init__(self) -> None:
-        # While a strategy hangs and holds the GIL, no thread notices the end of standard input. Then
-        # this signal ends the process; in a container, the engine ends it.
+        # If a strategy hangs while it holds the GIL, no thread notices the end of standard input.
+        # This signal then ends the process; in a container, the engine ends it.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         self._events = os.dup(1)
         os.dup2(2, 1)
@@ -31,13 +31,13 @@ class Lifeline:
         self._acknowledged = threading.Semaphore(0)
 
     def receive_job(self) -> bytes:
-        """Return the first line of input. From then on, the end of input ends this process."""
+        """Return the first line of input. After this call, the end of input ends this process."""
         line = self._input.readline()
         threading.Thread(target=self._listen, name="lifeline", daemon=True).start()
         return line
 
     def send(self, event: str, **fields: Any) -> None:
-        """Send one event, with a single write."""
+        """Send one event with a single write call."""
         os.write(self._events, encode_event({"event": event, **fields}))
 
     def send_and_wait(self, event: str, **fields: Any) -> None:

@@ -1,9 +1,10 @@
 """Read the CUDA allocator's peaks of one device: requested, allocated and reserved bytes.
 
-Requested are the bytes that tensors need, allocated are these rounded up to blocks, and reserved are
-the segments that the allocator got from the driver. The driver's used memory is sampled in addition.
-Page-locked host memory has an allocator and a peak of its own. The device is synchronised before
-each reading, so that pending copies are included in memory and time.
+Requested bytes are the bytes that tensors need. Allocated bytes are the requested bytes rounded up
+to blocks. Reserved bytes are the segments that the allocator got from the driver. The memory in use
+as the driver counts it is sampled in addition. Page-locked host memory has its own allocator and
+peak. The device is synchronised before each reading, so that memory and time include pending
+copies.
 """
 
 import math
@@ -25,14 +26,15 @@ _KINDS: Final = ("requested", "allocated", "reserved")
 class CudaMemory:
     """The memory of one CUDA device, as counted by this process's allocator.
 
-    Creates the CUDA context, so that its memory is part of the baseline and not of the load.
+    The constructor creates the CUDA context, so that the context's memory is part of the baseline
+    and not of the load.
 
     Raises:
         ValueError: ``limit_bytes`` is more than the device's memory.
     """
 
     def __init__(self, device: torch.device, limit_bytes: int | None = None) -> None:
-        # Otherwise page-locked buffers and streams create a second context, on the first device.
+        # Otherwise page-locked buffers and streams would create a context on the first device.
         torch.cuda.set_device(device.index or 0)
         self.device = torch.device("cuda", device.index or 0)
         self._timeline: list[tuple[int, int, int]] = []
@@ -76,7 +78,7 @@ class CudaMemory:
         return samples
 
     def start_trace(self) -> None:
-        """Make the allocator record every event from now on, without tracebacks."""
+        """Make the allocator record every later event, without tracebacks."""
         stats = torch.cuda.memory_stats(self.device)
         self._traced_from = (
             stats["requested_bytes.all.current"],
@@ -88,8 +90,8 @@ class CudaMemory:
     def take_trace(self) -> dict[str, Any] | None:
         """End the trace and return it; None if no trace was started.
 
-        ``events`` are (t_ns, action, bytes); ``requested_bytes`` and ``reserved_bytes`` are the values
-        before the first event.
+        The item ``events`` has tuples (t_ns, action, bytes); ``requested_bytes`` and
+        ``reserved_bytes`` are the values before the first event.
         """
         if self._clock_offset_ns is None:
             return None
@@ -108,7 +110,7 @@ class CudaMemory:
         return torch.cuda.memory_summary(self.device, abbreviated=True)
 
     def describe(self) -> dict[str, Any]:
-        """Return the device's properties. ``gpu_uuid`` is its name in the driver's own tools."""
+        """Return the device's properties. ``gpu_uuid`` identifies it in the driver's tools."""
         properties = torch.cuda.get_device_properties(self.device)
         uuid = getattr(properties, "uuid", None)
         return {
@@ -142,7 +144,7 @@ class CudaMemory:
         return warnings
 
     def notes_at_end(self) -> list[str]:
-        """Return a warning for each other device that the load used, because no figure includes it."""
+        """Return a warning for each other GPU that was used; no figure includes its memory."""
         peaks = {
             index: torch.cuda.max_memory_allocated(index)
             for index in range(torch.cuda.device_count())
@@ -156,14 +158,14 @@ class CudaMemory:
         ]
 
     def _limit(self, limit_bytes: int) -> None:
-        """Limit the bytes that the allocator may reserve; the context's memory is not included."""
+        """Limit the bytes that the allocator may reserve, without the CUDA context's memory."""
         _, total = torch.cuda.mem_get_info(self.device)
         if limit_bytes > total:
             raise ValueError(
                 f"--vram {format_exact(limit_bytes)} is more than {self.device} has"
                 f" ({format_bytes(total)})"
             )
-        # Torch multiplies and truncates: the next larger float prevents the loss of a byte.
+        # Torch multiplies by the fraction and truncates; the next larger float prevents an error.
         fraction = min(1.0, math.nextafter(limit_bytes / total, 1.0))
         torch.cuda.set_per_process_memory_fraction(fraction, self.device)
 
@@ -175,7 +177,7 @@ class CudaMemory:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an error means out of GPU memory: raised by the caching allocator or the driver."""
+    """Tell whether an error of the allocator or the driver means that GPU memory ran out."""
     if isinstance(error, torch.cuda.OutOfMemoryError):
         return True
     # Page-locked memory and contexts come from the driver, whose errors have another class.

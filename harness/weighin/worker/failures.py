@@ -11,11 +11,11 @@ from weighin.worker.connection import Lifeline
 
 
 class StrategyFailed(Exception):
-    """The strategy raised an error, which is the ``__cause__``, or returned no model."""
+    """The strategy raised an error (the ``__cause__`` of this exception), or returned no model."""
 
 
 def classify(error: BaseException, strategy: str) -> tuple[Outcome, str]:
-    """Return the outcome and the message for an error during the load, the touch or the verification."""
+    """Return the outcome and the message for an error during load, touch or verification."""
     from weighin.worker.verify import WrongWeights
 
     if isinstance(error, WrongWeights):
@@ -32,10 +32,10 @@ def classify(error: BaseException, strategy: str) -> tuple[Outcome, str]:
 
 
 def describe(error: BaseException, strategy: str = "") -> str:
-    """Return an error in one line, with the file and line that raised it.
+    """Describe an error in one line, with the file and line that raised it.
 
-    If the traceback passes through the strategy's file, that is the innermost line in this file,
-    which tells its author more than a line of torch.
+    If the traceback contains the strategy's file, the innermost line in this file is given, because
+    it tells the strategy's author more than a line of torch.
     """
     from pathlib import Path
 
@@ -51,4 +51,4 @@ def fail(lifeline: Lifeline, outcome: Outcome, message: str, summary: str = "") 
     traceback.print_exc()
     lifeline.send("failed", outcome=outcome, message=message, summary=summary)
     sys.stderr.flush()
-    os._exit(1)  # without waiting for a strategy's threads and exit handlers
+    os._exit(1)  # do not wait for the strategy's threads and exit handlers

@@ -23,7 +23,7 @@ class Inputs:
         return self._each(lambda tensor: tensor.to(device))
 
     def as_floating(self, dtype: torch.dtype) -> "Inputs":
-        """Return the inputs with every floating-point tensor converted to ``dtype``, the model's."""
+        """Return the inputs with every floating-point tensor converted to the model's ``dtype``."""
         return self._each(lambda value: value.to(dtype) if value.is_floating_point() else value)
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Inputs":
@@ -33,7 +33,7 @@ class Inputs:
 def example_inputs(
     builder: Builder, kwargs: Mapping[str, Any], dtype: torch.dtype
 ) -> Inputs | None:
-    """Return the inputs that the builder's module provides for one forward pass; None if it has none.
+    """Return the builder's example inputs for one forward pass; None if its module has none.
 
     ``example_inputs`` may return a tuple or list of positional arguments, a mapping of keyword
     arguments, or one tensor. The inputs are on the CPU, with floating-point tensors of ``dtype``.
@@ -50,7 +50,7 @@ def example_inputs(
 
 
 def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a value with ``change`` applied to its tensors, also inside tuples, lists and dicts."""
+    """Return a value with ``change`` applied to its tensors, even in tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if type(value) is dict:

@@ -1,4 +1,4 @@
-"""Import a strategy, and define the ``Load`` that it is called with in a worker."""
+"""Import a strategy, and define the ``Load`` object with which a worker calls it."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -14,7 +14,7 @@ from weighin.models.skeleton import construct, reset_buffers
 
 
 class Phases(Protocol):
-    """Records the peaks of phases: ``Marks`` in a worker, a ledger in a prediction."""
+    """Records the peaks of phases: class ``Marks`` in a worker, ``Ledger`` in a prediction."""
 
     def phase(self, name: str) -> AbstractContextManager[None]: ...
 

@@ -1,7 +1,8 @@
 """Measure phases: read and reset the high-water marks of the kernel and the allocator.
 
 At the end of a phase the worker reads and resets its VmHWM, and waits while the parent reads and
-resets the cgroup's peak. The time that this takes is recorded, to subtract it from the load's time.
+resets the cgroup's peak. The time of these readings is recorded, and later subtracted from the load
+time.
 """
 
 import time
@@ -18,13 +19,13 @@ if TYPE_CHECKING:
     from weighin.worker.cuda import CudaMemory
 
 UNNAMED = "other"
-"""The name of the phase for those parts of a strategy that are in no phase of its own."""
+"""The name of the phase that covers the parts of a strategy outside its own phases."""
 
-_SHORTEST_GAP_NS = 1_000_000  # a shorter gap between two phases counts to the second one
+_SHORTEST_GAP_NS = 1_000_000  # a shorter gap between two phases counts to the second phase
 
 
 class Marks:
-    """Measures the phases of one worker and reports each at its end."""
+    """Measures the phases of one worker, and reports each phase at its end."""
 
     def __init__(self, lifeline: Lifeline) -> None:
         self.spent_ns = 0
@@ -36,7 +37,7 @@ class Marks:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure the context's block as a phase of this name."""
+        """Measure the body of the ``with`` statement as a phase of this name."""
         if self._current is not None:
             raise RuntimeError(
                 f"phase {name!r} begins inside {self._current!r}: phases do not nest"
@@ -51,16 +52,16 @@ class Marks:
             self._close(name)
 
     def flush(self) -> None:
-        """Report the time since the last phase's end as a phase of its own, unless it is very short."""
+        """Report the time since the last phase's end as phase "other", unless it is very short."""
         if time.monotonic_ns() - self._start_ns >= _SHORTEST_GAP_NS:
             self._close(UNNAMED)
 
     def close_rest(self, name: str) -> None:
-        """Report the time since the last phase's end as a phase of this name, however short it is."""
+        """Report the time since the last phase's end as a phase of this name, even a short time."""
         self._close(name)
 
     def restart(self) -> None:
-        """Begin the next phase now: the time since the last phase's end was the harness's own."""
+        """Begin the next phase now; weighin's own work since the last phase is in no phase."""
         self._faults = _read_faults()
         self._start_ns = time.monotonic_ns()
 

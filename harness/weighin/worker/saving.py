@@ -1,7 +1,7 @@
 """Load the model that a worker saves, sync the saved files, and verify them.
 
-The model is loaded before the baseline, so that peaks above the baseline are the save's own. The time
-of a save includes the sync of its files, but not their verification.
+The model is loaded before the baseline, so that peaks above the baseline belong to the save. The
+time of a save includes the sync of its files, but not their verification.
 """
 
 import os
@@ -80,7 +80,8 @@ def measure(target: Path) -> Written:
 def check(target: Path, manifest: Manifest, dtype: torch.dtype) -> None:
     """Read the saved checkpoint back from the disk; raise WrongWeights if it differs from the model.
 
-    Needs the memory of a few pieces of 16 MiB, because the save's limit applies to the check too.
+    The check needs memory for only a few pieces of 16 MiB, because the save's RAM limit applies to
+    the check too.
     """
     page_cache.drop(files_in(target))
     try:
@@ -113,6 +114,6 @@ def _checksum(where: TensorSlice) -> str:
 
 
 def _checkpoint_in(target: Path) -> Path:
-    """Return the only file in the folder; the folder itself if it contains more or a folder."""
+    """Return the only file in a folder; the folder itself if it contains anything else."""
     contents = list(target.iterdir())
     return contents[0] if len(contents) == 1 and contents[0].is_file() else target

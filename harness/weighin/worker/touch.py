@@ -1,4 +1,4 @@
-"""Read every byte of a model once, which completes lazy loads and gives the checksums to verify."""
+"""Read every byte of a model once, which completes lazy loads, and compute its checksums."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,7 +8,7 @@ from weighin.checkpoint.checksum import checksum
 
 
 def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return every parameter and buffer by its full name, with tied ones under each of their names."""
+    """Return every parameter and buffer by its full name, tied tensors under all their names."""
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     return tensors | dict(model.named_buffers(remove_duplicate=False))
 
@@ -17,7 +17,7 @@ def touch(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     """Read every byte of every tensor and return the checksums; tied tensors are read once."""
     once = {identity(tensor): tensor for tensor in tensors.values()}
     threads = torch.get_num_threads()
-    # One thread per tensor: torch's own threads would synchronise after every 4 MiB.
+    # One thread for each tensor: torch's own threads would synchronise after every 4 MiB.
     torch.set_num_threads(1)
     try:
         with ThreadPoolExecutor(threads) as pool:

@@ -11,15 +11,16 @@ from weighin.worker.touch import identity
 
 
 class WrongWeights(Exception):
-    """The model that a strategy loaded, or the checkpoint that it saved, is not the expected one."""
+    """The model that a strategy loaded, or the checkpoint that it saved, is not as expected."""
 
 
 def check_structure(
     tensors: dict[str, torch.Tensor], manifest: Manifest, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Raise WrongWeights if a tensor is missing, unexpected, untied, or of a wrong device, shape or dtype.
+    """Raise WrongWeights if a tensor is missing, unexpected or untied, or has a wrong property.
 
-    Reads no values, because it runs before the touch, which fails for tensors on the meta device.
+    The properties are device, shape and dtype. The check reads no values. This check runs before
+    the touch phase, because that phase would fail for tensors on the meta device.
     """
     expected = {entry.name: entry for entry in manifest.tensors}
     complain("missing from the model", expected.keys() - tensors.keys())
@@ -75,7 +76,7 @@ def _tensors(output: object) -> Iterator[torch.Tensor]:
 
 
 def complain(what: str, names: Iterable[str]) -> None:
-    """Raise WrongWeights with the fault ``what`` if there are names of tensors that have it."""
+    """Raise WrongWeights with the fault ``what`` if ``names`` has tensors with this fault."""
     faulty = sorted(names)
     if faulty:
         plural = "s" * (len(faulty) > 1)
@@ -83,7 +84,7 @@ def complain(what: str, names: Iterable[str]) -> None:
 
 
 def wanted_dtype(entry: TensorEntry, dtype: torch.dtype) -> str:
-    """Return the dtype that a tensor must have after the load; only floating-point ones are converted."""
+    """Return the dtype that a tensor must have after a load; only floating-point dtypes change."""
     return _name(dtype) if _name(dtype) in entry.checksums else entry.dtype
 
 

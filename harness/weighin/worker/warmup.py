@@ -1,6 +1,6 @@
 """Prepare a worker for its baseline, and report the environment that only the worker can see.
 
-Imports only the standard library before a function is called, because the import of torch is a phase.
+Importing this module imports only the standard library, because the import of torch is a phase.
 """
 
 import os
@@ -18,9 +18,9 @@ _WARM_PIECE_BYTES = 1024**2
 def settle_math() -> None:
     """Call MKL's vector functions once, on one thread, so that they select their kernels.
 
-    If two threads make the first calls at the same time, another kernel sometimes computes a part: a
-    table of rotary cosines was wrong by 1.5e-4 in 1 of 100 fresh processes on a busy machine (torch
-    2.13, MKL 2024.2). This is not the fault of any strategy.
+    If two threads make the first calls at the same time, MKL sometimes computes a part of the
+    result with another kernel. A table of rotary cosines was wrong by 1.5e-4 in 1 of 100 fresh
+    processes on a busy machine (torch 2.13, MKL 2024.2). No strategy causes this error.
     """
     import torch
 
@@ -39,7 +39,7 @@ def read_through(checkpoint: "Path") -> None:
 
 
 def check_preloaded() -> None:
-    """Raise OSError if a library that LD_PRELOAD names was not loaded, as the linker only prints that."""
+    """Raise OSError if a library in LD_PRELOAD was not loaded; the linker only prints a warning."""
     wanted = os.environ.get("LD_PRELOAD", "").replace(":", " ").split()
     if not wanted:
         return

@@ -31,7 +31,7 @@ from weighin.text import one_line
 _BIRTH_TIMEOUT_S: Final = 2.0
 _WATCHER_TIMEOUT_S: Final = 10.0
 _REMOVE_ATTEMPTS: Final = 50
-_CREATE_ATTEMPTS: Final = 10  # 1 s: far more than a create takes
+_CREATE_ATTEMPTS: Final = 10  # 1 s in all: far more than creating a container takes
 _NEWS_ATTEMPTS: Final = 5
 _PAUSE_S: Final = 0.1
 
@@ -64,7 +64,7 @@ class DockerRunning:
             self._locate()
 
     def observe_inside(self, interval_s: float) -> InsideObserver | None:
-        """Start a watcher in the container if its processes are not visible from here."""
+        """Start an observer in the container if its processes are not visible from this machine."""
         if self.unseen != ELSEWHERE:
             return None
         command = [
@@ -79,7 +79,7 @@ class DockerRunning:
             channel = StreamChannel(self._client.exec_start(started, socket=True))
         except ENGINE_ERRORS as error:
             if (response := getattr(error, "response", None)) is not None:
-                response.close()  # the SDK leaves its socket open
+                response.close()  # the SDK leaves the response's socket open
             self.unseen += (
                 f", and no watcher could be started in the container: {first_line(error)}"
             )
@@ -89,7 +89,7 @@ class DockerRunning:
             hello = channel.receive(_WATCHER_TIMEOUT_S) or b""
         if re.fullmatch(rb'{"watching":\d+}', hello):
             return InsideObserver(channel, self._raise_limit)
-        # If the engine could not start the watcher, its error text comes in place of events.
+        # If the engine could not start the watcher, its error text comes instead of events.
         lines = (channel.stderr_tail or hello).decode(errors="replace").strip().splitlines()
         self.unseen += (
             ", and the watcher in the container found no worker:"
@@ -99,15 +99,15 @@ class DockerRunning:
         return None
 
     def wait(self, timeout_s: float) -> Exit:
-        """Return how the worker ended; its container and cgroup remain until ``close``.
+        """Return how the worker ended; the container and its cgroup remain until ``close``.
 
         Raises:
-            TimeoutError: the worker still runs after that time.
+            TimeoutError: the worker still runs after ``timeout_s``.
         """
         if self._exit is None:
             deadline = time.monotonic() + timeout_s
             code = self.channel.wait(timeout_s)
-            if code is None:  # the keeper was killed too, with the whole group or by kill()
+            if code is None:  # the keeper was killed too, with its group or by kill()
                 code = self._wait_for_container(deadline)
             killed = code - 128 if code > 128 else None
             self._exit = Exit(
@@ -120,7 +120,7 @@ class DockerRunning:
     def kill(self) -> None:
         """Kill the worker and its children.
 
-        If they are not visible, kill the container, whose counters are then lost.
+        If these processes are not visible, kill the container; its counters are then lost.
         """
         try:
             for pid in self._members():
@@ -130,16 +130,16 @@ class DockerRunning:
                 return
         except PermissionError:  # a rootless engine, or one with user namespaces
             pass
-        with explained("kill a container"), contextlib.suppress(APIError):  # it has ended
+        with explained("kill a container"), contextlib.suppress(APIError):  # it may have ended
             self._client.kill(self._container, signal.SIGKILL)
 
     def close(self) -> None:
-        """Remove the container and all processes in it. May be called twice."""
+        """Remove the container and all processes in it; a second call has no effect."""
         self.channel.close()
         self._on_close()
 
     def _raise_limit(self) -> None:
-        with contextlib.suppress(*ENGINE_ERRORS):  # without it the kill only takes longer
+        with contextlib.suppress(*ENGINE_ERRORS):  # a failure only makes the kill slower
             self._client.update_container(self._container, mem_limit=-1, memswap_limit=-1)
 
     def _locate(self) -> None:
@@ -178,7 +178,7 @@ class DockerRunning:
         left = max(deadline - time.monotonic(), 1.0)
         try:
             return int(self._client.wait(self._container, timeout=ceil(left))["StatusCode"])
-        except NotFound:  # another program removed it
+        except NotFound:  # another program removed the container
             return 128 + signal.SIGKILL
         except (requests.exceptions.ReadTimeout, requests.exceptions.ConnectionError) as error:
             if is_gone(error):
@@ -188,7 +188,10 @@ class DockerRunning:
             raise explain_refusal(error, "report how a container ended") from error
 
     def _oom_killed(self) -> bool:
-        """Read the kernel's counter, or ask the engine, which learns of a kill a little later."""
+        """Tell whether the worker was OOM-killed, by the kernel's counter or the engine's report.
+
+        The engine learns of a kill a little later than the kernel counts it.
+        """
         if self.cgroup and (kills := MemoryCgroup(self.cgroup).read_oom_kills()) is not None:
             return kills > 0
         for _ in range(_NEWS_ATTEMPTS):
@@ -202,7 +205,7 @@ class DockerRunning:
 
 
 def is_here(container: str, pid: int) -> bool:
-    """Tell whether ``pid`` on this machine is a process of the container, and not another one."""
+    """Tell whether ``pid`` on this machine is a process of the container."""
     try:
         return container in read_kernel(Path(f"/proc/{pid}/cgroup"))
     except OSError:
@@ -210,9 +213,10 @@ def is_here(container: str, pid: int) -> bool:
 
 
 def remove(client: docker.APIClient, container: str, *, certain: bool) -> None:
-    """Remove a container and all processes in it; returns when it is gone.
+    """Remove a container and all processes in it; return when the container is gone.
 
-    ``certain`` means that it exists; otherwise a request to create it may still be pending.
+    ``certain`` means that the container exists; otherwise a request to create it may still be
+    pending.
     """
     with explained(f"remove the container {container}"):
         for attempt in range(1, _REMOVE_ATTEMPTS + 1):

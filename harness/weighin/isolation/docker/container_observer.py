@@ -1,9 +1,10 @@
 """Observe a worker from inside its container, if the parent cannot see the container's processes.
 
-``DockerRunning.observe_inside`` starts this beside the worker as ``python -m
-weighin.isolation.docker.container_observer SECONDS``. It measures with the parent's own code
-(``weighin.probes.observer``) and imports no torch. Its memory is charged to the cell, so it reports
-that at its end. The parent sends one word per line; each answer is one JSON object per line:
+``DockerRunning.observe_inside`` starts this module beside the worker as ``python -m
+weighin.isolation.docker.container_observer SECONDS``. The process measures with the same code as
+the parent (``weighin.probes.observer``) and imports no torch. Its memory is charged to the cell,
+and it reports this memory at its end. The parent sends one word per line; the process answers with
+one JSON object per line:
 
 =========  =====================================================================================
 word       answer
@@ -38,7 +39,7 @@ _FIELDS = tuple(field.name for field in fields(Sample))
 
 
 def main() -> None:
-    """Observe the keeper's child until the parent sends ``end`` or closes standard input."""
+    """Observe the worker, the keeper's child, until the parent sends ``end`` or closes stdin."""
     pid = next((pid for pid in _others() if _parent(pid) == _KEEPER), None)
     _say(watching=pid)
     if pid is not None:
@@ -46,7 +47,7 @@ def main() -> None:
 
 
 def watch(observer: LocalObserver) -> None:
-    """Answer the words on standard input; send samples often, so that they take little memory."""
+    """Answer the words on standard input; send samples often, so that few stay in memory."""
     answers: dict[str, Callable[[], dict[str, Any]]] = {
         "look": lambda: {"look": asdict(observer.look())},
         "reset": lambda: {"reset": observer.reset_peak()},
@@ -63,13 +64,13 @@ def watch(observer: LocalObserver) -> None:
 
 
 def _words() -> Iterator[str]:
-    """Yield each word from standard input until ``end``, and "" after ``_FLUSH_S`` without one."""
+    """Yield each word from standard input until ``end``, and "" after ``_FLUSH_S`` of silence."""
     pending = b""
     while True:
         if not select.select([0], [], [], _FLUSH_S)[0]:
             yield ""
             continue
-        if not (data := os.read(0, 4096)):  # the parent is gone
+        if not (data := os.read(0, 4096)):  # the parent has ended
             return
         *words, pending = (pending + data).split(b"\n")
         for word in words:
@@ -102,7 +103,7 @@ def _parent(pid: int) -> int | None:
 
 
 def _kill_others() -> int:
-    """Kill the worker and all its children; returns the number of killed processes."""
+    """Kill the worker and all its children; return the number of killed processes."""
     killed = 0
     for pid in _others():
         try:

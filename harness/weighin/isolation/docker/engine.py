@@ -20,13 +20,14 @@ OWNER_LABEL: Final = "weighin.owner"
 HOST_LABEL: Final = "weighin.host"
 
 ENGINE_ERRORS: Final = (DockerException, RequestException)
-"""All errors that the SDK raises: its own, and its HTTP library's when a connection breaks."""
+"""All errors that the SDK raises: its own errors, and errors of its HTTP library."""
 
 _OOM_AT_BIRTH: Final = (
     "container init was OOM-killed (memory limit too low?)",
     "OOM: the memory limit could be too low",
 )
-"""The full messages of runc (since 1.0) and crun: "oom" alone occurs in paths, as of bloom-560m."""
+"""The full messages of runc (since 1.0) and crun. The word "oom" alone is not searched, because it
+occurs in paths, such as a path of the model bloom-560m."""
 
 _INSTEAD: Final = "or use --isolation cgroup or --isolation process"
 _KERNEL_LINE: Final = (
@@ -36,7 +37,7 @@ _KERNEL_LINE: Final = (
 
 
 def engine_address() -> tuple[str, Any]:
-    """Return (address, TLS settings) of DOCKER_HOST or the current context, as the docker command."""
+    """Return the engine's (address, TLS settings), from DOCKER_HOST or the current context."""
     settings = docker.utils.kwargs_from_env()
     if "base_url" in settings:
         return settings["base_url"], settings.get("tls")
@@ -60,14 +61,14 @@ def connect() -> docker.APIClient:
 
 
 def _knock(address: str) -> None:
-    """Try the engine's socket: on failure, the SDK would leave its own socket open."""
+    """Try to connect to the engine's socket, because the SDK leaves its socket open on failure."""
     if address.startswith("unix://"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.connect(address.removeprefix("unix://"))
 
 
 def explain_unreachable(error: BaseException, address: str) -> IsolationUnavailable:
-    """Return the error for an engine that cannot be reached at ``address``, with the repair."""
+    """Return the exception, with a repair, for an engine that cannot be reached at ``address``."""
     causes = list(_causes(error))
     if any(isinstance(cause, PermissionError) for cause in causes):
         return IsolationUnavailable(
@@ -109,7 +110,7 @@ def check_engine(info: dict[str, Any]) -> None:
 
 
 def owner_labels() -> dict[str, str]:
-    """Return the labels that name a container's owner: this process, its host and pid namespace."""
+    """Return labels that identify a container's owner: this process, its host and pid namespace."""
     namespace = Path("/proc/self/ns/pid")
     where = namespace.readlink().name if namespace.exists() else ""
     return {OWNER_LABEL: this_process(), HOST_LABEL: f"{socket.gethostname()} {where}".strip()}
@@ -117,7 +118,7 @@ def owner_labels() -> dict[str, str]:
 
 @contextmanager
 def explained(doing: str) -> Iterator[None]:
-    """Turn the SDK's errors in this block into IsolationUnavailable; ``doing`` follows "could not"."""
+    """Turn the SDK's errors into IsolationUnavailable, with the message "could not" ``doing``."""
     try:
         yield
     except ENGINE_ERRORS as error:
@@ -125,7 +126,7 @@ def explained(doing: str) -> Iterator[None]:
 
 
 def is_gone(error: BaseException) -> bool:
-    """Tell whether the error means that the engine has stopped since it answered last."""
+    """Tell whether the error means that the engine has stopped since its last answer."""
     return any(
         isinstance(cause, FileNotFoundError | ConnectionRefusedError | ConnectionResetError)
         for cause in _causes(error)
@@ -133,7 +134,7 @@ def is_gone(error: BaseException) -> bool:
 
 
 def explain_refusal(error: BaseException, doing: str) -> IsolationUnavailable:
-    """Return the error for a request that a running engine refused, with the repair."""
+    """Return the exception, with a repair, for a request that a running engine refused."""
     if is_gone(error):
         return IsolationUnavailable(
             f"the Docker engine has stopped: it could not {doing}",
@@ -159,7 +160,7 @@ def explain_refusal(error: BaseException, doing: str) -> IsolationUnavailable:
 
 
 def killed_at_birth(error: BaseException) -> bool:
-    """Tell whether a container was killed on start because its limit is too small for that."""
+    """Tell whether a container was killed on start because its limit is too small to start it."""
     text = str(getattr(error, "explanation", None) or error)
     return any(message in text for message in _OOM_AT_BIRTH)
 
@@ -171,7 +172,7 @@ def first_line(error: BaseException) -> str:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error and all its causes; urllib3 hides some of them in ``args``."""
+    """Yield the error and all its causes; urllib3 hides some causes in ``args``."""
     seen: list[BaseException] = []
     todo: list[object] = [error]
     while todo:

@@ -1,7 +1,7 @@
-"""The image that workers run in: this environment's torch on a base image with Python.
+"""The image in which workers run: this environment's torch on a base image with Python.
 
-Its tag is a digest of all its inputs, so that an existing image of that tag can be used as it is.
-The wheels are part of the build context: no build step needs a network.
+The image's tag is a digest of all its inputs, so that an existing image with this tag can be used
+as it is. The wheels are part of the build context, so that no build step needs a network.
 """
 
 from typing import Final
@@ -22,9 +22,9 @@ PYTHON: Final = "/opt/venv/bin/python"
 def ensure_image(
     client: docker.APIClient, base: str, progress: Progress, packages: tuple[str, ...] = ()
 ) -> str:
-    """Return the tag of the image for this environment on ``base``; builds it if it is missing.
+    """Return the tag of the image for this environment on ``base``; build a missing image.
 
-    ``packages`` are installed in it as well, at the versions of this environment.
+    ``packages`` are also installed in the image, at the versions of this environment.
 
     Raises:
         IsolationUnavailable: the base image or a wheel is missing, or the build failed.
@@ -49,10 +49,10 @@ def read_recipe(base: str, base_id: str, packages: tuple[str, ...] = ()) -> Reci
 
 
 def find_base(client: docker.APIClient, base: str, progress: Progress) -> str:
-    """Return the ID of the base image; pulls it if the engine does not have it.
+    """Return the ID of the base image; pull the image if the engine does not have it.
 
     Raises:
-        IsolationUnavailable: the engine does not have it and cannot pull it.
+        IsolationUnavailable: the engine does not have the image and cannot pull it.
     """
     try:
         try:

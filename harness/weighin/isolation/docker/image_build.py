@@ -31,7 +31,7 @@ _ROOM_REPAIR: Final = (
 class Recipe:
     """All inputs of an image. ``pins`` are requirements such as "torch==2.13.0+cpu".
 
-    ``packages`` are those among them that strategies need, which a worker can do without.
+    ``packages`` are the pinned packages that only strategies need, not the worker itself.
     """
 
     base: str
@@ -47,18 +47,18 @@ class Recipe:
 
 
 def build(client: docker.APIClient, recipe: Recipe, progress: Progress) -> None:
-    """Build an image, and remove the leftovers of the build, also of a failed one.
+    """Build an image, and remove the leftovers of the build, even if it failed.
 
     Raises:
         IsolationUnavailable: too little disk space, a missing wheel, or an error of the engine.
     """
-    _prune(client)  # the leftovers of a killed build take disk space that this one needs
+    _prune(client)  # leftovers of a killed build take disk space that this build needs
     installed = wheels.installed_bytes(recipe.pins)
     progress(
         f"building {recipe.tag} on {recipe.base}, once for this torch and this base image:"
         f" {format_bytes(installed)} on disk, and twice that during the build"
     )
-    # Twice: the files of the first stage, and their copy in the final image.
+    # Twice the size: the files of the first stage, and their copy in the final image.
     _check_room(client, recipe, 2 * installed)
     target = probe(client, recipe.base)
     try:
@@ -93,7 +93,7 @@ def run_python(client: docker.APIClient, image: str, python: str, code: str) -> 
     """Run ``code`` in a fresh container of ``image`` without network, and return its output.
 
     Raises:
-        IsolationUnavailable: it failed; the message ends with its last line of output.
+        IsolationUnavailable: ``code`` failed; the message ends with its last line of output.
     """
     settings = client.create_host_config(network_mode="none")
     container = None
@@ -126,11 +126,11 @@ def free_bytes(folder: Path) -> int:
 
 
 def _check_room(client: docker.APIClient, recipe: Recipe, needed_bytes: int) -> None:
-    """Raise IsolationUnavailable if the engine's disk is too full; skip an engine elsewhere."""
+    """Raise IsolationUnavailable if the disk of an engine on this machine is too full."""
     root = Path(client.info().get("DockerRootDir") or "/nowhere")
     try:
         free = free_bytes(root)
-    except OSError:  # an engine on another machine, or in a virtual one
+    except OSError:  # an engine on another machine or in a virtual machine
         return
     if free < needed_bytes:
         torch = next((pin for pin in recipe.pins if pin.startswith("torch==")), recipe.tag)
@@ -142,7 +142,7 @@ def _check_room(client: docker.APIClient, recipe: Recipe, needed_bytes: int) -> 
 
 
 def _steps(client: docker.APIClient, recipe: Recipe, context: Path) -> Iterator[str]:
-    """Build the image; yields the line of each step as it begins."""
+    """Build the image; yield the line of each step when the step begins."""
     step = output = ""
     for event in client.build(
         path=str(context),
@@ -174,7 +174,7 @@ def _failed(recipe: Recipe, error: str, step: str, output: str) -> IsolationUnav
 
 
 def _prune(client: docker.APIClient) -> None:
-    """Remove the untagged images and ended containers of our builds, which our labels identify."""
+    """Remove untagged images and ended containers of weighin's builds, found by their labels."""
     for label in _LABELS:
         with contextlib.suppress(*ENGINE_ERRORS):  # must not hide the error of the build
             client.prune_containers(filters={"label": label})  # type: ignore[no-untyped-call]

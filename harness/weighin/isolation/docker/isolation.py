@@ -1,8 +1,9 @@
 """Run the worker in a Docker container, under the limits that a deployment would have.
 
-Containers have no network, no capabilities, no swap and a read-only root. The worker is a child
-of a small shell (``stream.KEEPER``), so that the cgroup exists until its counters have been read.
-``/tmp`` (also HOME) and ``/dev/shm`` are small tmpfs, whose files are charged to the cell.
+Containers have no network, no capabilities, no swap and a read-only root. The worker is a child of
+a small shell (``stream.KEEPER``), so that the cgroup exists until its counters have been read.
+``/tmp`` (which is also HOME) and ``/dev/shm`` are small tmpfs mounts; their files are charged to
+the cell.
 """
 
 import atexit
@@ -42,20 +43,21 @@ from weighin.probes.environment import settings
 from weighin.protocol import encode_job
 from weighin.units import MIB
 
-_TMPFS_BYTES: Final = 64 * MIB  # /tmp and /dev/shm, each: Docker's default size for the latter
-_PIDS: Final = 4096  # includes threads: torch starts one per processor, and more
+_TMPFS_BYTES: Final = 64 * MIB  # for each of /tmp and /dev/shm; Docker's default for /dev/shm
+_PIDS: Final = 4096  # includes threads; torch starts at least one per processor
 _KILLED_AT_BIRTH: Final = Exit(code=None, signal=9, oom_killed=True)
 _NOT_PASSED: Final = (
     "NVIDIA_",
     "LD_PRELOAD",
-)  # NVIDIA's hook reads its own; the preloaded file does not exist inside
+)  # NVIDIA's hook needs its own variables; LD_PRELOAD's file is not in the container
 
 
 class DockerIsolation:
-    """Docker containers, one per cell.
+    """Runs workers in Docker containers, one container for each cell.
 
-    ``base_image`` is the base of the image; None means WEIGHIN_BASE_IMAGE, or without that
-    python:3.11-slim-bookworm. ``packages`` are those that the run's strategies need.
+    ``base_image`` is the base of the image; None means the variable WEIGHIN_BASE_IMAGE, or if that
+    is not set, python:3.11-slim-bookworm. ``packages`` are the packages that the run's strategies
+    need.
     """
 
     name = "docker"
@@ -88,7 +90,8 @@ class DockerIsolation:
     def start(self, job: Job) -> DockerRunning:
         """Start one worker for this job.
 
-        A limit that is too small for the start is the worker's exit, not an error.
+        If the limit is too small to start the container, the result reports the worker's exit, and
+        no error is raised.
 
         Raises:
             IsolationUnavailable: the engine refused a request.
@@ -160,7 +163,7 @@ class DockerIsolation:
         client, name = self._client, f"weighin-{os.getpid()}-{secrets.token_hex(4)}"
         host = self._host_config(binds, limit_bytes, gpu=gpu)
         created, channel = False, None
-        self._containers.add(name)  # before the request, so that it is removed after any interrupt
+        self._containers.add(name)  # before the request, so that an interrupt also removes it
         try:
             container = client.create_container(
                 image,
@@ -194,7 +197,7 @@ class DockerIsolation:
             raise
 
     def _run(self, container: str, *, limited: bool) -> bool:
-        """Start a created container; returns False if its limit killed it on start."""
+        """Start a created container; return False if its limit killed it on start."""
         try:
             self._client.start(container)
         except APIError as error:
@@ -230,7 +233,7 @@ class DockerIsolation:
         )
 
     def _user(self) -> str | None:
-        """Return the caller's uid:gid; None for a rootless engine, whose root is the caller."""
+        """Return this user's uid:gid; None for a rootless engine, where root is this user."""
         options = self._engine_info().get("SecurityOptions") or []
         if any("name=rootless" in option for option in options) or not hasattr(os, "getuid"):
             return None
@@ -242,12 +245,12 @@ class DockerIsolation:
             self._containers.discard(name)
 
     def _remove_all(self) -> None:
-        with contextlib.suppress(IsolationUnavailable):  # the engine has stopped: nothing to remove
+        with contextlib.suppress(IsolationUnavailable):  # the engine has stopped
             for name in tuple(self._containers):
                 self._remove(name)
 
 
 def _environment(of_cell: dict[str, str]) -> dict[str, str]:
-    """Return the worker's environment: the caller's settings for allocators and threads, the cell's."""
+    """Return the variables of a worker: the cell's, and this process's that affect figures."""
     passed = {name: value for name, value in settings().items() if not name.startswith(_NOT_PASSED)}
     return passed | of_cell | {"PYTHONPATH": CODE, "PYTHONDONTWRITEBYTECODE": "1", "HOME": "/tmp"}  # noqa: S108

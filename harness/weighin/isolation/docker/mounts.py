@@ -1,7 +1,7 @@
 """The bind mounts of a container: the code, one strategy and one checkpoint, all read only.
 
-A user's own model adds the folders of its module, its package, and the paths that the user names.
-A save also gets its empty target folder, writable.
+For a user's own model, the folder of its module, its package, and the paths that the user names are
+mounted too. For a save, its empty target folder is mounted writable.
 """
 
 import sys
@@ -11,6 +11,7 @@ from typing import Final
 
 import weighin
 from weighin.cell import Job
+from weighin.formats.pretrained_folder import BUILDER
 from weighin.isolation import preload
 from weighin.isolation.docker import packages
 from weighin.suite.registry import data_folder
@@ -64,17 +65,23 @@ def place(job: Job) -> tuple[Job, list[Bind]]:
     if job.target:
         inside = replace(inside, target=_WRITTEN)
         binds.append(Bind(Path(job.target).resolve(), _WRITTEN, writable=True))
-    return inside, binds + _place_checkpoint(checkpoint, inside.checkpoint)
+    binds += _place_checkpoint(checkpoint, inside.checkpoint)
+    if job.cell.model.builder == BUILDER and not checkpoint.is_dir():
+        binds += [
+            Bind(file.resolve(), f"/weighin/checkpoint/{file.name}")
+            for file in sorted(checkpoint.parent.glob("*.json"))  # from_pretrained reads them
+        ]
+    return inside, binds
 
 
 def environment_inside(environment: dict[str, str]) -> dict[str, str]:
-    """Return a cell's environment with the paths that preloaded libraries have in the container."""
+    """Return a cell's environment, with the container's paths of preloaded libraries."""
     inside = list(_preloaded(environment).values())
     return environment | ({preload.VARIABLE: ":".join(inside)} if inside else {})
 
 
 def _preloaded(environment: dict[str, str]) -> dict[str, str]:
-    """Return the path in the container for each preloaded library, which the image need not have."""
+    """Return the path in the container for each preloaded library; the image may lack it."""
     return {
         library: f"/weighin/preload/{number}/{Path(library).name}"
         for number, library in enumerate(preload.libraries(environment))
@@ -82,9 +89,10 @@ def _preloaded(environment: dict[str, str]) -> dict[str, str]:
 
 
 def _importable(mounts: tuple[str, ...]) -> list[str]:
-    """Return the folders of this Python's path that directly contain a mounted path.
+    """Return the folders of ``sys.path`` that directly contain a mounted path.
 
-    A container has nothing in them but what is mounted, so that they hide no package of the image.
+    In the container, these folders contain only the mounted paths, so that they hide no package of
+    the image.
     """
     parents = [str(Path(path).parent) for path in mounts]
     return [parent for parent in dict.fromkeys(parents) if parent in sys.path]
@@ -95,15 +103,15 @@ def _place_strategy(path: Path, code: list[Bind]) -> tuple[str, list[Bind]]:
     for bind in code:
         if path.is_relative_to(bind.source):
             return f"{bind.target}/{path.relative_to(bind.source).as_posix()}", []
-    inside = f"/weighin/strategy/{path.name}"  # the file alone, without the files beside it
+    inside = f"/weighin/strategy/{path.name}"  # only this file, without its neighbours
     return inside, [Bind(path, inside)]
 
 
 def _place_checkpoint(checkpoint: Path, target: str) -> list[Bind]:
     """Return the binds for a file or a folder.
 
-    A folder of symbolic links, as in download caches, is bound file by file: the targets of its
-    links do not exist in the container.
+    A folder of symbolic links, as in download caches, is bound file by file, because the targets of
+    these links do not exist in the container.
     """
     if not checkpoint.is_dir():
         return [Bind(checkpoint.resolve(), target)]

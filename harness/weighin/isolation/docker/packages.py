@@ -1,7 +1,7 @@
-"""Find the installed package that a model's module belongs to, where the image lacks it.
+"""Find the installed package of a model's module, if the image lacks this package.
 
-The image has torch, numpy, safetensors and what these need. A package of Python files alone works in
-any environment, so that its folder is mounted, with the packages that it requires. Compiled code is
+The image has torch, numpy, safetensors and their dependencies. A package of only Python files works
+in any environment; its folder is mounted, with the packages that it requires. Compiled code is
 built for one Python and one C library, and is not mounted.
 """
 
@@ -25,17 +25,17 @@ _COMPILED: Final = (".so", ".pyd", ".dylib")
 
 @dataclass(frozen=True, slots=True)
 class Lacking:
-    """What is mounted of installed packages: their files and folders, and a line for each package."""
+    """The installed packages to mount: their files and folders, and a line for each package."""
 
     paths: tuple[Path, ...] = ()
     notes: tuple[str, ...] = ()
 
 
 def lacking(job: Job) -> Lacking:
-    """Return the installed package of a job's model, and those that it requires, if the image lacks it.
+    """Return the installed package of a job's model, and its requirements, if the image lacks it.
 
-    Empty where the module is weighin's, the image's, in a folder of ``job.python_path`` or unknown, and
-    where ``job.mounts`` has it.
+    The result is empty if the model's module is part of weighin or of the image, is in a folder of
+    ``job.python_path``, is in ``job.mounts``, or is unknown.
 
     Raises:
         ConfigError: the package contains compiled code.
@@ -44,7 +44,7 @@ def lacking(job: Job) -> Lacking:
 
 
 def notes(job: Job) -> list[str]:
-    """Return a line for each package that is mounted, and for each required one that cannot be."""
+    """Return a line for each mounted package, and for each required package that is not mounted."""
     return [*lacking(job).notes]
 
 
@@ -97,7 +97,7 @@ def _place(top: str) -> Path | None:
 def _required(
     names: Iterable[str], in_image: Iterable[str]
 ) -> Iterator[importlib.metadata.Distribution]:
-    """Yield these distributions and, transitively, those that they require and the image lacks."""
+    """Yield distributions and, transitively, their requirements that the image lacks."""
     todo, seen = [*names], set(in_image)
     while todo:
         if (name := todo.pop()) in seen:
@@ -113,7 +113,7 @@ def _required(
 
 
 def _files(distribution: importlib.metadata.Distribution) -> list[Path]:
-    """Return what a distribution has directly in its folder: packages, modules, metadata."""
+    """Return the top-level packages, modules and metadata of a distribution."""
     tops = dict.fromkeys(file.parts[0] for file in distribution.files or [] if file.parts)
     root = Path(str(distribution.locate_file("")))
     return [

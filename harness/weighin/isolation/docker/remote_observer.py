@@ -1,4 +1,4 @@
-"""The parent's side of the watcher in a container (``weighin.isolation.docker.container_observer``)."""
+"""The parent's client of the watcher process in a container, ``container_observer``."""
 
 import json
 import queue
@@ -11,7 +11,7 @@ from weighin.isolation.channel import Channel
 from weighin.probes.observer import Observation
 from weighin.record import Memory, Sample
 
-_TURN_S = 0.01  # the thread polls the channel this often: the longest delay of a question
+_TURN_S = 0.01  # the interval of polling the channel; the longest delay of a request
 _ANSWER_TIMEOUT_S = 10.0
 
 
@@ -22,7 +22,7 @@ class InsideObserver:
     """
 
     def __init__(self, channel: Channel, lift: Callable[[], None]) -> None:
-        """``lift`` asks the engine to lift the cell's limit, which the container itself may not."""
+        """``lift`` asks the engine to lift the cell's limit, which the container may not do."""
         self.raise_limit = lift
         self.oom_kills: int | None = None
         self.last_peak_rss_bytes: int | None = None
@@ -63,7 +63,7 @@ class InsideObserver:
         return otherwise if answer is None else answer[word]
 
     def _run(self) -> None:
-        """Forward questions and receive answers until the watcher ends or stops answering."""
+        """Forward requests and receive answers until the watcher ends or stops answering."""
         asked_s: float | None = None
         try:
             while True:

@@ -17,20 +17,22 @@ STDOUT: Final = 1
 STDERR: Final = 2
 
 CANCEL: Final = b"\x18"
-"""ASCII CAN: invalidates the text before it in its line. The keeper writes it after the worker."""
+"""ASCII CAN, which invalidates the text before it in its line. The keeper writes it after the
+worker's end."""
 
 KEEPER: Final = (
     '"$@"; code=$?; '
     r"""printf '\030%d\n' "$code"; printf '\030' >&2; """
     'while read -r _; do :; done; exit "$code"'
 )
-"""The shell that is a container's first process, with the worker as its only child.
+"""The shell script of the keeper: a container's first process, with the worker as its only child.
 
-It keeps the container alive, and so the cgroup with its counters, until the parent has read them.
-After the worker's end it writes CAN and the exit code to stdout, which invalidates a line torn by a
-kill, and CAN to stderr, which tells the parent that stderr is complete. It ends when its stdin
-closes, at the latest with the parent. dash needs 0.1 MiB of anonymous memory; together with its
-start, the cgroup is charged 0.9 MiB before the worker (measured on Debian 12, cgroup v1).
+The keeper keeps the container and its cgroup alive until the parent has read the cgroup's counters.
+After the worker's end, the keeper writes CAN and the exit code to stdout, which invalidates an
+incomplete line of a killed worker. The keeper also writes CAN to stderr, which tells the parent
+that stderr is complete. The keeper ends when its stdin closes, at the latest with the parent. The
+shell (dash) needs 0.1 MiB of anonymous memory; with the container's start, 0.9 MiB is charged to
+the cgroup before the worker starts (measured on Debian 12, cgroup v1).
 """
 
 _SEND_TIMEOUT_S: Final = 10.0
@@ -38,13 +40,13 @@ _STDERR_TIMEOUT_S: Final = 1.0
 
 
 class FrameBuffer:
-    """Split the bytes of a multiplexed stream into (stream number, payload) frames."""
+    """Splits the bytes of a multiplexed stream into (stream number, payload) frames."""
 
     def __init__(self) -> None:
         self._pending = b""
 
     def feed(self, data: bytes) -> list[tuple[int, bytes]]:
-        """Return the frames that ``data`` completes; keeps the incomplete rest."""
+        """Return the frames that ``data`` completes, and keep the incomplete rest."""
         pending, frames, start = self._pending + data, [], 0
         while len(pending) - start >= 8:
             end = start + 8 + int.from_bytes(pending[start + 4 : start + 8], "big")
@@ -62,7 +64,7 @@ class StreamChannel:
     Attributes:
         stderr_tail: the last 64 KiB that the worker and its strategy printed.
         worker_code: the worker's exit code as a shell reports it (128 + n for signal n), once the
-            keeper has sent it; None if the stream ended without it.
+            keeper has sent it; None if the stream ended before that.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -72,13 +74,13 @@ class StreamChannel:
         self._frames = FrameBuffer()
         self._stdout = LineBuffer()
         self._lines: deque[bytes] = deque()
-        self._over = False  # no more events will come
-        self._quiet = False  # no more stderr will come
+        self._over = False  # no more events will arrive
+        self._quiet = False  # no more stderr will arrive
         self.worker_code: int | None = None
         self.stderr_tail = b""
 
     def receive(self, timeout_s: float) -> bytes | None:
-        """Return the next event line, or None when the worker has ended; raises TimeoutError."""
+        """Return the next event line, or None if the worker ended; raise TimeoutError if late."""
         deadline = time.monotonic() + timeout_s
         while not self._lines and not self._over:
             self._read(deadline)
@@ -91,7 +93,7 @@ class StreamChannel:
         """Return ``worker_code`` when the worker has ended; its events can still be received.
 
         Raises:
-            TimeoutError: the worker still runs after that time.
+            TimeoutError: the worker still runs after ``timeout_s``.
         """
         deadline = time.monotonic() + timeout_s
         while not self._over:
@@ -100,7 +102,7 @@ class StreamChannel:
         return self.worker_code
 
     def send(self, line: bytes) -> None:
-        """Write to the worker's stdin; ignores a worker that has ended, whose exit is read later."""
+        """Write to the worker's stdin; do nothing if it has ended, as its exit is read later."""
         with contextlib.suppress(OSError):
             self._socket.settimeout(_SEND_TIMEOUT_S)
             self._socket.sendall(line)
@@ -120,15 +122,15 @@ class StreamChannel:
 
     def _read(self, deadline: float) -> None:
         left = deadline - time.monotonic()
-        if left <= 0:  # also if a worker that prints without end leaves no time to wait
+        if left <= 0:  # also if a worker prints without end
             raise TimeoutError
-        # recv with a timeout, not select: it works on TLS sockets, Windows pipes and SSH too.
+        # recv with a timeout, not select: recv also works on TLS sockets, Windows pipes and SSH.
         try:
             self._socket.settimeout(left)
             data = self._socket.recv(65536)
         except TimeoutError:
             raise
-        except OSError:  # reset by the engine, or closed by us
+        except OSError:  # reset by the engine, or closed by this process
             data = b""
         if not data:
             self.end()

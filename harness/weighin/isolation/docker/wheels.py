@@ -28,7 +28,7 @@ class Target:
     glibc: int
 
     def pip_flags(self, host: "Target | None") -> list[str]:
-        """Return the flags with which pip on ``host`` (None: not Linux) fetches for this target."""
+        """Return pip's flags to fetch wheels for this target on ``host`` (None: not Linux)."""
         same_python = host and (self.python, self.machine) == (host.python, host.machine)
         if host and same_python and self.glibc >= host.glibc:
             return []
@@ -48,13 +48,14 @@ def read_target(words: str) -> Target:
 PROBE = (
     "import sys, platform; print(*sys.version_info[:2], platform.machine(), *platform.libc_ver())"
 )
-"""Code for any Python 3 that prints the input of ``read_target``."""
+"""Code that prints the input of ``read_target``; any Python 3 can run it."""
 
 
 def installed_pins(requirements: Path, packages: tuple[str, ...] = ()) -> tuple[str, ...]:
     """Return pins ("torch==2.13.0+cpu") for the installed packages of a requirements file.
 
-    Adds ``packages``, which strategies need. Includes all their dependencies, so that the image has the same versions as this environment.
+    The result also has pins for ``packages``, which strategies need, and for all dependencies, so
+    that the image has the same versions as this environment.
     """
     lines = requirements.read_text().splitlines()
     todo = [*packages, *(line for line in lines if line and not line.startswith("#"))]
@@ -79,7 +80,7 @@ def name_of(requirement: str) -> str:
 
 
 def installed_bytes(pins: tuple[str, ...]) -> int:
-    """Return the installed size of ``pins`` in bytes, here and in an image alike."""
+    """Return the installed size of ``pins`` in bytes, the same in this environment and an image."""
     size = 0
     for pin in pins:
         try:
@@ -87,7 +88,7 @@ def installed_bytes(pins: tuple[str, ...]) -> int:
         except importlib.metadata.PackageNotFoundError:
             continue
         for file in distribution.files or []:
-            with contextlib.suppress(OSError):  # listed in the metadata, but missing
+            with contextlib.suppress(OSError):  # a file in the metadata that is missing
                 size += Path(str(distribution.locate_file(file))).stat().st_size
     return size
 
@@ -101,7 +102,8 @@ def download(
 ) -> None:
     """Fetch the wheels of ``pins`` for ``target`` into ``folder/wheels``, with this Python's pip.
 
-    ``packages`` are those that strategies need. ``say`` is called every 10 s with the size so far.
+    ``packages`` are the packages that strategies need. ``say`` is called every 10 s with the size
+    fetched so far.
 
     Raises:
         IsolationUnavailable: pip is not installed, or finds no matching wheel.
@@ -110,7 +112,7 @@ def download(
     constraints.write_text("\n".join(pins) + "\n")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--constraint", str(constraints)]
-    # Name only the roots: a pinned dependency may not exist for the target's platform.
+    # Request only root packages: a pinned dependency may not exist for the target's platform.
     names = {"torch", "numpy", "safetensors", *packages}
     roots = [pin for pin in pins if pin.partition("==")[0] in names]
     command += ["--dest", str(folder / "wheels"), *target.pip_flags(_host()), *roots]
@@ -141,7 +143,7 @@ def _run(command: list[str], temporary: Path, tell: Callable[[], None]) -> tuple
                 except subprocess.TimeoutExpired:
                     tell()
         finally:
-            process.kill()  # no effect on a process that has ended
+            process.kill()  # no effect if the process has ended
             process.wait()
         errors.seek(0)
         return code, errors.read().decode(errors="replace")
@@ -150,13 +152,13 @@ def _run(command: list[str], temporary: Path, tell: Callable[[], None]) -> tuple
 def _fetched(folder: Path) -> str:
     size = 0
     for file in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # pip has just moved it
+        with contextlib.suppress(OSError):  # pip has just moved the file
             size += file.stat().st_size if file.is_file() else 0
     return f"fetched {format_bytes(size)} of wheels"
 
 
 def explain_pip(stderr: str, pins: tuple[str, ...]) -> IsolationUnavailable:
-    """Return the error for wheels that pip could not fetch, with the repair."""
+    """Return the exception, with a repair, for wheels that pip could not fetch."""
     if "No module named pip" in stderr:
         return IsolationUnavailable(
             "the wheels for the image cannot be fetched: this environment has no pip",

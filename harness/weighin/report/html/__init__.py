@@ -1,1 +1,1 @@
-"""A run as one HTML file that needs nothing else."""
+"""Build the parts of report.html, a single file that needs no other file."""

@@ -1,4 +1,4 @@
-"""The peak memory of a run as bars, drawn as HTML boxes."""
+"""Draw the peak memory of a run as bars of HTML boxes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _PER_CENT: Final = 100.0
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """An exact figure on a bar, with its range; positions are per cent of the axis."""
+    """An exact figure on a bar, with its range; positions are in per cent of the axis."""
 
     kind: str
     at: float
@@ -56,7 +56,7 @@ class Panel:
 
 
 def build(frame: pd.DataFrame, ids: Mapping[str, str]) -> list[Panel]:
-    """Return a panel for each group of comparable series, all on one axis."""
+    """Return a panel for each group of comparable series; all panels share one axis."""
     if frame.empty:
         return []
     scenes = list(style.scenes(frame))

@@ -1,4 +1,4 @@
-"""The machine and software of a run, and the meaning and accuracy of each figure."""
+"""List the machine and software of a run, and the meaning and accuracy of each figure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _SOURCES: Final = (
     ("cgroup peak", "GiB", "highest charge of the cell's cgroup, including page cache that the cell was first to read: a peak at the limit does not show that the cell needs so much", "exact, kernel"),
     ("outcome", "", "ok: every parameter and buffer was compared with the checkpoint, and the model ran once. oom_killed: reported by the kernel's own counter", "exact"),
 )  # fmt: skip
-# The same figures for saves, and those that only saves have.
+# Meanings of figures for saves, including figures that only saves have.
 _OF_SAVES: Final = {
     "load": ("save", "s", "time until the strategy returned, without the pauses at the ends of phases in which peaks are read", "exact, clock"),
     "ready": ("on the disk", "s", "save plus the time until every file was synced (fsync)", "exact, clock"),
@@ -42,7 +42,7 @@ _CUDA: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One key of the environment; if cells differ, each value with the number of its cells."""
+    """One key of the environment with its value, or with each value and its number of cells."""
 
     key: str
     values: list[str]
@@ -63,7 +63,7 @@ def environment(results: Sequence[Result]) -> list[Fact]:
 
 
 def figures(frame: pd.DataFrame) -> list[tuple[str, str, str, str]]:
-    """Return name, unit, meaning and accuracy of each figure in the report."""
+    """Return the name, unit, meaning and accuracy of each figure in the report."""
     if frame.empty:
         return []
     rows = list(_SOURCES)
@@ -74,7 +74,7 @@ def figures(frame: pd.DataFrame) -> list[tuple[str, str, str, str]]:
 
 
 def when(results: Sequence[Result]) -> str:
-    """Return when the run was measured: the first and the last start of a cell."""
+    """Return the time of the run: the start of its first cell and the start of its last cell."""
     starts = sorted(result.started_at[:16].replace("T", " ") for result in results if result.started_at)  # fmt: skip
     if not starts:
         return ""

@@ -1,4 +1,4 @@
-"""The positions of marks in the drawings of the HTML report; the templates draw them."""
+"""Compute the positions of marks that the templates of the HTML report draw."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ _LETTER: Final = 0.56  # mean width of a letter, as a share of the font size
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A linear axis: data from 0 to ``top`` are drawn from ``start`` to ``end``."""
+    """A linear axis, which draws data from 0 to ``top`` at positions from ``start`` to ``end``."""
 
     top: float
     start: float
     end: float
 
     def at(self, value: float) -> float:
-        """Return the position of ``value``; values beyond the axis are at its end."""
+        """Return the position of ``value``; a value beyond the axis is at the end of the axis."""
         share = min(max(value / self.top, 0.0), 1.0)
         return round(self.start + share * (self.end - self.start), 1)
 
@@ -31,7 +31,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """A text beside a point; ``anchor`` tells whether x is its start, middle or end."""
+    """A text beside a point; ``anchor`` tells whether x is the text's start, middle or end."""
 
     text: str
     x: float
@@ -55,9 +55,10 @@ class _Box:
 def place_labels(
     points: Sequence[tuple[float, float, str]], width: float, height: float, font: float
 ) -> list[Label]:
-    """Place a name beside each point (x, y, name) where it covers the least of other labels.
+    """Place a name beside each point (x, y, name) where the name covers the least of other labels.
 
-    Tries eight places around the point, inside ``width`` and ``height``; the first free one wins.
+    Eight places around the point, inside ``width`` and ``height``, are tried in order; the first
+    free place is used.
     """
     taken = [_Box(x - 6, y - 6, x + 6, y + 6) for x, y, _ in points]
     labels = []
@@ -87,7 +88,7 @@ def _places(font: float) -> Iterable[tuple[float, float, str]]:
 
 
 def pareto_front(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the Pareto front by x: no point of it has another to its lower left."""
+    """Return the points of the Pareto front, which have no other point to the lower left, by x."""
     front: list[tuple[float, float]] = []
     for x, y in sorted(set(points)):
         if not front or y < front[-1][1]:

@@ -1,4 +1,4 @@
-"""Ready time over peak memory of each series, with the Pareto front."""
+"""Plot the ready time over the peak memory of each series, with the Pareto front."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -13,7 +13,7 @@ WIDTH: Final = 520
 HEIGHT: Final = 300
 FONT: Final = 13
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 506.0, 14.0, 256.0
-# The figures of memory on the x axis; the page shows the first one until the reader chooses.
+# The memory figures for the x axis; the page shows the first figure until the reader chooses.
 _FIGURES: Final = (
     ("peak_rss_bytes", "peak RSS, GiB (exact)"),
     ("anon_sampled_bytes", "anonymous memory, GiB (sampled)"),
@@ -43,14 +43,14 @@ class Plot:
 
 @dataclass(frozen=True, slots=True)
 class Scatter:
-    """One group of comparable series, with a plot for each measured figure of memory."""
+    """One group of comparable series, with a plot for each measured memory figure."""
 
     title: str
     plots: list[Plot]
 
 
 def build(frame: pd.DataFrame) -> list[Scatter]:
-    """Return a scatter for each group in which at least two series are ok in all repeats."""
+    """Return a scatter plot for each group in which at least two series are ok in all repeats."""
     if frame.empty:
         return []
     scatters = []

@@ -1,4 +1,4 @@
-"""The summary as a table that a reader can sort and filter."""
+"""Build the summary as a table that a reader can sort and filter."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class TableColumn:
 
 @dataclass(frozen=True, slots=True)
 class Datum:
-    """One field of the table; ``key`` is its sort key, empty if nothing was measured."""
+    """One field of the table; ``key`` is the sort key, which is empty if nothing was measured."""
 
     text: str
     key: str
@@ -33,7 +33,7 @@ class Datum:
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """One series; ``outcome`` is its first word, for colours and the filter."""
+    """One series; ``outcome`` is the first word of its outcome, for colours and the filter."""
 
     id: str
     colour: str
@@ -43,7 +43,7 @@ class TableRow:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A filter: its column, and the values to choose from."""
+    """A filter of the table: its column, and the values to choose from."""
 
     heading: str
     column: int
@@ -58,12 +58,12 @@ class Table:
 
 
 def ids(frame: pd.DataFrame) -> dict[str, str]:
-    """Return the id of each series in the page: that of its row, its bar and its timeline."""
+    """Return the id of each series in the page, which its row, bar and timeline share."""
     return {group: f"s{index}" for index, group in enumerate(frame["group"])}
 
 
 def build(frame: pd.DataFrame) -> Table:
-    """Return one row per series; properties that all share have no column."""
+    """Return a table with one row per series; properties that all series share have no column."""
     names = ["strategy", *varying(frame)]
     figures = figures_of(frame)
     columns = [TableColumn(HEADINGS.get(name, name), "", is_number=False) for name in names]
@@ -85,7 +85,7 @@ def _row(row: Any, names: list[str], figures: list[Column], ids: Mapping[str, st
     data = []
     for name in names:
         text = name_text(name, row)
-        # No limit sorts after all limits.
+        # A row without a limit sorts after all limits.
         limit = known(row[name]) if name == "ram_limit_bytes" else None
         key = str(limit or 2**63) if name == "ram_limit_bytes" else text
         data.append(Datum(text, key))

@@ -1,4 +1,4 @@
-"""Resident memory over time: one drawing per series; a phase shows its figures on hover."""
+"""Draw resident memory over time for each series; on hover, a phase shows its figures."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,21 +17,21 @@ HEIGHT: Final = 196
 TOP: Final = 22.0
 BOTTOM: Final = 166.0
 _LEFT, _RIGHT = 40.0, 452.0
-_POINTS: Final = 200  # two pixels each, and 60 drawings stay far below 2 MB
-_HEADROOM: Final = 1.18  # above the data and the limit, for the names of phases
-_TARGET: Final = 4.0  # the smallest width that a pointer can hit
+_POINTS: Final = 200  # two pixels per point; 60 drawings stay far below 2 MB
+_HEADROOM: Final = 1.18  # ratio of the axis to data and limit, for the names of phases
+_TARGET: Final = 4.0  # the smallest width that a mouse pointer can hit
 _LETTER: Final = 6.2  # width of a letter in a phase's name
 _SECTIONS: Final = ("model", "device")
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A phase as drawn: its band, its exact peak as a line, and its text on hover."""
+    """A drawn phase: a band, a line for the exact peak, and the text on hover."""
 
     name: str
     start: float
     width: float
-    target: float  # start of the hover area; that of a very short phase shifts the next one
+    target: float  # start of the hover area, which a very short phase before it shifts
     target_width: float
     peak_y: float | None
     is_named: bool
@@ -40,7 +40,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Memory over time of one cell. ``areas`` are SVG paths, from the top of the stack down."""
+    """One cell's memory over time. ``areas`` are SVG paths, from the top of the stack down."""
 
     id: str
     label: str
@@ -61,7 +61,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Drawings on the same axes."""
+    """A group of drawings that share their axes."""
 
     title: str
     timelines: list[Timeline]
@@ -76,7 +76,7 @@ class _Axes:
 def build(
     run: Path, results: Sequence[Result], frame: pd.DataFrame, ids: Mapping[str, str]
 ) -> list[Group]:
-    """Return drawings of the first repeats; series of one model and device share their axes."""
+    """Return drawings of each series' first repeat; series of one model and device share axes."""
     if frame.empty:
         return []
     chosen = timeline_data.choose(run, results, frame)
@@ -127,7 +127,7 @@ def _timeline(track: timeline_data.Track, name: str, axes: _Axes) -> Timeline:
 
 
 def _areas(track: timeline_data.Track, axes: _Axes) -> tuple[list[tuple[str, str]], str]:
-    """Return the stacked parts as closed paths, the top one first, and the outline of their sum."""
+    """Return the stacked parts as closed paths, the top part first, and their sum's outline."""
     if track.table is None:
         return [], ""
     seconds = (track.table["t_ns"] - track.zero_ns) / 1e9
@@ -192,7 +192,7 @@ def _tip(name: str, start: float, end: float, ended: Phase | None, outcome: Outc
 
 
 def _cut(track: timeline_data.Track, axes: _Axes) -> tuple[float, float] | None:
-    """Return the position at which the cell was cut off; None if it was not, or is not drawn there."""
+    """Return the position at which a cell was cut off; None if that is not in the drawing."""
     is_off = track.end_s > axes.time.top
     if track.table is None or is_off or track.result.outcome not in timeline_data.CUT_OFF:
         return None
