@@ -25,8 +25,9 @@ def load(job: Load) -> torch.nn.Module:
         state = make_tensors(data)
         del data
     with job.phase("assign"):
+        dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
         for name, tensor in state.items():
-            kind = job.dtype if tensor.is_floating_point() else tensor.dtype
+            kind = dtypes.get(name, tensor.dtype)
             state[name] = tensor.to(job.device, kind)  # copies only if device or dtype differs
         tied = tied_names(model)
         share_missing(state, tied)

@@ -24,8 +24,9 @@ def load(job: Load) -> torch.nn.Module:
         state = torch.load(job.checkpoint, map_location=where, weights_only=True)
     with job.phase("assign"):
         tied = tied_names(model)
+        dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
         for name, tensor in state.items():
-            kind = job.dtype if tensor.is_floating_point() else tensor.dtype
+            kind = dtypes.get(name, tensor.dtype)
             state[name] = tensor.to(job.device, kind)  # copies only if device or dtype differs
         model.load_state_dict(state, assign=True)
         retie(model, tied)

@@ -21,9 +21,10 @@ def load(job: Load) -> torch.nn.Module:
         model = job.build_model()
     with job.phase("map"):
         state = {}
+        dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
         for name, file in read_index(job.checkpoint).items():
             tensor = torch.load(file, map_location=job.device, weights_only=True, mmap=True)
-            state[name] = tensor.to(job.dtype) if tensor.is_floating_point() else tensor
+            state[name] = tensor.to(dtypes.get(name, tensor.dtype))  # copies only if it differs
     with job.phase("assign"):
         tied = tied_names(model)
         model.load_state_dict(state, assign=True)

@@ -20,9 +20,9 @@ def load(job: Load) -> torch.nn.Module:
     with job.phase("map"):
         state = load_file(job.checkpoint, device=str(job.device))
     with job.phase("assign"):
+        dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
         for name, tensor in state.items():
-            if tensor.is_floating_point():
-                state[name] = tensor.to(job.dtype)  # copies only if the dtype differs
+            state[name] = tensor.to(dtypes.get(name, tensor.dtype))  # copies only if it differs
         tied = tied_names(model)
         share_missing(state, tied)
         model.load_state_dict(state, assign=True)

@@ -20,8 +20,9 @@ def load(job: Load) -> torch.nn.Module:
     with job.phase("read"):
         state = load_file(job.checkpoint, device=str(job.device), backend="pread")
     with job.phase("assign"):
+        dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
         for name, tensor in state.items():
-            kind = job.dtype if tensor.is_floating_point() else tensor.dtype
+            kind = dtypes.get(name, tensor.dtype)
             state[name] = tensor.to(job.device, kind)  # copies only if device or dtype differs
         tied = tied_names(model)
         share_missing(state, tied)

@@ -110,7 +110,7 @@ def ensure(
     if checkpoint is not None:
         checkpoint = checkpoint.expanduser()
         formats.detect(checkpoint)
-        checkpoint = checkpoint.resolve()
+        checkpoint = checkpoint.absolute()  # a link stays: config.json is beside it
         origin += [str(checkpoint), *selection.options]
         for file in formats.files(checkpoint):
             state = file.stat()

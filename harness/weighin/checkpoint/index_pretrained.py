@@ -71,21 +71,24 @@ def index_pretrained(
             for piece in pieces(one.name):
                 if progress is not None and own == fmt:
                     progress(piece.nbytes)
-    if len(stored) < len(described):
+    mapped = map_keys(reference, slices)
+    if len(stored) < len(described) or mapped.computed:
         for wanted in CELL_DTYPES:
             loaded = kind.from_pretrained(source, dtype=getattr(torch, wanted))
             for name, (owner, leaf) in non_persistent_buffers(loaded):
                 value = owner._buffers[leaf]
                 assert value is not None
                 sums.setdefault(name, {})[dtype_name(value.dtype)] = checksum(value)
+            for name in mapped.computed if own == fmt else ():
+                value = loaded.state_dict()[name]
+                sums[name][dtype_name(value.dtype)] = checksum(value)
     kept = _kept_in_float32(reference, sums)
     entries = tuple(
         one.entry(sums[first], torch.float32 if first in kept else None)
         for one in described
         if (first := one.shared_with or one.name)
     )
-    keys = map_keys(reference, slices).note
-    manifest = Manifest(model, BUILDER, str(checkpoint), entries, keys)
+    manifest = Manifest(model, BUILDER, str(checkpoint), entries, mapped.note)
     manifest.write(folder / "manifest.json")
     return Made(manifest, {"read": read - started, "convert": time.monotonic() - read})
 

@@ -37,9 +37,10 @@ def inspect(
     torch.
     """
     from weighin.checkpoint import inspect as inspecting
+    from weighin.formats.pretrained_folder import path_of
     from weighin.formats.selection import Selection
 
-    inspected = inspecting.inspect(checkpoint, Selection(key, strip_prefix))
+    inspected = inspecting.inspect(path_of(checkpoint), Selection(key, strip_prefix))
     if json_file != _console.STDOUT:
         console = _console.out()
         for part in inspecting.tables(inspected, sort=sort, show_all=show_all):

@@ -20,6 +20,7 @@ CONFIG: Final = "config.json"
 _FILES: Final = ("model.safetensors", "pytorch_model.bin")
 _INDEXES: Final = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _DTYPES: Final = ("float32", "bfloat16", "float16")
+_ENTRY: Final = "models--"
 _HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -71,7 +72,15 @@ class PretrainedFolder:
     def spec(self) -> ModelSpec:
         """Return the ``ModelSpec``, whose arguments are the class and the configuration."""
         kwargs = {"architecture": self.architecture, "config": self.config}
-        return ModelSpec(self.path.resolve().name, BUILDER, kwargs)
+        return ModelSpec(_name(self.path.resolve()), BUILDER, kwargs)
+
+
+def _name(folder: Path) -> str:
+    """Return a folder's name; for a snapshot in the Hub's cache, the id of its model."""
+    snapshots, entry = folder.parent, folder.parent.parent.name
+    if snapshots.name == "snapshots" and entry.startswith(_ENTRY):
+        return entry.removeprefix(_ENTRY).replace("--", "/")
+    return folder.name
 
 
 def is_pretrained(path: Path) -> bool:
@@ -130,7 +139,7 @@ def cached_snapshot(name: str) -> Path | None:
         return None
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
-    entry = hub / f"models--{name.replace('/', '--')}"
+    entry = hub / f"{_ENTRY}{name.replace('/', '--')}"
     try:
         snapshot = entry / "snapshots" / (entry / "refs" / "main").read_text().strip()
     except OSError:
@@ -140,3 +149,16 @@ def cached_snapshot(name: str) -> Path | None:
     raise CheckpointError(
         f"{name} is not in the cache {hub}, and weighin never downloads", f"hf download {name}"
     )
+
+
+def path_of(path: Path) -> Path:
+    """Return a path that exists, or the snapshot of the model whose id the path is.
+
+    Return any other path unchanged.
+    """
+    if path.exists():
+        return path
+    try:
+        return cached_snapshot(str(path)) or path
+    except CheckpointError:
+        return path

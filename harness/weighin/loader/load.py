@@ -180,14 +180,12 @@ def _optional(model: torch.nn.Module, mapped: "MappedKeys", checkpoint: Path) ->
         CheckpointError: another weight is missing, which ``from_pretrained`` would initialise
             randomly.
     """
-    from weighin.models.pretrained import computed_keys
-
     wanted = model.state_dict(keep_vars=True)
     present = {source.name for source in mapped.slices}
     present |= {name for one in mapped.conversions for name in one.targets(model)}
     values = {id(wanted[name]) for name in present if name in wanted}
     values |= {id(buffer) for buffer in model.buffers()}
-    values |= {id(wanted[name]) for name in computed_keys(model)}
+    values |= {id(wanted[name]) for name in mapped.computed}
     missing = sorted(name for name, tensor in wanted.items() if id(tensor) not in values)
     if missing:
         raise CheckpointError(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from weighin.formats.base import Part, Slices, TensorSlice
+from weighin.models.pretrained import computed_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ class MappedKeys:
         unexpected: keys that the model does not have; ``from_pretrained`` ignores them.
         renamed: the number of keys whose name in the file differs from the model's name.
         joined: the number of keys of the file that are only a part of a model's tensor.
+        computed: the model's keys that the file lacks because the class computes their values.
     """
 
     slices: Slices
@@ -66,6 +68,7 @@ class MappedKeys:
     unexpected: tuple[str, ...]
     renamed: int
     joined: int
+    computed: tuple[str, ...]
 
     @property
     def note(self) -> str:
@@ -74,6 +77,7 @@ class MappedKeys:
             f"{self.joined} keys converted" if self.joined else "",
             f"{self.renamed} keys renamed" if self.renamed else "",
             f"{len(self.unexpected)} keys left out" if self.unexpected else "",
+            f"{len(self.computed)} keys computed" if self.computed else "",
         ]
         return " and ".join(part for part in parts if part)
 
@@ -115,12 +119,14 @@ def map_keys(model: Any, slices: Sequence[TensorSlice]) -> MappedKeys:
             conversions.append(group)
         else:
             mapped.append(joined)
+    present = {source.name for source in mapped} | groups.keys()
     return MappedKeys(
         mapped,
         tuple(conversions),
         tuple(unexpected),
         renamed,
-        sum(len(group.sources) for group in groups.values()),
+        joined=sum(len(group.sources) for group in groups.values()),
+        computed=tuple(sorted(computed_keys(model) - present)),
     )
 
 

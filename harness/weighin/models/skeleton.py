@@ -219,7 +219,7 @@ def reset_buffers(
 ) -> None:
     """Set every non-persistent buffer of ``model`` to its constructor's value, on ``device``.
 
-    Floating-point buffers get ``dtype``. Persistent buffers do not change, because the checkpoint has
+    The model is built in ``dtype``, see ``construct``. Persistent buffers do not change, because the checkpoint has
     their values. Buffers that share one tensor in the builder's model still share it afterwards.
 
     Raises:
@@ -242,8 +242,7 @@ def reset_buffers(
                 "register the buffer with persistent=True, or keep the builder's names",
             )
         if id(value) not in moved:
-            target = dtype if value.is_floating_point() else value.dtype
-            moved[id(value)] = value.to(device=device, dtype=target)
+            moved[id(value)] = value.to(device)
         owner._buffers[leaf] = moved[id(value)]
 
 

@@ -223,7 +223,7 @@ def _own(checkpoint: Path | None) -> Path | None:
     if checkpoint is None:
         return None
     checkpoint = checkpoint.expanduser()
-    return (weights_in(checkpoint) if is_pretrained(checkpoint) else checkpoint).resolve()
+    return (weights_in(checkpoint) if is_pretrained(checkpoint) else checkpoint).absolute()
 
 
 def _own_format(checkpoint: Path | None) -> str | None:
@@ -245,7 +245,7 @@ def _pretrained(models: Sequence[str]) -> Path | None:
             f"{folders[0]} has a checkpoint of its own, and a run has one checkpoint",
             "measure each Hugging Face folder in a run of its own, and compare them: weighin compare",
         )
-    return read_folder(folders[0]).checkpoint.resolve()
+    return read_folder(folders[0]).checkpoint.absolute()
 
 
 def _dtype(suite: Suite) -> str:
