@@ -205,7 +205,7 @@ TOUCHES: dict[str, Callable[[nn.Module, Slot, Slot], object]] = {
     "strip prefix": lambda model, one, other: _strip_prefix(model),
     "scale in place": lambda model, one, other: _scale(one[2]),
     "module of both": lambda model, one, other: model.add_module("both", nn.ParameterList([one[2], other[2]])),
-    "same module again": lambda model, one, other: model.add_module("again", one[0]) if one[0] is not model else None,
+    "same module again": lambda model, one, other: model.add_module("module_again", one[0]) if one[0] is not model else None,
     "bfloat16": lambda model, one, other: one[0].to(torch.bfloat16),
 }  # fmt: skip
 

@@ -50,7 +50,7 @@ def test_a_strategy_that_cannot_convert_keys_says_so(command: CommandLine, folde
     assert ended["safetensors_mmap"] == (
         "skipped",
         "needs 24 keys converted, as from_pretrained does, and safetensors_mmap expects the model's own"
-        " keys: give another --format, which weighin writes with those keys",
+        " keys: give another --format, or write these keys: weighin convert FOLDER TARGET --keys model",
     )
 
 

@@ -109,6 +109,7 @@ VERBS = {
             "weighin convert model.pt parts --format per_param",
             "weighin convert model.pt model-bf16.safetensors --dtype bf16 --verify",
             "weighin convert training.pt model.pt --key model --strip-prefix module.",
+            "weighin convert ./folder model.safetensors --keys model",
             "weighin convert model.pt shards --format sharded --max-shard-size 2GB",
         ],
     ),

@@ -10,13 +10,16 @@ import pytest
 import torch
 
 from weighin import formats, load_pretrained, load_streaming
+from weighin.checkpoint import cache
+from weighin.checkpoint.convert import Conversion, convert
 from weighin.errors import CheckpointError, ConfigError
-from weighin.formats.pretrained_folder import BUILDER, cached_snapshot, read_folder
+from weighin.formats.pretrained_folder import BUILDER, cached_snapshot, path_of, read_folder
 from weighin.models.pretrained import example_inputs, pretrained_class
 from weighin.predict import client
 from weighin.recommend.snippet import pretrained_snippet
 from weighin.suite import registry
 from weighin.suite.matrix import CellMatrix, plan
+from weighin.units import GIB
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}
 DECODER = SMALL | {"intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 8}
@@ -156,6 +159,7 @@ def test_a_model_of_the_hub_is_found_in_the_cache_alone(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "cache"))
     with pytest.raises(CheckpointError) as caught:
         registry.model("Some/Model")
     assert str(caught.value) == (
@@ -165,7 +169,17 @@ def test_a_model_of_the_hub_is_found_in_the_cache_alone(
     shutil.copytree(make("tied"), entry / "snapshots" / "0123")
     (entry / "refs").mkdir()
     (entry / "refs" / "main").write_text("0123")
-    assert cached_snapshot("Some/Model") == entry / "snapshots" / "0123"
+    snapshot = entry / "snapshots" / "0123"
+    (entry / "blobs").mkdir()
+    for file in [*snapshot.iterdir()]:  # the Hub's client writes links
+        (entry / "blobs" / file.name.encode().hex()).write_bytes(file.read_bytes())
+        file.unlink()
+        file.symlink_to(Path("../../blobs") / file.name.encode().hex())
+    assert cached_snapshot("Some/Model") == path_of(Path("Some/Model")) == snapshot
+    spec = registry.model("Some/Model")
+    assert spec.name == "Some/Model"
+    prepared = cache.ensure(spec, "safetensors", checkpoint=read_folder(snapshot).checkpoint)
+    assert prepared.path == snapshot / "model.safetensors"
     assert load_pretrained("Some/Model").config.architectures == ["LlamaForCausalLM"]
 
 
@@ -202,3 +216,28 @@ def test_formats_that_weighin_writes_from_converted_keys_are_predicted(make: Mak
     for one in client.predict(planned, checkpoint=found.checkpoint):
         assert not one.cannot
         assert one.host_anon_peak_bytes
+
+
+@pytest.mark.parametrize("name", ["experts", "tied", "encoder-decoder", "shards"])
+def test_a_conversion_writes_the_keys_of_the_model(make: Make, tmp_path: Path, name: str) -> None:
+    folder = make(name)
+    kind = pretrained_class(read_folder(folder).architecture)
+    wanted = kind.from_pretrained(folder, dtype="auto").state_dict()
+    order = Conversion("pt", None, split_above_bytes=GIB, max_shard_bytes=GIB, model_keys=True)
+    convert(folder, tmp_path / "model.pt", order)
+    found = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert list(found) == list(wanted)
+    assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
+
+
+def test_keys_of_a_model_need_its_class(tmp_path: Path) -> None:
+    torch.save({"weight": torch.zeros(2)}, tmp_path / "w.pt")
+    order = Conversion("pt", None, split_above_bytes=GIB, max_shard_bytes=GIB, model_keys=True)
+    with pytest.raises(ConfigError, match=r"--keys model needs the model's class"):
+        convert(tmp_path / "w.pt", tmp_path / "model.pt", order)
+
+
+def test_a_conversion_says_which_values_transformers_computes(make: Make, tmp_path: Path) -> None:
+    order = Conversion("pt", None, split_above_bytes=GIB, max_shard_bytes=GIB, model_keys=True)
+    with pytest.raises(CheckpointError, match=r"computes the values of model\.decoder\.embed_pos"):
+        convert(make("computed weights"), tmp_path / "model.pt", order)

@@ -23,6 +23,7 @@ import torch
 from weighin import atomic, formats
 from weighin.checkpoint import sidecar
 from weighin.checkpoint.generate import RECORD_BYTES
+from weighin.checkpoint.model_keys import read_with_model_keys
 from weighin.checkpoint.piecewise import RunningChecksum, dtype_name
 from weighin.checkpoint.reader import plans, read_pieces
 from weighin.checkpoint.staging import growing_beside
@@ -50,6 +51,8 @@ class Conversion:
         verify: whether to read the target back from the disk and compare it with the source.
         checksums: the file with the source's checksums, as returned by ``sidecar.find``.
         selection: the tensors to write, and their new names.
+        model_keys: whether to write the keys of the model in a Hugging Face folder, see
+            ``model_keys.py``.
     """
 
     fmt: str
@@ -59,6 +62,7 @@ class Conversion:
     verify: bool = False
     checksums: Path | None = None
     selection: Selection = WHOLE
+    model_keys: bool = False
 
 
 def convert(
@@ -84,7 +88,10 @@ def convert(
     torch.set_num_threads(1)  # the format's writers run in several threads of their own
     started = time.monotonic()
     check_target(source, target)
-    _, slices = formats.read(source, order.selection)
+    if order.model_keys:
+        slices = read_with_model_keys(source)
+    else:
+        _, slices = formats.read(source, order.selection)
     if not slices:
         raise CheckpointError(
             f"{source}: holds no tensors", "convert the checkpoint of a model with weights"

@@ -35,6 +35,7 @@ class Wish:
     max_shard_size: str
     verify: bool
     selection: Selection = WHOLE
+    keys: str = "file"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ def convert(wish: Wish, console: Console) -> FinishedConversion:
     """
     source = formats.detect(wish.source).NAME
     # The source's checksums are for all its tensors under their original names.
-    checksums = None if wish.selection else sidecar.find(wish.source)
+    checksums = None if wish.selection or wish.keys == "model" else sidecar.find(wish.source)
     arguments = _arguments(wish, checksums)
 
     def permit(needed_bytes: int) -> None:
@@ -123,6 +124,7 @@ def _arguments(wish: Wish, checksums: Path | None) -> list[str]:
     arguments += [f"--dtype={DTYPES[wish.dtype]}"] if wish.dtype else []
     arguments += wish.selection.options
     arguments += ["--verify"] if wish.verify else []
+    arguments += ["--model-keys"] if wish.keys == "model" else []
     arguments += [f"--checksums={checksums}"] if checksums else []
     return [*arguments, "--", str(wish.source), str(wish.target)]
 

@@ -11,6 +11,7 @@ EXAMPLES = (
     "weighin convert model.pt parts --format per_param",
     "weighin convert model.pt model-bf16.safetensors --dtype bf16 --verify",
     "weighin convert training.pt model.pt --key model --strip-prefix module.",
+    "weighin convert ./folder model.safetensors --keys model",
     "weighin convert model.pt shards --format sharded --max-shard-size 2GB",
 )
 
@@ -60,6 +61,13 @@ EXAMPLES = (
     help="Read the result back and compare every checksum. A file beside the result keeps the"
     " checksums, and a later conversion of the result checks its input against them.",
 )
+@click.option(
+    "--keys",
+    type=click.Choice(["file", "model"]),
+    default="file",
+    help="Write the keys of the file, or those of the model in a Hugging Face folder: stacks experts,"
+    " joins and renames tensors as from_pretrained does.",
+)
 @_options.selection
 @_options.json
 def convert(
@@ -70,17 +78,19 @@ def convert(
     split_above: str,
     max_shard_size: str,
     verify: bool,
+    keys: str,
     key: str,
     strip_prefix: str,
     json_file: str | None,
 ) -> None:
     """Write a checkpoint in another format or dtype, in pieces of 16 MiB to save memory."""
     from weighin.checkpoint import convert_request
+    from weighin.formats.pretrained_folder import path_of
     from weighin.formats.selection import Selection
 
     selection = Selection(key, strip_prefix)
     wish = convert_request.Wish(
-        source, target, fmt, dtype, split_above, max_shard_size, verify, selection
+        path_of(source), target, fmt, dtype, split_above, max_shard_size, verify, selection, keys
     )
     finished = convert_request.convert(wish, _console.err())
     if json_file != _console.STDOUT:

@@ -152,7 +152,7 @@ class _Bench:
         ):
             why = (
                 f"needs {keys}, as from_pretrained does, and {planned.strategy.name} expects the model's own"
-                " keys: give another --format, which weighin writes with those keys"
+                " keys: give another --format, or write these keys: weighin convert FOLDER TARGET --keys model"
             )
             return CellMeasurement(_skipped(replace(planned, skip=why), self.setting.environment))
         setting = _with_packages(self.setting, planned)

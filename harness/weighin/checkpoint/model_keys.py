@@ -1,0 +1,46 @@
+"""Give the tensors of a Hugging Face folder the keys of its model: ``weighin convert --keys model``."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from weighin import formats
+from weighin.errors import CheckpointError, ConfigError
+from weighin.formats.base import Slices
+from weighin.formats.misfit import first_names
+from weighin.formats.pretrained_folder import folder_of, is_pretrained, read_folder
+
+
+def read_with_model_keys(source: Path) -> Slices:
+    """Return the tensors of a folder under the names of the model's state dict, in its order.
+
+    Stacked and joined tensors consist of several blocks of the files. A tied name that the files lack
+    gets the tensor of the name that it is tied to.
+
+    Raises:
+        ConfigError: the source is not in a Hugging Face folder, or transformers is missing.
+        CheckpointError: a tensor of the model is not in the files, or transformers computes it.
+    """
+    if not is_pretrained(folder := folder_of(source)):
+        raise ConfigError(
+            f"--keys model needs the model's class, and {folder} has no config.json",
+            "name a folder that save_pretrained wrote, or leave --keys out",
+        )
+    from weighin.models.pretrained import from_config
+    from weighin.models.pretrained_keys import map_keys
+    from weighin.models.skeleton import build_skeleton
+
+    found = read_folder(folder)
+    model = build_skeleton(from_config, found.spec().kwargs)
+    mapped = map_keys(model, formats.read(source)[1])
+    wanted = model.state_dict(keep_vars=True)
+    stored = {one.name: one for one in mapped.slices}
+    by_tensor = {id(wanted[name]): one for name, one in stored.items()}
+    sources = {
+        name: stored.get(name) or by_tensor.get(id(tensor)) for name, tensor in wanted.items()
+    }
+    if missing := sorted(name for name, one in sources.items() if one is None):
+        raise CheckpointError(
+            f"{source}: transformers computes the values of {first_names(missing)} while it loads",
+            "save the loaded model: torch.save(load_pretrained(FOLDER).state_dict(), 'model.pt')",
+        )
+    return Slices(replace(one, name=name) for name, one in sources.items() if one is not None)
