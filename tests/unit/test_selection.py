@@ -93,7 +93,7 @@ def test_the_weights_in_a_folder_of_torch_distributed_checkpoint(tmp_path: Path)
     from torch.distributed.checkpoint.state_dict_saver import save
 
     model, checkpoint = trained()
-    save({"model": checkpoint["model"], "optimizer": checkpoint["optimizer"]}, checkpoint_id=tmp_path / "c", no_dist=True)  # fmt: skip
+    save({"model": checkpoint["model"], "optimizer": checkpoint["optimizer"]}, checkpoint_id=tmp_path / "c")  # fmt: skip
     assert same(load_streaming(lambda: nn.Linear(3, 2), tmp_path / "c", key="model"), model)
 
 

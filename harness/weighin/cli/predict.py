@@ -69,7 +69,7 @@ def predict(context: click.Context, /, **_: Any) -> None:
             planned,
             checkpoint=checkpoint,
             selection=selection,
-            checkpoint_dtype=stored,
+            checkpoint_dtype=None if checkpoint else stored,
             python_path=user_code.import_path(suite.models),
             report=lambda done, name: status.update(f"{name}: {done} of {len(planned)} done"),
         )
