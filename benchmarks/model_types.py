@@ -111,6 +111,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--types", help="only these, separated by commas")
+    parser.add_argument("--strategies", default="all", help="of types that have no run in --work")
     parser.add_argument("--work", type=Path, default=Path("results/model-types"))
     parser.add_argument("--out", type=Path, help="write the page to this file")
     options = parser.parse_args()
@@ -118,7 +119,7 @@ def main() -> int:
     chosen = options.types.split(",") if options.types else sorted(kinds)
     tried = []
     for number, name in enumerate(chosen, 1):
-        tried.append(_try(name, kinds.get(name, ""), options.work / name))
+        tried.append(_try(name, kinds.get(name, ""), options.work / name, options.strategies))
         print(f"[{number}/{len(chosen)}] " + " | ".join(tried[-1].row()), flush=True)
     if options.out:
         options.out.write_text(page(tried))
@@ -162,12 +163,12 @@ def page(tried: list[Tried]) -> str:
     return "\n".join(lines)
 
 
-def _try(name: str, kind: str, folder: Path) -> Tried:
+def _try(name: str, kind: str, folder: Path, strategies: str) -> Tried:
     model, run = folder / "model", folder / "run"
     if not (model / "config.json").exists():
         _save(name, kind, model)
     if not (run / run_folder.RECORDS).exists():
-        command = [sys.executable, "-m", "weighin", "bench", str(model), "--strategies", "all"]
+        command = [sys.executable, "-m", "weighin", "bench", str(model), "--strategies", strategies]
         command += ["--isolation", "process", "--out", str(run)]
         subprocess.run(command, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     found = read_folder(model)

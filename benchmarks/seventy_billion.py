@@ -27,19 +27,19 @@ _CONFIG: Final = {
     "num_attention_heads": 64, "num_key_value_heads": 8, "tie_word_embeddings": False,
 }  # fmt: skip
 _STREAM: Final = """
-import json, sys, time
+import sys, time
 import torch
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from weighin import load_streaming
+from weighin.models.pretrained import pretrained_class
 folder, layers = sys.argv[1], int(sys.argv[2])
 torch.set_default_dtype(torch.bfloat16)
-config = LlamaConfig.from_pretrained(folder)
+llama = pretrained_class("LlamaForCausalLM")
+config = llama.config_class.from_pretrained(folder)
+layer = sys.modules[llama.__module__].LlamaDecoderLayer
 kept = []
 start = time.perf_counter()
 for number in range(layers):
-    build = lambda: LlamaDecoderLayer(config, number)
-    kept.append(load_streaming(build, folder, key=f"model.layers.{number}"))
+    kept.append(load_streaming(lambda: layer(config, number), folder, key=f"model.layers.{number}"))
 seconds = time.perf_counter() - start
 size = sum(one.nbytes for layer in kept for one in layer.parameters())
 print(f"{len(kept)} layers of {size / len(kept) / 2**30:.2f} GiB in {seconds:.2f} s")
@@ -62,7 +62,7 @@ def main() -> None:
         size = sum(file.stat().st_size for file in files)
         print(f"{len(files)} files, {size:,} bytes, {disk / 2**20:.1f} MiB on the disk")
         _timed("inspect", [sys.executable, "-m", "weighin", "inspect", str(folder), "--json", "-"])
-        predict = ["predict", str(folder), "-s", "streaming,mmap_assign,transformers"]
+        predict = ["predict", str(folder), "-s", "streaming,transformers"]
         print(_timed("predict", [sys.executable, "-m", "weighin", *predict]))
         print(_timed("stream", [sys.executable, "-c", _STREAM, str(folder), str(options.layers)]))
 

@@ -58,7 +58,7 @@ class Table:
 
 
 def ids(frame: pd.DataFrame) -> dict[str, str]:
-    """Return the id of each series in the page, which its row, bar and timeline share."""
+    """Return an id for each series; its row, its bar and its timeline in the page share this id."""
     return {group: f"s{index}" for index, group in enumerate(frame["group"])}
 
 
