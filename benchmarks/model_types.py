@@ -187,15 +187,15 @@ def _try(name: str, kind: str, folder: Path, strategies: str) -> Tried:
 def _save(name: str, kind: str, folder: Path) -> None:
     from transformers.models.auto import modeling_auto as auto
 
-    own = {
+    heads: dict[str, Any] = {
         "encoder": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
         "encoder-decoder": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
         "speech": auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES | auto.MODEL_FOR_CTC_MAPPING_NAMES,
         "text and vision": auto.MODEL_MAPPING_NAMES,
         "vision": auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
-    }.get(kind, {})
-    everything = auto.MODEL_MAPPING_NAMES | auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | own
-    architecture = everything[name]
+    }
+    others = (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_MAPPING_NAMES)
+    architecture = next(names[name] for names in (heads.get(kind, {}), *others) if name in names)
     model_class = pretrained_class(
         architecture if isinstance(architecture, str) else next(iter(architecture))
     )

@@ -15,6 +15,7 @@ DECODER = SMALL | {"intermediate_size": 64, "num_key_value_heads": 2, "head_dim"
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "tied-llama": ("LlamaForCausalLM", DECODER | {"tie_word_embeddings": True}),
+    "half": ("LlamaForCausalLM", DECODER),
     "experts": ("Qwen3MoeForCausalLM", DECODER | EXPERTS),
 }
 
@@ -25,7 +26,10 @@ def folders(disk: Path) -> Path:
     for name, (architecture, settings) in MODELS.items():
         kind = pretrained_class(architecture)
         torch.manual_seed(0)
-        kind(kind.config_class(**settings)).save_pretrained(root / name)
+        model = kind(kind.config_class(**settings))
+        if name == "half":
+            model = model.to(torch.bfloat16)
+        model.save_pretrained(root / name)
     return root
 
 
@@ -58,3 +62,30 @@ def test_a_folder_is_inspected(command: CommandLine, folders: Path) -> None:
     done = command.run("inspect", str(folders / "tied-llama"))
     assert done.code == 0, done.err
     assert "format safetensors, 20 tensors" in " ".join(done.out.split())
+
+
+def test_a_prediction_in_another_format_reads_the_folders_own_dtype(
+    command: CommandLine, folders: Path
+) -> None:
+    done = command.run("predict", str(folders / "half"), "-s", "mmap_assign", "--json", "-")
+    assert done.code == 0, done.err
+    (found,) = json.loads(done.out)["predictions"]
+    assert (found["format"], found["cannot"]) == ("pt", "")
+    size = (folders / "half/model.safetensors").stat().st_size
+    assert found["disk_read_bytes"] == pytest.approx(size, rel=0.2)
+
+
+def test_every_strategy_keeps_the_dtypes_that_the_model_keeps(
+    command: CommandLine, folders: Path
+) -> None:
+    ended = outcomes(command, folders / "half")
+    assert {outcome for outcome, _ in ended.values()} == {"ok"}, ended
+
+
+@pytest.mark.docker
+def test_a_container_has_the_transformers_of_the_host(command: CommandLine, folders: Path) -> None:
+    done = command.run(
+        "bench", str(folders / "half"), "--isolation", "docker", "--ram", "2g", "--out", "run",
+        "--strategies", "streaming,transformers", patience_s=900,
+    )  # fmt: skip
+    assert done.code == 0, done.err

@@ -88,10 +88,11 @@ def convert(
     torch.set_num_threads(1)  # the format's writers run in several threads of their own
     started = time.monotonic()
     check_target(source, target)
-    if order.model_keys:
-        slices = read_with_model_keys(source)
-    else:
-        _, slices = formats.read(source, order.selection)
+    slices: Sequence[TensorSlice] = (
+        read_with_model_keys(source)
+        if order.model_keys
+        else formats.read(source, order.selection)[1]
+    )
     if not slices:
         raise CheckpointError(
             f"{source}: holds no tensors", "convert the checkpoint of a model with weights"
