@@ -12,7 +12,7 @@ SECONDS ?= 60
 DRAWS ?= 20000
 TESTS ?= tests/unit
 RUN ?= $(shell ls -td results/*/records.jsonl 2>/dev/null | head -1 | xargs -r dirname)
-PEERS := results/loaders-$(MODEL)-$(shell date +%Y%m%dT%H%M%S)
+PEERS := results/loaders-$(shell date +%Y%m%dT%H%M%S)
 BASELINE ?= baseline.yaml
 WHAT = $(if $(SUITE),--suite $(SUITE),$(if $(RESUME),--resume $(RESUME),$(MODEL) --ram $(RAM)))
 OPTIONS = $(if $(OUT),--out $(OUT)) $(if $(STRATEGIES),--strategies $(STRATEGIES)) \
@@ -29,10 +29,10 @@ bench: .venv/ready  ## Load MODEL with six strategies under a RAM limit: make be
 floor: .venv/ready  ## Find the smallest RAM limit of each strategy: make floor MODEL=gpt2-medium
 	$(BIN)/weighin floor $(if $(RESUME),--resume $(RESUME),$(MODEL)) $(OPTIONS)
 
-peers: .venv/ready  ## Measure all installed loaders, cold and warm, and write docs/loaders.md: make peers MODEL=gpt2-medium
-	for cache in cold warm; do $(BIN)/weighin bench $(MODEL) --strategies all --repeats 3 --steady \
-	  --cache $$cache --out $(PEERS)-$$cache $(ARGS) || exit; done
-	$(BIN)/python -m weighin.report.loaders $(PEERS)-cold $(PEERS)-warm > docs/loaders.md.new
+peers: .venv/ready  ## Measure all installed loaders, cold and warm, and write docs/loaders.md: make peers MODEL="gpt2-medium ./folder"
+	for model in $(MODEL); do for cache in cold warm; do $(BIN)/weighin bench $$model --strategies all \
+	  --repeats 3 --steady --cache $$cache --out $(PEERS)/$$(basename $$model)-$$cache $(ARGS) || exit; done; done
+	$(BIN)/python -m weighin.report.loaders $(PEERS)/* > docs/loaders.md.new
 	mv docs/loaders.md.new docs/loaders.md
 
 report: .venv/ready  ## Write the report of RUN again (default: the newest run)
@@ -72,6 +72,9 @@ conformance: .venv/ready  ## Compare DRAWS=20000 random loads by load_streaming 
 test-vm: .venv/ready  ## Test limits and figures on Debian's kernel with cgroup v2, in a virtual machine
 	$(BIN)/pytest -m vm --require vm,cgroup -rP tests/vm $(ARGS)
 
+model-types: .venv/ready  ## Load a small model of each type of transformers with every strategy; write docs/model-types.md
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/model_types.py --out docs/model-types.md $(ARGS)
+
 zoo: .venv/ready  ## Test the loader and the strategies over torch's and torchvision's models
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/zoo --out docs/zoo.md $(ARGS)
 
@@ -105,4 +108,4 @@ clean:  ## Remove all environments, and the caches of tools in this folder
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-.PHONY: help setup bench recommend floor peers report check man pages docs publish doctor test test-all conformance test-vm test-versions zoo lint dist fuzz clean
+.PHONY: help setup bench recommend floor peers report check man pages docs publish doctor test test-all conformance test-vm test-versions model-types zoo lint dist fuzz clean

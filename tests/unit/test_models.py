@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 
-from weighin.models import gpt2, llama, tied
+from weighin.models import gpt2, llama, stack, tied
 from weighin.models.skeleton import resolve_builder
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "models"
@@ -36,6 +36,17 @@ def test_every_model_file_has_the_known_keys_and_its_own_name(path: Path) -> Non
     assert set(config) == {"name", "builder", "kwargs", "description"}
     assert config["name"] == path.stem
     resolve_builder(config["builder"])
+
+
+@pytest.mark.parametrize(("name", "tensors"), [("tensors-200", 200), ("tensors-20000", 20_000)])
+def test_stacks_of_one_size_have_few_or_many_tensors(name: str, tensors: int) -> None:
+    config = read(name)
+    with torch.device("meta"):
+        state = resolve_builder(config["builder"])(**config["kwargs"]).state_dict()
+    assert len(state) == tensors
+    assert sum(tensor.nbytes for tensor in state.values()) == 20_000 * 64 * 64 * 4
+    model = stack.stack(layers=2, width=8)
+    assert model(stack.example_inputs(width=8)).shape == (1, 8)
 
 
 @pytest.mark.parametrize(("name", "module"), [("gpt2-tiny", gpt2), ("tied-tiny", tied)])

@@ -28,19 +28,22 @@ _NAMES: Final = 2
 INTRODUCTION: Final = """\
 # Loaders
 
-Every strategy for loads that is installed on the machine that wrote this page, with one model and one checkpoint in the first format
-that the strategy reads. `make peers MODEL=gpt2-small` measures them again, interleaved, and writes this page from the records.
+This page compares all strategies that can load a model. `make peers MODEL=gpt2-small` measures the strategies again, their
+repeats in turn, and writes this page from the records. Each strategy reads a checkpoint in the first format that it supports; for
+a Hugging Face folder, it reads the folder's own format if it can.
 
-* **peak RSS**: the kernel's high-water mark of the process, with torch.
-* **load**: until the strategy returned. **ready**: until every byte of the model was read once. A loader that maps the file
-  returns early and pays later; compare ready.
+* **peak RSS**: the kernel's high-water mark of the process, including torch.
+* **load**: the time until the strategy returned the model.
+* **ready**: the time until every byte of the model was read once. A strategy that maps the file returns before it reads the
+  weights. Therefore compare "ready".
 * **GiB/s**: the model's size divided by the time until ready.
-* **first use**: the forward pass after that.
-* **private memory left**: anonymous memory when ready, above that of the import of torch. The kernel cannot take it back without swap;
-  a mapped file leaves none, because its pages can be dropped and read again.
+* **first use**: the time of one forward pass after that.
+* **private memory left**: the anonymous memory of the ready model, without the anonymous memory after `import torch`. Without
+  swap, the kernel cannot reclaim anonymous memory. A mapped file leaves none: the kernel can drop its pages and read them again.
 
-How to choose: a mapped file if the model fits into RAM and its pages may be dropped; else one copy and the shortest time until ready. A peak of
-two copies fails where RAM is short.
+How to choose: if the model and everything else fit into RAM, a strategy that maps the file needs the least private memory. If the
+kernel may have to drop the file's pages, take the strategy that is ready first among those that hold one copy. A strategy that holds
+two copies of the weights fails where RAM is short.
 """
 
 
