@@ -11,9 +11,11 @@ import pytest
 import torch
 from pytest import MonkeyPatch
 from rich.console import Console
+from safetensors.torch import save_file
 
 from weighin.cell import ModelSpec
 from weighin.errors import CheckpointError, UnknownName
+from weighin.formats.pretrained_folder import read_folder
 from weighin.predict.prediction import Prediction, Work
 from weighin.recommend import answer, calibration
 from weighin.recommend.answer import Advice, Question, check_allowed, gather, parts
@@ -28,7 +30,7 @@ MODEL = ModelSpec("m", "torch.nn:Linear", {"in_features": 2, "out_features": 2})
 SIZE = 2 * GIB
 COPIES = {
     "baseline": 2, "sequential": 2, "meta_copy": 2, "mmap_assign": 0, "per_param_mmap": 0,
-    "safetensors_mmap": 0, "prefetch_mmap": 0, "eager": 2,
+    "safetensors_mmap": 0, "prefetch_mmap": 0, "transformers": 0, "eager": 2,
 }  # fmt: skip
 """Of the weights, in memory; one for every other strategy."""
 
@@ -271,3 +273,18 @@ def test_a_phrase_with_brackets_is_no_markup() -> None:
     advice = advised(8 * GIB)
     odd = replace(advice.candidates[0], why="[red]odd[/red]")
     assert "[red]odd[/red]" in printed(replace(advice, candidates=(odd,)))
+
+
+def test_a_folder_is_loaded_by_one_call_where_other_strategies_are_no_faster(
+    tmp_path: Path,
+) -> None:
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"w": torch.zeros(2)}, tmp_path / "model.safetensors")
+    folder = read_folder(tmp_path)
+    found = advised(model=folder.spec(), checkpoint=folder.checkpoint, dtype="bfloat16")
+    assert [(one.strategy, one.asks) for one in found.candidates][0] == ("transformers", ())
+    assert "LlamaForCausalLM.from_pretrained(" in found.code
+    by_name = {one.strategy: one.asks for one in found.candidates}
+    assert by_name["safetensors_mmap"] == ("code that builds the model",)
+    assert by_name["streaming"] == ("weighin",)

@@ -22,7 +22,15 @@ from weighin.recommend import calibration as calibrating
 from weighin.recommend.calibration import Calibration
 from weighin.recommend.ordering import ranked
 from weighin.recommend.prior_runs import Evidence, find
-from weighin.recommend.ranking import SAVED_AS, Candidate, FitVerdict, Limits, assess, slowness
+from weighin.recommend.ranking import (
+    OWN_CODE,
+    SAVED_AS,
+    Candidate,
+    FitVerdict,
+    Limits,
+    assess,
+    slowness,
+)
 from weighin.recommend.snippet import CannotWriteOut, pretrained_snippet, snippet
 from weighin.suite import registry
 from weighin.suite.matrix import Planned
@@ -250,7 +258,7 @@ def _sources(candidate: Candidate) -> str:
 
 
 def _requirement(asked: str) -> str:
-    return asked if asked.startswith(SAVED_AS) else f"package {asked}"
+    return asked if asked.startswith((SAVED_AS, OWN_CODE)) else f"package {asked}"
 
 
 def _planned(question: Question, checkpoint_format: str) -> Iterator[Planned]:
@@ -267,6 +275,8 @@ def _planned(question: Question, checkpoint_format: str) -> Iterator[Planned]:
 
 def _is_allowed(candidate: Candidate, allow: Sequence[str]) -> bool:
     for asked in candidate.asks:
+        if asked == OWN_CODE:
+            continue
         kind = "resave" if asked.startswith(SAVED_AS) else "packages"
         if (asked if asked == "weighin" else kind) not in allow:
             return False

@@ -6,17 +6,25 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from weighin.cell import Cell
+from weighin.formats.pretrained_folder import BUILDER
 from weighin.predict.prediction import Prediction
 from weighin.recommend.calibration import Calibration
 from weighin.recommend.prior_runs import Evidence
+from weighin.suite.packages import name_of
 from weighin.suite.registry import StrategyInfo
 from weighin.units import MIB, format_bytes
 
 MEASURED: Final = "measured"
 SAVED_AS: Final = "saved as "
-"""Prefix of a requirement that is a checkpoint format; any other requirement is a package."""
+"""Prefix of a requirement that is a checkpoint format."""
+OWN_CODE: Final = "code that builds the model"
+"""The requirement of strategies that do not load a Hugging Face folder in one call. All requirements
+without this name and without the prefix are packages."""
 
 _DOUBT_SHARE, _DOUBT_BYTES = 0.02, 32 * MIB  # the error of a predicted floor
+_OF_FOLDERS: Final = frozenset({"transformers", "safetensors"})
+"""The packages that every user of a Hugging Face folder has."""
 _OURS: Final = frozenset({"streaming"})
 
 
@@ -103,7 +111,7 @@ def assess(
         ready_s=ready_s,
         memory_from=memory_from if need is not None else "",
         time_from=time_from,
-        asks=tuple(_asks(info, cell.format, checkpoint_format)),
+        asks=tuple(_asks(info, cell, checkpoint_format)),
         noise_s=evidence.noise_s(limits.ram_bytes) if evidence else None,
     )
 
@@ -216,9 +224,14 @@ def _stays_mapped(prediction: Prediction) -> bool:
     return anonymous < prediction.model_bytes // 2 < mapped
 
 
-def _asks(info: StrategyInfo, fmt: str, checkpoint_format: str) -> list[str]:
-    asked = [] if fmt == checkpoint_format else [f"{SAVED_AS}{fmt}"]
-    asked += info.packages
+def _asks(info: StrategyInfo, cell: Cell, checkpoint_format: str) -> list[str]:
+    asked = [] if cell.format == checkpoint_format else [f"{SAVED_AS}{cell.format}"]
+    if cell.model.builder == BUILDER:
+        asked += [name for name in info.packages if name_of(name) not in _OF_FOLDERS]
+        if not info.maps_keys:
+            asked.append(OWN_CODE)
+    else:
+        asked += info.packages
     if info.name in _OURS:
         asked.append("weighin")
     return asked
