@@ -283,7 +283,8 @@ def test_a_folder_is_loaded_by_one_call_where_other_strategies_are_no_faster(
     save_file({"w": torch.zeros(2)}, tmp_path / "model.safetensors")
     folder = read_folder(tmp_path)
     found = advised(model=folder.spec(), checkpoint=folder.checkpoint, dtype="bfloat16")
-    assert [(one.strategy, one.asks) for one in found.candidates][0] == ("transformers", ())
+    first = found.candidates[0]
+    assert (first.strategy, first.asks) == ("transformers", ())
     assert "LlamaForCausalLM.from_pretrained(" in found.code
     by_name = {one.strategy: one.asks for one in found.candidates}
     assert by_name["safetensors_mmap"] == ("code that builds the model",)
