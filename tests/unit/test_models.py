@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 
-from weighin.formats.pretrained_folder import BUILDER
+from weighin.formats.pretrained_folder import BUILDER, is_folder
 from weighin.models import gpt2, llama, tied
 from weighin.models.skeleton import resolve_builder
 from weighin.suite import registry
@@ -121,6 +121,7 @@ def test_a_model_of_transformers_has_the_published_size_and_dtype(name: str) -> 
     config = read(name)
     with torch.device("meta"):
         model = resolve_builder(config["builder"])(**config["kwargs"])
+    assert not is_folder(registry.model(name))
     parameters, dtype = PUBLISHED[name]
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
     assert f"{parameters:,} parameters" in (CONFIGS / f"{name}.yaml").read_text()

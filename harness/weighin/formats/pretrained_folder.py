@@ -80,6 +80,15 @@ def dtype_of(config: dict[str, Any]) -> str:
     return "float32"
 
 
+def is_folder(model: ModelSpec) -> bool:
+    """Tell whether a model was read from a Hugging Face folder.
+
+    The configuration in a folder names its class in ``architectures``; that of a built-in model of
+    transformers does not.
+    """
+    return model.builder == BUILDER and "architectures" in model.kwargs["config"]
+
+
 def own_dtype(model: ModelSpec) -> str:
     """Return the dtype in the configuration of a model of transformers; float32 for any other."""
     return dtype_of(model.kwargs["config"]) if model.builder == BUILDER else "float32"
