@@ -43,6 +43,14 @@ def test_an_entry_has_its_facts_below_it() -> None:
     assert "strategies for saves (--operation save)" in text
 
 
+def test_a_model_of_transformers_shows_its_class_and_dtype() -> None:
+    _, text = shown("list", "models", columns=80)
+    lines = [line.strip() for line in text.splitlines()]
+    assert "LlamaForCausalLM of transformers, bfloat16" in lines
+    assert "hidden_size" not in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_kind_as_data(kind: str) -> None:
     code, text = shown("list", kind, "--json", "-")
@@ -68,6 +76,8 @@ def test_the_data_of_a_strategy_and_of_a_model() -> None:
     }
     tiny = next(one for one in document["models"] if one["name"] == "gpt2-tiny")
     assert (tiny["builder"], tiny["kwargs"]["n_layers"]) == ("weighin.models.gpt2:gpt2", 1)
+    llama = next(one for one in document["models"] if one["name"] == "llama-8b")
+    assert llama["kwargs"]["config"]["num_hidden_layers"] == 32
     assert [one["works"] for one in document["isolations"]] == [None, None, None]
 
 

@@ -1,5 +1,6 @@
 """A matrix becomes each of its combinations once, in an order that is fair to all."""
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weighin.cell import ModelSpec
+from weighin.formats.pretrained_folder import BUILDER
 from weighin.suite.matrix import CellMatrix, Planned, plan
 from weighin.suite.registry import StrategyInfo
 from weighin.units import GIB
@@ -71,6 +73,16 @@ def test_a_cell_has_all_that_the_matrix_says() -> None:
 def test_a_strategy_that_does_not_load_to_the_device_is_skipped_with_the_reason() -> None:
     asked = matrix(strategies=((info("a"), {}), (info("b", ("cpu", "cuda")), {})), device="cuda:1")
     assert [one.skip for one in plan(asked)] == ["a does not load to cuda", ""]
+
+
+def test_a_strategy_for_folders_skips_a_built_in_model_of_transformers() -> None:
+    folders = replace(info("a"), pretrained=True)
+    built_in = ModelSpec("minilm", BUILDER, {"architecture": "BertModel", "config": {}})
+    config = {"architectures": ["BertModel"]}
+    folder = ModelSpec("mine", BUILDER, {"architecture": "BertModel", "config": config})
+    asked = matrix(strategies=((folders, {}),), models=(built_in, folder, model("m")))
+    reason = "a loads Hugging Face folders only"
+    assert [one.skip for one in plan(asked)] == [reason, "", reason]
 
 
 def test_a_cell_of_an_old_plan_gets_the_reason_that_holds_now() -> None:

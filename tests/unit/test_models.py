@@ -7,10 +7,31 @@ import pytest
 import torch
 import yaml
 
+from weighin.formats.pretrained_folder import BUILDER, is_folder
 from weighin.models import gpt2, llama, stack, tied
 from weighin.models.skeleton import resolve_builder
+from weighin.suite import registry
+from weighin.units import MIB
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "models"
+
+PUBLISHED = {
+    "bert-base": (109_514_298, "float32"),
+    "clip-base": (151_277_313, "float32"),
+    "deepseek-v3": (671_026_404_352, "bfloat16"),
+    "gemma-3-1b": (999_885_952, "bfloat16"),
+    "gpt-oss-20b": (20_914_757_184, "bfloat16"),
+    "llama-8b": (8_030_261_248, "bfloat16"),
+    "minilm": (22_713_216, "float32"),
+    "mistral-7b": (7_248_023_552, "bfloat16"),
+    "qwen3-0.6b": (596_049_920, "bfloat16"),
+    "qwen3-30b-a3b": (30_532_122_624, "bfloat16"),
+    "qwen3-8b": (8_190_735_360, "bfloat16"),
+    "t5-base": (222_903_552, "float32"),
+    "vit-base": (86_567_656, "float32"),
+    "whisper-small": (241_734_912, "float32"),
+}
+"""The number of parameters, a tied one once, and the dtype of each model of transformers."""
 
 
 def read(name: str) -> Any:
@@ -87,6 +108,59 @@ def test_llama_70b_has_the_published_shapes() -> None:
     assert len(state) == 723
     assert sum(parameter.numel() for parameter in model.parameters()) == 70_553_706_496
     assert state["model.layers.79.self_attn.k_proj.weight"].shape == (1024, 8192)
+
+
+def test_flux_has_the_published_shapes() -> None:
+    config = read("flux")
+    with torch.device("meta"):
+        model = resolve_builder(config["builder"])(**config["kwargs"])
+    state = model.state_dict()
+    assert sum(parameter.numel() for parameter in model.parameters()) == 11_901_408_320
+    assert state["transformer_blocks.18.ff.net.0.proj.weight"].shape == (12_288, 3072)
+    assert state["single_transformer_blocks.37.proj_out.weight"].shape == (3072, 15_360)
+    assert registry.model_dtype("flux", "auto") == "float32"
+
+
+def test_every_model_of_transformers_has_a_published_size() -> None:
+    names = {path.stem for path in CONFIGS.glob("*.yaml") if read(path.stem)["builder"] == BUILDER}
+    assert names == set(PUBLISHED)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_model_of_transformers_has_the_published_size_and_dtype(name: str) -> None:
+    pytest.importorskip("transformers", reason="pip install 'weighin[hf]'")
+    config = read(name)
+    with torch.device("meta"):
+        model = resolve_builder(config["builder"])(**config["kwargs"])
+    assert not is_folder(registry.model(name))
+    parameters, dtype = PUBLISHED[name]
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+    assert f"{parameters:,} parameters" in (CONFIGS / f"{name}.yaml").read_text()
+    assert registry.model_dtype(name, "auto") == dtype
+    assert registry.model_dtype(name, "float16") == "float16"
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_documentation_has_the_models_size(path: Path) -> None:
+    spec = registry.model(path.stem)
+    if spec.builder == BUILDER:
+        pytest.importorskip("transformers", reason="pip install 'weighin[hf]'")
+    dtype = registry.model_dtype(path.stem, "auto")
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, dtype))
+    try:
+        with torch.device("meta"):
+            model = resolve_builder(spec.builder)(**spec.kwargs)
+    finally:
+        torch.set_default_dtype(before)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    stored = {id(one): one.nbytes for one in model.state_dict(keep_vars=True).values()}
+    size, unit = sum(stored.values()) / MIB, "MiB"
+    if size > 10:
+        size, unit = size / 1024, "GiB"
+    shown = spec.kwargs.get("architecture", spec.builder)
+    row = f"| `{path.stem}` | `{shown}` | {parameters:,} | {dtype} | {size:,.3f} {unit} |"
+    assert row in (CONFIGS.parents[1] / "docs" / "models.md").read_text().splitlines()
 
 
 def test_a_small_llama_runs_and_looks_only_back() -> None:

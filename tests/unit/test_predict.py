@@ -30,12 +30,16 @@ def written(path: Path, text: str) -> Path:
 
 
 def predicted(
-    *names: str, device: str = "cpu", dtype: str = "float32", **settings: Any
+    *names: str,
+    device: str = "cpu",
+    dtype: str = "float32",
+    spec: ModelSpec = SPEC,
+    **settings: Any,
 ) -> list[Prediction]:
     strategies: tuple[tuple[StrategyInfo, dict[str, Any]], ...] = tuple(
         (registry.strategy(name), {}) for name in names
     )
-    matrix = CellMatrix((SPEC,), strategies, (None,), "process", device, dtype)
+    matrix = CellMatrix((spec,), strategies, (None,), "process", device, dtype)
     return predict(plan(matrix), **settings)
 
 
@@ -155,6 +159,38 @@ def test_what_cannot_be_followed_says_so(tmp_path: Path) -> None:
         "CannotFollow: it uses values of tensors, which a prediction does not read"
     )
     assert looks[0].host_anon_peak_bytes is None
+
+
+def test_truncated_normal_values_are_followed_if_no_value_is_out_of_bounds(tmp_path: Path) -> None:
+    written(
+        tmp_path / "truncated.py",
+        """
+        import torch
+
+        def build(std):
+            model = torch.nn.Linear(8192, 8192)
+            torch.nn.init.trunc_normal_(model.weight, std=std)
+            return model
+        """,
+    )
+    narrow, wide = (
+        predicted(
+            "baseline",
+            spec=ModelSpec("truncated", "truncated:build", {"std": std}),
+            python_path=[str(tmp_path)],
+        )[0]
+        for std in (0.02, 1.0)
+    )
+    assert round(above(narrow)) == 2
+    # torch before 2.13 does not read the values
+    assert not wide.cannot or wide.cannot.startswith("CannotFollow: it uses values of tensors")
+
+
+def test_without_another_dtype_the_checkpoint_is_as_bench_writes_it() -> None:
+    pytest.importorskip("transformers", reason="pip install 'weighin[hf]'")
+    (found,) = predicted("mmap_assign", dtype="bfloat16", spec=registry.model("qwen3-0.6b"))
+    assert found.cannot == ""
+    assert found.disk_read_bytes == pytest.approx(596_049_920 * 2, rel=1e-3)
 
 
 def test_a_strategy_that_fails_says_how() -> None:

@@ -12,9 +12,10 @@ import torch
 from weighin import formats, load_pretrained, load_streaming
 from weighin.checkpoint import cache
 from weighin.checkpoint.convert import Conversion, convert
+from weighin.checkpoint.index import index
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats.pretrained_folder import BUILDER, cached_snapshot, path_of, read_folder
-from weighin.models.pretrained import example_inputs, pretrained_class
+from weighin.models.pretrained import example_inputs, from_config, pretrained_class
 from weighin.predict import client
 from weighin.recommend.snippet import pretrained_snippet
 from weighin.suite import registry
@@ -146,6 +147,19 @@ def test_a_folder_is_a_model_whose_arguments_are_its_configuration(make: Make) -
     assert registry.model_dtype(str(make("shards")), "auto") == "bfloat16"
     assert registry.model_dtype(str(make("shards")), "float16") == "float16"
     assert registry.model_dtype("gpt2-tiny", "auto") == "float32"
+
+
+def test_a_file_outside_of_a_folder_is_indexed_by_the_models_own_keys(
+    make: Make, tmp_path: Path
+) -> None:
+    spec = registry.model(str(make("tied")))
+    model = from_config(**spec.kwargs)
+    file, entry = tmp_path / "weights.pt", tmp_path / "entry"
+    entry.mkdir()
+    torch.save(model.state_dict(), file)
+    made = index("mine", spec.builder, spec.kwargs, checkpoint=file, fmt="pt", folder=entry)
+    names = {one.name for one in made.manifest.tensors if one.kind != "non_persistent_buffer"}
+    assert names == set(model.state_dict())
 
 
 def test_a_folder_of_one_file_is_a_checkpoint(make: Make) -> None:

@@ -17,10 +17,12 @@ from typing import Any, Final
 import torch
 
 from weighin import formats
+from weighin.cell import ModelSpec
 from weighin.checkpoint.describe import Described, buffer_checksums, describe, in_checkpoint
 from weighin.checkpoint.manifest import Manifest
 from weighin.checkpoint.piecewise import PIECE_ELEMENTS, Checksums, checksummed, pieces_of
 from weighin.formats.base import Pieces, Progress, TensorPlan
+from weighin.formats.pretrained_folder import own_dtype
 from weighin.models.skeleton import map_large_tensors
 
 _STANDARD_DEVIATION: Final = 0.02
@@ -57,6 +59,7 @@ def make(
 ) -> Made:
     """Write a checkpoint and its ``manifest.json`` into ``folder``, which must be empty.
 
+    A model of transformers is written in the dtype of its configuration, any other in float32.
     ``permit`` is called with the number of bytes needed before anything is written.
 
     Raises:
@@ -66,7 +69,8 @@ def make(
     map_large_tensors()
     torch.set_num_threads(1)  # the format's writers run in several threads of their own
     started = time.monotonic()
-    described = describe(builder, kwargs, real_buffers="all")
+    dtype = getattr(torch, own_dtype(ModelSpec(model, builder, dict(kwargs))))
+    described = describe(builder, kwargs, real_buffers="all", dtype=dtype)
     built = time.monotonic()
     if permit is not None:
         permit(needed_bytes(described))

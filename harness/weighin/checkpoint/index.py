@@ -18,7 +18,7 @@ from weighin.checkpoint.reader import read_pieces
 from weighin.errors import CheckpointError
 from weighin.formats.base import Progress, TensorSlice
 from weighin.formats.misfit import misfit, plain, selecting
-from weighin.formats.pretrained_folder import BUILDER
+from weighin.formats.pretrained_folder import BUILDER, folder_of, is_pretrained
 from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.zip_writer import run_parallel
 from weighin.models.skeleton import map_large_tensors
@@ -46,7 +46,7 @@ def index(
     """
     formats.named(fmt)
     map_large_tensors()
-    if builder == BUILDER:
+    if builder == BUILDER and is_pretrained(folder_of(checkpoint)):
         if selection:
             raise CheckpointError(
                 f"{checkpoint}: a Hugging Face folder is the whole model, of which no part is selected",

@@ -5,6 +5,7 @@ from typing import Any, Final
 
 from weighin.cli import _wrap
 from weighin.errors import HarnessError, UnknownName
+from weighin.formats.pretrained_folder import BUILDER, dtype_of
 
 SCHEMA: Final = 1
 
@@ -77,8 +78,12 @@ def _facts(kind: str, entry: dict[str, Any]) -> Iterator[str]:
         if entry["packages"]:
             yield f"needs {', '.join(entry['packages'])}"
     elif kind == "models":
-        arguments = ", ".join(f"{key}={value}" for key, value in entry["kwargs"].items())
-        yield f"{entry['builder']} {arguments}"
+        if entry["builder"] == BUILDER:
+            kwargs = entry["kwargs"]
+            yield f"{kwargs['architecture']} of transformers, {dtype_of(kwargs['config'])}"
+        else:
+            arguments = ", ".join(f"{key}={value}" for key, value in entry["kwargs"].items())
+            yield f"{entry['builder']} {arguments}"
     elif kind == "isolations" and entry["works"] is not None:
         yield "works here" if entry["works"] else f"does not work here: {entry['why']}"
 

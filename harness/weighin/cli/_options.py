@@ -121,7 +121,8 @@ dtype = click.option(
     default="auto",
     metavar="DTYPE",
     help="Dtype of the model's floating-point tensors after the load: float32, bf16, fp16, or auto,"
-    " which is the dtype in config.json for a Hugging Face folder and float32 for any other model.",
+    " which is the dtype in config.json for a Hugging Face folder or a built-in model of transformers,"
+    " and float32 for any other model.",
 )
 formats = click.option(
     "--format",

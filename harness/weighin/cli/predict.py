@@ -30,9 +30,9 @@ EXAMPLES = (
 @_options.dtype
 @click.option(
     "--checkpoint-dtype",
-    default="float32",
     metavar="DTYPE",
-    help="Floating-point dtype of the checkpoint, if it is not your own checkpoint.",
+    help="Floating-point dtype of the checkpoint, if it is not your own checkpoint. Default: the"
+    " dtype that `weighin bench` writes.",
 )
 @_options.formats
 @_options.suite
@@ -63,13 +63,13 @@ def predict(context: click.Context, /, **_: Any) -> None:
     _arguments.check_selection(selection, checkpoint)
     kwargs = _arguments.json_object(typed["kwargs"])
     planned = _plan(suite, checkpoint, kwargs, selection)
-    stored = client.dtype_name(typed["checkpoint_dtype"])
+    stored = typed["checkpoint_dtype"] and client.dtype_name(typed["checkpoint_dtype"])
     with _console.err().status("importing torch") as status:
         predictions = client.predict(
             planned,
             checkpoint=checkpoint,
             selection=selection,
-            checkpoint_dtype=None if checkpoint else stored,
+            checkpoint_dtype=stored,
             python_path=user_code.import_path(suite.models),
             report=lambda done, name: status.update(f"{name}: {done} of {len(planned)} done"),
         )

@@ -62,17 +62,36 @@ class PretrainedFolder:
     @property
     def dtype(self) -> str:
         """The dtype that ``from_pretrained(dtype="auto")`` gives the model, by ``config.json``."""
-        text = self.config.get("text_config") or {}
-        for config in (self.config, text if isinstance(text, dict) else {}):
-            name = config.get("dtype") or config.get("torch_dtype")
-            if name in _DTYPES:
-                return str(name)
-        return "float32"
+        return dtype_of(self.config)
 
     def spec(self) -> ModelSpec:
         """Return the ``ModelSpec``, whose arguments are the class and the configuration."""
         kwargs = {"architecture": self.architecture, "config": self.config}
         return ModelSpec(_name(self.path.resolve()), BUILDER, kwargs)
+
+
+def dtype_of(config: dict[str, Any]) -> str:
+    """Return the dtype that the content of a ``config.json`` names; float32 if it names none."""
+    text = config.get("text_config") or {}
+    for part in (config, text if isinstance(text, dict) else {}):
+        name = part.get("dtype") or part.get("torch_dtype")
+        if name in _DTYPES:
+            return str(name)
+    return "float32"
+
+
+def is_folder(model: ModelSpec) -> bool:
+    """Tell whether a model was read from a Hugging Face folder.
+
+    The configuration in a folder names its class in ``architectures``; that of a built-in model of
+    transformers does not.
+    """
+    return model.builder == BUILDER and "architectures" in model.kwargs["config"]
+
+
+def own_dtype(model: ModelSpec) -> str:
+    """Return the dtype in the configuration of a model of transformers; float32 for any other."""
+    return dtype_of(model.kwargs["config"]) if model.builder == BUILDER else "float32"
 
 
 def _name(folder: Path) -> str:

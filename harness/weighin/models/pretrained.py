@@ -47,7 +47,7 @@ def pretrained_class(architecture: str) -> Any:
         import transformers
     except ImportError as error:
         raise ConfigError(
-            f"a Hugging Face folder needs transformers: {error}", "pip install 'weighin[hf]'"
+            f"a model of transformers needs this package: {error}", "pip install 'weighin[hf]'"
         ) from None
     package: Any = transformers
     try:

@@ -88,7 +88,7 @@ def _make(cell: Cell, make: dict[str, Any]) -> dict[str, Any]:
         if own
         else make_sparse(cell.model, cell.format, make["dtype"], folder, source, selection)
     )
-    manifest = write_manifest(cell.model, folder)
+    manifest = write_manifest(cell.model, cell.dtype, folder)
     return {"checkpoint": str(path), "manifest": str(manifest)}
 
 

@@ -41,8 +41,8 @@ def predict(
     The function reads no tensor data and needs no GPU. If ``checkpoint`` has the cell's format, the
     cell loads this checkpoint. Otherwise the cell loads a generated checkpoint without values,
     which has the tensors that ``selection`` selects in ``checkpoint``, or without ``checkpoint``
-    the model's tensors in dtype ``checkpoint_dtype``. If a cell cannot be predicted, its figures
-    are None and ``cannot`` has the reason.
+    the model's tensors. ``checkpoint_dtype`` replaces the generated checkpoint's dtype. If a cell
+    cannot be predicted, its figures are None and ``cannot`` has the reason.
 
     Raises:
         HarnessError: the predicting process was killed.

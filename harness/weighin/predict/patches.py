@@ -1,7 +1,8 @@
 """Patches for code that reads files without torch operations: each records the reads in the ledger.
 
 ``torch.load`` reads files in C++, and ``load_streaming`` reads files in its own threads. Neither
-calls a torch operation that could be intercepted. All other code of a strategy runs unchanged.
+calls a torch operation that could be intercepted. One more patch is for ``trunc_normal_``, which
+reads values. All other code of a strategy runs unchanged.
 """
 
 import json
@@ -16,8 +17,10 @@ from unittest.mock import patch
 
 import torch
 
+from weighin.predict.dispatch import CannotFollow
 from weighin.predict.ledger import Ledger
 
+_CERTAIN_DEVIATIONS: Final = 8  # a normal distribution exceeds 8 standard deviations once in 1e15
 _POPULATE_READ: Final = 22  # MADV_POPULATE_READ, which Python's mmap does not name
 
 
@@ -32,6 +35,7 @@ def declared(ledger: Ledger) -> Iterator[None]:
             _streaming(ledger),
             _trim(ledger),
             _prefetches(),
+            _truncated(),
         ):
             stack.enter_context(place)
         yield
@@ -180,6 +184,26 @@ def _prefetches() -> Any:
                 super().madvise(option, *stretch)
 
     return patch.object(mmap, "mmap", Mapping)
+
+
+def _truncated() -> Any:
+    """Patch ``trunc_normal_``, which reads the drawn values to replace those outside its bounds.
+
+    If the bounds are far from the mean, no value is outside of them.
+    """
+    original = torch.nn.init._no_grad_trunc_normal_
+
+    def trunc_normal(
+        tensor: torch.Tensor, mean: float, std: float, a: float, b: float, **others: Any
+    ) -> torch.Tensor:
+        try:
+            return original(tensor, mean, std, a, b, **others)
+        except CannotFollow:
+            if min(mean - a, b - mean) < _CERTAIN_DEVIATIONS * std:
+                raise
+            return tensor
+
+    return patch.object(torch.nn.init, "_no_grad_trunc_normal_", trunc_normal)
 
 
 def _trim(ledger: Ledger) -> Any:

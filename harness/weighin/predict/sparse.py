@@ -12,7 +12,7 @@ from weighin.checkpoint import generate, reader
 from weighin.checkpoint.describe import describe, in_checkpoint
 from weighin.checkpoint.manifest import Manifest
 from weighin.checkpoint.piecewise import tensor_checksums
-from weighin.formats.pretrained_folder import BUILDER
+from weighin.formats.pretrained_folder import BUILDER, own_dtype
 from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.zip_writer import leaving_holes
 
@@ -31,22 +31,20 @@ def make_sparse(
     all tensors of ``model`` if ``source`` is None. If the source is in a Hugging Face folder, its keys
     may differ from the model's: the new checkpoint has the model's tensors in the widest dtype of the
     source, as ``weighin bench`` writes them. ``dtype`` replaces the dtype of floating-point tensors;
-    None keeps their dtypes.
+    None means the dtypes that ``weighin bench`` writes.
 
     Raises:
         ConfigError: the builder cannot be used.
         CheckpointError: ``source`` cannot be read.
     """
-    own_dtype = torch.float32
+    kind = getattr(torch, dtype or own_dtype(model))
     if source is not None:
         _, slices = formats.read(source, selection)
-        own_dtype = reader.widest_dtype(slices)
+        kind = reader.widest_dtype(slices)
     if source is not None and model.builder != BUILDER:
         tensors = reader.plans(slices)
     else:
-        described = describe(
-            model.builder, model.kwargs, real_buffers="non_persistent", dtype=own_dtype
-        )
+        described = describe(model.builder, model.kwargs, real_buffers="non_persistent", dtype=kind)
         tensors = generate.plans(in_checkpoint(described))
     if dtype is not None:
         kind = getattr(torch, dtype)
@@ -60,9 +58,14 @@ def make_sparse(
     return target
 
 
-def write_manifest(model: ModelSpec, folder: Path) -> Path:
-    """Write the manifest that a worker would read, with placeholder checksums; return its path."""
-    described = describe(model.builder, model.kwargs, real_buffers="non_persistent")
+def write_manifest(model: ModelSpec, dtype: str, folder: Path) -> Path:
+    """Write the manifest that a worker would read, with placeholder checksums; return its path.
+
+    ``dtype`` is the dtype of the load. Linux refuses a tensor that is larger than this machine's RAM,
+    even if the tensor is never written: a wider dtype than necessary would exclude some models.
+    """
+    kind = getattr(torch, dtype)
+    described = describe(model.builder, model.kwargs, real_buffers="non_persistent", dtype=kind)
     blank = tensor_checksums(torch.zeros(1))
     entries = tuple(one.entry(blank) for one in described)
     path = folder / "manifest.json"

@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Final
 
 from weighin.cell import Cell
-from weighin.formats.pretrained_folder import BUILDER
+from weighin.formats.pretrained_folder import is_folder
 from weighin.predict.prediction import Prediction
 from weighin.recommend.calibration import Calibration
 from weighin.recommend.prior_runs import Evidence
@@ -226,7 +226,7 @@ def _stays_mapped(prediction: Prediction) -> bool:
 
 def _asks(info: StrategyInfo, cell: Cell, checkpoint_format: str) -> list[str]:
     asked = [] if cell.format == checkpoint_format else [f"{SAVED_AS}{cell.format}"]
-    if cell.model.builder == BUILDER:
+    if is_folder(cell.model):
         asked += [name for name in info.packages if name_of(name) not in _OF_FOLDERS]
         if not info.maps_keys:
             asked.append(OWN_CODE)

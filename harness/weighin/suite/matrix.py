@@ -5,7 +5,7 @@ from itertools import product
 from typing import Any
 
 from weighin.cell import CacheState, Cell, ModelSpec, Operation
-from weighin.formats.pretrained_folder import BUILDER
+from weighin.formats.pretrained_folder import is_folder
 from weighin.suite.registry import StrategyInfo
 
 
@@ -25,7 +25,7 @@ class Planned:
         skip = f"{info.name} {missing}" if (missing := info.missing) else ""
         if kind not in info.devices:
             skip = f"{info.name} does not {to} {kind}"
-        if info.pretrained and cell.model.builder != BUILDER:
+        if info.pretrained and not is_folder(cell.model):
             skip = f"{info.name} loads Hugging Face folders only"
         if cell.format not in info.formats:
             skip = f"{info.name} does not {read} {cell.format}, only {', '.join(info.formats)}"

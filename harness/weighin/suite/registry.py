@@ -17,7 +17,12 @@ from weighin import formats
 from weighin.cell import SYNTHESISED, ModelSpec, Operation
 from weighin.errors import ConfigError, UnknownName
 from weighin.formats import structure
-from weighin.formats.pretrained_folder import cached_snapshot, is_pretrained, read_folder
+from weighin.formats.pretrained_folder import (
+    cached_snapshot,
+    is_pretrained,
+    own_dtype,
+    read_folder,
+)
 from weighin.formats.selection import WHOLE, Selection
 from weighin.suite import user_code
 
@@ -251,11 +256,16 @@ def pretrained_folder(name: str) -> Path | None:
 
 
 def model_dtype(name: str, dtype: str) -> str:
-    """Return the dtype of a load; "auto" is the dtype of a Hugging Face folder, or else float32."""
+    """Return the dtype of a load.
+
+    "auto" is the dtype in the configuration of a Hugging Face folder or of a built-in model of
+    transformers, and float32 for any other model.
+    """
     if dtype != "auto":
         return dtype
-    folder = pretrained_folder(name)
-    return read_folder(folder).dtype if folder else "float32"
+    if folder := pretrained_folder(name):
+        return read_folder(folder).dtype
+    return own_dtype(model(name)) if name in models() else "float32"
 
 
 def suites() -> dict[str, Path]:
