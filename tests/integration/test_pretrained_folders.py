@@ -33,6 +33,7 @@ def outcomes(command: CommandLine, folder: Path) -> dict[str, tuple[str, str]]:
     done = command.run(
         "bench", str(folder), "--isolation", "process", "--out", "run",
         "--strategies", "streaming,transformers,accelerate,safetensors_mmap,baseline",
+        patience_s=300,
     )  # fmt: skip
     assert done.code == 0, done.err
     results = map(json.loads, (command.folder / "run/records.jsonl").read_text().splitlines())
