@@ -2,7 +2,8 @@
 
 Expected peak: 2x the model's size, for the model and the state dict.
 
-Options: map_location (the state dict's device; "cpu" keeps it in RAM; default: the cell's device).
+Options: key (the key of the state dict in a training checkpoint, which is loaded whole),
+map_location (the state dict's device; "cpu" keeps it in RAM; default: the cell's device).
 """
 
 import torch
@@ -11,7 +12,7 @@ from weighin.strategy import Load
 
 FORMATS = ("pt",)
 DEVICES = ("cpu", "cuda")
-OPTIONS = ("map_location",)
+OPTIONS = ("map_location", "key")
 
 
 def load(job: Load) -> torch.nn.Module:
@@ -20,6 +21,8 @@ def load(job: Load) -> torch.nn.Module:
     with job.phase("read"):
         where = job.options.get("map_location", job.device)
         state = torch.load(job.checkpoint, map_location=where, weights_only=True)
+        if job.options.get("key"):
+            state = state[job.options["key"]]
     with job.phase("apply"):
         model.load_state_dict(state)  # strict; copies value by value
     return model

@@ -4,7 +4,8 @@ Expected peak: no anonymous memory for the weights. The weights stay file-backed
 kernel can reclaim under memory pressure. If the RAM limit is below the model's size, each use of
 the model reads reclaimed pages again.
 
-Options: map_location ("cpu" maps the whole file before the first copy to a GPU; default: the cell's
+Options: key (the key of the state dict in a training checkpoint, which is loaded whole),
+map_location ("cpu" maps the whole file before the first copy to a GPU; default: the cell's
 device).
 """
 
@@ -14,7 +15,7 @@ from weighin.strategy import Load, retie, tied_names
 
 FORMATS = ("pt",)
 DEVICES = ("cpu", "cuda")
-OPTIONS = ("map_location",)
+OPTIONS = ("map_location", "key")
 
 
 def load(job: Load) -> torch.nn.Module:
@@ -23,6 +24,8 @@ def load(job: Load) -> torch.nn.Module:
     with job.phase("map"):
         where = job.options.get("map_location", job.device)
         state = torch.load(job.checkpoint, map_location=where, weights_only=True, mmap=True)
+        if job.options.get("key"):
+            state = state[job.options["key"]]
     with job.phase("assign"):
         tied = tied_names(model)
         dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}

@@ -5,7 +5,8 @@ state dict with values, and a read that bypasses the page cache adds no pages to
 converted to the wanted dtype while they are read.
 
 Options: threads (default: up to 4 if the checkpoint is in the page cache, else 16), granularity
-(which tensors are read together: "all", those of one "module", or a single "tensor").
+(which tensors are read together: "all", those of one "module", or a single "tensor"), key and strip_prefix
+(read only the selected weights of a training checkpoint).
 """
 
 import torch
@@ -16,7 +17,7 @@ FORMATS = (
     "pt", "safetensors", "sharded", "sharded_pt", "per_param", "per_module", "dcp", "pt_legacy",
 )  # fmt: skip
 DEVICES = ("cpu", "cuda")
-OPTIONS = ("threads", "granularity")
+OPTIONS = ("threads", "granularity", "key", "strip_prefix")
 MAPS_KEYS = True
 
 

@@ -40,6 +40,7 @@ RUNS = {
     "test_full_disk.py",
     "test_recommending.py",
     "test_stopped_runs.py",
+    "test_strategy_package.py",
 }
 
 settings.register_profile("untimed", deadline=None)  # a busy machine must not fail a test

@@ -6,13 +6,20 @@ from pathlib import Path
 
 import leftovers
 import pytest
-from commands import CommandLine
+import wheels
+from commands import ROOT, CommandLine
 
 
 @pytest.fixture(scope="session")
 def shared_cache(disk: Path) -> Path:
     """A cache that keeps its checkpoints from one test to the next."""
     return disk / "shared cache"
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of weighin, built once."""
+    return wheels.build(ROOT, tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture

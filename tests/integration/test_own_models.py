@@ -9,6 +9,8 @@ import torch
 from commands import ROOT, CommandLine, Ended
 from pytest import mark, param
 
+from weighin.units import MIB
+
 NETS = """
 import torch
 
@@ -189,6 +191,34 @@ def test_a_training_checkpoint_is_measured_with_the_options_that_the_errors_prop
     assert "weighin convert train.pt weights" in ended.out
     ended = command.run("recommend", "--key", "model")
     assert (ended.code, "add --checkpoint PATH" in ended.err) == (2, True)
+
+
+@pytest.mark.slow
+def test_strategies_with_a_key_load_the_training_checkpoint_itself(command: CommandLine) -> None:
+    """The optimizer's state, twice the weights, is in the peak of torch.load, and in no other."""
+    size_bytes = 64 * MIB
+    weights = {"weight": torch.zeros(1, size_bytes // 4), "bias": torch.zeros(1)}
+    adam = {name: torch.ones(size_bytes // 4) for name in ("exp_avg", "exp_avg_sq")}
+    torch.save({"model": weights, "optimizer": {"state": [adam]}}, command.folder / "train.pt")
+    arguments = json.dumps({"in_features": size_bytes // 4, "out_features": 1})
+    names = ("baseline", "mmap_assign", "streaming")
+    asked = [*names, *({"name": name, "options": {"key": "model"}} for name in names)]
+    suite = {"models": "torch.nn:Linear", "strategies": asked, "isolation": "process", "passes": 0}
+    (command.folder / "suite.yaml").write_text(json.dumps(suite))
+    ended = command.run(
+        "bench", "--suite", "suite.yaml", "--kwargs", arguments, "--checkpoint", "train.pt",
+        "--key", "model", "--out", "run", patience_s=300,
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    lines = (command.folder / "run/records.jsonl").read_text().splitlines()
+    peaks = {
+        (one["cell"]["strategy"], bool(one["cell"]["options"])): one["peaks"]["rss_bytes"]
+        for one in map(json.loads, lines)
+    }
+    optimizer = peaks["baseline", True] - peaks["baseline", False]
+    assert optimizer == pytest.approx(2 * size_bytes, rel=0.05)
+    for name in ("mmap_assign", "streaming"):
+        assert peaks[name, True] == pytest.approx(peaks[name, False], abs=size_bytes // 2)
 
 
 @pytest.mark.slow

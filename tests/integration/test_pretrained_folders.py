@@ -36,7 +36,8 @@ def folders(disk: Path) -> Path:
 def outcomes(command: CommandLine, folder: Path) -> dict[str, tuple[str, str]]:
     done = command.run(
         "bench", str(folder), "--isolation", "process", "--out", "run",
-        "--strategies", "streaming,transformers,safetensors_mmap,baseline",
+        "--strategies", "streaming,transformers,accelerate,safetensors_mmap,baseline",
+        patience_s=300,
     )  # fmt: skip
     assert done.code == 0, done.err
     results = map(json.loads, (command.folder / "run/records.jsonl").read_text().splitlines())

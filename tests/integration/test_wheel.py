@@ -1,41 +1,20 @@
 """The built wheel in a fresh environment: one import name, which harms no project's own packages."""
 
 import json
-import os
-import subprocess
-import sys
-import sysconfig
-import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+from wheels import install, run
 
 ROOT = Path(__file__).resolve().parents[2]
 THEIR_PACKAGES = ("harness", "strategies", "docker", "tests", "configs")
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    command = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([sys.executable, *command, "--wheel-dir", folder, ROOT], check=True)
-    (built,) = folder.glob("weighin-*.whl")
-    return built
-
-
-@pytest.fixture(scope="module")
 def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The interpreter of an environment that has the wheel; torch and others are those of the tests."""
-    folder = tmp_path_factory.mktemp("environment")
-    venv.create(folder, with_pip=False)
-    interpreter = folder / "bin" / "python"
-    pip = [sys.executable, "-m", "pip", "--python", str(interpreter)]
-    subprocess.run([*pip, "install", "--quiet", "--no-deps", "--no-index", wheel], check=True)
-    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    packages = folder / "lib" / version / "site-packages"
-    (packages / "zz_dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    return interpreter
+    return install(tmp_path_factory.mktemp("environment"), wheel)
 
 
 @pytest.fixture
@@ -53,13 +32,6 @@ def project(tmp_path: Path) -> Path:
         "\n\ndef test_with_ours(weighin):\n    assert weighin.measure\n"
     )
     return tmp_path
-
-
-def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
 
 
 def test_the_wheel_brings_one_import_name(wheel: Path) -> None:

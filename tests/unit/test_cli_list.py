@@ -36,7 +36,7 @@ def test_an_entry_has_its_facts_below_it() -> None:
     _, text = shown("list", "strategies")
     first = text.splitlines()[:4]
     assert first[0] == "strategies"
-    assert first[1].startswith("  baseline          ")
+    assert first[1].startswith("  accelerate        ")
     facts = [line.strip() for line in text.splitlines()]
     assert "reads pt; loads to cpu, cuda" in facts
     assert "needs runai-model-streamer" in facts

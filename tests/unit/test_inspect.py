@@ -138,6 +138,7 @@ def test_expected_peaks_are_the_arithmetic_of_the_docstrings() -> None:
     assert found["safetensors_copy"] == (240, 240)
     assert found["sharded"] == (240, 240)
     assert needs("sharded_pt", sizes)["sharded"] == (480, 0)
+    assert needs("sharded_pt", sizes)["accelerate"] == (240, 0)
     assert needs("sharded_pt", {"a": SHARD_BYTES, "b": 5})["sharded"] == (2 * SHARD_BYTES + 5, 0)
 
 

@@ -306,7 +306,7 @@ def test_options_must_be_written_out(text: str, tmp_path: Path) -> None:
 
 
 PASSED_ON = {
-    "streaming": {"threads", "granularity"},
+    "streaming": {"threads", "granularity", "key", "strip_prefix"},
     "transformers": {"disable_mmap", "device_map"},
 }
 """The options of strategies that hand all of them to a function."""
@@ -341,7 +341,7 @@ def test_a_suite_by_its_name_from_any_folder(
     assert str(caught.value) == (
         "no suite is called 'saveing'\n"
         "did you mean 'saving'? known: allocators, ci, cuda-transfers, half-precision, layouts, notebook,"
-        " ram-sweep, saving; for a file of your own: --suite ./mine.yaml"
+        " ram-sweep, saving, training-checkpoint; for a file of your own: --suite ./mine.yaml"
     )
 
 

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from weighin.errors import ConfigError, HarnessError, RecordError, UnknownName
+from weighin.formats.selection import Selection
 from weighin.isolation.process import ProcessIsolation
 from weighin.probes import environment
 from weighin.run import gpu_check
@@ -165,8 +167,35 @@ def test_an_option_that_the_strategy_would_ignore_starts_nothing(here: Path) -> 
     strategies = [{"name": "streaming", "options": {"thraeds": 8}}]
     assert complaint(lambda: start(asked(strategies=strategies))) == (
         "no option of streaming is called 'thraeds'\n"
-        "did you mean 'threads'? known: granularity, threads;"
+        "did you mean 'threads'? known: granularity, key, strip_prefix, threads;"
         ' a strategy declares its options in its file: OPTIONS = ("thraeds",)'
+    )
+    assert not (here / "run").exists()
+
+
+def training(key: str, **options: Any) -> Request:
+    suite = asked(strategies=[{"name": "streaming", "options": {"key": key}}], **options).suite
+    torch.save({"model": torch.nn.Linear(4, 4).state_dict(), "epoch": 1}, "train.pt")
+    return Request(suite, {}, Path("train.pt"), selection=Selection("model"), folder=Path("run"))
+
+
+def test_a_strategy_may_select_what_the_run_selects() -> None:
+    run, _ = start(training("model"))
+    assert [each.selection for each in run.planned] == [Selection("model")]
+
+
+def test_a_strategy_that_selects_other_weights_than_the_run_starts_nothing(here: Path) -> None:
+    assert complaint(lambda: start(training("ema"))) == (
+        "streaming selects the weights with --key=ema, but the run selects them with --key=model\n"
+        "add --checkpoint PATH --key=ema, or change the strategy's options"
+    )
+    alone = asked(strategies=[{"name": "baseline", "options": {"key": "model"}}])
+    assert complaint(lambda: start(alone)).startswith(
+        "baseline selects the weights with --key=model, but the run selects none\n"
+    )
+    assert complaint(lambda: start(training("model", format="safetensors"))) == (
+        "streaming with the option --key=model reads your checkpoint itself, whose format is pt, not"
+        " safetensors\nleave --format out, or leave the strategy out"
     )
     assert not (here / "run").exists()
 

@@ -52,8 +52,14 @@ _NEEDS: Final = {
     "fastsafetensors": ExpectedMemory(1),
     "streaming": ExpectedMemory(1),
     "transformers": ExpectedMemory(0, mapped=True),
+    "accelerate": ExpectedMemory(0, mapped=True),
 }
-_NEEDS_OF_BIN_SHARDS: Final = ExpectedMemory(1, "shard")
+_NEEDS_WITH_FORMAT: Final = {
+    ("sharded", "sharded_pt"): ExpectedMemory(1, "shard"),
+    ("accelerate", "pt"): ExpectedMemory(1),
+    ("accelerate", "sharded_pt"): ExpectedMemory(1),
+}
+"""The memory of strategies that need more for some formats than for the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +98,7 @@ def expected(
     }
     needs = []
     for info in strategies:
-        need = _NEEDS.get(info.name)
-        if info.name == "sharded" and layout == "sharded_pt":
-            need = _NEEDS_OF_BIN_SHARDS
+        need = _NEEDS_WITH_FORMAT.get((info.name, layout), _NEEDS.get(info.name))
         needs.append(
             Expected(
                 strategy=info.name,

@@ -89,6 +89,8 @@ def _not_followed(planned: Planned) -> str:
     """Return why a cell's settings or packages prevent a prediction; empty if they do not."""
     if planned.cell.environment:
         return f"no prediction follows {', '.join(planned.cell.settings)}"
+    if planned.selection:
+        return "no prediction reads a whole training checkpoint"
     unknown = {name_of(each) for each in planned.strategy.packages} - _FOLLOWED
     return f"no prediction follows how {', '.join(sorted(unknown))} reads files" if unknown else ""
 

@@ -157,6 +157,12 @@ class _Plain(ast.NodeTransformer):
             return node.body if node.test.value else node.orelse
         return node
 
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+        self.generic_visit(node)
+        if isinstance(node.test, ast.Constant):
+            return node.body if node.test.value else node.orelse
+        return node
+
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         for name in ("checkpoint", "device", "dtype", "build_model"):
             if self._is_attribute(node, name):

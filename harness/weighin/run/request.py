@@ -95,6 +95,7 @@ def start(request: Request) -> tuple[Run, str]:
     )
     preload.check(suite.environment)
     _check_any_runs(planned)
+    _check_own_selections(planned, request.selection, _own_format(checkpoint))
     mounts = _existing(request.mounts)
     python_path = user_code.import_path(suite.models)
     folder = request.folder or Path("results") / _name(request)
@@ -275,6 +276,26 @@ def _check_selection(selection: Selection, checkpoint: Path | None) -> None:
             "--key and --strip-prefix select the weights in a checkpoint of your own",
             "add --checkpoint PATH, or leave them out",
         )
+
+
+def _check_own_selections(planned: list[Planned], selection: Selection, own: str | None) -> None:
+    """Raise ConfigError if a strategy selects other weights in the user's checkpoint than the run."""
+    for each in planned:
+        if each.skip or not each.selection:
+            continue
+        options, asked = " ".join(each.selection.options), " ".join(selection.options)
+        if each.selection != selection:
+            raise ConfigError(
+                f"{each.cell.strategy} selects the weights with {options}, but the run selects"
+                f" {f'them with {asked}' if asked else 'none'}",
+                f"add --checkpoint PATH {options}, or change the strategy's options",
+            )
+        if each.cell.format != own:
+            raise ConfigError(
+                f"{each.cell.strategy} with the option {options} reads your checkpoint itself, whose"
+                f" format is {own}, not {each.cell.format}",
+                "leave --format out, or leave the strategy out",
+            )
 
 
 def _existing(mounts: tuple[Path, ...]) -> tuple[str, ...]:

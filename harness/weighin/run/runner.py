@@ -142,9 +142,9 @@ class _Bench:
 
     def measure(self, planned: Planned) -> CellMeasurement:
         checkpoint = self.prepared[_checkpoint_key(self.task, planned.cell)]
-        files = formats.files(checkpoint.path)
-        model_bytes = checkpoint.manifest().model_bytes(planned.cell.dtype)
         job = _job(self.task, planned, self.prepared)
+        files = formats.files(Path(job.checkpoint))
+        model_bytes = checkpoint.manifest().model_bytes(planned.cell.dtype)
         if (
             checkpoint.in_place
             and (keys := checkpoint.manifest().keys)
@@ -210,9 +210,10 @@ def _prepare_checkpoints(
 
 def _job(task: Run, planned: Planned, prepared: dict[tuple[str, str], cache.Prepared]) -> Job:
     checkpoint = prepared[_checkpoint_key(task, planned.cell)]
+    selects = planned.selection and task.checkpoint  # in the user's own file, not in a cached copy
     return Job(
         cell=planned.cell,
-        checkpoint=str(checkpoint.path),
+        checkpoint=str(task.checkpoint if selects else checkpoint.path),
         manifest=str(checkpoint.manifest_path),
         strategy_path=str(planned.strategy.path),
         python_path=_python_path(task, planned.cell),

@@ -6,6 +6,7 @@ from typing import Any
 
 from weighin.cell import CacheState, Cell, ModelSpec, Operation
 from weighin.formats.pretrained_folder import is_folder
+from weighin.formats.selection import Selection
 from weighin.suite.registry import StrategyInfo
 
 
@@ -16,6 +17,12 @@ class Planned:
     cell: Cell
     strategy: StrategyInfo
     skip: str = ""
+
+    @property
+    def selection(self) -> Selection:
+        """The weights that the strategy itself selects in the user's checkpoint, by its options."""
+        options = self.cell.options if self.cell.operation == "load" else {}
+        return Selection(options.get("key", ""), options.get("strip_prefix", ""))
 
     @classmethod
     def of(cls, cell: Cell, info: StrategyInfo) -> "Planned":

@@ -1,0 +1,44 @@
+"""Build wheels, and install them into environments that share the tests' torch."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+
+def build(source: Path, folder: Path) -> Path:
+    """Build the wheel of the project ``source`` in the empty ``folder``, without downloads."""
+    command = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([sys.executable, *command, "--wheel-dir", folder, source], check=True)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def install(folder: Path, *wheels: Path) -> Path:
+    """Return the interpreter of a new environment in ``folder`` that has these wheels.
+
+    Torch and all other packages are those of the tests.
+    """
+    venv.create(folder, with_pip=False)
+    interpreter = folder / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", str(interpreter)]
+    subprocess.run([*pip, "install", "--quiet", "--no-deps", "--no-index", *wheels], check=True)
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    packages = folder / "lib" / version / "site-packages"
+    (packages / "zz_dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return interpreter
+
+
+def run(command: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in ``folder``, where nothing of this checkout can be imported."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=environment | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
