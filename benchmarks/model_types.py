@@ -170,7 +170,9 @@ def _try(name: str, kind: str, folder: Path, strategies: str) -> Tried:
     if not (run / run_folder.RECORDS).exists():
         command = [sys.executable, "-m", "weighin", "bench", str(model), "--strategies", strategies]
         command += ["--isolation", "process", "--out", str(run)]
-        subprocess.run(command, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        if not (run / run_folder.RECORDS).exists():
+            sys.exit(f"{name}: {done.stderr}")
     found = read_folder(model)
     reference = pretrained_class(found.architecture).from_pretrained(model, dtype="auto")
     return Tried(
