@@ -23,6 +23,7 @@ from typing import Final
 
 import yaml
 
+from weighin.formats.pretrained_folder import own_dtype
 from weighin.probes import environment
 from weighin.record import Outcome, Result
 from weighin.records import run_folder, sources
@@ -36,6 +37,8 @@ from weighin.suite import registry
 ROOT: Final = Path(__file__).resolve().parents[1]
 PUBLISHED: Final = Path("results/published")
 PUBLISHING: Final = Path("results/publishing")
+FOLDERS: Final = Path("results/folders")
+"""Where a Hugging Face folder of a run is written if it is missing."""
 QUIET_LOAD: Final = 0.3
 """The largest load average (1 minute) of an idle machine; an idle desktop has 0.1."""
 
@@ -171,6 +174,9 @@ def measure(run: Run) -> None:
         arguments = [verb, "--resume", str(folder)]
     else:
         arguments = [verb, *rest, "--out", str(folder)]
+    for word in run.command:
+        if (path := Path(word)).parent == FOLDERS and not path.exists():
+            save_folder(path)
     print(f"\nweighin {shlex.join(arguments)}", flush=True)
     done = subprocess.run([sys.executable, "-m", "weighin", *arguments], check=False)
     if done.returncode:
@@ -187,6 +193,19 @@ def measure(run: Run) -> None:
             f"error: {folder} was measured with {', '.join(now)}, but the published run with"
             f" {', '.join(before)}: start the engine, and rm -r {folder}"
         )
+
+
+def save_folder(path: Path) -> None:
+    """Write the Hugging Face folder of a built-in model with random weights: ``FOLDERS/Qwen3-0.6B``."""
+    import torch
+
+    from weighin.models.pretrained import pretrained_class
+
+    spec = registry.model(path.name.lower())
+    kind = pretrained_class(spec.kwargs["architecture"])
+    torch.manual_seed(0)
+    torch.set_default_dtype(getattr(torch, own_dtype(spec)))
+    kind(kind.config_class.from_dict(spec.kwargs["config"])).save_pretrained(path)
 
 
 _NO_FIGURES: Final = {

@@ -11,10 +11,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from factories import make_cell, make_result, write_samples
+from safetensors.torch import save_file
 from sweeps import a_sweep
 
-from weighin.cell import Cell
+from weighin.cell import Cell, ModelSpec
 from weighin.cli import app
 from weighin.isolation import select
 from weighin.isolation.process import ProcessIsolation
@@ -178,6 +180,19 @@ def series(cells: Sequence[Cell]) -> set[str]:
     return {json.dumps(name, sort_keys=True) for name in names}
 
 
+def with_folder(command: Sequence[str], model: ModelSpec, place: Path) -> list[str]:
+    """A command whose Hugging Face folder, if it has one, is in ``place``, with its configuration."""
+    words = list(command)
+    for index, word in enumerate(words):
+        if word.startswith("results/folders/"):
+            path = place / Path(word).name
+            path.mkdir()
+            (path / "config.json").write_text(json.dumps(model.kwargs["config"]))
+            save_file({"w": torch.zeros(1)}, path / "model.safetensors")
+            words[index] = str(path)
+    return words
+
+
 def test_each_command_plans_the_cells_that_were_published(
     publish: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,7 +205,8 @@ def test_each_command_plans_the_cells_that_were_published(
     monkeypatch.chdir(ROOT)
     for run in publish.read(ROOT):
         folder = tmp_path / run.name
-        monkeypatch.setattr(sys, "argv", ["weighin", *run.command, "--out", str(folder)])
+        words = with_folder(run.command, run.results[0].cell.model, tmp_path)
+        monkeypatch.setattr(sys, "argv", ["weighin", *words, "--out", str(folder)])
         with pytest.raises(SystemExit) as ended:
             app.main()
         assert ended.value.code == 0

@@ -1,0 +1,81 @@
+"""The commands of README and docs that need no hour run as they stand, in a folder that has their files."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from commands import ROOT, CommandLine
+from documented import commands, words
+from safetensors.torch import save_file
+
+from weighin.models.pretrained import pretrained_class
+
+NET = """
+import torch
+def build(width=64):
+    return torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Linear(width, width))
+"""
+LONG = ("gpt2-medium", "gpt2-large", "gpt2-xl", "ram-sweep", "half-precision", "layouts", "saving")
+"""What takes more than a minute or two."""
+OTHERS = (
+    "--device cuda",
+    "--resume",
+    "--update",
+    "Qwen",
+    "--suite suite.yaml",
+    "--suite training",
+)
+"""What needs a GPU, a network's cache, or an earlier command of the same page."""
+
+
+def quick() -> list[str]:
+    found = dict.fromkeys(command for _, command in commands())
+    return [one for one in found if not any(word in one for word in (*LONG, *OTHERS))]
+
+
+@pytest.fixture(scope="module")
+def prepared(disk: Path) -> Path:
+    """A folder with the files that the commands name."""
+    folder = disk / "documented"
+    folder.mkdir()
+    (folder / "mynets.py").write_text(NET)
+    (folder / "mylib").mkdir()
+    (folder / "mylib/nets.py").write_text(NET)
+    (folder / "mylib/__init__.py").touch()
+    shutil.copy(ROOT / "strategies/mmap_assign.py", folder / "mine.py")
+    layer = torch.nn.Linear(64, 64).state_dict()
+    state = {f"{number}.{name}": one.clone() for number in (0, 1) for name, one in layer.items()}
+    torch.save(state, folder / "weights.pt")
+    torch.save(state, folder / "model.pt")
+    save_file(state, folder / "model.safetensors")
+    save_file(state, folder / "weights.safetensors")
+    wrapped = {f"module.{name}": one for name, one in state.items()}
+    torch.save({"model": wrapped, "epoch": 3}, folder / "training.pt")
+    kind = pretrained_class("LlamaForCausalLM")
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}
+    kind(kind.config_class(**small, intermediate_size=64)).save_pretrained(folder / "folder")
+    return folder
+
+
+@pytest.mark.cgroup
+@pytest.mark.slow
+def test_the_commands_that_need_no_hour_run_as_they_stand(
+    command: CommandLine, prepared: Path
+) -> None:
+    shutil.copytree(prepared, command.folder, dirs_exist_ok=True)
+    made = command.run("bench", "gpt2-tiny", "--ram", "1g", "--out", "results/RUN")
+    assert made.code == 0, made.err
+    for name in ("RUN_A", "RUN_B", "ci"):
+        shutil.copytree(command.folder / "results/RUN", command.folder / "results" / name)
+    frozen = command.run("check", "results/RUN", "--baseline", "baseline.yaml", "--update")
+    assert frozen.code == 0, frozen.err
+    failed = {}
+    for line in quick():
+        done = command.run(*words(line), patience_s=600)
+        allowed = {0, 1} if words(line)[0] in ("doctor", "check") else {0}
+        if done.code not in allowed:
+            failed[line] = f"exit code {done.code}: {done.err[-300:]}"
+    assert failed == {}

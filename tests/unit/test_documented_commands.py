@@ -1,0 +1,24 @@
+"""Every command in README and docs has a verb, arguments and options that weighin knows."""
+
+import click
+import pytest
+from documented import commands, words
+
+from weighin.cli.app import app
+
+
+@pytest.mark.parametrize(("page", "command"), commands())
+def test_a_documented_command_is_understood(page: str, command: str) -> None:
+    verb: click.Command = app
+    context = click.Context(app, info_name="weighin")
+    arguments = words(command)
+    while isinstance(verb, click.Group):
+        name, found, arguments = verb.resolve_command(context, arguments)
+        assert found is not None, f"{page}: {command}"
+        verb = found
+        context = click.Context(verb, parent=context, info_name=name)
+    verb.make_context(context.info_name, arguments, parent=context.parent)
+
+
+def test_many_commands_are_documented() -> None:
+    assert len(commands()) > 30
