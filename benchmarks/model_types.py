@@ -136,12 +136,13 @@ def page(tried: list[Tried]) -> str:
     for result in cells:
         if result.outcome is Outcome.SKIPPED:
             reasons.setdefault(result.cell.strategy, set()).add(result.message)
+    strategies = ", ".join(sorted({f"`{result.cell.strategy}`" for result in cells}))
     lines = [
         "# Model types of transformers",
         "",
         f"`make model-types` wrote this page with torch {torch.__version__} and transformers"
         f" {transformers.__version__}. It saves a small model of each type with `save_pretrained`, and runs"
-        " `weighin bench FOLDER --strategies all`. Every load is verified against `from_pretrained`."
+        f" `weighin bench FOLDER` with {strategies}. Every load is verified against `from_pretrained`."
         " `load_pretrained` is equal if its parameters, buffers, dtypes, ties and outputs are those of"
         " `from_pretrained`, bit by bit.",
         "",

@@ -73,13 +73,17 @@ class MappedKeys:
     @property
     def note(self) -> str:
         """The differences between the file's keys and the model's keys; empty if there are none."""
-        parts = [
-            f"{self.joined} keys converted" if self.joined else "",
-            f"{self.renamed} keys renamed" if self.renamed else "",
-            f"{len(self.unexpected)} keys left out" if self.unexpected else "",
-            f"{len(self.computed)} keys computed" if self.computed else "",
-        ]
-        return " and ".join(part for part in parts if part)
+        counts = {
+            "converted": self.joined,
+            "renamed": self.renamed,
+            "left out": len(self.unexpected),
+            "computed": len(self.computed),
+        }
+        return " and ".join(
+            f"{count} {'key' if count == 1 else 'keys'} {what}"
+            for what, count in counts.items()
+            if count
+        )
 
 
 def map_keys(model: Any, slices: Sequence[TensorSlice]) -> MappedKeys:
