@@ -36,7 +36,7 @@ RUNS = {
     "test_cuda.py",
     "test_docker.py",
     "test_doctor.py",
-    "test_documented_commands.py",
+    "test_documented_runs.py",
     "test_finding_floors.py",
     "test_full_disk.py",
     "test_own_models.py",
