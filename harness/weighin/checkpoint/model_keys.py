@@ -18,7 +18,7 @@ def read_with_model_keys(source: Path) -> Slices:
 
     Raises:
         ConfigError: the source is not in a Hugging Face folder, or transformers is missing.
-        CheckpointError: a tensor of the model is not in the files, or transformers computes it.
+        CheckpointError: the files do not hold the values of a tensor of the model.
     """
     if not is_pretrained(folder := folder_of(source)):
         raise ConfigError(
@@ -40,7 +40,8 @@ def read_with_model_keys(source: Path) -> Slices:
     }
     if missing := sorted(name for name, one in sources.items() if one is None):
         raise CheckpointError(
-            f"{source}: transformers computes the values of {first_names(missing)} while it loads",
+            f"{source}: holds no values to copy for {first_names(missing)}: transformers computes"
+            " them while it loads, or would draw them at random",
             "save the loaded model: torch.save(load_pretrained(FOLDER).state_dict(), 'model.pt')",
         )
     return Slices(replace(one, name=name) for name, one in sources.items() if one is not None)
