@@ -50,7 +50,8 @@ class Cell:
     """One measurement to take. Limits are in bytes; None means no limit.
 
     ``ram_high_bytes`` is the soft limit above which the kernel throttles the cell. ``passes`` is
-    the number of forward passes that run once the model is ready. For a save, ``format`` is the
+    the number of forward passes that run once the model is ready. ``ranks`` is the number of
+    processes that load the model at once, all under the same limits. For a save, ``format`` is the
     format to write and ``device`` is the device that holds the model. ``environment`` holds the
     variables that are added to the parent's environment when the worker starts.
     """
@@ -70,6 +71,7 @@ class Cell:
     operation: Operation = "load"
     vram_limit_bytes: int | None = None
     environment: dict[str, str] = field(default_factory=dict)
+    ranks: int = 1
 
     @property
     def series(self) -> str:
@@ -83,6 +85,8 @@ class Cell:
                 del fields[name]  # keeps the series names of records written before this field
         if not fields["environment"]:
             del fields["environment"]
+        if self.ranks == 1:
+            del fields["ranks"]
         text = json.dumps(fields, sort_keys=True, default=str)
         return f"{self.strategy}-{_digest(text)[:10]}"
 
@@ -117,7 +121,9 @@ class Job:
     ``manifest`` is a file with the names and checksums of the expected tensors. ``python_path``
     lists the folders from which to import the builder of a user's model. ``target`` is the empty
     folder that a save writes to. ``mounts`` are further paths of this machine that a container must
-    see. ``trace`` makes the CUDA allocator record its events. If there is a ``body``, the worker
+    see. ``trace`` makes the CUDA allocator record its events. ``rank`` is the number of a process
+    in a cell of several ranks, counted from 0; None for the worker that starts these processes, and
+    for the worker of any other cell. If there is a ``body``, the worker
     loads no model and reads only ``cell``, ``timeout_s`` and ``python_path``.
     """
 
@@ -131,6 +137,7 @@ class Job:
     trace: bool = False
     mounts: tuple[str, ...] = ()
     body: Body | None = None
+    rank: int | None = None
 
 
 def _short(value: Any) -> str:

@@ -19,6 +19,17 @@ ready          t_ns, touch_ns; for a save also written: all fields of Written  n
 failed         outcome, message, summary (of the allocator, if out of memory)  no
 done           first_use_ns, marks_ns                                          no
 =============  ==============================================================  ===========
+
+In a cell of several ranks, the worker starts a process for each rank and passes the messages on. Each
+event then also has the field ``rank``. All ranks wait for each other at the events in ``MET``, and
+two more events are sent:
+
+=============  ==============================================================  ===========
+event          fields                                                          acknowledged
+=============  ==============================================================  ===========
+shared         pss_bytes, when all ranks are ready                             yes
+ended          code, signal: how a rank ended that failed                      no
+=============  ==============================================================  ===========
 """
 
 import json
@@ -28,6 +39,13 @@ from typing import Any
 from weighin.cell import Body, Cell, Job, ModelSpec
 
 ACKNOWLEDGEMENT = b"\n"
+
+MET = ("baseline", "ready", "shared", "done")
+"""The events at which the ranks of a cell wait until all ranks have sent this event."""
+
+ACKNOWLEDGED = (*MET, "phase")
+"""The events of a rank for which it waits. A worker without a rank waits for two of them only:
+``baseline`` and ``phase``."""
 
 BODY_PLUGIN = "weighin-body"
 """The name of the pytest plugin that records phases in a worker that runs a test's body."""

@@ -46,6 +46,7 @@ class Sample:
     cgroup_file_bytes: int | None = None
     cuda_allocated_bytes: int | None = None
     cuda_driver_bytes: int | None = None
+    cgroup_shmem_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,12 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """The peaks and sampled maxima from the start of the load until every byte was read (``ready``)."""
+    """The peaks and sampled maxima from the start of the load until every byte was read (``ready``).
+
+    In a cell of several ranks, ``rss_bytes`` is the peak of the rank with the highest peak. The
+    sampled maxima are those of all ranks together, with shared pages counted once. ``pss_bytes`` is
+    the sum of all ranks' proportional set sizes at the instant at which all ranks were ready.
+    """
 
     rss_bytes: int | None = None
     cgroup_bytes: int | None = None
@@ -98,6 +104,7 @@ class Peaks:
     cuda_driver_sampled_bytes: int | None = None
     pinned_bytes: int | None = None
     unreclaimable_sampled_bytes: int | None = None
+    pss_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +146,23 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
+class Rank:
+    """One process of a cell of several ranks; its number is its place in ``Result.ranks``.
+
+    ``phase`` is the last phase that the rank began. ``samples_path`` is the file of the samples of
+    this rank alone.
+    """
+
+    phase: str | None = None
+    load_ns: int | None = None
+    ready_ns: int | None = None
+    peak_rss_bytes: int | None = None
+    pss_bytes: int | None = None
+    exit_code: int | None = None
+    samples_path: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Result:
     """The complete record of one cell: one line of ``records.jsonl``."""
 
@@ -170,6 +194,7 @@ class Result:
     environment: dict[str, Any] = field(default_factory=dict)
     sources_hash: str | None = None
     warnings: tuple[str, ...] = ()
+    ranks: tuple[Rank, ...] = ()
 
     @property
     def page_bytes(self) -> int:

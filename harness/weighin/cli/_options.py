@@ -146,6 +146,13 @@ suite = click.option(
     help="The name of a suite in `weighin list suites`, or a YAML file, instead of the options"
     " above.",
 )
+ranks = click.option(
+    "--ranks",
+    default="1",
+    metavar="NUMBERS",
+    help="Numbers of processes that load the model at once under one limit, comma-separated: 1,4. Each"
+    " process gets the environment variables of torchrun, and all processes form a process group.",
+)
 trust = click.option(
     "--trust",
     is_flag=True,

@@ -33,6 +33,7 @@ EXAMPLES = (
     "weighin bench gpt2-xl --ram 8g --repeats 3",
     "weighin bench gpt2-medium --ram 4g,2500m --strategies mmap_assign,streaming",
     "weighin bench gpt2-large --operation save --ram 8g",
+    "weighin bench gpt2-medium --ranks 4 --strategies baseline,mmap_assign,shared_memory",
     "weighin bench gpt2-medium --device cuda --vram 1g --trace",
     "weighin bench --model my.nets:build --kwargs '{\"width\": 64}' --checkpoint w.pt",
     "weighin bench --suite ci --out results/ci",
@@ -89,6 +90,7 @@ EXAMPLES = (
     metavar="N",
     help="Number of times each cell is measured. Repeats of different cells are interleaved.",
 )
+@_options.ranks
 @_options.environment
 @_options.timeout(600.0)
 @click.option(
@@ -167,6 +169,7 @@ def _request(typed: dict[str, Any]) -> "Request":
         "models": [_arguments.one_model(typed["model"], typed["model_option"])],
         "ram": [limit.strip() for limit in typed["ram"].split(",")],
         "vram": [limit.strip() for limit in typed["vram"].split(",")],
+        "ranks": [number.strip() for number in typed["ranks"].split(",")],
     }
     if variables := _arguments.environment(typed["env"]):
         asked["environment"] = variables

@@ -16,6 +16,7 @@ EXAMPLES = (
     "weighin floor gpt2-medium",
     "weighin floor gpt2-xl --strategies mmap_assign,streaming --within 2%",
     "weighin floor gpt2-small --isolation cgroup --json -",
+    "weighin floor gpt2-small --ranks 1,2,4 --strategies baseline,mmap_assign",
     "weighin floor --resume results/20261120T093000-gpt2-medium-floor",
 )
 
@@ -36,6 +37,7 @@ EXAMPLES = (
 @_options.device
 @_options.dtype
 @_options.formats
+@_options.ranks
 @_options.environment
 @_options.timeout(300.0)
 @_options.seed
@@ -94,6 +96,7 @@ def _search(typed: dict[str, Any]) -> "Search":
         asked = {
             "models": [_arguments.one_model(typed["model"], typed["model_option"])],
             "passes": 0,
+            "ranks": [number.strip() for number in typed["ranks"].split(",")],
         } | {name: typed[name] for name in ("isolation", "device", "dtype", "timeout_s")}
         if names := _arguments.names(typed["strategies"]):
             asked["strategies"] = names

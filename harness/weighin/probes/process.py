@@ -25,6 +25,15 @@ def parse_status(text: str) -> dict[str, int]:
     return fields
 
 
+def read_pss(pid: int | str = "self") -> int:
+    """Return the proportional set size of a process, in bytes: each page divided by its users.
+
+    The kernel walks the whole address space, which takes about 25 ms at 4 GiB.
+    """
+    lines = read_text(f"/proc/{pid}/smaps_rollup").splitlines()
+    return next(int(line.split()[1]) * KIB for line in lines if line.startswith("Pss:"))
+
+
 def memory_of(status: dict[str, int]) -> Memory:
     """Return the fields of a status as ``Memory``, without figures of the cgroup and the GPU."""
     return Memory(

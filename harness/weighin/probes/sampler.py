@@ -83,6 +83,7 @@ class Sampler:
         self.last_peak_rss_bytes = status["VmHWM"]
         minor, major = parse_faults(self._read("stat"))
         self._read_oom_kills()
+        cached, shared = self._read_file_cache()
         return Sample(
             t_ns=now,
             rss_bytes=status["VmRSS"],
@@ -93,7 +94,8 @@ class Sampler:
             minor_faults=minor,
             major_faults=major,
             cgroup_bytes=self._read_number("usage"),
-            cgroup_file_bytes=self._read_file_cache(),
+            cgroup_file_bytes=cached,
+            cgroup_shmem_bytes=shared,
         )
 
     def _read_oom_kills(self) -> None:
@@ -110,14 +112,16 @@ class Sampler:
         except OSError:  # the group can be removed before the process's files
             return None
 
-    def _read_file_cache(self) -> int | None:
+    def _read_file_cache(self) -> tuple[int | None, int | None]:
+        """Return the cgroup's page cache, which includes shared memory, and its shared memory."""
         if "memory" not in self._files:
-            return None
+            return None, None
         name = "cache" if self._cgroup and self._cgroup.version == 1 else "file"
         try:
-            return parse_field(self._read("memory"), name)
+            text = self._read("memory")
         except OSError:
-            return None
+            return None, None
+        return parse_field(text, name), parse_field(text, "shmem")
 
     def _read(self, name: str) -> str:
         return os.pread(self._files[name], 16384, 0).decode()

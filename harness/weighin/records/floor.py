@@ -170,7 +170,7 @@ def _floor(cell: Cell, ours: list[Result]) -> Floor:
     ]
     message = _trouble(ours, bounds)
     baselines = [
-        result.baseline.anon_bytes + result.baseline.shmem_bytes
+        (result.baseline.anon_bytes + result.baseline.shmem_bytes) * cell.ranks
         for result in ours
         if result.baseline
     ]

@@ -45,6 +45,8 @@ def dimension(name: str, value: Any, model_bytes: int | None = None) -> str:
         return f"{value} page cache"
     if name == "dtype":
         return str(value)
+    if name == "ranks":
+        return f"{value} ranks" if value else "1 process"
     return f"{name} {value}" if value else f"no {name}"
 
 
@@ -150,11 +152,21 @@ def warnings(results: Sequence[Result], of_the_file: Sequence[str]) -> list[str]
         for warning in result.warnings:
             cells_of.setdefault(warning, []).append(result.cell.id)
     of_cells = [f"{text} ({', '.join(_few(cells))})" for text, cells in cells_of.items()]
-    mixed = mixed_machines([result.environment for result in results])
+    mixed = mixed_machines([_comparable(result) for result in results])
     return [*of_the_file, *mixed, *of_cells]
 
 
-def note_figures(*, doing: str, cuda: bool, repeats: int) -> list[str]:
+def _comparable(result: Result) -> Mapping[str, Any]:
+    """Return a cell's environment without the number of threads, which ranks set as torchrun does."""
+    environment = dict(result.environment)
+    if result.cell.ranks > 1:
+        environment.pop("threads", None)
+    return environment
+
+
+def note_figures(
+    *, doing: str, cuda: bool, repeats: int, ranks: bool = False
+) -> list[str]:
     """Return one line for each column of the summary, with its explanation and accuracy."""
     lines = [
         "Exact, the kernel's high-water marks: peak RSS, cgroup peak (includes page cache).",
@@ -169,6 +181,13 @@ def note_figures(*, doing: str, cuda: bool, repeats: int) -> list[str]:
             " (requests rounded up to blocks), reserved (from the driver).",
             "Sampled: CUDA driver, the driver's own figure, which includes the CUDA context.",
             "Exact: pinned, the peak of the allocator of page-locked host memory.",
+        ]
+    if ranks:
+        lines[1:1] = [
+            "Exact: cgroup peak, of all ranks together, counts each page once. Exact when all ranks were"
+            " ready: PSS of all ranks.",
+            "Misleading: sum of peaks adds the ranks' peak RSS, and so counts shared pages once per rank;"
+            " other tools print it. peak RSS, load and ready are those of the rank with the largest value.",
         ]
     if repeats > 1:
         lines.append(f"Median of up to {repeats} repeats, with the whole range.")

@@ -30,6 +30,8 @@ _FIGURES: Final = (
     Column("anon_sampled_bytes", "anonymous (sampled)", "GiB", GIB, 3),
     Column("unreclaimable_sampled_bytes", "unreclaimable (sampled)", "GiB", GIB, 3),
     Column("peak_cgroup_bytes", "cgroup peak", "GiB", GIB, 3),
+    Column("pss_bytes", "PSS of all ranks", "GiB", GIB, 3),
+    Column("sum_of_peaks_bytes", "sum of peaks (misleading)", "GiB", GIB, 3),
     Column("peak_cuda_requested_bytes", "CUDA requested", "GiB", GIB, 3),
     Column("peak_cuda_allocated_bytes", "CUDA allocated", "GiB", GIB, 3),
     Column("peak_cuda_reserved_bytes", "CUDA reserved", "GiB", GIB, 3),
@@ -40,7 +42,12 @@ _FIGURES: Final = (
 )
 # A column in this set is left out if no cell has the figure.
 _WHERE_MEASURED: Final = frozenset(
-    ["unreclaimable_sampled_bytes", *(figure.key for figure in _FIGURES[-7:])]
+    [
+        "unreclaimable_sampled_bytes",
+        "pss_bytes",
+        "sum_of_peaks_bytes",
+        *(figure.key for figure in _FIGURES[-7:]),
+    ]
 )
 # Headings of figures that have another heading for saves.
 _OF_SAVES: Final = {

@@ -18,7 +18,7 @@ from weighin.units import format_exact
 # Properties that together with the strategy identify a series, in the order of columns.
 DIMENSIONS: Final = (
     "operation", "model", "device", "ram_limit_bytes", "vram_limit_bytes",
-    "format", "dtype", "cache", "isolation", "options",
+    "ranks", "format", "dtype", "cache", "isolation", "options",
 )  # fmt: skip
 BYTES: Final = (
     "peak_rss_bytes", "above_import_bytes", "anon_sampled_bytes", "file_sampled_bytes",
@@ -26,6 +26,7 @@ BYTES: Final = (
     "peak_cuda_reserved_bytes", "cuda_driver_sampled_bytes", "peak_pinned_bytes",
     "baseline_rss_bytes", "model_bytes",
     "written_bytes", "written_disk_bytes", "written_files", "unreclaimable_sampled_bytes",
+    "pss_bytes", "sum_of_peaks_bytes",
 )  # fmt: skip
 NUMBERS: Final = ("load_s", "ready_s", "above_import_per_model")
 FIGURES: Final = ("load_s", "ready_s", *BYTES, "above_import_per_model")
@@ -132,6 +133,7 @@ def _row(result: Result) -> dict[str, Any]:
         "device": cell.device,
         "ram_limit_bytes": cell.ram_limit_bytes,
         "vram_limit_bytes": cell.vram_limit_bytes,
+        "ranks": str(cell.ranks) if cell.ranks > 1 else None,
         "format": cell.format,
         "dtype": cell.dtype,
         "cache": cell.cache,
@@ -150,6 +152,8 @@ def _row(result: Result) -> dict[str, Any]:
         "unreclaimable_sampled_bytes": peaks.unreclaimable_sampled_bytes,
         "file_sampled_bytes": peaks.file_sampled_bytes,
         "peak_cgroup_bytes": peaks.cgroup_bytes,
+        "pss_bytes": peaks.pss_bytes,
+        "sum_of_peaks_bytes": _sum_of_peaks(result),
         "peak_cuda_requested_bytes": peaks.cuda_requested_bytes,
         "peak_cuda_allocated_bytes": peaks.cuda_allocated_bytes,
         "peak_cuda_reserved_bytes": peaks.cuda_reserved_bytes,
@@ -161,6 +165,12 @@ def _row(result: Result) -> dict[str, Any]:
         "written_disk_bytes": written.disk_bytes if written else None,
         "written_files": written.files if written else None,
     }
+
+
+def _sum_of_peaks(result: Result) -> int | None:
+    """Return the sum of the ranks' peak RSS, which counts shared pages once for each rank."""
+    peaks = [rank.peak_rss_bytes for rank in result.ranks]
+    return sum(peak for peak in peaks if peak) if peaks and None not in peaks else None
 
 
 def _summary(group: pd.DataFrame) -> dict[str, Any]:

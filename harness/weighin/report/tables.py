@@ -124,6 +124,7 @@ def note_lines(frame: pd.DataFrame) -> list[str]:
         doing=captions.doing(frame),
         cuda=bool(frame["peak_cuda_allocated_bytes"].notna().any()),
         repeats=repeats,
+        ranks=bool(frame["ranks"].notna().any()),
     )
 
 

@@ -1,9 +1,9 @@
 """Measure one cell: drop the page cache, start a worker, supervise it, and build its Result."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -39,13 +39,14 @@ class Setting:
 class CellMeasurement:
     """A cell's result, and the samples and trace that are written after its record.
 
-    ``trouble`` is an error after the measurement, such as a worker that cannot be removed. The run
+    ``rank_samples`` are the samples of each rank by its number. ``trouble`` is an error after the measurement, such as a worker that cannot be removed. The run
     records the result and then stops with ``trouble``.
     """
 
     result: Result
     samples: Sequence[Sample] = ()
     trace: Trace | None = None
+    rank_samples: Mapping[int, Sequence[Sample]] = field(default_factory=dict)
     trouble: HarnessError | None = None
 
     def finish(self, run: Path) -> None:
@@ -57,6 +58,9 @@ class CellMeasurement:
         if self.result.samples_path:
             path = run / self.result.samples_path
             _write_beside(path, partial(write_samples, path, list(self.samples)))
+        for rank, samples in self.rank_samples.items():
+            if name := self.result.ranks[rank].samples_path:
+                _write_beside(run / name, partial(write_samples, run / name, list(samples)))
         if self.result.trace_path and self.trace:
             path = run / self.result.trace_path
             _write_beside(path, partial(write_trace, path, self.trace))
@@ -84,7 +88,7 @@ def take(
     sources_hash = None if job.body else sources.hashed(Path(job.strategy_path), job.cell)
     started_at, start_ns = datetime.now(UTC).isoformat(timespec="milliseconds"), time.monotonic_ns()
     cached_bytes = page_cache.drop(files)
-    size = (model_bytes or 0) if setting.steady else 0
+    size = (model_bytes or 0) * job.cell.ranks if setting.steady else 0
     # Memory that the worker needs before its baseline: a save's model, a warm load's page cache.
     spare = size if job.cell.operation == "save" or job.cell.cache == "warm" else 0
     with ExitStack() as memory:
@@ -94,7 +98,9 @@ def take(
         with interrupts.put_off():
             running = setting.isolation.start(job)
             try:
-                watch = Watch(running, setting.interval_s, setting.on_phase, before_load)
+                watch = Watch(
+                    running, setting.interval_s, setting.on_phase, before_load, job.cell.ranks
+                )
                 try:
                     watch.follow(job.timeout_s)
                     ended = watch.end()
@@ -122,8 +128,14 @@ def take(
         sources_hash=sources_hash,
         environment=setting.environment | watch.event_log.environment,
         warnings=warnings,
+        ranks=tuple(
+            replace(rank, samples_path=f"samples/{job.cell.id}-rank{number}.csv")
+            if watch.rank_samples.get(number)
+            else rank
+            for number, rank in enumerate(result.ranks)
+        ),
     )
-    return CellMeasurement(result, watch.samples, trace, trouble)
+    return CellMeasurement(result, watch.samples, trace, watch.rank_samples, trouble)
 
 
 def _close(running: Running) -> HarnessError | None:

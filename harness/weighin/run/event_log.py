@@ -60,7 +60,7 @@ class EventLog:
             self.ready_at_ns, self._until_ready = fields["t_ns"], len(self.phases)
             self.facts["touch_ns"] = fields["touch_ns"]
             self.written = Written(**fields["written"]) if "written" in fields else None
-        elif kind in ("loaded", "done"):
+        elif kind in ("loaded", "shared", "done"):
             if kind == "loaded":
                 self._until_loaded = len(self.phases)
             self.facts |= fields

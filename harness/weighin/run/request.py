@@ -91,6 +91,7 @@ def start(request: Request) -> tuple[Run, str]:
             operation=suite.operation,
             own_format=_own_format(checkpoint),
             environments=tuple(suite.environment),
+            ranks=tuple(suite.ranks),
         )
     )
     preload.check(suite.environment)

@@ -248,7 +248,7 @@ def _probe(task: Run, job: Job) -> Memory:
     The probe also reads torch's libraries into the page cache, so that the first cell is not
     charged for them, and shows before the first record whether workers can run at all.
     """
-    cell = replace(job.cell, ram_limit_bytes=None, cache="cold", operation="load")
+    cell = replace(job.cell, ram_limit_bytes=None, cache="cold", operation="load", ranks=1)
     unlimited = replace(job, cell=cell)
     deadline = time.monotonic() + _PROBE_TIMEOUT_S
     with interrupts.put_off(), closing(task.isolation.start(unlimited)) as running:
@@ -281,12 +281,13 @@ def _receive(running: Running, deadline: float) -> bytes | None:
 
 def _check_limits(planned: Sequence[Planned], baseline: Memory) -> None:
     """Reject limits below ``baseline``, the memory of a worker that has only imported torch."""
-    for limit in {each.cell.ram_limit_bytes for each in planned} - {None}:
-        assert limit is not None
-        need = baseline.anon_bytes + baseline.shmem_bytes  # file-backed pages can be evicted
-        if limit < need:
+    for limit, ranks in {(each.cell.ram_limit_bytes, each.cell.ranks) for each in planned}:
+        # File-backed pages can be evicted.
+        need = (baseline.anon_bytes + baseline.shmem_bytes) * ranks
+        if limit is not None and limit < need:
+            of_ranks = f" in {ranks} ranks" if ranks > 1 else ""
             raise ConfigError(
-                f"--ram {format_exact(limit)} is less than `import torch` alone needs here"
+                f"--ram {format_exact(limit)} is less than `import torch` alone needs here{of_ranks}"
                 f" ({format_bytes(need)})",
                 f"give at least {format_bytes(2 * need)} plus the size of the weights",
             )

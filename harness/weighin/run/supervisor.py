@@ -16,9 +16,10 @@ from weighin.isolation.base import Exit, Running
 from weighin.probes.cgroup import read_machine_oom_kills
 from weighin.probes.gpu_memory import DriverMemory, NvmlUnavailable
 from weighin.probes.observer import LocalObserver, Observation, Observer
-from weighin.protocol import ACKNOWLEDGEMENT, decode_event
+from weighin.probes.rank_samplers import RankSamplers
+from weighin.protocol import ACKNOWLEDGED, ACKNOWLEDGEMENT, decode_event
 from weighin.record import SCHEMA, Faults, Memory, Outcome, Peaks, Phase, Pressure, Result, Sample
-from weighin.run import interrupts
+from weighin.run import interrupts, rank_logs
 from weighin.run.event_log import EventLog
 from weighin.units import format_bytes
 
@@ -28,7 +29,11 @@ _GRACE_S = 10.0  # between the end of a worker's events and the worker's exit
 
 
 class Watch:
-    """Supervises one running worker from its start until its last counters are read."""
+    """Supervises one running worker from its start until its last counters are read.
+
+    A worker of several ``ranks`` starts one process for each rank; each process has an event log.
+    ``samples`` are those of all ranks together, ``rank_samples`` those of each rank by its number.
+    """
 
     def __init__(
         self,
@@ -36,9 +41,15 @@ class Watch:
         interval_s: float,
         on_phase: Callable[[str], None],
         before_load: Callable[[], None] | None = None,
+        ranks: int = 1,
     ) -> None:
-        self.event_log = EventLog()
+        self._logs = [EventLog() for _ in range(ranks)]
+        self.event_log = self._logs[0]
         self.samples: list[Sample] = []
+        self.rank_samples: dict[int, list[Sample]] = {}
+        self._rank_samplers: RankSamplers | None = None
+        self._interval_s = interval_s
+        self._ends: dict[int, Exit] = {}
         self._running = running
         self._on_phase = on_phase
         self._before_load = before_load
@@ -84,7 +95,7 @@ class Watch:
                 ended = Exit(None, still_runs=True)
         self._at_end = self._observe()
         self._oom_kills = self._at_end.oom_kills
-        if not self.event_log.is_ready:
+        if not self._is_ready:
             self._raise_peak(self._at_end.peak_bytes)
         return ended
 
@@ -92,7 +103,11 @@ class Watch:
         """End the sampling and fill ``samples``."""
         driver = self._driver.stop() if self._driver else None
         if self._observer:
-            self.samples = _with_cuda(self._observer.stop(), self.event_log.cuda_points, driver)
+            samples = self._observer.stop()
+            if self._rank_samplers:
+                self.rank_samples = self._rank_samplers.stop()
+                samples = rank_logs.merge(samples, list(self.rank_samples.values()))
+            self.samples = _with_cuda(samples, self.event_log.cuda_points, driver)
             if self._oom_kills is None:
                 self._oom_kills = self._observer.oom_kills
 
@@ -101,9 +116,11 @@ class Watch:
         event_log, totals = self.event_log, self._at_ready or self._at_end
         if self._timed_out:
             outcome = Outcome.TIMEOUT
-            message = f"still running after {job.timeout_s:g} s, {event_log.where()}"
+            message = f"still running after {job.timeout_s:g} s, {rank_logs.where(self._logs)}"
         else:
-            outcome, message = event_log.judge(
+            outcome, message = rank_logs.judge(
+                self._logs,
+                self._ends,
                 ended,
                 self._oom_kills,
                 self._running.channel.stderr_tail,
@@ -114,58 +131,90 @@ class Watch:
             cell=job.cell,
             outcome=outcome,
             message=message,
-            last_phase=None if outcome is Outcome.OK else event_log.current,
+            last_phase=None if outcome is Outcome.OK else self._culprit.current,
             baseline=event_log.baseline,
             peaks=self._peaks(),
             phases=tuple(event_log.phases),
-            load_ns=event_log.load_ns(),
-            ready_ns=event_log.ready_ns(),
+            load_ns=rank_logs.longest_load_ns(self._logs),
+            ready_ns=rank_logs.longest_ready_ns(self._logs),
             faults=self._faults(totals),
             pressure=self._pressure(totals),
             oom_kills=self._oom_kills,
             limit_events=self._at_end.limit_events,
             exit_code=ended.code if ended.signal is None else 128 + ended.signal,
             written=event_log.written,
-            cost=event_log.cost(),
+            cost=rank_logs.slowest(self._logs).cost(),
             watcher=self._observer.watcher if self._observer else None,
             allocator_summary=event_log.allocator_summary,
             warnings=tuple(self._warnings(outcome, ended)),
+            ranks=rank_logs.ranks(self._logs, self._ends),
         )
 
-    def _take(self, kind: str, fields: dict[str, Any]) -> None:
-        if kind == "baseline":
-            if self._before_load:
-                self._before_load()
-            self._at_baseline = self._observe()
-            self.event_log.take_baseline(fields, self._at_baseline.usage_bytes)
-            self._watch_driver()
-            if self._observer and self._observer.reset_peak():
-                self._peak_bytes = None
-            self._running.channel.send(ACKNOWLEDGEMENT)
-        elif kind == "phase":
-            self._take_phase(fields)
-            self._running.channel.send(ACKNOWLEDGEMENT)
-        else:
-            self.event_log.take(kind, fields)
-            if kind == "ready":
-                self._at_ready = self._at_phase_end
-            if kind == "begin":
-                self._on_phase(fields["name"])
+    @property
+    def _is_ready(self) -> bool:
+        return all(log.is_ready for log in self._logs)
 
-    def _take_phase(self, fields: dict[str, Any]) -> None:
+    @property
+    def _culprit(self) -> EventLog:
+        return self._logs[rank_logs.culprit(self._logs, self._ends, self._oom_kills)]
+
+    def _take(self, kind: str, fields: dict[str, Any]) -> None:
+        is_rank, rank = "rank" in fields, fields.pop("rank", 0)
+        log = self._logs[rank]
+        if kind == "baseline":
+            self._take_baseline(log, fields)
+        elif kind == "phase":
+            self._take_phase(log, fields)
+        elif kind == "ended":
+            self._ends[rank] = Exit(**fields)
+        else:
+            log.take(kind, fields)
+            if kind == "ready" and self._is_ready:
+                self._take_ready()
+            if kind == "begin" and rank == 0:
+                self._on_phase(fields["name"])
+        if kind in ("baseline", "phase") or (is_rank and kind in ACKNOWLEDGED):
+            self._running.channel.send(ACKNOWLEDGEMENT)
+
+    def _take_baseline(self, log: EventLog, fields: dict[str, Any]) -> None:
+        """Take a worker's baseline. The load begins when all ranks have reported theirs."""
+        is_last = all(each.baseline for each in self._logs if each is not log)
+        if is_last and self._before_load:
+            self._before_load()
+        self._at_baseline = self._observe()
+        log.take_baseline(fields, self._at_baseline.usage_bytes)
+        if not is_last:
+            return
+        self._watch_driver()
+        if len(self._logs) > 1 and self._running.pid:
+            self._rank_samplers = RankSamplers(self._running.pid, self._interval_s)
+        if self._observer and self._observer.reset_peak():
+            self._peak_bytes = None
+
+    def _take_phase(self, log: EventLog, fields: dict[str, Any]) -> None:
         now = self._observe()
         end, peak = replace(Memory(**fields["end"]), cgroup_bytes=now.usage_bytes), now.peak_bytes
-        if not self.event_log.is_ready:
+        if not self._is_ready:
             self._raise_peak(peak)
+        before, self._at_phase_end = self._at_phase_end, now
+        if len(self._logs) > 1:  # other ranks are in other phases
+            log.take_phase(Phase(**fields | {"end": end}))
+            return
         if not (self._observer and self._observer.reset_peak()):
             peak = None  # the high-water mark includes earlier phases
-        before, self._at_phase_end = self._at_phase_end, now
         outside = {
             "end": end,
             "peak_cgroup_bytes": peak,
             "workingset_refault_file": _grown(before.refaults, now.refaults),
         }
-        self.event_log.take_phase(Phase(**fields | outside))
+        log.take_phase(Phase(**fields | outside))
+
+    def _take_ready(self) -> None:
+        """Take the figures of a load whose ranks are all ready."""
+        self._at_ready = self._at_phase_end
+        if len(self._logs) > 1:
+            self._at_ready = self._observe()
+            self._raise_peak(self._at_ready.peak_bytes)
 
     def _watch_driver(self) -> None:
         """Sample the worker's GPU memory with NVML, and record the source of the figure."""
@@ -187,16 +236,23 @@ class Watch:
         self._peak_bytes = _largest((self._peak_bytes, peak))
 
     def _peaks(self) -> Peaks:
-        event_log, phases = self.event_log, self.event_log.load_phases()
+        event_log, phases = self.event_log, rank_logs.load_phases(self._logs)
         on_gpu = event_log.cuda_phases()
         rss: list[int | None] = [phase.peak_rss_bytes for phase in phases]
-        if self._observer and not (event_log.is_ready or event_log.failure):
+        if self._observer and not (self._is_ready or event_log.failure):
             # The worker died before it reported this phase's high-water mark: take the last sample.
-            rss.append(self._observer.last_peak_rss_bytes)
-        last_ns = event_log.ready_at_ns or math.inf
-        seen: list[Memory | Sample] = [phase.end for phase in phases]
-        if event_log.baseline:
-            seen += [each for each in self.samples if event_log.baseline_ns <= each.t_ns <= last_ns]
+            rss += (
+                self._rank_samplers.last_peaks_rss_bytes
+                if self._rank_samplers
+                else [self._observer.last_peak_rss_bytes]
+            )
+        baseline_ns = max(log.baseline_ns for log in self._logs)
+        last_ns = max(log.ready_at_ns or math.inf for log in self._logs)
+        seen: list[Memory | Sample] = []
+        if len(self._logs) == 1:  # the phases of a rank tell nothing of the other ranks
+            seen += [phase.end for phase in phases]
+        if all(log.baseline for log in self._logs):
+            seen += [each for each in self.samples if baseline_ns <= each.t_ns <= last_ns]
         return Peaks(
             rss_bytes=_largest(rss),
             cgroup_bytes=self._peak_bytes,
@@ -210,12 +266,13 @@ class Watch:
                 each.cuda_driver_bytes for each in seen if isinstance(each, Sample)
             ),
             pinned_bytes=_largest(phase.peak_pinned_bytes for phase in on_gpu),
+            pss_bytes=rank_logs.pss_bytes(self._logs),
         )
 
     def _faults(self, totals: Observation) -> Faults | None:
         refaults = _grown(self._at_baseline.refaults, totals.refaults)
-        counted = self.event_log.faults(refaults)
-        if self.event_log.baseline is None or self.event_log.is_ready:
+        counted = rank_logs.faults(self._logs, refaults)
+        if self.event_log.baseline is None or self._is_ready or len(self._logs) > 1:
             return counted
         # The worker died before it could report this phase's faults: take them from the samples.
         phases = self.event_log.load_phases()
@@ -245,6 +302,11 @@ class Watch:
                 f": a watcher in the container measured the worker, and the cell was charged its {size}"
             )
         warnings += self.event_log.notes
+        if len(self._logs) > 1 and not self._running.cgroup:
+            warnings.append(
+                "without a cgroup, memory that the ranks share cannot be counted once: the file-backed"
+                " memory is that of the rank with the most"
+            )
         if ended.still_runs:
             warnings.append(
                 "the worker was still running when this was recorded: SIGKILL did not end it"

@@ -100,6 +100,7 @@ def _as_builder(value: str) -> str:
     return value
 
 
+MOST_RANKS = 64
 _Kind = TypeVar("_Kind", bound=BaseModel)
 _SET_BY_US = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "HOME")
 _Environment = Annotated[dict[str, str], BeforeValidator(_as_environment)]
@@ -143,6 +144,16 @@ def _check_passes(value: int, info: ValidationInfo) -> int:
     return value
 
 
+def _as_number(value: object) -> object:
+    return int(value) if isinstance(value, str) and value.strip().isdigit() else value
+
+
+def _check_ranks(value: list[int], info: ValidationInfo) -> list[int]:
+    if max(value) > 1 and info.data.get("operation") == "save":
+        raise ValueError("a save runs in one process", "leave it out")
+    return value
+
+
 def _default_strategies(operation: str) -> list[SuiteStrategy]:
     names = DEFAULT_SAVING if operation == "save" else DEFAULT_STRATEGIES
     return [SuiteStrategy(name=name) for name in names]
@@ -169,6 +180,13 @@ class Suite(Strict):
     cache: Annotated[Literal["cold", "warm"], AfterValidator(_check_cache)] = "cold"
     format: Annotated[list[str], BeforeValidator(_as_list)] = []
     passes: Annotated[int, AfterValidator(_check_passes)] = Field(1, ge=0)
+    ranks: Annotated[
+        list[Annotated[int, BeforeValidator(_as_number), Field(ge=1, le=MOST_RANKS)]],
+        BeforeValidator(_as_list),
+        AfterValidator(_check_ranks),
+        Field(min_length=1),
+    ] = [1]
+    """The numbers of processes that load the model at once, each number in cells of its own."""
     repeats: int = Field(1, ge=1)
     environment: Annotated[list[_Environment], BeforeValidator(_as_list), Field(min_length=1)] = [
         {}

@@ -34,6 +34,8 @@ class Planned:
             skip = f"{info.name} does not {to} {kind}"
         if info.pretrained and not is_folder(cell.model):
             skip = f"{info.name} loads Hugging Face folders only"
+        if info.shares_load and cell.ranks == 1:
+            skip = f"{info.name} divides a load among several ranks: --ranks 2"
         if cell.format not in info.formats:
             skip = f"{info.name} does not {read} {cell.format}, only {', '.join(info.formats)}"
         return cls(cell, info, skip)
@@ -63,17 +65,19 @@ class CellMatrix:
     vram_limits: tuple[int | None, ...] = (None,)
     own_format: str | None = None
     environments: tuple[dict[str, str], ...] = ({},)
+    ranks: tuple[int, ...] = (1,)
 
 
 def plan(matrix: CellMatrix) -> list[Planned]:
     """Return the cells of a matrix without duplicates. Repeats are interleaved: A B C A B C."""
     planned = [
-        _planned(matrix, repeat, model, limits, info, options, fmt, environment)
-        for repeat, model, *limits, environment, (info, options) in product(
+        _planned(matrix, repeat, model, limits, info, options, fmt, environment, ranks)
+        for repeat, model, *limits, ranks, environment, (info, options) in product(
             range(matrix.repeats),
             matrix.models,
             matrix.ram_limits,
             matrix.vram_limits,
+            matrix.ranks,
             matrix.environments,
             matrix.strategies,
         )
@@ -103,6 +107,7 @@ def _planned(
     options: dict[str, Any],
     fmt: str,
     environment: dict[str, str],
+    ranks: int,
 ) -> Planned:
     cell = Cell(
         model=model,
@@ -120,5 +125,6 @@ def _planned(
         repeat=repeat,
         operation=matrix.operation,
         environment=environment,
+        ranks=ranks,
     )
     return Planned.of(cell, info)

@@ -54,7 +54,8 @@ class StrategyInfo:
     whether the strategy renames and converts a checkpoint's keys as transformers does.
     ``pretrained`` tells whether the strategy loads only Hugging Face folders. ``packages`` are the
     packages that the strategy imports beside torch and weighin, by their names on PyPI:
-    "fastsafetensors", "safetensors>=0.8".
+    "fastsafetensors", "safetensors>=0.8". ``shares_load`` tells whether the strategy divides one
+    load among several ranks, so that it needs at least two.
     """
 
     name: str
@@ -66,6 +67,7 @@ class StrategyInfo:
     maps_keys: bool = False
     pretrained: bool = False
     packages: tuple[str, ...] = ()
+    shares_load: bool = False
 
     @property
     def missing(self) -> str:
@@ -165,6 +167,7 @@ def read_strategy(path: Path, operation: Operation = "load") -> StrategyInfo:
         maps_keys=_flag(tree, "MAPS_KEYS"),
         pretrained=_flag(tree, "PRETRAINED"),
         packages=_constant(tree, "PACKAGES", path, ()),
+        shares_load=_flag(tree, "SHARES_LOAD"),
     )
 
 

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from weighin.cell import Job
+from weighin.probes.process import read_pss
 from weighin.protocol import decode_job
 from weighin.record import Outcome
 from weighin.worker.connection import Lifeline
@@ -47,6 +48,10 @@ class PreparedWorker:
 def main() -> None:
     lifeline = Lifeline()
     job = decode_job(lifeline.receive_job())
+    if job.cell.ranks > 1 and job.rank is None:
+        from weighin.worker.launcher import launch
+
+        launch(job, lifeline)
     marks = Marks(lifeline)
     if job.body:
         from weighin.worker.body import run_body
@@ -61,7 +66,7 @@ def main() -> None:
             save(job, prepared.model, prepared, lifeline, marks)
         else:
             model = load(job, prepared, lifeline, marks)
-            check(model, prepared, lifeline, marks)
+            check(model, job, prepared, lifeline, marks)
     except BaseException as error:
         outcome, message = classify(error, job.strategy_path)
         if marks.cuda:
@@ -93,6 +98,8 @@ def prepare(job: Job, lifeline: Lifeline, marks: Marks) -> PreparedWorker:
         if device.type == "cuda":
             from weighin.worker.cuda import CudaMemory
 
+            if job.rank is not None and device.index is None:
+                device = torch.device("cuda", job.rank % torch.cuda.device_count())
             marks.cuda = CudaMemory(device, cell.vram_limit_bytes)
             device = marks.cuda.device
         inputs = example_inputs(builder, cell.model.kwargs, getattr(torch, cell.dtype))
@@ -113,6 +120,10 @@ def prepare(job: Job, lifeline: Lifeline, marks: Marks) -> PreparedWorker:
             from weighin.worker import saving
 
             model = saving.load_model(load)
+        if job.rank is not None:
+            from weighin.worker.ranks import join_group
+
+            join_group(device, job.timeout_s)
         manifest = read_manifest(Path(job.manifest))
         prepared = PreparedWorker(load, inputs, manifest, cell.passes, model)
         if cell.cache == "warm":
@@ -198,30 +209,46 @@ def save(
 
 
 def check(
-    model: "torch.nn.Module", prepared: PreparedWorker, lifeline: Lifeline, marks: Marks
+    model: "torch.nn.Module", job: Job, prepared: PreparedWorker, lifeline: Lifeline, marks: Marks
 ) -> None:
-    """Read every byte of the model, compare it with the checkpoint's checksums, and run the model."""
+    """Read every byte of the model, compare it with the checkpoint's checksums, and run the model.
+
+    A rank reads its own shards of tensors that are sharded over the ranks, and compares whole
+    tensors when all ranks are ready.
+    """
     from weighin.worker import touch, verify
 
-    job = prepared.load
+    load = prepared.load
     tensors = touch.named_tensors(model)
-    verify.check_structure(tensors, prepared.manifest, job.device, job.dtype)
+    verify.check_structure(tensors, prepared.manifest, load.device, load.dtype)
     marks.restart()
     start_ns = time.monotonic_ns()
     with marks.phase("touch"):
         checksums = touch.touch(tensors)
         end_ns = time.monotonic_ns()
-    lifeline.send("ready", t_ns=end_ns, touch_ns=end_ns - start_ns)
-    verify.check_values(checksums, prepared.manifest, job.dtype)
+    ready = {"t_ns": end_ns, "touch_ns": end_ns - start_ns}
+    if job.rank is None:
+        lifeline.send("ready", **ready)
+    else:
+        from weighin.worker import ranks
+
+        lifeline.send_and_wait("ready", **ready)
+        lifeline.send_and_wait("shared", pss_bytes=read_pss())
+        checksums |= ranks.checksums_of_sharded(tensors)
+    verify.check_values(checksums, prepared.manifest, load.dtype)
     first_use_ns = None
     for _ in range(prepared.passes):
         if prepared.inputs is None:
             break
         start_ns = time.monotonic_ns()
         with marks.phase("forward"):
-            verify.check_forward(model, prepared.inputs.to(job.device))
+            verify.check_forward(model, prepared.inputs.to(load.device))
             first_use_ns = (first_use_ns or 0) + time.monotonic_ns() - start_ns
-    lifeline.send("done", first_use_ns=first_use_ns, marks_ns=marks.spent_ns)
+    done = {"first_use_ns": first_use_ns, "marks_ns": marks.spent_ns}
+    if job.rank is None:
+        lifeline.send("done", **done)
+    else:
+        lifeline.send_and_wait("done", **done)
 
 
 def tell_trace(lifeline: Lifeline, cuda: "CudaMemory") -> None:

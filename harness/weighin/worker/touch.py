@@ -14,8 +14,9 @@ def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def touch(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Read every byte of every tensor and return the checksums; tied tensors are read once."""
-    once = {identity(tensor): tensor for tensor in tensors.values()}
+    """Read every byte of every tensor (of a sharded tensor, of this process's shard), and return the
+    checksums. Tied tensors are read once."""
+    once = {identity(tensor): local(tensor) for tensor in tensors.values()}
     threads = torch.get_num_threads()
     # One thread for each tensor: torch's own threads would synchronise after every 4 MiB.
     torch.set_num_threads(1)
@@ -27,6 +28,12 @@ def touch(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     return {name: checksums[identity(tensor)] for name, tensor in tensors.items()}
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this process's shard of a tensor that is sharded over ranks, or the tensor itself."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def identity(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return a key that is equal for two tensors only if they are the same view of the same memory."""
+    tensor = local(tensor)
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()

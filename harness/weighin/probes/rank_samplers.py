@@ -1,0 +1,57 @@
+"""Sample each rank of a cell: find the processes that a worker started, and their numbers."""
+
+import os
+from pathlib import Path
+
+from weighin.probes.cgroup import read_kernel
+from weighin.probes.sampler import Sampler
+from weighin.record import Sample
+
+
+class RankSamplers:
+    """Samples the ranks that a worker started, each in a thread of its own.
+
+    The interval grows with the number of ranks, so that all threads together take no more time of
+    the processor than the thread of one worker.
+    """
+
+    def __init__(self, worker: int, interval_s: float) -> None:
+        found = {rank: pid for pid in _children(worker) if (rank := _rank(pid)) is not None}
+        self._samplers = {
+            rank: Sampler(pid, None, interval_s * len(found)) for rank, pid in found.items()
+        }
+        for sampler in self._samplers.values():
+            sampler.start()
+
+    def stop(self) -> dict[int, list[Sample]]:
+        """End the sampling, and return the samples of each rank by its number."""
+        return {rank: sampler.stop() for rank, sampler in sorted(self._samplers.items())}
+
+    @property
+    def last_peaks_rss_bytes(self) -> list[int]:
+        """The last sampled ``VmHWM`` of each rank, in bytes."""
+        peaks = [sampler.last_peak_rss_bytes for sampler in self._samplers.values()]
+        return [peak for peak in peaks if peak is not None]
+
+
+def _children(pid: int) -> list[int]:
+    """Return the pids of a process's children; empty if the process has ended."""
+    children = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                fields = read_kernel(folder / "stat").rpartition(")")[2].split()
+            except OSError:  # it has ended
+                continue
+            if int(fields[1]) == pid:
+                children.append(int(folder.name))
+    return children
+
+
+def _rank(pid: int) -> int | None:
+    """Return the variable RANK of a process; None if it has none or is not visible."""
+    try:
+        variables = os.fsencode(read_kernel(Path(f"/proc/{pid}/environ"))).split(b"\0")
+    except OSError:
+        return None
+    return next((int(line[5:]) for line in variables if line.startswith(b"RANK=")), None)

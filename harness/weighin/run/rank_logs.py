@@ -1,0 +1,167 @@
+"""Combine the event logs and samples of a cell's ranks. A cell without ranks has one log."""
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from weighin.isolation.base import Exit
+from weighin.record import Faults, Outcome, Phase, Rank, Sample
+from weighin.run.event_log import EventLog
+
+
+def slowest(logs: Sequence[EventLog]) -> EventLog:
+    """Return the log of the rank that was ready last, or that is not ready."""
+    return max(logs, key=lambda log: float("inf") if (ns := log.ready_ns()) is None else ns)
+
+
+def longest_load_ns(logs: Sequence[EventLog]) -> int | None:
+    """Return the time until all ranks had loaded, in nanoseconds; None if one has not."""
+    times = [log.load_ns() for log in logs]
+    return None if None in times else max(ns for ns in times if ns is not None)
+
+
+def longest_ready_ns(logs: Sequence[EventLog]) -> int | None:
+    """Return the time until all ranks were ready, in nanoseconds; None if one was not."""
+    return slowest(logs).ready_ns()
+
+
+def faults(logs: Sequence[EventLog], refaults: int | None) -> Faults | None:
+    """Return the page faults of all ranks; ``refaults`` is the cgroup's count of refaults."""
+    counts = [each for log in logs if (each := log.faults(None))]
+    if not counts:
+        return None
+    return Faults(sum(each.minor for each in counts), sum(each.major for each in counts), refaults)
+
+
+def pss_bytes(logs: Sequence[EventLog]) -> int | None:
+    """Return the ranks' proportional set sizes in sum, when all were ready; None if one was not."""
+    sizes = [log.facts.get("pss_bytes") for log in logs]
+    return None if None in sizes else sum(size for size in sizes if size is not None)
+
+
+def ranks(logs: Sequence[EventLog], ends: Mapping[int, Exit]) -> tuple[Rank, ...]:
+    """Return the record of each rank; empty for a cell without ranks.
+
+    ``ends`` are the exits of the ranks that failed.
+    """
+    if len(logs) == 1:
+        return ()
+    return tuple(
+        Rank(
+            phase=log.current,
+            load_ns=log.load_ns(),
+            ready_ns=log.ready_ns(),
+            peak_rss_bytes=max((each.peak_rss_bytes for each in log.load_phases()), default=None),
+            pss_bytes=log.facts.get("pss_bytes"),
+            exit_code=0 if log.done else _exit_code(ends.get(number)),
+        )
+        for number, log in enumerate(logs)
+    )
+
+
+def where(logs: Sequence[EventLog]) -> str:
+    """Return the position of each rank: "rank 2 in phase 'read', ranks 0 and 1 after 'touch'"."""
+    if len(logs) == 1:
+        return logs[0].where()
+    numbers: dict[str, list[int]] = {}
+    for number, log in enumerate(logs):
+        numbers.setdefault("ended" if log.done else log.where(), []).append(number)
+    by_progress = sorted(numbers.items(), key=lambda item: len(logs[item[1][0]].phases))
+    return ", ".join(f"{_named(those)} {place}" for place, those in by_progress)
+
+
+def culprit(logs: Sequence[EventLog], ends: Mapping[int, Exit], oom_kills: int | None) -> int:
+    """Return the number of the rank that decides the outcome of a cell that did not end ok.
+
+    It is the first rank that the kernel killed for lack of memory, else the first that failed, else
+    the one that is furthest behind.
+    """
+    killed = [rank for rank, end in ends.items() if end.signal == signal.SIGKILL]
+    if killed and oom_kills != 0:
+        return killed[0]
+    behind = min(range(len(logs)), key=lambda rank: (logs[rank].done, len(logs[rank].phases)))
+    return next(iter(ends), behind)
+
+
+def judge(
+    logs: Sequence[EventLog],
+    ends: Mapping[int, Exit],
+    ended: Exit,
+    oom_kills: int | None,
+    stderr_tail: bytes,
+    machine_oom_kills: int | None,
+) -> tuple[Outcome, str]:
+    """Return the outcome of a cell that ended before its time-out, and the reason in one line.
+
+    ``ends`` are the exits of the ranks that failed, the first one first. ``ended`` is the exit of
+    the worker, which starts the ranks.
+    """
+    if all(log.done for log in logs):
+        return Outcome.OK, ""
+    number = culprit(logs, ends, oom_kills)
+    log, last = logs[number], ends.get(number, ended)
+    outcome, message = log.judge(last, oom_kills, stderr_tail, machine_oom_kills)
+    if len(logs) == 1:
+        return outcome, message
+    if not ends:
+        return outcome, f"the process that starts the ranks: {message}"
+    if outcome is not Outcome.OOM_KILLED:
+        return outcome, f"rank {number}: {message}"
+    killed = [rank for rank, end in ends.items() if end.signal == signal.SIGKILL]
+    return outcome, f"{_named(killed or [number])}: {message}"
+
+
+def merge(cell: Sequence[Sample], of_ranks: Sequence[Sequence[Sample]]) -> list[Sample]:
+    """Return samples of all ranks together, at the times of the samples of the cell's cgroup.
+
+    Anonymous memory is the sum over the ranks. File-backed and shared memory is the cgroup's, which
+    counts each page once; without a cgroup, it is that of the rank with the most.
+    """
+    merged = []
+    places = [0] * len(of_ranks)
+    for at in cell:
+        now = []
+        for rank, samples in enumerate(of_ranks):
+            while places[rank] + 1 < len(samples) and samples[places[rank] + 1].t_ns <= at.t_ns:
+                places[rank] += 1
+            if samples and samples[0].t_ns <= at.t_ns:
+                now.append(samples[places[rank]])
+        if not now:
+            merged.append(at)
+            continue
+        anon = sum(each.anon_bytes for each in now)
+        if at.cgroup_file_bytes is None or at.cgroup_shmem_bytes is None:
+            shmem = max(each.shmem_bytes for each in now)
+            file = max(each.file_bytes for each in now)
+        else:
+            shmem = at.cgroup_shmem_bytes
+            file = max(0, at.cgroup_file_bytes - shmem)
+        merged.append(
+            replace(
+                at,
+                rss_bytes=anon + file + shmem,
+                anon_bytes=anon,
+                file_bytes=file,
+                shmem_bytes=shmem,
+                swap_bytes=sum(each.swap_bytes for each in now),
+                minor_faults=sum(each.minor_faults for each in now),
+                major_faults=sum(each.major_faults for each in now),
+            )
+        )
+    return merged
+
+
+def load_phases(logs: Sequence[EventLog]) -> list[Phase]:
+    """Return the phases of all ranks from the baseline to ``ready``."""
+    return [phase for log in logs for phase in log.load_phases()]
+
+
+def _exit_code(end: Exit | None) -> int | None:
+    if end is None:
+        return None
+    return end.code if end.signal is None else 128 + end.signal
+
+
+def _named(numbers: Sequence[int]) -> str:
+    *most, last = map(str, numbers)
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"

@@ -1,0 +1,137 @@
+"""Start one worker for each rank of a cell, and pass messages between these workers and the parent.
+
+The launcher runs inside the cell's isolation and imports no torch. It gives each rank the
+environment variables that torchrun sets. torchrun itself would import torch into the cell's cgroup,
+and it ends all ranks before one can see which rank the kernel killed.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from typing import NoReturn
+
+from weighin.cell import Job
+from weighin.protocol import ACKNOWLEDGED, ACKNOWLEDGEMENT, MET, decode_event, encode_job
+from weighin.worker.connection import Lifeline
+
+_GRACE_S = 0.5  # between the ends of ranks that end for one reason
+
+
+def launch(job: Job, lifeline: Lifeline) -> NoReturn:
+    """Run all ranks of a cell to their end. If one fails, report it, and end the others."""
+    ranks = _Ranks(job, lifeline)
+    if (failed := ranks.wait_for_failure()) is None:
+        os._exit(0)
+    ranks.report(failed)
+    deadline = time.monotonic() + _GRACE_S
+    # A rank that was killed makes others fail: report all, and the parent tells cause from effect.
+    while time.monotonic() < deadline:
+        if (failed := ranks.failed(os.WNOHANG)) is None:
+            time.sleep(_GRACE_S / 50)
+        else:
+            ranks.report(failed)
+    os._exit(1)  # ends the ranks that still run (``Lifeline``)
+
+
+class _Ranks:
+    """The running ranks of a cell."""
+
+    def __init__(self, job: Job, lifeline: Lifeline) -> None:
+        self._lifeline = lifeline
+        self._sending = threading.Lock()
+        self._meeting = threading.Barrier(job.cell.ranks)
+        environment = os.environ | _environment(job.cell.ranks)
+        self._processes = [
+            subprocess.Popen(
+                [sys.executable, "-P", "-m", "weighin.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank in range(job.cell.ranks)
+        ]
+        self._left = {process.pid: rank for rank, process in enumerate(self._processes)}
+        self._relays = [
+            threading.Thread(target=self._relay, args=(rank,), daemon=True)
+            for rank in range(job.cell.ranks)
+        ]
+        for rank, relay in enumerate(self._relays):
+            self._write(rank, encode_job(replace(job, rank=rank)))
+            relay.start()
+
+    def wait_for_failure(self) -> tuple[int, int] | None:
+        """Return (rank, exit status) of the first rank that fails; None if all ranks end well."""
+        while self._left:
+            if failed := self.failed():
+                return failed
+        for relay in self._relays:
+            relay.join()
+        return None
+
+    def failed(self, options: int = 0) -> tuple[int, int] | None:
+        """Return the next process that ended as (rank, exit status) if it is a rank that failed."""
+        try:
+            pid, status = os.waitpid(-1, options)
+        except ChildProcessError:
+            return None
+        rank = self._left.pop(pid, None)
+        return None if rank is None or status == 0 else (rank, status)
+
+    def report(self, failed: tuple[int, int]) -> None:
+        """Tell the parent how a rank ended, after the events that the rank sent before its end."""
+        rank, status = failed
+        self._relays[rank].join(_GRACE_S)
+        code = os.waitstatus_to_exitcode(status)
+        with self._sending:
+            self._lifeline.send(
+                "ended",
+                rank=rank,
+                code=code if code >= 0 else None,
+                signal=-code if code < 0 else None,
+            )
+
+    def _relay(self, rank: int) -> None:
+        """Pass a rank's events to the parent, and acknowledge them as the parent does."""
+        events = self._processes[rank].stdout
+        assert events
+        for line in events:
+            if (event := decode_event(line)) is None:
+                continue
+            kind = event.pop("event")
+            with self._sending:
+                if kind in ACKNOWLEDGED:
+                    self._lifeline.send_and_wait(kind, rank=rank, **event)
+                else:
+                    self._lifeline.send(kind, rank=rank, **event)
+            if kind in MET:
+                self._meeting.wait()
+            if kind in ACKNOWLEDGED:
+                self._write(rank, ACKNOWLEDGEMENT)
+
+    def _write(self, rank: int, line: bytes) -> None:
+        stdin = self._processes[rank].stdin
+        assert stdin
+        try:
+            stdin.write(line)
+            stdin.flush()
+        except BrokenPipeError:  # the rank has ended
+            return
+
+
+def _environment(ranks: int) -> dict[str, str]:
+    """Return the variables that torchrun sets for all ranks of one machine."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+    }

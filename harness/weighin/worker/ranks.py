@@ -1,0 +1,30 @@
+"""Join the process group of a cell's ranks, and verify tensors that are sharded over the ranks."""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from weighin.checkpoint.checksum import checksum
+
+
+def join_group(device: torch.device, timeout_s: float) -> None:
+    """Create the default process group, as a program under torchrun does: gloo, or nccl for CUDA."""
+    timeout = timedelta(seconds=timeout_s)
+    if device.type == "cuda":
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
+    else:
+        dist.init_process_group("gloo", timeout=timeout)
+
+
+def checksums_of_sharded(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    """Return the checksum of each whole tensor whose shards lie in several ranks.
+
+    All ranks call this function with the same names, because each tensor is gathered in all ranks.
+    Only one tensor is whole at a time.
+    """
+    return {
+        name: checksum(tensor.full_tensor())
+        for name, tensor in tensors.items()
+        if hasattr(tensor, "full_tensor")  # an import of DTensor would take 40 MiB
+    }

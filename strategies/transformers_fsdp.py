@@ -1,0 +1,50 @@
+"""Call from_pretrained of transformers under FSDP: rank 0 loads the weights, and all ranks shard them.
+
+Expected peak: the whole weights in rank 0, mapped if they need no conversion, and one copy for all
+ranks together. With ``FSDP_CPU_RAM_EFFICIENT_LOADING``, which Accelerate sets too, the other ranks
+build their models without values.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from weighin.strategy import Load, pretrained_class, retie, tied_names
+
+FORMATS = ("safetensors", "sharded", "pt", "sharded_pt")
+DEVICES = ("cpu", "cuda")
+PACKAGES = ("transformers",)
+PRETRAINED = True
+MAPS_KEYS = True
+SHARES_LOAD = True
+
+
+def load(job: Load) -> torch.nn.Module:
+    checkpoint = Path(job.checkpoint)
+    folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
+    state: dict[str, torch.Tensor] = {}
+    with job.phase("read"):
+        if torch.distributed.get_rank() == 0:
+            (architecture,) = json.loads((folder / "config.json").read_text())["architectures"][:1]
+            state = pretrained_class(architecture).from_pretrained(
+                folder, dtype=job.dtype, local_files_only=True
+            ).state_dict()
+    with job.phase("build"), torch.device("meta"):
+        model = job.build_model()
+    with job.phase("shard"):
+        tied = tied_names(model)
+        mesh = init_device_mesh(job.device.type, (torch.distributed.get_world_size(),))
+        fully_shard(model, mesh=mesh)
+        model.to_empty(device=job.device)
+        retie(model, tied)
+    with job.phase("broadcast"):
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(model, state, options=options)
+    with job.phase("buffers"):
+        job.reset_buffers(model)
+    return model
