@@ -33,7 +33,9 @@ def load(job: Load) -> torch.nn.Module:
             reader = FileSystemReader(path)
         else:
             reader = HuggingFaceStorageReader(path if path.is_dir() else path.parent)
-        load_into(model.state_dict(), storage_reader=reader)
+        stored = reader.read_metadata().state_dict_metadata  # one name of each group of tied names
+        state = {name: tensor for name, tensor in model.state_dict().items() if name in stored}
+        load_into(state, storage_reader=reader)
     with job.phase("buffers"):
         job.reset_buffers(model)
     return model

@@ -28,7 +28,7 @@ two more events are sent:
 event          fields                                                          acknowledged
 =============  ==============================================================  ===========
 shared         pss_bytes, when all ranks are ready                             yes
-ended          code, signal: how a rank ended that failed                      no
+ended          code, signal: how a rank ended that failed; stderr_tail         no
 =============  ==============================================================  ===========
 """
 

@@ -94,6 +94,9 @@ class Bench:
         on_phase: Callable[[str], None] = lambda _: None,
         operation: Operation = "load",
         environment: dict[str, str] | None = None,
+        ranks: int = 1,
+        dtype: str = "float32",
+        fmt: str = "",
         **options: Any,
     ) -> Result:
         """``options`` are the strategy's; ``files`` are made cold beside the checkpoint's."""
@@ -101,19 +104,22 @@ class Bench:
         ours = self.strategies / f"{strategy}.py"
         theirs = data_folder("strategies") / ("saving" if operation == "save" else "") / ours.name
         info = read_strategy(ours if ours.exists() else theirs, operation)
-        checkpoint = checkpoints.ensure(spec, info.formats[0] if operation == "load" else "pt")
+        fmt = fmt or info.formats[0]
+        checkpoint = checkpoints.ensure(spec, fmt if operation == "load" else "pt")
         cell = Cell(
             spec,
             strategy,
             isolation.inner.name,
             ram_limit_bytes=limit_bytes,
-            format=info.formats[0],
+            dtype=dtype,
+            format=fmt,
             cache=cache_state,
             options=options,
             passes=passes,
             repeat=next(self._numbers),
             operation=operation,
             environment=environment or {},
+            ranks=ranks,
         )
         job = Job(
             cell,
@@ -125,7 +131,7 @@ class Bench:
         )
         setting = Setting(isolation, self.run, {}, on_phase=on_phase)
         paths = [checkpoint.path] if checkpoint.path.is_file() else [*checkpoint.path.iterdir()]
-        model_bytes = checkpoint.manifest().model_bytes()
+        model_bytes = checkpoint.manifest().model_bytes(dtype)
         with save_target.target(model_bytes) if operation == "save" else nullcontext("") as target:
             job = replace(job, target=str(target))
             result = measure(setting, job, [*paths, *files], model_bytes)

@@ -105,4 +105,6 @@ def _limits(cell: Cell) -> Iterator[str]:
         yield f"slower above {format_exact(cell.ram_high_bytes)}"
     if cell.vram_limit_bytes is not None:
         yield f"{format_exact(cell.vram_limit_bytes)} of GPU"
+    if cell.ranks > 1:
+        yield f"{cell.ranks} ranks"
     yield from map(escape, cell.settings)

@@ -169,7 +169,7 @@ def _request(typed: dict[str, Any]) -> "Request":
         "models": [_arguments.one_model(typed["model"], typed["model_option"])],
         "ram": [limit.strip() for limit in typed["ram"].split(",")],
         "vram": [limit.strip() for limit in typed["vram"].split(",")],
-        "ranks": [number.strip() for number in typed["ranks"].split(",")],
+        "ranks": _arguments.names([typed["ranks"]]),
     }
     if variables := _arguments.environment(typed["env"]):
         asked["environment"] = variables

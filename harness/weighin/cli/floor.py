@@ -96,7 +96,7 @@ def _search(typed: dict[str, Any]) -> "Search":
         asked = {
             "models": [_arguments.one_model(typed["model"], typed["model_option"])],
             "passes": 0,
-            "ranks": [number.strip() for number in typed["ranks"].split(",")],
+            "ranks": _arguments.names([typed["ranks"]]),
         } | {name: typed[name] for name in ("isolation", "device", "dtype", "timeout_s")}
         if names := _arguments.names(typed["strategies"]):
             asked["strategies"] = names

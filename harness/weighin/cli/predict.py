@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 EXAMPLES = (
     "weighin predict gpt2-xl",
     "weighin predict llama-70b --device cuda --dtype bf16 -s streaming",
+    "weighin predict gpt2-xl --ranks 8 -s baseline,mmap_assign",
     "weighin predict --suite notebook --json -",
     "weighin predict --check results/20261120T093000-gpt2-xl-8GiB",
 )
@@ -35,6 +36,7 @@ EXAMPLES = (
     " dtype that `weighin bench` writes.",
 )
 @_options.formats
+@_options.ranks
 @_options.suite
 @click.option(
     "--check",
@@ -103,6 +105,7 @@ def _suite(typed: dict[str, Any]) -> "Suite":
         "dtype": typed["dtype"],
         "strategies": _arguments.names(typed["strategies"]),
         "format": _arguments.names([typed["fmt"] or ""]),
+        "ranks": _arguments.names([typed["ranks"]]),
     }
     given = {key: value for key, value in asked.items() if value}
     return _arguments.read_suite(typed["suite"], given)
@@ -135,5 +138,6 @@ def _plan(
             formats=tuple(formats.named(name).NAME for name in suite.format),
             own_format=formats.detect(checkpoint).NAME if checkpoint else None,
             environments=tuple(suite.environment),
+            ranks=tuple(suite.ranks),
         )
     )

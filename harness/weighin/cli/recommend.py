@@ -15,6 +15,7 @@ EXAMPLES = (
     "weighin recommend gpt2-xl --ram 8g",
     "weighin recommend model.safetensors --ram 32g --vram 24g --device cuda",
     "weighin recommend gpt2-large --ram 4g --allow none --json -",
+    "weighin recommend gpt2-xl --ranks 8 --ram 64g",
 )
 
 NOTHING_FITS_EXIT = 1
@@ -43,6 +44,12 @@ NOTHING_FITS_EXIT = 1
 )
 @_options.device
 @_options.dtype
+@click.option(
+    "--ranks",
+    default="1",
+    metavar="N",
+    help="Number of processes that load the model at once, under one RAM limit.",
+)
 @click.option(
     "--allow",
     default="resave,packages,weighin",
@@ -99,7 +106,7 @@ def _question(typed: dict[str, Any]) -> "Question":
         kwargs = _arguments.json_object(typed["kwargs"])
         spec = registry.model(name, kwargs or None, selection)
     _arguments.check_selection(selection, path)
-    limits = {key: typed[key] for key in ("ram", "vram", "device", "dtype")}
+    limits = {key: typed[key] for key in ("ram", "vram", "device", "dtype", "ranks")}
     suite = check_suite({"models": spec.name} | limits)
     return answer.Question(
         model=spec,
@@ -107,6 +114,7 @@ def _question(typed: dict[str, Any]) -> "Question":
         checkpoint=path,
         selection=selection,
         device=suite.device,
+        ranks=suite.ranks[0],
         dtype=registry.model_dtype(name, suite.dtype),
         allow=answer.check_allowed(_arguments.names([typed["allow"]])),
         results=typed["results"],

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -15,6 +15,7 @@ from weighin.checkpoint.subprocess_client import environment
 from weighin.errors import HarnessError, UnknownName
 from weighin.formats.selection import WHOLE, Selection
 from weighin.predict.prediction import Prediction, from_json
+from weighin.predict.ranks import of_ranks
 from weighin.probes.environment import read_ahead_bytes
 from weighin.suite.config import DTYPES
 from weighin.suite.matrix import Planned
@@ -89,6 +90,8 @@ def _not_followed(planned: Planned) -> str:
     """Return why a cell's settings or packages prevent a prediction; empty if they do not."""
     if planned.cell.environment:
         return f"no prediction follows {', '.join(planned.cell.settings)}"
+    if planned.strategy.shares_load:
+        return "no prediction follows what ranks send to each other"
     if planned.selection:
         return "no prediction reads a whole training checkpoint"
     unknown = {name_of(each) for each in planned.strategy.packages} - _FOLLOWED
@@ -112,7 +115,7 @@ def _predict_cell(
     own: str | None,
     dtype: str | None,
 ) -> Prediction:
-    cell = planned.cell
+    cell = replace(planned.cell, ranks=1)
     fields = {
         "cell": asdict(cell),
         "read_ahead_bytes": read_ahead_bytes(checkpoint or entries.folder()),
@@ -129,9 +132,10 @@ def _predict_cell(
         made[key] = ask(fields | {"make": make})
     place = made[key]
     if place.get("cannot"):
-        return Prediction(cell, cannot=place["cannot"])
+        return Prediction(planned.cell, cannot=place["cannot"])
     strategy = {"strategy_path": str(planned.strategy.path)}
-    return from_json(cell, ask(fields | place | strategy))
+    of_one = from_json(cell, ask(fields | place | strategy))
+    return of_one if planned.cell.ranks == 1 else of_ranks(planned.cell, of_one)
 
 
 class _Asker:

@@ -48,7 +48,10 @@ _USABLE: Final = (FitVerdict.FITS, FitVerdict.THRASHES, FitVerdict.BARELY)
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The model to load, its device and dtype, the limits, and the allowed requirements."""
+    """The model to load, its device and dtype, the limits, and the allowed requirements.
+
+    ``ranks`` is the number of processes that load the model at once under these limits.
+    """
 
     model: ModelSpec
     limits: Limits
@@ -59,6 +62,7 @@ class Question:
     allow: tuple[str, ...] = ALLOWED
     results: Path = Path("results")
     python_path: tuple[str, ...] = ()
+    ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,11 @@ class Advice:
                 f" weighin convert {quote(str(asked.checkpoint))} {_file_name(self.best.format)}"
                 f" --format {self.best.format} {options}"
             )
+        if asked.ranks > 1 and self.best and registry.strategy(self.best.strategy).shares_load:
+            notes.append(
+                f"{self.best.strategy} needs the default process group: run the code with torchrun"
+                f" --nproc-per-node {asked.ranks}, and call torch.distributed.init_process_group() first"
+            )
         return tuple(notes)
 
     def as_json(self) -> dict[str, Any]:
@@ -106,6 +115,7 @@ class Advice:
             "dtype": asked.dtype,
             "ram_limit_bytes": asked.limits.ram_bytes,
             "vram_limit_bytes": asked.limits.vram_bytes,
+            "ranks": asked.ranks,
             "recommended": self.best.strategy if self.best else None,
             "candidates": [asdict(one) for one in self.candidates],
             "code": self.code,
@@ -211,7 +221,8 @@ def parts(advice: Advice) -> Iterator[RenderableType]:
     known = list(dict.fromkeys(source for source in sources if source != _NO_SOURCE))
     same = len(known) == 1
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    table.title = f"{asked.model.title} as {asked.dtype} on {asked.device}, " + (
+    of_ranks = f" in {asked.ranks} ranks" if asked.ranks > 1 else ""
+    table.title = f"{asked.model.title} as {asked.dtype} on {asked.device}{of_ranks}, " + (
         " and ".join(limits) or "without a limit"
     )
     table.caption = f"Memory and time are {known[0]}." if same else None
@@ -268,8 +279,10 @@ def _planned(question: Question, checkpoint_format: str) -> Iterator[Planned]:
         fmt = checkpoint_format if checkpoint_format in info.formats else info.formats[0]
         cell = Cell(
             question.model, info.name, "process", device=question.device, dtype=question.dtype,
-            format=fmt,
+            format=fmt, ranks=question.ranks,
         )  # fmt: skip
+        if info.shares_load and question.ranks == 1:
+            continue
         yield Planned.of(cell, info)
 
 

@@ -22,7 +22,8 @@ class Evidence:
     Attributes:
         ok_limits: RAM limits under which a cell ended ok, in bytes; None is no limit.
         killed_limits: RAM limits under which a cell was killed for lack of memory, in bytes.
-        anon_bytes: sampled maximum of anonymous memory, over the cells that ended ok.
+        anon_bytes: sampled maximum of anonymous memory, and of shared memory if there was any, over
+            the cells that ended ok.
         ready_s: ready times of the cells that ended ok, by RAM limit.
     """
 
@@ -40,7 +41,8 @@ class Evidence:
         if result.outcome is not Outcome.OK:
             return
         self.ok_limits.append(cell.ram_limit_bytes)
-        self.anon_bytes = max(self.anon_bytes or 0, peaks.anon_sampled_bytes or 0) or None
+        kept = peaks.unreclaimable_sampled_bytes or peaks.anon_sampled_bytes or 0
+        self.anon_bytes = max(self.anon_bytes or 0, kept) or None
         self.cuda_reserved_bytes = peaks.cuda_reserved_bytes
         if result.ready_ns is not None:
             self.ready_s.setdefault(cell.ram_limit_bytes, []).append(result.ready_ns / 1e9)
@@ -98,9 +100,10 @@ def find(folders: Iterable[Path], wanted: Cell) -> dict[tuple[str, str], Evidenc
         cell = result.cell
         same_machine = all(result.environment.get(key) == here[key] for key in _SAME_MACHINE)
         same_load = (
-            cell.model, cell.device, cell.dtype, cell.cache, cell.options, cell.environment,
+            cell.model, cell.device, cell.dtype, cell.cache, cell.ranks, cell.options,
+            cell.environment,
         ) == (
-            wanted.model, wanted.device, wanted.dtype, wanted.cache, {}, {},
+            wanted.model, wanted.device, wanted.dtype, wanted.cache, wanted.ranks, {}, {},
         )  # fmt: skip
         if same_machine and same_load and cell.operation == "load" and not cell.vram_limit_bytes:
             evidence.setdefault((cell.strategy, cell.format), Evidence()).take(result)

@@ -93,6 +93,7 @@ def name_of(cell: Cell) -> str:
         *([f"vram={format_exact(cell.vram_limit_bytes)}"] if cell.vram_limit_bytes else []),
         *([f"ram_high={format_exact(cell.ram_high_bytes)}"] if cell.ram_high_bytes else []),
         *([f"passes={cell.passes}"] if cell.passes != 1 else []),
+        *([f"ranks={cell.ranks}"] if cell.ranks != 1 else []),
         *(f"{key}={value}" for key, value in sorted(cell.options.items())),
         *cell.settings,
     ]

@@ -164,9 +164,7 @@ def _comparable(result: Result) -> Mapping[str, Any]:
     return environment
 
 
-def note_figures(
-    *, doing: str, cuda: bool, repeats: int, ranks: bool = False
-) -> list[str]:
+def note_figures(*, doing: str, cuda: bool, repeats: int, ranks: bool = False) -> list[str]:
     """Return one line for each column of the summary, with its explanation and accuracy."""
     lines = [
         "Exact, the kernel's high-water marks: peak RSS, cgroup peak (includes page cache).",

@@ -159,6 +159,7 @@ def _labels(cell: Cell) -> dict[str, str]:
         "ram_high_bytes": str(cell.ram_high_bytes or ""),
         "vram_limit_bytes": str(cell.vram_limit_bytes or ""),
         "passes": str(cell.passes),
+        "ranks": str(cell.ranks),
         "options": one_line(options),
     }
 

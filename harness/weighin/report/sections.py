@@ -11,7 +11,16 @@ from rich.text import Text
 
 from weighin.record import Result
 from weighin.records.survival import matrices
-from weighin.report import captions, floors, notebook, passes, survival, survival_plots, tables
+from weighin.report import (
+    captions,
+    floors,
+    notebook,
+    passes,
+    ranks,
+    survival,
+    survival_plots,
+    tables,
+)
 from weighin.report import terminal as terminals
 from weighin.report.blocks import Cells, Drawable, Explained, Items, Preformatted
 from weighin.report.dataframe import series
@@ -68,6 +77,10 @@ def findings(results: Sequence[Result]) -> Iterator[Section]:
         ("survival", partial(survival_plots.draw_survival, results)),
         ("time-over-limit", partial(survival_plots.draw_times, results)),
     )
+    if ranks.has_data(results):
+        outputs = ranks.terminal_ranks, ranks.markdown_ranks, ranks.html_ranks
+        pictures_of_ranks = [("ranks", partial(ranks.draw_ranks, results))]
+        yield _finding("Memory of all ranks", results, *outputs, pictures_of_ranks)
     if passes.has_data(results):
         outputs = passes.terminal_passes, passes.markdown_passes, passes.html_passes
         yield _finding("Forward passes", results, *outputs)

@@ -56,6 +56,11 @@ _COLOURS: Final = {
     "fastsafetensors": "#F0E442",
     "instanttensor": "#000000",
     "accelerate": "#7A7A00",
+    "rank0_broadcast": "#D55E00",
+    "staggered": "#E69F00",
+    "shared_memory": "#009E73",
+    "dcp_fsdp": "#332288",
+    "transformers_fsdp": "#B8860B",
     "torch_save": "#E69F00",
     "safetensors": "#882255",
 }

@@ -52,7 +52,12 @@ def next_cell(cell: Cell, results: Iterable[Result], within: float, highest: int
 
 def _next_limit(first: Result, ours: Sequence[Result], within: float, highest: int) -> int | None:
     peaks = first.peaks
-    estimate = peaks.unreclaimable_sampled_bytes or peaks.anon_sampled_bytes or peaks.rss_bytes or FINEST_STEP_BYTES
+    estimate = (
+        peaks.unreclaimable_sampled_bytes
+        or peaks.anon_sampled_bytes
+        or peaks.rss_bytes
+        or FINEST_STEP_BYTES
+    )
     estimate += _BESIDE_BYTES
     bounds = bracket(ours)
     failing, working = bounds.failing_bytes, bounds.working_bytes

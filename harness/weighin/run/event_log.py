@@ -30,6 +30,8 @@ class EventLog:
     trace: Trace | None = None
     failure: tuple[Outcome, str] | None = None
     allocator_summary: str = ""
+    stderr_tail: str = ""
+    """What a rank printed last; the channel has the tail of a worker without ranks."""
     done: bool = False
     _in_phase: bool = False
     _before_load: int = 0  # the number of phases before the baseline

@@ -63,24 +63,19 @@ def where(logs: Sequence[EventLog]) -> str:
     """Return the position of each rank: "rank 2 in phase 'read', ranks 0 and 1 after 'touch'"."""
     if len(logs) == 1:
         return logs[0].where()
-    numbers: dict[str, list[int]] = {}
-    for number, log in enumerate(logs):
-        numbers.setdefault("ended" if log.done else log.where(), []).append(number)
-    by_progress = sorted(numbers.items(), key=lambda item: len(logs[item[1][0]].phases))
-    return ", ".join(f"{_named(those)} {place}" for place, those in by_progress)
+    return ", ".join(f"{_named(numbers)} {place}" for place, numbers in _places(logs))
 
 
 def culprit(logs: Sequence[EventLog], ends: Mapping[int, Exit], oom_kills: int | None) -> int:
     """Return the number of the rank that decides the outcome of a cell that did not end ok.
 
     It is the first rank that the kernel killed for lack of memory, else the first that failed, else
-    the one that is furthest behind.
+    the one that is furthest behind (of several, one where the fewest ranks are).
     """
     killed = [rank for rank, end in ends.items() if end.signal == signal.SIGKILL]
     if killed and oom_kills != 0:
         return killed[0]
-    behind = min(range(len(logs)), key=lambda rank: (logs[rank].done, len(logs[rank].phases)))
-    return next(iter(ends), behind)
+    return next(iter(ends), _places(logs)[0][1][0])
 
 
 def judge(
@@ -100,6 +95,8 @@ def judge(
         return Outcome.OK, ""
     number = culprit(logs, ends, oom_kills)
     log, last = logs[number], ends.get(number, ended)
+    if ends:
+        stderr_tail = log.stderr_tail.encode()
     outcome, message = log.judge(last, oom_kills, stderr_tail, machine_oom_kills)
     if len(logs) == 1:
         return outcome, message
@@ -154,6 +151,17 @@ def merge(cell: Sequence[Sample], of_ranks: Sequence[Sequence[Sample]]) -> list[
 def load_phases(logs: Sequence[EventLog]) -> list[Phase]:
     """Return the phases of all ranks from the baseline to ``ready``."""
     return [phase for log in logs for phase in log.load_phases()]
+
+
+def _places(logs: Sequence[EventLog]) -> list[tuple[str, list[int]]]:
+    """Return each position with the ranks that are there, the position furthest behind first."""
+    numbers: dict[str, list[int]] = {}
+    for number, log in enumerate(logs):
+        numbers.setdefault("ended" if log.done else log.where(), []).append(number)
+    return sorted(
+        numbers.items(),
+        key=lambda item: (logs[item[1][0]].done, len(logs[item[1][0]].phases), len(item[1])),
+    )
 
 
 def _exit_code(end: Exit | None) -> int | None:

@@ -166,6 +166,7 @@ class Watch:
         elif kind == "phase":
             self._take_phase(log, fields)
         elif kind == "ended":
+            log.stderr_tail = fields.pop("stderr_tail")
             self._ends[rank] = Exit(**fields)
         else:
             log.take(kind, fields)
@@ -185,6 +186,10 @@ class Watch:
         log.take_baseline(fields, self._at_baseline.usage_bytes)
         if not is_last:
             return
+        for each in self._logs:  # the charge before the load is that of all ranks
+            assert each.baseline
+            usage = self._at_baseline.usage_bytes
+            each.baseline = replace(each.baseline, cgroup_bytes=usage)
         self._watch_driver()
         if len(self._logs) > 1 and self._running.pid:
             self._rank_samplers = RankSamplers(self._running.pid, self._interval_s)

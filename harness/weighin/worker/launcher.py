@@ -18,6 +18,7 @@ from weighin.cell import Job
 from weighin.protocol import ACKNOWLEDGED, ACKNOWLEDGEMENT, MET, decode_event, encode_job
 from weighin.worker.connection import Lifeline
 
+_STDERR_KEPT_BYTES = 4096
 _GRACE_S = 0.5  # between the ends of ranks that end for one reason
 
 
@@ -44,47 +45,55 @@ class _Ranks:
         self._lifeline = lifeline
         self._sending = threading.Lock()
         self._meeting = threading.Barrier(job.cell.ranks)
+        self._done: set[int] = set()
         environment = os.environ | _environment(job.cell.ranks)
         self._processes = [
             subprocess.Popen(
                 [sys.executable, "-P", "-m", "weighin.worker"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
                 env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             )
             for rank in range(job.cell.ranks)
         ]
         self._left = {process.pid: rank for rank, process in enumerate(self._processes)}
+        self._stderr_tails = [b""] * job.cell.ranks
         self._relays = [
-            threading.Thread(target=self._relay, args=(rank,), daemon=True)
+            threading.Thread(target=relay, args=(rank,), daemon=True)
             for rank in range(job.cell.ranks)
+            for relay in (self._relay, self._copy_stderr)
         ]
-        for rank, relay in enumerate(self._relays):
-            self._write(rank, encode_job(replace(job, rank=rank)))
+        for relay in self._relays:
             relay.start()
+        for rank in range(job.cell.ranks):
+            self._write(rank, encode_job(replace(job, rank=rank)))
 
     def wait_for_failure(self) -> tuple[int, int] | None:
         """Return (rank, exit status) of the first rank that fails; None if all ranks end well."""
         while self._left:
             if failed := self.failed():
                 return failed
-        for relay in self._relays:
-            relay.join()
         return None
 
     def failed(self, options: int = 0) -> tuple[int, int] | None:
-        """Return the next process that ended as (rank, exit status) if it is a rank that failed."""
+        """Return the next process that ended as (rank, exit status) if it is a rank that failed.
+
+        A rank failed if it ended before its event ``done``, whatever its exit status is.
+        """
         try:
             pid, status = os.waitpid(-1, options)
         except ChildProcessError:
             return None
-        rank = self._left.pop(pid, None)
-        return None if rank is None or status == 0 else (rank, status)
+        if (rank := self._left.pop(pid, None)) is None:
+            return None
+        for relay in self._relays[2 * rank : 2 * rank + 2]:
+            relay.join(_GRACE_S)  # until all that the rank sent has been passed on
+        return None if rank in self._done else (rank, status)
 
     def report(self, failed: tuple[int, int]) -> None:
-        """Tell the parent how a rank ended, after the events that the rank sent before its end."""
+        """Tell the parent how a rank ended."""
         rank, status = failed
-        self._relays[rank].join(_GRACE_S)
         code = os.waitstatus_to_exitcode(status)
         with self._sending:
             self._lifeline.send(
@@ -92,6 +101,7 @@ class _Ranks:
                 rank=rank,
                 code=code if code >= 0 else None,
                 signal=-code if code < 0 else None,
+                stderr_tail=self._stderr_tails[rank].decode(errors="replace"),
             )
 
     def _relay(self, rank: int) -> None:
@@ -109,8 +119,18 @@ class _Ranks:
                     self._lifeline.send(kind, rank=rank, **event)
             if kind in MET:
                 self._meeting.wait()
+            if kind == "done":
+                self._done.add(rank)
             if kind in ACKNOWLEDGED:
                 self._write(rank, ACKNOWLEDGEMENT)
+
+    def _copy_stderr(self, rank: int) -> None:
+        """Copy what a rank prints to the worker's standard error, and keep the last 4 KiB."""
+        printed = self._processes[rank].stderr
+        assert printed
+        while data := os.read(printed.fileno(), 65536):
+            os.write(2, data)
+            self._stderr_tails[rank] = (self._stderr_tails[rank] + data)[-_STDERR_KEPT_BYTES:]
 
     def _write(self, rank: int, line: bytes) -> None:
         stdin = self._processes[rank].stdin

@@ -1,0 +1,54 @@
+"""Turn the prediction for one process into the prediction for several ranks under one limit.
+
+Each rank loads for itself: the anonymous memory of all ranks is private and adds up, while mapped
+pages of files are shared and count once.
+"""
+
+from dataclasses import fields, replace
+from typing import Final
+
+from weighin.cell import Cell
+from weighin.predict.prediction import PredictedPhase, Prediction, Work
+
+_PRIVATE: Final = (
+    "baseline_anon_bytes",
+    "host_anon_peak_bytes",
+    "host_anon_least_bytes",
+    "host_anon_most_bytes",
+    "tensor_peak_bytes",
+)
+_SHARED_WORK: Final = ("mapped_bytes",)
+
+
+def of_ranks(cell: Cell, of_one: Prediction) -> Prediction:
+    """Return the prediction for ``cell``, given that for one of its ranks.
+
+    The work is that of all ranks, which share the machine's processors and memory. Figures of the
+    GPU stay those of one rank, because each rank has a GPU of its own.
+    """
+    if of_one.cannot:
+        return replace(of_one, cell=cell)
+    ranks = cell.ranks
+    private = {
+        name: None if (size := getattr(of_one, name)) is None else size * ranks for name in _PRIVATE
+    }
+    floor = of_one.floor_bytes
+    if floor is not None:
+        floor = (floor - of_one.in_flight_bytes) * ranks + of_one.in_flight_bytes
+    work = {
+        field.name: getattr(of_one.work, field.name) * (1 if field.name in _SHARED_WORK else ranks)
+        for field in fields(Work)
+    }
+    return replace(
+        of_one,
+        cell=cell,
+        floor_bytes=floor,
+        work=Work(**work),
+        phases=tuple(_phase(phase, ranks) for phase in of_one.phases),
+        reasons=(*of_one.reasons, f"in each of {ranks} ranks"),
+        **private,
+    )
+
+
+def _phase(phase: PredictedPhase, ranks: int) -> PredictedPhase:
+    return replace(phase, host_anon_peak_bytes=phase.host_anon_peak_bytes * ranks)

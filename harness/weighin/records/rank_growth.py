@@ -1,0 +1,108 @@
+"""Compute how the memory of a strategy grows with the number of ranks, from records alone."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from statistics import median_low
+from typing import Final
+
+from weighin.cell import Cell
+from weighin.record import Outcome, Result
+from weighin.records.floor import floors
+
+_FLAT: Final = 0.25
+_LINEAR: Final = 0.75
+
+
+class Growth(StrEnum):
+    """How the memory above the imports grows with the number of ranks."""
+
+    FLAT = "flat"
+    BETWEEN = "between"
+    LINEAR = "linear"
+
+
+@dataclass(frozen=True, slots=True)
+class RankSeries:
+    """One strategy over the numbers of ranks.
+
+    Attributes:
+        cell: the cell that all of these have in common but for the ranks.
+        by_ranks: the results that ended ok, by the number of ranks.
+        charges: the bytes of all ranks above the imports, by the number of ranks: the median over the
+            repeats of the cgroup's peak, or the floor if a search found one.
+        model_bytes: the size of the model.
+    """
+
+    cell: Cell
+    by_ranks: dict[int, list[Result]]
+    charges: dict[int, int]
+    model_bytes: int | None
+
+    @property
+    def copies_per_rank(self) -> float | None:
+        """How many times the model's size each further rank adds; None with one number of ranks."""
+        if len(self.charges) < 2 or not self.model_bytes:
+            return None
+        low, high = min(self.charges), max(self.charges)
+        return (self.charges[high] - self.charges[low]) / (high - low) / self.model_bytes
+
+    @property
+    def growth(self) -> Growth | None:
+        """Flat below 0.25 models for each further rank, linear from 0.75; None if not known."""
+        if (copies := self.copies_per_rank) is None:
+            return None
+        if copies < _FLAT:
+            return Growth.FLAT
+        return Growth.LINEAR if copies >= _LINEAR else Growth.BETWEEN
+
+
+def over_ranks(results: Sequence[Result]) -> list[RankSeries]:
+    """Return each strategy of a run that was measured with several ranks.
+
+    Cells under a RAM limit count only in a search for floors: page cache fills whatever a limit
+    leaves.
+    """
+    found = {
+        floor.cell: floor.bytes - (floor.import_bytes or 0)
+        for floor in floors(results)
+        if floor.bytes is not None
+    }
+    groups: dict[str, list[Result]] = {}
+    for result in _unlimited(results):
+        groups.setdefault(replace(result.cell, ranks=1).series, []).append(result)
+    series = []
+    for group in groups.values():
+        by_ranks: dict[int, list[Result]] = {}
+        for result in sorted(group, key=lambda each: each.cell.ranks):
+            by_ranks.setdefault(result.cell.ranks, []).append(result)
+        charges = {}
+        for ranks, repeats in by_ranks.items():
+            of_floor = [
+                size for cell, size in found.items() if cell.series == repeats[0].cell.series
+            ]
+            sizes = of_floor or [size for each in repeats if (size := charge(each)) is not None]
+            if sizes:
+                charges[ranks] = median_low(sizes)
+        if max(by_ranks) > 1:
+            size = next((each.model_bytes for each in group if each.model_bytes), None)
+            series.append(RankSeries(replace(group[0].cell, ranks=1), by_ranks, charges, size))
+    return series
+
+
+def charge(result: Result) -> int | None:
+    """Return the peak of a cell's cgroup above its charge before the load, in bytes."""
+    before = result.baseline.cgroup_bytes if result.baseline else None
+    peak = result.peaks.cgroup_bytes
+    return None if before is None or peak is None else peak - before
+
+
+def _unlimited(results: Iterable[Result]) -> Iterable[Result]:
+    last = {result.cell.id: result for result in results}
+    return [
+        result
+        for result in last.values()
+        if result.outcome is Outcome.OK
+        and result.cell.ram_limit_bytes is None
+        and result.cell.operation == "load"
+    ]

@@ -1,0 +1,163 @@
+"""Tabulate the memory of cells of several ranks, and draw it over the number of ranks."""
+
+from collections.abc import Sequence
+from statistics import median_low
+from typing import TYPE_CHECKING, Any, Final
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from weighin.record import Result
+from weighin.records.rank_growth import RankSeries, over_ranks
+from weighin.report import captions
+from weighin.report import style as look
+from weighin.report.blocks import Drawable, Found, ListEntry
+from weighin.report.dataframe import series
+from weighin.report.markdown import table_lines
+from weighin.text import markdown as escaped
+from weighin.units import GIB
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+HEADINGS: Final = (
+    "strategy",
+    "ranks",
+    "cgroup peak, GiB",
+    "above the imports, x model",
+    "PSS at ready, GiB",
+    "sum of peak RSS, GiB",
+    "growth",
+)
+_NAMES: Final = 2
+NOTE: Final = (
+    "The cgroup's peak counts each page once; above the imports: less the charge when all ranks had"
+    " imported torch. The sum of the ranks' peak RSS counts shared pages once for each rank; it is not the"
+    " memory that the ranks need, although other tools print it."
+)
+RULE: Final = (
+    "Growth: flat if each further rank adds less than 0.25 times the model, linear from 0.75 times."
+)
+
+
+def has_data(results: Sequence[Result]) -> bool:
+    """Return whether a cell of several ranks ended ok without a limit."""
+    return bool(over_ranks(results))
+
+
+def terminal_ranks(results: Sequence[Result]) -> RenderableType:
+    """Return the memory of all ranks of each series for a terminal."""
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
+    for index, heading in enumerate(HEADINGS):
+        drawn.add_column(heading, justify="left" if index < 1 else "right", overflow="fold")
+    for row in _rows(results):
+        drawn.add_row(*row)
+    texts = [Text(line, style="dim") for line in (NOTE, RULE, _caption(results))]
+    return Group(drawn, *texts)
+
+
+def markdown_ranks(results: Sequence[Result]) -> str:
+    """Return the memory of all ranks of each series as a markdown table."""
+    lines = table_lines(HEADINGS, _rows(results), names=_NAMES)
+    texts = (f"{NOTE} {RULE}", _caption(results))
+    return "\n".join([*lines, *(part for text in texts for part in ("", escaped(text)))])
+
+
+def html_ranks(results: Sequence[Result]) -> list[Drawable]:
+    """Return the memory of all ranks of each series as a block of report.html."""
+    entries = [[ListEntry(text) for text in row] for row in _rows(results)]
+    return [
+        Found("Memory of all ranks", _caption(results), HEADINGS, entries, _NAMES, [NOTE, RULE])
+    ]
+
+
+def draw_ranks(results: Sequence[Result]) -> "Figure":
+    """Return a figure of the memory of all ranks together over the number of ranks."""
+    measured = over_ranks(results)
+    figure, grid = look.new_figure(3.4, 1, 1)
+    axes = grid[0][0]
+    handles: list[Any] = []
+    for each in measured:
+        points = [(ranks, size / (each.model_bytes or GIB)) for ranks, size in each.charges.items()]
+        (handle,) = axes.plot(
+            [x for x, _ in points], [y for _, y in points], "o-",
+            color=look.colour(each.cell.strategy), linewidth=1.8, markersize=5,
+            label=look.verbatim(_label(each, measured)),
+        )  # fmt: skip
+        handles.append(handle)
+    numbers = sorted({ranks for each in measured for ranks in each.charges})
+    axes.plot(numbers, numbers, color=look.GREY, linestyle=":", linewidth=1)
+    if numbers:
+        axes.annotate(
+            "one copy in each rank", (numbers[-1], numbers[-1]), xytext=(-4, 4), ha="right",
+            textcoords="offset points", fontsize=7, color=look.INK,
+        )  # fmt: skip
+    axes.set_xticks(numbers)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("ranks", fontsize=9)
+    axes.set_ylabel("all ranks above the imports, x model", fontsize=9)
+    axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
+    look.tidy(axes)
+    title = look.headline(series(results), "Memory over the number of ranks:")
+    look.dress(figure, title, handles, [f"{NOTE} {RULE}", _caption(results)])
+    return figure
+
+
+def _rows(results: Sequence[Result]) -> list[list[str]]:
+    measured, rows = over_ranks(results), []
+    for each in measured:
+        for ranks, repeats in each.by_ranks.items():
+            charge = each.charges.get(ranks)
+            above = (
+                "-"
+                if charge is None or not each.model_bytes
+                else f"{charge / each.model_bytes:.2f}"
+            )
+            rows.append(
+                [
+                    _label(each, measured),
+                    str(ranks),
+                    _gib([one.peaks.cgroup_bytes for one in repeats]),
+                    above,
+                    _gib([one.peaks.pss_bytes for one in repeats]),
+                    _gib([_sum_of_peaks(one) for one in repeats]),
+                    _growth(each) if ranks == max(each.by_ranks) else "",
+                ]
+            )
+    return rows
+
+
+def _growth(each: RankSeries) -> str:
+    if each.growth is None:
+        return "-"
+    return f"{each.growth} ({each.copies_per_rank:.2f}x a rank)"
+
+
+def _label(each: RankSeries, measured: Sequence[RankSeries]) -> str:
+    """Return a series' name: the strategy, with the format if the strategy has several."""
+    cell = each.cell
+    same = [one.cell for one in measured if one.cell.strategy == cell.strategy]
+    words = [cell.strategy]
+    if any(one.format != cell.format for one in same):
+        words.append(cell.format)
+    if any(one.options != cell.options for one in same):
+        words += [f"{key}={value}" for key, value in cell.options.items()]
+    return " ".join(words)
+
+
+def _sum_of_peaks(result: Result) -> int | None:
+    if not result.ranks:
+        return result.peaks.rss_bytes
+    peaks = [rank.peak_rss_bytes for rank in result.ranks]
+    return None if None in peaks else sum(peak for peak in peaks if peak is not None)
+
+
+def _gib(sizes: Sequence[int | None]) -> str:
+    known = [size for size in sizes if size is not None]
+    return f"{median_low(known) / GIB:.3f}" if known else "-"
+
+
+def _caption(results: Sequence[Result]) -> str:
+    return captions.shared(series(results), results)
