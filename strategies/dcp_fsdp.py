@@ -4,9 +4,11 @@ Expected peak: one copy of the weights for all ranks together. With safetensors 
 DCP's ``HuggingFaceStorageReader``.
 """
 
+from pathlib import Path
+
 import torch
-from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_into
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -15,6 +17,8 @@ from weighin.strategy import Load, retie, tied_names
 
 FORMATS = ("dcp", "safetensors", "sharded")
 DEVICES = ("cpu", "cuda")
+OPTIONS = ()
+PACKAGES = ("numpy",)  # torch.distributed sends objects between ranks with it
 SHARES_LOAD = True
 
 
@@ -23,16 +27,18 @@ def load(job: Load) -> torch.nn.Module:
         model = job.build_model()
     with job.phase("shard"):
         tied = tied_names(model)
-        mesh = init_device_mesh(job.device.type, (torch.distributed.get_world_size(),))
+        mesh = init_device_mesh(
+            torch.device(job.device).type, (torch.distributed.get_world_size(),)
+        )
         fully_shard(model, mesh=mesh)
         model.to_empty(device=job.device)
         retie(model, tied)
     with job.phase("read"):
-        path = job.checkpoint
+        path = Path(job.checkpoint)
         if (path / ".metadata").exists():
             reader = FileSystemReader(path)
         else:
-            reader = HuggingFaceStorageReader(path if path.is_dir() else path.parent)
+            reader = HuggingFaceStorageReader(str(path if path.is_dir() else path.parent))
         stored = reader.read_metadata().state_dict_metadata  # one name of each group of tied names
         state = {name: tensor for name, tensor in model.state_dict().items() if name in stored}
         load_into(state, storage_reader=reader)

@@ -10,6 +10,7 @@ from weighin.strategy import Load, retie, tied_names
 
 FORMATS = ("pt",)
 DEVICES = ("cpu", "cuda")
+OPTIONS = ()
 SHARES_LOAD = True
 
 

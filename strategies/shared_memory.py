@@ -8,6 +8,7 @@ weight changes it for all ranks.
 import json
 import mmap
 import os
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,8 @@ import torch.distributed as dist
 from weighin.strategy import Load, retie, share_missing, tied_names
 
 FORMATS = ("safetensors",)
+OPTIONS = ()
+PACKAGES = ("numpy",)  # torch.distributed sends objects between ranks with it
 SHARES_LOAD = True
 
 _ALIGNMENT = 64  # bytes, as torch's own allocator
@@ -29,7 +32,7 @@ def load(job: Load) -> torch.nn.Module:
     with job.phase("build"), torch.device("meta"):
         model = job.build_model()
         tied = tied_names(model)
-    with job.phase("share"), job.checkpoint.open("rb", buffering=0) as file:
+    with job.phase("share"), Path(job.checkpoint).open("rb", buffering=0) as file:
         start = 8 + int.from_bytes(file.read(8), "little")
         entries = json.loads(file.read(start - 8))
         entries.pop("__metadata__", None)
@@ -40,7 +43,7 @@ def load(job: Load) -> torch.nn.Module:
         for name, shape in shapes.items():
             state[name] = _tensor(memory, end, shape.dtype, shape.numel()).view(shape.shape)
             end += _room(shape)
-    with job.phase("read"), job.checkpoint.open("rb", buffering=0) as file:
+    with job.phase("read"), Path(job.checkpoint).open("rb", buffering=0) as file:
         if dist.get_rank() == 0:
             end = 0
             for name, shape in shapes.items():

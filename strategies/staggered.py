@@ -10,6 +10,7 @@ from weighin.strategy import Load
 
 FORMATS = ("pt", "pt_legacy")
 DEVICES = ("cpu", "cuda")
+OPTIONS = ()
 SHARES_LOAD = True
 
 

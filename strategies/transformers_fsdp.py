@@ -1,16 +1,19 @@
 """Call from_pretrained of transformers under FSDP: rank 0 loads the weights, and all ranks shard them.
 
 Expected peak: the whole weights in rank 0, mapped if they need no conversion, and one copy for all
-ranks together. With ``FSDP_CPU_RAM_EFFICIENT_LOADING``, which Accelerate sets too, the other ranks
-build their models without values.
+ranks together. The other ranks build their models without values, as with Accelerate's option
+``fsdp_cpu_ram_efficient_loading``.
 """
 
 import json
-import os
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    ValueType,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -21,13 +24,14 @@ DEVICES = ("cpu", "cuda")
 PACKAGES = ("transformers",)
 PRETRAINED = True
 MAPS_KEYS = True
+OPTIONS = ()
 SHARES_LOAD = True
 
 
 def load(job: Load) -> torch.nn.Module:
     checkpoint = Path(job.checkpoint)
     folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
-    state: dict[str, torch.Tensor] = {}
+    state: dict[str, ValueType] = {}
     with job.phase("read"):
         if torch.distributed.get_rank() == 0:
             (architecture,) = json.loads((folder / "config.json").read_text())["architectures"][:1]
@@ -40,7 +44,9 @@ def load(job: Load) -> torch.nn.Module:
         model = job.build_model()
     with job.phase("shard"):
         tied = tied_names(model)
-        mesh = init_device_mesh(job.device.type, (torch.distributed.get_world_size(),))
+        mesh = init_device_mesh(
+            torch.device(job.device).type, (torch.distributed.get_world_size(),)
+        )
         fully_shard(model, mesh=mesh)
         model.to_empty(device=job.device)
         retie(model, tied)

@@ -184,7 +184,7 @@ def test_children_that_outlive_the_worker_are_ended(
 
 
 def test_dev_shm_is_charged_to_the_cell(bench: Bench, isolation: Watched) -> None:
-    result = bench("shared_memory", isolation)
+    result = bench("fills_shm", isolation)
     assert_ok(result)
     if isolation.inner.limits:
         written, before = phases_of(result)["write"], phases_of(result)["prepare"]

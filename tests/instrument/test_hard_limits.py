@@ -122,7 +122,7 @@ def test_a_worker_that_waits_for_its_killed_child_times_out_and_says_why(
 def test_what_a_cell_writes_to_a_tmpfs_is_its_own_and_goes_with_it(
     bench: Bench, limiting: Watched, folder: str
 ) -> None:
-    result = bench("shared_memory", limiting, folder=folder, mib=48, limit_bytes=LIMIT + 64 * MIB)
+    result = bench("fills_shm", limiting, folder=folder, mib=48, limit_bytes=LIMIT + 64 * MIB)
     assert (result.outcome, result.message) == (Outcome.OK, "")
     written, before = phases_of(result)["hold it"].end, phases_of(result)["prepare"].end
     assert written.cgroup_bytes and before.cgroup_bytes
@@ -130,7 +130,7 @@ def test_what_a_cell_writes_to_a_tmpfs_is_its_own_and_goes_with_it(
 
 
 def test_a_tmpfs_that_does_not_fit_kills(bench: Bench, limiting: Watched) -> None:
-    result = bench("shared_memory", limiting, mib=62, limit_bytes=LIMIT - 64 * MIB)
+    result = bench("fills_shm", limiting, mib=62, limit_bytes=LIMIT - 64 * MIB)
     assert (result.outcome, result.last_phase) == (Outcome.OOM_KILLED, "write")
     assert result.message == "killed by the kernel for lack of memory in phase 'write'"
 

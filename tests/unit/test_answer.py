@@ -34,7 +34,11 @@ COPIES = {
 }  # fmt: skip
 """Of the weights, in memory; one for every other strategy."""
 
-LOADED_TO_CPU = {name for name, info in registry.strategies().items() if "cpu" in info.devices}
+LOADED_TO_CPU = {
+    name
+    for name, info in registry.strategies().items()
+    if "cpu" in info.devices and not info.shares_load
+}
 
 Asked = list[Sequence[Planned]]
 

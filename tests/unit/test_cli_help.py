@@ -29,6 +29,7 @@ VERBS = {
             "weighin bench gpt2-xl --ram 8g --repeats 3",
             "weighin bench gpt2-medium --ram 4g,2500m --strategies mmap_assign,streaming",
             "weighin bench gpt2-large --operation save --ram 8g",
+            "weighin bench gpt2-medium --ranks 4 -s baseline,mmap_assign,shared_memory",
             "weighin bench gpt2-medium --device cuda --vram 1g --trace",
             "weighin bench --model my.nets:build --kwargs '{\"width\": 64}' --checkpoint w.pt",
             "weighin bench --suite ci --out results/ci",
@@ -41,6 +42,7 @@ VERBS = {
             "weighin floor gpt2-medium",
             "weighin floor gpt2-xl --strategies mmap_assign,streaming --within 2%",
             "weighin floor gpt2-small --isolation cgroup --json -",
+            "weighin floor gpt2-small --ranks 1,2,4 -s baseline,mmap_assign",
             "weighin floor --resume results/20261120T093000-gpt2-medium-floor",
         ],
     ),
@@ -83,6 +85,7 @@ VERBS = {
             "weighin recommend gpt2-xl --ram 8g",
             "weighin recommend model.safetensors --ram 32g --vram 24g --device cuda",
             "weighin recommend gpt2-large --ram 4g --allow none --json -",
+            "weighin recommend gpt2-xl --ranks 8 --ram 64g",
         ],
     ),
     ("predict",): (
@@ -90,6 +93,7 @@ VERBS = {
         [
             "weighin predict gpt2-xl",
             "weighin predict llama-70b --device cuda --dtype bf16 -s streaming",
+            "weighin predict gpt2-xl --ranks 8 -s baseline,mmap_assign",
             "weighin predict --suite notebook --json -",
             "weighin predict --check results/20261120T093000-gpt2-xl-8GiB",
         ],

@@ -160,11 +160,15 @@ def test_samples_as_text(tmp_path: Path) -> None:
     path = tmp_path / "samples.csv"
     write_samples(
         path,
-        [Sample(1, 60, 30, 20, 10, 0, 5, 6), Sample(2, 61, 31, 20, 10, 0, 7, 6, 90, 40, 8, 900)],
+        [
+            Sample(1, 60, 30, 20, 10, 0, 5, 6),
+            Sample(2, 61, 31, 20, 10, 0, 7, 6, 90, 40, 8, 900, 30),
+        ],
     )
     assert path.read_bytes().decode() == (
         "t_ns,rss_bytes,anon_bytes,file_bytes,shmem_bytes,swap_bytes,minor_faults,major_faults,"
-        "cgroup_bytes,cgroup_file_bytes,cuda_allocated_bytes,cuda_driver_bytes\r\n"
-        "1,60,30,20,10,0,5,6,,,,\r\n"
-        "2,61,31,20,10,0,7,6,90,40,8,900\r\n"
+        "cgroup_bytes,cgroup_file_bytes,cuda_allocated_bytes,cuda_driver_bytes,"
+        "cgroup_shmem_bytes\r\n"
+        "1,60,30,20,10,0,5,6,,,,,\r\n"
+        "2,61,31,20,10,0,7,6,90,40,8,900,30\r\n"
     )

@@ -81,7 +81,7 @@ class Expected:
 def expected(
     strategies: Iterable[StrategyInfo], layout: str, sizes: dict[str, int]
 ) -> list[Expected]:
-    """Return the expected memory of each strategy.
+    """Return the expected memory of each strategy that loads in one process.
 
     ``sizes`` maps the names of tensors to their sizes in bytes, without tied duplicates; ``layout`` is
     the checkpoint's format.
@@ -98,6 +98,8 @@ def expected(
     }
     needs = []
     for info in strategies:
+        if info.shares_load:
+            continue
         need = _NEEDS_WITH_FORMAT.get((info.name, layout), _NEEDS.get(info.name))
         needs.append(
             Expected(

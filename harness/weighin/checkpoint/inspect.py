@@ -110,8 +110,7 @@ def inspect(path: Path, selection: Selection = WHOLE) -> Inspected:
     tensors = tuple(_tensors(root, slices))
     files = tuple((_relative(file, root), file.stat().st_size) for file in formats.files(path))
     sizes = {tensor.name: tensor.bytes for tensor in tensors if tensor.shared_with is None}
-    in_one_process = [info for info in registry.strategies().values() if not info.shares_load]
-    needs = expected(in_one_process, layout, sizes)
+    needs = expected(registry.strategies().values(), layout, sizes)
     return Inspected(path, layout, files, tensors, tuple(needs))
 
 

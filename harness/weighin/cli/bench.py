@@ -33,7 +33,7 @@ EXAMPLES = (
     "weighin bench gpt2-xl --ram 8g --repeats 3",
     "weighin bench gpt2-medium --ram 4g,2500m --strategies mmap_assign,streaming",
     "weighin bench gpt2-large --operation save --ram 8g",
-    "weighin bench gpt2-medium --ranks 4 --strategies baseline,mmap_assign,shared_memory",
+    "weighin bench gpt2-medium --ranks 4 -s baseline,mmap_assign,shared_memory",
     "weighin bench gpt2-medium --device cuda --vram 1g --trace",
     "weighin bench --model my.nets:build --kwargs '{\"width\": 64}' --checkpoint w.pt",
     "weighin bench --suite ci --out results/ci",

@@ -16,7 +16,7 @@ EXAMPLES = (
     "weighin floor gpt2-medium",
     "weighin floor gpt2-xl --strategies mmap_assign,streaming --within 2%",
     "weighin floor gpt2-small --isolation cgroup --json -",
-    "weighin floor gpt2-small --ranks 1,2,4 --strategies baseline,mmap_assign",
+    "weighin floor gpt2-small --ranks 1,2,4 -s baseline,mmap_assign",
     "weighin floor --resume results/20261120T093000-gpt2-medium-floor",
 )
 

@@ -5,7 +5,7 @@ pages of files are shared and count once.
 """
 
 from dataclasses import fields, replace
-from typing import Final
+from typing import Any, Final
 
 from weighin.cell import Cell
 from weighin.predict.prediction import PredictedPhase, Prediction, Work
@@ -29,7 +29,7 @@ def of_ranks(cell: Cell, of_one: Prediction) -> Prediction:
     if of_one.cannot:
         return replace(of_one, cell=cell)
     ranks = cell.ranks
-    private = {
+    private: dict[str, Any] = {
         name: None if (size := getattr(of_one, name)) is None else size * ranks for name in _PRIVATE
     }
     floor = of_one.floor_bytes

@@ -187,7 +187,7 @@ def advise(question: Question, prior: PriorKnowledge) -> Advice:
         return advice
     info = registry.strategy(advice.best.strategy)
     checkpoint = str(question.checkpoint) if question.checkpoint else "model.pt"
-    if (folder := _folder(question)) and info.maps_keys:
+    if (folder := _folder(question)) and info.maps_keys and not info.shares_load:
         code = pretrained_snippet(
             info, question.model.kwargs["architecture"], device=question.device,
             dtype=question.dtype, folder=folder,

@@ -64,7 +64,7 @@ def over_ranks(results: Sequence[Result]) -> list[RankSeries]:
     leaves.
     """
     found = {
-        floor.cell: floor.bytes - (floor.import_bytes or 0)
+        floor.cell.series: floor.bytes - (floor.import_bytes or 0)
         for floor in floors(results)
         if floor.bytes is not None
     }
@@ -78,12 +78,10 @@ def over_ranks(results: Sequence[Result]) -> list[RankSeries]:
             by_ranks.setdefault(result.cell.ranks, []).append(result)
         charges = {}
         for ranks, repeats in by_ranks.items():
-            of_floor = [
-                size for cell, size in found.items() if cell.series == repeats[0].cell.series
-            ]
-            sizes = of_floor or [size for each in repeats if (size := charge(each)) is not None]
-            if sizes:
-                charges[ranks] = median_low(sizes)
+            floor = found.get(repeats[0].cell.series)
+            sizes = [size for each in repeats if (size := charge(each)) is not None]
+            if floor is not None or sizes:
+                charges[ranks] = median_low(sizes) if floor is None else floor
         if max(by_ranks) > 1:
             size = next((each.model_bytes for each in group if each.model_bytes), None)
             series.append(RankSeries(replace(group[0].cell, ranks=1), by_ranks, charges, size))

@@ -16,6 +16,7 @@ _MACHINE: Final = {"machine": "", "cpu": "", "kernel": "Linux ", "cgroup_version
 
 _COMMIT_DIGITS: Final = 10  # as many as `weighin compare` shows
 _DOING: Final = {"load": "loading", "save": "saving"}
+_WORDED: Final = {"cache": " page cache", "dtype": "", "ranks": " ranks"}
 _COMPUTED: Final = {
     "loading": "Exact, computed: above import = (peak RSS - RSS after import torch) / the model's size.",
     "saving": "Exact, computed: above the model = (peak RSS - RSS with the model loaded) / the model's size.",
@@ -41,12 +42,8 @@ def dimension(name: str, value: Any, model_bytes: int | None = None) -> str:
     if name in ("ram_limit_bytes", "vram_limit_bytes"):
         whose = "RAM" if name == "ram_limit_bytes" else "GPU"
         return f"no {whose} limit" if value is None else f"{whose} limit {size(value)}"
-    if name == "cache":
-        return f"{value} page cache"
-    if name == "dtype":
-        return str(value)
-    if name == "ranks":
-        return f"{value} ranks" if value else "1 process"
+    if name in _WORDED:
+        return f"{value}{_WORDED[name]}" if value else "1 rank"
     return f"{name} {value}" if value else f"no {name}"
 
 

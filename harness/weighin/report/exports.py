@@ -145,7 +145,11 @@ def _families(results: Sequence[Result]) -> Iterator["Family"]:
 def _labels(cell: Cell) -> dict[str, str]:
     """Return the properties that identify a series, as labels; every series has the same keys."""
     options = ",".join(
-        [*(f"{key}={value}" for key, value in sorted(cell.options.items())), *cell.settings]
+        [
+            *([f"ranks={cell.ranks}"] if cell.ranks > 1 else []),
+            *(f"{key}={value}" for key, value in sorted(cell.options.items())),
+            *cell.settings,
+        ]
     )
     return {
         "model": one_line(cell.model.title),
@@ -159,7 +163,6 @@ def _labels(cell: Cell) -> dict[str, str]:
         "ram_high_bytes": str(cell.ram_high_bytes or ""),
         "vram_limit_bytes": str(cell.vram_limit_bytes or ""),
         "passes": str(cell.passes),
-        "ranks": str(cell.ranks),
         "options": one_line(options),
     }
 
