@@ -18,7 +18,7 @@ from weighin.strategy import Load, retie, tied_names
 FORMATS = ("dcp", "safetensors", "sharded")
 DEVICES = ("cpu", "cuda")
 OPTIONS = ()
-PACKAGES = ("numpy",)  # torch.distributed sends objects between ranks with it
+PACKAGES = ("numpy", "safetensors")  # DCP sends objects between ranks with numpy
 SHARES_LOAD = True
 
 

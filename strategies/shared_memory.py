@@ -20,13 +20,6 @@ OPTIONS = ()
 PACKAGES = ("numpy",)  # torch.distributed sends objects between ranks with it
 SHARES_LOAD = True
 
-_ALIGNMENT = 64  # bytes, as torch's own allocator
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
-
 
 def load(job: Load) -> torch.nn.Module:
     with job.phase("build"), torch.device("meta"):
@@ -48,12 +41,12 @@ def load(job: Load) -> torch.nn.Module:
             end = 0
             for name, shape in shapes.items():
                 first, last = entries[name]["data_offsets"]
-                same = _DTYPES[entries[name]["dtype"]] == shape.dtype
+                same = _dtype(entries[name]["dtype"]) == shape.dtype
                 target = memory if same else bytearray(last - first)
                 at = end if same else 0
                 _read(file.fileno(), memoryview(target)[at : at + last - first], start + first)
                 if not same and last > first:
-                    read = torch.frombuffer(target, dtype=_DTYPES[entries[name]["dtype"]])
+                    read = torch.frombuffer(target, dtype=_dtype(entries[name]["dtype"]))
                     state[name].copy_(read.view(shape.shape))
                 end += _room(shape)
         dist.barrier()
@@ -66,9 +59,19 @@ def load(job: Load) -> torch.nn.Module:
     return model
 
 
+def _dtype(code: str) -> torch.dtype:
+    """Return the dtype that a safetensors header calls ``code``."""
+    dtypes = {
+        "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+        "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+        "U8": torch.uint8, "BOOL": torch.bool,
+    }  # fmt: skip
+    return dtypes[code]
+
+
 def _room(tensor: torch.Tensor) -> int:
-    """Return the size of a tensor in the shared memory, in bytes."""
-    return -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+    """Return the size of a tensor in the shared memory, in bytes: a multiple of 64."""
+    return -(-tensor.numel() * tensor.element_size() // 64) * 64
 
 
 def _shared(size: int) -> mmap.mmap:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from model_differences import differences
 from safetensors.torch import save_model
+from torch._C._distributed_c10d import HashStore
 
 from weighin.cell import ModelSpec
 from weighin.suite import registry
@@ -59,7 +60,7 @@ def _checkpoint(tmp_path: Path) -> tuple[Path, Tied]:
 @pytest.fixture
 def _group() -> Iterator[None]:
     """A process group of one rank, for strategies that divide a load among ranks."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
