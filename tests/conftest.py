@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 from filelock import FileLock
@@ -28,23 +27,13 @@ if "WEIGHIN_LOCK" not in os.environ or "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["WEIGHIN_LOCK"] = str(lock)
     atexit.register(lock.unlink, missing_ok=True)
 
-# A run removes the cgroups and containers of dead runs, and says so. While a test of these files looks
-# at leftovers, or at all that a run says, no other run may start that uses cgroups or containers.
-RUNS = {
-    "test_bad_checkpoints.py",
-    "test_bad_input.py",
-    "test_cuda.py",
-    "test_docker.py",
-    "test_doctor.py",
+# The files that take longest, which start first so that no process of xdist ends long after the others.
+LONGEST = (
     "test_documented_runs.py",
-    "test_finding_floors.py",
-    "test_full_disk.py",
-    "test_own_models.py",
-    "test_pretrained_folders.py",
     "test_recommending.py",
-    "test_stopped_runs.py",
-    "test_strategy_package.py",
-}
+    "test_zoo.py",
+    "test_pretrained_folders.py",
+)
 
 settings.register_profile("untimed", deadline=None)  # a busy machine must not fail a test
 settings.register_profile("ci", deadline=None, print_blob=True)  # prints how to repeat a failure
@@ -144,27 +133,15 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(f"--require {name}: known are {', '.join(_MISSING)}")
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give each process of xdist whole files with --dist loadfile, and RUNS to one process.
-
-    xdist's own groups (--dist loadgroup) have no effect with pytest 9.2.
-    """
-    if config.getoption("dist") != "loadfile":
-        return None
-    from xdist.scheduler import LoadScopeScheduling
-
-    for name in RUNS:
-        if not (Path(__file__).parent / "integration" / name).exists():
-            raise pytest.UsageError(f"RUNS in tests/conftest.py names {name}, which is not there")
-
-    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
-        def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            return "runs" if Path(file).name in RUNS else file
-
-    config.option.loadscopereorder = False  # by size, the one test of all random loads came last
-    return Scheduling(config, log)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put the longest files first, if whole files go to the processes of xdist."""
+    if config.getoption("dist", "no") == "loadfile":
+        config.option.loadscopereorder = (
+            False  # by the number of tests, which says little of the time
+        )
+        last = len(LONGEST)
+        ranks = {name: number for number, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: ranks.get(item.path.name, last))
 
 
 @pytest.hookimpl(trylast=True)

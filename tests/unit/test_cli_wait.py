@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from weighin.cli import app
 from weighin.errors import MachineBusy
 from weighin.isolation.cgroup import CgroupIsolation
+from weighin.probes.cgroup import LOCK_VARIABLE
 from weighin.run import run_lock, runner
 
 
@@ -29,7 +30,7 @@ def _short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise LockIsFree
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(run_lock.VARIABLE, str(tmp_path / "lock"))
+    monkeypatch.setenv(LOCK_VARIABLE, str(tmp_path / "lock"))
     monkeypatch.setattr(runner, "compile_code", stop)
     monkeypatch.setattr(CgroupIsolation, "check", lambda _: None)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from weighin.errors import ConfigError, MachineBusy
+from weighin.probes.cgroup import LOCK_VARIABLE
 from weighin.run import run_lock
 
 HOLDS = (
@@ -17,7 +18,7 @@ HOLDS = (
 
 def held(path: Path | None, **settings: str) -> subprocess.Popen[str]:
     """Start a process that holds the lock, and return once it does."""
-    variables = os.environ | settings | ({run_lock.VARIABLE: str(path)} if path else {})
+    variables = os.environ | settings | ({LOCK_VARIABLE: str(path)} if path else {})
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDS],
         env=variables,
@@ -31,7 +32,7 @@ def held(path: Path | None, **settings: str) -> subprocess.Popen[str]:
 
 
 def test_two_caches_share_one_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(run_lock.VARIABLE, str(path := tmp_path / "lock"))
+    monkeypatch.setenv(LOCK_VARIABLE, str(path := tmp_path / "lock"))
     first = held(path, WEIGHIN_CACHE=str(tmp_path / "one"))
     monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "two"))
     with pytest.raises(MachineBusy) as caught, run_lock.only_run():
@@ -49,7 +50,7 @@ def test_two_caches_share_one_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_run_waits_for_another_one_that_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(run_lock.VARIABLE, str(tmp_path / "lock"))
+    monkeypatch.setenv(LOCK_VARIABLE, str(tmp_path / "lock"))
     first = held(tmp_path / "lock")
     said = []
 
@@ -67,7 +68,7 @@ def test_a_run_waits_for_another_one_that_ends(
 def test_the_lock_is_where_every_user_finds_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(run_lock.VARIABLE)
+    monkeypatch.delenv(LOCK_VARIABLE)
     (shared := tmp_path / "shared").mkdir()
     shared.chmod(0o1777)
     (private := tmp_path / "private").mkdir(mode=0o755)
@@ -79,7 +80,7 @@ def test_the_lock_is_where_every_user_finds_it(
 def test_another_user_can_take_the_lock_that_was_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(run_lock.VARIABLE, str(path := tmp_path / "lock"))
+    monkeypatch.setenv(LOCK_VARIABLE, str(path := tmp_path / "lock"))
     before = os.umask(0o077)
     try:
         with run_lock.only_run():
@@ -96,7 +97,7 @@ def test_a_link_in_the_lock_s_place_is_not_followed(
 ) -> None:
     (tmp_path / "victim").write_text("kept")
     (tmp_path / "lock").symlink_to(tmp_path / "victim")
-    monkeypatch.setenv(run_lock.VARIABLE, str(tmp_path / "lock"))
+    monkeypatch.setenv(LOCK_VARIABLE, str(tmp_path / "lock"))
     with pytest.raises(ConfigError) as caught, run_lock.only_run():
         pytest.fail("it was followed")
     assert str(caught.value) == (

@@ -35,7 +35,8 @@ _COMPLETION = (
 _ENVIRONMENT = {
     "WEIGHIN_CACHE": "Folder of generated checkpoints. Default: the user's cache folder.",
     "WEIGHIN_BASE_IMAGE": "Base image of the Docker image that weighin builds.",
-    "WEIGHIN_LOCK": "File that a measuring run locks, so that only one run measures on a machine.",
+    "WEIGHIN_LOCK": "File that a measuring run locks, so that only one run measures on a machine. A run removes the"
+    " cgroups and containers of dead runs that locked the same file.",
     "TMPDIR": "Folder to which measured saves write their checkpoints.",
     "NO_COLOR": "If set, the output has no colours.",
 }

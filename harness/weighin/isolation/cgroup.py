@@ -19,7 +19,7 @@ from weighin.isolation import delegation
 from weighin.isolation.process import WORKER, LocalRunning
 from weighin.probes.cgroup import (
     MemoryCgroup,
-    is_alive,
+    is_left_behind,
     memory_hierarchy,
     pressure_hierarchy,
     this_process,
@@ -78,8 +78,8 @@ class CgroupIsolation:
         removed = []
         for root in _roots():
             for group in root.glob(f"{_PREFIX}*"):
-                is_ours = is_alive(group.name.removeprefix(_PREFIX).rpartition(".")[0])
-                if not is_ours and _is_removed(
+                owner = group.name.removeprefix(_PREFIX).rpartition(".")[0]
+                if is_left_behind(owner) and _is_removed(
                     group, patience_s=_PATIENCE_S
                 ):  # False if a process in the group cannot be killed
                     removed.append(f"cgroup {group}")

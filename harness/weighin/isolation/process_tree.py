@@ -12,7 +12,7 @@ import signal
 import time
 from pathlib import Path
 
-from weighin.probes.cgroup import is_alive, this_process
+from weighin.probes.cgroup import is_left_behind, this_process
 
 _VARIABLE = "WEIGHIN_WORKER"
 _PATIENCE_S = 10.0
@@ -43,7 +43,7 @@ def end(mark: str) -> None:
 
 def end_orphans() -> list[str]:
     """Kill the processes whose mark names a dead owner; return one line for each process."""
-    orphans = [(pid, mark) for pid, mark in _marked() if not is_alive(_owner(mark))]
+    orphans = [(pid, mark) for pid, mark in _marked() if is_left_behind(_owner(mark))]
     for mark in {mark for _, mark in orphans}:
         end(mark)
     return [f"process {pid} of process {_owner(mark).partition('-')[0]}" for pid, mark in orphans]

@@ -6,9 +6,13 @@ and admin-guide/cgroup-v1/memory.rst of the kernel.
 """
 
 import os
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
+LOCK_VARIABLE: Final = "WEIGHIN_LOCK"
+"""Environment variable that names another lock file for runs than the machine's default."""
 _MOUNTS = Path("/proc/self/mountinfo")
 _VMSTAT = Path("/proc/vmstat")
 
@@ -31,14 +35,33 @@ def start_time(pid: int) -> int | None:
 
 
 def this_process() -> str:
-    """Return a unique name for this process: its pid and start time, as "pid-ticks"."""
-    return f"{os.getpid()}-{start_time(os.getpid())}"
+    """Return a unique name for this process: its pid and start time, as "pid-ticks".
+
+    If the environment names a lock file of its own for runs, a digest of the file's path follows:
+    "pid-ticks-digest".
+    """
+    return f"{os.getpid()}-{start_time(os.getpid())}{_lock_digest()}"
 
 
 def is_alive(name: str) -> bool:
     """Tell whether a process still runs, by the name that ``this_process`` gave it."""
     pid, _, ticks = name.partition("-")
-    return pid.isdigit() and ticks == str(start_time(int(pid)))
+    return pid.isdigit() and ticks.partition("-")[0] == str(start_time(int(pid)))
+
+
+def is_left_behind(name: str) -> bool:
+    """Tell whether this process may remove what the process of this name left on the machine.
+
+    The other process must have ended, and must have used the same lock file: runs with different
+    lock files run at the same time, and do not touch each other's leftovers.
+    """
+    has_our_lock = "-".join(["", *name.split("-")[2:]]) == _lock_digest()
+    return has_our_lock and not is_alive(name)
+
+
+def _lock_digest() -> str:
+    lock = os.environ.get(LOCK_VARIABLE)
+    return f"-{zlib.crc32(os.fsencode(lock)):08x}" if lock else ""
 
 
 def memory_hierarchy() -> tuple[int, Path] | None:

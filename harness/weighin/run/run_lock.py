@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Final
 
 from weighin.errors import ConfigError, MachineBusy
+from weighin.probes.cgroup import LOCK_VARIABLE
 
-VARIABLE: Final = "WEIGHIN_LOCK"
-"""Environment variable that names another lock file, if a machine cannot use the default."""
 _FOLDERS: Final = (Path("/run/lock"), Path("/tmp"))  # noqa: S108 (never written, links not followed)
 _NAME: Final = "weighin-measuring.lock"
 _PAUSES_S: Final = (0.05, 1.0)  # first and longest: polling must not disturb the measuring run
@@ -28,7 +27,7 @@ _PAUSES_S: Final = (0.05, 1.0)  # first and longest: polling must not disturb th
 
 def lock_path() -> Path:
     """Return the path of the lock file, which is the same for every user of this machine."""
-    if named := os.environ.get(VARIABLE):
+    if named := os.environ.get(LOCK_VARIABLE):
         return Path(named)
     for folder in _FOLDERS:
         with contextlib.suppress(OSError):
@@ -58,7 +57,7 @@ def only_run(
     except OSError as error:
         raise ConfigError(
             f"cannot open the lock file {path}: {error.strerror}",
-            f"check its owner (ls -l), or name another file: {VARIABLE}=/path weighin ...",
+            f"check its owner (ls -l), or name another file: {LOCK_VARIABLE}=/path weighin ...",
         ) from None
     try:
         if not _try_lock(file):
