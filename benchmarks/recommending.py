@@ -49,7 +49,10 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=DTYPES)
     parser.add_argument("--isolation", default="cgroup", choices=("cgroup", "docker"))
     parser.add_argument(
-        "--every", type=int, default=1, help="run only every N-th rejected strategy"
+        "--every",
+        type=int,
+        default=1,
+        help="run only every N-th strategy without a limit, and every N-th rejected strategy",
     )
     parser.add_argument("--out", type=Path, default=Path("results/recommending"))
     parser.add_argument("--run", type=Path, help="use the records of this run; run nothing")
@@ -85,7 +88,7 @@ def _tried(
         results = run_folder.read(options.run).results
         return [*_promised(known, limits, asked, results)], results
     promises = [
-        *(Promise(one, lives=True) for one in known.planned if not one.skip),
+        *[Promise(one, lives=True) for one in known.planned if not one.skip][:: options.every],
         *[*_refused(known, limits, asked)][:: options.every],
         *_named(known, limits, asked),
     ]

@@ -160,5 +160,5 @@ def test_the_search_finds_a_page(browser: Browser, address: str) -> None:
     page = browser.new_page()
     page.goto(address)
     page.get_by_role("textbox", name="Search").fill("bisection")
-    page.locator(".md-search-result__item a[href*='/floors.html']").first.wait_for(timeout=10_000)
+    page.locator(".md-search-result__item a[href*='/floors.html']").first.wait_for(timeout=60_000)
     page.close()

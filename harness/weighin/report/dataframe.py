@@ -73,10 +73,21 @@ def samples(run: Path, result: Result) -> pd.DataFrame | None:
     Columns are the fields of ``record.Sample``. An incomplete last line and rows with impossible
     values are left out.
     """
-    if result.samples_path is None or not _is_inside(PurePath(result.samples_path)):
+    return _samples(run, result.samples_path)
+
+
+def rank_samples(run: Path, result: Result) -> list[pd.DataFrame]:
+    """Return the samples of each rank of a cell; empty if those of a rank cannot be read."""
+    tables = [_samples(run, rank.samples_path) for rank in result.ranks]
+    known_tables = [table for table in tables if table is not None]
+    return known_tables if len(known_tables) == len(tables) else []
+
+
+def _samples(run: Path, path: str | None) -> pd.DataFrame | None:
+    if path is None or not _is_inside(PurePath(path)):
         return None
     try:
-        text = (run / result.samples_path).read_text(encoding="utf-8")
+        text = (run / path).read_text(encoding="utf-8")
         frame = pd.read_csv(StringIO(text[: text.rfind("\n") + 1]))
     except (OSError, ValueError):  # ValueError: not UTF-8, empty, or no table
         return None

@@ -15,6 +15,7 @@ from weighin.report.timeline_data import (
     CUT_OFF,
     PARTS,
     Track,
+    anonymous_by_rank,
     choose,
     highest,
     longest,
@@ -103,10 +104,17 @@ def _areas(axes: "Axes", track: Track, table: pd.DataFrame) -> None:
     # A layer of zeros is not drawn: an SVG would contain each of its points.
     parts = [name for name in PARTS if name == PARTS[0] or drawn_points[name].any()]
     layers = [drawn_points[name] / GIB for name in parts]
-    drawn = axes.stackplot(seconds, *layers, colors=[fills[name] for name in parts], labels=parts)
+    colours, labels = [fills[name] for name in parts], list(parts)
+    total = sum(layers)
+    if track.ranks:  # a layer of anonymous memory for each rank, in two shades in turn
+        by_rank = [layer / GIB for layer in anonymous_by_rank(track, drawn_points)]
+        shades = [shade if number % 2 == 0 else look.tint(shade) for number in range(len(by_rank))]
+        layers, parts = [*by_rank, *layers[1:]], [*[PARTS[0]] * len(by_rank), *parts[1:]]
+        colours, labels = [*shades, *["#DDDDDD" for _ in colours[1:]]], list(parts)
+    drawn = axes.stackplot(seconds, *layers, colors=colours, labels=labels)
     if _SHARED in parts:
         drawn[parts.index(_SHARED)].set_hatch(_DOTS)
-    axes.plot(seconds, sum(layers), color=look.INK, linewidth=0.8)
+    axes.plot(seconds, total, color=look.INK, linewidth=0.8)
 
 
 def _gpu_line(axes: "Axes", track: Track, table: pd.DataFrame) -> None:
@@ -192,6 +200,11 @@ def _caption(frame: pd.DataFrame, results: Sequence[Result], tracks: Sequence[Tr
         captions.shared(frame, results, without=("model", "ram_limit_bytes")),
         "All memory is sampled from outside the worker; short spikes may be missed. Bands: phases.",
     ]
+    if any(track.ranks for track in tracks):
+        lines.append(
+            "Of several ranks: the anonymous memory of each rank, in two shades in turn; above it in grey,"
+            " file-backed and shared memory, counted once. Bands: the phases of rank 0."
+        )
     if any(track.result.trace_path for track in tracks):
         lines.append("On the GPU: requested bytes, exact, from a trace of every allocator event.")
     elif any(track.gpu is not None for track in tracks):

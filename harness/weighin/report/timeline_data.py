@@ -10,7 +10,7 @@ import pandas as pd
 
 from weighin.record import Outcome, Result
 from weighin.report import captions, style
-from weighin.report.dataframe import cells, possible, samples
+from weighin.report.dataframe import cells, possible, rank_samples, samples
 from weighin.units import GIB
 
 # Outcomes that end a cell early; a timeline marks the time of the end.
@@ -31,7 +31,8 @@ PARTS: Final = ("anon_bytes", "file_bytes", "shmem_bytes")
 class Track:
     """One cell's memory over time from ``zero_ns``, the start of its first phase or first sample.
 
-    ``gpu`` has the columns t_ns and bytes, with exact values from a trace or else samples.
+    ``gpu`` has the columns t_ns and bytes, with exact values from a trace or else samples. ``ranks``
+    has the samples of each rank of a cell of several ranks.
     """
 
     label: str
@@ -40,6 +41,7 @@ class Track:
     zero_ns: int
     end_s: float
     gpu: pd.DataFrame | None = None
+    ranks: Sequence[pd.DataFrame] = ()
 
 
 def choose(run: Path, results: Sequence[Result], frame: pd.DataFrame) -> list[Track]:
@@ -93,6 +95,16 @@ def thin(table: pd.DataFrame, points: int) -> pd.DataFrame:
     return table.loc[table.groupby(table.index // step)["rss_bytes"].idxmax()]
 
 
+def anonymous_by_rank(track: Track, points: pd.DataFrame) -> "list[pd.Series[float]]":
+    """Return the anonymous memory of each rank, in bytes, at the times of ``points``."""
+    return [
+        pd.merge_asof(points[["t_ns"]], table[["t_ns", "anon_bytes"]], on="t_ns")[
+            "anon_bytes"
+        ].fillna(0)
+        for table in track.ranks
+    ]
+
+
 def _track(label: str, run: Path, result: Result) -> Track:
     table = samples(run, result)
     starts = [phase.start_ns for phase in result.phases]
@@ -102,7 +114,8 @@ def _track(label: str, run: Path, result: Result) -> Track:
         ends.append(int(table["t_ns"].iloc[-1]))
     zero = min(starts, default=0)
     end_s = (max(ends, default=0) - zero) / 1e9
-    return Track(label, result, table, zero, end_s, _gpu(run, result, table))
+    gpu, ranks = _gpu(run, result, table), rank_samples(run, result)
+    return Track(label, result, table, zero, end_s, gpu, ranks)
 
 
 def _gpu(run: Path, result: Result, table: pd.DataFrame | None) -> pd.DataFrame | None:

@@ -164,7 +164,10 @@ def _spans(track: timeline_data.Track, axes: _Axes) -> list[Span]:
                 width=width,
                 target=round(target, 1),
                 target_width=round(max(right - target, _TARGET), 1),
-                peak_y=axes.memory.at(ended.peak_rss_bytes / GIB) if ended else None,
+                # The peak of rank 0 is no peak of the ranks together, which are drawn.
+                peak_y=axes.memory.at(ended.peak_rss_bytes / GIB)
+                if ended and not track.result.ranks
+                else None,
                 is_named=width > _LETTER * len(name) + 4,
                 tip=_tip(name, start, end, ended, track.result.outcome),
             )
