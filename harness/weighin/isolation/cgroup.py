@@ -21,8 +21,8 @@ from weighin.probes.cgroup import (
     MemoryCgroup,
     is_left_behind,
     memory_hierarchy,
+    owned_name,
     pressure_hierarchy,
-    this_process,
 )
 from weighin.protocol import encode_job
 
@@ -75,15 +75,13 @@ class CgroupIsolation:
 
     def remove_stale(self) -> list[str]:
         """Kill the processes in groups whose owner is dead, and remove those groups."""
-        removed = []
-        for root in _roots():
-            for group in root.glob(f"{_PREFIX}*"):
-                owner = group.name.removeprefix(_PREFIX).rpartition(".")[0]
-                if is_left_behind(owner) and _is_removed(
-                    group, patience_s=_PATIENCE_S
-                ):  # False if a process in the group cannot be killed
-                    removed.append(f"cgroup {group}")
-        return removed
+        return [
+            f"cgroup {group}"
+            for root in _roots()
+            for group in root.glob(f"{_PREFIX}*")
+            if is_left_behind(group.name.removeprefix(_PREFIX))
+            and _is_removed(group, patience_s=_PATIENCE_S)  # no, if a process cannot be killed
+        ]
 
     def describe(self) -> dict[str, str]:
         return {"groups": str(delegation.groups_root())}
@@ -139,7 +137,7 @@ def _roots() -> list[Path]:
 
 
 def _make_groups() -> list[Path]:
-    name = f"{_PREFIX}{this_process()}.{next(_numbers)}"
+    name = f"{_PREFIX}{owned_name(next(_numbers))}"
     groups: list[Path] = []
     for root in _roots():
         try:

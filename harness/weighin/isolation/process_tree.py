@@ -12,7 +12,7 @@ import signal
 import time
 from pathlib import Path
 
-from weighin.probes.cgroup import is_left_behind, this_process
+from weighin.probes.cgroup import is_left_behind, owned_name
 
 _VARIABLE = "WEIGHIN_WORKER"
 _PATIENCE_S = 10.0
@@ -21,7 +21,7 @@ _numbers = itertools.count()
 
 def new_mark() -> str:
     """Return a unique value for the variable: this process's name and a number."""
-    return f"{this_process()}.{next(_numbers)}"
+    return owned_name(next(_numbers))
 
 
 def environment(mark: str) -> dict[str, str]:
@@ -43,14 +43,10 @@ def end(mark: str) -> None:
 
 def end_orphans() -> list[str]:
     """Kill the processes whose mark names a dead owner; return one line for each process."""
-    orphans = [(pid, mark) for pid, mark in _marked() if is_left_behind(_owner(mark))]
+    orphans = [(pid, mark) for pid, mark in _marked() if is_left_behind(mark)]
     for mark in {mark for _, mark in orphans}:
         end(mark)
-    return [f"process {pid} of process {_owner(mark).partition('-')[0]}" for pid, mark in orphans]
-
-
-def _owner(mark: str) -> str:
-    return mark.rpartition(".")[0]
+    return [f"process {pid} of process {mark.partition('-')[0]}" for pid, mark in orphans]
 
 
 def _marked() -> list[tuple[int, str]]:

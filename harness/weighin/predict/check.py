@@ -172,6 +172,8 @@ def as_json(checked: Sequence[Checked]) -> dict[str, Any]:
 
 def _figures(prediction: Prediction, results: list[Result]) -> Iterator[tuple[str, int, int]]:
     for name, measured in _FIGURES.items():
+        if prediction.cell.ranks > 1 and name == "host_file_peak_bytes":
+            continue  # the measured figure of several ranks is the page cache of their cgroup
         sizes = [getattr(result.peaks, measured) for result in results]
         measured_sizes = [size for size in sizes if size is not None]
         alternatives = _ALTERNATIVES.get(name, (name,))

@@ -177,15 +177,17 @@ def summary_line(summary: Summary) -> str:
 
 
 def _parts(cell: Cell) -> tuple[str, ...]:
-    options = " ".join(f"{key}={value}" for key, value in sorted(cell.options.items()))
+    words = [f"{key}={value}" for key, value in sorted(cell.options.items())]
+    options = " ".join([*words, *([f"ranks={cell.ranks}"] if cell.ranks > 1 else [])])
     fmt = cell.format if cell.format != cell.strategy else ""
     return cell.model.title, cell.strategy, options, fmt, cell.dtype, f"device {cell.device}"
 
 
 def _name(prediction: Prediction) -> str:
-    return prediction.strategy + "".join(
-        f" {key}={value}" for key, value in prediction.cell.options.items()
-    )
+    cell = prediction.cell
+    words = [f"{key}={value}" for key, value in cell.options.items()]
+    words += [f"ranks={cell.ranks}"] if cell.ranks > 1 else []
+    return " ".join([prediction.strategy, *words])
 
 
 def _gib(size: int | None) -> str:

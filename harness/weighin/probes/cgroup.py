@@ -35,31 +35,36 @@ def start_time(pid: int) -> int | None:
 
 
 def this_process() -> str:
-    """Return a unique name for this process: its pid and start time, as "pid-ticks".
-
-    If the environment names a lock file of its own for runs, a digest of the file's path follows:
-    "pid-ticks-digest".
-    """
-    return f"{os.getpid()}-{start_time(os.getpid())}{_lock_digest()}"
+    """Return a unique name for this process: its pid and start time, as "pid-ticks"."""
+    return f"{os.getpid()}-{start_time(os.getpid())}"
 
 
 def is_alive(name: str) -> bool:
     """Tell whether a process still runs, by the name that ``this_process`` gave it."""
     pid, _, ticks = name.partition("-")
-    return pid.isdigit() and ticks.partition("-")[0] == str(start_time(int(pid)))
+    return pid.isdigit() and ticks == str(start_time(int(pid)))
+
+
+def owned_name(number: int) -> str:
+    """Return a name for a thing that this process owns: "pid-ticks.number".
+
+    If the environment names a lock file for runs, a digest of the file's path follows.
+    """
+    return f"{this_process()}.{number}{lock_suffix()}"
 
 
 def is_left_behind(name: str) -> bool:
-    """Tell whether this process may remove what the process of this name left on the machine.
+    """Tell whether this process may remove the thing to which ``owned_name`` gave this name.
 
-    The other process must have ended, and must have used the same lock file: runs with different
+    The thing's owner must have ended, and must have used the same lock file: runs with different
     lock files run at the same time, and do not touch each other's leftovers.
     """
-    has_our_lock = "-".join(["", *name.split("-")[2:]]) == _lock_digest()
-    return has_our_lock and not is_alive(name)
+    owner, _, number = name.rpartition(".")
+    return "".join(number.partition("-")[1:]) == lock_suffix() and not is_alive(owner)
 
 
-def _lock_digest() -> str:
+def lock_suffix() -> str:
+    """Return a digest of the lock file's path, as "-digest"; empty for the machine's default."""
     lock = os.environ.get(LOCK_VARIABLE)
     return f"-{zlib.crc32(os.fsencode(lock)):08x}" if lock else ""
 

@@ -95,6 +95,15 @@ def charge(result: Result) -> int | None:
     return None if before is None or peak is None else peak - before
 
 
+def unreclaimable(result: Result) -> int | None:
+    """Return the sampled maximum of the ranks' anonymous and shared memory above their imports."""
+    most = result.peaks.unreclaimable_sampled_bytes or result.peaks.anon_sampled_bytes
+    if most is None or result.baseline is None:
+        return None
+    before = (result.baseline.anon_bytes + result.baseline.shmem_bytes) * result.cell.ranks
+    return max(0, most - before)
+
+
 def _unlimited(results: Iterable[Result]) -> Iterable[Result]:
     last = {result.cell.id: result for result in results}
     return [

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weighin.record import Result
-from weighin.records.rank_growth import RankSeries, over_ranks
+from weighin.records.rank_growth import RankSeries, over_ranks, unreclaimable
 from weighin.report import captions
 from weighin.report import style as look
 from weighin.report.blocks import Drawable, Found, ListEntry
@@ -27,14 +27,16 @@ HEADINGS: Final = (
     "ranks",
     "cgroup peak, GiB",
     "above the imports, x model",
+    "unreclaimable (sampled), x model",
     "PSS at ready, GiB",
     "sum of peak RSS, GiB",
     "growth",
 )
 _NAMES: Final = 2
 NOTE: Final = (
-    "The cgroup's peak counts each page once; above the imports: less the charge when all ranks had"
-    " imported torch. The sum of the ranks' peak RSS counts shared pages once for each rank; it is not the"
+    "The cgroup's peak counts each page once, with the page cache of the checkpoint; above the imports:"
+    " less the charge when all ranks had imported torch. Unreclaimable: anonymous and shared memory above"
+    " the imports. The sum of the ranks' peak RSS counts shared pages once for each rank; it is not the"
     " memory that the ranks need, although other tools print it."
 )
 RULE: Final = (
@@ -110,17 +112,14 @@ def _rows(results: Sequence[Result]) -> list[list[str]]:
     for each in measured:
         for ranks, repeats in each.by_ranks.items():
             charge = each.charges.get(ranks)
-            above = (
-                "-"
-                if charge is None or not each.model_bytes
-                else f"{charge / each.model_bytes:.2f}"
-            )
+            above = _multiple([charge], each.model_bytes)
             rows.append(
                 [
                     _label(each, measured),
                     str(ranks),
                     _gib([one.peaks.cgroup_bytes for one in repeats]),
                     above,
+                    _multiple([unreclaimable(one) for one in repeats], each.model_bytes),
                     _gib([one.peaks.pss_bytes for one in repeats]),
                     _gib([_sum_of_peaks(one) for one in repeats]),
                     _growth(each) if ranks == max(each.by_ranks) else "",
@@ -152,6 +151,11 @@ def _sum_of_peaks(result: Result) -> int | None:
         return result.peaks.rss_bytes
     peaks = [rank.peak_rss_bytes for rank in result.ranks]
     return None if None in peaks else sum(peak for peak in peaks if peak is not None)
+
+
+def _multiple(sizes: Sequence[int | None], model_bytes: int | None) -> str:
+    known = [size for size in sizes if size is not None]
+    return f"{median_low(known) / model_bytes:.2f}" if known and model_bytes else "-"
 
 
 def _gib(sizes: Sequence[int | None]) -> str:

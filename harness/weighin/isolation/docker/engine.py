@@ -14,7 +14,7 @@ from docker.errors import DockerException, InvalidVersion
 from requests.exceptions import RequestException
 
 from weighin.errors import IsolationUnavailable
-from weighin.probes.cgroup import this_process
+from weighin.probes.cgroup import lock_suffix, this_process
 
 OWNER_LABEL: Final = "weighin.owner"
 HOST_LABEL: Final = "weighin.host"
@@ -110,10 +110,16 @@ def check_engine(info: dict[str, Any]) -> None:
 
 
 def owner_labels() -> dict[str, str]:
-    """Return labels that identify a container's owner: this process, its host and pid namespace."""
+    """Return labels that identify a container's owner: this process, and where it runs.
+
+    The place is the host, the pid namespace, and the lock file of runs if it is not the default.
+    """
     namespace = Path("/proc/self/ns/pid")
     where = namespace.readlink().name if namespace.exists() else ""
-    return {OWNER_LABEL: this_process(), HOST_LABEL: f"{socket.gethostname()} {where}".strip()}
+    return {
+        OWNER_LABEL: this_process(),
+        HOST_LABEL: f"{socket.gethostname()} {where}{lock_suffix()}".strip(),
+    }
 
 
 @contextmanager

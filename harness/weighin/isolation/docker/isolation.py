@@ -38,7 +38,7 @@ from weighin.isolation.docker.image import BASE_VARIABLE, PYTHON, ensure_image
 from weighin.isolation.docker.image_build import DEFAULT_BASE, Progress
 from weighin.isolation.docker.mounts import CODE, Bind, environment_inside, place
 from weighin.isolation.docker.stream import KEEPER, StreamChannel
-from weighin.probes.cgroup import is_left_behind
+from weighin.probes.cgroup import is_alive
 from weighin.probes.environment import settings
 from weighin.protocol import encode_job
 from weighin.units import MIB
@@ -120,7 +120,7 @@ class DockerIsolation:
             ours = self._client.containers(all=True, filters={"label": f"{HOST_LABEL}={here}"})
         for container in ours:
             name, owner = container["Names"][0].lstrip("/"), container["Labels"][OWNER_LABEL]
-            if is_left_behind(owner):
+            if not is_alive(owner):
                 remove(self._client, name, certain=True)
                 removed.append(f"container {name} of process {owner.partition('-')[0]}")
         return removed
