@@ -19,6 +19,7 @@ Setting = str | int | float | bool | None
 _POLICIES: Final[tuple[tuple[str, Policy], ...]] = (
     ("isolation.image", "ignore"),  # a hash of the wheels; their versions are settings themselves
     ("isolation.groups", "ignore"),
+    ("node.*", "ignore"),  # the name of a machine in a fleet, and not a property of it
     ("git_*", "ignore"),  # the gate exists to judge changes of the measured code
     ("psi", "ignore"),
     ("governor", "ignore"),
