@@ -1,0 +1,155 @@
+"""Find the nodes of a cluster that can measure, and what they can do, before a run is planned."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from weighin import __version__
+from weighin.engines.dispatch import Demand, Node
+from weighin.engines.ray.cluster import SLOT, START, Cluster, LostTask, RayNode
+from weighin.errors import ConfigError, IsolationUnavailable
+from weighin.isolation import select
+from weighin.isolation.base import Isolation
+from weighin.protocol import decode_event
+from weighin.units import format_bytes, format_exact
+
+
+@dataclass(frozen=True, slots=True)
+class FleetNode:
+    """A node that can measure. ``isolations`` maps each isolation to the reason why it does not work."""
+
+    node: Node
+    ray: RayNode
+    isolations: Mapping[str, str]
+    no_soft_limit: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """The nodes of a cluster, as the site of a run (``weighin.run.site.Site``)."""
+
+    nodes: Sequence[FleetNode]
+
+    def check_ram(self, limits: Sequence[int | None]) -> None:
+        most = max(each.node.ram_bytes for each in self.nodes)
+        for limit in limits:
+            if limit is not None and limit > most:
+                raise ConfigError(
+                    f"--ram {format_exact(limit)} is more than any node has ({format_bytes(most)})",
+                    "give a smaller limit, or add a larger node",
+                )
+
+    def check_gpu(self, device: str, vram_limits: Sequence[int | None]) -> None:
+        for vram in vram_limits:
+            reasons = [Demand(None, device, vram).obstacle(each.node) for each in self.nodes]
+            if all(reasons):
+                raise IsolationUnavailable(
+                    f"no node can run --device {device}: {'; '.join(reasons)}",
+                    "add a node with a GPU, and start it with --num-gpus if Ray does not see the GPU",
+                )
+
+    def choose(
+        self, name: str, *, limited: bool, base_image: str | None, packages: tuple[str, ...]
+    ) -> tuple[Isolation, str]:
+        """Return the named isolation, or for ``auto`` the first one that works on every node."""
+        refused = []
+        for candidate in select.NAMES if name == "auto" else (name,):
+            isolation = select.named(candidate, base_image, packages)
+            if limited and not isolation.limits:
+                refused.append(f"{candidate} cannot enforce a RAM limit")
+                continue
+            broken = [each for each in self.nodes if each.isolations[candidate]]
+            reasons = "; ".join(
+                f"{candidate} on {each.node.name}: {each.isolations[candidate]}" for each in broken
+            )
+            if not broken:
+                return isolation, f"isolation {candidate}: {'; '.join(refused)}" if refused else ""
+            if name != "auto" and len(broken) < len(self.nodes):
+                return isolation, f"these nodes take no part in the run: {reasons}"
+            refused.append(reasons)
+        raise IsolationUnavailable(
+            f"no isolation works on every node: {'; '.join(refused)}",
+            "repair that, or name the isolation that the nodes shall use: --isolation cgroup;"
+            " weighin doctor --engine ray examines each node",
+        )
+
+    def check_soft_limit(self, isolation: Isolation) -> None:
+        for each in self.nodes:
+            if isolation.name != "cgroup" or each.no_soft_limit:
+                raise IsolationUnavailable(
+                    f"a soft limit (--ram-high) does not work on {each.node.name}:"
+                    f" {each.no_soft_limit or f'the isolation is {isolation.name}'}",
+                    "leave out --ram-high, or use nodes with cgroup v2 and --isolation cgroup",
+                )
+
+
+def find(cluster: Cluster) -> Fleet:
+    """Return the cluster's nodes that can measure.
+
+    Raises:
+        ConfigError: no node has a slot, Ray's memory monitor is on, or a node has another weighin.
+    """
+    nodes = cluster.nodes()
+    if not nodes:
+        raise ConfigError(
+            f"no node of the cluster has the resource {SLOT}, and the labels that --label names",
+            f"start the nodes that may measure with it: {START} --address HOST:6379",
+        )
+    check_monitors(cluster, nodes)
+    return Fleet(probe(cluster, nodes))
+
+
+def check_monitors(cluster: Cluster, nodes: Sequence[RayNode]) -> None:
+    """Raise ConfigError if Ray's memory monitor is on at a node.
+
+    The monitor watches the memory of the whole node and kills tasks: a cell that needs much memory
+    would be killed by Ray, and not at its limit by the kernel.
+    """
+    states = [(node, cluster.monitor(node)) for node in nodes]
+    if on := [f"{node.name}: {state}" for node, state in states if state.is_on]:
+        raise ConfigError(
+            f"Ray's memory monitor is on, and would kill cells before their limit does: {'; '.join(on)}",
+            f"stop these nodes (ray stop) and start them with the monitor off: {START}",
+        )
+
+
+def probe(cluster: Cluster, nodes: Sequence[RayNode]) -> list[FleetNode]:
+    """Ask all nodes at the same time what they can do.
+
+    Raises:
+        ConfigError: a node has no weighin, or another version of it, or was lost.
+    """
+    tasks = [cluster.submit(node, {"kind": "probe", "gpu": node.gpus > 0}) for node in nodes]
+    found = []
+    for node, task in zip(nodes, tasks, strict=True):
+        try:
+            events = list(filter(None, map(decode_event, iter(task.next_event, None))))
+        except LostTask as lost:
+            raise ConfigError(f"the node {node.name} does not answer: {lost.message}") from None
+        answers = {event["event"]: event for event in events}
+        if "node" not in answers:
+            problem = answers.get("error", {}).get("message") or answers["ended"]["stderr"]
+            raise ConfigError(
+                f"weighin does not run on the node {node.name}: {problem}",
+                f"install it there, in Ray's environment: pip install 'weighin[ray]=={__version__}'",
+            )
+        facts = answers["node"]
+        if facts["weighin"] != __version__:
+            raise ConfigError(
+                f"the node {node.name} has weighin {facts['weighin']}, and this machine {__version__}",
+                f"install the same version there: pip install 'weighin[ray]=={__version__}'",
+            )
+        found.append(
+            FleetNode(
+                Node(
+                    node.id,
+                    node.name,
+                    facts["ram_bytes"],
+                    facts["free_ram_bytes"],
+                    tuple(facts["gpu_bytes"]),
+                ),
+                node,
+                facts["isolations"],
+                facts["no_soft_limit"],
+            )
+        )
+    return found
