@@ -4,6 +4,7 @@ Figures of a different torch or cgroup version are not comparable: such a differ
 A different kernel or processor hardly affects memory: the gate warns and does not judge times.
 """
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -36,6 +37,11 @@ _POLICIES: Final[tuple[tuple[str, Policy], ...]] = (
 TIMING: Final = ("machine", "cpu", "cpus", "threads", "gpu", "kernel", "torch", "settings.*")
 """Times are not compared if one of these differs."""
 
+_OF_MACHINE: Final = (
+    "machine", "cpu", "cpus", "ram_gib", "swap_bytes", "kernel", "cgroup_version", "thp", "page_bytes",
+    "gpu",
+)  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -60,6 +66,16 @@ def settings_of(environments: Iterable[Mapping[str, Any]]) -> dict[str, Setting]
         name: " | ".join(sorted(values)) if len(values) > 1 else next(iter(values.values()))
         for name, values in sorted(seen.items())
     }
+
+
+def fingerprint(environment: Mapping[str, Any]) -> str:
+    """Return the name of a kind of machine, which is the same for two machines of the same kind.
+
+    The name is a hash of the properties that affect figures: processor, RAM, kernel and GPU.
+    """
+    settings = settings_of([environment])
+    described = {name: settings.get(name) for name in _OF_MACHINE}
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def policy_of(name: str, chosen: Mapping[str, Policy]) -> Policy:
