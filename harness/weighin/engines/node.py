@@ -10,8 +10,8 @@ event       fields
 preparing   text, share
 phase       name: the worker has entered this phase
 node        what the node is and can do; answers the assignment "probe"
-record      record: the line of records.jsonl; free_ram_bytes after the cell
 file        path in the run's folder, content (Base64), is_first: the file's next part
+record      record: the line of records.jsonl, after its files; free_ram_bytes after the cell
 examined    capabilities; answers the assignment "examine"
 error       message, repair, exit_code
 ==========  ====================================================================================
@@ -164,7 +164,6 @@ def _send_results(folder: Path, events: _Events) -> None:
     records = folder / run_folder.RECORDS
     if not records.exists():
         return
-    events.send("record", record=records.read_text(), free_ram_bytes=ram_bytes()[1])
     for path in sorted(folder.glob("*/*.csv")):
         name, is_first = str(path.relative_to(folder)), True
         with path.open("rb") as file:
@@ -172,6 +171,7 @@ def _send_results(folder: Path, events: _Events) -> None:
                 content = base64.b64encode(part).decode()
                 events.send("file", path=name, content=content, is_first=is_first)
                 is_first = False
+    events.send("record", record=records.read_text(), free_ram_bytes=ram_bytes()[1])
 
 
 @contextmanager
@@ -210,10 +210,11 @@ def _progress(events: _Events) -> Progress:
 
 
 def _examine(_: Mapping[str, Any], events: _Events) -> None:
-    from weighin.doctor import doctor  # imports what measurements do not need
+    from weighin.doctor import capabilities, doctor  # imports what measurements do not need
 
     examination = doctor.examine(lambda text: events.send("preparing", text=text, share=None))
-    events.send("examined", capabilities=[asdict(one) for one in examination.capabilities])
+    found = [*examination.capabilities, capabilities.nested()]
+    events.send("examined", capabilities=[asdict(each) for each in found])
 
 
 _ACTIONS: Final = {
