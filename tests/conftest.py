@@ -38,6 +38,7 @@ RUNS = {
     "test_doctor.py",
     "test_documented_runs.py",
     "test_finding_floors.py",
+    "test_fleet.py",
     "test_full_disk.py",
     "test_own_models.py",
     "test_pretrained_folders.py",
@@ -111,6 +112,13 @@ def _vm_missing() -> str:
     return ""
 
 
+@cache
+def _ray_missing() -> str:
+    from importlib.util import find_spec
+
+    return "" if find_spec("ray") else "ray is not installed: pip install 'weighin[ray]'"
+
+
 def _root_missing() -> str:
     return (
         ""
@@ -125,6 +133,7 @@ _MISSING: dict[str, Callable[[], str]] = {
     "cuda": _cuda_missing,
     "browser": _browser_missing,
     "vm": _vm_missing,
+    "ray": _ray_missing,
     "root": _root_missing,
 }
 

@@ -174,6 +174,8 @@ def connected(
             f"--address {address} is the address of Ray's client server, which passes no events on",
             "run weighin on a machine of the cluster, with --address auto or HOST:6379",
         )
+    # Ray prints on standard output that a node was lost; the driver says so itself, on standard error.
+    ray._private.worker.print_to_stdstream = lambda *_, **__: None
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:

@@ -34,7 +34,10 @@ _CANCELLING_S: Final = 45.0
 
 @dataclass(slots=True)
 class _Work:
-    """An assignment at a node: a cell of the plan, or without ``index`` the node's preparation."""
+    """An assignment at a node: a cell of the plan, or without ``index`` the node's preparation.
+
+    ``files`` were written before the record, and are removed if no record follows.
+    """
 
     task: Task
     index: int | None = None
@@ -122,12 +125,14 @@ class Driver:
 
     def _look_again(self) -> None:
         """Ask all nodes for their free RAM; raise NoNodeLeft if no node can go on now."""
-        members = list(self._members.values())
-        for member, facts in zip(
-            members, fleet.probe(self._cluster, [each.facts.ray for each in members]), strict=True
-        ):
-            member.facts = facts
-        if not any(self._dispatch.can_take(member.facts.node) for member in members):
+        nodes = [member.facts.ray for member in self._members.values()]
+        answers = {facts.node.id: facts for facts in fleet.probe(self._cluster, nodes)}
+        for member in list(self._members.values()):
+            if facts := answers.get(member.facts.node.id):
+                member.facts = facts
+            else:
+                self._leave_out(member, HarnessError("the node was lost"))
+        if not any(self._dispatch.can_take(each.facts.node) for each in self._members.values()):
             raise self._stuck()
 
     def _busy(self) -> list[_Member]:
@@ -196,8 +201,8 @@ class Driver:
             setattr(work, kind, event)
 
     def _finish(self, member: _Member, work: _Work) -> None:
-        if work.result and not (work.ended and work.ended["code"] == 0):
-            _remove(work.files)  # possibly incomplete
+        if not work.result:
+            _remove(work.files)
         if work.error:
             error = HarnessError(work.error["message"], work.error["repair"])
             error.exit_code = work.error["exit_code"]
@@ -215,7 +220,8 @@ class Driver:
     def _lose(self, member: _Member, work: _Work, lost: LostTask) -> None:
         member.work = None
         self._show(member, "")
-        _remove(work.files)
+        if not work.result:
+            _remove(work.files)
         is_gone = lost.with_node or self._is_gone(member)
         if is_gone:
             self._leave_out(member, HarnessError(f"the node was lost: {lost.message}"))
@@ -250,12 +256,12 @@ class Driver:
             self._known.add(node.id)
             try:
                 fleet.check_monitors(self._cluster, [node])
-                facts = fleet.probe(self._cluster, [node])[0]
-            except (ConfigError, LostTask) as error:
+                answers = fleet.probe(self._cluster, [node])
+            except ConfigError as error:
                 self._progress.preparing(f"no cell for {node.name}: {error.message}", None)
                 continue
-            if self._can_isolate(facts):
-                self._members[node.id] = _Member(facts)
+            usable = filter(self._can_isolate, answers)
+            self._members |= {each.node.id: _Member(each) for each in usable}
 
     def _can_isolate(self, facts: FleetNode) -> bool:
         return not facts.isolations[self._task.isolation.name]
@@ -292,12 +298,13 @@ class Driver:
         return self._placed(result, member)
 
     def _write_part(self, work: _Work, event: dict[str, Any]) -> None:
-        result = work.result
-        if result is None or event["path"] not in (result.samples_path, result.trace_path):
+        assert work.index is not None
+        cell = self._cells[work.index].id
+        if event["path"] not in (f"samples/{cell}.csv", f"traces/{cell}.csv"):
             raise RecordError(f"a node sent the file {event['path']!r}, which no record names")
         path = self._task.folder / event["path"]
         work.files.append(path)
-        with run_folder.writing(path, "; the record of its cell is kept"):
+        with run_folder.writing(path, f"; the measurement of {cell} is lost"):
             path.parent.mkdir(exist_ok=True)
             with path.open("wb" if event["is_first"] else "ab") as file:
                 file.write(base64.b64decode(event["content"]))

@@ -1,7 +1,9 @@
 """Find the nodes of a cluster that can measure, and what they can do, before a run is planned."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from weighin import __version__
 from weighin.engines.dispatch import Demand, Node
@@ -83,19 +85,20 @@ class Fleet:
 
 
 def find(cluster: Cluster) -> Fleet:
-    """Return the cluster's nodes that can measure.
+    """Return the cluster's nodes that can measure. A node that does not answer is left out.
 
     Raises:
         ConfigError: no node has a slot, Ray's memory monitor is on, or a node has another weighin.
     """
     nodes = cluster.nodes()
-    if not nodes:
+    check_monitors(cluster, nodes)
+    found = probe(cluster, nodes)
+    if not found:
         raise ConfigError(
             f"no node of the cluster has the resource {SLOT}, and the labels that --label names",
             f"start the nodes that may measure with it: {START} --address HOST:6379",
         )
-    check_monitors(cluster, nodes)
-    return Fleet(probe(cluster, nodes))
+    return Fleet(found)
 
 
 def check_monitors(cluster: Cluster, nodes: Sequence[RayNode]) -> None:
@@ -104,8 +107,12 @@ def check_monitors(cluster: Cluster, nodes: Sequence[RayNode]) -> None:
     The monitor watches the memory of the whole node and kills tasks: a cell that needs much memory
     would be killed by Ray, and not at its limit by the kernel.
     """
-    states = [(node, cluster.monitor(node)) for node in nodes]
-    if on := [f"{node.name}: {state}" for node, state in states if state.is_on]:
+    on = []
+    for node in nodes:
+        with suppress(LostTask):
+            if (state := cluster.monitor(node)).is_on:
+                on.append(f"{node.name}: {state}")
+    if on:
         raise ConfigError(
             f"Ray's memory monitor is on, and would kill cells before their limit does: {'; '.join(on)}",
             f"stop these nodes (ray stop) and start them with the monitor off: {START}",
@@ -113,43 +120,37 @@ def check_monitors(cluster: Cluster, nodes: Sequence[RayNode]) -> None:
 
 
 def probe(cluster: Cluster, nodes: Sequence[RayNode]) -> list[FleetNode]:
-    """Ask all nodes at the same time what they can do.
+    """Ask all nodes at the same time what they can do; a node that is lost gives no answer.
 
     Raises:
-        ConfigError: a node has no weighin, or another version of it, or was lost.
+        ConfigError: a node has no weighin, or another version of it.
     """
     tasks = [cluster.submit(node, {"kind": "probe", "gpu": node.gpus > 0}) for node in nodes]
     found = []
     for node, task in zip(nodes, tasks, strict=True):
-        try:
+        with suppress(LostTask):
             events = list(filter(None, map(decode_event, iter(task.next_event, None))))
-        except LostTask as lost:
-            raise ConfigError(f"the node {node.name} does not answer: {lost.message}") from None
-        answers = {event["event"]: event for event in events}
-        if "node" not in answers:
-            problem = answers.get("error", {}).get("message") or answers["ended"]["stderr"]
-            raise ConfigError(
-                f"weighin does not run on the node {node.name}: {problem}",
-                f"install it there, in Ray's environment: pip install 'weighin[ray]=={__version__}'",
-            )
-        facts = answers["node"]
-        if facts["weighin"] != __version__:
-            raise ConfigError(
-                f"the node {node.name} has weighin {facts['weighin']}, and this machine {__version__}",
-                f"install the same version there: pip install 'weighin[ray]=={__version__}'",
-            )
-        found.append(
-            FleetNode(
-                Node(
-                    node.id,
-                    node.name,
-                    facts["ram_bytes"],
-                    facts["free_ram_bytes"],
-                    tuple(facts["gpu_bytes"]),
-                ),
-                node,
-                facts["isolations"],
-                facts["no_soft_limit"],
-            )
-        )
+            found.append(_described(node, {event["event"]: event for event in events}))
     return found
+
+
+def _described(node: RayNode, answers: Mapping[str, Mapping[str, Any]]) -> FleetNode:
+    if "node" not in answers:
+        problem = answers.get("error", {}).get("message") or answers["ended"]["stderr"]
+        raise ConfigError(
+            f"weighin does not run on the node {node.name}: {problem}",
+            f"install it there, in Ray's environment: pip install 'weighin[ray]=={__version__}'",
+        )
+    facts = answers["node"]
+    if facts["weighin"] != __version__:
+        raise ConfigError(
+            f"the node {node.name} has weighin {facts['weighin']}, and this machine {__version__}",
+            f"install the same version there: pip install 'weighin[ray]=={__version__}'",
+        )
+    gpu_bytes = tuple(facts["gpu_bytes"])
+    return FleetNode(
+        Node(node.id, node.name, facts["ram_bytes"], facts["free_ram_bytes"], gpu_bytes),
+        node,
+        facts["isolations"],
+        facts["no_soft_limit"],
+    )
