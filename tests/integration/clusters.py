@@ -57,6 +57,7 @@ class Nodes:
             "PYTHONPATH": str(ROOT / "harness"),
             "WEIGHIN_CACHE": str(self.cache),
             "WEIGHIN_LOCK": lock,
+            "DOCKER_HOST": "unix:///nonexistent",  # the nodes have cgroups, and no Docker
         }
         if monitor is not None:
             variables["RAY_memory_monitor_refresh_ms"] = monitor

@@ -1,6 +1,7 @@
 """Real cells on three nodes of a Ray cluster: lost nodes, killed drivers, Ray's memory monitor."""
 
 import json
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,15 +110,19 @@ def _identity(record: dict[str, Any]) -> str:
     return json.dumps(record["cell"], sort_keys=True)
 
 
-def test_a_node_with_rays_memory_monitor_is_refused(
-    command: CommandLine, nodes: Nodes, hold: Path
+@pytest.fixture
+def watched(nodes: Nodes) -> Iterator[Any]:
+    """A node that was started with Ray's memory monitor on, beside a node without it."""
+    nodes.grow(1)
+    node = nodes.add(monitor=None)
+    yield node
+    nodes.kill(node)
+
+
+def test_a_node_with_rays_memory_monitor_is_refused_and_examined(
+    command: CommandLine, nodes: Nodes, hold: Path, watched: Any
 ) -> None:
-    nodes.grow(1)  # whose monitor is off
-    watched = nodes.add(monitor=None)
-    try:
-        ended = start(command, nodes).end()
-    finally:
-        nodes.kill(watched)
+    ended = start(command, nodes).end()
     assert (ended.code, ended.out) == (2, "")
     head, repair = ended.err.splitlines()
     assert head.startswith(
@@ -125,11 +130,31 @@ def test_a_node_with_rays_memory_monitor_is_refused(
     )
     name = f"/{watched.node_id[:8]}: on (RAY_memory_monitor_refresh_ms is not set: Ray's default)"
     assert head.endswith(name)
+    assert head.count(": on (") == 1
     assert repair == (
         "stop these nodes (ray stop) and start them with the monitor off:"
         """ RAY_memory_monitor_refresh_ms=0 ray start --resources '{"weighin_slot": 1}'"""
     )
     assert not (command.folder / "run").exists()
+
+    ended = command.run("doctor", "--engine", "ray", "--address", nodes.address, "--json", "-")
+    assert (ended.code, ended.left) == (3, []), ended.err
+    examined = {node["id"]: node for node in json.loads(ended.out)["nodes"]}
+    assert {node["can_measure"] for node in examined.values()} == {True, False}
+    assert not examined[watched.node_id]["can_measure"]
+    for node in examined.values():
+        lines = {one["subject"]: one for one in node["capabilities"]}
+        assert node["holds_a_limit"]
+        assert lines["isolation cgroup enforces a limit"]["verdict"] == "yes"
+        assert lines["nested memory limits"]["verdict"] == "yes"
+        expected = "yes" if node["can_measure"] else "no"
+        assert lines["no memory monitor of Ray"]["verdict"] == expected
+        assert lines["clock"]["verdict"] == "yes"
+        offset = re.match(
+            r"([-+]\d+\.\d) ms from .*, within (\d+\.\d) ms", lines["clock"]["detail"]
+        )
+        assert offset
+        assert abs(float(offset[1])) <= float(offset[2]) + 0.1  # the driver has the same clock
 
 
 def test_the_error_without_a_node_that_may_measure(
