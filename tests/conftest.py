@@ -39,6 +39,7 @@ RUNS = {
     "test_documented_runs.py",
     "test_finding_floors.py",
     "test_fleet.py",
+    "test_fleet_examples.py",
     "test_full_disk.py",
     "test_own_models.py",
     "test_pretrained_folders.py",
