@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from weighin.engines.dispatch import Node
 from weighin.engines.ray import cluster as clusters
@@ -89,7 +89,7 @@ def started(nodes: int) -> Iterator[str]:
     """Start a cluster whose head does not measure; yield its address."""
     from ray.cluster_utils import Cluster as LocalCluster
 
-    size = {"object_store_memory": _OBJECT_STORE_BYTES}
+    size: dict[str, Any] = {"object_store_memory": _OBJECT_STORE_BYTES}
     head = size | {"num_cpus": 0, "include_dashboard": False}
     local = LocalCluster(initialize_head=True, head_node_args=head)
     try:
@@ -104,6 +104,8 @@ def measured(address: str, *, cells: int) -> Cost:
     """Run cells that end at once, and return the driver's cost of each."""
     readings: list[tuple[float, float]] = []
 
+    count, most_kib = 0, 0
+
     def finished(_: object) -> None:
         nonlocal count, most_kib
         count += 1
@@ -111,7 +113,6 @@ def measured(address: str, *, cells: int) -> Cost:
             readings.append((time.monotonic(), time.process_time()))
         most_kib = max(most_kib, resident_kib())
 
-    count, most_kib = 0, 0
     run(address, relay_of(0), _WARM_UP, nodes=2, progress=Progress())  # imports and connects
     before_kib = resident_kib()
     run(address, relay_of(0), cells, nodes=2, progress=Progress(finished=finished))

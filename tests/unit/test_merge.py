@@ -84,7 +84,8 @@ def test_missing_cells_and_shards_are_named() -> None:
         app.app, ["merge", "shard-1-4", "shard-3-4", "--out", "json", "--json", "-"]
     )
     assert json.loads(result.stdout) == {
-        "folder": "json",
+        "schema": 1,
+        "run": "json",
         "records": 2,
         "missing": [PLAN[1].id, PLAN[3].id],
         "missing_shards": ["2/4", "4/4"],

@@ -15,6 +15,7 @@ from weighin.records import run_folder
 from weighin.records.run_folder import Plan
 from weighin.run.shard import Shard, parse
 
+SCHEMA: Final = 1
 _OF_A_PART: Final = ("shard", "engine")
 """Settings in which the parts of one plan may differ."""
 
@@ -32,7 +33,8 @@ class Merged:
     def as_json(self) -> dict[str, Any]:
         """Return the result for ``--json``."""
         return {
-            "folder": str(self.folder),
+            "schema": SCHEMA,
+            "run": str(self.folder),
             "records": len(self.results),
             "missing": [cell.id for cell in self.missing],
             "missing_shards": [str(shard) for shard in self.missing_shards],
