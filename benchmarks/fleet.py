@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from weighin.engines.dispatch import Node
+from weighin.engines.driver import Driver
 from weighin.engines.ray import cluster as clusters
 from weighin.engines.ray.cluster import Cluster, Relay
-from weighin.engines.ray.driver import Driver
-from weighin.engines.ray.fleet import FleetNode
+from weighin.engines.ray.engine import placed
+from weighin.engines.ray.fleet import RayTransport
+from weighin.engines.transport import NodeFacts
 from weighin.isolation import select
 from weighin.records import run_folder
 from weighin.run.runner import Progress, Run
@@ -141,7 +143,8 @@ def run(address: str, relay: Relay, cells: int, *, nodes: int, progress: Progres
         run_folder.write_plan(Path(folder), [each.cell for each in planned], settings)
         task = Run(Path(folder), planned, select.named("process"))
         with clusters.connected(address, {}, relay) as cluster:
-            Driver(cluster, described(cluster)[:nodes], task, progress).run()
+            nodes_used = described(cluster)[:nodes]
+            Driver(RayTransport(cluster), nodes_used, task, progress, placed).run()
         records = run_folder.read(Path(folder)).results
         assert len({record.cell.repeat for record in records}) == len(records) == cells
 
@@ -154,10 +157,10 @@ def plan(cells: int) -> list[Planned]:
     return [Planned.of(replace(cell, repeat=repeat), info) for repeat in range(cells)]
 
 
-def described(cluster: Cluster) -> Sequence[FleetNode]:
+def described(cluster: Cluster) -> Sequence[NodeFacts]:
     """Return the cluster's nodes, without asking them what they can isolate."""
     return [
-        FleetNode(Node(node.id, node.name, 8 * GIB, 8 * GIB), node, {"process": ""})
+        NodeFacts(Node(node.id, node.name, 8 * GIB, 8 * GIB), {"process": ""})
         for node in cluster.nodes()
     ]
 

@@ -33,6 +33,7 @@ if "WEIGHIN_LOCK" not in os.environ or "PYTEST_XDIST_WORKER" in os.environ:
 RUNS = {
     "test_bad_checkpoints.py",
     "test_bad_input.py",
+    "test_concurrent_cells.py",
     "test_cuda.py",
     "test_docker.py",
     "test_doctor.py",

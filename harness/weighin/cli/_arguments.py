@@ -26,6 +26,7 @@ _BESIDE_SUITE = _BESIDE_ALL | {
     "base_image",
     "mounts",
     "engine",
+    "jobs",
     "address",
     "labels",
     "shard",

@@ -113,6 +113,13 @@ EXAMPLES = (
 @_options.suite
 @_options.engine
 @click.option(
+    "--jobs",
+    default=1,
+    metavar="N",
+    help="Measure up to N cells at once on this machine, for their memory alone: their RAM limits"
+    " must fit into the free RAM together, and their times are not comparable.",
+)
+@click.option(
     "--shard",
     metavar="I/N",
     help="Measure only every N-th cell of the plan, beginning with cell I, from 1. `weighin merge`"
@@ -177,7 +184,7 @@ def _planned(typed: dict[str, Any]) -> "Iterator[tuple[Run, Engine]]":
         with base.opened(settings) as engine:
             yield replace(task, patience_s=patience_s), engine
         return
-    settings = base.settings(typed["engine"], typed["address"], typed["labels"])
+    settings = base.settings(typed["engine"], typed["address"], typed["labels"], typed["jobs"])
     with base.opened(settings) as engine:
         task, note = request.start(replace(_request(typed), engine=settings), engine.site)
         if note:

@@ -29,8 +29,10 @@ class Engine(Protocol):
         ...
 
 
-def settings(name: str, address: str | None, labels: Sequence[str]) -> dict[str, Any]:
-    """Return an engine's settings for the plan, which are empty for the local engine.
+def settings(
+    name: str, address: str | None, labels: Sequence[str], jobs: int = 1
+) -> dict[str, Any]:
+    """Return an engine's settings for the plan, which are empty for cells that run one by one.
 
     Raises:
         UnknownName: no engine has this name.
@@ -38,11 +40,17 @@ def settings(name: str, address: str | None, labels: Sequence[str]) -> dict[str,
     """
     if name not in NAMES:
         raise UnknownName("engine", name, NAMES)
+    if jobs < 1:
+        raise ConfigError(f"--jobs {jobs} runs nothing", "give the number of cells to run at once")
     if name == "local":
         if address or labels:
             option = "--address" if address else "--label"
             raise ConfigError(f"{option} belongs to a fleet", "add --engine ray, or leave it out")
-        return {}
+        return {"name": name, "jobs": jobs} if jobs > 1 else {}
+    if jobs > 1:
+        raise ConfigError(
+            "--jobs is for one machine: a node of a fleet runs one cell at a time", "leave it out"
+        )
     pairs = [label.partition("=") for label in labels]
     for key, divided, value in pairs:
         if not (key and divided and value):
@@ -67,6 +75,10 @@ def opened(chosen: Mapping[str, Any]) -> AbstractContextManager[Engine]:
         from weighin.engines.local import LocalEngine
 
         return LocalEngine()
+    if chosen["name"] == "local":
+        from weighin.engines import jobs
+
+        return jobs.opened(chosen["jobs"])
     from weighin.engines.ray.engine import opened as ray_opened  # ray takes a second to import
 
     return ray_opened(chosen["address"], chosen["labels"])

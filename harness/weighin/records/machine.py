@@ -34,7 +34,19 @@ _POLICIES: Final[tuple[tuple[str, Policy], ...]] = (
     ("page_bytes", "fail"),
     ("settings.*", "fail"),
 )
-TIMING: Final = ("machine", "cpu", "cpus", "threads", "gpu", "kernel", "torch", "settings.*")
+CONCURRENT: Final = "concurrent_cells"
+"""The number of cells that were measured at once, if more than one: their times are not judged."""
+TIMING: Final = (
+    "machine",
+    "cpu",
+    "cpus",
+    "threads",
+    "gpu",
+    "kernel",
+    "torch",
+    "settings.*",
+    CONCURRENT,
+)
 """Times are not compared if one of these differs."""
 
 _OF_MACHINE: Final = (

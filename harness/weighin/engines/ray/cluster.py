@@ -1,12 +1,13 @@
 """Talk to a Ray cluster: its nodes, the state of their memory monitors, and tasks on one node."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from weighin.engines.ray import relay
+from weighin.engines.transport import LostTask
 from weighin.errors import ConfigError, extra
 from weighin.protocol import encode_event
 from weighin.text import one_line
@@ -47,17 +48,8 @@ class MemoryMonitor:
         return f"{'on' if self.is_on else 'off'} ({self.source})"
 
 
-class LostTask(Exception):
-    """A task ended without its last event. ``with_node``: because its node was lost."""
-
-    def __init__(self, message: str, *, with_node: bool) -> None:
-        super().__init__(message)
-        self.message = message
-        self.with_node = with_node
-
-
-class Task:
-    """An assignment that runs on a node."""
+class RayTask:
+    """An assignment that runs on a node (``weighin.engines.transport.Task``)."""
 
     def __init__(self, stream: "ObjectRefGenerator") -> None:
         self.stream = stream
@@ -131,14 +123,14 @@ class Cluster:
         """Return the time of a node's clock, in nanoseconds since 1970."""
         return int(self._ask(self._clock, node))
 
-    def submit(self, node: RayNode, assignment: Mapping[str, Any]) -> Task:
+    def submit(self, node: RayNode, assignment: Mapping[str, Any]) -> RayTask:
         """Start an assignment in the node's slot; one node runs one assignment at a time."""
         line = encode_event({"event": "assignment", **assignment}).rstrip(b"\n")
         resources = {SLOT: 1.0}
         options = {"resources": resources, "num_gpus": node.gpus, "label_selector": self._at(node)}
-        return Task(self._relay.options(**options).remote(line))
+        return RayTask(self._relay.options(**options).remote(line))
 
-    def wait(self, tasks: list[Task], timeout_s: float) -> list[Task]:
+    def wait(self, tasks: Sequence[RayTask], timeout_s: float) -> list[RayTask]:
         """Return the tasks that have a next event, or have ended, within ``timeout_s``."""
         streams = {id(task.stream): task for task in tasks}
         ready, _ = ray.wait(

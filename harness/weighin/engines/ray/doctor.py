@@ -12,7 +12,8 @@ from weighin.doctor import doctor as doctors
 from weighin.doctor.capabilities import Capability
 from weighin.doctor.doctor import Examination
 from weighin.engines.ray import cluster as clusters
-from weighin.engines.ray.cluster import SLOT, START, Cluster, LostTask, RayNode, Task
+from weighin.engines.ray.cluster import SLOT, START, Cluster, RayNode, RayTask
+from weighin.engines.transport import LostTask
 from weighin.errors import ConfigError
 from weighin.protocol import decode_event
 
@@ -81,7 +82,7 @@ def as_json(nodes: Sequence[NodeExamination]) -> dict[str, Any]:
 
 
 def _examined(
-    cluster: Cluster, node: RayNode, task: Task, say: Callable[[str], None]
+    cluster: Cluster, node: RayNode, task: RayTask, say: Callable[[str], None]
 ) -> NodeExamination:
     answers = {}
     while (line := task.next_event()) is not None:

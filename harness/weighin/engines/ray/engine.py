@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from weighin.engines.dispatch import Node
+from weighin.engines.driver import Driver
 from weighin.engines.ray import cluster as clusters
 from weighin.engines.ray import fleet
 from weighin.engines.ray.cluster import Cluster
-from weighin.engines.ray.driver import Driver
-from weighin.engines.ray.fleet import Fleet
+from weighin.engines.ray.fleet import Fleet, RayTransport
 from weighin.record import Result
 from weighin.records import run_folder
 from weighin.run import runner
@@ -24,8 +25,14 @@ class RayEngine:
 
     def run(self, task: Run, progress: Progress) -> Sequence[Result]:
         with runner.discarding(task):
-            Driver(self.cluster, self.site.nodes, task, progress).run()
+            Driver(RayTransport(self.cluster), self.site.nodes, task, progress, placed).run()
         return run_folder.read(task.folder).results
+
+
+def placed(result: Result, node: Node) -> Result:
+    """Add the node's name and id to a result."""
+    where = {"node": {"name": node.name, "id": node.id}}
+    return replace(result, environment=result.environment | where)
 
 
 @contextmanager

@@ -1,13 +1,14 @@
 """Find the nodes of a cluster that can measure, and what they can do, before a run is planned."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from weighin import __version__
 from weighin.engines.dispatch import Demand, Node
-from weighin.engines.ray.cluster import SLOT, START, Cluster, LostTask, RayNode
+from weighin.engines.ray.cluster import SLOT, START, Cluster, RayNode, RayTask
+from weighin.engines.transport import LostTask, NodeFacts
 from weighin.errors import ConfigError, IsolationUnavailable
 from weighin.isolation import select
 from weighin.isolation.base import Isolation
@@ -16,20 +17,10 @@ from weighin.units import format_bytes, format_exact
 
 
 @dataclass(frozen=True, slots=True)
-class FleetNode:
-    """A node that can measure. ``isolations`` maps each isolation to the reason why it does not work."""
-
-    node: Node
-    ray: RayNode
-    isolations: Mapping[str, str]
-    no_soft_limit: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Fleet:
     """The nodes of a cluster, as the site of a run (``weighin.run.site.Site``)."""
 
-    nodes: Sequence[FleetNode]
+    nodes: Sequence[NodeFacts]
 
     def check_ram(self, limits: Sequence[int | None]) -> None:
         most = max(each.node.ram_bytes for each in self.nodes)
@@ -84,6 +75,41 @@ class Fleet:
                 )
 
 
+class RayTransport:
+    """A cluster as the transport of a driver (``weighin.engines.transport.Transport``)."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._nodes = {node.id: node for node in cluster.nodes()}
+        self._refused: set[str] = set()
+
+    def submit(self, node: Node, assignment: Mapping[str, Any]) -> RayTask:
+        return self._cluster.submit(self._nodes[node.id], assignment)
+
+    def wait(self, tasks: Sequence[RayTask], timeout_s: float) -> Sequence[RayTask]:
+        return self._cluster.wait(tasks, timeout_s)
+
+    def is_alive(self, node: Node) -> bool:
+        return any(each.id == node.id for each in self._cluster.nodes())
+
+    def ask_again(self, nodes: Sequence[Node]) -> Sequence[NodeFacts]:
+        return probe(self._cluster, [self._nodes[node.id] for node in nodes])
+
+    def joined(self, known: Collection[str]) -> tuple[Sequence[NodeFacts], Sequence[str]]:
+        found, refused = [], []
+        for node in self._cluster.nodes():
+            if node.id in known or node.id in self._refused:
+                continue
+            try:
+                check_monitors(self._cluster, [node])
+                found += probe(self._cluster, [node])
+            except ConfigError as error:
+                self._refused.add(node.id)
+                refused.append(f"no cell for {node.name}: {error.message}")
+            self._nodes[node.id] = node
+        return found, refused
+
+
 def find(cluster: Cluster) -> Fleet:
     """Return the cluster's nodes that can measure. A node that does not answer is left out.
 
@@ -119,7 +145,7 @@ def check_monitors(cluster: Cluster, nodes: Sequence[RayNode]) -> None:
         )
 
 
-def probe(cluster: Cluster, nodes: Sequence[RayNode]) -> list[FleetNode]:
+def probe(cluster: Cluster, nodes: Sequence[RayNode]) -> list[NodeFacts]:
     """Ask all nodes at the same time what they can do; a node that is lost gives no answer.
 
     Raises:
@@ -134,7 +160,7 @@ def probe(cluster: Cluster, nodes: Sequence[RayNode]) -> list[FleetNode]:
     return found
 
 
-def _described(node: RayNode, answers: Mapping[str, Mapping[str, Any]]) -> FleetNode:
+def _described(node: RayNode, answers: Mapping[str, Mapping[str, Any]]) -> NodeFacts:
     if "node" not in answers:
         problem = answers.get("error", {}).get("message") or answers["ended"]["stderr"]
         raise ConfigError(
@@ -148,9 +174,8 @@ def _described(node: RayNode, answers: Mapping[str, Mapping[str, Any]]) -> Fleet
             f"install the same version there: pip install 'weighin[ray]=={__version__}'",
         )
     gpu_bytes = tuple(facts["gpu_bytes"])
-    return FleetNode(
+    return NodeFacts(
         Node(node.id, node.name, facts["ram_bytes"], facts["free_ram_bytes"], gpu_bytes),
-        node,
         facts["isolations"],
         facts["no_soft_limit"],
     )

@@ -1,21 +1,19 @@
-"""Run a plan on the nodes of a cluster: this process alone chooses nodes and writes records."""
+"""Run a plan on several nodes: this process alone chooses nodes and writes records."""
 
 import base64
 import fcntl
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from weighin.engines.dispatch import MOST_LOSSES, Dispatch
-from weighin.engines.ray import fleet
-from weighin.engines.ray.cluster import Cluster, LostTask, Task
-from weighin.engines.ray.fleet import FleetNode
-from weighin.errors import ConfigError, HarnessError, MachineBusy, NoNodeLeft, RecordError
+from weighin.engines.dispatch import MOST_LOSSES, Dispatch, Node
+from weighin.engines.transport import LostTask, NodeFacts, Task, Transport
+from weighin.errors import HarnessError, MachineBusy, NoNodeLeft, RecordError
 from weighin.probes import environment
 from weighin.protocol import decode_event
 from weighin.record import SCHEMA, Outcome, Result
@@ -51,7 +49,7 @@ class _Work:
 class _Member:
     """A node of the fleet, and its current work."""
 
-    facts: FleetNode
+    facts: NodeFacts
     is_prepared: bool = False
     work: _Work | None = None
     step: str = ""
@@ -62,12 +60,21 @@ class _Member:
 
 
 class Driver:
-    """One run of a plan. Each node prepares itself once, and then gets cell after cell."""
+    """One run of a plan. Each node prepares itself once, and then gets cell after cell.
+
+    ``placed`` adds the node to a result.
+    """
 
     def __init__(
-        self, cluster: Cluster, nodes: Sequence[FleetNode], task: Run, progress: Progress
+        self,
+        transport: Transport,
+        nodes: Sequence[NodeFacts],
+        task: Run,
+        progress: Progress,
+        placed: Callable[[Result, Node], Result],
     ) -> None:
-        self._cluster = cluster
+        self._transport = transport
+        self._placed_on = placed
         self._task = task
         self._progress = progress
         self._members = {each.node.id: _Member(each) for each in nodes if self._can_isolate(each)}
@@ -120,13 +127,13 @@ class Driver:
                 continue
             by_task = {id(member.work.task): member for member in busy if member.work}
             tasks = [member.work.task for member in busy if member.work]
-            for task in self._cluster.wait(tasks, _WAIT_S):
+            for task in self._transport.wait(tasks, _WAIT_S):
                 self._take_event(by_task[id(task)])
 
     def _look_again(self) -> None:
         """Ask all nodes for their free RAM; raise NoNodeLeft if no node can go on now."""
-        nodes = [member.facts.ray for member in self._members.values()]
-        answers = {facts.node.id: facts for facts in fleet.probe(self._cluster, nodes)}
+        nodes = [member.facts.node for member in self._members.values()]
+        answers = {facts.node.id: facts for facts in self._transport.ask_again(nodes)}
         for member in list(self._members.values()):
             if facts := answers.get(member.facts.node.id):
                 member.facts = facts
@@ -154,8 +161,8 @@ class Driver:
             self._show(member, cell.strategy)
 
     def _submit(self, member: _Member, kind: str, cells: list[dict[str, Any]]) -> Task:
-        return self._cluster.submit(
-            member.facts.ray,
+        return self._transport.submit(
+            member.facts.node,
             {
                 "kind": kind,
                 "operation": cells[0]["operation"],
@@ -237,7 +244,7 @@ class Driver:
     def _is_gone(self, member: _Member) -> bool:
         deadline_s = time.monotonic() + _NODE_LOSS_S
         while time.monotonic() < deadline_s:
-            if member.facts.node.id not in {node.id for node in self._cluster.nodes()}:
+            if not self._transport.is_alive(member.facts.node):
                 return True
             time.sleep(_WAIT_S)
         return False
@@ -250,20 +257,14 @@ class Driver:
         self._progress.preparing(f"no further cell for {member.name}: {error.message}", None)
 
     def _take_new_nodes(self) -> None:
-        for node in self._cluster.nodes():
-            if node.id in self._known:
-                continue
-            self._known.add(node.id)
-            try:
-                fleet.check_monitors(self._cluster, [node])
-                answers = fleet.probe(self._cluster, [node])
-            except ConfigError as error:
-                self._progress.preparing(f"no cell for {node.name}: {error.message}", None)
-                continue
-            usable = filter(self._can_isolate, answers)
-            self._members |= {each.node.id: _Member(each) for each in usable}
+        joined, refused = self._transport.joined(self._known)
+        for line in refused:
+            self._progress.preparing(line, None)
+        self._known |= {facts.node.id for facts in joined}
+        usable = filter(self._can_isolate, joined)
+        self._members |= {facts.node.id: _Member(facts) for facts in usable}
 
-    def _can_isolate(self, facts: FleetNode) -> bool:
+    def _can_isolate(self, facts: NodeFacts) -> bool:
         return not facts.isolations[self._task.isolation.name]
 
     def _stuck(self) -> HarnessError:
@@ -284,8 +285,8 @@ class Driver:
         self._progress.finished(result)
 
     def _placed(self, result: Result, member: _Member) -> Result:
-        node = {"name": member.name, "id": member.facts.node.id}
-        return replace(result, environment=result.environment | self._code | {"node": node})
+        result = replace(result, environment=result.environment | self._code)
+        return self._placed_on(result, member.facts.node)
 
     def _failed(self, index: int, member: _Member, why: str) -> Result:
         result = Result(
@@ -322,7 +323,7 @@ class Driver:
         deadline_s = time.monotonic() + _CANCELLING_S
         while busy and time.monotonic() < deadline_s:
             tasks = {id(m.work.task): m for m in busy if m.work}
-            for task in self._cluster.wait([m.work.task for m in busy if m.work], _WAIT_S):
+            for task in self._transport.wait([m.work.task for m in busy if m.work], _WAIT_S):
                 try:
                     has_ended = task.next_event() is None
                 except LostTask:
