@@ -33,6 +33,7 @@ LONGEST = (
     "test_recommending.py",
     "test_zoo.py",
     "test_pretrained_folders.py",
+    "test_fleet.py",
 )
 
 settings.register_profile("untimed", deadline=None)  # a busy machine must not fail a test
@@ -100,6 +101,13 @@ def _vm_missing() -> str:
     return ""
 
 
+@cache
+def _ray_missing() -> str:
+    from importlib.util import find_spec
+
+    return "" if find_spec("ray") else "ray is not installed: pip install 'weighin[ray]'"
+
+
 def _root_missing() -> str:
     return (
         ""
@@ -114,6 +122,7 @@ _MISSING: dict[str, Callable[[], str]] = {
     "cuda": _cuda_missing,
     "browser": _browser_missing,
     "vm": _vm_missing,
+    "ray": _ray_missing,
     "root": _root_missing,
 }
 

@@ -14,6 +14,7 @@
         - DamagedRecord       a line of a record file is not a record
      x StillRunning           a process goes on after SIGKILL                              exit 4
      x MachineBusy            another run is measuring on this machine                     exit 4
+     x NoNodeLeft             no node of a fleet can run the remaining cells               exit 4
      x Interrupted            Ctrl-C or SIGTERM, raised once everything is cleaned up      exit 130
 
 ``weighin.exit_codes`` explains the exit codes 0 to 5 and 130. The command line turns any other
@@ -109,6 +110,12 @@ class StillRunning(HarnessError):
 
 class MachineBusy(HarnessError):
     """Another run is measuring on this machine; simultaneous runs would distort both results."""
+
+    exit_code = 4
+
+
+class NoNodeLeft(HarnessError):
+    """No node of a fleet can run the cells that have no record yet."""
 
     exit_code = 4
 

@@ -23,13 +23,14 @@ LONG = ("gpt2-medium", "gpt2-large", "gpt2-xl", "ram-sweep", "half-precision", "
 """What takes more than a minute or two."""
 OTHERS = (
     "--device cuda",
+    "--engine ray",
     "--resume",
     "--update",
     "Qwen",
     "--suite suite.yaml",
     "--suite training",
 )
-"""What needs a GPU, a network's cache, or an earlier command of the same page."""
+"""What needs a GPU, a cluster, a network's cache, or an earlier command of the same page."""
 
 
 def quick() -> list[str]:

@@ -12,7 +12,11 @@ from weighin.cli import app
 VERBS = {
     ("doctor",): (
         "Test which limits this machine can enforce, and which figures it can measure.",
-        ["weighin doctor", "weighin doctor --calibrate --json -"],
+        [
+            "weighin doctor",
+            "weighin doctor --calibrate --json -",
+            "weighin doctor --engine ray --address head:6379",
+        ],
     ),
     ("list",): (
         "List the strategies, models, suites and isolations.",
@@ -33,6 +37,8 @@ VERBS = {
             "weighin bench gpt2-medium --device cuda --vram 1g --trace",
             "weighin bench --model my.nets:build --kwargs '{\"width\": 64}' --checkpoint w.pt",
             "weighin bench --suite ci --out results/ci",
+            "weighin bench --suite ci --engine ray --address head:6379 --out results/fleet",
+            "weighin bench --suite ci --shard 2/8 --out results/shard-2",
             "weighin bench --resume results/20261120T093000-gpt2-xl-8GiB",
         ],
     ),
@@ -60,6 +66,7 @@ VERBS = {
         [
             "weighin compare results/torch-2.13 results/torch-2.14",
             "weighin compare results/main results/branch --metrics above_import,ready",
+            "weighin compare results/fleet --by machine",
         ],
     ),
     ("check",): (
@@ -70,6 +77,13 @@ VERBS = {
             'weighin check results/RUN --budget "streaming: anon <= 2GiB"',
             'weighin check results/RUN --budget "anon <= 2GiB" --expect baseline=oom_killed',
             "weighin check results/RUN --baseline baseline.yaml --github --json check.json",
+        ],
+    ),
+    ("merge",): (
+        "Join the records of several runs of one plan, such as its shards, into a new run.",
+        [
+            "weighin merge results/shard-1 results/shard-2 --out results/whole",
+            "weighin merge results/shard-* --out results/whole --json -",
         ],
     ),
     ("history",): (
@@ -127,9 +141,7 @@ VERBS = {
     ),
 }
 
-ORDER = (
-    "doctor list bench floor report compare check history recommend predict inspect convert cache"
-)
+ORDER = "doctor list bench floor merge report compare check history recommend predict inspect convert cache"
 PANELS = ["Before a run", "Measure", "Read and compare", "Choose", "Checkpoints"]
 
 

@@ -18,6 +18,7 @@ KEYS = {
     "list": {"strategies", "saving", "models", "suites", "isolations"},
     "bench": {"run", "series", "warnings", "files"},
     "floor": {"run", "floors", "files"},
+    "merge": {"run", "records", "missing", "missing_shards"},
     "report": {"run", "series", "warnings", "files"},
     "compare": {"runs", "common", "rows", "warnings"},
     "check": {"passed", "summary", "lines"},

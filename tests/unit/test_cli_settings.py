@@ -31,7 +31,7 @@ def asked(here: Path, monkeypatch: pytest.MonkeyPatch) -> Measured:
     """Type a command, and return the request that its run would have started with."""
     requests: list[Request] = []
 
-    def start(wanted: Request) -> Any:
+    def start(wanted: Request, *_: object) -> Any:
         requests.append(wanted)
         raise Started
 

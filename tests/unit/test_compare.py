@@ -9,7 +9,7 @@ from test_check import run_of, typed
 from test_evaluate import STREAMING, grown
 
 from weighin.errors import ConfigError
-from weighin.gate.compare import compare, write_markdown
+from weighin.gate.compare import compare, compare_machines, write_markdown
 from weighin.record import Outcome, Result
 
 
@@ -99,4 +99,44 @@ def test_one_run_is_not_compared(runs: list[Path]) -> None:
         compare(runs[:1])
     assert str(caught.value) == (
         "cannot compare 1 run\nname two or more: weighin compare results/RUN_A results/RUN_B"
+    )
+
+
+def on(result: Result, cpu: str, node: str) -> Result:
+    facts = {"cpu": cpu, "node": {"name": node, "id": node}}
+    return replace(result, environment=result.environment | facts)
+
+
+def test_a_run_of_two_kinds_of_machine_says_so_and_is_compared_by_machine(runs: list[Path]) -> None:
+    baseline = make_cell("baseline")
+    mixed = run_of(
+        Path("fleet"),
+        on(make_result(STREAMING), "EPYC", "a"),
+        on(make_result(baseline, SCRIPTS["streaming"]), "EPYC", "b"),
+        on(grown(), "Grace", "c"),
+    )
+    by_run = compare([mixed, runs[0]])
+    assert by_run.warnings == (
+        "the figures of fleet are from 2 kinds of machine:"
+        " weighin compare fleet --by machine compares these",
+    )
+    code, text = typed("compare", "fleet", "--by", "machine", "--metrics", "above_import")
+    assert code == 0
+    lines = [line.rstrip() for line in text.splitlines()]
+    first, second = lines[:2]
+    assert first.startswith("A = machine ")
+    assert " (a, b): " in first
+    assert second.startswith("B = machine ")
+    assert " (c): " in second
+    assert second.endswith(", cpu: EPYC -> Grace")
+    words = [line.split() for line in lines]
+    assert ["streaming", "above_import", "6.450", "GiB", "6.770", "GiB"] in words
+
+
+def test_machines_of_one_kind_cannot_be_compared(runs: list[Path]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compare_machines([runs[0]])
+    assert str(caught.value) == (
+        "cannot compare machines: the records come from 1 kind of machine\n"
+        "name runs that were measured on two kinds of machine or more, or leave out --by machine"
     )

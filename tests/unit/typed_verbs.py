@@ -25,6 +25,7 @@ VERBS = {
     "list": ("list",),
     "bench": BENCH,
     "floor": ("floor", "gpt2-tiny", "--isolation", "cgroup", "--out", "floors"),
+    "merge": ("merge", "parts/1", "--out", "parts/whole"),
     "report": ("report", "runs/a", "--format", "csv"),
     "compare": ("compare", "runs/a", "runs/b"),
     "check": ("check", "runs/a", "--budget", "peak_rss <= 2 x model", "--all"),
@@ -50,6 +51,8 @@ def prepare(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 result.cell, outcome=result.outcome, started_at=started, environment=ENVIRONMENT
             )
             run_folder.append(folder / "runs" / name, again)
+    run_folder.write_plan(Path("parts/1"), [make_cell("streaming"), make_cell("baseline")])
+    run_folder.append(Path("parts/1"), make_result(make_cell("streaming")))
     save({"embedding.weight": zeros(10, 4), "head.weight": zeros(10, 4)}, "model.pt")
     monkeypatch.setattr(doctor, "examine", lambda _: EXAMINATION)
     monkeypatch.setattr(runner, "run", _run)

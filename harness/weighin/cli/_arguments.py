@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 DEFAULT_MODEL = "gpt2-small"
 
 _BESIDE_ALL = {"trust", "json_file", "wait"}
+_BESIDE_RESUME = _BESIDE_ALL | {"resume", "address"}
 _BESIDE_SUITE = _BESIDE_ALL | {
     "suite",
     "kwargs",
@@ -24,6 +25,11 @@ _BESIDE_SUITE = _BESIDE_ALL | {
     "folder",
     "base_image",
     "mounts",
+    "engine",
+    "jobs",
+    "address",
+    "labels",
+    "shard",
 }
 _BESIDE_SUITE |= {"checkpoint_dtype", "phases"}  # of predict
 _BESIDE_SUITE |= {"key", "strip_prefix"}
@@ -47,7 +53,7 @@ def _is_typed(context: click.Context, name: str) -> bool:
 def _refuse_ignored(typed: list[click.Parameter]) -> None:
     names = {one.name for one in typed}
     if "resume" in names:
-        reason, kept = "a resumed run keeps its plan", _BESIDE_ALL | {"resume"}
+        reason, kept = "a resumed run keeps its plan", _BESIDE_RESUME
         repair = "leave them out, or start a new run"
     elif "check" in names:
         reason, kept = "--check predicts the cells of a run", _BESIDE_ALL | {"check"}

@@ -189,6 +189,33 @@ json = click.option(
     " output.",
 )
 
+_cluster = (
+    click.option(
+        "--address",
+        metavar="ADDRESS",
+        help="The Ray cluster for --engine ray: HOST:PORT, or auto, which is the cluster of this"
+        " machine. Default: auto.",
+    ),
+    click.option(
+        "--label",
+        "labels",
+        multiple=True,
+        metavar="KEY=VALUE",
+        help="With --engine ray, use only nodes with this label, such as"
+        " ray.io/accelerator-type=H100. Repeatable.",
+    ),
+)
+engine = several(
+    click.option(
+        "--engine",
+        default="local",
+        metavar="NAME",
+        help="Where cells run: local, one by one on this machine, or ray, one at a time on each node"
+        " of a Ray cluster that has the resource weighin_slot.",
+    ),
+    *_cluster,
+)
+
 
 def timeout(seconds: float) -> Callable[[Any], Any]:
     """Return the option ``--timeout`` with its default."""

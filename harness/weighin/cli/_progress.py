@@ -1,6 +1,6 @@
 """Show the progress of a run: the current cell, the elapsed time and the number of cells left."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -50,6 +50,7 @@ class _Live:
             starting=self._start,
             phase=self._enter,
             narrowed=self._narrow,
+            nodes=self._show_nodes,
             finished=self._finish,
         )
 
@@ -65,6 +66,9 @@ class _Live:
 
     def _enter(self, phase: str) -> None:
         self._show(f"{self._cell}: {phase}")
+
+    def _show_nodes(self, steps: Mapping[str, str]) -> None:
+        self._show("\n".join(f"{name}: {step}" for name, step in steps.items()))
 
     def _narrow(self, text: str) -> None:
         self._print(f"  [bold]{escape(text)}[/]")

@@ -22,6 +22,7 @@ from weighin.cli.floor import floor
 from weighin.cli.history import history
 from weighin.cli.inspect import inspect
 from weighin.cli.list import list_
+from weighin.cli.merge import merge
 from weighin.cli.predict import predict
 from weighin.cli.recommend import recommend
 from weighin.cli.report import report
@@ -29,7 +30,7 @@ from weighin.errors import HarnessError, Interrupted, explain
 
 PANELS: Final[dict[str, Sequence[click.Command]]] = {
     "Before a run": (doctor, list_),
-    "Measure": (bench, floor),
+    "Measure": (bench, floor, merge),
     "Read and compare": (report, compare, check, history),
     "Choose": (recommend, predict),
     "Checkpoints": (inspect, convert, cache),

@@ -1,6 +1,8 @@
 """``weighin bench``: measure loads or saves of a model."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +13,7 @@ from weighin.cli._verb import Verb
 from weighin.cli.report import show_run
 
 if TYPE_CHECKING:
+    from weighin.engines.base import Engine
     from weighin.run.request import Request
     from weighin.run.runner import Run
 
@@ -37,6 +40,8 @@ EXAMPLES = (
     "weighin bench gpt2-medium --device cuda --vram 1g --trace",
     "weighin bench --model my.nets:build --kwargs '{\"width\": 64}' --checkpoint w.pt",
     "weighin bench --suite ci --out results/ci",
+    "weighin bench --suite ci --engine ray --address head:6379 --out results/fleet",
+    "weighin bench --suite ci --shard 2/8 --out results/shard-2",
     "weighin bench --resume results/20261120T093000-gpt2-xl-8GiB",
 )
 
@@ -108,6 +113,20 @@ EXAMPLES = (
 )
 @_options.seed
 @_options.suite
+@_options.engine
+@click.option(
+    "--jobs",
+    default=1,
+    metavar="N",
+    help="Measure up to N cells at once on this machine, for their memory alone: their RAM limits"
+    " must fit into the free RAM together, and their times are not comparable.",
+)
+@click.option(
+    "--shard",
+    metavar="I/N",
+    help="Measure only every N-th cell of the plan, beginning with cell I, from 1. `weighin merge`"
+    " joins the runs of all shards.",
+)
 @click.option(
     "--out",
     "folder",
@@ -130,40 +149,54 @@ EXAMPLES = (
 def bench(context: click.Context, /, **_: Any) -> None:
     """Measure memory and time of loading a model with each strategy in its own limited process."""
     from weighin.cli import _progress
-    from weighin.run import runner
     from weighin.run.request import resumable
 
     typed = _arguments.read(context)
-    _run.enter_scope(typed["isolation"])
-    task = _task(typed)
-    if not task.isolation.limits or all(one.cell.ram_limit_bytes is None for one in task.planned):
-        _console.note(
-            "nothing is limited: peaks are measured, but no strategy is shown to fit (--ram does)"
-        )
-    with (
-        _progress.progress(_console.err(), len(task.planned)) as progress,
-        resumable("bench", task),
-    ):
-        results = runner.run(task, progress)
+    if typed["engine"] == "local":
+        _run.enter_scope(typed["isolation"])
+    with _planned(typed) as (task, engine):
+        if not task.isolation.limits or all(
+            one.cell.ram_limit_bytes is None for one in task.planned
+        ):
+            _console.note(
+                "nothing is limited: peaks are measured, but no strategy is shown to fit (--ram does)"
+            )
+        with (
+            _progress.progress(_console.err(), len(task.planned)) as progress,
+            resumable("bench", task),
+        ):
+            results = engine.run(task, progress)
     show_run(task.folder, results, json_file=typed["json_file"])
     _run.end(context, results)
 
 
-def _task(typed: dict[str, Any]) -> "Run":
-    """Return the run to perform, which is a new run or the run to resume."""
+@contextmanager
+def _planned(typed: dict[str, Any]) -> "Iterator[tuple[Run, Engine]]":
+    """Return the run to perform, a new one or the one to resume, and the engine that performs it."""
+    from weighin.engines import base
     from weighin.run import request
 
+    patience_s = math.inf if typed["wait"] else 0
     if typed["resume"]:
         task = request.resume(typed["resume"], trusted=typed["trust"])
-    else:
-        task, note = request.start(_request(typed))
+        settings = dict(task.engine)
+        if typed["address"]:
+            settings |= base.settings(settings.get("name", "local"), typed["address"], ())
+            settings["labels"] = task.engine["labels"]
+        with base.opened(settings) as engine:
+            yield replace(task, patience_s=patience_s), engine
+        return
+    settings = base.settings(typed["engine"], typed["address"], typed["labels"], typed["jobs"])
+    with base.opened(settings) as engine:
+        task, note = request.start(replace(_request(typed), engine=settings), engine.site)
         if note:
             _console.note(note)
-    return replace(task, patience_s=math.inf if typed["wait"] else 0)
+        yield replace(task, patience_s=patience_s), engine
 
 
 def _request(typed: dict[str, Any]) -> "Request":
     from weighin.run.request import Request
+    from weighin.run.shard import parse
 
     asked = {name: typed[name] for name in _OF_SUITE} | {
         "models": [_arguments.one_model(typed["model"], typed["model_option"])],
@@ -188,4 +221,5 @@ def _request(typed: dict[str, Any]) -> "Request":
         folder=typed["folder"],
         base_image=typed["base_image"],
         mounts=typed["mounts"],
+        shard=parse(typed["shard"]) if typed["shard"] else None,
     )

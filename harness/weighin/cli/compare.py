@@ -10,6 +10,7 @@ from weighin.cli._verb import Argument, Verb
 EXAMPLES = (
     "weighin compare results/torch-2.13 results/torch-2.14",
     "weighin compare results/main results/branch --metrics above_import,ready",
+    "weighin compare results/fleet --by machine",
 )
 
 
@@ -23,6 +24,12 @@ EXAMPLES = (
     help="Folders of runs. Each later run is compared with the first run.",
 )
 @click.option(
+    "--by",
+    type=click.Choice(["run", "machine"]),
+    default="run",
+    help="The two sides of the comparison: runs, or the kinds of machine that measured the runs.",
+)
+@click.option(
     "--metrics",
     default="",
     show_default=False,
@@ -34,12 +41,13 @@ EXAMPLES = (
 )
 @_options.json
 def compare(
-    runs: tuple[Path, ...], metrics: str, markdown: Path | None, json_file: str | None
+    runs: tuple[Path, ...], by: str, metrics: str, markdown: Path | None, json_file: str | None
 ) -> None:
     """Show the figures of several runs side by side, such as two commits or two versions of torch."""
     from weighin.gate import compare as comparing
 
-    comparison = comparing.compare(runs, _arguments.names([metrics]))
+    compare_by = comparing.compare if by == "run" else comparing.compare_machines
+    comparison = compare_by(runs, _arguments.names([metrics]))
     _console.note(*comparison.warnings)
     if json_file != _console.STDOUT:
         _console.show(comparing.terminal(comparison))

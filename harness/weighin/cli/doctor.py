@@ -1,15 +1,24 @@
 """``weighin doctor``: what this machine can limit and measure."""
 
+from typing import Any
+
 import click
 
 from weighin.cli import _console, _options
 from weighin.cli._verb import Verb
+from weighin.errors import ConfigError
 
 NO_LIMIT_EXIT = 3
 
 
 @click.command(
-    cls=Verb, codes=True, examples=("weighin doctor", "weighin doctor --calibrate --json -")
+    cls=Verb,
+    codes=True,
+    examples=(
+        "weighin doctor",
+        "weighin doctor --calibrate --json -",
+        "weighin doctor --engine ray --address head:6379",
+    ),
 )
 @click.option(
     "--calibrate",
@@ -17,15 +26,33 @@ NO_LIMIT_EXIT = 3
     help="Measure how fast this machine reads, copies and allocates, so that `weighin recommend`"
     " can predict times.",
 )
+@_options.engine
 @_options.json
 @click.pass_context
-def doctor(context: click.Context, calibrate: bool, json_file: str | None) -> None:
+def doctor(
+    context: click.Context,
+    calibrate: bool,
+    engine: str,
+    address: str | None,
+    labels: tuple[str, ...],
+    json_file: str | None,
+) -> None:
     """Test which limits this machine can enforce, and which figures it can measure.
 
     In each isolation, a probe process allocates more memory than its limit, to test that the kernel
     enforces the limit. Leftovers of killed runs, such as containers, are removed. The exit code is
-    3 if no isolation enforces a limit.
+    3 if no isolation enforces a limit. With --engine ray, each node of the cluster is tested, and
+    the exit code is 3 if a node cannot measure.
     """
+    from weighin.engines import base
+
+    if settings := base.settings(engine, address, labels):
+        if calibrate:
+            raise ConfigError(
+                "--calibrate measures this machine, and not a fleet", "leave out --engine ray"
+            )
+        _examine_fleet(context, settings, json_file)
+        return
     from weighin.doctor import doctor as doctors
 
     examination = doctors.examine(_console.note)
@@ -43,4 +70,16 @@ def doctor(context: click.Context, calibrate: bool, json_file: str | None) -> No
     if json_file:
         _console.write_json(json_file, document)
     if not examination.holds_a_limit:
+        context.exit(NO_LIMIT_EXIT)
+
+
+def _examine_fleet(context: click.Context, settings: dict[str, Any], json_file: str | None) -> None:
+    from weighin.engines.ray import doctor as doctors
+
+    nodes = doctors.examine(settings["address"], settings["labels"], _console.note)
+    if json_file != _console.STDOUT:
+        _console.show(*(doctors.table(node) for node in nodes))
+    if json_file:
+        _console.write_json(json_file, doctors.as_json(nodes))
+    if not all(node.can_measure for node in nodes):
         context.exit(NO_LIMIT_EXIT)

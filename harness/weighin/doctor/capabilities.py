@@ -9,15 +9,16 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from weighin.checkpoint import cache
 from weighin.errors import HarnessError
-from weighin.isolation.cgroup import temporary_group
+from weighin.isolation.cgroup import limit, temporary_group
 from weighin.probes import page_cache
 from weighin.probes.cgroup import MemoryCgroup, PeakMark, memory_hierarchy, pressure_hierarchy
 from weighin.units import MIB
 
+_INNER_BYTES: Final = 64 * MIB
 Verdict = Literal["good", "poor", "bad"]
 
 
@@ -87,6 +88,31 @@ def of_group(cgroup: MemoryCgroup) -> Iterator[Capability]:
     soft = cgroup.soft_limit_path is not None
     detail = "memory.high, with --isolation cgroup" if soft else "cgroup v1 has no memory.high"
     yield Capability("soft limit (--ram-high)", "good" if soft else "poor", detail)
+
+
+def nested() -> Capability:
+    """Return whether a group with a limit can have groups with limits of their own inside it."""
+    subject = "nested memory limits"
+    try:
+        with temporary_group() as group:
+            limit(group, 2 * _INNER_BYTES)
+            if (outer := MemoryCgroup(group)).version == 2:
+                (group / "cgroup.subtree_control").write_text("+memory")
+            inner = MemoryCgroup(group / "inner")
+            inner.path.mkdir()
+            try:
+                limit(inner.path, _INNER_BYTES)
+                is_limited = int(inner.limit_path.read_text()) == _INNER_BYTES
+            finally:
+                inner.path.rmdir()
+    except (HarnessError, OSError) as error:
+        reason = error.message if isinstance(error, HarnessError) else str(error)
+        return Capability(subject, "bad", f"cells cannot have limits of their own here: {reason}")
+    if not is_limited:
+        return Capability(
+            subject, "bad", f"{outer.limit_path.name} of an inner group has no effect"
+        )
+    return Capability(subject, "good", f"{outer.limit_path.name} of a group inside a limited group")
 
 
 def pressure() -> Capability:

@@ -13,20 +13,26 @@ from weighin.gate.evaluate import evaluate
 from weighin.gate.expected import Expectation, is_expected, parse, suggest
 from weighin.gate.lines import GateResult
 from weighin.gate.tables import short_names
-from weighin.record import Outcome
+from weighin.record import Outcome, Result
 from weighin.records import run_folder
-from weighin.records.machine import Setting, settings_of
+from weighin.records.machine import Setting, fingerprint, settings_of
 from weighin.records.metrics import named
 from weighin.records.series import Series, SeriesRun, summarise
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRuns:
-    """The series of one or more runs; a series has its repeats from all of these runs."""
+    """The series of one or more runs; a series has its repeats from all of these runs.
+
+    ``machines`` are the fingerprints of the kinds of machine that measured, and ``nodes`` the names
+    of a fleet's machines.
+    """
 
     environment: dict[str, Setting]
     series: dict[str, Series]
     warnings: tuple[str, ...] = ()
+    machines: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()
 
 
 def read_runs(folders: Sequence[Path]) -> MeasuredRuns:
@@ -35,6 +41,39 @@ def read_runs(folders: Sequence[Path]) -> MeasuredRuns:
     Raises:
         RecordError: a folder is not a run, or contains no record.
     """
+    warnings, runs = _read(folders)
+    return _measured(runs, warnings)
+
+
+def read_machines(folders: Sequence[Path]) -> dict[str, MeasuredRuns]:
+    """Return the series of all runs for each kind of machine, by its fingerprint.
+
+    Cells that were skipped belong to no machine. Raises errors as ``read_runs`` does.
+    """
+    warnings, runs = _read(folders)
+    machines: dict[str, None] = {}
+    for run in runs:
+        machines |= dict.fromkeys(_machine_of(each) for each in run.results if each.environment)
+    return {
+        machine: _measured(
+            [
+                replace(
+                    run,
+                    results=[
+                        each
+                        for each in run.results
+                        if each.environment and _machine_of(each) == machine
+                    ],
+                )
+                for run in runs
+            ],
+            warnings,
+        )
+        for machine in machines
+    }
+
+
+def _read(folders: Sequence[Path]) -> tuple[tuple[str, ...], list[SeriesRun]]:
     warnings: list[str] = []
     runs: list[SeriesRun] = []
     for folder in folders:
@@ -46,8 +85,23 @@ def read_runs(folders: Sequence[Path]) -> MeasuredRuns:
             )
         warnings += records.warnings
         runs.append(SeriesRun(records.results, _is_search(folder)))
-    described = [result.environment for run in runs for result in run.results if result.environment]
-    return MeasuredRuns(settings_of(described), summarise(runs), tuple(warnings))
+    return tuple(warnings), runs
+
+
+def _measured(runs: Sequence[SeriesRun], warnings: tuple[str, ...]) -> MeasuredRuns:
+    measured = [result for run in runs for result in run.results if result.environment]
+    nodes = {str(result.environment.get("node", {}).get("name", "")) for result in measured}
+    return MeasuredRuns(
+        environment=settings_of(result.environment for result in measured),
+        series=summarise(runs),
+        warnings=warnings,
+        machines=tuple(dict.fromkeys(map(_machine_of, measured))),
+        nodes=tuple(sorted(nodes - {""})),
+    )
+
+
+def _machine_of(result: Result) -> str:
+    return fingerprint(result.environment)
 
 
 def _is_search(folder: Path) -> bool:

@@ -7,6 +7,7 @@ metric's tolerance. A comparison neither passes nor fails.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from string import ascii_uppercase
 from typing import Any, Final
 
@@ -16,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weighin.errors import ConfigError
-from weighin.gate.check import MeasuredRuns, read_runs
+from weighin.gate.check import MeasuredRuns, read_machines, read_runs
 from weighin.gate.evaluate import judge_figure
 from weighin.gate.lines import Line, LineVerdict
 from weighin.gate.tables import short_names
@@ -72,21 +73,62 @@ def compare(folders: Sequence[Path], metrics: Sequence[str] = ()) -> Comparison:
             f"cannot compare {len(folders)} run{'s' * (len(folders) != 1)}",
             "name two or more: weighin compare results/RUN_A results/RUN_B",
         )
-    chosen = [named(name) for name in metrics] or list(METRICS.values())
     runs = [read_runs([folder]) for folder in folders]
+    mixed = tuple(_mixed(folder, run) for folder, run in zip(folders, runs, strict=True))
+    return _side_by_side(list(map(str, folders)), runs, metrics, tuple(filter(None, mixed)))
+
+
+def compare_machines(folders: Sequence[Path], metrics: Sequence[str] = ()) -> Comparison:
+    """Compare the first kind of machine in the runs with each other kind.
+
+    Raises:
+        ConfigError: all records come from one kind of machine, or from more than 26.
+        RecordError: a folder is not a run.
+    """
+    machines = read_machines(folders)
+    if not 2 <= len(machines) <= len(ascii_uppercase):
+        raise ConfigError(
+            f"cannot compare machines: the records come from {len(machines)} kind"
+            f"{'s' * (len(machines) != 1)} of machine",
+            "name runs that were measured on two kinds of machine or more, or leave out --by machine",
+        )
+    names = [
+        f"machine {name}" + (f" ({', '.join(run.nodes)})" if run.nodes else "")
+        for name, run in machines.items()
+    ]
+    return _side_by_side(names, list(machines.values()), metrics, ())
+
+
+def _side_by_side(
+    names: Sequence[str],
+    runs: Sequence[MeasuredRuns],
+    metrics: Sequence[str],
+    mixed: tuple[str, ...],
+) -> Comparison:
+    chosen = [named(name) for name in metrics] or list(METRICS.values())
     own = _own_words(runs)
     keyed = [{_key(name, own): entry for name, entry in run.series.items()} for run in runs]
-    names, common = short_names(name for series in keyed for name in series)
+    shorts, common = short_names(name for series in keyed for name in series)
     rows = [
         row
-        for name, short in names.items()
+        for name, short in shorts.items()
         for row in _rows(short, [series.get(name) for series in keyed], chosen)
     ]
     return Comparison(
-        headings=tuple(_headings(folders, runs, own)),
+        headings=tuple(_headings(names, runs, own)),
         rows=tuple(rows),
         common=common,
-        warnings=tuple(warning for run in runs for warning in run.warnings),
+        warnings=tuple(dict.fromkeys((*mixed, *(text for run in runs for text in run.warnings)))),
+    )
+
+
+def _mixed(folder: Path, run: MeasuredRuns) -> str:
+    """Return a warning if one run was measured on several kinds of machine, or an empty text."""
+    if len(run.machines) < 2:
+        return ""
+    return (
+        f"the figures of {folder} are from {len(run.machines)} kinds of machine:"
+        f" weighin compare {quote(str(folder))} --by machine compares these"
     )
 
 
@@ -225,11 +267,9 @@ def _key(name: str, own: set[int]) -> str:
     return " ".join("" if place in own else word for place, word in enumerate(name.split(" ")))
 
 
-def _headings(
-    folders: Sequence[Path], runs: Sequence[MeasuredRuns], own: set[int]
-) -> Iterator[str]:
-    """Yield a heading for each run: its folder, commit and differences from the first."""
-    for letter, folder, run in zip(ascii_uppercase, folders, runs, strict=False):
+def _headings(names: Sequence[str], runs: Sequence[MeasuredRuns], own: set[int]) -> Iterator[str]:
+    """Yield a heading for each run: its name, commit and differences from the first."""
+    for letter, name, run in zip(ascii_uppercase, names, runs, strict=False):
         words = next(iter(run.series)).split(" ")
         facts = [words[place] for place in sorted(own)]
         for key, before in (("git_commit", "commit "), ("torch", "torch ")):
@@ -239,4 +279,4 @@ def _headings(
                 )
         changes = differences(runs[0].environment, run.environment, {})
         facts += [str(change) for change in changes if change.name != "torch"]
-        yield one_line(f"{letter} = {folder}: {', '.join(facts) or 'environment unknown'}")
+        yield one_line(f"{letter} = {name}: {', '.join(facts) or 'environment unknown'}")

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 
+from weighin.errors import ConfigError
 from weighin.gate.baseline import Baseline, Rules
 from weighin.gate.budgets import Budget
 from weighin.gate.lines import GateResult, Growth, Line, LineVerdict
 from weighin.gate.outcomes import Outcomes
-from weighin.records.machine import Difference, Setting, differences, spoils_times
+from weighin.records.machine import CONCURRENT, Difference, Setting, differences, spoils_times
 from weighin.records.metrics import METRICS, Metric, Tolerance
 from weighin.records.series import Figure, Series
 
@@ -30,16 +31,24 @@ def evaluate(
         changes = differences(baseline.environment, environment, rules.policies or {})
         lines += _settings(changes)
         tolerances = rules.tolerances
-        if spoils_times(changes):
+        concurrent = CONCURRENT in environment or CONCURRENT in baseline.environment
+        if concurrent or spoils_times(changes):
             tolerances = {n: t for n, t in tolerances.items() if METRICS[n].portable}
             if len(tolerances) < len(rules.tolerances):
                 notes.append(
-                    "times are not judged: the baseline is from another machine or other settings"
+                    "times are not judged: several cells ran at once (--jobs)"
+                    if concurrent
+                    else "times are not judged: the baseline is from another machine or other settings"
                 )
         for name in baseline.series:
             was, now = baseline.series.get(name), series.get(name)
             lines += _figures(name, was, now, tolerances) if was and now else []
     for budget in rules.budgets:
+        if CONCURRENT in environment and not budget.metric.portable:
+            raise ConfigError(
+                f"the budget {str(budget)!r} is on a time, and several cells ran at once (--jobs)",
+                "measure without --jobs, or leave the budget out",
+            )
         lines += _budget(budget, series)
         notes += _without_figure(budget, series)
     if baseline and not baseline.series.keys() & series.keys():

@@ -10,6 +10,7 @@ from weighin.cell import Cell
 from weighin.probes import environment
 from weighin.record import Outcome, Result
 from weighin.records import run_folder
+from weighin.records.machine import CONCURRENT
 
 _REPEATS: Final = 2  # the fewest repeats that show noise
 _SAME_MACHINE: Final = ("machine", "cpu", "cpus", "ram_bytes")
@@ -99,6 +100,7 @@ def find(folders: Iterable[Path], wanted: Cell) -> dict[tuple[str, str], Evidenc
     for result in _results(folders):
         cell = result.cell
         same_machine = all(result.environment.get(key) == here[key] for key in _SAME_MACHINE)
+        same_machine &= CONCURRENT not in result.environment  # its times are not comparable
         same_load = (
             cell.model, cell.device, cell.dtype, cell.cache, cell.ranks, cell.options,
             cell.environment,

@@ -4,6 +4,7 @@ Figures of a different torch or cgroup version are not comparable: such a differ
 A different kernel or processor hardly affects memory: the gate warns and does not judge times.
 """
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ Setting = str | int | float | bool | None
 _POLICIES: Final[tuple[tuple[str, Policy], ...]] = (
     ("isolation.image", "ignore"),  # a hash of the wheels; their versions are settings themselves
     ("isolation.groups", "ignore"),
+    ("node.*", "ignore"),  # the name of a machine in a fleet, and not a property of it
     ("git_*", "ignore"),  # the gate exists to judge changes of the measured code
     ("psi", "ignore"),
     ("governor", "ignore"),
@@ -32,8 +34,25 @@ _POLICIES: Final[tuple[tuple[str, Policy], ...]] = (
     ("page_bytes", "fail"),
     ("settings.*", "fail"),
 )
-TIMING: Final = ("machine", "cpu", "cpus", "threads", "gpu", "kernel", "torch", "settings.*")
+CONCURRENT: Final = "concurrent_cells"
+"""The number of cells that were measured at once, if more than one: their times are not judged."""
+TIMING: Final = (
+    "machine",
+    "cpu",
+    "cpus",
+    "threads",
+    "gpu",
+    "kernel",
+    "torch",
+    "settings.*",
+    CONCURRENT,
+)
 """Times are not compared if one of these differs."""
+
+_OF_MACHINE: Final = (
+    "machine", "cpu", "cpus", "ram_gib", "swap_bytes", "kernel", "cgroup_version", "thp", "page_bytes",
+    "gpu",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +78,16 @@ def settings_of(environments: Iterable[Mapping[str, Any]]) -> dict[str, Setting]
         name: " | ".join(sorted(values)) if len(values) > 1 else next(iter(values.values()))
         for name, values in sorted(seen.items())
     }
+
+
+def fingerprint(environment: Mapping[str, Any]) -> str:
+    """Return the name of a kind of machine, which is the same for two machines of the same kind.
+
+    The name is a hash of the properties that affect figures: processor, RAM, kernel and GPU.
+    """
+    settings = settings_of([environment])
+    described = {name: settings.get(name) for name in _OF_MACHINE}
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def policy_of(name: str, chosen: Mapping[str, Policy]) -> Policy:

@@ -153,6 +153,19 @@ def read_whole(run: Path) -> Records:
     return Records(tuple(results), tuple(warnings), damages[0] if damages else None)
 
 
+def decode(line: bytes, place: str) -> Result:
+    """Return the record in a line that came from elsewhere; ``place`` names its origin in errors.
+
+    Raises:
+        SchemaTooNew: a newer version wrote the record.
+        DamagedRecord: the line is not a record, or its figures are impossible.
+    """
+    result = _parse(_RESULT, line, place, "")
+    if complaint := impossible(asdict(result)):
+        raise DamagedRecord(f"{place}: {complaint}")
+    return result
+
+
 def write_plan(run: Path, cells: Iterable[Cell], settings: dict[str, Any] | None = None) -> None:
     """Write plan.json atomically, and create the folder if it does not exist.
 

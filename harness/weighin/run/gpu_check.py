@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Final
@@ -69,7 +70,7 @@ def look() -> GpuAnswer:
     return GpuAnswer(gpus)
 
 
-def check(device: str, limits: list[int | None]) -> None:
+def check(device: str, limits: Sequence[int | None]) -> None:
     """Raise IsolationUnavailable if ``device`` does not exist or has less memory than a limit."""
     seen = look()
     index = int(device.partition(":")[2] or 0)

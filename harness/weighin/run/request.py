@@ -11,18 +11,26 @@ from typing import Any
 
 from weighin import formats
 from weighin.cell import ModelSpec
-from weighin.errors import ConfigError, Interrupted, IsolationUnavailable, RecordError, StillRunning
+from weighin.errors import (
+    ConfigError,
+    Interrupted,
+    IsolationUnavailable,
+    NoNodeLeft,
+    RecordError,
+    StillRunning,
+)
 from weighin.formats.pretrained_folder import BUILDER, is_pretrained, read_folder, weights_in
 from weighin.formats.selection import WHOLE, Selection
 from weighin.isolation import preload, select
-from weighin.probes import environment
 from weighin.records import run_folder
-from weighin.run import gpu_check, trust
+from weighin.run import trust
 from weighin.run.runner import Run
+from weighin.run.shard import Shard, parse
+from weighin.run.site import THIS_MACHINE, Site
 from weighin.suite import packages, registry, user_code
 from weighin.suite.config import Suite
 from weighin.suite.matrix import CellMatrix, Planned, plan
-from weighin.units import format_bytes, format_exact
+from weighin.units import format_exact
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +48,19 @@ class Request:
     within: float | None = None
     """The largest step of a floor search, as a share of the floor; None for ``weighin bench``."""
     selection: Selection = WHOLE
+    shard: Shard | None = None
+    engine: dict[str, Any] = field(default_factory=dict)
+    """The engine's name and settings; empty for cells that run one by one on this machine."""
 
     @property
     def verb(self) -> str:
         return "bench" if self.within is None else "floor"
 
 
-def start(request: Request) -> tuple[Run, str]:
+def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
     """Plan a new run, write its plan, and return the run with a note about the isolation.
+
+    ``site`` is the machine or machines that will measure.
 
     Raises:
         ConfigError, UnknownName, IsolationUnavailable, RecordError: the run cannot start.
@@ -63,17 +76,17 @@ def start(request: Request) -> tuple[Run, str]:
     _check_names("models", [(spec.title, spec.builder) for spec in models])
     _check_names("strategies", [(info.name, str(info.path)) for info, _ in strategies])
     format_names = tuple(formats.named(name).NAME for name in suite.format)
-    _check_machine(suite.ram)
-    _check_gpu(suite)
+    site.check_ram(suite.ram)
+    _check_gpu(suite, site)
     limited = request.within is not None or any(limit is not None for limit in suite.ram)
-    isolation, note = select.choose(
+    isolation, note = site.choose(
         suite.isolation,
         limited=limited,
         base_image=request.base_image,
         packages=_installed([info for info, _ in strategies], models),
     )
     if suite.ram_high is not None:
-        select.check_soft_limit(isolation)
+        site.check_soft_limit(isolation)
     planned = plan(
         CellMatrix(
             models=models,
@@ -116,10 +129,20 @@ def start(request: Request) -> tuple[Run, str]:
     }
     if request.within is not None:
         settings["within"] = request.within
+    if request.engine:
+        settings["engine"] = request.engine
+    if request.shard:
+        settings["shard"] = str(request.shard)
+        if not request.shard.of(planned):
+            raise ConfigError(
+                f"--shard {request.shard}: the plan has only {len(planned)} cells",
+                f"divide it into {len(planned)} shards at most",
+            )
     run_folder.write_plan(folder, [each.cell for each in planned], settings)
     run = Run(
         folder=folder,
-        planned=planned,
+        planned=request.shard.of(planned) if request.shard else planned,
+        engine=request.engine,
         isolation=isolation,
         seed=request.seed,
         checkpoint=checkpoint,
@@ -175,8 +198,12 @@ def restore(folder: Path, *, trusted: bool = False) -> tuple[Run, dict[str, Any]
             name: registry.read_strategy(Path(path), planned.cells[0].operation)
             for name, path in settings["strategy_paths"].items()
         }
-        cells = [Planned.of(cell, infos[cell.strategy]) for cell in planned.cells]
+        cells: Sequence[Planned] = [
+            Planned.of(cell, infos[cell.strategy]) for cell in planned.cells
+        ]
         _check_any_runs(cells)
+        if "shard" in settings:
+            cells = parse(settings["shard"]).of(cells)
         checkpoint = settings["checkpoint"]
         run = Run(
             folder=folder,
@@ -194,6 +221,7 @@ def restore(folder: Path, *, trusted: bool = False) -> tuple[Run, dict[str, Any]
             trace=settings.get("trace", False),  # missing in plans of 0.1
             python_path=tuple(settings.get("python_path", [str(Path.cwd())])),  # since 0.3
             mounts=tuple(settings.get("mounts", ())),
+            engine=settings.get("engine", {}),
         )
     except KeyError as error:
         raise RecordError(
@@ -214,7 +242,7 @@ def resumable(verb: str, task: Run) -> Iterator[None]:
         yield
     except Interrupted as stopped:
         raise Interrupted(stopped.message, f"resume it: {again}") from None
-    except (RecordError, IsolationUnavailable, StillRunning) as error:
+    except (RecordError, IsolationUnavailable, NoNodeLeft, StillRunning) as error:
         if (task.folder / run_folder.RECORDS).exists() and "--resume" not in error.repair:
             error.repair += f"; then resume: {again}"
         raise
@@ -316,7 +344,7 @@ def _check_names(kinds: str, named_places: list[tuple[str, str]]) -> None:
             )
 
 
-def _check_any_runs(planned: list[Planned]) -> None:
+def _check_any_runs(planned: Sequence[Planned]) -> None:
     """Raise ConfigError if every cell is skipped, because the run would measure nothing."""
     if all(one.skip for one in planned):
         reasons = "; ".join(dict.fromkeys(one.skip for one in planned))
@@ -326,20 +354,10 @@ def _check_any_runs(planned: list[Planned]) -> None:
         )
 
 
-def _check_machine(limits: list[int | None]) -> None:
-    total = environment.total_ram_bytes()
-    for limit in limits:
-        if limit is not None and limit > total:
-            raise ConfigError(
-                f"--ram {format_exact(limit)} is more than this machine has ({format_bytes(total)})",
-                "give a smaller limit, or leave out --ram for no limit",
-            )
-
-
-def _check_gpu(suite: Suite) -> None:
+def _check_gpu(suite: Suite, site: Site) -> None:
     """Reject a missing GPU, or a GPU option on the CPU, before any checkpoint is generated."""
     if suite.device != "cpu":
-        gpu_check.check(suite.device, suite.vram)
+        site.check_gpu(suite.device, suite.vram)
         return
     is_limited = any(limit is not None for limit in suite.vram)
     needs_gpu = [

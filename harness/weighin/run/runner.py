@@ -1,9 +1,9 @@
 """Run a plan: prepare the shared resources, measure each cell, and record it at once."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -32,13 +32,17 @@ _PROBE_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Callbacks that report the progress of a run; each is called when its step begins or ends."""
+    """Callbacks that report the progress of a run; each is called when its step begins or ends.
+
+    ``nodes`` gets the current step of each node, by the node's name, when a step of a fleet begins.
+    """
 
     preparing: Callable[[str, float | None], None] = lambda _text, _share: None
     building: Callable[[str], None] = lambda _: None
     starting: Callable[[Cell], None] = lambda _: None
     phase: Callable[[str], None] = lambda _: None
     narrowed: Callable[[str], None] = lambda _: None
+    nodes: Callable[[Mapping[str, str]], None] = lambda _: None
     finished: Callable[[Result], None] = lambda _: None
 
 
@@ -49,7 +53,8 @@ class Run:
     ``python_path`` lists the folders of users' own modules, and ``mounts`` the further paths of
     this machine that a container sees. If a run that ``is_new`` fails before its first record, its
     folder is removed. ``patience_s`` is the longest time to wait for another run on this machine to
-    end.
+    end. ``engine`` holds the engine's name and settings. If ``is_probed``, an earlier run with the
+    same limits has tested a worker on this machine, and this run does not repeat the test.
     """
 
     folder: Path
@@ -65,6 +70,8 @@ class Run:
     mounts: tuple[str, ...] = ()
     is_new: bool = False
     patience_s: float = 0
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    is_probed: bool = False
 
 
 Following = Callable[[Sequence[Result]], Planned | None]
@@ -81,15 +88,43 @@ def run(task: Run, progress: Progress, following: Following | None = None) -> li
         HarnessError: no cell can be run. A failure inside a cell becomes the cell's outcome
             instead, and the run continues.
     """
-    try:
+    with discarding(task):
         _run(task, progress, following)
+    return list(run_folder.read(task.folder).results)
+
+
+@contextmanager
+def discarding(task: Run) -> Iterator[None]:
+    """Remove the folder of a new run if an error in this block stops it before its first record."""
+    try:
+        yield
     except Interrupted:
         raise  # an interrupted run can be resumed, even before its first cell
     except HarnessError:
         if task.is_new:
             run_folder.discard_unmeasured(task.folder)
         raise
-    return list(run_folder.read(task.folder).results)
+
+
+def prepare(task: Run, progress: Progress) -> None:
+    """Prepare this machine for the cells of a run, and test a worker, without measuring a cell.
+
+    Raises:
+        HarnessError: no cell can be run here.
+    """
+    task.isolation.check()
+    with (
+        interrupts.stoppable(),
+        only_run(task.patience_s, lambda text: progress.preparing(text, None)),
+    ):
+        _remove_leftovers(task, progress)
+        if any(not each.skip for each in task.planned):
+            _set_up(task, task.planned, progress)
+
+
+def _remove_leftovers(task: Run, progress: Progress) -> None:
+    for line in [*task.isolation.remove_stale(), *save_target.remove_leftovers()]:
+        progress.preparing(f"removed a leftover of a dead run: {line}", None)
 
 
 def _run(task: Run, progress: Progress, following: Following | None) -> None:
@@ -98,8 +133,7 @@ def _run(task: Run, progress: Progress, following: Following | None) -> None:
         interrupts.stoppable(),  # first, so that a run can be stopped while it waits for the lock
         only_run(task.patience_s, lambda text: progress.preparing(text, None)),
     ):
-        for line in [*task.isolation.remove_stale(), *save_target.remove_leftovers()]:
-            progress.preparing(f"removed a leftover of a dead run: {line}", None)
+        _remove_leftovers(task, progress)
         results = list(run_folder.read(task.folder).results)
         if following is None:
             todo = {cell.id for cell in run_folder.pending([p.cell for p in task.planned], results)}
@@ -116,7 +150,7 @@ def _run(task: Run, progress: Progress, following: Following | None) -> None:
             with run_folder.room(task.folder):
                 if planned.skip or bench is None:
                     known_environment = bench.setting.environment if bench else {}
-                    measured = CellMeasurement(_skipped(planned, known_environment))
+                    measured = CellMeasurement(skipped(planned, known_environment))
                 else:
                     progress.starting(planned.cell)
                     measured = bench.measure(planned)
@@ -154,7 +188,7 @@ class _Bench:
                 f"needs {keys}, as from_pretrained does, and {planned.strategy.name} expects the model's own"
                 " keys: give another --format, or write these keys: weighin convert FOLDER TARGET --keys model"
             )
-            return CellMeasurement(_skipped(replace(planned, skip=why), self.setting.environment))
+            return CellMeasurement(skipped(replace(planned, skip=why), self.setting.environment))
         setting = _with_packages(self.setting, planned)
         if planned.cell.operation == "load":
             return take(setting, job, files, model_bytes)
@@ -173,9 +207,10 @@ def _set_up(task: Run, needed: Sequence[Planned], progress: Progress) -> _Bench:
     for line in _added_code(task, needed, prepared):
         progress.preparing(line, None)
     first = next(planned for planned in needed if not planned.skip)
-    progress.preparing("importing torch once, to measure the memory that an import needs", None)
-    baseline = _probe(task, _job(task, first, prepared))
-    _check_limits(needed, baseline)
+    if not task.is_probed:
+        progress.preparing("importing torch once, to measure the memory that an import needs", None)
+        baseline = _probe(task, _job(task, first, prepared))
+        _check_limits(needed, baseline)
     setting = Setting(
         isolation=task.isolation,
         run=task.folder,
@@ -293,7 +328,8 @@ def _check_limits(planned: Sequence[Planned], baseline: Memory) -> None:
             )
 
 
-def _skipped(planned: Planned, known_environment: dict[str, Any]) -> Result:
+def skipped(planned: Planned, known_environment: dict[str, Any]) -> Result:
+    """Return the result of a cell that is not run, with the reason."""
     return Result(
         schema=SCHEMA,
         cell=planned.cell,

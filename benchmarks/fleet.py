@@ -1,0 +1,175 @@
+"""Measure what the driver of a fleet costs, and how much faster two nodes are than one.
+
+    .venv/bin/python benchmarks/fleet.py
+
+The script starts a Ray cluster on this machine. Its nodes answer each cell at once with a published
+record, or sleep, so that no worker runs and only the fleet itself is measured: Ray's tasks, the
+driver's choice of nodes, and the records that the driver checks, appends and syncs.
+"""
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from weighin.engines.dispatch import Node
+from weighin.engines.driver import Driver
+from weighin.engines.ray import cluster as clusters
+from weighin.engines.ray.cluster import Cluster, Relay
+from weighin.engines.ray.engine import placed
+from weighin.engines.ray.fleet import RayTransport
+from weighin.engines.transport import NodeFacts
+from weighin.isolation import select
+from weighin.records import run_folder
+from weighin.run.runner import Progress, Run
+from weighin.suite import registry
+from weighin.suite.matrix import Planned
+from weighin.units import GIB, KIB
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+RECORDS: Final = ROOT / "results" / "published" / "gpt2-xl-8GiB" / "records.jsonl"
+_OBJECT_STORE_BYTES: Final = 80 * 2**20
+_WARM_UP: Final = 200  # cells before the first reading
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The driver's cost of a run, per cell."""
+
+    cells: int
+    wall_ms: float
+    cpu_ms: float
+    memory_kib: float
+
+
+def main() -> None:
+    """Print the figures."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cells", type=int, default=10_000, help="cells of the first figure")
+    parser.add_argument("--sleeping", type=int, default=40, help="cells that sleep for a second")
+    arguments = parser.parse_args()
+    with started(nodes=2) as address:
+        cost = measured(address, cells=arguments.cells)
+        print(
+            f"{cost.cells} cells on 2 nodes: {cost.wall_ms:.1f} ms per cell, of which the driver's"
+            f" processor time {cost.cpu_ms:.1f} ms; {cost.memory_kib:.1f} KiB of the driver's memory"
+            " per cell"
+        )
+        times_s = [slept(address, cells=arguments.sleeping, nodes=count) for count in (1, 2)]
+    print(
+        f"{arguments.sleeping} cells that sleep for 1 s: {times_s[0]:.1f} s on 1 node,"
+        f" {times_s[1]:.1f} s on 2 nodes, {times_s[1] / times_s[0]:.2f}x"
+    )
+
+
+def relay_of(seconds: float) -> Relay:
+    """Return a task that answers a cell with a published record after ``seconds``."""
+    template = RECORDS.read_text().splitlines()[0]
+
+    def answer(assignment: bytes) -> Iterator[bytes]:
+        import time
+
+        asked = json.loads(assignment)
+        if asked["kind"] == "measure":
+            time.sleep(seconds)
+            record = json.loads(template) | {"cell": asked["cells"][0], "samples_path": None}
+            event = {"event": "record", "record": json.dumps(record), "free_ram_bytes": 2**33}
+            yield json.dumps(event).encode()
+        yield b'{"event": "ended", "code": 0, "stderr": ""}'
+
+    return answer
+
+
+@contextmanager
+def started(nodes: int) -> Iterator[str]:
+    """Start a cluster whose head does not measure; yield its address."""
+    from ray.cluster_utils import Cluster as LocalCluster
+
+    size: dict[str, Any] = {"object_store_memory": _OBJECT_STORE_BYTES}
+    head = size | {"num_cpus": 0, "include_dashboard": False}
+    local = LocalCluster(initialize_head=True, head_node_args=head)
+    try:
+        for _ in range(nodes):
+            local.add_node(num_cpus=1, resources={clusters.SLOT: 1}, **size)
+        yield str(local.address)
+    finally:
+        local.shutdown()
+
+
+def measured(address: str, *, cells: int) -> Cost:
+    """Run cells that end at once, and return the driver's cost of each."""
+    readings: list[tuple[float, float]] = []
+
+    count, most_kib = 0, 0
+
+    def finished(_: object) -> None:
+        nonlocal count, most_kib
+        count += 1
+        if count in (_WARM_UP, cells):
+            readings.append((time.monotonic(), time.process_time()))
+        most_kib = max(most_kib, resident_kib())
+
+    run(address, relay_of(0), _WARM_UP, nodes=2, progress=Progress())  # imports and connects
+    before_kib = resident_kib()
+    run(address, relay_of(0), cells, nodes=2, progress=Progress(finished=finished))
+    (wall_s, cpu_s), (wall_end_s, cpu_end_s) = readings
+    between = cells - _WARM_UP
+    return Cost(
+        cells,
+        wall_ms=(wall_end_s - wall_s) / between * 1000,
+        cpu_ms=(cpu_end_s - cpu_s) / between * 1000,
+        memory_kib=(most_kib - before_kib) / cells,  # the plan, the cells that wait, and Ray's own
+    )
+
+
+def slept(address: str, *, cells: int, nodes: int) -> float:
+    """Return the seconds that cells of one second each take on some of the nodes."""
+    begun_s = time.monotonic()
+    run(address, relay_of(1), cells, nodes=nodes, progress=Progress())
+    return time.monotonic() - begun_s
+
+
+def run(address: str, relay: Relay, cells: int, *, nodes: int, progress: Progress) -> None:
+    """Run a plan of ``cells`` cells in a folder that is then removed."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        planned = plan(cells)
+        settings = {"strategy_paths": {planned[0].strategy.name: str(planned[0].strategy.path)}}
+        run_folder.write_plan(Path(folder), [each.cell for each in planned], settings)
+        task = Run(Path(folder), planned, select.named("process"))
+        with clusters.connected(address, {}, relay) as cluster:
+            nodes_used = described(cluster)[:nodes]
+            Driver(RayTransport(cluster), nodes_used, task, progress, placed).run()
+        records = run_folder.read(Path(folder)).results
+        assert len({record.cell.repeat for record in records}) == len(records) == cells
+
+
+def plan(cells: int) -> list[Planned]:
+    """Return repeats of the first published cell."""
+    cell = run_folder.decode(RECORDS.read_bytes().splitlines()[0], str(RECORDS)).cell
+    cell = replace(cell, ram_limit_bytes=None, isolation="process")
+    info = registry.strategies("load")[cell.strategy]
+    return [Planned.of(replace(cell, repeat=repeat), info) for repeat in range(cells)]
+
+
+def described(cluster: Cluster) -> Sequence[NodeFacts]:
+    """Return the cluster's nodes, without asking them what they can isolate."""
+    return [
+        NodeFacts(Node(node.id, node.name, 8 * GIB, 8 * GIB), {"process": ""})
+        for node in cluster.nodes()
+    ]
+
+
+def resident_kib() -> int:
+    """Return this process's resident memory."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") // KIB
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+#!/bin/sh
+#SBATCH --job-name=weighin
+#SBATCH --array=1-8
+#SBATCH --nodes=1
+#SBATCH --exclusive
+#SBATCH --time=04:00:00
+#SBATCH --output=weighin-%a.log
+#
+# Measures one shard of a suite per job of a Slurm array, and needs no Ray:
+#   sbatch slurm-array.sh suite.yaml /shared/run
+# A job that is requeued resumes its shard. When all jobs have ended:
+#   weighin merge /shared/run/shard-* --out /shared/run/whole
+set -eu
+suite=$1
+folder=$2
+shard=$SLURM_ARRAY_TASK_ID
+count=${SLURM_ARRAY_TASK_COUNT:-8}
+run=$folder/shard-$shard
+
+mkdir -p "$folder"
+if [ -e "$run/plan.json" ]; then
+    exec weighin bench --resume "$run" --wait
+fi
+exec weighin bench --suite "$suite" --shard "$shard/$count" --out "$run" --wait

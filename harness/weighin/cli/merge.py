@@ -1,0 +1,55 @@
+"""``weighin merge``: join the runs of several shards."""
+
+from pathlib import Path
+
+import click
+
+from weighin.cli import _console, _options
+from weighin.cli._verb import Argument, Verb
+
+EXAMPLES = (
+    "weighin merge results/shard-1 results/shard-2 --out results/whole",
+    "weighin merge results/shard-* --out results/whole --json -",
+)
+
+
+@click.command(cls=Verb, examples=EXAMPLES)
+@click.argument(
+    "runs",
+    cls=Argument,
+    type=_options.PATH,
+    nargs=-1,
+    required=True,
+    help="Folders of runs with the same plan, such as the shards of `weighin bench --shard`.",
+)
+@click.option(
+    "--out",
+    "folder",
+    type=_options.PATH,
+    required=True,
+    metavar="FOLDER",
+    help="The folder of the new run.",
+)
+@_options.json
+def merge(runs: tuple[Path, ...], folder: Path, json_file: str | None) -> None:
+    """Join the records of several runs of one plan, such as its shards, into a new run.
+
+    The new run has the whole plan, so that `weighin bench --resume` measures the cells that are
+    missing. Runs of different plans, and two records of one cell, are errors.
+    """
+    from weighin.run import merge as merging
+
+    merged = merging.merge(runs, folder)
+    _console.note(*merged.warnings)
+    if json_file != _console.STDOUT:
+        planned = len(merged.results) + len(merged.missing)
+        _console.line(f"{folder}: {len(merged.results)} of {planned} cells have a record")
+    if merged.missing:
+        shards = ", ".join(map(str, merged.missing_shards))
+        _console.note(
+            f"missing: {len(merged.missing)} cells"
+            + (f"; no run of shard {shards} was named" if shards else "")
+            + f"; {merging.resume_command(folder)} measures them"
+        )
+    if json_file:
+        _console.write_json(json_file, merged.as_json())

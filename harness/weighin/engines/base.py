@@ -1,0 +1,84 @@
+"""The interface of engines, and the choice of an engine by its name."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Final, Protocol
+
+from weighin.errors import ConfigError, UnknownName
+from weighin.record import Result
+from weighin.run.runner import Progress, Run
+from weighin.run.site import Site
+
+NAMES: Final = ("local", "ray")
+
+
+class Engine(Protocol):
+    """A way to run the cells of a plan."""
+
+    @property
+    def site(self) -> Site:
+        """The machine or machines that run the cells."""
+        ...
+
+    def run(self, task: Run, progress: Progress) -> Sequence[Result]:
+        """Run every cell without a record, and return the results of all cells.
+
+        Raises:
+            HarnessError: the run cannot start or go on; finished cells keep their records.
+        """
+        ...
+
+
+def settings(
+    name: str, address: str | None, labels: Sequence[str], jobs: int = 1
+) -> dict[str, Any]:
+    """Return an engine's settings for the plan, which are empty for cells that run one by one.
+
+    Raises:
+        UnknownName: no engine has this name.
+        ConfigError: an option does not belong to this engine, or a label is not KEY=VALUE.
+    """
+    if name not in NAMES:
+        raise UnknownName("engine", name, NAMES)
+    if jobs < 1:
+        raise ConfigError(f"--jobs {jobs} runs nothing", "give the number of cells to run at once")
+    if name == "local":
+        if address or labels:
+            option = "--address" if address else "--label"
+            raise ConfigError(f"{option} belongs to a fleet", "add --engine ray, or leave it out")
+        return {"name": name, "jobs": jobs} if jobs > 1 else {}
+    if jobs > 1:
+        raise ConfigError(
+            "--jobs is for one machine: a node of a fleet runs one cell at a time", "leave it out"
+        )
+    pairs = [label.partition("=") for label in labels]
+    for key, divided, value in pairs:
+        if not (key and divided and value):
+            raise ConfigError(
+                f"--label: {key!r} is not a label and its value",
+                "write --label ray.io/accelerator-type=H100",
+            )
+    return {
+        "name": name,
+        "address": address or "auto",
+        "labels": {key: value for key, _, value in pairs},
+    }
+
+
+def opened(chosen: Mapping[str, Any]) -> AbstractContextManager[Engine]:
+    """Return the engine with these settings, which is ready inside a ``with`` block.
+
+    Raises:
+        ConfigError: the engine's package is not installed, or its cluster does not answer.
+    """
+    if not chosen:
+        from weighin.engines.local import LocalEngine
+
+        return LocalEngine()
+    if chosen["name"] == "local":
+        from weighin.engines import jobs
+
+        return jobs.opened(chosen["jobs"])
+    from weighin.engines.ray.engine import opened as ray_opened  # ray takes a second to import
+
+    return ray_opened(chosen["address"], chosen["labels"])

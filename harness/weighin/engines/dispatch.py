@@ -1,0 +1,131 @@
+"""Choose the next cell for each free node. Nothing here knows the transport between the nodes."""
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from weighin.cell import Cell
+from weighin.units import format_bytes, format_exact
+
+MOST_LOSSES: Final = 3
+"""After this many lost nodes in its midst, a cell is not run again: it may be the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A machine of a fleet. ``gpu_bytes`` holds the memory of each GPU."""
+
+    id: str
+    name: str
+    ram_bytes: int
+    free_ram_bytes: int
+    gpu_bytes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """The part of a cell that decides which nodes can run it."""
+
+    ram_limit_bytes: int | None
+    device: str
+    vram_limit_bytes: int | None
+
+    @classmethod
+    def of(cls, cell: Cell) -> "Demand":
+        """Return a cell's demand."""
+        return cls(cell.ram_limit_bytes, cell.device, cell.vram_limit_bytes)
+
+    def obstacle(self, node: Node) -> str:
+        """Return the reason why a node can never run such a cell, or an empty text."""
+        limit = self.ram_limit_bytes
+        if limit is not None and limit > node.ram_bytes:
+            return (
+                f"{node.name} has {format_bytes(node.ram_bytes)}, less than"
+                f" --ram {format_exact(limit)}"
+            )
+        if self.device == "cpu":
+            return ""
+        index = int(self.device.partition(":")[2] or 0)
+        if index >= len(node.gpu_bytes):
+            return f"{node.name} has no {self.device}"
+        vram = self.vram_limit_bytes
+        if vram is not None and vram > node.gpu_bytes[index]:
+            return (
+                f"the GPU of {node.name} has {format_bytes(node.gpu_bytes[index])}, less than"
+                f" --vram {format_exact(vram)}"
+            )
+        return ""
+
+    def lacks_now(self, node: Node) -> str:
+        """Return the reason why a node cannot run such a cell at the moment, or an empty text."""
+        if reason := self.obstacle(node):
+            return reason
+        limit = self.ram_limit_bytes
+        if limit is not None and limit > node.free_ram_bytes:
+            return (
+                f"{node.name} has {format_bytes(node.free_ram_bytes)} free, less than"
+                f" --ram {format_exact(limit)}"
+            )
+        return ""
+
+
+class Dispatch:
+    """The cells that wait for a node, in the plan's order, by demand."""
+
+    def __init__(self, cells: Sequence[Cell]) -> None:
+        self._cells = cells
+        self._waiting: dict[Demand, list[int]] = {}
+        self._losses: Counter[int] = Counter()
+        for index, cell in enumerate(cells):  # ascending, and so each list is a heap
+            self._waiting.setdefault(Demand.of(cell), []).append(index)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def take(self, node: Node) -> int | None:
+        """Remove and return the first waiting cell that the node can run now, or None."""
+        first = min(
+            (
+                (indices[0], demand)
+                for demand, indices in self._waiting.items()
+                if indices and not demand.lacks_now(node)
+            ),
+            default=None,
+            key=lambda pair: pair[0],
+        )
+        return heapq.heappop(self._waiting[first[1]]) if first else None
+
+    def can_take(self, node: Node) -> bool:
+        """Tell whether the node can run a waiting cell now."""
+        return any(
+            indices and not demand.lacks_now(node) for demand, indices in self._waiting.items()
+        )
+
+    def wants(self, node: Node) -> list[int]:
+        """Return the waiting cells that the node could run, if not now, then later."""
+        return [
+            index
+            for demand, indices in self._waiting.items()
+            if not demand.obstacle(node)
+            for index in indices
+        ]
+
+    def give_back(self, index: int) -> None:
+        """Let a cell wait again that its node could not begin."""
+        heapq.heappush(self._waiting[Demand.of(self._cells[index])], index)
+
+    def lost(self, index: int) -> bool:
+        """Let a cell wait again whose node was lost; return False if that happens too often."""
+        self._losses[index] += 1
+        if self._losses[index] >= MOST_LOSSES:
+            return False
+        self.give_back(index)
+        return True
+
+    def stuck(self, nodes: Iterable[Node]) -> str:
+        """Return why none of these free nodes can run the first waiting cell."""
+        index = min(indices[0] for indices in self._waiting.values() if indices)
+        demand = Demand.of(self._cells[index])
+        return "; ".join(demand.lacks_now(node) for node in nodes)

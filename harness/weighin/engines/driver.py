@@ -1,0 +1,376 @@
+"""Run a plan on several nodes: this process alone chooses nodes and writes records."""
+
+import base64
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+from weighin.engines.dispatch import MOST_LOSSES, Dispatch, Node
+from weighin.engines.transport import LostTask, NodeFacts, Task, Transport
+from weighin.errors import HarnessError, MachineBusy, NoNodeLeft, RecordError
+from weighin.probes import environment
+from weighin.protocol import decode_event
+from weighin.record import SCHEMA, Outcome, Result
+from weighin.records import run_folder
+from weighin.run import interrupts
+from weighin.run.runner import Progress, Run, skipped
+from weighin.suite import registry
+from weighin.suite.matrix import Planned
+from weighin.text import one_line
+
+_WAIT_S: Final = 0.5  # until the next look at signals
+_NEW_NODES_S: Final = 10.0
+_NODE_LOSS_S: Final = 10.0  # a lost node is known to Ray some seconds after its last task
+_CANCELLING_S: Final = 45.0
+
+
+@dataclass(slots=True)
+class _Work:
+    """An assignment at a node: a cell of the plan, or without ``index`` the node's preparation.
+
+    ``files`` were written before the record, and are removed if no record follows.
+    """
+
+    task: Task
+    index: int | None = None
+    result: Result | None = None
+    files: list[Path] = field(default_factory=list)
+    error: dict[str, Any] | None = None
+    ended: dict[str, Any] | None = None
+
+
+@dataclass(slots=True)
+class _Member:
+    """A node of the fleet, and its current work."""
+
+    facts: NodeFacts
+    is_prepared: bool = False
+    work: _Work | None = None
+    step: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.facts.node.name
+
+
+class Driver:
+    """One run of a plan. Each node prepares itself once, and then gets cell after cell.
+
+    ``placed`` adds the node to a result.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        nodes: Sequence[NodeFacts],
+        task: Run,
+        progress: Progress,
+        placed: Callable[[Result, Node], Result],
+    ) -> None:
+        self._transport = transport
+        self._placed_on = placed
+        self._task = task
+        self._progress = progress
+        self._members = {each.node.id: _Member(each) for each in nodes if self._can_isolate(each)}
+        self._known = {each.node.id for each in nodes}  # also those that were lost or left out
+        self._troubles: list[HarnessError] = []
+        self._settings = _settings(task)
+        self._code = {
+            name: value for name, value in environment.code().items() if name.startswith("git_")
+        }
+
+    def run(self) -> None:
+        """Run every cell that has no record yet.
+
+        Raises:
+            NoNodeLeft: no node can run the remaining cells.
+            MachineBusy: another process runs this plan.
+            RecordError: the run's folder cannot be written.
+        """
+        with _only_driver(self._task.folder), interrupts.stoppable(), interrupts.put_off():
+            cells = self._todo()
+            self._cells = [each.cell for each in cells]
+            self._dispatch = Dispatch(self._cells)
+            try:
+                self._run()
+            finally:
+                self._cancel()
+
+    def _todo(self) -> list[Planned]:
+        """Return the cells to run; record the cells that cannot run anywhere as skipped."""
+        results = run_folder.read(self._task.folder).results
+        todo = {c.id for c in run_folder.pending([p.cell for p in self._task.planned], results)}
+        waiting = [each for each in self._task.planned if each.cell.id in todo]
+        for each in waiting:
+            if each.skip:
+                self._record(skipped(each, {}))
+        return [each for each in waiting if not each.skip]
+
+    def _run(self) -> None:
+        looked_s = time.monotonic()
+        while len(self._dispatch) or self._busy():
+            interrupts.check()
+            if time.monotonic() - looked_s > _NEW_NODES_S:
+                self._take_new_nodes()
+                looked_s = time.monotonic()
+            for member in self._members.values():
+                if member.work is None:
+                    self._assign(member)
+            if not (busy := self._busy()):
+                self._look_again()
+                continue
+            by_task = {id(member.work.task): member for member in busy if member.work}
+            tasks = [member.work.task for member in busy if member.work]
+            for task in self._transport.wait(tasks, _WAIT_S):
+                self._take_event(by_task[id(task)])
+
+    def _look_again(self) -> None:
+        """Ask all nodes for their free RAM; raise NoNodeLeft if no node can go on now."""
+        nodes = [member.facts.node for member in self._members.values()]
+        answers = {facts.node.id: facts for facts in self._transport.ask_again(nodes)}
+        for member in list(self._members.values()):
+            if facts := answers.get(member.facts.node.id):
+                member.facts = facts
+            else:
+                self._leave_out(member, HarnessError("the node was lost"))
+        if not any(self._dispatch.can_take(each.facts.node) for each in self._members.values()):
+            raise self._stuck()
+
+    def _busy(self) -> list[_Member]:
+        return [member for member in self._members.values() if member.work]
+
+    def _assign(self, member: _Member) -> None:
+        node = member.facts.node
+        if not member.is_prepared:
+            if wanted := self._dispatch.wants(node):
+                series = {self._cells[each].series: self._cells[each] for each in wanted}
+                cells = [asdict(cell) for cell in series.values()]
+                member.work = _Work(self._submit(member, "prepare", cells))
+                self._show(member, "preparing")
+            return
+        index = self._dispatch.take(node)
+        if index is not None:
+            cell = self._cells[index]
+            member.work = _Work(self._submit(member, "measure", [asdict(cell)]), index)
+            self._show(member, cell.strategy)
+
+    def _submit(self, member: _Member, kind: str, cells: list[dict[str, Any]]) -> Task:
+        return self._transport.submit(
+            member.facts.node,
+            {
+                "kind": kind,
+                "operation": cells[0]["operation"],
+                "cells": cells,
+                "settings": self._settings,
+                "patience_s": min(self._task.patience_s, 1e9),  # JSON has no infinity
+            },
+        )
+
+    def _take_event(self, member: _Member) -> None:
+        work = member.work
+        assert work
+        try:
+            line = work.task.next_event()
+        except LostTask as lost:
+            self._lose(member, work, lost)
+            return
+        if line is None:
+            member.work = None
+            self._show(member, "")
+            self._finish(member, work)
+        elif event := decode_event(line):
+            self._take(member, work, event)
+
+    def _take(self, member: _Member, work: _Work, event: dict[str, Any]) -> None:
+        kind = event["event"]
+        if kind == "phase":
+            assert work.index is not None
+            self._show(member, f"{self._cells[work.index].strategy}: {event['name']}")
+        elif kind == "preparing":
+            if work.index is None and event["share"] is None:
+                self._progress.preparing(f"{member.name}: {event['text']}", None)
+            self._show(member, event["text"])
+        elif kind == "record":
+            node = replace(member.facts.node, free_ram_bytes=event["free_ram_bytes"])
+            member.facts = replace(member.facts, node=node)
+            place = f"a record from the node {member.name}"
+            work.result = self._placed(run_folder.decode(event["record"].encode(), place), member)
+            self._record(work.result)
+        elif kind == "file":
+            self._write_part(work, event)
+        elif kind in ("error", "ended"):
+            setattr(work, kind, event)
+
+    def _finish(self, member: _Member, work: _Work) -> None:
+        if not work.result:
+            _remove(work.files)
+        if work.error:
+            error = HarnessError(work.error["message"], work.error["repair"])
+            error.exit_code = work.error["exit_code"]
+            self._leave_out(member, error)
+            if work.index is not None and not work.result:
+                self._dispatch.give_back(work.index)
+        elif work.index is not None and not work.result:
+            self._record(self._failed(work.index, member, _last_words(work)))
+        elif work.index is None:
+            if work.ended and work.ended["code"] == 0:
+                member.is_prepared = True
+            else:
+                self._leave_out(member, HarnessError(f"its preparation ended: {_last_words(work)}"))
+
+    def _lose(self, member: _Member, work: _Work, lost: LostTask) -> None:
+        member.work = None
+        self._show(member, "")
+        if not work.result:
+            _remove(work.files)
+        is_gone = lost.with_node or self._is_gone(member)
+        if is_gone:
+            self._leave_out(member, HarnessError(f"the node was lost: {lost.message}"))
+        if work.index is None or work.result:
+            if not is_gone:
+                self._leave_out(member, HarnessError(lost.message))
+        elif not is_gone:
+            self._record(self._failed(work.index, member, lost.message))
+        elif not self._dispatch.lost(work.index):
+            message = f"{MOST_LOSSES} nodes were lost while they ran this cell, the last of them"
+            self._record(self._failed(work.index, member, message))
+
+    def _is_gone(self, member: _Member) -> bool:
+        deadline_s = time.monotonic() + _NODE_LOSS_S
+        while time.monotonic() < deadline_s:
+            if not self._transport.is_alive(member.facts.node):
+                return True
+            time.sleep(_WAIT_S)
+        return False
+
+    def _leave_out(self, member: _Member, error: HarnessError) -> None:
+        """Give a node no further cell, and remember the reason."""
+        self._members.pop(member.facts.node.id, None)
+        self._troubles.append(HarnessError(f"{member.name}: {error.message}", error.repair))
+        self._troubles[-1].exit_code = error.exit_code
+        self._progress.preparing(f"no further cell for {member.name}: {error.message}", None)
+
+    def _take_new_nodes(self) -> None:
+        joined, refused = self._transport.joined(self._known)
+        for line in refused:
+            self._progress.preparing(line, None)
+        self._known |= {facts.node.id for facts in joined}
+        usable = filter(self._can_isolate, joined)
+        self._members |= {facts.node.id: _Member(facts) for facts in usable}
+
+    def _can_isolate(self, facts: NodeFacts) -> bool:
+        return not facts.isolations[self._task.isolation.name]
+
+    def _stuck(self) -> HarnessError:
+        left = len(self._dispatch)
+        waiting = f"{left} cell{'s' * (left > 1)} cannot run"
+        if self._members:
+            reasons = self._dispatch.stuck(member.facts.node for member in self._members.values())
+            return NoNodeLeft(f"{waiting}: {reasons}", "free memory on a node, or add a node")
+        if not self._troubles:
+            return NoNodeLeft(f"{waiting}: no node can use {self._task.isolation.name}")
+        last = self._troubles[-1]
+        error = NoNodeLeft(f"{waiting}, no node is left: {last.message}", last.repair)
+        error.exit_code = last.exit_code
+        return error
+
+    def _record(self, result: Result) -> None:
+        run_folder.append(self._task.folder, result)
+        self._progress.finished(result)
+
+    def _placed(self, result: Result, member: _Member) -> Result:
+        result = replace(result, environment=result.environment | self._code)
+        return self._placed_on(result, member.facts.node)
+
+    def _failed(self, index: int, member: _Member, why: str) -> Result:
+        result = Result(
+            schema=SCHEMA,
+            cell=self._cells[index],
+            outcome=Outcome.MEASUREMENT_FAILED,
+            message=f"on {member.name}: {why}",
+            started_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        )
+        return self._placed(result, member)
+
+    def _write_part(self, work: _Work, event: dict[str, Any]) -> None:
+        assert work.index is not None
+        cell = self._cells[work.index].id
+        if event["path"] not in (f"samples/{cell}.csv", f"traces/{cell}.csv"):
+            raise RecordError(f"a node sent the file {event['path']!r}, which no record names")
+        path = self._task.folder / event["path"]
+        work.files.append(path)
+        with run_folder.writing(path, f"; the measurement of {cell} is lost"):
+            path.parent.mkdir(exist_ok=True)
+            with path.open("wb" if event["is_first"] else "ab") as file:
+                file.write(base64.b64decode(event["content"]))
+
+    def _show(self, member: _Member, step: str) -> None:
+        member.step = step
+        self._progress.nodes({m.name: m.step for m in self._members.values() if m.work})
+
+    def _cancel(self) -> None:
+        """Stop what still runs on the nodes, and wait until it has ended."""
+        busy = self._busy()
+        for member in busy:
+            assert member.work
+            member.work.task.cancel()
+        deadline_s = time.monotonic() + _CANCELLING_S
+        while busy and time.monotonic() < deadline_s:
+            tasks = {id(m.work.task): m for m in busy if m.work}
+            for task in self._transport.wait([m.work.task for m in busy if m.work], _WAIT_S):
+                try:
+                    has_ended = task.next_event() is None
+                except LostTask:
+                    has_ended = True
+                if has_ended:
+                    busy.remove(tasks[id(task)])
+
+
+def _settings(task: Run) -> dict[str, Any]:
+    """Return the plan's settings for the nodes, which find weighin's own strategies themselves."""
+    settings = dict(run_folder.read_plan(task.folder).settings)
+    operation = task.planned[0].cell.operation if task.planned else "load"
+    own = {info.path for info in registry.strategies(operation).values()}
+    settings["strategy_paths"] = {
+        name: "" if Path(path) in own else path for name, path in settings["strategy_paths"].items()
+    }
+    settings.pop("shard", None)
+    settings.pop("engine", None)
+    return settings
+
+
+def _remove(files: Sequence[Path]) -> None:
+    for path in files:
+        path.unlink(missing_ok=True)
+
+
+def _last_words(work: _Work) -> str:
+    ended = work.ended or {"code": "unknown", "stderr": ""}
+    words = f"exit code {ended['code']}"
+    return f"{words}, {one_line(ended['stderr'])}" if ended["stderr"] else words
+
+
+@contextmanager
+def _only_driver(folder: Path) -> Iterator[None]:
+    """Hold a lock on the run's plan, so that two drivers do not run the same cells.
+
+    Raises:
+        MachineBusy: another process holds the lock.
+    """
+    plan = os.open(folder / run_folder.PLAN, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(plan, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise MachineBusy(
+            f"another process runs the plan in {folder}", "wait for its end, then resume the run"
+        ) from None
+    else:
+        yield
+    finally:
+        os.close(plan)

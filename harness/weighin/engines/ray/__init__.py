@@ -1,0 +1,1 @@
+"""Run cells on the nodes of a Ray cluster. Only these modules import ray, and only for --engine ray."""

@@ -1,0 +1,181 @@
+"""Talk to a Ray cluster: its nodes, the state of their memory monitors, and tasks on one node."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from weighin.engines.ray import relay
+from weighin.engines.transport import LostTask
+from weighin.errors import ConfigError, extra
+from weighin.protocol import encode_event
+from weighin.text import one_line
+
+with extra("ray", "--engine ray"):
+    import ray
+    from ray import ObjectRefGenerator, cloudpickle
+    from ray.exceptions import NodeDiedError, RayError
+
+SLOT: Final = "weighin_slot"
+START: Final = f"""RAY_memory_monitor_refresh_ms=0 ray start --resources '{{"{SLOT}": 1}}'"""
+"""The command that starts a node; the first node also has --head, and others --address."""
+_NODE_ID: Final = "ray.io/node-id"
+_PROBE_S: Final = 120.0
+
+Relay = Callable[[bytes], Iterator[bytes]]
+"""A function that runs an assignment on its node and yields the events."""
+
+
+@dataclass(frozen=True, slots=True)
+class RayNode:
+    """A living node that has a slot for measurements, as Ray describes it."""
+
+    id: str
+    name: str
+    gpus: float
+    labels: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryMonitor:
+    """Whether Ray's own memory monitor is on at a node, which then kills tasks."""
+
+    is_on: bool
+    source: str
+
+    def __str__(self) -> str:
+        return f"{'on' if self.is_on else 'off'} ({self.source})"
+
+
+class RayTask:
+    """An assignment that runs on a node (``weighin.engines.transport.Task``)."""
+
+    def __init__(self, stream: "ObjectRefGenerator") -> None:
+        self.stream = stream
+
+    def next_event(self) -> bytes | None:
+        """Return the next event of a task that ``Cluster.wait`` named; None at its end.
+
+        Raises:
+            LostTask: the task's process, or its node, was lost.
+        """
+        try:
+            event: bytes = ray.get(next(self.stream))
+        except StopIteration:
+            return None
+        except RayError as error:
+            message = one_line(str(error), 200)
+            raise LostTask(message, with_node=isinstance(error, NodeDiedError)) from None
+        return event
+
+    def cancel(self) -> None:
+        """Stop the task; its process removes what it started, and then ends."""
+        ray.cancel(self.stream)
+
+
+class Cluster:
+    """A connection to a Ray cluster, made by ``connected``."""
+
+    def __init__(self, labels: Mapping[str, str], run: Relay = relay.relay) -> None:
+        self._labels = dict(labels)
+        cloudpickle.register_pickle_by_value(relay)
+        self._relay = ray.remote(max_retries=0, num_cpus=0)(run)
+        self._look = ray.remote(max_retries=0, num_cpus=0)(relay.look)
+        self._clock = ray.remote(max_retries=0, num_cpus=0)(relay.clock)
+
+    def nodes(self) -> list[RayNode]:
+        """Return the living nodes that have a slot and the wanted labels."""
+        described = [
+            RayNode(
+                each["NodeID"],
+                each["NodeManagerHostname"],
+                each["Resources"].get("GPU", 0),
+                each.get("Labels", {}),
+            )
+            for each in ray.nodes()
+            if each["Alive"] and each["Resources"].get(SLOT)
+        ]
+        names = [each.name for each in described]
+        return [
+            replace(each, name=f"{each.name}/{each.id[:8]}") if names.count(each.name) > 1 else each
+            for each in described
+            if self._labels.items() <= each.labels.items()
+        ]
+
+    def monitor(self, node: RayNode) -> MemoryMonitor:
+        """Find out whether Ray's memory monitor is on at a node, from what its raylet was given."""
+        configured = ray._private.state.state.get_system_config().get("memory_monitor_refresh_ms")
+        if configured is not None:
+            return MemoryMonitor(int(configured) > 0, f"the cluster's system config: {configured}")
+        value = self.look(node)["refresh_ms"]
+        if value is None:
+            return MemoryMonitor(True, "RAY_memory_monitor_refresh_ms is not set: Ray's default")
+        is_off = value.strip() == "0"
+        return MemoryMonitor(not is_off, f"RAY_memory_monitor_refresh_ms={value}")
+
+    def look(self, node: RayNode) -> dict[str, Any]:
+        """Return what ``relay.look`` finds on a node."""
+        facts: dict[str, Any] = self._ask(self._look, node)
+        return facts
+
+    def clock_ns(self, node: RayNode) -> int:
+        """Return the time of a node's clock, in nanoseconds since 1970."""
+        return int(self._ask(self._clock, node))
+
+    def submit(self, node: RayNode, assignment: Mapping[str, Any]) -> RayTask:
+        """Start an assignment in the node's slot; one node runs one assignment at a time."""
+        line = encode_event({"event": "assignment", **assignment}).rstrip(b"\n")
+        resources = {SLOT: 1.0}
+        options = {"resources": resources, "num_gpus": node.gpus, "label_selector": self._at(node)}
+        return RayTask(self._relay.options(**options).remote(line))
+
+    def wait(self, tasks: Sequence[RayTask], timeout_s: float) -> list[RayTask]:
+        """Return the tasks that have a next event, or have ended, within ``timeout_s``."""
+        streams = {id(task.stream): task for task in tasks}
+        ready, _ = ray.wait(
+            [task.stream for task in tasks],
+            num_returns=len(tasks) if timeout_s == 0 else 1,
+            timeout=timeout_s,
+        )
+        return [streams[id(stream)] for stream in ready]
+
+    def _ask(self, function: Any, node: RayNode) -> Any:
+        try:
+            return ray.get(
+                function.options(label_selector=self._at(node)).remote(), timeout=_PROBE_S
+            )
+        except RayError as error:
+            raise LostTask(one_line(str(error), 200), with_node=True) from None
+
+    def _at(self, node: RayNode) -> dict[str, str]:
+        return {_NODE_ID: node.id, **self._labels}
+
+
+@contextmanager
+def connected(
+    address: str, labels: Mapping[str, str], run: Relay = relay.relay
+) -> Iterator[Cluster]:
+    """Connect this process to the cluster, and disconnect it at the end.
+
+    Raises:
+        ConfigError: no cluster answers at the address.
+    """
+    if address.startswith("ray://"):
+        raise ConfigError(
+            f"--address {address} is the address of Ray's client server, which passes no events on",
+            "run weighin on a machine of the cluster, with --address auto or HOST:6379",
+        )
+    # Ray prints on standard output that a node was lost; the driver says so itself, on standard error.
+    ray._private.worker.print_to_stdstream = lambda *_, **__: None
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        raise ConfigError(
+            f"no Ray cluster answers at --address {address}: {one_line(str(error), 200)}",
+            f"start one: {START.replace('ray start', 'ray start --head')}",
+        ) from None
+    try:
+        yield Cluster(labels, run)
+    finally:
+        ray.shutdown()

@@ -1,0 +1,121 @@
+"""``weighin doctor --engine ray``: what each node of a cluster can limit and measure."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from weighin.doctor import doctor as doctors
+from weighin.doctor.capabilities import Capability
+from weighin.doctor.doctor import Examination
+from weighin.engines.ray import cluster as clusters
+from weighin.engines.ray.cluster import SLOT, START, Cluster, RayNode, RayTask
+from weighin.engines.transport import LostTask
+from weighin.errors import ConfigError
+from weighin.protocol import decode_event
+
+SCHEMA: Final = 1
+_PINGS: Final = 5  # the first ones start processes
+_CLOCK_NS: Final = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class NodeExamination:
+    """The results of all tests of one node."""
+
+    name: str
+    id: str
+    examination: Examination
+    is_monitored: bool
+
+    @property
+    def can_measure(self) -> bool:
+        """Whether the node enforces a limit, and nothing but the kernel enforces it."""
+        return self.examination.holds_a_limit and not self.is_monitored
+
+
+def examine(
+    address: str, labels: Mapping[str, str], say: Callable[[str], None]
+) -> list[NodeExamination]:
+    """Test all nodes of a cluster at the same time; ``say`` gets a line for each step.
+
+    Raises:
+        ConfigError: no cluster answers, it has no node with a slot, or weighin does not run there.
+    """
+    with clusters.connected(address, labels) as cluster:
+        nodes = cluster.nodes()
+        if not nodes:
+            raise ConfigError(
+                f"no node of the cluster has the resource {SLOT}, and the labels that --label names",
+                f"start the nodes that may measure with it: {START} --address HOST:6379",
+            )
+        tasks = [cluster.submit(node, {"kind": "examine"}) for node in nodes]
+        found = []
+        for node, task in zip(nodes, tasks, strict=True):
+            try:
+                found.append(_examined(cluster, node, task, say))
+            except LostTask as lost:
+                raise ConfigError(
+                    f"the node {node.name} was lost: {lost.message}", "examine the others again"
+                ) from None
+        return found
+
+
+def table(node: NodeExamination) -> RenderableType:
+    """Return the examination of one node for a terminal."""
+    return Group(Text(f"node {node.name}", style="bold"), doctors.table(node.examination))
+
+
+def as_json(nodes: Sequence[NodeExamination]) -> dict[str, Any]:
+    """Return all examinations for ``--json``."""
+    return {
+        "schema": SCHEMA,
+        "nodes": [
+            {"name": node.name, "id": node.id, "can_measure": node.can_measure}
+            | node.examination.as_json()
+            for node in nodes
+        ],
+    }
+
+
+def _examined(
+    cluster: Cluster, node: RayNode, task: RayTask, say: Callable[[str], None]
+) -> NodeExamination:
+    answers = {}
+    while (line := task.next_event()) is not None:
+        if event := decode_event(line):
+            answers[event["event"]] = event
+            if event["event"] == "preparing":
+                say(f"{node.name}: {event['text']}")
+    if "examined" not in answers:
+        problem = answers.get("error", {}).get("message") or answers["ended"]["stderr"]
+        raise ConfigError(
+            f"weighin does not run on the node {node.name}: {problem}",
+            "install it there, in Ray's environment: pip install 'weighin[ray]'",
+        )
+    state = cluster.monitor(node)
+    repair = f"; start the node with the monitor off: {START}" if state.is_on else ""
+    monitor = Capability(
+        "no memory monitor of Ray", "bad" if state.is_on else "good", f"{state}{repair}"
+    )
+    capabilities = [Capability(**fields) for fields in answers["examined"]["capabilities"]]
+    examination = Examination((*capabilities, monitor, _clock(cluster, node)))
+    return NodeExamination(node.name, node.id, examination, state.is_on)
+
+
+def _clock(cluster: Cluster, node: RayNode) -> Capability:
+    """Compare the node's clock with the driver's, as NTP does, in the quickest of some calls."""
+    readings = []
+    for _ in range(_PINGS):
+        sent_ns = time.time_ns()
+        there_ns = cluster.clock_ns(node)
+        back_ns = time.time_ns()
+        half_ns = (back_ns - sent_ns) // 2
+        readings.append((half_ns, there_ns - sent_ns - half_ns))
+    error_ns, offset_ns = min(readings)
+    verdict = "good" if abs(offset_ns) < _CLOCK_NS else "poor"
+    detail = f"{offset_ns / 1e6:+.1f} ms from the driver's clock, within {error_ns / 1e6:.1f} ms"
+    return Capability("clock", verdict, detail)  # type: ignore[arg-type]

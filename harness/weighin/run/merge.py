@@ -1,0 +1,165 @@
+"""Join the runs of several shards into one run (``weighin merge``)."""
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from shlex import quote
+from typing import Any, Final
+
+from weighin.cell import Cell
+from weighin.errors import RecordError
+from weighin.record import Result
+from weighin.records import run_folder
+from weighin.records.run_folder import Plan
+from weighin.run.shard import Shard, parse
+
+SCHEMA: Final = 1
+_OF_A_PART: Final = ("shard", "engine")
+"""Settings in which the parts of one plan may differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """The result of a merge. ``missing`` are the cells of the plan that no run has measured."""
+
+    folder: Path
+    results: tuple[Result, ...]
+    missing: tuple[Cell, ...]
+    missing_shards: tuple[Shard, ...]
+    warnings: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the result for ``--json``."""
+        return {
+            "schema": SCHEMA,
+            "run": str(self.folder),
+            "records": len(self.results),
+            "missing": [cell.id for cell in self.missing],
+            "missing_shards": [str(shard) for shard in self.missing_shards],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    folder: Path
+    plan: Plan
+    results: Sequence[Result]
+    warnings: Sequence[str]
+
+    @property
+    def shard(self) -> Shard | None:
+        text = self.plan.settings.get("shard")
+        return parse(text) if text else None
+
+
+def merge(folders: Sequence[Path], out: Path) -> Merged:
+    """Write the records, samples and traces of all runs to the new run ``out``.
+
+    The new run has the whole plan: ``weighin bench --resume`` measures the cells that are missing.
+
+    Raises:
+        RecordError: the runs have different plans, two runs measured the same cell, ``out`` is a run
+            already, or a folder cannot be read or written.
+    """
+    if (out / run_folder.PLAN).exists() or (out / run_folder.RECORDS).exists():
+        raise RecordError(f"{out} already contains a run", "name another folder with --out")
+    parts = [_read(folder) for folder in folders]
+    for part in parts[1:]:
+        _check_same_plan(parts[0], part)
+    results = _joined(parts)
+    plan = parts[0].plan
+    missing = run_folder.pending(plan.cells, results)
+    _write(parts, results, out)
+    return Merged(
+        folder=out,
+        results=tuple(results),
+        missing=tuple(missing),
+        missing_shards=_missing_shards(parts),
+        warnings=tuple(warning for part in parts for warning in part.warnings),
+    )
+
+
+def _read(folder: Path) -> _Part:
+    records = run_folder.read(folder)
+    return _Part(folder, run_folder.read_plan(folder), records.results, records.warnings)
+
+
+def _check_same_plan(first: _Part, other: _Part) -> None:
+    repair = "merge runs of the same suite, options and version of weighin only"
+    was, now = _shared(first.plan.settings), _shared(other.plan.settings)
+    if changed := [name for name in sorted({*was, *now}) if was.get(name) != now.get(name)]:
+        shown = "; ".join(f"{name}: {was.get(name)} and {now.get(name)}" for name in changed[:3])
+        raise RecordError(
+            f"{first.folder} and {other.folder} have different plans ({shown})", repair
+        )
+    ours, theirs = ([_identity(cell) for cell in part.plan.cells] for part in (first, other))
+    if ours != theirs:
+        only = [*(set(theirs) - set(ours)), *(set(ours) - set(theirs))]
+        shown = f", for example {json.loads(only[0])['strategy']}" if only else " in another order"
+        raise RecordError(
+            f"{first.folder} and {other.folder} have different plans: {len(ours)} and"
+            f" {len(theirs)} cells, of which {len(only)} are in one plan only{shown}",
+            repair,
+        )
+
+
+def _shared(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name not in _OF_A_PART}
+
+
+def _joined(parts: Sequence[_Part]) -> list[Result]:
+    """Return the results of all parts in the order of their measurement."""
+    measured_in: dict[str, Path] = {}
+    for part in parts:
+        for result in part.results:
+            key = _identity(result.cell)
+            if key in measured_in:
+                raise RecordError(
+                    f"{measured_in[key]} and {part.folder} both measured the cell {result.cell.id}",
+                    "leave one of the two runs out",
+                )
+            measured_in[key] = part.folder
+    results = [result for part in parts for result in part.results]
+    return sorted(results, key=lambda result: result.started_at)
+
+
+def _missing_shards(parts: Sequence[_Part]) -> tuple[Shard, ...]:
+    """Return the shards of which no run was named; none if the runs have no common division."""
+    shards = [part.shard for part in parts]
+    counts = {shard.count for shard in shards if shard}
+    if None in shards or len(counts) != 1:
+        return ()
+    count = counts.pop()
+    named = {shard.index for shard in shards if shard}
+    return tuple(Shard(index, count) for index in range(1, count + 1) if index not in named)
+
+
+def _write(parts: Sequence[_Part], results: Sequence[Result], out: Path) -> None:
+    """Write the new run under another name, and rename it when it is complete."""
+    unfinished = out.with_name(f".{out.name}.merging")
+    folders = {_identity(result.cell): part.folder for part in parts for result in part.results}
+    with run_folder.writing(unfinished):
+        shutil.rmtree(unfinished, ignore_errors=True)
+        run_folder.write_plan(unfinished, parts[0].plan.cells, _shared(parts[0].plan.settings))
+        for result in results:
+            _copy_files(folders[_identity(result.cell)], result, unfinished)
+            run_folder.append(unfinished, result)
+        unfinished.rename(out)
+
+
+def _copy_files(source: Path, result: Result, target: Path) -> None:
+    for name in (f"samples/{result.cell.id}.csv", f"traces/{result.cell.id}.csv"):
+        if name in (result.samples_path, result.trace_path) and (source / name).exists():
+            (target / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(source / name, target / name)
+
+
+def _identity(cell: Cell) -> str:
+    return json.dumps(asdict(cell), sort_keys=True, default=str)
+
+
+def resume_command(folder: Path) -> str:
+    """Return the command that measures the missing cells of a merged run."""
+    return f"weighin bench --resume {quote(str(folder))}"

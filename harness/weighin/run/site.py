@@ -1,0 +1,64 @@
+"""Tell what the machine or machines of a run can do, before the run is planned.
+
+An engine that measures on other machines passes its own ``Site`` to ``request.start``.
+"""
+
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+from weighin.errors import ConfigError
+from weighin.isolation import select
+from weighin.isolation.base import Isolation
+from weighin.probes import environment
+from weighin.run import gpu_check
+from weighin.units import format_bytes, format_exact
+
+
+class Site(Protocol):
+    """The machine or machines that run the cells."""
+
+    def check_ram(self, limits: Sequence[int | None]) -> None:
+        """Raise ConfigError if a RAM limit is larger than the RAM of every machine."""
+        ...
+
+    def check_gpu(self, device: str, vram_limits: Sequence[int | None]) -> None:
+        """Raise ConfigError if no machine has the GPU that ``device`` names."""
+        ...
+
+    def choose(
+        self, name: str, *, limited: bool, base_image: str | None, packages: tuple[str, ...]
+    ) -> tuple[Isolation, str]:
+        """Return an isolation that works on the machines, and a note; raise as ``select.choose``."""
+        ...
+
+    def check_soft_limit(self, isolation: Isolation) -> None:
+        """Raise IsolationUnavailable if a soft limit cannot be set."""
+        ...
+
+
+class ThisMachine:
+    """The machine of this process."""
+
+    def check_ram(self, limits: Sequence[int | None]) -> None:
+        total = environment.total_ram_bytes()
+        for limit in limits:
+            if limit is not None and limit > total:
+                raise ConfigError(
+                    f"--ram {format_exact(limit)} is more than this machine has"
+                    f" ({format_bytes(total)})",
+                    "give a smaller limit, or leave out --ram for no limit",
+                )
+
+    def check_gpu(self, device: str, vram_limits: Sequence[int | None]) -> None:
+        gpu_check.check(device, vram_limits)
+
+    def choose(
+        self, name: str, *, limited: bool, base_image: str | None, packages: tuple[str, ...]
+    ) -> tuple[Isolation, str]:
+        return select.choose(name, limited=limited, base_image=base_image, packages=packages)
+
+    def check_soft_limit(self, isolation: Isolation) -> None:
+        select.check_soft_limit(isolation)
+
+
+THIS_MACHINE: Final = ThisMachine()

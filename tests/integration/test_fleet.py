@@ -1,0 +1,246 @@
+"""Real cells on three nodes of a Ray cluster: lost nodes, killed drivers, Ray's memory monitor."""
+
+import json
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import leftovers
+import pytest
+from clusters import Nodes, cluster
+from commands import CommandLine, Started
+
+pytestmark = [pytest.mark.ray, pytest.mark.cgroup, pytest.mark.slow]
+
+SUITE = """
+models: gpt2-tiny
+strategies: [baseline, streaming, {pausing}]
+ram: [none, 1g]
+isolation: cgroup
+"""
+PAUSING = '''"""Wait while this file is marked as a program, then load rightly."""
+
+import time
+from pathlib import Path
+
+import torch
+
+
+def load_rightly(job):
+    model = job.build_model()
+    model.load_state_dict(torch.load(job.checkpoint, weights_only=True))
+    return model
+
+
+def load(job):
+    with job.phase("pause"):
+        while Path(__file__).stat().st_mode & 0o100:
+            time.sleep(0.01)
+    return load_rightly(job)
+'''
+CELLS = 6
+HUNGRY = '''"""Touch more memory than the limit allows."""
+
+
+def load(job):
+    with job.phase("overrun"):
+        return [bytearray(b"1") * (64 << 20) for _ in range(64)]
+'''
+
+
+@pytest.fixture(scope="module")
+def nodes(disk: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    with cluster(tmp_path_factory.mktemp("locks"), disk / "cache of the nodes") as started:
+        yield started
+
+
+@pytest.fixture
+def hold(command: CommandLine) -> Path:
+    """A strategy that waits in the midst of its load until it is let go."""
+    path = command.folder / "pausing.py"
+    path.write_text(PAUSING)
+    path.chmod(0o755)
+    (command.folder / "suite.yaml").write_text(SUITE.format(pausing=path))
+    return path
+
+
+def start(command: CommandLine, nodes: Nodes) -> Started:
+    return command.start(
+        *("bench", "--suite", "suite.yaml", "--engine", "ray", "--address", nodes.address),
+        *("--out", "run"),
+    )
+
+
+def start_and_wait_for_the_pause(command: CommandLine, nodes: Nodes) -> Started:
+    """Start the matrix, and return when all cells but the two that wait have a record."""
+    nodes.grow(3)
+    started = start(command, nodes)
+    leftovers.wait_until(
+        lambda: (
+            started.process.poll() is not None
+            or (len(records(command)) == CELLS - 2 and len(nodes.at_work()) == 2)
+        ),
+        "the cells that wait did not begin",
+        patience_s=120,
+    )
+    assert started.process.poll() is None, started.process.communicate()
+    return started
+
+
+def records(command: CommandLine) -> list[dict[str, Any]]:
+    path = command.folder / "run" / "records.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def assert_complete(command: CommandLine) -> None:
+    """Every cell of the plan has one record, which is ok and has its samples."""
+    plan = json.loads((command.folder / "run" / "plan.json").read_text())
+    found = records(command)
+    assert len(found) == CELLS
+    assert sorted(map(_identity, found)) == sorted(_identity({"cell": c}) for c in plan["cells"])
+    assert {record["outcome"] for record in found} == {"ok"}
+    for record in found:
+        assert (command.folder / "run" / record["samples_path"]).stat().st_size > 100
+        assert "OMP_NUM_THREADS" not in record["environment"]["settings"]  # Ray's workers have it
+
+
+def _identity(record: dict[str, Any]) -> str:
+    return json.dumps(record["cell"], sort_keys=True)
+
+
+@pytest.fixture
+def watched(nodes: Nodes) -> Iterator[Any]:
+    """A node that was started with Ray's memory monitor on, beside a node without it."""
+    nodes.grow(1)
+    node = nodes.add(monitor=None)
+    yield node
+    nodes.kill(node)
+
+
+def test_a_node_with_rays_memory_monitor_is_refused_and_examined(
+    command: CommandLine, nodes: Nodes, hold: Path, watched: Any
+) -> None:
+    ended = start(command, nodes).end()
+    assert (ended.code, ended.out) == (2, "")
+    head, repair = ended.err.splitlines()
+    assert head.startswith(
+        "error: Ray's memory monitor is on, and would kill cells before their limit does: "
+    )
+    name = f"/{watched.node_id[:8]}: on (RAY_memory_monitor_refresh_ms is not set: Ray's default)"
+    assert head.endswith(name)
+    assert head.count(": on (") == 1
+    assert repair == (
+        "stop these nodes (ray stop) and start them with the monitor off:"
+        """ RAY_memory_monitor_refresh_ms=0 ray start --resources '{"weighin_slot": 1}'"""
+    )
+    assert not (command.folder / "run").exists()
+
+    ended = command.run("doctor", "--engine", "ray", "--address", nodes.address, "--json", "-")
+    assert (ended.code, ended.left) == (3, []), ended.err
+    examined = {node["id"]: node for node in json.loads(ended.out)["nodes"]}
+    assert {node["can_measure"] for node in examined.values()} == {True, False}
+    assert not examined[watched.node_id]["can_measure"]
+    for node in examined.values():
+        lines = {one["subject"]: one for one in node["capabilities"]}
+        assert node["holds_a_limit"]
+        assert lines["isolation cgroup enforces a limit"]["verdict"] == "yes"
+        assert lines["nested memory limits"]["verdict"] == "yes"
+        expected = "yes" if node["can_measure"] else "no"
+        assert lines["no memory monitor of Ray"]["verdict"] == expected
+        assert lines["clock"]["verdict"] == "yes"
+        offset = re.match(
+            r"([-+]\d+\.\d) ms from .*, within (\d+\.\d) ms", lines["clock"]["detail"]
+        )
+        assert offset
+        assert abs(float(offset[1])) <= float(offset[2]) + 0.1  # the driver has the same clock
+
+
+def test_the_error_without_a_node_that_may_measure(
+    command: CommandLine, nodes: Nodes, hold: Path
+) -> None:
+    ended = command.run(
+        *("bench", "--suite", "suite.yaml", "--engine", "ray", "--address", nodes.address),
+        *("--label", "ray.io/accelerator-type=H100"),
+    )
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err == (
+        "error: no node of the cluster has the resource weighin_slot, and the labels that --label"
+        " names\nstart the nodes that may measure with it: RAY_memory_monitor_refresh_ms=0 ray start"
+        """ --resources '{"weighin_slot": 1}' --address HOST:6379\n"""
+    )
+
+
+def test_a_cell_above_its_limit_is_killed_and_its_node_goes_on(
+    command: CommandLine, nodes: Nodes
+) -> None:
+    nodes.grow(1)
+    (command.folder / "hungry.py").write_text(HUNGRY)
+    (command.folder / "suite.yaml").write_text(
+        "models: gpt2-tiny\nram: 600m\nisolation: cgroup\n"
+        f"strategies: [{command.folder}/hungry.py, baseline]\n"
+    )
+    ended = start(command, nodes).end()
+    assert ended.code == 0, ended.err
+    measured = [(record["cell"]["strategy"], record["outcome"]) for record in records(command)]
+    assert measured == [("hungry", "oom_killed"), ("baseline", "ok")]
+    assert len({record["environment"]["node"]["id"] for record in records(command)}) == 1
+
+
+def test_a_matrix_runs_on_three_nodes(command: CommandLine, nodes: Nodes, hold: Path) -> None:
+    three = nodes.grow(3)
+    hold.chmod(0o644)
+    ended = start(command, nodes).end()
+    assert (ended.code, ended.left, nodes.left()) == (0, [], []), ended.err
+    assert_complete(command)
+    used = {record["environment"]["node"]["id"] for record in records(command)}
+    assert used == {node.node_id for node in three}
+    assert "on different machines" not in ended.out
+
+
+def test_the_cell_of_a_lost_node_runs_on_another_node(
+    command: CommandLine, nodes: Nodes, hold: Path
+) -> None:
+    started = start_and_wait_for_the_pause(command, nodes)
+    lost = nodes.of_process(nodes.at_work()[0])
+    nodes.kill(lost)
+    leftovers.wait_until(
+        lambda: len(nodes.at_work()) == 2 and lost not in map(nodes.of_process, nodes.at_work()),
+        "the cell did not move",
+        60,
+    )
+    hold.chmod(0o644)
+    ended = started.end()
+    assert ended.code == 0, ended.err
+    assert "the node was lost" in ended.err
+    assert_complete(command)
+    assert lost.node_id not in {
+        record["environment"]["node"]["id"] for record in records(command)[CELLS - 2 :]
+    }
+
+
+def test_a_driver_that_was_killed_is_resumed_where_it_was(
+    command: CommandLine, nodes: Nodes, hold: Path
+) -> None:
+    started = start_and_wait_for_the_pause(command, nodes)
+    started.process.kill()
+    started.process.communicate()
+    leftovers.wait_until(lambda: nodes.left() == [], "a cell outlived its driver", 60)
+    before = records(command)
+    hold.chmod(0o644)
+    ended = command.run("bench", "--resume", "run", "--trust", "--address", nodes.address)
+    assert (ended.code, ended.left, nodes.left()) == (0, [], []), ended.err
+    assert records(command)[: CELLS - 2] == before
+    assert_complete(command)
+
+
+def test_ctrl_c_ends_the_cells_on_the_nodes(command: CommandLine, nodes: Nodes, hold: Path) -> None:
+    started = start_and_wait_for_the_pause(command, nodes)
+    stopped = started.end(signal.SIGINT)
+    assert (stopped.code, stopped.left, nodes.left()) == (130, [], []), stopped.err
+    assert stopped.err.splitlines()[-2:] == [
+        "error: stopped; nothing is left running",
+        "resume it: weighin bench --resume run --trust",
+    ]
+    assert len(records(command)) == CELLS - 2

@@ -1,0 +1,135 @@
+"""Cells that run at once: which runs may do so, and what is not judged of them."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from factories import make_cell, make_result
+from test_check import run_of
+
+from weighin.engines import base, jobs
+from weighin.engines.jobs import JobsEngine
+from weighin.engines.local import LocalEngine
+from weighin.errors import ConfigError, UnknownName
+from weighin.gate import check as checks
+from weighin.isolation.process import ProcessIsolation
+from weighin.probes import environment
+from weighin.record import Result
+from weighin.run.runner import Run
+from weighin.suite import registry
+from weighin.suite.matrix import Planned
+from weighin.units import GIB
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(environment, "free_ram_bytes", lambda: 16 * GIB)
+
+
+def run_with(*limits: int | None, **changes: Any) -> Run:
+    info = registry.strategies("load")["streaming"]
+    cell = replace(make_cell("streaming", format="safetensors"), device="cpu")
+    planned = [Planned.of(replace(cell, ram_limit_bytes=limit), info) for limit in limits]
+    return Run(Path("run"), planned, ProcessIsolation(), **changes)
+
+
+def refused(task: Run, count: int = 2) -> str:
+    with pytest.raises(ConfigError) as caught:
+        jobs.check(task, count)
+    return str(caught.value)
+
+
+def test_limits_that_fit_together_are_accepted() -> None:
+    jobs.check(run_with(8 * GIB, 8 * GIB, 2 * GIB), 2)
+    jobs.check(run_with(8 * GIB, 6 * GIB, 2 * GIB), 3)
+
+
+def test_limits_that_do_not_fit_together() -> None:
+    assert refused(run_with(8 * GIB, 2 * GIB, 9 * GIB)) == (
+        "--jobs 2: the limits of 2 cells are 17.000 GiB together, and 16.000 GiB of RAM are free\n"
+        "use fewer jobs, or smaller limits"
+    )
+
+
+def test_what_cannot_run_at_once() -> None:
+    assert refused(run_with(GIB, None)).startswith("--jobs needs a RAM limit for each cell")
+    assert refused(run_with(GIB, checkpoint=Path("w.pt"))).startswith(
+        "--jobs with a checkpoint of your own: "
+    )
+    for changes in ({"steady": True}, {"trace": True}):
+        assert refused(run_with(GIB, **changes)).startswith("--jobs measures the memory of cells")
+
+
+def test_the_settings_of_an_engine() -> None:
+    assert base.settings("local", None, ()) == {}
+    assert base.settings("local", None, (), jobs=4) == {"name": "local", "jobs": 4}
+    assert base.settings("ray", None, ["a=b"]) == {
+        "name": "ray",
+        "address": "auto",
+        "labels": {"a": "b"},
+    }
+    with base.opened({}) as engine:
+        assert isinstance(engine, LocalEngine)
+    with base.opened({"name": "local", "jobs": 2}) as engine:
+        assert isinstance(engine, JobsEngine)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("local", "auto", ()), "--address belongs to a fleet\nadd --engine ray, or leave it out"),
+        (
+            ("local", None, ("a=b",)),
+            "--label belongs to a fleet\nadd --engine ray, or leave it out",
+        ),
+        (
+            ("ray", None, ("H100",)),
+            "--label: 'H100' is not a label and its value\n"
+            "write --label ray.io/accelerator-type=H100",
+        ),
+        (
+            ("ray", None, (), 2),
+            "--jobs is for one machine: a node of a fleet runs one cell at a time\nleave it out",
+        ),
+        (("local", None, (), 0), "--jobs 0 runs nothing\ngive the number of cells to run at once"),
+    ],
+)
+def test_settings_that_contradict(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        base.settings(*arguments)
+    assert str(caught.value) == message
+
+
+def test_an_unknown_engine() -> None:
+    with pytest.raises(UnknownName, match="no engine is called 'rai'"):
+        base.settings("rai", None, ())
+
+
+def at_once(result: Result, cells: int = 4) -> Result:
+    return replace(result, environment=result.environment | {"concurrent_cells": cells})
+
+
+def test_times_of_cells_that_ran_at_once_are_not_judged(tmp_path: Path) -> None:
+    result = at_once(make_result(make_cell("streaming")))
+    assert result.ready_ns
+    slow = replace(result, ready_ns=10 * result.ready_ns)
+    before, after = run_of(Path("before"), result), run_of(Path("after"), slow)
+    file = tmp_path / "baseline.yaml"
+    checks.update(checks.read_runs([before]), file, accept=lambda _: True)
+    judged = checks.check(checks.read_runs([after]), file)
+    assert not judged.failed
+    assert "times are not judged: several cells ran at once (--jobs)" in judged.notes
+    with pytest.raises(ConfigError, match="is on a time, and several cells ran at once"):
+        checks.check(checks.read_runs([after]), file, extra_budgets=["ready <= 5s"])
+
+
+def test_the_same_times_without_jobs_are_judged(tmp_path: Path) -> None:
+    result = make_result(make_cell("streaming"))
+    assert result.ready_ns
+    slow = replace(result, ready_ns=10 * result.ready_ns)
+    before, after = run_of(Path("before"), result), run_of(Path("after"), slow)
+    file = tmp_path / "baseline.yaml"
+    checks.update(checks.read_runs([before]), file, accept=lambda _: True)
+    assert checks.check(checks.read_runs([after]), file).failed

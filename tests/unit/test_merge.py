@@ -1,0 +1,130 @@
+"""The runs of shards become one run; what does not belong together is refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from factories import make_cell, make_result
+
+from weighin.cell import Cell
+from weighin.cli import app
+from weighin.errors import RecordError
+from weighin.record import Result
+from weighin.records import run_folder
+from weighin.run.merge import merge
+from weighin.run.shard import Shard, parse
+
+PLAN = [make_cell(name) for name in ("baseline", "sequential", "streaming", "mmap_assign")]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def result_of(cell: Cell) -> Result:
+    day = 1 + PLAN.index(replace(cell, repeat=0)) if replace(cell, repeat=0) in PLAN else 9
+    return make_result(
+        cell,
+        started_at=f"2026-11-{day:02}T10:00:00.000+00:00",
+        samples_path=f"samples/{cell.id}.csv",
+    )
+
+
+def shard(text: str, plan: list[Cell] = PLAN, **settings: Any) -> Path:
+    """Write the run of a shard, in which all of its cells have a record."""
+    folder = Path(f"shard-{text.replace('/', '-')}")
+    run_folder.write_plan(folder, plan, {"seed": 0, "shard": text} | settings)
+    (folder / "samples").mkdir()
+    for cell in parse(text).of(plan):
+        run_folder.append(folder, result_of(cell))
+        (folder / "samples" / f"{cell.id}.csv").write_text(f"samples of {cell.strategy}")
+    return folder
+
+
+def refused(*folders: Path) -> str:
+    with pytest.raises(RecordError) as caught:
+        merge(folders, Path("whole"))
+    assert not Path("whole").exists()
+    return str(caught.value)
+
+
+def test_all_shards_become_the_whole_run() -> None:
+    merged = merge([shard("2/2"), shard("1/2")], Path("whole"))
+    assert (merged.missing, merged.missing_shards, merged.warnings) == ((), (), ())
+    found = run_folder.read(Path("whole")).results
+    assert [each.cell for each in found] == PLAN  # in the order of measurement
+    for cell in PLAN:
+        text = Path("whole", "samples", f"{cell.id}.csv").read_text()
+        assert text == f"samples of {cell.strategy}"
+    plan = run_folder.read_plan(Path("whole"))
+    assert list(plan.cells) == PLAN
+    assert plan.settings == {"seed": 0}  # so that --resume measures all that is missing
+    assert sorted(path.name for path in Path().iterdir()) == ["shard-1-2", "shard-2-2", "whole"]
+
+
+def test_missing_cells_and_shards_are_named() -> None:
+    first = shard("1/4")
+    records = first / "records.jsonl"
+    merged = merge([first, shard("3/4")], Path("whole"))
+    assert merged.missing == (PLAN[1], PLAN[3])
+    assert merged.missing_shards == (Shard(2, 4), Shard(4, 4))
+    assert records.exists()
+    result = CliRunner().invoke(app.app, ["merge", "shard-1-4", "shard-3-4", "--out", "again"])
+    assert result.exit_code == 0
+    assert result.stdout == "again: 2 of 4 cells have a record\n"
+    assert result.stderr == (
+        "note: missing: 2 cells; no run of shard 2/4, 4/4 was named;"
+        " weighin bench --resume again measures them\n"
+    )
+    result = CliRunner().invoke(
+        app.app, ["merge", "shard-1-4", "shard-3-4", "--out", "json", "--json", "-"]
+    )
+    assert json.loads(result.stdout) == {
+        "schema": 1,
+        "run": "json",
+        "records": 2,
+        "missing": [PLAN[1].id, PLAN[3].id],
+        "missing_shards": ["2/4", "4/4"],
+    }
+
+
+def test_a_shard_that_was_cut_off_is_merged_with_a_warning() -> None:
+    cut = shard("1/2")
+    with (cut / "records.jsonl").open("a") as file:
+        file.write('{"schema": 1, "ce')
+    merged = merge([cut, shard("2/2")], Path("whole"))
+    assert len(merged.results) == 4
+    assert len(merged.warnings) == 1
+    assert "line 3 is incomplete" in merged.warnings[0]
+
+
+def test_two_records_of_one_cell_are_refused() -> None:
+    first = shard("1/2")
+    assert refused(first, shard("2/2"), first) == (
+        f"shard-1-2 and shard-1-2 both measured the cell {PLAN[0].id}\n"
+        "leave one of the two runs out"
+    )
+
+
+def test_runs_of_other_cells_are_refused() -> None:
+    other = [*PLAN[:3], make_cell("per_param", format="per_param")]
+    assert refused(shard("1/2"), shard("2/2", other)).startswith(
+        "shard-1-2 and shard-2-2 have different plans: 4 and 4 cells, of which 2 are in one plan only"
+    )
+
+
+def test_runs_of_other_settings_are_refused() -> None:
+    assert refused(shard("1/2"), shard("2/2", seed=1)) == (
+        "shard-1-2 and shard-2-2 have different plans (seed: 0 and 1)\n"
+        "merge runs of the same suite, options and version of weighin only"
+    )
+
+
+def test_a_run_is_not_overwritten() -> None:
+    folder = shard("1/2")
+    with pytest.raises(RecordError, match="already contains a run"):
+        merge([folder], folder)
