@@ -54,6 +54,7 @@ _COLOURS: Final = {
     "runai": "#6699CC",
     "fastsafetensors": "#F0E442",
     "instanttensor": "#000000",
+    "tensorizer": "#BBBBBB",
     "accelerate": "#7A7A00",
     "torch_save": "#E69F00",
     "safetensors": "#882255",
