@@ -24,6 +24,7 @@ _BESIDE_SUITE = _BESIDE_ALL | {
     "folder",
     "base_image",
     "mounts",
+    "trust_remote_code",
 }
 _BESIDE_SUITE |= {"checkpoint_dtype", "phases"}  # of predict
 _BESIDE_SUITE |= {"key", "strip_prefix"}

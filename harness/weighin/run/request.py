@@ -12,7 +12,13 @@ from typing import Any
 from weighin import formats
 from weighin.cell import ModelSpec
 from weighin.errors import ConfigError, Interrupted, IsolationUnavailable, RecordError, StillRunning
-from weighin.formats.pretrained_folder import BUILDER, is_pretrained, read_folder, weights_in
+from weighin.formats.pretrained_folder import (
+    BUILDER,
+    code_of,
+    is_pretrained,
+    read_folder,
+    weights_in,
+)
 from weighin.formats.selection import WHOLE, Selection
 from weighin.isolation import preload, select
 from weighin.probes import environment
@@ -40,6 +46,8 @@ class Request:
     within: float | None = None
     """The largest step of a floor search, as a share of the floor; None for ``weighin bench``."""
     selection: Selection = WHOLE
+    trust_remote_code: bool = False
+    """Whether the code that a Hugging Face folder brings may run."""
 
     @property
     def verb(self) -> str:
@@ -57,7 +65,13 @@ def start(request: Request) -> tuple[Run, str]:
     checkpoint = _own(checkpoint) or _pretrained(suite.models)
     _check_selection(request.selection, checkpoint)
     models = tuple(
-        registry.model(name, request.kwargs or None, request.selection) for name in suite.models
+        registry.model(
+            name,
+            request.kwargs or None,
+            request.selection,
+            trust_remote_code=request.trust_remote_code,
+        )
+        for name in suite.models
     )
     strategies = registry.chosen(suite)
     _check_names("models", [(spec.title, spec.builder) for spec in models])
@@ -96,7 +110,8 @@ def start(request: Request) -> tuple[Run, str]:
     preload.check(suite.environment)
     _check_any_runs(planned)
     _check_own_selections(planned, request.selection, _own_format(checkpoint))
-    mounts = _existing(request.mounts)
+    folders = [Path(code["folder"]) for model in models if (code := code_of(model))]
+    mounts = _existing((*request.mounts, *folders))
     python_path = user_code.import_path(suite.models)
     folder = request.folder or Path("results") / _name(request)
     _check_folder(folder, request.verb)
