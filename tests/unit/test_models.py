@@ -8,8 +8,8 @@ import torch
 import yaml
 
 from weighin.formats.pretrained_folder import BUILDER, is_folder
-from weighin.models import gpt2, llama, stack, tied
-from weighin.models.skeleton import resolve_builder
+from weighin.models import gpt2, gpt_oss, llama, stack, tied
+from weighin.models.skeleton import construct, resolve_builder
 from weighin.suite import registry
 from weighin.units import MIB
 
@@ -20,7 +20,7 @@ PUBLISHED = {
     "clip-base": (151_277_313, "float32"),
     "deepseek-v3": (671_026_404_352, "bfloat16"),
     "gemma-3-1b": (999_885_952, "bfloat16"),
-    "gpt-oss-20b": (20_914_757_184, "bfloat16"),
+    "gpt-oss-20b-bf16": (20_914_757_184, "bfloat16"),
     "llama-8b": (8_030_261_248, "bfloat16"),
     "minilm": (22_713_216, "float32"),
     "mistral-7b": (7_248_023_552, "bfloat16"),
@@ -176,3 +176,27 @@ def test_a_small_llama_runs_and_looks_only_back() -> None:
     assert torch.equal(logits[:, :-1], others[:, :-1])
     assert not torch.equal(logits[:, -1], others[:, -1])
     assert not model.training
+
+
+def test_gpt_oss_has_the_published_tensors() -> None:
+    spec = registry.model("gpt-oss-20b")
+    with torch.device("meta"):
+        state = construct(lambda: gpt_oss.gpt_oss(**spec.kwargs), torch.bfloat16).state_dict()
+    assert registry.model_dtype("gpt-oss-20b", "auto") == "bfloat16"
+    # metadata.total_size in model.safetensors.index.json on the Hub
+    assert sum(tensor.nbytes for tensor in state.values()) == 13_761_264_768
+    experts = {
+        name.rpartition(".")[2]: (tuple(tensor.shape), tensor.dtype)
+        for name, tensor in state.items()
+        if name.startswith("model.layers.23.mlp.experts.")
+    }
+    assert experts == {
+        "gate_up_proj_blocks": ((32, 5760, 90, 16), torch.uint8),
+        "gate_up_proj_scales": ((32, 5760, 90), torch.uint8),
+        "gate_up_proj_bias": ((32, 5760), torch.bfloat16),
+        "down_proj_blocks": ((32, 2880, 90, 16), torch.uint8),
+        "down_proj_scales": ((32, 2880, 90), torch.uint8),
+        "down_proj_bias": ((32, 2880), torch.bfloat16),
+    }
+    assert state["model.layers.0.self_attn.sinks"].shape == (64,)
+    assert state["model.layers.0.self_attn.o_proj.weight"].shape == (2880, 4096)

@@ -18,6 +18,7 @@ from weighin.formats.pretrained_code import AUTO_MAP, auto_class, describe_code
 BUILDER: Final = "weighin.models.pretrained:from_config"
 CONFIG: Final = "config.json"
 
+_BUILT_IN: Final = "weighin.models."
 _FILES: Final = ("model.safetensors", "pytorch_model.bin")
 _INDEXES: Final = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _DTYPES: Final = ("float32", "bfloat16", "float16")
@@ -111,8 +112,13 @@ def is_folder(model: ModelSpec) -> bool:
 
 
 def own_dtype(model: ModelSpec) -> str:
-    """Return the dtype in the configuration of a model of transformers; float32 for any other."""
-    return dtype_of(model.kwargs["config"]) if model.builder == BUILDER else "float32"
+    """Return the dtype of a model's published files; float32 for a model without such files.
+
+    A model of transformers has it in its configuration, another built-in model in its arguments.
+    """
+    if model.builder == BUILDER:
+        return dtype_of(model.kwargs["config"])
+    return dtype_of(model.kwargs) if model.builder.startswith(_BUILT_IN) else "float32"
 
 
 def _name(folder: Path) -> str:
