@@ -171,6 +171,7 @@ def _summed_pieces(sums: _GeneratedChecksums, seed: int, name: str) -> Iterator[
         pieces = parameter_pieces(seed, name, described.tensor)
     else:
         pieces = pieces_of(described.tensor)
-    running = Checksums(described.tensor.numel(), described.tensor.dtype)
+    tensor = described.tensor
+    running = Checksums(tensor.numel(), tensor.dtype, is_kept=described.is_kept)
     yield from checksummed(pieces, running)
     sums.set(name, running.result())
