@@ -111,6 +111,22 @@ def test_another_repositorys_code_that_is_in_the_folder_is_run(folder: Path) -> 
     assert type(from_config(**kwargs)).__name__ == "TinyForCausalLM"
 
 
+@pytest.mark.parametrize("place", ["../../evil", "a.b", ""])
+def test_code_is_a_module_of_the_folder_itself(folder: Path, place: str) -> None:
+    error = refused(folder, auto_map={"AutoModel": f"{place}.TinyForCausalLM"})
+    assert "in 'auto_map' is not module.class" in error.message
+
+
+@pytest.mark.parametrize("code", [5, "x", {"folder": 1, "sha256": "a"}, {"folder": "a"}])
+def test_a_plan_with_damaged_code_is_refused(folder: Path, tmp_path: Path, code: object) -> None:
+    run = planned(folder, tmp_path / "run")
+    plan = json.loads((run / "plan.json").read_text())
+    plan["cells"][0]["model"]["kwargs"]["code"] = code
+    (run / "plan.json").write_text(json.dumps(plan))
+    with pytest.raises(ConfigError, match="is not a folder and a digest"):
+        restore(run)
+
+
 def test_a_class_without_code_is_named(folder: Path) -> None:
     error = refused(folder, architectures=["OtherForCausalLM"])
     assert (

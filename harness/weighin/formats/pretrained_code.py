@@ -5,15 +5,21 @@ A ``ModelSpec`` holds the folder's path and a digest of its Python files, so tha
 the code that was there when the run was planned. This module uses only the standard library.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from weighin.errors import ConfigError
+from weighin.text import one_line
 
 AUTO_MAP: Final = "auto_map"
+CODE_KEYS: Final = ("folder", "sha256")
+"""The keys of the code of a folder, in the arguments of a ``ModelSpec``."""
 
+_SHOWN: Final = 80
 _AUTO_MODEL: Final = "AutoModel"
+_REFERENCE: Final = re.compile(r"(\w+)\.\w+")
 _OTHER_REPOSITORY: Final = "--"  # "owner/name--modeling_x.XForCausalLM"
 
 
@@ -79,12 +85,17 @@ def reference_in(folder: Path, config: Mapping[str, Any], auto: str) -> str:
     """
     reference = str(config[AUTO_MAP][auto])
     repository, divided, inside = reference.rpartition(_OTHER_REPOSITORY)
-    module = inside.rpartition(".")[0]
-    if not (folder / f"{module}.py").is_file():
+    named = _REFERENCE.fullmatch(inside)
+    if named is None:
+        raise ConfigError(
+            f"{folder}: {one_line(inside, _SHOWN)!r} in '{AUTO_MAP}' is not module.class",
+            f"correct '{AUTO_MAP}' in config.json",
+        )
+    if not (folder / f"{named[1]}.py").is_file():
         where = f", but in the repository {repository}" if divided else ""
         raise ConfigError(
             f"{folder}: the code {inside} of the model is not in this folder{where}",
-            f"download {module}.py and the modules that it imports into the folder: weighin reads"
+            f"download {named[1]}.py and the modules that it imports into the folder: weighin reads"
             " no network",
         )
     return inside

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from weighin.cell import ModelSpec
 from weighin.errors import CheckpointError, ConfigError
-from weighin.formats.pretrained_code import AUTO_MAP, auto_class, describe_code
+from weighin.formats.pretrained_code import AUTO_MAP, CODE_KEYS, auto_class, describe_code
 
 BUILDER: Final = "weighin.models.pretrained:from_config"
 CONFIG: Final = "config.json"
@@ -140,8 +140,19 @@ def folder_of(checkpoint: Path) -> Path:
 
 
 def code_of(model: ModelSpec) -> dict[str, str] | None:
-    """Return the folder and the digest of the code that a model's folder brings, if any."""
-    code: dict[str, str] | None = model.kwargs.get("code") if model.builder == BUILDER else None
+    """Return the folder and the digest of the code that a model's folder brings, if any.
+
+    Raises:
+        ConfigError: the model's arguments, which anybody may have written into a plan, are damaged.
+    """
+    code = model.kwargs.get("code") if model.builder == BUILDER else None
+    if code is None:
+        return None
+    if not isinstance(code, dict) or not all(isinstance(code.get(key), str) for key in CODE_KEYS):
+        raise ConfigError(
+            f"the argument `code` of the model {model.name} is not a folder and a digest",
+            "start a new run",
+        )
     return code
 
 
