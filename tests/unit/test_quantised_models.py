@@ -14,7 +14,9 @@ from weighin.checkpoint.index import index
 from weighin.checkpoint.manifest import Manifest
 from weighin.errors import ConfigError
 from weighin.models.skeleton import resolve_builder
+from weighin.predict.client import predict
 from weighin.suite import registry
+from weighin.suite.matrix import CellMatrix, plan
 from weighin.worker import touch, verify
 from weighin.worker.loading import WorkerLoad, import_strategy
 
@@ -126,3 +128,19 @@ def test_the_bytes_follow_from_the_seed_and_the_name(tmp_path: Path) -> None:
     assert first == {one.name: one.checksums for one in second}
     scales = {value["uint8"] for name, value in first.items() if name.endswith("_scales")}
     assert len(scales) == 4
+
+
+@pytest.mark.usefixtures("torch_threads_restored")
+@pytest.mark.parametrize("spec", [GPT_OSS, DEEPSEEK], ids=lambda spec: spec.name)
+def test_a_prediction_has_the_size_of_the_files(tmp_path: Path, spec: ModelSpec) -> None:
+    manifest = made(spec, tmp_path, "safetensors").manifest
+    pairs = ((registry.strategy("streaming"), {}), (registry.strategy("safetensors_copy"), {}))
+    matrix = CellMatrix(
+        (spec,), pairs, (None,), "process", dtype="bfloat16", formats=("safetensors",)
+    )
+    for one in predict(plan(matrix)):
+        assert one.cannot == ""
+        assert one.model_bytes == manifest.checkpoint_bytes
+        assert one.disk_read_bytes == pytest.approx(
+            manifest.checkpoint_bytes, abs=2 * 4096
+        )  # in whole pages
