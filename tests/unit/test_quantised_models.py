@@ -3,6 +3,7 @@
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
@@ -134,9 +135,11 @@ def test_the_bytes_follow_from_the_seed_and_the_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("spec", [GPT_OSS, DEEPSEEK], ids=lambda spec: spec.name)
 def test_a_prediction_has_the_size_of_the_files(tmp_path: Path, spec: ModelSpec) -> None:
     manifest = made(spec, tmp_path, "safetensors").manifest
-    pairs = ((registry.strategy("streaming"), {}), (registry.strategy("safetensors_copy"), {}))
+    pairs: list[tuple[registry.StrategyInfo, dict[str, Any]]] = [
+        (registry.strategy(name), {}) for name in ("streaming", "safetensors_copy")
+    ]
     matrix = CellMatrix(
-        (spec,), pairs, (None,), "process", dtype="bfloat16", formats=("safetensors",)
+        (spec,), tuple(pairs), (None,), "process", dtype="bfloat16", formats=("safetensors",)
     )
     for one in predict(plan(matrix)):
         assert one.cannot == ""
