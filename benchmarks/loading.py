@@ -29,7 +29,6 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -50,8 +49,7 @@ WAYS = {
     "safetensors_copy": ("safetensors_copy", "safetensors"),
     "safetensors_mmap": ("safetensors_mmap", "safetensors"),
 }
-PEERS = ("runai", "fastsafetensors", "eager", "prefetch_mmap", "safetensors_pread")
-TENSORIZER = Path(__file__).parent / "peer_tensorizer.py"
+PEERS = ("runai", "fastsafetensors", "tensorizer", "eager", "prefetch_mmap", "safetensors_pread")
 _PIECE_BYTES = 4 * 1024**2
 _WARM_ATTEMPTS = 5
 _MEMORY = {
@@ -102,7 +100,7 @@ def main() -> None:
     if options.one:
         print(json.dumps(_run_one(json.loads(options.one))))
         return
-    compile_code(TENSORIZER.parent)
+    compile_code()
     ways = _ways(options.model, peers=options.peers)
     ways = [way for way in ways if not options.ways or way.name in options.ways]
     if options.beside and options.beside not in [way.name for way in ways]:
@@ -120,48 +118,20 @@ def _ways(model: str, *, peers: bool) -> list[Way]:
     for name, (strategy, fmt) in WAYS.items():
         made = cache.ensure(spec, fmt)
         ways.append(Way(name, registry.strategy(strategy).path, made.path, made.manifest_path))
-    return ways + (_peers(model, spec) if peers else [])
+    return ways + (_peers(spec) if peers else [])
 
 
-def _peers(model: str, spec: ModelSpec) -> list[Way]:
+def _peers(spec: ModelSpec) -> list[Way]:
     """Return the loaders of other projects that are installed here."""
-    made = cache.ensure(spec, "safetensors")
     ways = []
     for name in PEERS:
         info = registry.strategy(name)
         if info.missing:
             print(f"{name} is left out: it {info.missing}", file=sys.stderr)
         else:
+            made = cache.ensure(spec, info.formats[0])
             ways.append(Way(name, info.path, made.path, made.manifest_path))
-    if find_spec("tensorizer"):
-        own = _tensorizer_file(model, made.path)
-        ways.append(Way("tensorizer", TENSORIZER, own, made.manifest_path))
-    else:
-        print(
-            "tensorizer is left out: see benchmarks/README.md on how to install it", file=sys.stderr
-        )
     return ways
-
-
-def _tensorizer_file(model: str, safetensors: Path) -> Path:
-    """Return the checkpoint in tensorizer's format, written by the tensorizer package."""
-    path = safetensors.with_name("model.tensors")
-    if not path.exists():
-        code = (
-            "import sys, safetensors.torch, tensorizer\n"
-            "from weighin.suite import registry\n"
-            "from weighin.models.skeleton import resolve_builder, without_weights\n"
-            "spec = registry.model(sys.argv[1])\n"
-            "model = without_weights(lambda: resolve_builder(spec.builder)(**spec.kwargs))\n"
-            "model.load_state_dict(safetensors.torch.load_file(sys.argv[2]), assign=True)\n"
-            "writer = tensorizer.TensorSerializer(sys.argv[3])\n"
-            "writer.write_module(model)\n"
-            "writer.close()\n"
-        )
-        command = [sys.executable, "-c", code, model, str(safetensors), f"{path}.part"]
-        subprocess.run(command, check=True)
-        Path(f"{path}.part").rename(path)
-    return path
 
 
 def _compare(

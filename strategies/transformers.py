@@ -27,8 +27,9 @@ def load(job: Load) -> torch.nn.Module:
     checkpoint = Path(job.checkpoint)
     folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
     with job.phase("read"):
-        (architecture,) = json.loads((folder / "config.json").read_text())["architectures"][:1]
-        model: torch.nn.Module = pretrained_class(architecture).from_pretrained(
+        config = json.loads((folder / "config.json").read_text())
+        kind = pretrained_class(config["architectures"][0], job.remote_code, config)
+        model: torch.nn.Module = kind.from_pretrained(
             folder, dtype=job.dtype, local_files_only=True, **job.options
         )
     with job.phase("move"):

@@ -13,6 +13,9 @@ from typing import Any, Final
 from weighin.cell import Cell
 
 SCHEMA: Final = 1
+IMPORT_TRANSFORMERS: Final = "import transformers"
+"""The phase in which a worker imports the class of a transformers model, before its baseline."""
+
 USUAL_PAGE_BYTES: Final = 4096
 """The page size on x86-64, and on arm64 in most distributions."""
 

@@ -77,6 +77,11 @@ class Load(Protocol):
         """The cell's options for this strategy, from a suite's YAML."""
         ...
 
+    @property
+    def remote_code(self) -> Mapping[str, str] | None:
+        """The trusted code of a Hugging Face folder, for ``pretrained_class``; else None."""
+        ...
+
     def build_model(self) -> torch.nn.Module:
         """Build and initialise the model on PyTorch's current default device."""
         ...

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from commands import CommandLine
+from remote_folder import write_folder
 
 from weighin.models.pretrained import pretrained_class
 
@@ -33,9 +34,9 @@ def folders(disk: Path) -> Path:
     return root
 
 
-def outcomes(command: CommandLine, folder: Path) -> dict[str, tuple[str, str]]:
+def outcomes(command: CommandLine, folder: Path, *more: str) -> dict[str, tuple[str, str]]:
     done = command.run(
-        "bench", str(folder), "--isolation", "process", "--out", "run",
+        "bench", str(folder), "--isolation", "process", "--out", "run", *more,
         "--strategies", "streaming,transformers,accelerate,safetensors_mmap,baseline",
         patience_s=300,
     )  # fmt: skip
@@ -46,6 +47,11 @@ def outcomes(command: CommandLine, folder: Path) -> dict[str, tuple[str, str]]:
 
 def test_tied_weights_may_be_missing_from_the_file(command: CommandLine, folders: Path) -> None:
     ended = outcomes(command, folders / "tied-llama")
+    assert {outcome for outcome, _ in ended.values()} == {"ok"}, ended
+
+
+def test_code_of_a_trusted_folder_runs_in_every_strategy(command: CommandLine, disk: Path) -> None:
+    ended = outcomes(command, write_folder(disk / "remote code"), "--trust-remote-code")
     assert {outcome for outcome, _ in ended.values()} == {"ok"}, ended
 
 

@@ -61,7 +61,9 @@ def test_a_block_is_replaced_and_the_rest_is_not(tmp_path: Path) -> None:
     run_folder.append(tmp_path / "results/published/x", make_result())
     old = "a\n<!-- results/published/x -->\nstale\n<!-- end -->\nb"
     new = fill(old, tmp_path)
-    assert new.startswith("a\n<!-- results/published/x -->\n| strategy | outcome | load s |")
+    assert new.startswith(
+        "a\n<!-- results/published/x -->\n| strategy | outcome | import s | load s |"
+    )
     assert new.endswith("\n<!-- end -->\nb")
     assert "stale" not in new
     assert fill(new, tmp_path) == new

@@ -1,5 +1,6 @@
 """The models are what the notebook's figures speak of."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,8 @@ import torch
 import yaml
 
 from weighin.formats.pretrained_folder import BUILDER, is_folder
-from weighin.models import gpt2, llama, stack, tied
-from weighin.models.skeleton import resolve_builder
+from weighin.models import deepseek_v3, gpt2, gpt_oss, llama, stack, tied
+from weighin.models.skeleton import construct, resolve_builder
 from weighin.suite import registry
 from weighin.units import MIB
 
@@ -18,9 +19,9 @@ CONFIGS = Path(__file__).parents[2] / "configs" / "models"
 PUBLISHED = {
     "bert-base": (109_514_298, "float32"),
     "clip-base": (151_277_313, "float32"),
-    "deepseek-v3": (671_026_404_352, "bfloat16"),
+    "deepseek-v3-bf16": (671_026_404_352, "bfloat16"),
     "gemma-3-1b": (999_885_952, "bfloat16"),
-    "gpt-oss-20b": (20_914_757_184, "bfloat16"),
+    "gpt-oss-20b-bf16": (20_914_757_184, "bfloat16"),
     "llama-8b": (8_030_261_248, "bfloat16"),
     "minilm": (22_713_216, "float32"),
     "mistral-7b": (7_248_023_552, "bfloat16"),
@@ -176,3 +177,47 @@ def test_a_small_llama_runs_and_looks_only_back() -> None:
     assert torch.equal(logits[:, :-1], others[:, :-1])
     assert not torch.equal(logits[:, -1], others[:, -1])
     assert not model.training
+
+
+def test_gpt_oss_has_the_published_tensors() -> None:
+    spec = registry.model("gpt-oss-20b")
+    with torch.device("meta"):
+        state = construct(lambda: gpt_oss.gpt_oss(**spec.kwargs), torch.bfloat16).state_dict()
+    assert registry.model_dtype("gpt-oss-20b", "auto") == "bfloat16"
+    assert len(state) == 459
+    # metadata.total_size in model.safetensors.index.json on the Hub
+    assert sum(tensor.nbytes for tensor in state.values()) == 13_761_264_768
+    experts = {
+        name.rpartition(".")[2]: (tuple(tensor.shape), tensor.dtype)
+        for name, tensor in state.items()
+        if name.startswith("model.layers.23.mlp.experts.")
+    }
+    assert experts == {
+        "gate_up_proj_blocks": ((32, 5760, 90, 16), torch.uint8),
+        "gate_up_proj_scales": ((32, 5760, 90), torch.uint8),
+        "gate_up_proj_bias": ((32, 5760), torch.bfloat16),
+        "down_proj_blocks": ((32, 2880, 90, 16), torch.uint8),
+        "down_proj_scales": ((32, 2880, 90), torch.uint8),
+        "down_proj_bias": ((32, 2880), torch.bfloat16),
+    }
+    assert state["model.layers.0.self_attn.sinks"].shape == (64,)
+    assert state["model.layers.0.self_attn.o_proj.weight"].shape == (2880, 4096)
+
+
+def test_deepseek_v3_has_the_published_tensors() -> None:
+    spec = registry.model("deepseek-v3")
+    with torch.device("meta"):
+        model = construct(lambda: deepseek_v3.deepseek_v3(**spec.kwargs), torch.bfloat16)
+    values: Counter[torch.dtype] = Counter()
+    state = model.state_dict()
+    for tensor in state.values():
+        values[tensor.dtype] += tensor.numel()
+    assert values == {  # as the Hub counts them
+        torch.float8_e4m3fn: 680_571_043_840,
+        torch.bfloat16: 3_918_786_560,
+        torch.float32: 41_555_600,
+    }
+    layer = "model.layers.61"
+    assert state[f"{layer}.mlp.experts.255.down_proj.weight_scale_inv"].shape == (56, 16)
+    assert state[f"{layer}.self_attn.kv_a_proj_with_mqa.weight_scale_inv"].shape == (5, 56)
+    assert state[f"{layer}.shared_head.head.weight"].shape == (129_280, 7168)

@@ -89,6 +89,34 @@ def test_a_floor_has_room_for_page_tables_and_for_what_is_read_ahead(
         assert one.floor_least_bytes == one.floor_bytes - in_flight
 
 
+def with_options(name: str, fmt: str, dtype: str = "float32", **options: Any) -> Prediction:
+    pair = (registry.strategy(name), options)
+    (one,) = predict(
+        plan(CellMatrix((SPEC,), (pair,), (None,), "process", "cpu", dtype, formats=(fmt,)))
+    )
+    return one
+
+
+def test_accelerate_maps_safetensors_and_reads_other_files() -> None:
+    mapped, read = (with_options("accelerate", fmt) for fmt in ("safetensors", "pt"))
+    assert above(mapped) < 0.6
+    assert round(above(read)) == 1
+    assert mapped.host_file_peak_bytes and read.host_file_peak_bytes
+    assert mapped.host_file_peak_bytes - read.host_file_peak_bytes == pytest.approx(
+        WEIGHT_BYTES + BIAS_BYTES, abs=MIB
+    )
+    half = with_options("accelerate", "safetensors", "bfloat16")
+    assert round(2 * above(half)) == 1  # the converted copy, beside mapped pages
+
+
+def test_accelerate_that_writes_the_weights_to_a_folder_is_not_followed() -> None:
+    one = with_options("accelerate", "safetensors", offload_state_dict=True)
+    assert one.host_anon_peak_bytes is None
+    assert one.cannot == (
+        "no prediction follows weights that are written to a folder and read back"
+    )
+
+
 def test_cuda_sums_are_the_allocators() -> None:
     baseline, mapped = predicted("baseline", "mmap_assign", device="cuda")
     assert baseline.cuda_requested_bytes == 2 * (WEIGHT_BYTES + BIAS_BYTES)

@@ -136,7 +136,7 @@ def test_code_in_the_folder_is_not_run(make: Make, tmp_path: Path) -> None:
     shutil.copytree(make("tied"), folder)
     config = json.loads((folder / "config.json").read_text()) | {"auto_map": {"AutoModel": "x.Y"}}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="names code of its own"):
+    with pytest.raises(ConfigError, match="code comes with the folder"):
         load_pretrained(folder)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from factories import LIMIT, make_cell, make_result, make_skipped, mixed_run
 
-from weighin.record import Outcome, Peaks, Result
+from weighin.record import IMPORT_TRANSFORMERS, Outcome, Peaks, Result
 from weighin.report.captions import size
 from weighin.report.document import write_markdown
 from weighin.report.tables import write_summary
@@ -30,7 +30,7 @@ def summary(results: Sequence[Result]) -> list[dict[str, str]]:
 def test_names_are_not_read_as_markup_and_repeats_show_their_range() -> None:
     cells = [make_cell("[b]x|y", repeat=repeat) for repeat in range(3)]
     results = [make_result(cell, load_ns=10**9 * (cell.repeat + 1)) for cell in cells]
-    assert r"| \[b\]x\|y | ok | 2.00 (1.00..3.00) | 7.30 |" in "\n".join(markdown(results))
+    assert r"| \[b\]x\|y | ok | 1.60 | 2.00 (1.00..3.00) | 7.30 |" in "\n".join(markdown(results))
 
 
 def test_what_varies_is_a_column_and_models_and_devices_are_headings() -> None:
@@ -43,7 +43,7 @@ def test_what_varies_is_a_column_and_models_and_devices_are_headings() -> None:
     lines = markdown(results)
     cpu, gpu = lines.index("### device cpu"), lines.index("### device cuda")
     assert lines[cpu + 2].startswith(
-        "| strategy | RAM limit | outcome | load s | ready s | peak RSS GiB |"
+        "| strategy | RAM limit | outcome | import s | load s | ready s | peak RSS GiB |"
     )
     assert "CUDA" not in lines[cpu + 2]
     assert [line.split(" | ")[1] for line in lines[cpu + 4 : cpu + 6]] == ["none", "8 GiB"]
@@ -61,11 +61,11 @@ def test_the_markdown_report_of_a_run_in_which_much_went_wrong() -> None:
         "",
         "## All results",
         "",
-        "| strategy | outcome | load s | ready s | peak RSS GiB | above import x model | "
+        "| strategy | outcome | import s | load s | ready s | peak RSS GiB | above import x model | "
         "anonymous (sampled) GiB | cgroup peak GiB |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
-    assert lines[11] == "| direct_cuda | skipped | - | - | - | - | - | - |"
+    assert lines[11] == "| direct_cuda | skipped | - | - | - | - | - | - | - |"
     bad = lines.index("## Not ok")
     assert lines[bad : bad + 12] == [
         "## Not ok",
@@ -179,3 +179,17 @@ def test_what_cannot_be_reclaimed_is_a_column_where_memory_is_shared() -> None:
     ][:3]
     column = [cell.strip() for cell in header.split("|")].index("unreclaimable (sampled) GiB")
     assert row.split("|")[column].strip() == "3.000"
+
+
+def test_the_import_of_transformers_is_a_column_of_its_own_where_it_was_measured() -> None:
+    result = make_result()
+    first = replace(result.phases[0], name=IMPORT_TRANSFORMERS, start_ns=10**9, end_ns=3 * 10**9)
+    own = replace(result, phases=(first, *result.phases))
+    (heads,) = (line for line in markdown([own]) if line.startswith("| strategy |"))
+    assert heads.startswith("| strategy | outcome | import s | import transformers s | load s |")
+    (row,) = (line for line in markdown([own]) if line.startswith(f"| {result.cell.strategy} |"))
+    assert row.split(" | ")[2:4] == ["1.60", "2.00"]
+    assert "import transformers s" not in "\n".join(markdown([result]))
+    assert "import s" not in "\n".join(
+        markdown([replace(own, cell=replace(own.cell, operation="save"))])
+    )

@@ -39,16 +39,16 @@ def test_the_terminal_table_of_a_run() -> None:
     assert terminal(notebook_run()) == [
         "All results",
         "",
-        "                                                 peak    above  anonymous  cgroup",
-        "                                   load  ready    RSS   import  (sampled)    peak",
-        " strategy     outcome                 s      s    GiB  x model        GiB     GiB",
-        " ────────────────────────────────────────────────────────────────────────────────",
-        " baseline     oom_killed in read      -      -  7.988     1.22      7.868   7.988",
-        " sequential   oom_killed in read      -      -  7.988     1.22      7.868   7.988",
-        " meta_copy    oom_killed in apply     -      -  7.981     1.22      7.861   7.981",
-        " mmap_assign  ok                   0.44   5.44  6.820     1.04      0.400   6.820",
-        " per_param    ok                   9.61  10.31  6.930     1.05      6.800   6.930",
-        " streaming    ok                   6.60   7.30  6.750     1.03      6.550   6.750",
+        "                                                         peak    above  anonymous  cgroup",
+        "                                   import  load  ready    RSS   import  (sampled)    peak",
+        " strategy     outcome                   s     s      s    GiB  x model        GiB     GiB",
+        " ────────────────────────────────────────────────────────────────────────────────────────",
+        " baseline     oom_killed in read     1.60     -      -  7.988     1.22      7.868   7.988",
+        " sequential   oom_killed in read     1.60     -      -  7.988     1.22      7.868   7.988",
+        " meta_copy    oom_killed in apply    1.60     -      -  7.981     1.22      7.861   7.981",
+        " mmap_assign  ok                     1.60  0.44   5.44  6.820     1.04      0.400   6.820",
+        " per_param    ok                     1.60  9.61  10.31  6.930     1.05      6.800   6.930",
+        " streaming    ok                     1.60  6.60   7.30  6.750     1.03      6.550   6.750",
         "",
         "gpt2-xl (6.290 GiB) · device cpu · RAM limit 8 GiB · float32 · cold page cache · isolation docker ·",
         "testbench · Example CPU · Linux 6.18.0 · cgroup v2 · torch 2.13.0 · commit unknown, 2025-01-02",
@@ -60,6 +60,7 @@ def test_the_terminal_table_of_a_run() -> None:
         "Exact, the kernel's high-water marks: peak RSS, cgroup peak (includes page cache).",
         "Exact, computed: above import = (peak RSS - RSS after import torch) / the model's size.",
         "Sampled, so short spikes may be missed: anonymous.",
+        "import: time of import torch, before the load; import transformers: of a model's class.",
         "load: time until the strategy returned; ready: time until every byte was read once.",
         "Not ok: the figures are the last readings before the cell ended, not the memory it needs.",
     ]
@@ -124,8 +125,8 @@ def test_names_are_not_read_as_markup_and_repeats_show_their_range() -> None:
     cells = [make_cell("[b]x|y", repeat=repeat) for repeat in range(3)]
     results = [make_result(cell, load_ns=10**9 * (cell.repeat + 1)) for cell in cells]
     assert terminal(results)[6:8] == [
-        " [b]x|y    ok             2.00   7.30  6.750     1.03      6.550   6.750",
-        "                    1.00..3.00",
+        " [b]x|y    ok         1.60        2.00   7.30  6.750     1.03      6.550   6.750",
+        "                            1.00..3.00",
     ]
     assert terminal(results)[-1] == "Median of up to 3 repeats, with the whole range."
 

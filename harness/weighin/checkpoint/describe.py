@@ -21,12 +21,16 @@ from weighin.models.skeleton import (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Described:
-    """A tensor of a model skeleton. Parameters are on the meta device; some buffers have values."""
+    """A tensor of a model skeleton. Parameters are on the meta device; some buffers have values.
+
+    ``is_kept`` tells whether the tensor has its own floating-point dtype in a model of any dtype.
+    """
 
     name: str
     tensor: torch.Tensor
     kind: Kind
     shared_with: str | None
+    is_kept: bool = False
 
     def entry(self, checksums: dict[str, str], dtype: torch.dtype | None = None) -> TensorEntry:
         """Return the tensor's manifest entry; ``dtype`` is the dtype in the file, if different."""
@@ -61,10 +65,12 @@ def describe(
     _refuse_lazy(builder, model)
     described: list[Described] = []
     first_names: dict[int, str] = {}
+    keeps = bool(getattr(model, "keeps_dtypes", False))
 
     def add(name: str, tensor: torch.Tensor, kind: Kind) -> None:
         first = first_names.setdefault(id(tensor), name)
-        described.append(Described(name, tensor, kind, None if first == name else first))
+        is_kept = keeps and tensor.is_floating_point() and tensor.dtype != dtype
+        described.append(Described(name, tensor, kind, None if first == name else first, is_kept))
 
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))

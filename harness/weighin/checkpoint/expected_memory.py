@@ -50,6 +50,7 @@ _NEEDS: Final = {
     "eager": ExpectedMemory(2),
     "runai": ExpectedMemory(1),
     "fastsafetensors": ExpectedMemory(1),
+    "tensorizer": ExpectedMemory(1),
     "streaming": ExpectedMemory(1),
     "transformers": ExpectedMemory(0, mapped=True),
     "accelerate": ExpectedMemory(0, mapped=True),

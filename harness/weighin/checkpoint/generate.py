@@ -113,23 +113,39 @@ def write(
 def parameter_pieces(seed: int, name: str, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield a parameter's values, from a normal distribution with standard deviation 0.02.
 
-    The mean is 1 for the scales of normalisation layers, and 0 for all other parameters.
+    The mean is 1 for the scales of normalisation layers, and 0 for all other parameters. Bytes are
+    uniform; parameters of any other integer dtype are 0.
 
     Every piece has its own random generator. All pieces share one memory: use each piece before the
     next piece is generated.
     """
     numel, dtype = tensor.numel(), tensor.dtype
+    if dtype == torch.uint8:
+        yield from _random_bytes(seed, name, numel)
+        return
     if not dtype.is_floating_point:
         yield from pieces_of(torch.zeros(tensor.shape, dtype=dtype))
         return
     scale = tensor.ndim < 2 and name.rpartition(".")[2] in _SCALES
     buffer = torch.empty(min(numel, PIECE_ELEMENTS), dtype=torch.float32)
     for number, start in enumerate(range(0, numel, PIECE_ELEMENTS)):
-        digest = sha256(f"{seed}/{number}/{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         piece = buffer[: numel - start]
+        generator = _generator(seed, number, name)
         piece.normal_(1.0 if scale else 0.0, _STANDARD_DEVIATION, generator=generator)
         yield piece.to(dtype)
+
+
+def _random_bytes(seed: int, name: str, numel: int) -> Iterator[torch.Tensor]:
+    """Yield the values of a parameter of bytes, such as the blocks of a quantised matrix."""
+    buffer = torch.empty(min(numel, PIECE_ELEMENTS), dtype=torch.uint8)
+    for number, start in enumerate(range(0, numel, PIECE_ELEMENTS)):
+        yield buffer[: numel - start].random_(generator=_generator(seed, number, name))
+
+
+def _generator(seed: int, number: int, name: str) -> torch.Generator:
+    """Return the random generator of one piece of a parameter."""
+    digest = sha256(f"{seed}/{number}/{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 class _GeneratedChecksums:
@@ -155,6 +171,7 @@ def _summed_pieces(sums: _GeneratedChecksums, seed: int, name: str) -> Iterator[
         pieces = parameter_pieces(seed, name, described.tensor)
     else:
         pieces = pieces_of(described.tensor)
-    running = Checksums(described.tensor.numel(), described.tensor.dtype)
+    tensor = described.tensor
+    running = Checksums(tensor.numel(), tensor.dtype, is_kept=described.is_kept)
     yield from checksummed(pieces, running)
     sums.set(name, running.result())

@@ -1,7 +1,7 @@
 """Compare a user's own checkpoint with a model, and write its manifest."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from weighin import formats
+from weighin.cell import ModelSpec
 from weighin.checkpoint.describe import Described, buffer_checksums, describe, in_checkpoint
 from weighin.checkpoint.generate import RECORD_BYTES, Made, plans, write
 from weighin.checkpoint.manifest import Manifest
@@ -18,7 +19,7 @@ from weighin.checkpoint.reader import read_pieces
 from weighin.errors import CheckpointError
 from weighin.formats.base import Progress, TensorSlice
 from weighin.formats.misfit import misfit, plain, selecting
-from weighin.formats.pretrained_folder import BUILDER, folder_of, is_pretrained
+from weighin.formats.pretrained_folder import BUILDER, folder_of, is_pretrained, own_dtype
 from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.zip_writer import run_parallel
 from weighin.models.skeleton import map_large_tensors
@@ -62,7 +63,8 @@ def index(
     own, slices = formats.read(checkpoint, selection)
     converts = own != fmt or bool(selection)
     places = {where.name: where for where in slices}
-    described = describe(builder, kwargs, real_buffers="non_persistent")
+    dtype = getattr(torch, own_dtype(ModelSpec(model, builder, dict(kwargs))))
+    described = describe(builder, kwargs, real_buffers="non_persistent", dtype=dtype)
     check_fits(checkpoint, model, places, described)
     if converts and not slices:
         raise CheckpointError(
@@ -71,7 +73,8 @@ def index(
         )
     if permit is not None:
         permit(_needed_bytes(slices) if converts else 0)
-    sums = _IndexedChecksums(places)
+    kept = {one.name for one in described if one.is_kept}
+    sums = _IndexedChecksums(places, kept)
     read = time.monotonic()
     if converts:
         stored = in_checkpoint(described)
@@ -96,14 +99,15 @@ def index(
 class _IndexedChecksums:
     """The checksums of a checkpoint's tensors, computed while converting or reading the tensors."""
 
-    def __init__(self, places: Mapping[str, TensorSlice]) -> None:
+    def __init__(self, places: Mapping[str, TensorSlice], kept: Set[str]) -> None:
         self.by_name: dict[str, dict[str, str]] = {}  # several threads set one item each
-        self._places = places
+        self._places, self._kept = places, kept
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
         """Yield a tensor's values, and keep their checksums."""
         place = self._places[name]
-        running = Checksums(torch.Size(place.shape).numel(), place.dtype)
+        numel = torch.Size(place.shape).numel()
+        running = Checksums(numel, place.dtype, is_kept=name in self._kept)
         yield from checksummed(read_pieces(place), running)
         self.by_name[name] = running.result()
 

@@ -48,7 +48,7 @@ def index_pretrained(
     own, slices = formats.read(checkpoint)
     if permit is not None:
         permit(sum(RECORD_BYTES + where.nbytes for where in slices) if own != fmt else 0)
-    kind = pretrained_class(kwargs["architecture"])
+    kind = pretrained_class(kwargs["architecture"], kwargs.get("code"), kwargs["config"])
     source = folder_of(checkpoint)
     reference, info = kind.from_pretrained(
         source, dtype=widest_dtype(slices), output_loading_info=True, local_files_only=True

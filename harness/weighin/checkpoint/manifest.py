@@ -28,7 +28,8 @@ class TensorEntry:
         bytes: the size of all elements in that dtype.
         shared_with: the earlier tensor that this tensor is tied to; None if there is none.
         checksums: a checksum for each dtype. A floating-point tensor has checksums of its values in
-            float32, bfloat16, float16 and its own dtype; any other tensor only in its own dtype.
+            float32, bfloat16, float16 and its own dtype; a tensor that keeps its dtype, and any other
+            tensor, only in its own dtype.
     """
 
     name: str
@@ -48,9 +49,15 @@ class TensorEntry:
         """Whether the tensor is floating-point, so that a load converts it to the cell's dtype."""
         return "float" in self.dtype
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether the tensor keeps its dtype in a model of any dtype."""
+        return self.kind != "non_persistent_buffer" and set(self.checksums) == {self.dtype}
+
     def bytes_as(self, dtype: str) -> int:
         """Return its size in bytes in a model whose floating-point tensors have ``dtype``."""
-        return self.numel * ITEM_BYTES[dtype] if self.floating else self.bytes
+        converts = self.floating and not self.is_kept
+        return self.numel * ITEM_BYTES[dtype] if converts else self.bytes
 
 
 @dataclass(frozen=True, slots=True)

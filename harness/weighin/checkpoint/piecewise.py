@@ -39,10 +39,13 @@ class RunningChecksum:
 
 
 class Checksums:
-    """The checksums of a tensor in its own dtype and, if floating-point, in all ``CELL_DTYPES``."""
+    """The checksums of a tensor in its own dtype and, if floating-point, in all ``CELL_DTYPES``.
 
-    def __init__(self, numel: int, dtype: torch.dtype) -> None:
-        names = CELL_DTYPES if dtype.is_floating_point else ()
+    A tensor that is kept in its own dtype in a model of any dtype has only the checksum in this dtype.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, *, is_kept: bool = False) -> None:
+        names = CELL_DTYPES if dtype.is_floating_point and not is_kept else ()
         self._dtypes = {name: getattr(torch, name) for name in names}
         self._dtypes.setdefault(dtype_name(dtype), dtype)
         self._running = {

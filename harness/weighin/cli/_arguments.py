@@ -30,6 +30,7 @@ _BESIDE_SUITE = _BESIDE_ALL | {
     "address",
     "labels",
     "shard",
+    "trust_remote_code",
 }
 _BESIDE_SUITE |= {"checkpoint_dtype", "phases"}  # of predict
 _BESIDE_SUITE |= {"key", "strip_prefix"}

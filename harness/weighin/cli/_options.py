@@ -159,6 +159,12 @@ trust = click.option(
     help="Run the builders and strategies that the run's files name, even if their code belongs"
     " neither to weighin nor to an installed package.",
 )
+trust_remote_code = click.option(
+    "--trust-remote-code",
+    is_flag=True,
+    help="Run the model's code that comes with a Hugging Face folder (auto_map in config.json)."
+    " Read the code first.",
+)
 base_image = click.option(
     "--base-image",
     envvar="WEIGHIN_BASE_IMAGE",

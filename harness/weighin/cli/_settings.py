@@ -21,7 +21,18 @@ from weighin.errors import ConfigError
 TABLE: Final = "tool.weighin"
 _SHARED_BY: Final = ("bench", "floor", "predict", "recommend")
 _ONLY_TYPED: Final = frozenset(
-    ("check", "expect-failures", "help", "json", "resume", "trust", "update", "version", "yes")
+    (
+        "check",
+        "expect-failures",
+        "help",
+        "json",
+        "resume",
+        "trust",
+        "trust-remote-code",
+        "update",
+        "version",
+        "yes",
+    )
 )
 
 Defaults = dict[str, dict[str, Any]]

@@ -48,6 +48,7 @@ EXAMPLES = (
 
 @click.command(cls=Verb, examples=EXAMPLES, codes=True)
 @_options.model
+@_options.trust_remote_code
 @_options.generated
 @_options.selection
 @click.option(
@@ -217,6 +218,7 @@ def _request(typed: dict[str, Any]) -> "Request":
         kwargs=_arguments.json_object(typed["kwargs"]),
         checkpoint=typed["checkpoint"],
         selection=_arguments.selection(typed),
+        trust_remote_code=typed["trust_remote_code"],
         seed=typed["seed"],
         folder=typed["folder"],
         base_image=typed["base_image"],

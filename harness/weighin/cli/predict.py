@@ -24,6 +24,7 @@ EXAMPLES = (
 
 @click.command(cls=Verb, examples=EXAMPLES)
 @_options.model
+@_options.trust_remote_code
 @_options.only_structure
 @_options.selection
 @_options.strategies
@@ -64,7 +65,9 @@ def predict(context: click.Context, /, **_: Any) -> None:
     selection = _arguments.selection(typed)
     _arguments.check_selection(selection, checkpoint)
     kwargs = _arguments.json_object(typed["kwargs"])
-    planned = _plan(suite, checkpoint, kwargs, selection)
+    planned = _plan(
+        suite, checkpoint, kwargs, selection, trust_remote_code=typed["trust_remote_code"]
+    )
     stored = typed["checkpoint_dtype"] and client.dtype_name(typed["checkpoint_dtype"])
     with _console.err().status("importing torch") as status:
         predictions = client.predict(
@@ -121,7 +124,12 @@ def _pretrained(suite: "Suite") -> Path | None:
 
 
 def _plan(
-    suite: "Suite", checkpoint: Path | None, kwargs: dict[str, Any], selection: "Selection"
+    suite: "Suite",
+    checkpoint: Path | None,
+    kwargs: dict[str, Any],
+    selection: "Selection",
+    *,
+    trust_remote_code: bool,
 ) -> "list[Planned]":
     from weighin import formats
     from weighin.suite import registry
@@ -129,7 +137,10 @@ def _plan(
 
     return plan(
         CellMatrix(
-            models=tuple(registry.model(name, kwargs or None, selection) for name in suite.models),
+            models=tuple(
+                registry.model(name, kwargs or None, selection, trust_remote_code=trust_remote_code)
+                for name in suite.models
+            ),
             strategies=registry.chosen(suite),
             ram_limits=(None,),
             isolation="process",

@@ -31,6 +31,7 @@ NOTHING_FITS_EXIT = 1
 )
 @_options.model_option
 @_options.kwargs
+@_options.trust_remote_code
 @_options.only_structure
 @_options.selection
 @click.option(
@@ -98,7 +99,8 @@ def _question(typed: dict[str, Any]) -> "Question":
     path = registry.own_checkpoint([name], typed["checkpoint"])
     selection = _arguments.selection(typed)
     if folder := registry.pretrained_folder(name):
-        spec, path = registry.model(name), path or read_folder(folder).checkpoint
+        spec = registry.model(name, trust_remote_code=typed["trust_remote_code"])
+        path = path or read_folder(folder).checkpoint
     elif typed["model"] and path is None and Path(typed["model"]).exists():
         path = Path(typed["model"])
         spec = registry.from_checkpoint(path, selection)

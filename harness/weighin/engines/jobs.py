@@ -24,6 +24,7 @@ from weighin.engines.transport import NodeFacts
 from weighin.errors import ConfigError
 from weighin.isolation.process import CODE_PATH
 from weighin.probes import environment
+from weighin.probes.cgroup import LOCK_VARIABLE
 from weighin.protocol import encode_event
 from weighin.record import Result
 from weighin.records import run_folder
@@ -50,11 +51,10 @@ class JobsEngine:
             with (
                 interrupts.stoppable(),
                 run_lock.only_run(task.patience_s, lambda text: progress.preparing(text, None)),
-                tempfile.TemporaryDirectory(prefix="weighin-jobs-") as locks,
             ):
                 shutil.rmtree(_caches(), ignore_errors=True)  # of a run that was killed
                 try:
-                    jobs = LocalJobs(self._jobs, task.isolation.name, Path(locks))
+                    jobs = LocalJobs(self._jobs, task.isolation.name)
                     Driver(jobs, jobs.nodes, task, progress, self._marked).run()
                 finally:
                     shutil.rmtree(_caches(), ignore_errors=True)
@@ -109,8 +109,7 @@ def check(task: Run, jobs: int) -> None:
 class LocalJobs:
     """The jobs of this machine as the transport of a driver (``weighin.engines.transport``)."""
 
-    def __init__(self, jobs: int, isolation: str, locks: Path) -> None:
-        self._locks = locks
+    def __init__(self, jobs: int, isolation: str) -> None:
         self._isolations = {isolation: ""}
         total = environment.total_ram_bytes()
         nodes = [Node(f"job-{n}", f"job {n}", total, total) for n in range(1, jobs + 1)]
@@ -119,7 +118,9 @@ class LocalJobs:
     def submit(self, node: Node, assignment: Mapping[str, Any]) -> "LocalTask":
         own = {
             "PYTHONPATH": os.pathsep.join(map(str, CODE_PATH)),
-            run_lock.VARIABLE: str(self._locks / node.id),  # the driver holds this machine's lock
+            # The driver holds this machine's lock. Each job has the same lock file in every run, and
+            # so removes what the same job of a dead run left.
+            LOCK_VARIABLE: f"{run_lock.lock_path()}.{node.id}",
             "WEIGHIN_CACHE": str(_caches() / node.id),
         }
         return LocalTask(encode_event({"event": "assignment", **assignment}), os.environ | own)

@@ -11,6 +11,9 @@
 ``dcp``        a folder that ``torch.distributed.checkpoint`` wrote, with ``.metadata``
 =============  ====================================================================
 
+weighin also makes files of one format that only a package writes and reads, for this package's own
+strategy: ``tensorizer``. It is not in ``NAMES``: weighin does not read, convert or inspect it.
+
 Importing this module does not import torch.
 """
 
@@ -18,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from weighin.errors import CheckpointError, UnknownName
-from weighin.formats import dcp, per_module, per_param, pt, pt_legacy, safetensors
+from weighin.formats import dcp, per_module, per_param, pt, pt_legacy, safetensors, tensorizer
 from weighin.formats.base import Layout, TensorSlice
 from weighin.formats.pretrained_folder import is_pretrained, weights_in
 from weighin.formats.selection import WHOLE, Selection, below, stripped
@@ -37,6 +40,8 @@ _LAYOUTS: Final[tuple[Layout, ...]] = (
     per_param,
 )
 
+_OF_PACKAGES: Final[tuple[Layout, ...]] = (tensorizer,)  # a package writes and reads them
+
 NAMES: Final = tuple(layout.NAME for layout in _LAYOUTS)
 
 
@@ -46,7 +51,7 @@ def named(name: str) -> Layout:
     Raises:
         UnknownName: no format has that name.
     """
-    for layout in _LAYOUTS:
+    for layout in (*_LAYOUTS, *_OF_PACKAGES):
         if name == layout.NAME:
             return layout
     raise UnknownName("checkpoint format", name, NAMES)
@@ -59,7 +64,7 @@ def detect(path: Path) -> Layout:
         CheckpointError: ``path`` does not exist or is not a checkpoint; the message gives the
             reason.
     """
-    for layout in _LAYOUTS:
+    for layout in (*_OF_PACKAGES, *_LAYOUTS):
         if layout.matches(path):
             return layout
     if is_pretrained(path):

@@ -13,10 +13,12 @@ from typing import Any, Final
 
 from weighin.cell import ModelSpec
 from weighin.errors import CheckpointError, ConfigError
+from weighin.formats.pretrained_code import AUTO_MAP, CODE_KEYS, auto_class, describe_code
 
 BUILDER: Final = "weighin.models.pretrained:from_config"
 CONFIG: Final = "config.json"
 
+_BUILT_IN: Final = "weighin.models."
 _FILES: Final = ("model.safetensors", "pytorch_model.bin")
 _INDEXES: Final = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _DTYPES: Final = ("float32", "bfloat16", "float16")
@@ -31,25 +33,26 @@ class PretrainedFolder:
     Attributes:
         config: the content of ``config.json``.
         checkpoint: the file with the weights, or the folder itself if they are in shards.
+        trust_remote_code: whether the folder's own code may run, if it brings any.
     """
 
     path: Path
     config: dict[str, Any]
     checkpoint: Path
+    trust_remote_code: bool = False
 
     @property
     def architecture(self) -> str:
         """The name of the model's class, such as "LlamaForCausalLM".
 
         Raises:
-            ConfigError: ``config.json`` names no class, or a class that is not part of
-                transformers.
+            ConfigError: ``config.json`` names no class, or code in the folder that may not run.
         """
-        if "auto_map" in self.config:
+        if self.has_code and not self.trust_remote_code:
             raise ConfigError(
-                f"{self.path / CONFIG} names code of its own (auto_map), which weighin does not run",
-                "write a builder that returns the model: --model path/nets.py:build --checkpoint "
-                f"{self.checkpoint}",
+                f"this model's code comes with the folder: {self.path} ({AUTO_MAP} in {CONFIG})",
+                "read the code; if you trust it, add --trust-remote-code to run it (bench, floor, predict,"
+                " recommend; in Python: trust_remote_code=True)",
             )
         names = self.config.get("architectures")
         if not (isinstance(names, list) and names and isinstance(names[0], str)):
@@ -60,13 +63,32 @@ class PretrainedFolder:
         return names[0]
 
     @property
+    def has_code(self) -> bool:
+        """Whether the folder brings code for its model: ``auto_map`` in ``config.json``."""
+        return AUTO_MAP in self.config
+
+    @property
+    def code(self) -> dict[str, str] | None:
+        """The folder's code as an argument of the builder; None if the folder brings no code.
+
+        Raises:
+            ConfigError: the code may not run, or is not code of the model's class.
+        """
+        if not self.has_code:
+            return None
+        auto_class(self.config, self.architecture)
+        return describe_code(self.path)
+
+    @property
     def dtype(self) -> str:
         """The dtype that ``from_pretrained(dtype="auto")`` gives the model, by ``config.json``."""
         return dtype_of(self.config)
 
     def spec(self) -> ModelSpec:
         """Return the ``ModelSpec``, whose arguments are the class and the configuration."""
-        kwargs = {"architecture": self.architecture, "config": self.config}
+        kwargs: dict[str, Any] = {"architecture": self.architecture, "config": self.config}
+        if code := self.code:
+            kwargs["code"] = code
         return ModelSpec(_name(self.path.resolve()), BUILDER, kwargs)
 
 
@@ -90,8 +112,13 @@ def is_folder(model: ModelSpec) -> bool:
 
 
 def own_dtype(model: ModelSpec) -> str:
-    """Return the dtype in the configuration of a model of transformers; float32 for any other."""
-    return dtype_of(model.kwargs["config"]) if model.builder == BUILDER else "float32"
+    """Return the dtype of a model's published files; float32 for a model without such files.
+
+    A model of transformers has it in its configuration, another built-in model in its arguments.
+    """
+    if model.builder == BUILDER:
+        return dtype_of(model.kwargs["config"])
+    return dtype_of(model.kwargs) if model.builder.startswith(_BUILT_IN) else "float32"
 
 
 def _name(folder: Path) -> str:
@@ -112,8 +139,25 @@ def folder_of(checkpoint: Path) -> Path:
     return checkpoint if checkpoint.is_dir() else checkpoint.parent
 
 
-def read_folder(path: Path) -> PretrainedFolder:
-    """Return a Hugging Face folder.
+def code_of(model: ModelSpec) -> dict[str, str] | None:
+    """Return the folder and the digest of the code that a model's folder brings, if any.
+
+    Raises:
+        ConfigError: the model's arguments, which anybody may have written into a plan, are damaged.
+    """
+    code = model.kwargs.get("code") if model.builder == BUILDER else None
+    if code is None:
+        return None
+    if not isinstance(code, dict) or not all(isinstance(code.get(key), str) for key in CODE_KEYS):
+        raise ConfigError(
+            f"the argument `code` of the model {model.name} is not a folder and a digest",
+            "start a new run",
+        )
+    return code
+
+
+def read_folder(path: Path, *, trust_remote_code: bool = False) -> PretrainedFolder:
+    """Return a Hugging Face folder, whose own code may run only with ``trust_remote_code``.
 
     Raises:
         CheckpointError: the folder has no weights, or ``config.json`` is damaged.
@@ -128,7 +172,7 @@ def read_folder(path: Path) -> PretrainedFolder:
         raise CheckpointError(
             f"{path / CONFIG}: not a JSON object", "copy or download the file again"
         )
-    return PretrainedFolder(path, config, weights_in(path))
+    return PretrainedFolder(path, config, weights_in(path), trust_remote_code)
 
 
 def weights_in(path: Path) -> Path:

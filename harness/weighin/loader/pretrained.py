@@ -20,6 +20,7 @@ def load_pretrained(
     dtype: torch.dtype | str = "auto",
     device: torch.device | str = "cpu",
     threads: int | None = None,
+    trust_remote_code: bool = False,
 ) -> Any:
     """Return the model that ``AutoModel....from_pretrained(folder, dtype=dtype)`` returns.
 
@@ -30,10 +31,12 @@ def load_pretrained(
         folder: a folder that ``save_pretrained`` wrote, or the id of a model in the local cache.
         dtype: "auto" takes the dtype of ``config.json``.
         threads: the number of threads that read, as for ``load_streaming``.
+        trust_remote_code: whether to run the model's code, if it comes with the folder.
 
     Raises:
         CheckpointError: the folder is unreadable, or lacks weights of its model.
-        ConfigError: transformers is missing, has no such class, or the folder brings code of its own.
+        ConfigError: transformers is missing, has no such class, or the folder brings code that is not
+            trusted.
     """
     path = Path(folder)
     if not is_pretrained(path):
@@ -43,10 +46,10 @@ def load_pretrained(
             f"{path}: not a Hugging Face folder: it has no config.json",
             "give a folder that model.save_pretrained(FOLDER) wrote",
         )
-    found = read_folder(path)
+    found = read_folder(path, trust_remote_code=trust_remote_code)
     wanted = found.dtype if dtype == "auto" else dtype
     kind = getattr(torch, wanted) if isinstance(wanted, str) else wanted
-    build = partial(from_config, found.architecture, found.config)
+    build = partial(from_config, found.architecture, found.config, found.code)
     model: Any = load_streaming(
         lambda: construct(build, kind), found.checkpoint, device=device, threads=threads
     )

@@ -1,19 +1,24 @@
 """Build a model of the transformers library from its configuration, as ``from_pretrained`` does."""
 
+import os
 import re
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final, cast
 
 import torch
 
 from weighin.errors import ConfigError
+from weighin.formats.pretrained_code import auto_class, check_unchanged, reference_in
 
 _TOKENS: Final = 8
 _SAMPLES: Final = 16_000  # one second of sound
 
 
-def from_config(architecture: str, config: Mapping[str, Any]) -> torch.nn.Module:
+def from_config(
+    architecture: str, config: Mapping[str, Any], code: Mapping[str, str] | None = None
+) -> torch.nn.Module:
     """Return the model in evaluation mode, in torch's default dtype.
 
     The model's buffers keep the constructor's dtypes, as with ``from_pretrained``.
@@ -21,11 +26,13 @@ def from_config(architecture: str, config: Mapping[str, Any]) -> torch.nn.Module
     Args:
         architecture: the name of the class in transformers, such as "LlamaForCausalLM".
         config: the content of ``config.json``.
+        code: the folder with the class's code, if it is not in transformers; see
+            ``weighin.formats.pretrained_code``.
 
     Raises:
         ConfigError: transformers is not installed, or has no such class.
     """
-    kind = pretrained_class(architecture)
+    kind = pretrained_class(architecture, code, config)
     settings = kind.config_class.from_dict(_decoded(config))
     dtype = torch.get_default_dtype()
     settings.dtype = dtype
@@ -37,12 +44,21 @@ def from_config(architecture: str, config: Mapping[str, Any]) -> torch.nn.Module
     return cast(torch.nn.Module, model)
 
 
-def pretrained_class(architecture: str) -> Any:
-    """Return a model class of transformers by its name.
+def pretrained_class(
+    architecture: str,
+    code: Mapping[str, str] | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> Any:
+    """Return a model class by its name: a class of transformers, or of the code in a folder.
+
+    ``config`` is the content of the folder's ``config.json``; it is needed only with ``code``.
 
     Raises:
-        ConfigError: transformers is not installed, or has no such class.
+        ConfigError: transformers is not installed, or has no such class, or the folder's code
+            changed or cannot be imported.
     """
+    if code:
+        os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads this when it is imported
     try:
         import transformers
     except ImportError as error:
@@ -50,17 +66,42 @@ def pretrained_class(architecture: str) -> Any:
             f"a model of transformers needs this package: {error}", "pip install 'weighin[hf]'"
         ) from None
     package: Any = transformers
+    name = "PreTrainedModel" if code else architecture
     try:
-        kind = getattr(package, architecture, None)
+        kind = getattr(package, name, None)
     except ImportError:
         package = _without_torchvision()
-        kind = getattr(package, architecture, None)
+        kind = getattr(package, name, None)
     package.logging.set_verbosity_error()
     package.logging.disable_progress_bar()
+    if code:
+        return _class_in(check_unchanged(code), architecture, config or {})
     if not isinstance(kind, type) or not issubclass(kind, package.PreTrainedModel):
         raise ConfigError(
             f"transformers {package.__version__} has no model class {architecture!r}",
             "install the version in config.json's transformers_version, or a newer one",
+        )
+    return kind
+
+
+def _class_in(folder: Path, architecture: str, config: Mapping[str, Any]) -> Any:
+    """Import a folder's code with transformers, which copies it to its own cache; return the class."""
+    from transformers import PreTrainedModel
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    reference = reference_in(folder, config, auto_class(config, architecture))
+    try:
+        kind = get_class_from_dynamic_module(reference, str(folder), local_files_only=True)
+    except (ImportError, AttributeError, SyntaxError) as error:
+        raise ConfigError(
+            f"{folder}: the model's code cannot be imported: {error}",
+            "install the packages that it imports, or the version of transformers that it was"
+            " written for (transformers_version in config.json)",
+        ) from error
+    if not issubclass(kind, PreTrainedModel) or kind.config_class is None:
+        raise ConfigError(
+            f"{folder}: {reference} is not a model class of transformers with a config_class",
+            "derive it from transformers.PreTrainedModel, and set its config_class",
         )
     return kind
 
@@ -140,9 +181,11 @@ def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
                 tensor.data = torch.empty_like(tensor.data, dtype=kept)
 
 
-def example_inputs(architecture: str, config: Mapping[str, Any]) -> dict[str, torch.Tensor] | None:
+def example_inputs(
+    architecture: str, config: Mapping[str, Any], code: Mapping[str, str] | None = None
+) -> dict[str, torch.Tensor] | None:
     """Return small inputs for one forward pass; None for an unknown kind of model."""
-    kind = pretrained_class(architecture)
+    kind = pretrained_class(architecture, code, config)
     settings = kind.config_class.from_dict(_decoded(config))
     text = settings.get_text_config()
     name = kind.main_input_name

@@ -21,7 +21,7 @@ from weighin.suite.config import DTYPES
 from weighin.suite.matrix import Planned
 from weighin.suite.packages import name_of
 
-_FOLLOWED: Final = frozenset({"torch", "numpy", "safetensors", "transformers"})
+_FOLLOWED: Final = frozenset({"torch", "numpy", "safetensors", "transformers", "accelerate"})
 """Packages whose file reads ``patches.py`` simulates, or that read files with torch operations."""
 
 Report = Callable[[int, str], None]
@@ -94,6 +94,8 @@ def _not_followed(planned: Planned) -> str:
         return "no prediction follows what ranks send to each other"
     if planned.selection:
         return "no prediction reads a whole training checkpoint"
+    if planned.cell.options.get("offload_state_dict"):
+        return "no prediction follows weights that are written to a folder and read back"
     unknown = {name_of(each) for each in planned.strategy.packages} - _FOLLOWED
     return f"no prediction follows how {', '.join(sorted(unknown))} reads files" if unknown else ""
 

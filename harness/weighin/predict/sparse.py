@@ -41,15 +41,20 @@ def make_sparse(
     if source is not None:
         _, slices = formats.read(source, selection)
         kind = reader.widest_dtype(slices)
+    kept: set[str] = set()
     if source is not None and model.builder != BUILDER:
         tensors = reader.plans(slices)
     else:
         described = describe(model.builder, model.kwargs, real_buffers="non_persistent", dtype=kind)
         tensors = generate.plans(in_checkpoint(described))
+        kept = {one.name for one in described if one.is_kept}
     if dtype is not None:
         kind = getattr(torch, dtype)
         tensors = [
-            replace(one, dtype=kind) if one.dtype.is_floating_point else one for one in tensors
+            replace(one, dtype=kind)
+            if one.dtype.is_floating_point and one.name not in kept
+            else one
+            for one in tensors
         ]
     target = formats.checkpoint_in(folder, fmt)
     target.parent.mkdir(parents=True)

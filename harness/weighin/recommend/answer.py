@@ -14,6 +14,7 @@ from rich.table import Table
 from weighin import formats
 from weighin.cell import SYNTHESISED, Cell, ModelSpec
 from weighin.errors import UnknownName
+from weighin.formats.pretrained_code import auto_class
 from weighin.formats.pretrained_folder import BUILDER, folder_of
 from weighin.formats.selection import WHOLE, Selection
 from weighin.predict.client import predict
@@ -188,9 +189,11 @@ def advise(question: Question, prior: PriorKnowledge) -> Advice:
     info = registry.strategy(advice.best.strategy)
     checkpoint = str(question.checkpoint) if question.checkpoint else "model.pt"
     if (folder := _folder(question)) and info.maps_keys and not info.shares_load:
+        model = question.model.kwargs
         code = pretrained_snippet(
-            info, question.model.kwargs["architecture"], device=question.device,
-            dtype=question.dtype, folder=folder,
+            info, model["architecture"], device=question.device, dtype=question.dtype,
+            folder=folder,
+            auto=auto_class(model["config"], model["architecture"]) if "code" in model else "",
         )  # fmt: skip
         return Advice(question, advice.candidates, code)
     if question.selection:

@@ -58,15 +58,21 @@ def snippet(
 
 
 def pretrained_snippet(
-    info: StrategyInfo, architecture: str, *, device: str, dtype: str, folder: str
+    info: StrategyInfo, architecture: str, *, device: str, dtype: str, folder: str, auto: str = ""
 ) -> str:
-    """Return the code that loads a Hugging Face folder with a strategy that renames keys."""
+    """Return the code that loads a Hugging Face folder with a strategy that renames keys.
+
+    ``auto`` is the class of transformers that runs the folder's own code, "AutoModelForCausalLM";
+    empty if the folder brings no code.
+    """
+    trust = ", trust_remote_code=True" if auto else ""
     if info.pretrained:
-        package, line = "transformers", f"from transformers import {architecture}"
-        call = f"{architecture}.from_pretrained({folder!r}, dtype=torch.{dtype}).to({device!r})"
+        kind = auto or architecture
+        package, line = "transformers", f"from transformers import {kind}"
+        call = f"{kind}.from_pretrained({folder!r}, dtype=torch.{dtype}{trust}).to({device!r})"
     else:
         package, line = "'weighin[hf]'", "from weighin import load_pretrained"
-        call = f"load_pretrained({folder!r}, dtype=torch.{dtype}, device={device!r})"
+        call = f"load_pretrained({folder!r}, dtype=torch.{dtype}, device={device!r}{trust})"
     return f"# pip install torch {package}\nimport torch\n{line}\n\nmodel = {call}\n"
 
 

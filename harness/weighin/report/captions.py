@@ -21,6 +21,9 @@ _COMPUTED: Final = {
     "loading": "Exact, computed: above import = (peak RSS - RSS after import torch) / the model's size.",
     "saving": "Exact, computed: above the model = (peak RSS - RSS with the model loaded) / the model's size.",
 }
+_IMPORTS: Final = (
+    "import: time of import torch, before the load; import transformers: of a model's class."
+)
 _TIMES: Final = {
     "loading": "load: time until the strategy returned; ready: time until every byte was read once.",
     "saving": "save: time until the strategy returned; on the disk: time until every file was synced (fsync).",
@@ -167,6 +170,7 @@ def note_figures(*, doing: str, cuda: bool, repeats: int, ranks: bool = False) -
         "Exact, the kernel's high-water marks: peak RSS, cgroup peak (includes page cache).",
         *(line for name, line in _COMPUTED.items() if name in doing),
         "Sampled, so short spikes may be missed: anonymous.",
+        *([_IMPORTS] if "loading" in doing else []),
         *(line for name, line in _TIMES.items() if name in doing),
         "Not ok: the figures are the last readings before the cell ended, not the memory it needs.",
     ]

@@ -23,6 +23,8 @@ class Column:
 
 
 _FIGURES: Final = (
+    Column("import_s", "import", "s"),
+    Column("import_transformers_s", "import transformers", "s"),
     Column("load_s", "load", "s"),
     Column("ready_s", "ready", "s"),
     Column("peak_rss_bytes", "peak RSS", "GiB", GIB, 3),
@@ -40,10 +42,13 @@ _FIGURES: Final = (
     Column("written_bytes", "written", "GiB", GIB, 3),
     Column("written_files", "files", "", 1, 0),
 )
+# Times of imports, which end before a load begins.
+BEFORE_LOAD: Final = ("import_s", "import_transformers_s")
 # A column in this set is left out if no cell has the figure.
 _WHERE_MEASURED: Final = frozenset(
     [
         "unreclaimable_sampled_bytes",
+        *BEFORE_LOAD,
         "pss_bytes",
         "sum_of_peaks_bytes",
         *(figure.key for figure in _FIGURES[-7:]),
@@ -60,11 +65,14 @@ HEADINGS: Final = {"ram_limit_bytes": "RAM limit", "vram_limit_bytes": "GPU limi
 
 def figures_of(frame: pd.DataFrame) -> list[Column]:
     """Return the number columns for these series, with the headings for loads or for saves."""
-    headings = _OF_SAVES if captions.doing(frame) == "saving" else {}
+    saves = captions.doing(frame) == "saving"
+    headings = _OF_SAVES if saves else {}
+    left_out = BEFORE_LOAD if saves else ()  # a save begins with the model in memory
     return [
         replace(figure, heading=headings.get(figure.key, figure.heading))
         for figure in _FIGURES
-        if figure.key not in _WHERE_MEASURED or frame[figure.key].notna().any()
+        if figure.key not in left_out
+        and (figure.key not in _WHERE_MEASURED or frame[figure.key].notna().any())
     ]
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 import pandas as pd
 
 from weighin.cell import Cell
-from weighin.record import Outcome, Result
+from weighin.record import IMPORT_TRANSFORMERS, Outcome, Result
 from weighin.units import format_exact
 
 # Properties that together with the strategy identify a series, in the order of columns.
@@ -28,8 +28,9 @@ BYTES: Final = (
     "written_bytes", "written_disk_bytes", "written_files", "unreclaimable_sampled_bytes",
     "pss_bytes", "sum_of_peaks_bytes",
 )  # fmt: skip
-NUMBERS: Final = ("load_s", "ready_s", "above_import_per_model")
-FIGURES: Final = ("load_s", "ready_s", *BYTES, "above_import_per_model")
+_TIMES: Final = ("import_s", "import_transformers_s", "load_s", "ready_s")
+NUMBERS: Final = (*_TIMES, "above_import_per_model")
+FIGURES: Final = (*_TIMES, *BYTES, "above_import_per_model")
 _LARGEST: Final = float(2**63)  # no counter of the kernel reaches this value
 _LIMITS: Final = ("ram_limit_bytes", "vram_limit_bytes")
 _TEXTS: Final = ("group", "strategy", *DIMENSIONS, "outcome", "last_phase", "message")
@@ -154,8 +155,10 @@ def _row(result: Result) -> dict[str, Any]:
         "last_phase": result.last_phase,
         "message": result.message,
         "repeat": cell.repeat,
-        "load_s": None if result.load_ns is None else result.load_ns / 1e9,
-        "ready_s": None if result.ready_ns is None else result.ready_ns / 1e9,
+        "import_s": _seconds(result.cost.import_ns if result.cost else None),
+        "import_transformers_s": _seconds(_duration_ns(result, IMPORT_TRANSFORMERS)),
+        "load_s": _seconds(result.load_ns),
+        "ready_s": _seconds(result.ready_ns),
         "peak_rss_bytes": peaks.rss_bytes,
         "above_import_bytes": above,
         "above_import_per_model": ratio,
@@ -182,6 +185,16 @@ def _sum_of_peaks(result: Result) -> int | None:
     """Return the sum of the ranks' peak RSS, which counts shared pages once for each rank."""
     peaks = [rank.peak_rss_bytes for rank in result.ranks]
     return sum(peak for peak in peaks if peak) if peaks and None not in peaks else None
+
+
+def _seconds(time_ns: int | None) -> float | None:
+    return None if time_ns is None else time_ns / 1e9
+
+
+def _duration_ns(result: Result, name: str) -> int | None:
+    """Return the time of the first phase of this name; None if there is no such phase."""
+    phases = (phase.end_ns - phase.start_ns for phase in result.phases if phase.name == name)
+    return next(phases, None)
 
 
 def _summary(group: pd.DataFrame) -> dict[str, Any]:

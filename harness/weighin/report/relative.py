@@ -12,7 +12,7 @@ import pandas as pd
 
 from weighin.record import Result
 from weighin.report import captions
-from weighin.report.columns import figures_of, number_text
+from weighin.report.columns import BEFORE_LOAD, figures_of, number_text
 from weighin.report.dataframe import series, varying
 from weighin.report.tables import markdown_lines, text_table
 from weighin.text import markdown as escaped
@@ -26,7 +26,7 @@ def markdown_relative(results: Sequence[Result]) -> str:
     frame = series(results)
     if frame.empty:
         return captions.shared(frame, results)
-    figures = figures_of(frame)
+    figures = [one for one in figures_of(frame) if one.key not in BEFORE_LOAD]
     shown = [replace(one, unit="x") if one.key in _TIMES else one for one in figures]
     table = text_table("", _divided(frame), ["strategy", *varying(frame)], shown)
     first = frame.iloc[0]

@@ -55,6 +55,7 @@ _COLOURS: Final = {
     "runai": "#6699CC",
     "fastsafetensors": "#F0E442",
     "instanttensor": "#000000",
+    "tensorizer": "#BBBBBB",
     "accelerate": "#7A7A00",
     "rank0_broadcast": "#D55E00",
     "staggered": "#E69F00",

@@ -19,7 +19,13 @@ from weighin.errors import (
     RecordError,
     StillRunning,
 )
-from weighin.formats.pretrained_folder import BUILDER, is_pretrained, read_folder, weights_in
+from weighin.formats.pretrained_folder import (
+    BUILDER,
+    code_of,
+    is_pretrained,
+    read_folder,
+    weights_in,
+)
 from weighin.formats.selection import WHOLE, Selection
 from weighin.isolation import preload, select
 from weighin.records import run_folder
@@ -51,6 +57,8 @@ class Request:
     shard: Shard | None = None
     engine: dict[str, Any] = field(default_factory=dict)
     """The engine's name and settings; empty for cells that run one by one on this machine."""
+    trust_remote_code: bool = False
+    """Whether the code that a Hugging Face folder brings may run."""
 
     @property
     def verb(self) -> str:
@@ -70,7 +78,13 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
     checkpoint = _own(checkpoint) or _pretrained(suite.models)
     _check_selection(request.selection, checkpoint)
     models = tuple(
-        registry.model(name, request.kwargs or None, request.selection) for name in suite.models
+        registry.model(
+            name,
+            request.kwargs or None,
+            request.selection,
+            trust_remote_code=request.trust_remote_code,
+        )
+        for name in suite.models
     )
     strategies = registry.chosen(suite)
     _check_names("models", [(spec.title, spec.builder) for spec in models])
@@ -110,7 +124,8 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
     preload.check(suite.environment)
     _check_any_runs(planned)
     _check_own_selections(planned, request.selection, _own_format(checkpoint))
-    mounts = _existing(request.mounts)
+    folders = [Path(code["folder"]) for model in models if (code := code_of(model))]
+    mounts = _existing((*request.mounts, *folders))
     python_path = user_code.import_path(suite.models)
     folder = request.folder or Path("results") / _name(request)
     _check_folder(folder, request.verb)

@@ -14,6 +14,7 @@ from typing import Final
 
 from weighin.cell import SYNTHESISED, Cell
 from weighin.errors import ConfigError
+from weighin.formats.pretrained_folder import code_of
 from weighin.suite import registry, user_code
 from weighin.suite.config import read_model
 from weighin.text import one_line
@@ -47,7 +48,7 @@ def foreign(
     python_path: Iterable[str] = (),
     mounts: Iterable[str] = (),
 ) -> list[str]:
-    """Return a line for each builder, strategy or image that is neither weighin's nor installed.
+    """Return a line for each builder, strategy, folder's code or image that is neither weighin's nor installed.
 
     ``paths`` are the strategies' files by name, ``python_path`` the folders that a builder is
     imported from, and ``mounts`` the paths that a container sees. The function runs no code that it
@@ -62,6 +63,9 @@ def foreign(
             file = user_code.file_of(builder, python_path)
             place = f" in {one_line(str(file))}" if file else ""
             lines[f"builder {one_line(builder)}{place} with {kwargs}"] = None
+        if code := code_of(cell.model):
+            place = f"{one_line(code['folder'])} (sha256 {one_line(code['sha256'][:16])})"
+            lines[f"code of the Hugging Face folder {place}"] = None
         # Many variables make a process load code: LD_PRELOAD, LD_LIBRARY_PATH, PYTHONHOME.
         for name, value in cell.environment.items():
             if name not in _NO_CODE:
@@ -80,7 +84,8 @@ def foreign(
 
         if base_image not in (DEFAULT_BASE, os.environ.get(BASE_VARIABLE)):
             lines[f"base image {one_line(base_image)}"] = None
-    lines |= {f"mount {one_line(path)}": None for path in mounts}
+    listed = {code["folder"] for cell in cells if (code := code_of(cell.model))}
+    lines |= {f"mount {one_line(path)}": None for path in mounts if path not in listed}
     return list(lines)
 
 

@@ -208,13 +208,17 @@ def own_checkpoint(names: Iterable[str], given: Path | None) -> Path | None:
 
 
 def model(
-    name: str, kwargs: dict[str, object] | None = None, selection: Selection = WHOLE
+    name: str,
+    kwargs: dict[str, object] | None = None,
+    selection: Selection = WHOLE,
+    *,
+    trust_remote_code: bool = False,
 ) -> ModelSpec:
     """Return the model that ``name`` gives: built-in, a Hugging Face folder, or a builder's model.
 
     A builder is "package.module:callable", or "path/nets.py:callable" for a builder in a file.
     "from:PATH" is the model that consists of the tensors that ``selection`` selects in a
-    checkpoint.
+    checkpoint. With ``trust_remote_code``, a Hugging Face folder may bring code of its own.
     """
     if folder := pretrained_folder(name):
         if kwargs:
@@ -222,7 +226,7 @@ def model(
                 f"{name} has its arguments in config.json, so --kwargs would be ignored",
                 "leave --kwargs out, or change config.json",
             )
-        return read_folder(folder).spec()
+        return read_folder(folder, trust_remote_code=trust_remote_code).spec()
     if name.startswith(_FROM):
         if kwargs:
             raise ConfigError(f"--model {name} takes no arguments", "leave --kwargs out")

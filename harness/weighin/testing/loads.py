@@ -30,6 +30,7 @@ def measure_load(
     checkpoint: str | Path | None = None,
     kwargs: dict[str, Any] | None = None,
     options: dict[str, Any] | None = None,
+    trust_remote_code: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> Result:
     """Measure one load as ``weighin bench`` does; ``weighin.testing.plugin`` describes the options.
@@ -56,6 +57,7 @@ def measure_load(
             suite=check_suite(suite),
             kwargs=kwargs or {},
             checkpoint=Path(checkpoint) if checkpoint else None,
+            trust_remote_code=trust_remote_code,
             folder=Path(folder) / "run",
         )
         task, _ = bench.start(request)

@@ -81,7 +81,8 @@ class Weighin:
             isolation: "docker", "cgroup", "process" or "auto"; a function cannot run in Docker.
             timeout_s: seconds after which the worker is killed, with the outcome ``timeout``.
             options: for a strategy, ``model`` ("gpt2-small"), ``device``, ``dtype``, ``cache``,
-                ``format``, ``checkpoint``, ``kwargs`` of the model and ``options`` of the strategy;
+                ``format``, ``checkpoint``, ``kwargs`` of the model, ``options`` of the strategy
+                and ``trust_remote_code`` for a Hugging Face folder with code of its own;
                 for a function, its keyword arguments.
 
         Raises:

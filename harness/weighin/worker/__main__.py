@@ -20,6 +20,7 @@ from weighin.protocol import decode_job
 from weighin.record import Outcome
 from weighin.worker.connection import Lifeline
 from weighin.worker.failures import StrategyFailed, classify, describe, fail
+from weighin.worker.model_package import import_model_package
 from weighin.worker.phases import Marks
 from weighin.worker.warmup import check_preloaded, environment, read_through, settle_math
 
@@ -83,6 +84,7 @@ def prepare(job: Job, lifeline: Lifeline, marks: Marks) -> PreparedWorker:
     with marks.phase("import"):
         import torch
     import_ns = time.monotonic_ns() - import_start_ns
+    import_model_package(job.cell.model, marks)
     with marks.phase("prepare"):
         from pathlib import Path
 

@@ -31,6 +31,12 @@ class WorkerLoad:
     builder: Callable[..., torch.nn.Module]
     marks: Phases
 
+    @property
+    def remote_code(self) -> Mapping[str, str] | None:
+        from weighin.formats.pretrained_folder import code_of  # no other strategy needs it
+
+        return code_of(self.model)
+
     def build_model(self) -> torch.nn.Module:
         return construct(lambda: self.builder(**self.model.kwargs), self.dtype)
 

@@ -1,0 +1,101 @@
+"""Find the code that a Hugging Face folder brings for its own model, without running it.
+
+``config.json`` names this code in ``auto_map``: {"AutoModelForCausalLM": "modeling_x.XForCausalLM"}.
+A ``ModelSpec`` holds the folder's path and a digest of its Python files, so that a worker runs only
+the code that was there when the run was planned. This module uses only the standard library.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from weighin.errors import ConfigError
+from weighin.text import one_line
+
+AUTO_MAP: Final = "auto_map"
+CODE_KEYS: Final = ("folder", "sha256")
+"""The keys of the code of a folder, in the arguments of a ``ModelSpec``."""
+
+_SHOWN: Final = 80
+_AUTO_MODEL: Final = "AutoModel"
+_REFERENCE: Final = re.compile(r"(\w+)\.\w+")
+_OTHER_REPOSITORY: Final = "--"  # "owner/name--modeling_x.XForCausalLM"
+
+
+def describe_code(folder: Path) -> dict[str, str]:
+    """Return the folder and the digest of its Python files, for the arguments of a ``ModelSpec``."""
+    folder = folder.absolute()
+    return {"folder": str(folder), "sha256": digest(folder)}
+
+
+def files(folder: Path) -> list[Path]:
+    """Return the folder's Python files, in the order of their names."""
+    return sorted(path for path in folder.rglob("*.py") if path.is_file())
+
+
+def digest(folder: Path) -> str:
+    """Return a digest of the names and contents of the folder's Python files."""
+    import hashlib  # loads OpenSSL, 4 MiB, which a worker needs only for such a folder
+
+    whole = hashlib.sha256()
+    for path in files(folder):
+        name = path.relative_to(folder).as_posix()
+        whole.update(f"{name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return whole.hexdigest()
+
+
+def check_unchanged(code: Mapping[str, str]) -> Path:
+    """Return the folder of the code; raise ConfigError unless its code is as it was planned."""
+    folder = Path(code["folder"])
+    if digest(folder) != code["sha256"]:
+        raise ConfigError(
+            f"{folder}: the model's code changed after this run was planned",
+            "start a new run, which reads the code again",
+        )
+    return folder
+
+
+def auto_class(config: Mapping[str, Any], architecture: str) -> str:
+    """Return the class of transformers that loads the model: "AutoModelForCausalLM".
+
+    Raises:
+        ConfigError: ``auto_map`` names no code for the class ``architecture``.
+    """
+    named = config[AUTO_MAP] if isinstance(config[AUTO_MAP], dict) else {}
+    models: dict[str, str] = {
+        auto: reference
+        for auto, reference in named.items()
+        if auto.startswith(_AUTO_MODEL) and isinstance(reference, str)
+    }
+    for auto, reference in models.items():
+        if reference.rpartition(".")[2] == architecture:
+            return auto
+    raise ConfigError(
+        f"config.json names no code of the class {architecture!r} in '{AUTO_MAP}'",
+        f"correct '{AUTO_MAP}' or 'architectures' in config.json",
+    )
+
+
+def reference_in(folder: Path, config: Mapping[str, Any], auto: str) -> str:
+    """Return the class that ``auto_map`` names for ``auto``, "modeling_x.XForCausalLM".
+
+    Raises:
+        ConfigError: the folder lacks the class's file, which may be in another repository.
+    """
+    reference = str(config[AUTO_MAP][auto])
+    repository, divided, inside = reference.rpartition(_OTHER_REPOSITORY)
+    named = _REFERENCE.fullmatch(inside)
+    if named is None:
+        raise ConfigError(
+            f"{folder}: {one_line(inside, _SHOWN)!r} in '{AUTO_MAP}' is not module.class",
+            f"correct '{AUTO_MAP}' in config.json",
+        )
+    if not (folder / f"{named[1]}.py").is_file():
+        where = f", but in the repository {repository}" if divided else ""
+        raise ConfigError(
+            f"{folder}: the code {inside} of the model is not in this folder{where}",
+            f"download {named[1]}.py and the modules that it imports into the folder: weighin reads"
+            " no network",
+        )
+    return inside

@@ -1,0 +1,110 @@
+"""Write a file of tensorizer's format with the package tensorizer, for the strategy ``tensorizer``.
+
+weighin leaves this format to the package: ``write`` calls its ``TensorSerializer``, and only the
+strategy reads the file. Tied weights are written once, under the first of their names. The worker
+verifies the loaded model, as with every format.
+
+::
+
+    5 bytes    |TZR|
+    the rest   the package's header, an index of 256 KiB, and the tensors, each with its checksums
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from weighin.errors import CheckpointError, ConfigError
+from weighin.formats.base import Pieces, Progress, TensorPlan, TensorSlice
+from weighin.formats.sniff import check_present, first_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+NAME: Final = "tensorizer"
+SUFFIX: Final = ".tensors"
+
+_MAGIC: Final = b"|TZR|"
+_INDEX_BYTES: Final = 256 * 1024  # the package reserves this space for its index
+_ENTRY_BYTES: Final = 33  # of a tensor in the index, without its name, torch's dtype and its shape
+
+
+def matches(path: Path) -> bool:
+    """Tell whether a file begins like a file of tensorizer."""
+    return first_bytes(path).startswith(_MAGIC)
+
+
+def files(path: Path) -> list[Path]:
+    """Return the one file of the checkpoint; raise CheckpointError if there is no such file."""
+    check_present(path)
+    return [path]
+
+
+def read(path: Path) -> list[TensorSlice]:
+    """Raise CheckpointError: weighin does not read this format."""
+    raise CheckpointError(
+        f"{path}: a file of tensorizer's format, which only the package tensorizer reads",
+        "give the checkpoint that this file was made from; "
+        "the strategy tensorizer then gets a file of its own",
+    )
+
+
+def write(
+    target: Path,
+    tensors: Sequence[TensorPlan],
+    pieces: Pieces,
+    progress: Progress | None = None,
+) -> None:
+    """Write a file that does not exist yet; needs memory for the largest tensor.
+
+    Raises:
+        ConfigError: the package is missing, or its index cannot hold as many names.
+    """
+    try:
+        from tensorizer import TensorSerializer, TensorType
+    except ImportError as error:
+        raise ConfigError(
+            f"only the package tensorizer writes this format: {error}",
+            "pip install 'weighin[tensorizer]'",
+        ) from None
+    import torch
+
+    from weighin.formats.zip_writer import finish  # not at the top: imports torch
+
+    stored = [plan for plan in tensors if plan.shared_with is None]
+    _check_index(stored)
+    writer = TensorSerializer(str(target))
+    try:
+        for number, plan in enumerate(stored):
+            values = torch.empty(plan.shape, dtype=plan.dtype)
+            _fill(values, plan.name, pieces, progress)
+            index = number % 2**16  # two bytes in the file, which the strategy does not use
+            writer.write_tensor(index, plan.name, TensorType.STATE_DICT, values)
+    finally:
+        writer.close()
+    with target.open("rb+") as file:
+        finish(file.fileno())
+
+
+def _fill(values: "torch.Tensor", name: str, pieces: Pieces, progress: Progress | None) -> None:
+    flat, at = values.view(-1), 0
+    for piece in pieces(name):
+        flat[at : at + piece.numel()] = piece.reshape(-1)
+        at += piece.numel()
+        if progress is not None:
+            progress(piece.nbytes)
+    if at != flat.numel():
+        raise ValueError(f"{name!r}: {at} elements for a tensor of {flat.numel()}")
+
+
+def _check_index(stored: Sequence[TensorPlan]) -> None:
+    needed = sum(
+        _ENTRY_BYTES + len(plan.name.encode()) + len(str(plan.dtype)) + 4 * len(plan.shape)
+        for plan in stored
+    )
+    if needed > _INDEX_BYTES:
+        raise ConfigError(
+            f"the names of {len(stored):,} tensors take up to {needed:,} bytes in the index, for "
+            f"which tensorizer reserves {_INDEX_BYTES:,}",
+            "leave the strategy tensorizer out: --strategies streaming,safetensors_mmap",
+        )

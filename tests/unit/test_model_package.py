@@ -1,0 +1,62 @@
+"""The import of transformers for a model of its own is a phase before the load; other models have none."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import cast
+
+import pytest
+from factories import make_result
+
+from weighin.cell import ModelSpec
+from weighin.errors import ConfigError
+from weighin.formats.pretrained_folder import BUILDER
+from weighin.record import IMPORT_TRANSFORMERS
+from weighin.records.metrics import phases_of_load
+from weighin.worker.model_package import import_model_package
+from weighin.worker.phases import Marks
+
+
+class Phases:
+    """Takes down the names of phases."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self.names.append(name)
+        yield
+
+
+def names(model: ModelSpec) -> list[str]:
+    phases = Phases()
+    import_model_package(model, cast(Marks, phases))
+    return phases.names
+
+
+def test_the_class_of_a_model_of_transformers_is_imported_in_its_phase() -> None:
+    model = ModelSpec("m", BUILDER, {"architecture": "LlamaForCausalLM", "config": {}})
+    assert names(model) == [IMPORT_TRANSFORMERS]
+
+
+def test_any_other_model_has_no_such_phase() -> None:
+    assert names(ModelSpec("m", "weighin.models.gpt2:gpt2", {})) == []
+
+
+def test_an_unknown_class_is_named_before_the_load() -> None:
+    model = ModelSpec("m", BUILDER, {"architecture": "NoSuchModel", "config": {}})
+    with pytest.raises(ConfigError, match="has no model class 'NoSuchModel'"):
+        names(model)
+
+
+def test_the_phase_is_no_part_of_the_load() -> None:
+    result = make_result()
+    before = [phase.name for phase in result.phases]
+    own = replace(result.phases[0], name=IMPORT_TRANSFORMERS)
+    index = before.index("import") + 1
+    phases = (*result.phases[:index], own, *result.phases[index:])
+    changed = replace(result, phases=phases)
+    assert [name for name, _ in phases_of_load(changed)] == [
+        name for name, _ in phases_of_load(result)
+    ]

@@ -1,0 +1,149 @@
+"""Small models with quantised weights and scales, as published: no strategy converts their tensors."""
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+
+from weighin import formats
+from weighin.cell import ModelSpec
+from weighin.checkpoint import generate
+from weighin.checkpoint.index import index
+from weighin.checkpoint.manifest import Manifest
+from weighin.errors import ConfigError
+from weighin.models.skeleton import resolve_builder
+from weighin.predict.client import predict
+from weighin.suite import registry
+from weighin.suite.matrix import CellMatrix, plan
+from weighin.worker import touch, verify
+from weighin.worker.loading import WorkerLoad, import_strategy
+
+GPT_OSS = ModelSpec(
+    "small-gpt-oss",
+    "weighin.models.gpt_oss:gpt_oss",
+    {
+        "dtype": "bfloat16", "dim": 64, "hidden_dim": 96, "head_dim": 8, "n_heads": 4,
+        "n_kv_heads": 2, "n_layers": 2, "n_experts": 3, "vocab_size": 50,
+    },
+)  # fmt: skip
+DEEPSEEK = ModelSpec(
+    "small-deepseek",
+    "weighin.models.deepseek_v3:deepseek_v3",
+    {
+        "dtype": "bfloat16", "hidden_size": 160, "intermediate_size": 256,
+        "moe_intermediate_size": 96, "num_attention_heads": 2, "q_lora_rank": 48,
+        "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+        "n_routed_experts": 2, "n_shared_experts": 1, "first_k_dense_replace": 1,
+        "num_hidden_layers": 2, "num_nextn_predict_layers": 1, "vocab_size": 50,
+    },
+)  # fmt: skip
+KEPT = {
+    GPT_OSS.name: {
+        "model.layers.1.mlp.experts.down_proj_blocks": torch.uint8,
+        "model.layers.1.mlp.experts.down_proj_scales": torch.uint8,
+    },
+    DEEPSEEK.name: {
+        "model.layers.1.mlp.experts.1.down_proj.weight": torch.float8_e4m3fn,
+        "model.layers.1.mlp.experts.1.down_proj.weight_scale_inv": torch.float32,
+        "model.layers.1.mlp.gate.e_score_correction_bias": torch.float32,
+    },
+}
+"""Tensors of each model that keep their dtype in every load."""
+
+LOADS = [
+    (name, fmt)
+    for name, info in registry.strategies().items()
+    if "cpu" in info.devices and not info.missing and not info.pretrained
+    for fmt in info.formats
+]
+
+
+class NoPhases:
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def made(spec: ModelSpec, folder: Path, fmt: str) -> generate.Made:
+    (folder / fmt).mkdir()
+    return generate.make(spec.name, spec.builder, spec.kwargs, seed=0, fmt=fmt, folder=folder / fmt)
+
+
+def check_load(
+    spec: ModelSpec, name: str, path: Path, manifest: Manifest, dtype: torch.dtype
+) -> None:
+    cpu, builder = torch.device("cpu"), resolve_builder(spec.builder)
+    load = WorkerLoad(path, cpu, dtype, MappingProxyType({}), spec, builder, NoPhases())
+    model = import_strategy(registry.strategy(name).path)(load)
+    tensors = touch.named_tensors(model)
+    verify.check_structure(tensors, manifest, cpu, dtype)
+    verify.check_values(touch.touch(tensors), manifest, dtype)
+    assert {key: tensors[key].dtype for key in KEPT[spec.name]} == KEPT[spec.name]
+    assert tensors["lm_head.weight"].dtype == dtype
+    first = tensors[next(iter(KEPT[spec.name]))].view(torch.uint8)
+    assert len(first.unique()) > 50  # random: a wrong offset would be seen
+    sizes = {id(tensor): tensor.nbytes for tensor in tensors.values()}
+    assert manifest.model_bytes(str(dtype).removeprefix("torch.")) == sum(sizes.values())
+
+
+@pytest.mark.usefixtures("torch_threads_restored")
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp in one process
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("spec", [GPT_OSS, DEEPSEEK], ids=lambda spec: spec.name)
+@pytest.mark.parametrize(("name", "fmt"), LOADS)
+def test_a_strategy_loads_quantised_weights_and_scales(
+    tmp_path: Path, spec: ModelSpec, name: str, fmt: str, dtype: torch.dtype
+) -> None:
+    if fmt == "pt_legacy" and spec is DEEPSEEK:
+        with pytest.raises(ConfigError, match=r"torch before 1\.6 had no dtype torch\.float8"):
+            made(spec, tmp_path, fmt)
+        return
+    manifest = made(spec, tmp_path, fmt).manifest
+    path = formats.checkpoint_in(tmp_path / fmt, fmt)
+    check_load(spec, name, path, manifest, dtype)
+
+
+@pytest.mark.usefixtures("torch_threads_restored")
+@pytest.mark.parametrize("spec", [GPT_OSS, DEEPSEEK], ids=lambda spec: spec.name)
+def test_a_checkpoint_of_ones_own_is_verified_in_the_same_dtypes(
+    tmp_path: Path, spec: ModelSpec
+) -> None:
+    generated = made(spec, tmp_path, "pt").manifest
+    own = formats.checkpoint_in(tmp_path / "pt", "pt")
+    for fmt in ("pt", "safetensors"):
+        (folder := tmp_path / f"own-{fmt}").mkdir()
+        found = index(
+            spec.name, spec.builder, spec.kwargs, checkpoint=own, fmt=fmt, folder=folder
+        ).manifest
+        assert found.tensors == generated.tensors
+    path = formats.checkpoint_in(tmp_path / "own-safetensors", "safetensors")
+    check_load(spec, "streaming", path, generated, torch.bfloat16)
+
+
+@pytest.mark.usefixtures("torch_threads_restored")
+def test_the_bytes_follow_from_the_seed_and_the_name(tmp_path: Path) -> None:
+    first = {one.name: one.checksums for one in made(GPT_OSS, tmp_path, "pt").manifest.tensors}
+    second = made(GPT_OSS, tmp_path, "per_param").manifest.tensors
+    assert first == {one.name: one.checksums for one in second}
+    scales = {value["uint8"] for name, value in first.items() if name.endswith("_scales")}
+    assert len(scales) == 4
+
+
+@pytest.mark.usefixtures("torch_threads_restored")
+@pytest.mark.parametrize("spec", [GPT_OSS, DEEPSEEK], ids=lambda spec: spec.name)
+def test_a_prediction_has_the_size_of_the_files(tmp_path: Path, spec: ModelSpec) -> None:
+    manifest = made(spec, tmp_path, "safetensors").manifest
+    pairs: list[tuple[registry.StrategyInfo, dict[str, Any]]] = [
+        (registry.strategy(name), {}) for name in ("streaming", "safetensors_copy")
+    ]
+    matrix = CellMatrix(
+        (spec,), tuple(pairs), (None,), "process", dtype="bfloat16", formats=("safetensors",)
+    )
+    for one in predict(plan(matrix)):
+        assert one.cannot == ""
+        assert one.model_bytes == manifest.checkpoint_bytes
+        assert one.disk_read_bytes == pytest.approx(
+            manifest.checkpoint_bytes, abs=2 * 4096
+        )  # in whole pages

@@ -1,0 +1,135 @@
+"""Files of tensorizer's own format: the package writes them, its strategy loads them, nothing else does."""
+
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+
+from weighin import formats
+from weighin.cell import ModelSpec
+from weighin.checkpoint import cache, generate
+from weighin.checkpoint.piecewise import pieces_of
+from weighin.errors import CheckpointError, ConfigError
+from weighin.formats import tensorizer
+from weighin.formats.base import TensorPlan
+from weighin.models.skeleton import resolve_builder
+from weighin.suite import registry
+from weighin.worker import touch, verify
+from weighin.worker.loading import WorkerLoad, import_strategy
+
+SPEC = ModelSpec(
+    "tied",
+    "weighin.models.tied:tied",
+    {"vocab_size": 64, "emb_dim": 8, "n_layers": 2, "n_heads": 2},
+)
+
+
+class NoPhases:
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def state() -> dict[str, torch.Tensor]:
+    return {
+        "half": torch.randn(3, 5).bfloat16(),
+        "quarter": torch.randn(7).to(torch.float8_e4m3fn),
+        "steps": torch.tensor(3),
+        "mask": torch.tensor([True, False]),
+        "none": torch.empty(0, 4),
+    }
+
+
+def write(path: Path, values: dict[str, torch.Tensor]) -> None:
+    plans = [TensorPlan(name, tuple(one.shape), one.dtype) for name, one in values.items()]
+    formats.named("tensorizer").write(path, plans, lambda name: pieces_of(values[name]))
+
+
+def test_the_package_reads_the_values_that_were_written(tmp_path: Path) -> None:
+    package = pytest.importorskip("tensorizer", reason="install weighin[tensorizer]")
+    torch.manual_seed(0)
+    values = state()
+    write(tmp_path / "m.tensors", values)
+    with package.TensorDeserializer(str(tmp_path / "m.tensors"), "cpu", verify_hash=True) as opened:
+        found = {name: opened[name].detach() for name in opened}
+    assert list(found) == list(values)
+    for name, value in values.items():
+        assert found[name].dtype == value.dtype
+        assert torch.equal(found[name].double(), value.double())
+
+
+@pytest.mark.parametrize("options", [{}, {"num_readers": 2, "verify_hash": True}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_strategy_loads_a_tied_model_with_the_right_values(
+    tmp_path: Path, options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    pytest.importorskip("tensorizer", reason="install weighin[tensorizer]")
+    made = generate.make(
+        SPEC.name, SPEC.builder, SPEC.kwargs, seed=0, fmt="tensorizer", folder=tmp_path
+    )
+    cpu = torch.device("cpu")
+    path = formats.checkpoint_in(tmp_path, "tensorizer")
+    load = WorkerLoad(
+        path,
+        cpu,
+        dtype,
+        MappingProxyType(options),
+        SPEC,
+        resolve_builder(SPEC.builder),
+        NoPhases(),
+    )
+    model = import_strategy(registry.strategy("tensorizer").path)(load)
+    tensors = touch.named_tensors(model)
+    verify.check_structure(tensors, made.manifest, cpu, dtype)
+    verify.check_values(touch.touch(tensors), made.manifest, dtype)
+    assert formats.detect(path).NAME == "tensorizer"
+    assert formats.files(path) == [path]
+
+
+def test_our_names_of_formats_leave_it_out() -> None:
+    assert "tensorizer" not in formats.NAMES
+    assert formats.named("tensorizer").SUFFIX == ".tensors"
+
+
+def test_a_users_own_file_is_refused_with_the_repair(tmp_path: Path) -> None:
+    (path := tmp_path / "mine.tensors").write_bytes(b"|TZR|" + bytes(64))
+    with pytest.raises(CheckpointError) as caught:
+        cache.ensure(SPEC, "tensorizer", checkpoint=path)
+    assert caught.value.message == (
+        f"{path}: a file of tensorizer's format, which only the package tensorizer reads"
+    )
+    assert "give the checkpoint that this file was made from" in caught.value.repair
+
+
+def test_too_many_names_for_the_index_are_refused_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("tensorizer", reason="install weighin[tensorizer]")
+    plans = [TensorPlan(f"layers.{n}.weight", (1,), torch.float32) for n in range(6_000)]
+    with pytest.raises(ConfigError, match="the names of 6,000 tensors take up to"):
+        tensorizer.write(tmp_path / "m.tensors", plans, lambda name: [torch.ones(1)])
+    assert not list(tmp_path.iterdir())
+
+
+def test_names_that_just_fit_into_the_index_are_written(tmp_path: Path) -> None:
+    package = pytest.importorskip("tensorizer", reason="install weighin[tensorizer]")
+    each = tensorizer._ENTRY_BYTES + len("torch.bfloat16") + 4 * 3
+    names = [f"{n:01000}" for n in range(tensorizer._INDEX_BYTES // (each + 1000))]
+    write(
+        tmp_path / "m.tensors", {name: torch.ones(1, 1, 1, dtype=torch.bfloat16) for name in names}
+    )
+    with package.TensorDeserializer(str(tmp_path / "m.tensors"), "cpu") as opened:
+        assert list(opened) == names
+
+
+def test_without_the_package_the_error_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorizer", None)
+    with pytest.raises(ConfigError) as caught:
+        write(tmp_path / "m.tensors", state())
+    assert caught.value.repair == "pip install 'weighin[tensorizer]'"
+    assert not list(tmp_path.iterdir())
