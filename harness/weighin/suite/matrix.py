@@ -69,7 +69,10 @@ class CellMatrix:
 
 
 def plan(matrix: CellMatrix) -> list[Planned]:
-    """Return the cells of a matrix without duplicates. Repeats are interleaved: A B C A B C."""
+    """Return the cells of a matrix without duplicates. Repeats are interleaved: A B C A B C.
+
+    Strategies that divide a load among ranks have no cell of one rank beside those of several.
+    """
     planned = [
         _planned(matrix, repeat, model, limits, info, options, fmt, environment, ranks)
         for repeat, model, *limits, ranks, environment, (info, options) in product(
@@ -81,6 +84,7 @@ def plan(matrix: CellMatrix) -> list[Planned]:
             matrix.environments,
             matrix.strategies,
         )
+        if ranks > 1 or not info.shares_load or max(matrix.ranks) == 1
         for fmt in _formats(matrix, info)
     ]
     return list({each.cell.id: each for each in planned}.values())
