@@ -29,7 +29,7 @@ class Command:
 def entry(name: str, shape: tuple[int, ...], dtype: str, **options: Any) -> TensorEntry:
     numel = torch.Size(shape).numel()
     fields: dict[str, Any] = {"kind": "parameter", "shared_with": None}
-    fields |= {"checksums": {"float32": "00"}} | options
+    fields |= {"checksums": dict.fromkeys(("float32", "bfloat16"), "00")} | options
     return TensorEntry(name, shape, dtype, numel * getattr(torch, dtype).itemsize, **fields)
 
 

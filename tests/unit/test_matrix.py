@@ -55,6 +55,15 @@ def test_strategies_follow_each_other_under_one_limit_then_comes_the_next() -> N
     ]  # fmt: skip
 
 
+def test_a_strategy_for_ranks_has_no_cell_of_one_rank_beside_those_of_several() -> None:
+    shares = replace(info("s"), shares_load=True)
+    planned = plan(matrix(strategies=((info("a"), {}), (shares, {})), ranks=(1, 2)))
+    cells = [(one.cell.strategy, one.cell.ranks, one.skip) for one in planned]
+    assert cells == [("a", 1, ""), ("a", 2, ""), ("s", 2, "")]
+    (alone,) = plan(matrix(strategies=((shares, {}),)))
+    assert alone.skip == "s divides a load among several ranks: --ranks 2"
+
+
 def test_a_cell_has_all_that_the_matrix_says() -> None:
     asked = matrix(
         strategies=((info("a", ("cuda",), ("per_param", "pt")), {"threads": 2}),),

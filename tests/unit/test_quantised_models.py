@@ -56,7 +56,7 @@ KEPT = {
 LOADS = [
     (name, fmt)
     for name, info in registry.strategies().items()
-    if "cpu" in info.devices and not info.missing and not info.pretrained
+    if "cpu" in info.devices and not info.missing and not info.pretrained and not info.shares_load
     for fmt in info.formats
 ]
 
