@@ -137,20 +137,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("dist", "no") == "loadfile":
+        config.option.loadscopereorder = (
+            False  # by the number of tests, which says little of the time
+        )
     for name in _required(config):
         if name not in _MISSING:
             raise pytest.UsageError(f"--require {name}: known are {', '.join(_MISSING)}")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the longest files first, if whole files go to the processes of xdist."""
-    if config.getoption("dist", "no") == "loadfile":
-        config.option.loadscopereorder = (
-            False  # by the number of tests, which says little of the time
-        )
-        last = len(LONGEST)
-        ranks = {name: number for number, name in enumerate(LONGEST)}
-        items.sort(key=lambda item: ranks.get(item.path.name, last))
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest files first."""
+    ranks = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: ranks.get(item.path.name, len(LONGEST)))
 
 
 @pytest.hookimpl(trylast=True)

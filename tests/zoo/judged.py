@@ -55,6 +55,7 @@ def strategies() -> list[tuple[str, Path, tuple[str, ...]]]:
         (name, info.path, info.formats)
         for name, info in registry.strategies().items()
         if "cpu" in info.devices and not info.missing and not info.pretrained
+        if not info.shares_load
     ]
 
 
