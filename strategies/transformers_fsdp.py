@@ -34,12 +34,10 @@ def load(job: Load) -> torch.nn.Module:
     state: dict[str, ValueType] = {}
     with job.phase("read"):
         if torch.distributed.get_rank() == 0:
-            (architecture,) = json.loads((folder / "config.json").read_text())["architectures"][:1]
-            state = (
-                pretrained_class(architecture)
-                .from_pretrained(folder, dtype=job.dtype, local_files_only=True)
-                .state_dict()
-            )
+            config = json.loads((folder / "config.json").read_text())
+            kind = pretrained_class(config["architectures"][0], job.remote_code, config)
+            whole = kind.from_pretrained(folder, dtype=job.dtype, local_files_only=True)
+            state = whole.state_dict()
     with job.phase("build"), torch.device("meta"):
         model = job.build_model()
     with job.phase("shard"):

@@ -34,6 +34,30 @@ def load(job):
 '''
 
 
+def test_cells_of_several_ranks_can_run_at_once(command: CommandLine) -> None:
+    done = command.run(
+        *(
+            "bench",
+            "gpt2-tiny",
+            "--ranks",
+            "2",
+            "--ram",
+            "1200m",
+            "--isolation",
+            "cgroup",
+            "--jobs",
+            "2",
+        ),
+        *("--strategies", "streaming,baseline", "--out", "run"),
+        patience_s=300,
+    )
+    assert done.code == 0, done.err
+    measured = records(command)
+    assert [(each["outcome"], len(each["ranks"])) for each in measured] == [("ok", 2)] * 2
+    for path in (rank["samples_path"] for each in measured for rank in each["ranks"]):
+        assert (command.folder / "run" / path).exists()
+
+
 @pytest.fixture
 def hold(command: CommandLine) -> Path:
     """A strategy that waits in the midst of its load until it is let go."""

@@ -66,6 +66,16 @@ def test_all_shards_become_the_whole_run() -> None:
     assert sorted(path.name for path in Path().iterdir()) == ["shard-1-2", "shard-2-2", "whole"]
 
 
+def test_the_samples_of_each_rank_are_merged_too() -> None:
+    plan = [make_cell("streaming", ranks=2)]
+    folder = shard("1/1", plan)
+    names = [f"samples/{plan[0].id}-rank{rank}.csv" for rank in (0, 1)]
+    for name in names:
+        (folder / name).write_text(name)
+    merge([folder], Path("whole"))
+    assert [Path("whole", name).read_text() for name in names] == names
+
+
 def test_missing_cells_and_shards_are_named() -> None:
     first = shard("1/4")
     records = first / "records.jsonl"

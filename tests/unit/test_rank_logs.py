@@ -19,7 +19,6 @@ FAILED = Exit(1)
 def log(phase: str = "read", *, done: bool = False, **facts: Any) -> EventLog:
     made = EventLog(done=done)
     made.facts |= facts
-    made.baseline = None
     made.take("begin", {"name": phase})
     return made
 
@@ -88,9 +87,13 @@ def test_samples_of_all_ranks_add_up_and_shared_pages_count_once() -> None:
     ]
     ranks = [[sample(12, 100), sample(22, 150)], [sample(19, 10), sample(40, 999)]]
     merged = rank_logs.merge(cell, ranks)
-    assert [one.anon_bytes for one in merged] == [1, 110, 160]
-    assert [(one.file_bytes, one.shmem_bytes) for one in merged[1:]] == [(40, 20)] * 2
-    assert merged[2].rss_bytes == 160 + 40 + 20
+    assert [(one.t_ns, one.anon_bytes) for one in merged] == [(20, 110), (30, 160)]
+    assert [(one.file_bytes, one.shmem_bytes) for one in merged] == [(40, 20)] * 2
+    assert merged[1].rss_bytes == 160 + 40 + 20
+
+
+def test_without_samples_of_the_ranks_there_are_none_of_the_process_that_starts_them() -> None:
+    assert rank_logs.merge([sample(10, 1, cgroup_file_bytes=50, cgroup_shmem_bytes=2)], []) == []
 
 
 @pytest.mark.parametrize("number", [1, 3])

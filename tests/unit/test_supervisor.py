@@ -130,6 +130,19 @@ def test_the_mark_of_an_interrupted_phase_is_the_last_that_was_seen(
     assert watched(FakeRunning(script, ended, pid=1)).peaks.rss_bytes == 700 * MIB
 
 
+def test_the_memory_of_the_process_that_starts_the_ranks_is_never_that_of_the_ranks(
+    sampler: type[FakeSampler],
+) -> None:
+    sampler.seen, sampler.last_peak_rss_bytes = (sample(1), sample(10**12)), 15 * MIB
+    watch = Watch(FakeRunning([], pid=1), 0.005, lambda _: None, ranks=2)
+    watch.follow(1)
+    ended = watch.end()
+    watch.close()
+    result = watch.result(JOB, ended)
+    assert watch.samples == []
+    assert (result.peaks.rss_bytes, result.peaks.anon_sampled_bytes) == (None, None)
+
+
 @pytest.mark.parametrize("before", [0, 1, 2])
 def test_the_faults_of_an_interrupted_phase_count_beside_those_of_the_phases_before_it(
     sampler: type[FakeSampler], before: int

@@ -300,12 +300,12 @@ class Driver:
 
     def _write_part(self, work: _Work, event: dict[str, Any]) -> None:
         assert work.index is not None
-        cell = self._cells[work.index].id
-        if event["path"] not in (f"samples/{cell}.csv", f"traces/{cell}.csv"):
+        cell = self._cells[work.index]
+        if event["path"] not in run_folder.paths_of(cell):
             raise RecordError(f"a node sent the file {event['path']!r}, which no record names")
         path = self._task.folder / event["path"]
         work.files.append(path)
-        with run_folder.writing(path, f"; the measurement of {cell} is lost"):
+        with run_folder.writing(path, f"; the measurement of {cell.id} is lost"):
             path.parent.mkdir(exist_ok=True)
             with path.open("wb" if event["is_first"] else "ab") as file:
                 file.write(base64.b64decode(event["content"]))

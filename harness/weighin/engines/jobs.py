@@ -1,7 +1,7 @@
 """Run several cells at once on this machine (``weighin bench --jobs``), for their memory alone.
 
-Each job has a cache of its own, which is removed at the end: two cells that read one file would share its pages in the page
-cache, and the kernel charges a page to the cell that read it first.
+Each job has a cache of its own, which is removed at the end: two cells that read one file would share
+its pages in the page cache, and the kernel charges a page to the cell that read it first.
 """
 
 import os

@@ -104,6 +104,15 @@ def unreclaimable(result: Result) -> int | None:
     return max(0, most - before)
 
 
+def sum_of_peaks(result: Result) -> int | None:
+    """Return the sum of the ranks' peak RSS, which counts shared pages once for each rank.
+
+    None without ranks, or if the peak of a rank is unknown.
+    """
+    peaks = [rank.peak_rss_bytes for rank in result.ranks]
+    return sum(peak for peak in peaks if peak) if peaks and None not in peaks else None
+
+
 def _unlimited(results: Iterable[Result]) -> Iterable[Result]:
     last = {result.cell.id: result for result in results}
     return [

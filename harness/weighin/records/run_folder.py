@@ -4,7 +4,8 @@
 
     RUN/plan.json         the cells of the run and its settings, written once at the start
     RUN/records.jsonl     one Result per line, synced to disk before the next cell starts
-    RUN/samples/*.csv     one file per cell, written after its record; Result.samples_path names it
+    RUN/samples/*.csv     one file per cell, and one per rank; written after the record that names them
+    RUN/traces/*.csv      one file per cell with a trace of the CUDA allocator
     RUN/.room             while a cell runs: disk space reserved for its record
 
 results/README.md is the contract for every field.
@@ -153,17 +154,33 @@ def read_whole(run: Path) -> Records:
     return Records(tuple(results), tuple(warnings), damages[0] if damages else None)
 
 
-def decode(line: bytes, place: str) -> Result:
-    """Return the record in a line that came from elsewhere; ``place`` names its origin in errors.
+def decode(line: bytes, place: str, repair: str = "") -> Result:
+    """Return the record in a line; ``place`` names the line in errors.
 
     Raises:
         SchemaTooNew: a newer version wrote the record.
         DamagedRecord: the line is not a record, or its figures are impossible.
     """
-    result = _parse(_RESULT, line, place, "")
+    result = _parse(_RESULT, line, place, repair)
     if complaint := impossible(asdict(result)):
-        raise DamagedRecord(f"{place}: {complaint}")
+        raise DamagedRecord(f"{place}: {complaint}", repair)
     return result
+
+
+def samples_path(cell: Cell, rank: int | None = None) -> str:
+    """Return the path, relative to a run's folder, of the samples of a cell or of one of its ranks."""
+    return f"samples/{cell.id}.csv" if rank is None else f"samples/{cell.id}-rank{rank}.csv"
+
+
+def trace_path(cell: Cell) -> str:
+    """Return the path, relative to a run's folder, of the trace of a cell."""
+    return f"traces/{cell.id}.csv"
+
+
+def paths_of(cell: Cell) -> tuple[str, ...]:
+    """Return the paths of all files that the record of a cell can name."""
+    of_ranks = (samples_path(cell, rank) for rank in range(cell.ranks) if cell.ranks > 1)
+    return samples_path(cell), trace_path(cell), *of_ranks
 
 
 def write_plan(run: Path, cells: Iterable[Cell], settings: dict[str, Any] | None = None) -> None:
@@ -212,11 +229,12 @@ def read_plan(run: Path) -> Plan:
 def pending(cells: Iterable[Cell], results: Iterable[Result]) -> list[Cell]:
     """Return the cells without a record, in order; cells are equal if all their fields are."""
     # Compared as JSON, because a cell contains dicts, in which a tuple is read back as a list.
-    measured = {_identity(result.cell) for result in results}
-    return [cell for cell in cells if _identity(cell) not in measured]
+    measured = {identity(result.cell) for result in results}
+    return [cell for cell in cells if identity(cell) not in measured]
 
 
-def _identity(cell: Cell) -> str:
+def identity(cell: Cell) -> str:
+    """Return a text that is equal for two cells only if all their fields are equal."""
     return json.dumps(asdict(cell), sort_keys=True, default=str)
 
 
@@ -272,11 +290,7 @@ def _parse_record(path: Path, number: int, line: bytes) -> Result:
         f"delete the line and measure its cell again: sed -i {number}d {quote(str(path))} "
         f"&& weighin bench --resume {quote(str(path.parent))}"
     )
-    place = f"{path}, line {number}"
-    result = _parse(_RESULT, line, place, repair)
-    if complaint := impossible(asdict(result)):
-        raise DamagedRecord(f"{place}: {complaint}", repair)
-    return result
+    return decode(line, f"{path}, line {number}", repair)
 
 
 def _parse(adapter: TypeAdapter[_T], text: bytes, place: str, repair: str) -> _T:

@@ -13,6 +13,7 @@ import pandas as pd
 
 from weighin.cell import Cell
 from weighin.record import IMPORT_TRANSFORMERS, Outcome, Result
+from weighin.records.rank_growth import sum_of_peaks
 from weighin.units import format_exact
 
 # Properties that together with the strategy identify a series, in the order of columns.
@@ -167,7 +168,7 @@ def _row(result: Result) -> dict[str, Any]:
         "file_sampled_bytes": peaks.file_sampled_bytes,
         "peak_cgroup_bytes": peaks.cgroup_bytes,
         "pss_bytes": peaks.pss_bytes,
-        "sum_of_peaks_bytes": _sum_of_peaks(result),
+        "sum_of_peaks_bytes": sum_of_peaks(result),
         "peak_cuda_requested_bytes": peaks.cuda_requested_bytes,
         "peak_cuda_allocated_bytes": peaks.cuda_allocated_bytes,
         "peak_cuda_reserved_bytes": peaks.cuda_reserved_bytes,
@@ -179,12 +180,6 @@ def _row(result: Result) -> dict[str, Any]:
         "written_disk_bytes": written.disk_bytes if written else None,
         "written_files": written.files if written else None,
     }
-
-
-def _sum_of_peaks(result: Result) -> int | None:
-    """Return the sum of the ranks' peak RSS, which counts shared pages once for each rank."""
-    peaks = [rank.peak_rss_bytes for rank in result.ranks]
-    return sum(peak for peak in peaks if peak) if peaks and None not in peaks else None
 
 
 def _seconds(time_ns: int | None) -> float | None:

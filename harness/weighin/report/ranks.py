@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weighin.record import Result
-from weighin.records.rank_growth import RankSeries, over_ranks, unreclaimable
+from weighin.records.rank_growth import RankSeries, over_ranks, sum_of_peaks, unreclaimable
 from weighin.report import captions
 from weighin.report import style as look
 from weighin.report.blocks import Drawable, Found, ListEntry
@@ -121,7 +121,7 @@ def _rows(results: Sequence[Result]) -> list[list[str]]:
                     above,
                     _multiple([unreclaimable(one) for one in repeats], each.model_bytes),
                     _gib([one.peaks.pss_bytes for one in repeats]),
-                    _gib([_sum_of_peaks(one) for one in repeats]),
+                    _gib([sum_of_peaks(one) or one.peaks.rss_bytes for one in repeats]),
                     _growth(each) if ranks == max(each.by_ranks) else "",
                 ]
             )
@@ -144,13 +144,6 @@ def _label(each: RankSeries, measured: Sequence[RankSeries]) -> str:
     if any(one.options != cell.options for one in same):
         words += [f"{key}={value}" for key, value in cell.options.items()]
     return " ".join(words)
-
-
-def _sum_of_peaks(result: Result) -> int | None:
-    if not result.ranks:
-        return result.peaks.rss_bytes
-    peaks = [rank.peak_rss_bytes for rank in result.ranks]
-    return None if None in peaks else sum(peak for peak in peaks if peak is not None)
 
 
 def _multiple(sizes: Sequence[int | None], model_bytes: int | None) -> str:

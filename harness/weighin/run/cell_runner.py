@@ -39,8 +39,9 @@ class Setting:
 class CellMeasurement:
     """A cell's result, and the samples and trace that are written after its record.
 
-    ``rank_samples`` are the samples of each rank by its number. ``trouble`` is an error after the measurement, such as a worker that cannot be removed. The run
-    records the result and then stops with ``trouble``.
+    ``rank_samples`` are the samples of each rank by its number. ``trouble`` is an error after the
+    measurement, such as a worker that cannot be removed. The run records the result and then stops
+    with ``trouble``.
     """
 
     result: Result
@@ -122,14 +123,14 @@ def take(
         model_bytes=model_bytes,
         cached_bytes_at_start=cached_bytes,
         touched_bytes_before=touched,
-        samples_path=f"samples/{job.cell.id}.csv" if watch.samples else None,
-        trace_path=f"traces/{job.cell.id}.csv" if trace else None,
+        samples_path=run_folder.samples_path(job.cell) if watch.samples else None,
+        trace_path=run_folder.trace_path(job.cell) if trace else None,
         started_at=started_at,
         sources_hash=sources_hash,
         environment=setting.environment | watch.event_log.environment,
         warnings=warnings,
         ranks=tuple(
-            replace(rank, samples_path=f"samples/{job.cell.id}-rank{number}.csv")
+            replace(rank, samples_path=run_folder.samples_path(job.cell, number))
             if watch.rank_samples.get(number)
             else rank
             for number, rank in enumerate(result.ranks)

@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 from typing import Any, Final
@@ -94,7 +94,9 @@ def _check_same_plan(first: _Part, other: _Part) -> None:
         raise RecordError(
             f"{first.folder} and {other.folder} have different plans ({shown})", repair
         )
-    ours, theirs = ([_identity(cell) for cell in part.plan.cells] for part in (first, other))
+    ours, theirs = (
+        [run_folder.identity(cell) for cell in part.plan.cells] for part in (first, other)
+    )
     if ours != theirs:
         only = [*(set(theirs) - set(ours)), *(set(ours) - set(theirs))]
         shown = f", for example {json.loads(only[0])['strategy']}" if only else " in another order"
@@ -114,7 +116,7 @@ def _joined(parts: Sequence[_Part]) -> list[Result]:
     measured_in: dict[str, Path] = {}
     for part in parts:
         for result in part.results:
-            key = _identity(result.cell)
+            key = run_folder.identity(result.cell)
             if key in measured_in:
                 raise RecordError(
                     f"{measured_in[key]} and {part.folder} both measured the cell {result.cell.id}",
@@ -139,25 +141,23 @@ def _missing_shards(parts: Sequence[_Part]) -> tuple[Shard, ...]:
 def _write(parts: Sequence[_Part], results: Sequence[Result], out: Path) -> None:
     """Write the new run under another name, and rename it when it is complete."""
     unfinished = out.with_name(f".{out.name}.merging")
-    folders = {_identity(result.cell): part.folder for part in parts for result in part.results}
+    folders = {
+        run_folder.identity(result.cell): part.folder for part in parts for result in part.results
+    }
     with run_folder.writing(unfinished):
         shutil.rmtree(unfinished, ignore_errors=True)
         run_folder.write_plan(unfinished, parts[0].plan.cells, _shared(parts[0].plan.settings))
         for result in results:
-            _copy_files(folders[_identity(result.cell)], result, unfinished)
+            _copy_files(folders[run_folder.identity(result.cell)], result, unfinished)
             run_folder.append(unfinished, result)
         unfinished.rename(out)
 
 
 def _copy_files(source: Path, result: Result, target: Path) -> None:
-    for name in (f"samples/{result.cell.id}.csv", f"traces/{result.cell.id}.csv"):
-        if name in (result.samples_path, result.trace_path) and (source / name).exists():
+    for name in run_folder.paths_of(result.cell):
+        if (source / name).exists():
             (target / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(source / name, target / name)
-
-
-def _identity(cell: Cell) -> str:
-    return json.dumps(asdict(cell), sort_keys=True, default=str)
 
 
 def resume_command(folder: Path) -> str:

@@ -111,7 +111,7 @@ def judge(
 def merge(cell: Sequence[Sample], of_ranks: Sequence[Sequence[Sample]]) -> list[Sample]:
     """Return samples of all ranks together, at the times of the samples of the cell's cgroup.
 
-    Anonymous memory is the sum over the ranks. File-backed and shared memory is the cgroup's, which
+    The times before the first sample of a rank are left out. Anonymous memory is the sum over the ranks. File-backed and shared memory is the cgroup's, which
     counts each page once; without a cgroup, it is that of the rank with the most.
     """
     merged = []
@@ -124,8 +124,7 @@ def merge(cell: Sequence[Sample], of_ranks: Sequence[Sequence[Sample]]) -> list[
             if samples and samples[0].t_ns <= at.t_ns:
                 now.append(samples[places[rank]])
         if not now:
-            merged.append(at)
-            continue
+            continue  # a sample of the process that starts the ranks alone
         anon = sum(each.anon_bytes for each in now)
         if at.cgroup_file_bytes is None or at.cgroup_shmem_bytes is None:
             shmem = max(each.shmem_bytes for each in now)

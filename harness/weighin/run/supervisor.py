@@ -106,6 +106,7 @@ class Watch:
             samples = self._observer.stop()
             if self._rank_samplers:
                 self.rank_samples = self._rank_samplers.stop()
+            if len(self._logs) > 1:
                 samples = rank_logs.merge(samples, list(self.rank_samples.values()))
             self.samples = _with_cuda(samples, self.event_log.cuda_points, driver)
             if self._oom_kills is None:
@@ -246,11 +247,10 @@ class Watch:
         rss: list[int | None] = [phase.peak_rss_bytes for phase in phases]
         if self._observer and not (self._is_ready or event_log.failure):
             # The worker died before it reported this phase's high-water mark: take the last sample.
-            rss += (
-                self._rank_samplers.last_peaks_rss_bytes
-                if self._rank_samplers
-                else [self._observer.last_peak_rss_bytes]
-            )
+            if self._rank_samplers:
+                rss += self._rank_samplers.last_peaks_rss_bytes
+            elif len(self._logs) == 1:
+                rss.append(self._observer.last_peak_rss_bytes)
         baseline_ns = max(log.baseline_ns for log in self._logs)
         last_ns = max(log.ready_at_ns or math.inf for log in self._logs)
         seen: list[Memory | Sample] = []
