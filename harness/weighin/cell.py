@@ -123,8 +123,8 @@ class Job:
     folder that a save writes to. ``mounts`` are further paths of this machine that a container must
     see. ``trace`` makes the CUDA allocator record its events. ``rank`` is the number of a process
     in a cell of several ranks, counted from 0; None for the worker that starts these processes, and
-    for the worker of any other cell. If there is a ``body``, the worker
-    loads no model and reads only ``cell``, ``timeout_s`` and ``python_path``.
+    for the worker of any other cell. If there is a ``body``, the worker loads no model and reads only
+    ``cell``, ``timeout_s`` and ``python_path``.
     """
 
     cell: Cell

@@ -1,9 +1,10 @@
-"""Every command in README and docs has a verb, arguments and options that weighin knows."""
+"""Every command in README and docs has a verb, arguments and options that weighin knows and uses."""
 
 import click
 import pytest
 from documented import commands, words
 
+from weighin.cli import _arguments
 from weighin.cli.app import app
 
 
@@ -17,7 +18,8 @@ def test_a_documented_command_is_understood(page: str, command: str) -> None:
         assert found is not None, f"{page}: {command}"
         verb = found
         context = click.Context(verb, parent=context, info_name=name)
-    verb.make_context(context.info_name, arguments, parent=context.parent)
+    typed = verb.make_context(context.info_name, arguments, parent=context.parent)
+    _arguments.read(typed)  # refuses an option that would have no effect
 
 
 def test_many_commands_are_documented() -> None:
