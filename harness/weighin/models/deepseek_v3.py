@@ -11,6 +11,8 @@ from math import ceil
 import torch
 from torch import nn
 
+from weighin.models.parts import named
+
 _BLOCK: int = 128
 
 
@@ -33,10 +35,6 @@ class Sizes:
     num_hidden_layers: int
     num_nextn_predict_layers: int
     vocab_size: int
-
-
-def _named(**parts: nn.Module) -> nn.ModuleDict:
-    return nn.ModuleDict(parts)
 
 
 class _ScaledLinear(nn.Module):
@@ -62,7 +60,7 @@ class _Router(nn.Module):
 
 
 def _feed_forward(dim: int, hidden: int) -> nn.ModuleDict:
-    return _named(
+    return named(
         gate_proj=_ScaledLinear(dim, hidden),
         up_proj=_ScaledLinear(dim, hidden),
         down_proj=_ScaledLinear(hidden, dim),
@@ -71,7 +69,7 @@ def _feed_forward(dim: int, hidden: int) -> nn.ModuleDict:
 
 def _mixture(sizes: Sizes) -> nn.ModuleDict:
     dim, hidden = sizes.hidden_size, sizes.moe_intermediate_size
-    return _named(
+    return named(
         experts=nn.ModuleList(_feed_forward(dim, hidden) for _ in range(sizes.n_routed_experts)),
         gate=_Router(sizes),
         shared_experts=_feed_forward(dim, hidden * sizes.n_shared_experts),
@@ -82,7 +80,7 @@ def _attention(sizes: Sizes) -> nn.ModuleDict:
     dim, heads = sizes.hidden_size, sizes.num_attention_heads
     keys = sizes.kv_lora_rank
     query_dim = sizes.qk_nope_head_dim + sizes.qk_rope_head_dim
-    return _named(
+    return named(
         q_a_proj=_ScaledLinear(dim, sizes.q_lora_rank),
         q_a_layernorm=nn.RMSNorm(sizes.q_lora_rank),
         q_b_proj=_ScaledLinear(sizes.q_lora_rank, heads * query_dim),
@@ -96,7 +94,7 @@ def _attention(sizes: Sizes) -> nn.ModuleDict:
 def _layer(sizes: Sizes, number: int) -> nn.ModuleDict:
     dim = sizes.hidden_size
     is_dense = number < sizes.first_k_dense_replace
-    layer = _named(
+    layer = named(
         self_attn=_attention(sizes),
         mlp=_feed_forward(dim, sizes.intermediate_size) if is_dense else _mixture(sizes),
         input_layernorm=nn.RMSNorm(dim),
@@ -107,7 +105,7 @@ def _layer(sizes: Sizes, number: int) -> nn.ModuleDict:
         layer["enorm"] = nn.RMSNorm(dim)
         layer["hnorm"] = nn.RMSNorm(dim)
         layer["eh_proj"] = nn.Linear(2 * dim, dim, bias=False)
-        layer["shared_head"] = _named(
+        layer["shared_head"] = named(
             norm=nn.RMSNorm(dim), head=nn.Linear(dim, sizes.vocab_size, bias=False)
         )
     return layer
@@ -122,8 +120,8 @@ def deepseek_v3(*, dtype: str, **sizes: int) -> nn.Module:
     del dtype
     known = Sizes(**sizes)
     layers = known.num_hidden_layers + known.num_nextn_predict_layers
-    model = _named(
-        model=_named(
+    model = named(
+        model=named(
             embed_tokens=nn.Embedding(known.vocab_size, known.hidden_size),
             layers=nn.ModuleList(_layer(known, number) for number in range(layers)),
             norm=nn.RMSNorm(known.hidden_size),

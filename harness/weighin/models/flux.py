@@ -6,9 +6,7 @@ diffusers. The model has no forward pass.
 
 from torch import nn
 
-
-def _named(**parts: nn.Module) -> nn.ModuleDict:
-    return nn.ModuleDict(parts)
+from weighin.models.parts import named
 
 
 def _linears(inputs: int, outputs: int, *names: str) -> dict[str, nn.Module]:
@@ -20,17 +18,17 @@ def _norms(head_dim: int, *names: str) -> dict[str, nn.Module]:
 
 
 def _embedder(inputs: int, dim: int) -> nn.Module:
-    return _named(linear_1=nn.Linear(inputs, dim), linear_2=nn.Linear(dim, dim))
+    return named(linear_1=nn.Linear(inputs, dim), linear_2=nn.Linear(dim, dim))
 
 
 def _modulation(dim: int, vectors: int) -> nn.Module:
     """Return the layer that computes scales, shifts and gates from the time."""
-    return _named(linear=nn.Linear(dim, vectors * dim))
+    return named(linear=nn.Linear(dim, vectors * dim))
 
 
 def _feed_forward(dim: int) -> nn.Module:
-    first = _named(proj=nn.Linear(dim, 4 * dim))
-    return _named(net=nn.ModuleList([first, nn.Identity(), nn.Linear(4 * dim, dim)]))
+    first = named(proj=nn.Linear(dim, 4 * dim))
+    return named(net=nn.ModuleList([first, nn.Identity(), nn.Linear(4 * dim, dim)]))
 
 
 def _double_block(dim: int, head_dim: int) -> nn.Module:
@@ -38,10 +36,10 @@ def _double_block(dim: int, head_dim: int) -> nn.Module:
     own = _linears(dim, dim, "to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
     norms = _norms(head_dim, "norm_q", "norm_k", "norm_added_q", "norm_added_k")
     out = nn.ModuleList([nn.Linear(dim, dim)])
-    return _named(
+    return named(
         norm1=_modulation(dim, 6),
         norm1_context=_modulation(dim, 6),
-        attn=_named(**norms, **own, to_out=out, to_add_out=nn.Linear(dim, dim)),
+        attn=named(**norms, **own, to_out=out, to_add_out=nn.Linear(dim, dim)),
         ff=_feed_forward(dim),
         ff_context=_feed_forward(dim),
     )
@@ -50,11 +48,11 @@ def _double_block(dim: int, head_dim: int) -> nn.Module:
 def _single_block(dim: int, head_dim: int) -> nn.Module:
     """Return a block that joins image and text, and attention and feed-forward."""
     own = _linears(dim, dim, "to_q", "to_k", "to_v")
-    return _named(
+    return named(
         norm=_modulation(dim, 3),
         proj_mlp=nn.Linear(dim, 4 * dim),
         proj_out=nn.Linear(5 * dim, dim),
-        attn=_named(**_norms(head_dim, "norm_q", "norm_k"), **own),
+        attn=named(**_norms(head_dim, "norm_q", "norm_k"), **own),
     )
 
 
@@ -65,8 +63,8 @@ def flux(
     """Return the model in evaluation mode."""
     dim = n_heads * head_dim
     times = {name: _embedder(time_dim, dim) for name in ("timestep_embedder", "guidance_embedder")}
-    return _named(
-        time_text_embed=_named(**times, text_embedder=_embedder(pooled_dim, dim)),
+    return named(
+        time_text_embed=named(**times, text_embedder=_embedder(pooled_dim, dim)),
         context_embedder=nn.Linear(text_dim, dim),
         x_embedder=nn.Linear(channels, dim),
         transformer_blocks=nn.ModuleList(_double_block(dim, head_dim) for _ in range(n_double)),

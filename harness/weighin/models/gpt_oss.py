@@ -8,12 +8,10 @@ for each block one byte in ``scales``. All other tensors are bfloat16. No load c
 import torch
 from torch import nn
 
+from weighin.models.parts import named
+
 _BLOCK: int = 32  # values that share one scale
 _BLOCK_BYTES: int = 16
-
-
-def _named(**parts: nn.Module) -> nn.ModuleDict:
-    return nn.ModuleDict(parts)
 
 
 class _Experts(nn.Module):
@@ -59,9 +57,9 @@ def gpt_oss(
     """
     del dtype
     layers = (
-        _named(
+        named(
             self_attn=_Attention(dim, head_dim, n_heads, n_kv_heads),
-            mlp=_named(
+            mlp=named(
                 router=nn.Linear(dim, n_experts), experts=_Experts(n_experts, dim, hidden_dim)
             ),
             input_layernorm=nn.RMSNorm(dim),
@@ -69,8 +67,8 @@ def gpt_oss(
         )
         for _ in range(n_layers)
     )
-    return _named(
-        model=_named(
+    return named(
+        model=named(
             embed_tokens=nn.Embedding(vocab_size, dim),
             layers=nn.ModuleList(layers),
             norm=nn.RMSNorm(dim),
