@@ -34,6 +34,7 @@ def test_every_strategy_was_measured_that_a_prediction_follows() -> None:
         name
         for name, info in registry.strategies().items()
         if not info.pretrained
+        and not info.shares_load
         and {name_of(package) for package in info.packages} <= {"safetensors"}
     }
     assert {cell["strategy"] for cell in MEASURED["cells"]} == followed
