@@ -159,6 +159,10 @@ def test_a_published_run_s_report_is_linked_and_opens(
 def test_the_search_finds_a_page(browser: Browser, address: str) -> None:
     page = browser.new_page()
     page.goto(address)
-    page.get_by_role("textbox", name="Search").fill("bisection")
+    box = page.get_by_role("textbox", name="Search")
+    box.click()
+    # Until the index is loaded, this line says "Initializing search", and what is typed may be lost.
+    page.locator(".md-search-result__meta", has_text="Type to start").wait_for(timeout=60_000)
+    box.press_sequentially("bisection")
     page.locator(".md-search-result__item a[href*='/floors.html']").first.wait_for(timeout=60_000)
     page.close()
