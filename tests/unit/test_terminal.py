@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from factories import (
+    IMPORT,
     SCRIPTS,
     make_cell,
     make_result,
@@ -93,6 +94,22 @@ def test_ten_columns_of_numbers_of_saves_in_80_columns() -> None:
         "synced (fsync).",
         "Not ok: the figures are the last readings before the cell ended, not the memory",
         "it needs.",
+    ]
+
+
+def test_times_of_imports_move_below_the_name_where_their_columns_do_not_fit() -> None:
+    script = (IMPORT, ("import transformers", 3.5, 0.3, 0.2), *SCRIPTS["streaming"][1:])
+    result = make_result(make_cell("streaming", format="safetensors"), script)
+    assert terminal([result], 100)[6].startswith(" streaming  ok         1.60          3.50  10.10")
+    assert terminal([result], 80)[2:10] == [
+        "                                               peak    above  anonymous  cgroup",
+        "                                 load  ready    RSS   import  (sampled)    peak",
+        " strategy              outcome      s      s    GiB  x model        GiB     GiB",
+        " ──────────────────────────────────────────────────────────────────────────────",
+        " streaming             ok       10.10  10.80  6.750     1.03      6.550   6.750",
+        " import 1.60 s",
+        " import transformers",
+        " 3.50 s",
     ]
 
 

@@ -44,6 +44,7 @@ _FIGURES: Final = (
 )
 # Times of imports, which end before a load begins.
 BEFORE_LOAD: Final = ("import_s", "import_transformers_s")
+IMPORT_HEADINGS: Final = {each.heading for each in _FIGURES if each.key in BEFORE_LOAD}
 # A column in this set is left out if no cell has the figure.
 _WHERE_MEASURED: Final = frozenset(
     [

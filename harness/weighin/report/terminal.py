@@ -13,6 +13,7 @@ from rich.text import Text
 
 from weighin.record import Outcome, Result
 from weighin.report import captions
+from weighin.report.columns import IMPORT_HEADINGS
 from weighin.report.tables import TextTable, text_tables
 
 T = TypeVar("T")
@@ -59,13 +60,15 @@ class _Fitted:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         keeps_words = getattr(console, "keeps_words", False)
-        short = self.section if keeps_words else _with_short_names(self.section)
         anywhere = options.update(width=_ANY_WIDTH)
-        for layout in _LAYOUTS:
-            needed = Measurement.get(console, anywhere, _table(short, layout)).minimum
-            if needed <= options.max_width:
-                break
-        yield _table(self.section, _LAYOUTS[0] if layout.folds and keeps_words else layout)
+        for section in (self.section, _with_imports_below_names(self.section)):
+            short = section if keeps_words else _with_short_names(section)
+            for layout in _LAYOUTS:
+                needed = Measurement.get(console, anywhere, _table(short, layout)).minimum
+                if needed <= options.max_width and not layout.folds:
+                    yield _table(section, layout)
+                    return
+        yield _table(self.section, _LAYOUTS[0 if keeps_words else -1])
 
 
 def _table(section: TextTable, layout: _Layout) -> Table:
@@ -106,22 +109,42 @@ def _with_short_names(section: TextTable) -> TextTable:
     return replace(section, rows=rows)
 
 
+def _with_imports_below_names(section: TextTable) -> TextTable:
+    """Return the section with the times of imports below the strategies' names, to save width."""
+    imports = {
+        at: (heading, unit)
+        for at, (heading, unit) in enumerate(section.columns)
+        if heading in IMPORT_HEADINGS
+    }
+    rows = []
+    for row, ranges in zip(section.rows, section.ranges, strict=True):
+        times = [
+            f"{heading} {row[at]}{f' ({ranges[at]})' if ranges[at] else ''} {unit}"
+            for at, (heading, unit) in imports.items()
+        ]
+        rows.append(["\n".join([row[0], *times]), *row[1:]])
+    return _without_columns(replace(section, rows=rows), [*imports])
+
+
 def _stacked(section: TextTable) -> TextTable:
     """Return the section with formats and options below the strategies' names, to save width."""
     below = [at for at, (heading, _) in enumerate(section.columns) if heading in _BELOW_NAME]
     rows = []
     for row in section.rows:
         extra = [row[at] for at in below if row[at] not in ("-", row[0])]
-        rows.append(["\n".join([row[0], *extra]), *_without(row[1:], below, 1)])
+        rows.append(["\n".join([row[0], *extra]), *row[1:]])
+    return _without_columns(replace(section, names=section.names - len(below), rows=rows), below)
+
+
+def _without_columns(section: TextTable, places: Sequence[int]) -> TextTable:
+    """Return the section without the columns at ``places``; ``names`` stays."""
     return replace(
         section,
-        columns=_without(section.columns, below),
-        names=section.names - len(below),
-        rows=rows,
-        ranges=[_without(ranges, below) for ranges in section.ranges],
+        columns=_without(section.columns, places),
+        rows=[_without(row, places) for row in section.rows],
+        ranges=[_without(ranges, places) for ranges in section.ranges],
     )
 
 
-def _without(row: Sequence[T], places: Sequence[int], first: int = 0) -> list[T]:
-    """Return a row without the items at ``places``, which are counted from ``first``."""
-    return [value for at, value in enumerate(row, first) if at not in places]
+def _without(row: Sequence[T], places: Sequence[int]) -> list[T]:
+    return [value for at, value in enumerate(row) if at not in places]
