@@ -6,6 +6,7 @@ from factories import SCRIPTS, make_cell, make_result
 
 from weighin.record import SCHEMA, Cost, Outcome, Result
 from weighin.report.loaders import HEADINGS, page
+from weighin.units import MIB
 
 
 def measured(strategy: str, ready_s: float, repeat: int = 0) -> Result:
@@ -30,22 +31,25 @@ def test_the_fastest_comes_first_with_the_median_of_its_repeats() -> None:
         measured("mmap_assign", 5.0), measured("streaming", 3.0), measured("streaming", 9.0, 1),
         measured("streaming", 4.0, 2),
     ]  # fmt: skip
-    heads, _, first, second = rows(page([results]))
+    floors = {results[0].cell.series: 400 * MIB}
+    heads, _, first, second = rows(page([results], floors))
     assert tuple(heads) == HEADINGS
-    assert (first[0], first[3], first[4], first[6]) == ("streaming", "2.00 s", "4.00 s", "800 ms")
-    assert first[5] == "1.57"  # 6.29 GiB in 4 s
-    assert second[0] == "mmap_assign"
+    assert (first[0], first[4], first[5], first[7]) == ("streaming", "2.00 s", "4.00 s", "800 ms")
+    assert first[6] == "1.57"  # 6.29 GiB in 4 s
+    assert (second[0], second[3], first[3]) == ("mmap_assign", "400.000 MiB", "-")
 
 
 def test_private_memory_is_what_is_left_above_the_import() -> None:
-    _, _, streamed, mapped = rows(page([[measured("streaming", 3), measured("mmap_assign", 5)]]))
-    assert (streamed[7], mapped[7]) == ("6.310 GiB", "215.040 MiB")
+    _, _, streamed, mapped = rows(
+        page([[measured("streaming", 3), measured("mmap_assign", 5)]], {})
+    )
+    assert (streamed[8], mapped[8]) == ("6.310 GiB", "215.040 MiB")
 
 
 def test_what_is_not_in_the_table_has_its_reason() -> None:
-    text = page([[measured("streaming", 3.0), skipped("runai", "runai needs x: install y")]])
+    text = page([[measured("streaming", 3.0), skipped("runai", "runai needs x: install y")]], {})
     assert "Not in the table: runai: runai needs x: install y." in text
 
 
 def test_a_run_of_which_nothing_was_measured_has_no_table() -> None:
-    assert rows(page([[skipped("runai", "why")], []])) == []
+    assert rows(page([[skipped("runai", "why")], []], {})) == []

@@ -1,16 +1,18 @@
 """Print a page that helps to choose a loader: ``python -m weighin.report.loaders RUN...``.
 
-Each run becomes a table with one row for each strategy, the fastest first. Every figure is the
-median of the ok repeats in the run's own records. The page is printed to standard output.
+Each run becomes a table with one row for each strategy, the fastest first. The floor is predicted;
+every other figure is the median of the ok repeats in the run's own records. The page is printed to
+standard output.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Final
 
+from weighin.predict.check import check
 from weighin.record import Outcome, Result
 from weighin.records import run_folder
 from weighin.records.metrics import METRICS
@@ -21,7 +23,7 @@ from weighin.text import markdown as escaped
 from weighin.units import GIB, format_bytes, format_seconds
 
 HEADINGS: Final = (
-    "strategy", "format", "peak RSS", "load", "ready", "GiB/s", "first use", "private memory left",
+    "strategy", "format", "peak RSS", "predicted floor", "load", "ready", "GiB/s", "first use", "private memory left",
 )  # fmt: skip
 _NAMES: Final = 2
 
@@ -33,6 +35,7 @@ repeats in turn, and writes this page from the records. Each strategy reads a ch
 a Hugging Face folder, it reads the folder's own format if it can.
 
 * **peak RSS**: the kernel's high-water mark of the process, including torch.
+* **predicted floor**: the smallest RAM limit under which the load lives, as `weighin predict` computes it. `weighin floor` measures it.
 * **load**: the time until the strategy returned the model.
 * **ready**: the time until every byte of the model was read once. A strategy that maps the file returns before it reads the
   weights. Therefore compare "ready".
@@ -53,25 +56,29 @@ class _Row:
     words: tuple[str, ...]
 
 
-def page(runs: Sequence[Sequence[Result]]) -> str:
-    """Return the page for these runs, each of which is a list of results."""
-    return "\n".join([INTRODUCTION, *(line for results in runs for line in _section(results))])
+def page(runs: Sequence[Sequence[Result]], floors: Mapping[str, int | None]) -> str:
+    """Return the page for these runs, each of which is a list of results.
+
+    ``floors`` are the predicted floors, in bytes, of the cells' series.
+    """
+    lines = (line for results in runs for line in _section(results, floors))
+    return "\n".join([INTRODUCTION, *lines])
 
 
-def _section(results: Sequence[Result]) -> Iterator[str]:
+def _section(results: Sequence[Result], floors: Mapping[str, int | None]) -> Iterator[str]:
     measured = [result for result in results if result.outcome is not Outcome.SKIPPED]
     if not measured:
         return
     cell = measured[0].cell
     yield f"## {escaped(cell.model.title)}, {cell.cache} page cache\n"
-    rows = sorted(_rows(measured), key=lambda row: row.ready_ns)
+    rows = sorted(_rows(measured, floors), key=lambda row: row.ready_ns)
     yield from table_lines(HEADINGS, [row.words for row in rows], names=_NAMES)
     yield ""
     yield from _left_out(results)
     yield escaped(captions.shared(series(measured), measured)) + "\n"
 
 
-def _rows(measured: Sequence[Result]) -> Iterator[_Row]:
+def _rows(measured: Sequence[Result], floors: Mapping[str, int | None]) -> Iterator[_Row]:
     for name in dict.fromkeys(result.cell.series for result in measured):
         good = [
             result
@@ -89,6 +96,7 @@ def _rows(measured: Sequence[Result]) -> Iterator[_Row]:
                 " ".join([cell.strategy, *(f"{k}={v}" for k, v in sorted(cell.options.items()))]),
                 cell.format,
                 _size(_median(good, METRICS["peak_rss"].read)),
+                _size(floors.get(name)),
                 _time(_median(good, METRICS["load"].read)),
                 _time(ready_ns),
                 "-" if rate is None else f"{rate:.2f}",
@@ -132,8 +140,10 @@ def _time(duration_ns: float | None) -> str:
 
 
 def main() -> None:
-    runs = [run_folder.read(Path(name)).results for name in sys.argv[1:]]
-    sys.stdout.write(page(runs))
+    folders = [Path(name) for name in sys.argv[1:]]
+    predictions = [each.prediction for folder in folders for each in check(folder)]
+    floors = {each.cell.series: each.floor_bytes for each in predictions}
+    sys.stdout.write(page([run_folder.read(folder).results for folder in folders], floors))
 
 
 if __name__ == "__main__":
