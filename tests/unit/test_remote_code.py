@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from remote_folder import CONFIG, write_folder
+from safetensors.torch import load_file
 
 from weighin import load_pretrained
 from weighin.cli.app import main
@@ -173,3 +174,19 @@ def test_a_resumed_run_takes_no_new_flag_and_no_file_sets_it(
     Path("pyproject.toml").write_text("[tool.weighin]\ntrust-remote-code = true\n")
     text = said(monkeypatch, capsys, "predict", str(folder))
     assert "trust-remote-code cannot be set in a file" in text
+
+
+def test_a_conversion_to_the_models_keys_runs_code_only_if_it_is_trusted(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    target = tmp_path / "model.safetensors"
+    command = ("convert", str(folder), str(target), "--keys", "model")
+    assert "add --trust-remote-code to run it" in said(monkeypatch, capsys, *command)
+    assert not target.exists()
+    said(monkeypatch, capsys, *command, "--trust-remote-code")
+    written, source = load_file(target), load_file(folder / "model.safetensors")
+    assert written.keys() == source.keys()
+    assert all(torch.equal(written[name], source[name]) for name in source)

@@ -100,6 +100,7 @@ def _order(options: argparse.Namespace) -> "Conversion":
         checksums=options.checksums,
         selection=Selection(options.key, options.strip_prefix),
         model_keys=options.model_keys,
+        trust_remote_code=options.trust_remote_code,
     )
 
 
@@ -173,6 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--max-shard-bytes", type=int, required=True)
     sub.add_argument("--verify", action="store_true")
     sub.add_argument("--model-keys", action="store_true", help="write a folder's model's keys")
+    sub.add_argument("--trust-remote-code", action="store_true", help="run the folder's own code")
     sub.add_argument("--checksums", type=Path, help="a file with the source's checksums")
     return parser
 

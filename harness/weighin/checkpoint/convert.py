@@ -53,6 +53,7 @@ class Conversion:
         selection: the tensors to write, and their new names.
         model_keys: whether to write the keys of the model in a Hugging Face folder, see
             ``model_keys.py``.
+        trust_remote_code: whether the folder's own code may run, to build the model.
     """
 
     fmt: str
@@ -63,6 +64,7 @@ class Conversion:
     checksums: Path | None = None
     selection: Selection = WHOLE
     model_keys: bool = False
+    trust_remote_code: bool = False
 
 
 def convert(
@@ -89,7 +91,7 @@ def convert(
     started = time.monotonic()
     check_target(source, target)
     slices: Sequence[TensorSlice] = (
-        read_with_model_keys(source)
+        read_with_model_keys(source, trust_remote_code=order.trust_remote_code)
         if order.model_keys
         else formats.read(source, order.selection)[1]
     )

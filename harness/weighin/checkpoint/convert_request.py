@@ -36,6 +36,7 @@ class Wish:
     verify: bool
     selection: Selection = WHOLE
     keys: str = "file"
+    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +126,7 @@ def _arguments(wish: Wish, checksums: Path | None) -> list[str]:
     arguments += wish.selection.options
     arguments += ["--verify"] if wish.verify else []
     arguments += ["--model-keys"] if wish.keys == "model" else []
+    arguments += ["--trust-remote-code"] if wish.trust_remote_code else []
     arguments += [f"--checksums={checksums}"] if checksums else []
     return [*arguments, "--", str(wish.source), str(wish.target)]
 

@@ -10,14 +10,16 @@ from weighin.formats.misfit import first_names
 from weighin.formats.pretrained_folder import folder_of, is_pretrained, read_folder
 
 
-def read_with_model_keys(source: Path) -> Slices:
+def read_with_model_keys(source: Path, *, trust_remote_code: bool = False) -> Slices:
     """Return the tensors of a folder under the names of the model's state dict, in its order.
 
     Stacked and joined tensors consist of several blocks of the files. A tied name that the files lack
-    gets the tensor of the name that it is tied to.
+    gets the tensor of the name that it is tied to. The folder's own code runs only with
+    ``trust_remote_code``.
 
     Raises:
-        ConfigError: the source is not in a Hugging Face folder, or transformers is missing.
+        ConfigError: the source is not in a Hugging Face folder, transformers is missing, or the
+            folder's code is not trusted.
         CheckpointError: the files do not hold the values of a tensor of the model.
     """
     if not is_pretrained(folder := folder_of(source)):
@@ -29,7 +31,7 @@ def read_with_model_keys(source: Path) -> Slices:
     from weighin.models.pretrained_keys import map_keys
     from weighin.models.skeleton import build_skeleton
 
-    found = read_folder(folder)
+    found = read_folder(folder, trust_remote_code=trust_remote_code)
     model = build_skeleton(from_config, found.spec().kwargs)
     mapped = map_keys(model, formats.read(source)[1])
     wanted = model.state_dict(keep_vars=True)

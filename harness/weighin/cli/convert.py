@@ -68,6 +68,7 @@ EXAMPLES = (
     help="Write the keys of the file, or those of the model in a Hugging Face folder: stacks experts,"
     " joins and renames tensors as from_pretrained does.",
 )
+@_options.trust_remote_code
 @_options.selection
 @_options.json
 def convert(
@@ -79,6 +80,7 @@ def convert(
     max_shard_size: str,
     verify: bool,
     keys: str,
+    trust_remote_code: bool,
     key: str,
     strip_prefix: str,
     json_file: str | None,
@@ -90,7 +92,16 @@ def convert(
 
     selection = Selection(key, strip_prefix)
     wish = convert_request.Wish(
-        path_of(source), target, fmt, dtype, split_above, max_shard_size, verify, selection, keys
+        path_of(source),
+        target,
+        fmt,
+        dtype,
+        split_above,
+        max_shard_size,
+        verify,
+        selection,
+        keys,
+        trust_remote_code,
     )
     finished = convert_request.convert(wish, _console.err())
     if json_file != _console.STDOUT:

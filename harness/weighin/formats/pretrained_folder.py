@@ -52,7 +52,7 @@ class PretrainedFolder:
             raise ConfigError(
                 f"this model's code comes with the folder: {self.path} ({AUTO_MAP} in {CONFIG})",
                 "read the code; if you trust it, add --trust-remote-code to run it (bench, floor, predict,"
-                " recommend; in Python: trust_remote_code=True)",
+                " recommend, convert; in Python: trust_remote_code=True)",
             )
         names = self.config.get("architectures")
         if not (isinstance(names, list) and names and isinstance(names[0], str)):
