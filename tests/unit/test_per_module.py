@@ -51,6 +51,16 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "split"
 
 
+def test_the_index_of_a_model_of_many_modules_is_read(folder: Path) -> None:
+    index = json.loads((folder / "index.json").read_text())
+    names = {f"layers.{number}.pt": [f"layers.{number}.weight"] for number in range(20_000)}
+    index |= {"files": names, "order": [key for (key,) in names.values()], "shared": {}}
+    (folder / "index.json").write_text(json.dumps(index))
+    for name in names:
+        (folder / name).touch()
+    assert [file.name for file in per_module.read_index(folder)] == list(names)
+
+
 def test_each_file_is_a_state_dict_and_the_order_is_kept(folder: Path) -> None:
     assert [one.name for one in per_module.read(folder)] == list(STATE)
     files = {file.name: keys for file, keys in per_module.read_index(folder).items()}

@@ -12,7 +12,9 @@ MOST_BYTES: Final = 16 * 1024**2
 """The largest index that is read: some 170,000 keys. One byte of text takes at most 12 bytes as
 Python objects."""
 
-_MOST_BRACKETS: Final = 10_000  # an empty list takes 3 bytes of text and 80 bytes of memory
+_MOST_BRACKETS: Final = 200_000
+"""One list for each of some 170,000 keys, as in a folder with a file for each module. An empty list
+takes 80 bytes of memory."""
 
 
 def read_object(path: Path, repair: str) -> dict[str, Any]:
