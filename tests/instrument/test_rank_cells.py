@@ -43,8 +43,9 @@ def test_the_pss_of_all_ranks_counts_each_page_once(amounts: Result) -> None:
     assert amounts.peaks.pss_bytes == sum(rank.pss_bytes or 0 for rank in amounts.ranks)
     own = amounts.peaks.anon_sampled_bytes
     assert own
-    # Beside anonymous and shared memory, there are the libraries, once, of at most 100 MiB.
-    assert own + 256 * MIB < amounts.peaks.pss_bytes < own + (256 + 100) * MIB
+    # Beside anonymous and shared memory, there are the libraries, once: some 105 MiB if no other
+    # process maps them. Counted once for each rank, libraries and shared memory were 1,400 MiB.
+    assert own + 256 * MIB < amounts.peaks.pss_bytes < own + (256 + 150) * MIB
 
 
 def test_samples_are_those_of_all_ranks_together_and_of_each_rank(
