@@ -31,11 +31,13 @@ INTRODUCTION: Final = """\
 # Loaders
 
 This page compares all strategies that can load a model. `make peers MODEL=gpt2-small` measures the strategies again, their
-repeats in turn, and writes this page from the records. Each strategy reads a checkpoint in the first format that it supports; for
-a Hugging Face folder, it reads the folder's own format if it can.
+repeats in turn, and writes this page from the records. Every figure is the median of the repeats, except the predicted floor.
+Each strategy reads a checkpoint in the first format that it supports; for a Hugging Face folder, it reads the folder's own
+format if it can.
 
 * **peak RSS**: the kernel's high-water mark of the process, including torch.
-* **predicted floor**: the smallest RAM limit under which the load lives, as `weighin predict` computes it. `weighin floor` measures it.
+* **predicted floor**: the smallest RAM limit under which the load succeeds, as `weighin predict` computes it. `weighin floor`
+  measures it. "-": this strategy is not predicted.
 * **load**: the time until the strategy returned the model.
 * **ready**: the time until every byte of the model was read once. A strategy that maps the file returns before it reads the
   weights. Therefore compare "ready".
