@@ -44,7 +44,7 @@ def test_the_pss_of_all_ranks_counts_each_page_once(amounts: Result) -> None:
     own = amounts.peaks.anon_sampled_bytes
     assert own
     # Beside anonymous and shared memory, there are the libraries, once: some 105 MiB if no other
-    # process maps them. Counted once for each rank, libraries and shared memory were 1,400 MiB.
+    # process maps them. If each rank counted all of its shared pages, they were over 1,400 MiB.
     assert own + 256 * MIB < amounts.peaks.pss_bytes < own + (256 + 150) * MIB
 
 

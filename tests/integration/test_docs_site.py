@@ -161,7 +161,7 @@ def test_the_search_finds_a_page(browser: Browser, address: str) -> None:
     page.goto(address)
     box = page.get_by_role("textbox", name="Search")
     box.click()
-    # Until the index is loaded, this line says "Initializing search", and what is typed may be lost.
+    # Until the index is loaded, this line says "Initializing search".
     page.locator(".md-search-result__meta", has_text="Type to start").wait_for(timeout=60_000)
     box.press_sequentially("bisection")
     page.locator(".md-search-result__item a[href*='/floors.html']").first.wait_for(timeout=60_000)

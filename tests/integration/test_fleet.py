@@ -3,7 +3,7 @@
 import json
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 from typing import Any
 
@@ -102,12 +102,12 @@ def used_nodes(command: CommandLine) -> set[str]:
     return {record["environment"]["node"]["id"] for record in measured(command)}
 
 
-def assert_complete(command: CommandLine) -> None:
-    """Every cell of the plan has one record; what was measured is ok and has its samples."""
+def assert_complete(command: CommandLine, outcomes: Set[str] = frozenset({"ok"})) -> None:
+    """Every cell of the plan has one record, with these outcomes; what was measured has samples."""
     plan = json.loads((command.folder / "run" / "plan.json").read_text())
     found = records(command)
     assert sorted(map(_identity, found)) == sorted(_identity({"cell": c}) for c in plan["cells"])
-    assert {record["outcome"] for record in found} <= {"ok", "skipped"}
+    assert {record["outcome"] for record in found} == outcomes
     for record in measured(command):
         assert (command.folder / "run" / record["samples_path"]).stat().st_size > 100
         assert "OMP_NUM_THREADS" not in record["environment"]["settings"]  # Ray's workers have it
@@ -221,7 +221,7 @@ def test_all_strategies_are_measured_though_a_node_and_the_driver_are_lost(
     ended = command.run("bench", "--resume", "run", "--address", nodes.address, patience_s=600)
     assert (ended.code, ended.left, nodes.left()) == (0, [], []), ended.err
     assert records(command)[: len(before)] == before
-    assert_complete(command)
+    assert_complete(command, {"ok", "skipped"})  # some strategies need several ranks, or a GPU
     assert "on different machines" not in ended.out
 
 

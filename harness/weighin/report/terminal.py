@@ -33,7 +33,7 @@ class _Layout(NamedTuple):
     folds: bool = False  # folds figures, not only names
 
 
-# The first layout that fits is used.
+# The first layout that fits is used, otherwise the last one.
 _LAYOUTS: Final = (_Layout(1, False), _Layout(0, False), _Layout(), _Layout(folds=True))
 
 
@@ -63,9 +63,9 @@ class _Fitted:
         anywhere = options.update(width=_ANY_WIDTH)
         for section in (self.section, _with_imports_below_names(self.section)):
             short = section if keeps_words else _with_short_names(section)
-            for layout in _LAYOUTS:
+            for layout in _LAYOUTS[:-1]:
                 needed = Measurement.get(console, anywhere, _table(short, layout)).minimum
-                if needed <= options.max_width and not layout.folds:
+                if needed <= options.max_width:
                     yield _table(section, layout)
                     return
         yield _table(self.section, _LAYOUTS[0 if keeps_words else -1])
@@ -121,6 +121,7 @@ def _with_imports_below_names(section: TextTable) -> TextTable:
         times = [
             f"{heading} {row[at]}{f' ({ranges[at]})' if ranges[at] else ''} {unit}"
             for at, (heading, unit) in imports.items()
+            if row[at] != "-"
         ]
         rows.append(["\n".join([row[0], *times]), *row[1:]])
     return _without_columns(replace(section, rows=rows), [*imports])
@@ -137,7 +138,7 @@ def _stacked(section: TextTable) -> TextTable:
 
 
 def _without_columns(section: TextTable, places: Sequence[int]) -> TextTable:
-    """Return the section without the columns at ``places``; ``names`` stays."""
+    """Return the section without the columns at ``places``; the caller keeps ``names`` right."""
     return replace(
         section,
         columns=_without(section.columns, places),

@@ -15,7 +15,7 @@ from weighin.units import MIB
 def load(job: Load) -> torch.nn.Module:
     model = load_rightly(job)
     with job.phase("meet"):
-        # Reads the pages of all libraries that "take" uses, which are charged to who reads them first.
+        # Reads all pages of libraries that "take" needs, so that "take" charges none of them.
         _take(own_bytes=mmap.PAGESIZE, shared_bytes=mmap.PAGESIZE)
     dist.barrier()  # no rank takes memory before the parent has read the charge at the end of "meet"
     with job.phase("take"):
