@@ -3,15 +3,19 @@
 Makes a folder per type with ``save_pretrained``: few layers, random weights. Then runs ``weighin bench
 FOLDER --strategies all``, whose loads are verified against ``from_pretrained``, and compares
 ``load_pretrained`` with ``from_pretrained``: parameters, buffers, dtypes, ties, outputs. Folders and runs
-stay in --work, and what is there is not done again. Exits with 1 if a load is wrong or fails.
+stay in --work, and what is there is not done again. --predict also predicts every load, as ``weighin
+predict --check`` does, and compares the anonymous peaks. Exits with 1 if a load is wrong or fails, or if a
+predicted floor would have killed a load.
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +27,7 @@ from weighin import load_pretrained
 from weighin.errors import HarnessError
 from weighin.formats.pretrained_folder import read_folder
 from weighin.models.pretrained import example_inputs, pretrained_class
+from weighin.predict import check, tables
 from weighin.record import Outcome, Result
 from weighin.records import run_folder
 from weighin.report.markdown import table_lines
@@ -70,6 +75,10 @@ _OWN: Final[dict[str, dict[str, Any]]] = {
 _HALF: Final = ("decoder", "mixture of experts")
 """Kinds whose models are saved in bfloat16."""
 
+_SAYS_PREDICTED: Final = (
+    "`weighin predict --check` predicted every load that was ok, and compared its peak of anonymous memory"
+    " with the measured one: "
+)
 HEADINGS: Final = ("type", "kind", "class", "dtype", "parameters", "load_pretrained", "strategies ok",
                    "skipped", "not ok")  # fmt: skip
 
@@ -113,6 +122,9 @@ def main() -> int:
     parser.add_argument("--types", help="only these, separated by commas")
     parser.add_argument("--strategies", default="all", help="of types that have no run in --work")
     parser.add_argument("--work", type=Path, default=Path("results/model-types"))
+    parser.add_argument(
+        "--predict", action="store_true", help="predict every load: two seconds of a processor each"
+    )
     parser.add_argument("--out", type=Path, help="write the page to this file")
     options = parser.parse_args()
     kinds = {name: kind for kind, names in KINDS.items() for name in names.split()}
@@ -121,13 +133,15 @@ def main() -> int:
     for number, name in enumerate(chosen, 1):
         tried.append(_try(name, kinds.get(name, ""), options.work / name, options.strategies))
         print(f"[{number}/{len(chosen)}] " + " | ".join(tried[-1].row()), flush=True)
+    predicted = _predicted(options.work, chosen) if options.predict else None
     if options.out:
-        options.out.write_text(page(tried))
-    return int(not all(one.is_right for one in tried))
+        options.out.write_text(page(tried, predicted))
+    is_killed = predicted is not None and predicted.killed > 0
+    return int(is_killed or not all(one.is_right for one in tried))
 
 
-def page(tried: list[Tried]) -> str:
-    """Return the page: a table of the types, and the reasons of the skipped loads."""
+def page(tried: list[Tried], predicted: check.Summary | None = None) -> str:
+    """Return the page: a table of the types, the predictions, and the reasons of the skipped loads."""
     import transformers
 
     cells = [result for one in tried for result in one.results]
@@ -152,6 +166,11 @@ def page(tried: list[Tried]) -> str:
         "",
         *table_lines(HEADINGS, (one.row() for one in tried), names=4),
         "",
+        *(
+            ["## Predictions", "", _SAYS_PREDICTED + tables.summary_line(predicted), ""]
+            if predicted
+            else []
+        ),
         "## Skipped loads",
         "",
         *(
@@ -162,6 +181,23 @@ def page(tried: list[Tried]) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _predicted(work: Path, types: list[str]) -> check.Summary | None:
+    """Predict every load of the types, several types at a time, and compare with the measurements."""
+    checked: list[check.Checked] = []
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        runs = [work / name / "run" for name in types]
+        for number, (name, some) in enumerate(
+            zip(types, pool.map(check.check, runs), strict=True), 1
+        ):
+            checked += some
+            told = check.summarised(some)
+            print(
+                f"[{number}/{len(types)}] {name}: {tables.summary_line(told) if told else ''}",
+                flush=True,
+            )
+    return check.summarised(checked)
 
 
 def _try(name: str, kind: str, folder: Path, strategies: str) -> Tried:

@@ -308,10 +308,10 @@ def test_pins_are_of_this_environment(tmp_path: Path) -> None:
     assert list(pins) == sorted(pins)
 
 
-HOST = wheels.Target("3.11", "x86_64", 36)
+HOST = wheels.Target("3.11.9", "x86_64", 36)
 
 
-@pytest.mark.parametrize("target", [HOST, wheels.Target("3.11", "x86_64", 41)])
+@pytest.mark.parametrize("target", [HOST, wheels.Target("3.11.2", "x86_64", 41)])
 def test_pip_needs_no_flags_for_a_target_like_the_host(target: wheels.Target) -> None:
     assert target.pip_flags(HOST) == []
 
@@ -333,8 +333,21 @@ def test_pip_is_told_of_another_target(target: wheels.Target, host: wheels.Targe
     assert f"manylinux_2_{target.glibc + 1}_{target.machine}" not in platforms
 
 
+def test_requirements_of_the_target_s_python_alone_are_fetched_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder := tmp_path / "older-1.0.dist-info").mkdir()
+    lines = ["Name: older", "Version: 1.0", "Requires-Dist: always"]
+    for condition in ('python_full_version < "3.2.3"', 'python_version > "3.2"', 'extra == "more"'):
+        lines.append(f"Requires-Dist: backport>={len(lines)}; {condition}")
+    (folder / "METADATA").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(tmp_path)
+    assert wheels.Target("3.2.2", "x86_64", 36).own_requirements(["older==1.0"]) == ["backport>=3"]
+    assert wheels.Target("3.2.3", "x86_64", 36).own_requirements(["older==1.0", "gone==1"]) == []
+
+
 def test_a_probe_without_a_libc() -> None:
-    assert wheels.read_target("3 12 aarch64") == wheels.Target("3.12", "aarch64", 17)
+    assert wheels.read_target("3.12.4 aarch64") == wheels.Target("3.12.4", "aarch64", 17)
 
 
 @pytest.mark.parametrize(

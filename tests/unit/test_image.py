@@ -137,6 +137,7 @@ def test_a_build_says_how_much_it_does_and_each_of_its_steps(
             [
                 *STEPS,
                 {"stream": "No module named venv\n"},
+                {"stream": "Removing intermediate container 0123\n"},
                 {"error": "returned a non-zero code: 1"},
             ],
             "returned a non-zero code: 1 (in Step 2/2 : RUN): No module named venv\n"

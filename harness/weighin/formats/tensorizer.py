@@ -65,7 +65,7 @@ def write(
     except ImportError as error:
         raise ConfigError(
             f"only the package tensorizer writes this format: {error}",
-            "pip install 'weighin[tensorizer]'",
+            "pip install 'weighin[loaders]'",
         ) from None
     import torch
 

@@ -20,6 +20,7 @@ DEFAULT_BASE: Final = "python:3.11-slim-bookworm"
 Progress = Callable[[str], None]
 
 _LABELS: Final = ("weighin.stage=install", "weighin.image=1")
+_OF_THE_ENGINE: Final = (" ---> ", "Removing intermediate container")  # not output of a step
 _PYTHON_REPAIR: Final = f"use a base image with python3 and its venv module, such as {DEFAULT_BASE}"
 _ROOM_REPAIR: Final = (
     "free some space (docker system df shows what uses it), or use --isolation cgroup or"
@@ -159,7 +160,7 @@ def _steps(client: docker.APIClient, recipe: Recipe, context: Path) -> Iterator[
         if line.startswith("Step "):
             step, output = line, ""
             yield line
-        elif line and not line.startswith(" ---> "):
+        elif line and not line.startswith(_OF_THE_ENGINE):
             output = line
 
 

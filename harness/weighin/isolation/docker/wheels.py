@@ -9,9 +9,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 from weighin.errors import IsolationUnavailable
 from weighin.units import format_bytes
@@ -21,7 +23,7 @@ _SAY_EVERY_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The Python and platform that wheels must fit. ``glibc`` is the minor version: 36 for 2.36."""
+    """The Python ("3.11.2") and platform that wheels must fit; ``glibc``: the minor version, 36 for 2.36."""
 
     python: str
     machine: str
@@ -29,7 +31,7 @@ class Target:
 
     def pip_flags(self, host: "Target | None") -> list[str]:
         """Return pip's flags to fetch wheels for this target on ``host`` (None: not Linux)."""
-        same_python = host and (self.python, self.machine) == (host.python, host.machine)
+        same_python = host and (self.feature, self.machine) == (host.feature, host.machine)
         if host and same_python and self.glibc >= host.glibc:
             return []
         platforms = [f"manylinux_2_{minor}_{self.machine}" for minor in range(self.glibc, 4, -1)]
@@ -37,16 +39,38 @@ class Target:
         flags = ["--implementation", "cp", "--python-version", self.python]
         return flags + [flag for name in platforms for flag in ("--platform", name)]
 
+    @property
+    def feature(self) -> str:
+        """The version of Python for which wheels are built: "3.11" of "3.11.2"."""
+        return ".".join(self.python.split(".")[:2])
+
+    def own_requirements(self, pins: Iterable[str]) -> list[str]:
+        """Return what ``pins`` require for this target's Python, but not for the running one.
+
+        pip evaluates the conditions of requirements for the running Python only.
+        """
+        python = {"python_version": self.feature, "python_full_version": self.python}
+        found = set()
+        for pin in pins:
+            try:
+                lines = importlib.metadata.requires(name_of(pin)) or []
+            except importlib.metadata.PackageNotFoundError:
+                continue
+            for each in map(Requirement, lines):
+                if each.marker and each.marker.evaluate(python) and not each.marker.evaluate():
+                    found.add(f"{each.name}{each.specifier}")
+        return sorted(found)
+
 
 def read_target(words: str) -> Target:
     """Parse the output of ``PROBE``."""
-    major, minor, machine, *libc = words.split()
+    python, machine, *libc = words.split()
     version = libc[1] if len(libc) > 1 else "2.17"
-    return Target(f"{major}.{minor}", machine, int(version.split(".")[1]))
+    return Target(python, machine, int(version.split(".")[1]))
 
 
 PROBE = (
-    "import sys, platform; print(*sys.version_info[:2], platform.machine(), *platform.libc_ver())"
+    "import platform; print(platform.python_version(), platform.machine(), *platform.libc_ver())"
 )
 """Code that prints the input of ``read_target``; any Python 3 can run it."""
 
@@ -115,6 +139,7 @@ def download(
     # Request only root packages: a pinned dependency may not exist for the target's platform.
     names = {"torch", "numpy", "safetensors", *packages}
     roots = [pin for pin in pins if pin.partition("==")[0] in names]
+    roots += target.own_requirements(pins)
     command += ["--dest", str(folder / "wheels"), *target.pip_flags(_host()), *roots]
     (unfinished := folder / "unfinished").mkdir()
     try:
@@ -178,7 +203,5 @@ def explain_pip(stderr: str, pins: tuple[str, ...]) -> IsolationUnavailable:
 def _host() -> Target | None:
     if platform.system() != "Linux":
         return None
-    return read_target(
-        f"{sys.version_info.major} {sys.version_info.minor} {platform.machine()} "
-        + " ".join(platform.libc_ver())
-    )
+    words = (platform.python_version(), platform.machine(), *platform.libc_ver())
+    return read_target(" ".join(words))
