@@ -71,6 +71,22 @@ def test_a_folder_is_inspected(command: CommandLine, folders: Path) -> None:
     assert "format safetensors, 20 tensors" in " ".join(done.out.split())
 
 
+def test_the_peak_of_a_small_model_is_predicted_though_imports_dominate_it(
+    command: CommandLine, folders: Path
+) -> None:
+    done = command.run(
+        "bench", str(folders / "half"), "--isolation", "process", "--out", "run",
+        "--strategies", "transformers,safetensors_mmap,per_param", patience_s=300, OMP_NUM_THREADS="1",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    checked = command.run(
+        "predict", "--check", "run", "--json", "-", patience_s=300, OMP_NUM_THREADS="1"
+    )
+    summary = json.loads(checked.out)["summary"]
+    assert (summary["series"], summary["killed"]) == (3, 0)
+    assert summary["median_error"] < 0.005, checked.out
+
+
 def test_a_prediction_in_another_format_reads_the_folders_own_dtype(
     command: CommandLine, folders: Path
 ) -> None:

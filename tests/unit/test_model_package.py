@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import cast
 
 import pytest
 from factories import make_result
@@ -14,25 +13,18 @@ from weighin.formats.pretrained_folder import BUILDER
 from weighin.record import IMPORT_TRANSFORMERS
 from weighin.records.metrics import phases_of_load
 from weighin.worker.model_package import import_model_package
-from weighin.worker.phases import Marks
-
-
-class Phases:
-    """Takes down the names of phases."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        self.names.append(name)
-        yield
 
 
 def names(model: ModelSpec) -> list[str]:
-    phases = Phases()
-    import_model_package(model, cast(Marks, phases))
-    return phases.names
+    found = []
+
+    @contextmanager
+    def phase(name: str) -> Iterator[None]:
+        found.append(name)
+        yield
+
+    import_model_package(model, phase)
+    return found
 
 
 def test_the_class_of_a_model_of_transformers_is_imported_in_its_phase() -> None:

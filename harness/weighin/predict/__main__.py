@@ -1,8 +1,8 @@
 """Predict cells: ``python -m weighin.predict`` answers each line of JSON with a line of JSON.
 
-The process imports torch once, as a worker does. Each cell then runs in its own fork of the
-process, whose heap is like that of a fresh worker. The fork reads only the structure of a
-checkpoint.
+The process imports torch and the model's class once, as a worker does, so that it serves cells of
+one model. Each cell then runs in its own fork of the process, whose heap is like that of a fresh
+worker. The fork reads only the structure of a checkpoint.
 """
 
 import ctypes
@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import traceback
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +25,8 @@ from weighin.models.skeleton import resolve_builder
 from weighin.probes.process import memory_of, read_status
 from weighin.record import Memory
 from weighin.text import one_line
+from weighin.worker import inputs, loading  # noqa: F401 (a worker imports them too)
+from weighin.worker.model_package import import_model_package
 from weighin.worker.warmup import settle_math
 
 _PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
@@ -32,12 +35,24 @@ _PR_SET_THP_DISABLE: Final = 41
 
 def main() -> None:
     settle_math()
+    own_bytes = _import_simulation()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # so that prints of builders and strategies do not mix with answers
     for line in sys.stdin:
         request = json.loads(line)
+        with suppress(Exception):  # the fork, which imports it again, answers with the error
+            import_model_package(ModelSpec(**request["cell"]["model"]), lambda _: nullcontext())
         request["baseline"] = asdict(memory_of(read_status()))
+        request["own_bytes"] = own_bytes
         print(json.dumps(_answer_in_fork(request)), file=answers, flush=True)
+
+
+def _import_simulation() -> int:
+    """Import the modules that only a symbolic run needs; return the memory that they take, in bytes."""
+    before = memory_of(read_status()).anon_bytes
+    from weighin.predict import simulate, sparse  # noqa: F401
+
+    return memory_of(read_status()).anon_bytes - before
 
 
 def _answer_in_fork(request: dict[str, Any]) -> dict[str, Any]:
@@ -97,12 +112,13 @@ def _predict(cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
     from weighin.predict.simulate import run
 
     manifest = read_manifest(Path(request["manifest"]))  # read to shape the heap as in a worker
+    own_bytes = request["own_bytes"]
     baseline = replace(
-        Memory(**request["baseline"]), anon_bytes=memory_of(read_status()).anon_bytes
+        Memory(**request["baseline"]), anon_bytes=memory_of(read_status()).anon_bytes - own_bytes
     )
     checkpoint, strategy = Path(request["checkpoint"]), Path(request["strategy_path"])
     figures = asdict(
-        run(cell, builder, checkpoint, strategy, baseline, request["read_ahead_bytes"])
+        run(cell, builder, checkpoint, strategy, baseline, own_bytes, request["read_ahead_bytes"])
     )
     del manifest
     return figures

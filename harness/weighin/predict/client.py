@@ -7,12 +7,13 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final, Self
 
 from weighin import formats
 from weighin.checkpoint import entries
 from weighin.checkpoint.subprocess_client import environment
 from weighin.errors import HarnessError, UnknownName
+from weighin.formats.pretrained_folder import BUILDER
 from weighin.formats.selection import WHOLE, Selection
 from weighin.predict.prediction import Prediction, from_json
 from weighin.predict.ranks import of_ranks
@@ -49,41 +50,30 @@ def predict(
         HarnessError: the predicting process was killed.
     """
     own = formats.detect(checkpoint).NAME if checkpoint and not selection else None
-    with tempfile.TemporaryDirectory(prefix="weighin-predict-") as folder:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "weighin.predict"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment(python_path),
-            text=True,
-        )
-        try:
-            assert process.stdin and process.stdout
-            ask = _Asker(process.stdin, process.stdout)
-            made: dict[str, dict[str, Any]] = {}
-            predictions = []
-            for number, planned_cell in enumerate(planned):
-                if report:
-                    report(number, planned_cell.cell.strategy)
-                predictions.append(
-                    Prediction(planned_cell.cell, cannot=cannot)
-                    if (cannot := planned_cell.skip or _not_followed(planned_cell))
-                    else _predict_cell(
-                        planned_cell,
-                        ask,
-                        made,
-                        folder,
-                        checkpoint,
-                        selection,
-                        own,
-                        checkpoint_dtype,
-                    )
+    with (
+        tempfile.TemporaryDirectory(prefix="weighin-predict-") as folder,
+        _Asker(environment(python_path)) as ask,
+    ):
+        made: dict[str, dict[str, Any]] = {}
+        predictions = []
+        for number, planned_cell in enumerate(planned):
+            if report:
+                report(number, planned_cell.cell.strategy)
+            predictions.append(
+                Prediction(planned_cell.cell, cannot=cannot)
+                if (cannot := planned_cell.skip or _not_followed(planned_cell))
+                else _predict_cell(
+                    planned_cell,
+                    ask,
+                    made,
+                    folder,
+                    checkpoint,
+                    selection,
+                    own,
+                    checkpoint_dtype,
                 )
-            return predictions
-        finally:
-            process.kill()
-            process.communicate()
+            )
+        return predictions
 
 
 def _not_followed(planned: Planned) -> str:
@@ -141,19 +131,47 @@ def _predict_cell(
 
 
 class _Asker:
-    """Sends one request at a time to the predicting process, and returns the answer."""
+    """Sends one request at a time to a process that predicts, and returns the answer."""
 
-    def __init__(self, questions: IO[str], answers: IO[str]) -> None:
-        self._questions, self._answers = questions, answers
+    def __init__(self, variables: dict[str, str]) -> None:
+        self._variables = variables
+        self._process: subprocess.Popen[str] | None = None
+        self._imported: dict[str, Any] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process:
+            self._process.kill()
+            self._process.communicate()
 
     def __call__(self, question: dict[str, Any]) -> dict[str, Any]:
+        process = self._process_of(question["cell"]["model"])
+        assert process.stdin and process.stdout
         try:
-            self._questions.write(json.dumps(question) + "\n")
-            self._questions.flush()
-            answer: dict[str, Any] = json.loads(self._answers.readline())
+            process.stdin.write(json.dumps(question) + "\n")
+            process.stdin.flush()
+            answer: dict[str, Any] = json.loads(process.stdout.readline())
         except (OSError, ValueError):
             raise HarnessError(
                 "the process that predicts was killed",
                 "run it again; if the kernel killed it (see `dmesg`), free some memory first",
             ) from None
         return answer
+
+    def _process_of(self, model: dict[str, Any]) -> subprocess.Popen[str]:
+        """Return the running process, or a new one if that imported another class of transformers."""
+        imported = model if model["builder"] == BUILDER else {}
+        if self._process is None or imported != self._imported:
+            self.__exit__()
+            self._imported = imported
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "weighin.predict"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=self._variables,
+                text=True,
+            )
+        return self._process

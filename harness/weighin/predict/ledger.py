@@ -46,10 +46,10 @@ class Ledger:
         other_anon_bytes: memory of this process that only the symbolic run needs.
     """
 
-    def __init__(self, cuda: CachingAllocator | None, baseline: Memory) -> None:
+    def __init__(self, cuda: CachingAllocator | None, baseline: Memory, own_bytes: int = 0) -> None:
         self.cuda = cuda
         self.work: Counter[str] = Counter()
-        self.other_anon_bytes = 0
+        self.other_anon_bytes = own_bytes
         self.pinned_bytes = 0
         self.peak_anon_bytes = 0
         self.least_anon_bytes = 0

@@ -1,9 +1,10 @@
 """One symbolic run: run a strategy on tensors without values, from its import to the touch phase."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from heapq import nlargest
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,6 +24,7 @@ from weighin.worker.loading import WorkerLoad, import_strategy
 from weighin.worker.touch import identity, named_tensors, touch
 
 _PAGE_TABLE_SHARE: Final = 512  # page tables take 1/512 of the memory, even with huge pages
+_TOUCHED_BYTES: Final = 8 * MIB  # two chunks of a checksum; more chunks need no more memory
 _WINDOWS_IN_FLIGHT: Final = 4  # measured: 3 to 5 read-aheads of 8 MiB, with 1, 2 or 4 threads
 
 
@@ -54,6 +56,7 @@ def run(
     checkpoint: Path,
     strategy: Path,
     baseline: Memory,
+    own_bytes: int,
     read_ahead_bytes: int,
 ) -> SimulatedRun:
     """Run a cell's strategy on tensors without values; return the peaks and work of a real load.
@@ -61,11 +64,14 @@ def run(
     Args:
         baseline: the memory of the parent process; this process is its fork and has no file pages
             yet.
+        own_bytes: the anonymous memory that this process has, but a worker has not.
         read_ahead_bytes: the bytes that the kernel reads ahead for a missing page of a mapped file.
     """
     device = torch.device(cell.device)
     ledger = Ledger(
-        CachingAllocator(cell.vram_limit_bytes) if device.type == "cuda" else None, baseline
+        CachingAllocator(cell.vram_limit_bytes) if device.type == "cuda" else None,
+        baseline,
+        own_bytes,
     )
     job = WorkerLoad(
         checkpoint=checkpoint,
@@ -88,16 +94,21 @@ def run(
         for tensor in tensors.values():
             ledger.read(tensor)
         if device.type == "cpu":
-            _touch(ledger)
+            _touch(ledger, (tensor.nbytes for tensor in tensors.values()))
     model_bytes = sum(tensor.nbytes for tensor in tensors.values())
     mapped = any(ledger.place_of(tensor) == "file" for tensor in tensors.values())
     return _figures(ledger, model_bytes, mapped * _WINDOWS_IN_FLIGHT * read_ahead_bytes)
 
 
-def _touch(ledger: Ledger) -> None:
-    """Read two real tensors as the worker reads a model, to measure the memory that this needs."""
+def _touch(ledger: Ledger, sizes: Iterable[int]) -> None:
+    """Read real tensors as the worker reads a model, to measure the memory that this needs.
+
+    Each thread reads one tensor, of which a part is enough. ``sizes`` are those of the model's
+    tensors, in bytes.
+    """
     before = ledger.own_anon_bytes
-    tensors = {name: torch.zeros(8 * MIB, dtype=torch.uint8) for name in "ab"}
+    largest = nlargest(torch.get_num_threads(), (min(size, _TOUCHED_BYTES) for size in sizes))
+    tensors = {f"{n}": torch.zeros(size, dtype=torch.uint8) for n, size in enumerate(largest)}
     ledger.other_anon_bytes += ledger.own_anon_bytes - before
     touch(tensors)
     ledger.update()

@@ -84,7 +84,7 @@ def prepare(job: Job, lifeline: Lifeline, marks: Marks) -> PreparedWorker:
     with marks.phase("import"):
         import torch
     import_ns = time.monotonic_ns() - import_start_ns
-    import_model_package(job.cell.model, marks)
+    import_model_package(job.cell.model, marks.phase)
     with marks.phase("prepare"):
         from pathlib import Path
 

@@ -4,24 +4,28 @@ transformers imports its modules when a class is first used. Without this phase,
 part of the phase "prepare", in which a worker also reads the manifest.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
 from weighin.cell import ModelSpec
 from weighin.record import IMPORT_TRANSFORMERS
-from weighin.worker.phases import Marks
 
 _BUILDER = (
     "weighin.models.pretrained:from_config"  # pretrained_folder defines it, but imports pathlib
 )
 
 
-def import_model_package(model: ModelSpec, marks: Marks) -> None:
-    """Import the class of a model of transformers; do nothing for any other model.
+def import_model_package(
+    model: ModelSpec, phase: Callable[[str], AbstractContextManager[None]]
+) -> None:
+    """Import the class of a model of transformers in a ``phase``; do nothing for any other model.
 
     Raises:
         ConfigError: transformers is not installed, or has no such class.
     """
     if model.builder != _BUILDER:
         return
-    with marks.phase(IMPORT_TRANSFORMERS):
+    with phase(IMPORT_TRANSFORMERS):
         from weighin.models.pretrained import pretrained_class  # after torch
 
         arguments = model.kwargs
