@@ -76,8 +76,9 @@ _HALF: Final = ("decoder", "mixture of experts")
 """Kinds whose models are saved in bfloat16."""
 
 _SAYS_PREDICTED: Final = (
-    "`weighin predict --check` predicted every load that was ok, and compared its peak of anonymous memory"
-    " with the measured one: "
+    "`weighin predict --check` predicted every load that was ok, except those by packages that it cannot"
+    " follow, and compared the peaks of anonymous memory, most of which the imports need in models as small"
+    " as these. "
 )
 HEADINGS: Final = ("type", "kind", "class", "dtype", "parameters", "load_pretrained", "strategies ok",
                    "skipped", "not ok")  # fmt: skip

@@ -20,7 +20,6 @@ import torch  # noqa: F401 (before any fork; a worker imports it too)
 
 from weighin.cell import Cell, ModelSpec
 from weighin.checkpoint.manifest import read_manifest
-from weighin.formats.selection import Selection
 from weighin.models.skeleton import resolve_builder
 from weighin.probes.process import memory_of, read_status
 from weighin.record import Memory
@@ -92,6 +91,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _make(cell: Cell, make: dict[str, Any]) -> dict[str, Any]:
+    from weighin.formats.selection import Selection
     from weighin.predict.sparse import make_sparse, write_manifest
 
     source = Path(make["source"]) if make["source"] else None
