@@ -51,6 +51,10 @@ class ConfigError(HarnessError):
     """A configuration file, an option or an argument is invalid."""
 
 
+class FormatLimit(ConfigError):
+    """A checkpoint format cannot hold a model; other formats can."""
+
+
 class UnknownName(ConfigError):
     """No strategy, model or isolation has this name; the repair suggests the most similar one."""
 

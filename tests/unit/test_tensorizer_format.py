@@ -13,7 +13,7 @@ from weighin import formats
 from weighin.cell import ModelSpec
 from weighin.checkpoint import cache, generate
 from weighin.checkpoint.piecewise import pieces_of
-from weighin.errors import CheckpointError, ConfigError
+from weighin.errors import CheckpointError, ConfigError, FormatLimit
 from weighin.formats import tensorizer
 from weighin.formats.base import TensorPlan
 from weighin.models.skeleton import resolve_builder
@@ -109,7 +109,7 @@ def test_too_many_names_for_the_index_are_refused_before_anything_is_written(
 ) -> None:
     pytest.importorskip("tensorizer", reason="install weighin[loaders]")
     plans = [TensorPlan(f"layers.{n}.weight", (1,), torch.float32) for n in range(6_000)]
-    with pytest.raises(ConfigError, match="the names of 6,000 tensors take up to"):
+    with pytest.raises(FormatLimit, match="the names of 6,000 tensors take up to"):
         tensorizer.write(tmp_path / "m.tensors", plans, lambda name: [torch.ones(1)])
     assert not list(tmp_path.iterdir())
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 import weighin
-from weighin.errors import CheckpointError, ConfigError, HarnessError, UnknownName
+from weighin.errors import CheckpointError, ConfigError, FormatLimit, HarnessError, UnknownName
 from weighin.suite.registry import data_folder
 
-_ERRORS: Final = {"ConfigError": ConfigError, "CheckpointError": CheckpointError}
+_ERRORS: Final = {kind.__name__: kind for kind in (ConfigError, CheckpointError, FormatLimit)}
 _LAST_LINES: Final = 3
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from weighin.errors import CheckpointError, ConfigError
+from weighin.errors import CheckpointError, ConfigError, FormatLimit
 from weighin.formats.base import Pieces, Progress, TensorPlan, TensorSlice
 from weighin.formats.sniff import check_present, first_bytes
 
@@ -58,7 +58,8 @@ def write(
     """Write a file that does not exist yet; needs memory for the largest tensor.
 
     Raises:
-        ConfigError: the package is missing, or its index cannot hold as many names.
+        ConfigError: the package is missing.
+        FormatLimit: its index cannot hold as many names.
     """
     try:
         from tensorizer import TensorSerializer, TensorType
@@ -103,7 +104,7 @@ def _check_index(stored: Sequence[TensorPlan]) -> None:
         for plan in stored
     )
     if needed > _INDEX_BYTES:
-        raise ConfigError(
+        raise FormatLimit(
             f"the names of {len(stored):,} tensors take up to {needed:,} bytes in the index, for "
             f"which tensorizer reserves {_INDEX_BYTES:,}",
             "leave the strategy tensorizer out: --strategies streaming,safetensors_mmap",

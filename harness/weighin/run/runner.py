@@ -11,7 +11,7 @@ from typing import Any
 from weighin import formats
 from weighin.cell import Cell, Job
 from weighin.checkpoint import cache
-from weighin.errors import ConfigError, HarnessError, Interrupted
+from weighin.errors import ConfigError, FormatLimit, HarnessError, Interrupted
 from weighin.formats.selection import WHOLE, Selection
 from weighin.isolation.base import Isolation, Running
 from weighin.probes import environment
@@ -173,9 +173,13 @@ class _Bench:
     task: Run
     setting: Setting
     prepared: dict[tuple[str, str], cache.Prepared]
+    refused: dict[tuple[str, str], str]
 
     def measure(self, planned: Planned) -> CellMeasurement:
-        checkpoint = self.prepared[_checkpoint_key(self.task, planned.cell)]
+        key = _checkpoint_key(self.task, planned.cell)
+        if why := self.refused.get(key):
+            return CellMeasurement(skipped(replace(planned, skip=why), self.setting.environment))
+        checkpoint = self.prepared[key]
         job = _job(self.task, planned, self.prepared)
         files = formats.files(Path(job.checkpoint))
         model_bytes = checkpoint.manifest().model_bytes(planned.cell.dtype)
@@ -199,7 +203,8 @@ class _Bench:
 
 def _set_up(task: Run, needed: Sequence[Planned], progress: Progress) -> _Bench:
     compile_code()
-    prepared = _prepare_checkpoints(task, needed, progress)
+    prepared, refused = _prepare_checkpoints(task, needed, progress)
+    needed = [each for each in needed if _checkpoint_key(task, each.cell) not in refused]
     progress.preparing(f"preparing {task.isolation.name}", None)
     task.isolation.prepare(progress.building)
     with run_folder.writing(samples := task.folder / "samples"):
@@ -218,17 +223,27 @@ def _set_up(task: Run, needed: Sequence[Planned], progress: Progress) -> _Bench:
         steady=task.steady,
         on_phase=progress.phase,
     )
-    return _Bench(task, setting, prepared)
+    return _Bench(task, setting, prepared, refused)
 
 
 def _prepare_checkpoints(
     task: Run, planned: Sequence[Planned], progress: Progress
-) -> dict[tuple[str, str], cache.Prepared]:
-    """Find or generate the checkpoint of every model in every format that some cell needs."""
+) -> tuple[dict[tuple[str, str], cache.Prepared], dict[tuple[str, str], str]]:
+    """Find or generate the checkpoint of every model in every format that some cell needs.
+
+    Returns:
+        the checkpoints, and the reasons why a model's checkpoint cannot be written in a format.
+
+    Raises:
+        FormatLimit: none of the checkpoints can be written.
+    """
     prepared: dict[tuple[str, str], cache.Prepared] = {}
+    refused: dict[tuple[str, str], FormatLimit] = {}
     for each in planned:
         key = _checkpoint_key(task, each.cell)
-        if not each.skip and key not in prepared:
+        if each.skip or key in prepared or key in refused:
+            continue
+        try:
             prepared[key] = cache.ensure(
                 each.cell.model,
                 key[1],
@@ -238,9 +253,14 @@ def _prepare_checkpoints(
                 progress=progress.preparing,
                 python_path=_python_path(task, each.cell),
             )
-            for warning in prepared[key].warnings:
-                progress.preparing(warning, None)
-    return prepared
+        except FormatLimit as error:
+            refused[key] = error
+            continue
+        for warning in prepared[key].warnings:
+            progress.preparing(warning, None)
+    if refused and not prepared:
+        raise next(iter(refused.values()))
+    return prepared, {key: error.message for key, error in refused.items()}
 
 
 def _job(task: Run, planned: Planned, prepared: dict[tuple[str, str], cache.Prepared]) -> Job:
