@@ -53,3 +53,13 @@ def test_what_is_not_in_the_table_has_its_reason() -> None:
 
 def test_a_run_of_which_nothing_was_measured_has_no_table() -> None:
     assert rows(page([[skipped("runai", "why")], []], {})) == []
+
+
+def test_the_number_of_repeats_is_said() -> None:
+    one, two = (
+        [measured("streaming", 3.0)],
+        [measured("streaming", 3.0), measured("streaming", 4.0, 1)],
+    )
+    assert " · 1 repeat\n" in page([one], {})
+    assert " · 2 repeats\n" in page([two], {})
+    assert " · 1 to 2 repeats\n" in page([[*two, measured("mmap_assign", 5.0)]], {})
