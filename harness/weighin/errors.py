@@ -5,6 +5,7 @@
 
     HarnessError              message, repair, exit_code
      x ConfigError            a model, suite, option or command line is invalid            exit 2
+        - FormatLimit         a checkpoint format cannot hold a model; other formats can
         - UnknownName         no strategy, model or isolation has this name
      x IsolationUnavailable   this machine cannot run cells in this isolation              exit 3
      x CheckpointError        a checkpoint is damaged or of an unsupported kind            exit 2
