@@ -6,6 +6,7 @@
 import atexit
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -108,6 +109,23 @@ def _ray_missing() -> str:
     return "" if find_spec("ray") else "ray is not installed: pip install 'weighin[ray]'"
 
 
+@cache
+def _index_missing() -> str:
+    """Ask for the newest pip, once, and as briefly as pip can."""
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "index",
+        "versions",
+        "pip",
+        "--timeout=5",
+        "--retries=0",
+    ]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    return "" if answer.returncode == 0 else "pip reaches no index: see pip config list"
+
+
 def _root_missing() -> str:
     return (
         ""
@@ -123,6 +141,7 @@ _MISSING: dict[str, Callable[[], str]] = {
     "browser": _browser_missing,
     "vm": _vm_missing,
     "ray": _ray_missing,
+    "index": _index_missing,
     "root": _root_missing,
 }
 
