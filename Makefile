@@ -1,4 +1,4 @@
-# `make` alone lists the targets. Every target sets up what it needs.
+# `make` alone lists the targets. Every target first installs what it needs into .venv.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 PYTHON ?= python3
@@ -18,10 +18,20 @@ WHAT = $(if $(SUITE),--suite $(SUITE),$(if $(RESUME),--resume $(RESUME),$(MODEL)
 OPTIONS = $(if $(OUT),--out $(OUT)) $(if $(STRATEGIES),--strategies $(STRATEGIES)) \
           $(if $(ISOLATION),--isolation $(ISOLATION)) $(ARGS)
 
+TARGETS := help setup bench recommend floor peers report check man pages docs publish doctor test \
+           test-all test-fresh conformance test-vm test-versions model-types zoo lint dist fuzz clean
+LOADING := bench recommend floor peers
+UNKNOWN := $(filter-out $(TARGETS) .venv/%,$(MAKECMDGOALS))
+ifneq ($(UNKNOWN),)
+$(error $(strip no target is called $(firstword $(UNKNOWN)); to load a model of that name: make \
+$(or $(firstword $(filter $(LOADING),$(MAKECMDGOALS))),bench) MODEL=$(firstword $(UNKNOWN)) \
+$(filter-out MODEL=%,$(MAKEOVERRIDES))))
+endif
+
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: .venv/ready  ## Create .venv with everything that the other targets need
+setup: .venv/ready-dev  ## Create .venv with everything that any target needs
 
 bench: .venv/ready  ## Load MODEL with six strategies under a RAM limit: make bench MODEL=gpt2-xl RAM=8g
 	$(BIN)/weighin bench $(WHAT) $(OPTIONS)
@@ -41,17 +51,17 @@ report: .venv/ready  ## Write the report of RUN again (default: the newest run)
 check: .venv/ready  ## Compare RUN with a committed BASELINE, and fail if memory grew: make check BASELINE=baseline.yaml
 	$(BIN)/weighin check $(RUN) --baseline $(BASELINE) $(ARGS)
 
-man: .venv/ready  ## Write the manual page, docs/weighin.1, from the command line's definitions
+man: .venv/ready-dev  ## Write the manual page, docs/weighin.1, from the command line's definitions
 	$(BIN)/python -m weighin.cli.manual > docs/weighin.1.new
 	mv docs/weighin.1.new docs/weighin.1
 
-pages: .venv/ready  ## Write the tables and pictures of README.md and docs/ from results/published
+pages: .venv/ready-dev  ## Write the tables and pictures of README.md and docs/ from results/published
 	$(BIN)/python -m weighin.report.docs_tables README.md docs/*.md
 
-docs: .venv/ready  ## Write the documentation site to site/
+docs: .venv/ready-dev  ## Write the documentation site to site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
-publish: .venv/ready  ## Measure all published runs again; ARGS=--status lists those that are older than their code
+publish: .venv/ready-dev  ## Measure all published runs again; ARGS=--status lists those that are older than their code
 	$(BIN)/python benchmarks/publish.py $(ARGS)
 
 recommend: .venv/ready  ## Recommend a strategy for MODEL under a RAM limit, with the code to paste
@@ -60,39 +70,39 @@ recommend: .venv/ready  ## Recommend a strategy for MODEL under a RAM limit, wit
 doctor: .venv/ready  ## Try out what this machine can limit and measure
 	$(BIN)/weighin doctor
 
-test: .venv/ready  ## Run the unit tests, on all processors: minutes
+test: .venv/ready-dev  ## Run the unit tests, on all processors: minutes
 	$(BIN)/pytest $(TESTS) --numprocesses auto --dist worksteal $(if $(REQUIRE),--require $(REQUIRE)) $(ARGS)
 
 test-all: test  ## Run all tests; REQUIRE=docker,cgroup,browser fails instead of skipping
 	$(BIN)/pytest --ignore tests/unit --numprocesses auto --dist loadfile $(if $(REQUIRE),--require $(REQUIRE)) $(ARGS)
 
-conformance: .venv/ready  ## Compare DRAWS=20000 random loads by load_streaming with torch's load_state_dict
+conformance: .venv/ready-dev  ## Compare DRAWS=20000 random loads by load_streaming with torch's load_state_dict
 	WEIGHIN_DRAWS=$(DRAWS) $(BIN)/pytest tests/conformance $(ARGS)
 
-test-vm: .venv/ready  ## Test limits and figures on Debian's kernel with cgroup v2, in a virtual machine
+test-vm: .venv/ready-dev  ## Test limits and figures on Debian's kernel with cgroup v2, in a virtual machine
 	$(BIN)/pytest -m vm --require vm,cgroup -rP tests/vm $(ARGS)
 
-model-types: .venv/ready  ## Load a small model of each type of transformers with every strategy; write docs/model-types.md
+model-types: .venv/ready-dev  ## Load a small model of each type of transformers with every strategy; write docs/model-types.md
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/model_types.py --out docs/model-types.md $(ARGS)
 
-zoo: .venv/ready  ## Test the loader and the strategies over torch's and torchvision's models
+zoo: .venv/ready-dev  ## Test the loader and the strategies over torch's and torchvision's models
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/zoo --out docs/zoo.md $(ARGS)
 
 test-versions:  ## Test with other versions of torch and Python: make test-versions PAIRS="2.6.0:3.11"
 	PAIRS="$(PAIRS)" $(PYTHON) tests/versions $(ARGS)
 
-lint: .venv/ready  ## Check style, types, and the direction of imports
+lint: .venv/ready-dev  ## Check style, types, and the direction of imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-dist: .venv/ready  ## Build the sdist and the wheel; WEIGHIN_REPOSITORY=URL names the repository in them
+dist: .venv/ready-dev  ## Build the sdist and the wheel; WEIGHIN_REPOSITORY=URL names the repository in them
 	rm -rf dist
 	$(BIN)/hatchling build -d dist
 
-fuzz: .venv/ready  ## Feed mutated checkpoints to the readers for SECONDS=60
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[fuzz]'
+fuzz: .venv/ready-dev  ## Feed mutated checkpoints to the readers for SECONDS=60
+	$(BIN)/pip install --constraint constraints.txt --editable '.[fuzz]'
 	mkdir -p tests/fuzz/findings
 	PYTHONPATH=. $(BIN)/python tests/fuzz/fuzz_readers.py .fuzz-corpus \
 	  -max_total_time=$(SECONDS) -artifact_prefix=tests/fuzz/findings/
@@ -101,11 +111,14 @@ clean:  ## Remove all environments, and the caches of tools in this folder
 	rm -rf .venv .venv-versions build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .fuzz-corpus
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Created again when its inputs change. `ready` is written last: a half-made environment has none.
-.venv/ready: pyproject.toml constraints.txt
-	rm -rf .venv
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+# Made again when its inputs change, with pip's settings and its output. A mark is written last: a
+# half-made environment has none. The first one removes .venv, and so the second one's mark.
+.venv/ready: pyproject.toml constraints.txt harness/set_up.py
+	$(PYTHON) harness/set_up.py
 	touch $@
 
-.PHONY: help setup bench recommend floor peers report check man pages docs publish doctor test test-all conformance test-vm test-versions model-types zoo lint dist fuzz clean
+.venv/ready-dev: .venv/ready
+	$(PYTHON) harness/set_up.py --dev
+	touch $@
+
+.PHONY: $(TARGETS)

@@ -1,0 +1,155 @@
+"""Create .venv, the environment of this folder's make targets, with the versions of constraints.txt.
+
+    python3 harness/set_up.py          # what `make bench` and the other commands of weighin need
+    python3 harness/set_up.py --dev    # adds what `make test`, `make lint` and `make docs` need
+
+The first line says what will be installed, its size, and about how long that takes. Where no GPU is
+present and pip's settings name no place for packages, torch comes from PyTorch's index of CPU
+builds, because pip's default index has only the CUDA build, which is many times larger.
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final, NamedTuple, NoReturn
+
+ROOT: Final = Path(__file__).parents[1]
+FOLDER: Final = ROOT / ".venv"
+CPU_INDEX: Final = "https://download.pytorch.org/whl/cpu"
+PLACES: Final = ("index-url", "extra-index-url", "find-links", "no-index")
+"""Settings of pip that say where packages lie."""
+
+
+class Kind(NamedTuple):
+    """One of the two environments. The sizes are measured, with torch's CPU build."""
+
+    extra: str
+    purpose: str
+    torch: str  # the package that has a CPU build of its own
+    instead: str  # what pip's default index has of it
+    download: str
+    disk: str
+    minutes: str
+
+
+CUDA: Final = "the CUDA build, about 2.6 GiB more to download and 4.5 GiB more on the disk"
+USE: Final = Kind("hf", "weighin's commands", "torch", CUDA, "280 MiB", "1.3 GiB", "1 to 3 minutes")
+DEV: Final = Kind(
+    "dev",
+    "tests, checks and docs",
+    "torchvision",
+    "the CUDA build",
+    "280 MiB",
+    "1.0 GiB",
+    "1 to 3 minutes",
+)
+AVOID: Final = (
+    "to avoid it, press Ctrl-C, and name a folder or an index that has torch's CPU build:"
+    " PIP_FIND_LINKS=FOLDER or PIP_EXTRA_INDEX_URL=URL before the same command"
+)
+
+
+def announcement(kind: Kind) -> str:
+    """Return the first line: what will be installed, its size and time."""
+    return (
+        f"installing what {kind.purpose} need into .venv: about {kind.download} to download,"
+        f" {kind.disk} on the disk, {kind.minutes}"
+    )
+
+
+def source(kind: Kind, gpu: bool, settings: list[str]) -> tuple[bool, str]:
+    """Return whether to ask PyTorch's index of CPU builds, and the lines that say what comes."""
+    if gpu:
+        return False, f"this machine has a GPU: pip installs {kind.instead} of {kind.torch}"
+    if settings:
+        where = f"{kind.torch} comes from the places in pip's settings: {', '.join(settings)}"
+        return False, f"{where}\nif they have no CPU build, pip installs {kind.instead}; {AVOID}"
+    return True, f"this machine has no GPU: {kind.torch}'s CPU build comes from {CPU_INDEX}"
+
+
+def gpu_is_here(root: Path = Path("/")) -> bool:
+    """Return whether NVIDIA's driver is loaded, or whether WSL offers its GPU."""
+    return any((root / path).exists() for path in ("dev/nvidiactl", "dev/nvidia0", "dev/dxg"))
+
+
+def pip_settings(python: Path) -> list[str]:
+    """Return the names of the settings, in files or variables, that tell pip where packages lie."""
+    listed = subprocess.run(
+        [python, "-m", "pip", "config", "list"], stdout=subprocess.PIPE, text=True, check=True
+    )
+    names = re.findall(r"^(?:global|install|:env:)\.([\w-]+)=", listed.stdout, re.MULTILINE)
+    return sorted(set(PLACES) & set(names))
+
+
+def pin(name: str) -> str:
+    """Return the line of constraints.txt for a package."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    return next(line for line in lines if line.partition("==")[0] == name)
+
+
+def install_cpu_build(python: Path, kind: Kind) -> None:
+    """Install the CPU build; if its index does not answer at once, say what pip installs instead."""
+    pip, index = [python, "-m", "pip"], ["--index-url", CPU_INDEX]
+    asked = subprocess.run(
+        [*pip, "index", "versions", kind.torch, *index, "--retries=0", "--timeout=10"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        check=False,
+    )
+    if asked.returncode:
+        print(f"{CPU_INDEX} does not answer: pip installs {kind.instead}\n{AVOID}", flush=True)
+    else:
+        _install(python, "--no-deps", *index, pin(kind.torch))
+
+
+def create() -> None:
+    """Create .venv with nothing but pip."""
+    if sys.version_info < (3, 11):  # noqa: UP036 (the first to see an older Python)
+        _fail(
+            f"weighin needs Python 3.11 or newer, and {sys.executable} is {sys.version.split()[0]}",
+            "name a newer one: PYTHON=python3.12 before the same command",
+        )
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    made = subprocess.run([sys.executable, "-m", "venv", FOLDER], check=False)
+    if made.returncode:
+        _fail(
+            f"{sys.executable} could not create an environment; its own words are above",
+            "on Debian and Ubuntu: apt-get install python3-venv",
+        )
+
+
+def main() -> None:
+    """Create .venv, or with --dev extend it."""
+    kind = DEV if "--dev" in sys.argv[1:] else USE
+    python = FOLDER / "bin/python"
+    print(announcement(kind), flush=True)
+    if kind is USE:
+        create()
+    ask, lines = source(kind, gpu_is_here(), pip_settings(python))
+    print(lines, flush=True)
+    if ask:
+        install_cpu_build(python, kind)
+    pinned = ("--constraint", str(ROOT / "constraints.txt"))
+    _install(python, *pinned, "--editable", f"{ROOT}[{kind.extra}]")
+
+
+def _install(python: Path, *arguments: str) -> None:
+    if subprocess.run([python, "-m", "pip", "install", *arguments], check=False).returncode:
+        _fail(
+            "pip could not install the packages; its own words are above",
+            "if a download failed, run the same command again",
+        )
+
+
+def _fail(message: str, repair: str) -> NoReturn:
+    print(f"error: {message}\n{repair}", file=sys.stderr)
+    sys.exit(1)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)
