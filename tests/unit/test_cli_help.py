@@ -210,6 +210,20 @@ def test_every_verb_writes_json_in_the_same_way(verb: tuple[str, ...]) -> None:
     )
 
 
+@pytest.mark.parametrize("verb", [(), *VERBS], ids=" ".join)
+def test_help_and_h_show_what_the_long_option_shows(verb: tuple[str, ...]) -> None:
+    whole = shown(*verb, "--help")
+    assert whole[0] == 0
+    assert shown("help", *verb) == shown(*verb, "-h") == whole
+
+
+def test_help_for_a_verb_that_does_not_exist() -> None:
+    code, text = shown("help", "bnech")
+    assert code == 2
+    assert "No such command 'bnech'" in text
+    assert "bench" in text
+
+
 def test_the_version() -> None:
     assert shown("--version") == (0, f"weighin {__version__}\n")
 

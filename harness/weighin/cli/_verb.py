@@ -140,6 +140,12 @@ class Verbs(click.Group):
         self.panels = panels
         self.codes = codes
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read ``help VERB`` as ``VERB --help``."""
+        if args[:1] == ["help"]:
+            args = [*args[1:], "--help"]
+        return super().parse_args(ctx, args)
+
     def list_commands(self, _: click.Context) -> list[str]:
         """Return the names of all verbs in the order of the panels."""
         return list(self.commands)

@@ -37,7 +37,14 @@ PANELS: Final[dict[str, Sequence[click.Command]]] = {
 }
 
 
-@click.command("weighin", cls=Verbs, panels=PANELS, codes=True, no_args_is_help=True)
+@click.command(
+    "weighin",
+    cls=Verbs,
+    panels=PANELS,
+    codes=True,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},  # of every verb, too
+)
 @click.version_option(__version__, message="%(prog)s %(version)s", prog_name="weighin")
 @click.pass_context
 def app(context: click.Context) -> None:

@@ -55,7 +55,7 @@ def manual() -> str:
         ".B weighin",
         r"\fIVERB\fR [\fIOPTIONS\fR] [\fIARGUMENTS\fR]",
         ".PP",
-        _text("weighin VERB --help shows the help of one verb."),
+        _text("weighin help VERB, or weighin VERB -h, shows the help of one verb."),
     ]
     with click.Context(app, info_name="weighin") as context:
         for heading, verbs in app.panels.items():
