@@ -19,6 +19,7 @@ from filelock import FileLock
 from fork_server import ForkServer
 from hypothesis import settings
 
+from weighin import install
 from weighin.errors import IsolationUnavailable
 
 # Each process of a test run has a lock of its own, because tests measure nothing that another run
@@ -106,7 +107,7 @@ def _vm_missing() -> str:
 def _ray_missing() -> str:
     from importlib.util import find_spec
 
-    return "" if find_spec("ray") else "ray is not installed: pip install 'weighin[ray]'"
+    return "" if find_spec("ray") else f"ray is not installed: {install.command('ray')}"
 
 
 @cache

@@ -141,9 +141,10 @@ def extra(name: str, purpose: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
+        from weighin import install  # imported here: the worker does not need it
+
         raise ConfigError(
-            f"{purpose} needs {error.name}, which is not installed",
-            f"pip install 'weighin[{name}]'",
+            f"{purpose} needs {error.name}, which is not installed", install.command(name)
         ) from None
 
 

@@ -161,7 +161,7 @@ def test_any_name_and_any_setting_come_back(name: str, value: str | int | bool |
         (
             "schema: 2\nnew: things\n",
             SchemaTooNew,
-            "{path}: written by a newer weighin (schema 2; this version reads up to 1)\npip install --upgrade weighin",
+            "{path}: written by a newer weighin (schema 2; this version reads up to 1)\npip install --upgrade 'weighin @ git+URL', where URL is the address of weighin's repository",
         ),
         ("metrics: {}\n", ConfigError, "{path}: schema: missing\nknown keys: schema, metrics, budgets, expect, environment, measured"),
         (

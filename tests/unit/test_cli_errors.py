@@ -198,5 +198,6 @@ def test_a_run_of_which_nothing_is_whole(
     assert run("report", str(tmp_path)) == (
         2,
         f"error: {tmp_path / run_folder.RECORDS}, line 1: written by a newer weighin (schema 99; this"
-        " version reads up to 1)\npip install --upgrade weighin\n",
+        " version reads up to 1)\npip install --upgrade 'weighin @ git+URL', where URL is the"
+        " address of weighin's repository\n",
     )

@@ -13,6 +13,7 @@ import pytest
 from factories import LIMIT, make_cell, make_result, make_skipped, mixed_run, notebook_run
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
+from weighin import install
 from weighin.cell import ModelSpec
 from weighin.errors import ConfigError
 from weighin.record import Outcome, Peaks, Result
@@ -201,7 +202,7 @@ def test_without_its_package_an_export_says_what_to_install(
     with pytest.raises(ConfigError) as caught:
         export([])
     assert str(caught.value) == (
-        f"{export.__name__} needs {package}, which is not installed\npip install 'weighin[{extra}]'"
+        f"{export.__name__} needs {package}, which is not installed\n{install.command(extra)}"
     )
 
 

@@ -12,6 +12,7 @@ import pytest
 from factories import ENVIRONMENT, make_cell, make_result
 from rich.console import Console
 
+from weighin import install
 from weighin.errors import ConfigError, RecordError, UnknownName
 from weighin.record import Outcome, Result
 from weighin.records import run_folder
@@ -114,7 +115,7 @@ def test_without_ruptures_it_says_what_to_install(
     with pytest.raises(ConfigError) as caught:
         history.read(tmp_path, "peak_rss")
     assert str(caught.value) == (
-        "history needs ruptures, which is not installed\npip install 'weighin[history]'"
+        f"history needs ruptures, which is not installed\n{install.command('history')}"
     )
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 
+from weighin import install
 from weighin.formats.pretrained_folder import BUILDER, is_folder
 from weighin.models import deepseek_v3, gpt2, gpt_oss, llama, stack, tied
 from weighin.models.skeleton import construct, resolve_builder
@@ -129,7 +130,7 @@ def test_every_model_of_transformers_has_a_published_size() -> None:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_model_of_transformers_has_the_published_size_and_dtype(name: str) -> None:
-    pytest.importorskip("transformers", reason="pip install 'weighin[hf]'")
+    pytest.importorskip("transformers", reason=install.command("hf"))
     config = read(name)
     with torch.device("meta"):
         model = resolve_builder(config["builder"])(**config["kwargs"])
@@ -145,7 +146,7 @@ def test_a_model_of_transformers_has_the_published_size_and_dtype(name: str) -> 
 def test_the_documentation_has_the_models_size(path: Path) -> None:
     spec = registry.model(path.stem)
     if spec.builder == BUILDER:
-        pytest.importorskip("transformers", reason="pip install 'weighin[hf]'")
+        pytest.importorskip("transformers", reason=install.command("hf"))
     dtype = registry.model_dtype(path.stem, "auto")
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, dtype))

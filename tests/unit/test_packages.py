@@ -41,7 +41,7 @@ def test_installed_packages_are_no_reason_to_skip(tmp_path: Path) -> None:
 def test_a_missing_package_is_a_reason_that_says_what_to_install(tmp_path: Path) -> None:
     info = written(tmp_path, 'PACKAGES = ("not-on-any-index", "torch>=99.1")')
     assert planned(info).skip == (
-        "mine needs not-on-any-index, torch>=99.1: install not-on-any-index torch>=99.1"
+        "mine needs not-on-any-index, torch>=99.1: pip install not-on-any-index 'torch>=99.1'"
     )
     assert packages.versions(info.packages) == {"torch": version("torch")}
 
@@ -55,14 +55,17 @@ def test_a_missing_package_is_a_reason_that_says_what_to_install(tmp_path: Path)
     ],
 )
 def test_a_package_of_an_extra_is_installed_with_the_extra(package: str, extra: str) -> None:
-    assert packages.missing((package,)) == f"needs {package}: install weighin[{extra}]"
+    assert packages.missing((package,)) == (
+        f"needs {package}: pip install 'weighin[{extra}] @ git+URL',"
+        " where URL is the address of weighin's repository"
+    )
 
 
 def test_every_package_of_our_strategies_comes_with_us_or_with_an_extra() -> None:
     for info in registry.strategies().values():
         for package in info.packages:
             beyond = packages.missing((f"{packages.name_of(package)}>=999",))
-            assert package.startswith("safetensors") or "install weighin[" in beyond
+            assert package.startswith("safetensors") or "pip install 'weighin[" in beyond
 
 
 def test_a_device_that_does_not_suit_is_named_before_a_missing_package() -> None:

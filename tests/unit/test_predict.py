@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from weighin import install
 from weighin.cell import ModelSpec
 from weighin.predict import client
 from weighin.predict.client import predict
@@ -215,7 +216,7 @@ def test_truncated_normal_values_are_followed_if_no_value_is_out_of_bounds(tmp_p
 
 
 def test_without_another_dtype_the_checkpoint_is_as_bench_writes_it() -> None:
-    pytest.importorskip("transformers", reason="pip install 'weighin[hf]'")
+    pytest.importorskip("transformers", reason=install.command("hf"))
     (found,) = predicted("mmap_assign", dtype="bfloat16", spec=registry.model("qwen3-0.6b"))
     assert found.cannot == ""
     assert found.disk_read_bytes == pytest.approx(596_049_920 * 2, rel=1e-3)

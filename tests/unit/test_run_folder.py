@@ -130,7 +130,7 @@ def test_a_later_schema_says_what_to_do(run: Path) -> None:
         run_folder.read(run)
     assert str(caught.value) == (
         f"{run / run_folder.RECORDS}, line 1: written by a newer weighin (schema 2; this version reads up to 1)\n"
-        "pip install --upgrade weighin"
+        "pip install --upgrade 'weighin @ git+URL', where URL is the address of weighin's repository"
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from weighin import formats
+from weighin import formats, install
 from weighin.cell import ModelSpec
 from weighin.checkpoint import cache, generate
 from weighin.checkpoint.piecewise import pieces_of
@@ -49,7 +49,7 @@ def write(path: Path, values: dict[str, torch.Tensor]) -> None:
 
 
 def test_the_package_reads_the_values_that_were_written(tmp_path: Path) -> None:
-    package = pytest.importorskip("tensorizer", reason="install weighin[loaders]")
+    package = pytest.importorskip("tensorizer", reason=install.command("loaders"))
     torch.manual_seed(0)
     values = state()
     write(tmp_path / "m.tensors", values)
@@ -66,7 +66,7 @@ def test_the_package_reads_the_values_that_were_written(tmp_path: Path) -> None:
 def test_the_strategy_loads_a_tied_model_with_the_right_values(
     tmp_path: Path, options: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    pytest.importorskip("tensorizer", reason="install weighin[loaders]")
+    pytest.importorskip("tensorizer", reason=install.command("loaders"))
     made = generate.make(
         SPEC.name, SPEC.builder, SPEC.kwargs, seed=0, fmt="tensorizer", folder=tmp_path
     )
@@ -107,7 +107,7 @@ def test_a_users_own_file_is_refused_with_the_repair(tmp_path: Path) -> None:
 def test_too_many_names_for_the_index_are_refused_before_anything_is_written(
     tmp_path: Path,
 ) -> None:
-    pytest.importorskip("tensorizer", reason="install weighin[loaders]")
+    pytest.importorskip("tensorizer", reason=install.command("loaders"))
     plans = [TensorPlan(f"layers.{n}.weight", (1,), torch.float32) for n in range(6_000)]
     with pytest.raises(FormatLimit, match="the names of 6,000 tensors take up to"):
         tensorizer.write(tmp_path / "m.tensors", plans, lambda name: [torch.ones(1)])
@@ -115,7 +115,7 @@ def test_too_many_names_for_the_index_are_refused_before_anything_is_written(
 
 
 def test_names_that_just_fit_into_the_index_are_written(tmp_path: Path) -> None:
-    package = pytest.importorskip("tensorizer", reason="install weighin[loaders]")
+    package = pytest.importorskip("tensorizer", reason=install.command("loaders"))
     each = tensorizer._ENTRY_BYTES + len("torch.bfloat16") + 4 * 3
     names = [f"{n:01000}" for n in range(tensorizer._INDEX_BYTES // (each + 1000))]
     write(
@@ -131,5 +131,5 @@ def test_without_the_package_the_error_says_what_to_install(
     monkeypatch.setitem(sys.modules, "tensorizer", None)
     with pytest.raises(ConfigError) as caught:
         write(tmp_path / "m.tensors", state())
-    assert caught.value.repair == "pip install 'weighin[loaders]'"
+    assert caught.value.repair == install.command("loaders")
     assert not list(tmp_path.iterdir())

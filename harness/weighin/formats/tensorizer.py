@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from weighin import install
 from weighin.errors import CheckpointError, ConfigError, FormatLimit
 from weighin.formats.base import Pieces, Progress, TensorPlan, TensorSlice
 from weighin.formats.sniff import check_present, first_bytes
@@ -66,7 +67,7 @@ def write(
     except ImportError as error:
         raise ConfigError(
             f"only the package tensorizer writes this format: {error}",
-            "pip install 'weighin[loaders]'",
+            install.command("loaders"),
         ) from None
     import torch
 

@@ -12,6 +12,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BeforeValidator, Field, StrictInt
 
+from weighin import install
 from weighin.errors import ConfigError, HarnessError, SchemaTooNew
 from weighin.gate import budgets, expected
 from weighin.gate.budgets import Budget
@@ -121,7 +122,7 @@ def read(path: Path) -> Baseline:
     if isinstance(schema, int) and schema > SCHEMA:
         raise SchemaTooNew(
             f"{path}: written by a newer weighin (schema {schema}; this version reads up to {SCHEMA})",
-            "pip install --upgrade weighin",
+            install.upgrade(),
         )
     file = config.validate(_File, content, str(path))
     try:

@@ -9,6 +9,7 @@ from typing import Any, Final, cast
 
 import torch
 
+from weighin import install
 from weighin.errors import ConfigError
 from weighin.formats.pretrained_code import auto_class, check_unchanged, reference_in
 
@@ -63,7 +64,7 @@ def pretrained_class(
         import transformers
     except ImportError as error:
         raise ConfigError(
-            f"a model of transformers needs this package: {error}", "pip install 'weighin[hf]'"
+            f"a model of transformers needs this package: {error}", install.command("hf")
         ) from None
     package: Any = transformers
     name = "PreTrainedModel" if code else architecture

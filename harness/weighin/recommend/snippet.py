@@ -10,6 +10,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Final
 
+from weighin import install
 from weighin.strategy import HELPERS
 from weighin.suite.packages import name_of
 from weighin.suite.registry import StrategyInfo
@@ -68,12 +69,12 @@ def pretrained_snippet(
     trust = ", trust_remote_code=True" if auto else ""
     if info.pretrained:
         kind = auto or architecture
-        package, line = "transformers", f"from transformers import {kind}"
+        needed, line = "pip install torch transformers", f"from transformers import {kind}"
         call = f"{kind}.from_pretrained({folder!r}, dtype=torch.{dtype}{trust}).to({device!r})"
     else:
-        package, line = "'weighin[hf]'", "from weighin import load_pretrained"
+        needed, line = install.command("hf", anywhere=True), "from weighin import load_pretrained"
         call = f"load_pretrained({folder!r}, dtype=torch.{dtype}, device={device!r}{trust})"
-    return f"# pip install torch {package}\nimport torch\n{line}\n\nmodel = {call}\n"
+    return f"# {needed}\nimport torch\n{line}\n\nmodel = {call}\n"
 
 
 def _needed(info: StrategyInfo, lines: list[str]) -> list[str]:

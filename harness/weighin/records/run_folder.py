@@ -24,7 +24,7 @@ from typing import Any, Final, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from weighin import atomic
+from weighin import atomic, install
 from weighin.cell import Cell
 from weighin.errors import DamagedRecord, RecordError, SchemaTooNew
 from weighin.record import SCHEMA, Result
@@ -302,7 +302,7 @@ def _parse(adapter: TypeAdapter[_T], text: bytes, place: str, repair: str) -> _T
     if isinstance(schema, int) and schema > SCHEMA:
         raise SchemaTooNew(
             f"{place}: written by a newer weighin (schema {schema}; this version reads up to {SCHEMA})",
-            "pip install --upgrade weighin",
+            install.upgrade(),
         )
     try:
         return adapter.validate_json(text, strict=True)

@@ -7,6 +7,9 @@ A strategy declares each package by its name on PyPI, if necessary with a minimu
 import re
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, requires, version
+from shlex import quote
+
+from weighin import install
 
 
 def name_of(requirement: str) -> str:
@@ -28,13 +31,17 @@ def versions(requirements: Iterable[str]) -> dict[str, str]:
 def missing(requirements: Iterable[str]) -> str:
     """Return a text on the missing packages and how to install them; empty if none is missing.
 
-    For example "needs fastsafetensors: install weighin[loaders]".
+    For example "needs fastsafetensors: pip install 'weighin[loaders] @ git+URL'".
     """
     absent = [each for each in requirements if not _is_met(each)]
     if not absent:
         return ""
-    installed_by = dict.fromkeys(map(_installed_by, absent))
-    return f"needs {', '.join(absent)}: install {' '.join(installed_by)}"
+    extras = {each: _extra_with(each) for each in absent}
+    others = [quote(each) for each in absent if not extras[each]]
+    commands = [f"pip install {' '.join(others)}"] if others else []
+    if chosen := sorted(filter(None, set(extras.values()))):
+        commands.append(install.command(*chosen, anywhere=True))
+    return f"needs {', '.join(absent)}: {'; '.join(commands)}"
 
 
 def _is_met(requirement: str) -> bool:
@@ -47,8 +54,8 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", text)))
 
 
-def _installed_by(requirement: str) -> str:
-    """Return the extra of weighin with this package: "weighin[loaders]"; else the requirement."""
+def _extra_with(requirement: str) -> str:
+    """Return the smallest extra of weighin that contains this package: "loaders"; empty if none does."""
     try:
         lines = requires("weighin") or []
     except PackageNotFoundError:  # weighin runs from a folder without being installed
@@ -60,7 +67,7 @@ def _installed_by(requirement: str) -> str:
         if _normal(name_of(line)) == name
         and (found := re.search(r"""extra == ['"]([\w-]+)['"]""", line))
     ]
-    return f"weighin[{min(extras, key=len)}]" if extras else requirement  # others contain it
+    return min(extras, key=len, default="")  # others contain it
 
 
 def _normal(name: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any, Final
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from weighin import install
 from weighin.doctor import doctor as doctors
 from weighin.doctor.capabilities import Capability
 from weighin.doctor.doctor import Examination
@@ -94,7 +95,7 @@ def _examined(
         problem = answers.get("error", {}).get("message") or answers["ended"]["stderr"]
         raise ConfigError(
             f"weighin does not run on the node {node.name}: {problem}",
-            "install it there, in Ray's environment: pip install 'weighin[ray]'",
+            f"install it there, in Ray's environment: {install.command('ray', anywhere=True)}",
         )
     state = cluster.monitor(node)
     repair = f"; start the node with the monitor off: {START}" if state.is_on else ""

@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from weighin import __version__
+from weighin import __version__, install
 from weighin.engines.dispatch import Demand, Node
 from weighin.engines.ray.cluster import SLOT, START, Cluster, RayNode, RayTask
 from weighin.engines.transport import LostTask, NodeFacts
@@ -165,13 +165,13 @@ def _described(node: RayNode, answers: Mapping[str, Mapping[str, Any]]) -> NodeF
         problem = answers.get("error", {}).get("message") or answers["ended"]["stderr"]
         raise ConfigError(
             f"weighin does not run on the node {node.name}: {problem}",
-            f"install it there, in Ray's environment: pip install 'weighin[ray]=={__version__}'",
+            f"install it there, in Ray's environment: {install.command('ray', anywhere=True)}",
         )
     facts = answers["node"]
     if facts["weighin"] != __version__:
         raise ConfigError(
             f"the node {node.name} has weighin {facts['weighin']}, and this machine {__version__}",
-            f"install the same version there: pip install 'weighin[ray]=={__version__}'",
+            f"install the same version there: {install.command('ray', anywhere=True)}",
         )
     gpu_bytes = tuple(facts["gpu_bytes"])
     return NodeFacts(
