@@ -274,10 +274,12 @@ def test_an_os_error_that_nobody_expected_is_two_lines_and_exit_code_2(
     assert (caught.value.code, capsys.readouterr().err) == (2, f"error: {text}\n")
 
 
-def test_an_output_that_is_full_is_an_error_without_a_traceback() -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_an_output_that_is_full_is_an_error_without_a_traceback(unbuffered: str) -> None:
     with Path("/dev/full").open("w") as full:
         ended = subprocess.run(
             [sys.executable, "-m", "weighin", "list"],
+            env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,

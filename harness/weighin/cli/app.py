@@ -3,6 +3,7 @@
 A verb imports its modules inside its function, so that ``weighin list`` answers at once.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Final, NoReturn
@@ -61,12 +62,21 @@ def main() -> NoReturn:
     except HarnessError as error:
         _end(error)
     except OSError as error:
+        _drop_unwritable_output()
         _end(explain(error))
     except click.Abort:  # Ctrl-C, also at a question
         sys.exit(Interrupted.exit_code)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
+
+
+def _drop_unwritable_output() -> None:
+    """Discard output that a full disk refuses; Python would try to write it again when it ends."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _end(error: HarnessError) -> NoReturn:
