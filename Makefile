@@ -82,6 +82,9 @@ conformance: .venv/ready-dev  ## Compare DRAWS=20000 random loads by load_stream
 test-vm: .venv/ready-dev  ## Test limits and figures on Debian's kernel with cgroup v2, in a virtual machine
 	$(BIN)/pytest -m vm --require vm,cgroup -rP tests/vm $(ARGS)
 
+test-fresh: .venv/ready-dev  ## Test README's first two commands on a fresh Debian 12, without root and Docker: a quarter of an hour
+	$(BIN)/pytest -m fresh --require fresh -rP tests/fresh $(ARGS)
+
 model-types: .venv/ready-dev  ## Load a small model of each type of transformers with every strategy; write docs/model-types.md
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/model_types.py --out docs/model-types.md $(ARGS)
 

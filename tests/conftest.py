@@ -103,6 +103,12 @@ def _vm_missing() -> str:
     return ""
 
 
+def _fresh_missing() -> str:
+    if not shutil.which("debootstrap"):
+        return "debootstrap is missing: apt-get install debootstrap"
+    return "" if os.geteuid() == 0 else "debootstrap needs root: sudo make test-fresh"
+
+
 @cache
 def _ray_missing() -> str:
     from importlib.util import find_spec
@@ -141,6 +147,7 @@ _MISSING: dict[str, Callable[[], str]] = {
     "cuda": _cuda_missing,
     "browser": _browser_missing,
     "vm": _vm_missing,
+    "fresh": _fresh_missing,
     "ray": _ray_missing,
     "index": _index_missing,
     "root": _root_missing,
