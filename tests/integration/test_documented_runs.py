@@ -60,6 +60,7 @@ def prepared(disk: Path) -> Path:
     kind = pretrained_class("LlamaForCausalLM")
     small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}
     kind(kind.config_class(**small, intermediate_size=64)).save_pretrained(folder / "folder")
+    (folder / "my-folder-or-file").symlink_to("folder")
     return folder
 
 
@@ -68,7 +69,7 @@ def prepared(disk: Path) -> Path:
 def test_the_commands_that_need_no_hour_run_as_they_stand(
     command: CommandLine, prepared: Path
 ) -> None:
-    shutil.copytree(prepared, command.folder, dirs_exist_ok=True)
+    shutil.copytree(prepared, command.folder, symlinks=True, dirs_exist_ok=True)
     # The defaults of the machine, not of the commands: without them, every bench has six cells.
     settings = '[tool.weighin]\nisolation = "cgroup"\nstrategies = "baseline,mmap_assign"\n'
     (command.folder / "pyproject.toml").write_text(settings)
