@@ -87,9 +87,11 @@ def predict(context: click.Context, /, **_: Any) -> None:
 def _check(typed: dict[str, Any]) -> None:
     """Compare predictions with the figures of a run."""
     from weighin.predict import check, tables
+    from weighin.records import run_folder
 
     checked = []
     for run in typed["check"]:
+        _console.note(*run_folder.read(run).warnings)
         with _console.err().status(f"predicting the cells of {run}"):
             checked += check.check(run, trusted=typed["trust"])
     if typed["json_file"] != _console.STDOUT:

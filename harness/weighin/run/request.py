@@ -29,9 +29,9 @@ from weighin.formats.pretrained_folder import (
 from weighin.formats.selection import WHOLE, Selection
 from weighin.isolation import preload, select
 from weighin.records import run_folder
+from weighin.records.shard import Shard, parse
 from weighin.run import trust
 from weighin.run.runner import Run
-from weighin.run.shard import Shard, parse
 from weighin.run.site import THIS_MACHINE, Site
 from weighin.suite import packages, registry, user_code
 from weighin.suite.config import Suite
@@ -256,7 +256,10 @@ def resumable(verb: str, task: Run) -> Iterator[None]:
     try:
         yield
     except Interrupted as stopped:
-        raise Interrupted(stopped.message, f"resume it: {again}") from None
+        message = stopped.message
+        if (task.folder / run_folder.PLAN).exists():
+            message += f"; {run_folder.read_whole(task.folder).coverage}"
+        raise Interrupted(message, f"resume it: {again}") from None
     except (RecordError, IsolationUnavailable, NoNodeLeft, StillRunning) as error:
         if (task.folder / run_folder.RECORDS).exists() and "--resume" not in error.repair:
             error.repair += f"; then resume: {again}"
