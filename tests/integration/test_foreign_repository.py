@@ -169,13 +169,23 @@ def test_weights_of_its_own(runner: Runner) -> None:
     assert '"ok"' in (runner.folder / "results" / "own" / "records.jsonl").read_text()
 
 
-def test_the_pytest_example_passes(runner: Runner) -> None:
+def test_the_pytest_example_passes_with_a_torch_that_is_larger_than_the_model(
+    runner: Runner,
+) -> None:
     [text] = re.findall(r"## In pytest\n\n```python\n(.*?)```", PAGE, re.DOTALL)
+    text += (
+        "\n\ndef test_the_import_is_large(weighin):\n    run = weighin.measure(build, 1, depth=1)\n"
+    )
+    text += "    assert run.baseline.rss_bytes > 1024**3\n"
     (runner.folder / "test_memory.py").write_text(text)
+    [site] = (runner.folder.parent / "env" / "lib").glob("*/site-packages")
+    (site / "large.py").write_text("libraries = b'x' * 1024**3\n")
+    (site / "large.pth").write_text("import large\n")  # as much as a CUDA build of torch
     code, said = typed(
         runner, "python -m pytest -q -p no:cacheprovider --weighin-isolation process test_memory.py"
     )
-    assert (code, said.splitlines()[-1].split(" in ")[0]) == (0, "3 passed"), said
+    (site / "large.pth").unlink()
+    assert (code, said.splitlines()[-1].split(" in ")[0]) == (0, "4 passed"), said
 
 
 def test_the_page_names_the_inputs_of_the_action() -> None:
