@@ -47,7 +47,7 @@ EXAMPLES = (
     "--budget",
     multiple=True,
     metavar="BUDGET",
-    help='An upper bound of a metric, such as "peak_rss <= 1.1 x model". Repeatable.',
+    help='An upper bound of a metric, such as "peak_rss <= 1.1 x model + 64MiB above import". Repeatable.',
 )
 @click.option(
     "--expect",
