@@ -55,8 +55,9 @@ man: .venv/ready-dev  ## Write the manual page, docs/weighin.1, from the command
 	$(BIN)/python -m weighin.cli.manual > docs/weighin.1.new
 	mv docs/weighin.1.new docs/weighin.1
 
-pages: .venv/ready-dev  ## Write the tables and pictures of README.md and docs/ from results/published
+pages: .venv/ready-dev  ## Write the tables and pictures of README.md and docs/ from results/published and the code
 	$(BIN)/python -m weighin.report.docs_tables README.md docs/*.md
+	$(BIN)/python -m weighin.suite.page docs/suites.md
 
 docs: .venv/ready-dev  ## Write the documentation site to site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build

@@ -200,6 +200,16 @@ class Result:
     ranks: tuple[Rank, ...] = ()
 
     @property
+    def above_import_bytes(self) -> int | None:
+        """The peak RSS minus the memory after ``import torch``; None if one of them is unknown.
+
+        Unlike the peak itself, this figure does not depend on the size of torch's libraries.
+        """
+        if self.peaks.rss_bytes is None or self.baseline is None:
+            return None
+        return self.peaks.rss_bytes - self.baseline.rss_bytes
+
+    @property
     def page_bytes(self) -> int:
         """The page size of the machine that measured, in bytes."""
         return int(self.environment.get("page_bytes", USUAL_PAGE_BYTES))

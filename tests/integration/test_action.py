@@ -62,20 +62,22 @@ def test_no_expression_is_written_into_a_script() -> None:
 
 
 class Runner:
-    """Runs the action's shell steps with the variables that GitHub sets, and nothing else."""
+    """Runs the action's shell steps with the variables that GitHub sets, and nothing else.
 
-    def __init__(self, folder: Path, cache: Path) -> None:
+    ``programs`` are the folders of the PATH, and ``before`` is a command that starts each step.
+    """
+
+    def __init__(
+        self, folder: Path, cache: Path, *programs: Path, before: tuple[str, ...] = ()
+    ) -> None:
         self.folder = folder
+        self.before = before
+        self.inputs: dict[str, str] = {}
         self.outputs: dict[str, str] = {}
         self.log = ""
-        tools = folder / "tools"
-        tools.mkdir()
-        for name, text in {"gh": GH, "python3": PYTHON}.items():
-            (tools / name).write_text(text)
-            (tools / name).chmod(0o755)
-        self.say(folder / "gh.json", [])
+        path = ":".join(map(str, [*programs, "/usr/bin", "/bin"]))
         self.environment = {
-            "PATH": f"{tools}:{Path(sys.executable).parent}:/usr/bin:/bin",
+            "PATH": path,
             "HOME": str(folder),
             "WEIGHIN_CACHE": str(cache),
             "RUNNER_TEMP": str(folder / "temp"),
@@ -85,6 +87,16 @@ class Runner:
             "GITHUB_OUTPUT": str(folder / "output"),
             "GITHUB_STEP_SUMMARY": str(folder / "summary.md"),
         }
+
+    def install_tools(self) -> None:
+        """Put a gh and a pip that reach no network before the other programs."""
+        tools = self.folder / "tools"
+        tools.mkdir()
+        for name, text in {"gh": GH, "python3": PYTHON}.items():
+            (tools / name).write_text(text)
+            (tools / name).chmod(0o755)
+        self.say(self.folder / "gh.json", [])
+        self.environment["PATH"] = f"{tools}:{self.environment['PATH']}"
 
     @staticmethod
     def say(path: Path, comments: list[dict[str, Any]]) -> None:
@@ -105,13 +117,19 @@ class Runner:
         return (self.folder / "pip.txt").read_text().splitlines()
 
     def step(self, name: str, **inputs: str) -> int:
-        """Run one step; returns its exit code. ``inputs`` stand for its expressions."""
+        """Run one step; returns its exit code. ``inputs`` stand for its expressions.
+
+        Other expressions are the inputs of the workflow, or their defaults, and the outputs.
+        """
         [step] = [one for one in STEPS if one["name"] == name]
-        assert set(inputs) == set(step.get("env", {}))
+        expressions = step.get("env", {})
+        assert set(inputs) <= set(expressions)
         command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]]
         done = subprocess.run(
-            command,
-            env=self.environment | inputs,
+            [*self.before, *command],
+            env=self.environment
+            | {key: self.value(text) for key, text in expressions.items() if key not in inputs}
+            | inputs,
             cwd=self.folder,
             capture_output=True,
             text=True,
@@ -123,11 +141,21 @@ class Runner:
             self.outputs = dict(line.split("=", 1) for line in output.read_text().splitlines())
         return done.returncode
 
+    def value(self, expression: str) -> str:
+        """The value of "${{ inputs.NAME }}" or "${{ steps.ID.outputs.NAME }}"."""
+        match = re.fullmatch(r"\$\{\{ (inputs|steps)\.(?:\w+\.outputs\.)?(\w+) \}\}", expression)
+        assert match, expression
+        if match[1] == "steps":
+            return self.outputs[match[2]]
+        return self.inputs.get(match[2], str(ACTION["inputs"][match[2]].get("default", "")))
+
 
 @pytest.fixture(name="runner")
 def _runner(tmp_path: Path, disk: Path) -> Runner:
     (tmp_path / "suite.yaml").write_text(SUITE)
-    return Runner(tmp_path, disk / "cache")
+    runner = Runner(tmp_path, disk / "cache", Path(sys.executable).parent)
+    runner.install_tools()
+    return runner
 
 
 def test_the_steps_of_a_pull_request_that_passes_and_of_one_that_does_not(runner: Runner) -> None:

@@ -119,7 +119,7 @@ def test_ctrl_c_ends_all_cells_and_the_run_can_go_on(command: CommandLine, hold:
     stopped = start_two(command).end(signal.SIGINT)
     assert (stopped.code, stopped.left) == (130, []), stopped.err
     assert stopped.err.splitlines()[-2:] == [
-        "error: stopped; nothing is left running",
+        "error: stopped; nothing is left running; 2 of 4 cells measured",
         "resume it: weighin bench --resume run --trust",
     ]
     assert not (command.cache / "jobs").exists()

@@ -77,7 +77,7 @@ def test_floors_are_apart_by_what_the_strategies_hold_and_a_stopped_search_goes_
     stopped = started.end(signal.SIGINT)
     assert (stopped.code, stopped.out, stopped.left) == (130, "", [])
     assert stopped.err.splitlines()[-2:] == [
-        "error: stopped; nothing is left running",
+        "error: stopped; nothing is left running; 0 of 2 searches for a floor finished",
         "resume it: weighin floor --resume found --trust",
     ]
     refused = command.run("bench", "--resume", "found", "--trust")

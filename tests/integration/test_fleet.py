@@ -266,7 +266,7 @@ def test_ctrl_c_ends_the_cells_on_the_nodes(command: CommandLine, nodes: Nodes, 
     stopped = started.end(signal.SIGINT)
     assert (stopped.code, stopped.left, nodes.left()) == (130, [], []), stopped.err
     assert stopped.err.splitlines()[-2:] == [
-        "error: stopped; nothing is left running",
+        f"error: stopped; nothing is left running; {CELLS - 2} of {CELLS} cells measured",
         "resume it: weighin bench --resume run --trust",
     ]
     assert len(records(command)) == CELLS - 2

@@ -121,7 +121,7 @@ def test_ctrl_c_leaves_nothing_and_says_how_to_go_on(
     stopped = start(command, isolation).end(signal.SIGINT)
     assert (stopped.code, stopped.out, stopped.left) == (130, "", [])
     assert stopped.err.splitlines()[-2:] == [
-        "error: stopped; nothing is left running",
+        "error: stopped; nothing is left running; 1 of 3 cells measured",
         "resume it: weighin bench --resume 'my run' --trust",
     ]
     assert measured(command) == CELLS[:1]
@@ -131,7 +131,8 @@ def test_sigterm_is_the_same_and_the_run_can_go_on(command: CommandLine, hold: P
     stopped = start(command, "process").end(signal.SIGTERM)
     assert (stopped.code, stopped.left) == (130, [])
     assert stopped.err.endswith(
-        "error: stopped; nothing is left running\nresume it: weighin bench --resume 'my run' --trust\n"
+        "error: stopped; nothing is left running; 1 of 3 cells measured\n"
+        "resume it: weighin bench --resume 'my run' --trust\n"
     )
     assert_resumes(command, hold)
     again = command.run("bench", "--resume", "my run", "--trust")
@@ -153,7 +154,8 @@ def test_ctrl_c_while_a_checkpoint_is_made_leaves_nothing_half_made(
     assert (stopped.code, stopped.out, stopped.left) == (130, "", [])
     assert leftovers.processes(str(cache)) == []
     assert stopped.err == (
-        "error: stopped; nothing is left running\nresume it: weighin bench --resume run\n"
+        "error: stopped; nothing is left running; 0 of 1 cells measured\n"
+        "resume it: weighin bench --resume run\n"
     )
     assert [path for path in cache.rglob("*") if path.is_file() and path.suffix != ".lock"] == []
     ended = command.run("bench", "--resume", "run", WEIGHIN_CACHE=str(cache))
@@ -180,7 +182,8 @@ def test_a_second_run_is_refused_while_one_measures(command: CommandLine, hold: 
     stopped = waiting.end(signal.SIGINT)
     assert (stopped.code, stopped.out) == (130, "")
     assert stopped.err == (
-        "error: stopped; nothing is left running\nresume it: weighin bench --resume third\n"
+        "error: stopped; nothing is left running; 0 of 6 cells measured\n"
+        "resume it: weighin bench --resume third\n"
     )
     let_go(hold)
     ended = first.end()

@@ -21,14 +21,19 @@ def install(folder: Path, *wheels: Path) -> Path:
 
     Torch and all other packages are those of the tests.
     """
-    venv.create(folder, with_pip=False)
-    interpreter = folder / "bin" / "python"
+    interpreter = empty(folder, Path(sysconfig.get_path("purelib")))
     pip = [sys.executable, "-m", "pip", "--python", str(interpreter)]
     subprocess.run([*pip, "install", "--quiet", "--no-deps", "--no-index", *wheels], check=True)
-    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    packages = folder / "lib" / version / "site-packages"
-    (packages / "zz_dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return interpreter
+
+
+def empty(folder: Path, packages: Path, *, with_pip: bool = False) -> Path:
+    """Return the interpreter of a new environment that also finds the packages in another folder."""
+    venv.create(folder, with_pip=with_pip)
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    site = folder / "lib" / version / "site-packages"
+    (site / "zz_dependencies.pth").write_text(f"{packages}\n")
+    return folder / "bin" / "python"
 
 
 def run(command: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:

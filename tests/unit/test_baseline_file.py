@@ -196,7 +196,7 @@ def test_any_name_and_any_setting_come_back(name: str, value: str | int | bool |
             "schema: 1\nbudgets: [peak_rss]\n",
             ConfigError,
             "{path}: cannot read the budget 'peak_rss'\n"
-            'write it as in "peak_rss <= 1.1 x model", "floor <= 8GiB" or'
+            'write it as in "peak_rss <= 1.1 x model + 64MiB above import", "floor <= 8GiB" or'
             ' "streaming: anon <= model + 300MiB"',
         ),
         (

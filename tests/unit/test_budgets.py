@@ -14,7 +14,7 @@ from weighin.units import GIB, MIB
 
 SERIES = Series("ok", 1, model_bytes=1000, limit_bytes=4000)
 EXAMPLES = (
-    'write it as in "peak_rss <= 1.1 x model", "floor <= 8GiB" or'
+    'write it as in "peak_rss <= 1.1 x model + 64MiB above import", "floor <= 8GiB" or'
     ' "streaming: anon <= model + 300MiB"'
 )
 
@@ -30,6 +30,16 @@ EXAMPLES = (
         ("streaming: anon <= 2 x model", "streaming: anon <= 2 x model", 2000),
         ("*_assign:ready <= 2.5 s", "*_assign: ready <= 2.5 s", 2_500_000_000),
         ("load < 150ms", "load < 0.15 s", 150_000_000),
+        (
+            "peak_rss <= 1.1 x model + 64 MiB above import",
+            "above_import <= 1.1 x model + 64MiB",
+            1100 + 64 * MIB,
+        ),
+        (
+            "streaming: above_import < 1GiB above import",
+            "streaming: above_import < 1GiB",
+            GIB,
+        ),
         ("mynets:build*: anon <= 8", "mynets:build*: anon <= 8B", 8),
     ],
 )
@@ -68,6 +78,12 @@ def test_which_series_a_pattern_covers() -> None:
             "cannot read the budget 'peak_rss <= 8 GB': '8 GB' is ambiguous: GB is 1000-based for some"
             " tools and 1024-based for others",
             "write 8GiB (1024-based), or the number of bytes",
+        ),
+        (
+            "anon <= 2 x model above import",
+            "cannot read the budget 'anon <= 2 x model above import': anon is not measured above the"
+            " import",
+            'write it as in "peak_rss <= 1.1 x model + 64MiB above import"',
         ),
         (
             "ready <= 2 x model",

@@ -114,9 +114,9 @@ def test_the_nearest_file_with_a_table_counts_and_its_paths_are_its_own(
 def test_a_model_with_its_arguments(asked: Measured) -> None:
     write('[tool.weighin]\nmodel = "my.nets:build"\nkwargs = {width = 64}\ncheckpoint = "w.pt"\n')
     bench = asked("bench")
-    assert (bench.suite.models, bench.kwargs) == (["my.nets:build"], {"width": 64})
+    assert (bench.suite.sources, bench.kwargs) == (["my.nets:build"], {"width": 64})
     other = asked("bench", "gpt2-tiny")  # the arguments and the weights are of the file's model
-    assert (other.suite.models, other.kwargs, other.checkpoint) == (["gpt2-tiny"], {}, None)
+    assert (other.suite.sources, other.kwargs, other.checkpoint) == (["gpt2-tiny"], {}, None)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_model_in_a_file_is_relative_to_the_settings(
     write(f'[tool.weighin]\nmodel = "{model}"\n')
     (here / "inner").mkdir()
     monkeypatch.chdir(here / "inner")
-    assert asked("bench").suite.models == [located]
+    assert asked("bench").suite.sources == [located]
 
 
 def test_a_suite_is_for_runs_without_an_option_of_the_matrix(asked: Measured) -> None:
@@ -141,7 +141,7 @@ def test_a_suite_is_for_runs_without_an_option_of_the_matrix(asked: Measured) ->
     suite = asked("bench", "--out", "x").suite
     assert (suite.operation, suite.repeats) == ("save", 3)
     own = asked("bench", "gpt2-tiny").suite
-    assert (own.operation, own.models, own.repeats) == ("load", ["gpt2-tiny"], 9)
+    assert (own.operation, own.sources, own.repeats) == ("load", ["gpt2-tiny"], 9)
 
 
 def test_without_a_table_nothing_is_set(asked: Measured) -> None:

@@ -45,7 +45,7 @@ def test_each_model_of_ours_loads_and_is_called_like_its_file(path: Path) -> Non
 def test_each_suite_of_ours_loads() -> None:
     for path in (CONFIGS / "suites").glob("*.yaml"):
         suite = read_suite(path)
-        for name in suite.models:
+        for name in suite.sources:
             model(name)
 
 
@@ -109,7 +109,7 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
 
 def test_a_suite_needs_only_models() -> None:
     suite = check_suite({"models": "gpt2-xl"})
-    assert suite.models == ["gpt2-xl"]
+    assert suite.sources == ["gpt2-xl"]
     assert [one.name for one in suite.strategies] == list(DEFAULT_STRATEGIES)
     assert suite.ram == [None]
     assert (suite.device, suite.isolation, suite.cache) == ("cpu", "auto", "cold")
@@ -149,7 +149,7 @@ description: everything
 
 def test_one_value_stands_for_a_list_of_one() -> None:
     suite = check_suite({"models": "a", "strategies": "x", "ram": "8g"})
-    assert suite.models == ["a"]
+    assert suite.sources == ["a"]
     assert [one.name for one in suite.strategies] == ["x"]
     assert suite.ram == [8 * GIB]
     assert [one.name for one in check_suite({"models": "a", "strategies": {"name": "y"}}).strategies] == ["y"]  # fmt: skip
@@ -165,7 +165,7 @@ def test_one_value_stands_for_a_list_of_one() -> None:
             "first_use: no longer an option\nuse passes, the number of forward passes after the load; 0 is none",
         ),
         ("ram: 8g", f"models: missing\n{SUITE_KEYS}"),
-        ("models: 3", "models: input should be a valid string, got 3"),
+        ("models: 3", "models.name: input should be a valid string, got 3"),
         ("models: []", "models: empty\nname at least one, or leave the key out"),
         (
             "strategies: []\nmodels: a",

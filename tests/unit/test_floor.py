@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from weighin.record import SCHEMA, Memory, Outcome, Peaks, Result
 from weighin.records import run_folder
+from weighin.records.bisection import next_cell
 from weighin.records.floor import Bracket, bracket, floors
 from weighin.records.verdict import Verdict
 from weighin.report.floors import as_dict
-from weighin.run.bisection import next_cell
 from weighin.units import GIB, MIB
 
 CELL = make_cell("streaming", ram_limit_bytes=None)

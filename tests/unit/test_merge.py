@@ -14,8 +14,8 @@ from weighin.cli import app
 from weighin.errors import RecordError
 from weighin.record import Result
 from weighin.records import run_folder
+from weighin.records.shard import Shard, parse
 from weighin.run.merge import merge
-from weighin.run.shard import Shard, parse
 
 PLAN = [make_cell(name) for name in ("baseline", "sequential", "streaming", "mmap_assign")]
 

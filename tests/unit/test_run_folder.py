@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from weighin.cell import Cell, ModelSpec
 from weighin.errors import DamagedRecord, RecordError, SchemaTooNew
 from weighin.record import SCHEMA, Outcome, Peaks, Result
-from weighin.records import run_folder
+from weighin.records import coverage, run_folder
 
 FIXTURE = Path(__file__).parent / "fixtures" / "records-schema1.jsonl"
 
@@ -148,7 +148,7 @@ def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
 
 def test_a_run_without_a_finished_cell_is_empty(tmp_path: Path) -> None:
     run_folder.write_plan(tmp_path, [make_cell()])
-    assert run_folder.read(tmp_path) == run_folder.Records(())
+    assert run_folder.read(tmp_path).results == ()
 
 
 def test_a_folder_that_cannot_be_written_has_a_repair(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_pending_compares_whole_cells(tmp_path: Path) -> None:
     ]
     for cell in (cells[0], cells[2]):
         run_folder.append(tmp_path, make_result(cell))
-    assert run_folder.pending(cells, run_folder.read(tmp_path).results) == [cells[1], cells[3]]
+    assert coverage.pending(cells, run_folder.read(tmp_path).results) == [cells[1], cells[3]]
 
 
 # Written text loses what UTF-8 cannot hold: surrogates are the subject of a test above.
@@ -226,7 +226,7 @@ def test_every_result_survives_its_json(result: Result) -> None:
 
 
 def test_replacing_a_field_changes_the_identity() -> None:
-    assert run_folder.pending([replace(make_cell(), cache="warm")], [make_result()])
+    assert coverage.pending([replace(make_cell(), cache="warm")], [make_result()])
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weighin.errors import ConfigError
+from weighin.records.shard import Shard, parse
 from weighin.run.request import Request, resume, start
-from weighin.run.shard import Shard, parse
 from weighin.suite.config import check_suite
 
 

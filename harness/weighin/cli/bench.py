@@ -150,6 +150,7 @@ EXAMPLES = (
 def bench(context: click.Context, /, **_: Any) -> None:
     """Measure memory and time of loading a model with each strategy in its own limited process."""
     from weighin.cli import _progress
+    from weighin.records import run_folder
     from weighin.run.request import resumable
 
     typed = _arguments.read(context)
@@ -167,7 +168,7 @@ def bench(context: click.Context, /, **_: Any) -> None:
             resumable("bench", task),
         ):
             results = engine.run(task, progress)
-    show_run(task.folder, results, json_file=typed["json_file"])
+    show_run(task.folder, run_folder.read(task.folder), json_file=typed["json_file"])
     _run.end(context, results)
 
 
@@ -196,8 +197,8 @@ def _planned(typed: dict[str, Any]) -> "Iterator[tuple[Run, Engine]]":
 
 
 def _request(typed: dict[str, Any]) -> "Request":
+    from weighin.records.shard import parse
     from weighin.run.request import Request
-    from weighin.run.shard import parse
 
     asked = {name: typed[name] for name in _OF_SUITE} | {
         "models": [_arguments.one_model(typed["model"], typed["model_option"])],

@@ -47,7 +47,7 @@ EXAMPLES = (
     "--budget",
     multiple=True,
     metavar="BUDGET",
-    help='An upper bound of a metric, such as "peak_rss <= 1.1 x model". Repeatable.',
+    help='An upper bound of a metric, such as "peak_rss <= 1.1 x model + 64MiB above import". Repeatable.',
 )
 @click.option(
     "--expect",
@@ -67,6 +67,11 @@ EXAMPLES = (
     metavar="NAMES",
     help="Compare only these metrics with the baseline file, comma-separated:"
     " above_import,ready_anon.",
+)
+@click.option(
+    "--partial",
+    is_flag=True,
+    help="Judge the measured cells of a run that was stopped; without this option, the check fails.",
 )
 @click.option("--all", "show_all", is_flag=True, help="Show unchanged figures as well.")
 @click.option(
@@ -91,7 +96,9 @@ def check(context: click.Context, /, **typed: Any) -> None:
     baseline = typed["baseline"]
     if typed["update"]:
         accept = _always if typed["expect_failures"] else _ask
-        changes = checks.update(measured, baseline, expected=typed["expect"], accept=accept)
+        changes = checks.update(
+            measured, baseline, expected=typed["expect"], partial=typed["partial"], accept=accept
+        )
         _show_changes(baseline, changes, err=typed["json_file"] == _console.STDOUT)
     result = checks.check(
         measured,
@@ -99,10 +106,11 @@ def check(context: click.Context, /, **typed: Any) -> None:
         extra_budgets=typed["budget"],
         metrics=_arguments.names([typed["metrics"]]),
         expected=typed["expect"],
+        partial=typed["partial"],
     )
     _write(result, typed)
     if result.failed:
-        _console.note(*_repairs(result, measured, baseline))
+        _console.note(*_repairs(result, measured, baseline, partial=typed["partial"]))
         context.exit(GATE_FAILED)
 
 
@@ -144,11 +152,15 @@ def _write(result: "GateResult", typed: dict[str, Any]) -> None:
             _console.write(typed[name], write(result))
 
 
-def _repairs(result: "GateResult", measured: "MeasuredRuns", baseline: Path | None) -> list[str]:
+def _repairs(
+    result: "GateResult", measured: "MeasuredRuns", baseline: Path | None, *, partial: bool
+) -> list[str]:
     """Return notes on how to accept the failed comparisons, if they can be accepted."""
     from weighin.exit_codes import BROKEN
     from weighin.gate.expected import suggest
 
+    if measured.incomplete and not partial:
+        return []  # the line of the run says what to do first
     ended = [line.series for line in result.failed if line.what == "outcome"]
     ended = [name for name in ended if name in measured.series]
     if any(measured.series[name].failures & {*BROKEN} for name in ended):

@@ -61,7 +61,7 @@ def predict(context: click.Context, /, **_: Any) -> None:
     from weighin.suite import registry, user_code
 
     suite = _suite(typed)
-    checkpoint = registry.own_checkpoint(suite.models, typed["checkpoint"]) or _pretrained(suite)
+    checkpoint = registry.checkpoint_of(suite, typed["checkpoint"]) or _pretrained(suite)
     selection = _arguments.selection(typed)
     _arguments.check_selection(selection, checkpoint)
     kwargs = _arguments.json_object(typed["kwargs"])
@@ -75,7 +75,7 @@ def predict(context: click.Context, /, **_: Any) -> None:
             checkpoint=checkpoint,
             selection=selection,
             checkpoint_dtype=stored,
-            python_path=user_code.import_path(suite.models),
+            python_path=user_code.import_path(suite.sources),
             report=lambda done, name: status.update(f"{name}: {done} of {len(planned)} done"),
         )
     if typed["json_file"] != _console.STDOUT:
@@ -87,9 +87,11 @@ def predict(context: click.Context, /, **_: Any) -> None:
 def _check(typed: dict[str, Any]) -> None:
     """Compare predictions with the figures of a run."""
     from weighin.predict import check, tables
+    from weighin.records import run_folder
 
     checked = []
     for run in typed["check"]:
+        _console.note(*run_folder.read(run).warnings)
         with _console.err().status(f"predicting the cells of {run}"):
             checked += check.check(run, trusted=typed["trust"])
     if typed["json_file"] != _console.STDOUT:
@@ -119,7 +121,7 @@ def _pretrained(suite: "Suite") -> Path | None:
     from weighin.formats.pretrained_folder import read_folder
     from weighin.suite import registry
 
-    folder = registry.pretrained_folder(suite.models[0]) if len(suite.models) == 1 else None
+    folder = registry.pretrained_folder(suite.sources[0]) if len(suite.models) == 1 else None
     return read_folder(folder).checkpoint if folder else None
 
 
@@ -137,15 +139,14 @@ def _plan(
 
     return plan(
         CellMatrix(
-            models=tuple(
-                registry.model(name, kwargs or None, selection, trust_remote_code=trust_remote_code)
-                for name in suite.models
+            models=registry.models_of(
+                suite, kwargs, selection, trust_remote_code=trust_remote_code
             ),
             strategies=registry.chosen(suite),
             ram_limits=(None,),
             isolation="process",
             device=suite.device,
-            dtype=registry.model_dtype(suite.models[0], suite.dtype),
+            dtype=registry.model_dtype(suite.sources[0], suite.dtype),
             formats=tuple(formats.named(name).NAME for name in suite.format),
             own_format=formats.detect(checkpoint).NAME if checkpoint else None,
             environments=tuple(suite.environment),

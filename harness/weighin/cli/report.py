@@ -10,7 +10,7 @@ from weighin.cli import _arguments, _console, _options
 from weighin.cli._verb import Argument, Verb
 
 if TYPE_CHECKING:
-    from weighin.record import Result
+    from weighin.records.run_folder import Records
 
 EXAMPLES = (
     "weighin report results/20261120T093000-gpt2-xl-8GiB",
@@ -40,26 +40,22 @@ def report(run: Path, formats: str, json_file: str | None) -> None:
         raise records.damage
     _console.note(*records.warnings)
     chosen = _arguments.names([formats])
-    show_run(run, records.results, chosen, records.warnings, json_file=json_file)
+    show_run(run, records, chosen, json_file=json_file)
     if records.damage:
         raise records.damage  # the intact lines are reported; the exit code says that it is not all
 
 
 def show_run(
-    run: Path,
-    results: Sequence["Result"],
-    formats: Sequence[str] = (),
-    warnings: Sequence[str] = (),
-    *,
-    json_file: str | None,
+    run: Path, records: "Records", formats: Sequence[str] = (), *, json_file: str | None
 ) -> None:
     """Print the report of a run, and write it in ``formats``, or else in the default formats."""
     from weighin.report import terminal_table, write_report
     from weighin.report.run_json import of_run
 
     if json_file != _console.STDOUT:
-        _console.show(terminal_table(results, warnings))
+        _console.show(terminal_table(records.results, records.warnings))
     files = write_report(run, formats)
     _console.files(files, json_file)
     if json_file:
-        _console.write_json(json_file, of_run(run, results, files, warnings))
+        content = of_run(run, records.results, files, records.warnings, records.missing)
+        _console.write_json(json_file, content)

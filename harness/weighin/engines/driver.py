@@ -17,7 +17,7 @@ from weighin.errors import HarnessError, MachineBusy, NoNodeLeft, RecordError
 from weighin.probes import environment
 from weighin.protocol import decode_event
 from weighin.record import SCHEMA, Outcome, Result
-from weighin.records import run_folder
+from weighin.records import coverage, run_folder
 from weighin.run import interrupts
 from weighin.run.runner import Progress, Run, skipped
 from weighin.suite import registry
@@ -105,7 +105,7 @@ class Driver:
     def _todo(self) -> list[Planned]:
         """Return the cells to run; record the cells that cannot run anywhere as skipped."""
         results = run_folder.read(self._task.folder).results
-        todo = {c.id for c in run_folder.pending([p.cell for p in self._task.planned], results)}
+        todo = {c.id for c in coverage.pending([p.cell for p in self._task.planned], results)}
         waiting = [each for each in self._task.planned if each.cell.id in todo]
         for each in waiting:
             if each.skip:

@@ -2,11 +2,12 @@
 
 ::
 
-    budget  = [pattern ":"] metric ("<=" | "<") term {"+" term}
+    budget  = [pattern ":"] metric ("<=" | "<") term {"+" term} ["above import"]
     term    = size | duration | [number "x"] ("model" | "limit")
     pattern = shell wildcards for any word of a series' name, such as the strategy
 
-``str(budget)`` can be parsed again.
+``peak_rss <= 1.1 x model + 64 MiB above import`` does not count the memory of ``import torch``: it is
+the budget ``above_import <= 1.1 x model + 64 MiB``. ``str(budget)`` can be parsed again.
 """
 
 import re
@@ -26,8 +27,9 @@ _BUDGET: Final = re.compile(
 _SHARE: Final = re.compile(
     r"(?:(?P<factor>\d+(?:\.\d*)?|\.\d+)\s*[x*]\s*)?(?P<reference>model|limit)"
 )
+_ABOVE_IMPORT: Final = re.compile(r"\s+above[\s_]import$")
 _EXAMPLES: Final = (
-    'write it as in "peak_rss <= 1.1 x model", "floor <= 8GiB" or'
+    'write it as in "peak_rss <= 1.1 x model + 64MiB above import", "floor <= 8GiB" or'
     ' "streaming: anon <= model + 300MiB"'
 )
 
@@ -97,9 +99,21 @@ def parse(text: str) -> Budget:
     if match is None:
         raise ConfigError(f"cannot read the budget {text!r}", _EXAMPLES)
     metric = named(match["metric"])
-    terms = tuple(_term(part.strip(), metric, text) for part in match["bound"].split("+"))
+    bound = _ABOVE_IMPORT.sub("", match["bound"])
+    if bound != match["bound"]:
+        metric = _above_import(metric, text)
+    terms = tuple(_term(part.strip(), metric, text) for part in bound.split("+"))
     sign: Literal["<=", "<"] = "<=" if match["sign"] == "<=" else "<"
     return Budget(metric, sign, terms, match["pattern"] or "*")
+
+
+def _above_import(metric: Metric, budget: str) -> Metric:
+    if metric.name not in ("peak_rss", "above_import"):
+        raise ConfigError(
+            f"cannot read the budget {budget!r}: {metric.name} is not measured above the import",
+            'write it as in "peak_rss <= 1.1 x model + 64MiB above import"',
+        )
+    return named("above_import")
 
 
 def _term(text: str, metric: Metric, budget: str) -> Term:

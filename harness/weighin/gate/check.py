@@ -1,7 +1,7 @@
 """Check one or more runs against a baseline file and budgets (``weighin check``)."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from shlex import quote
 
@@ -11,13 +11,14 @@ from weighin.gate import baseline as baselines
 from weighin.gate import budgets, freeze
 from weighin.gate.evaluate import evaluate
 from weighin.gate.expected import Expectation, is_expected, parse, suggest
-from weighin.gate.lines import GateResult
+from weighin.gate.lines import GateResult, Line, LineVerdict
 from weighin.gate.tables import short_names
 from weighin.record import Outcome, Result
 from weighin.records import run_folder
+from weighin.records.coverage import Coverage
 from weighin.records.machine import Setting, fingerprint, settings_of
 from weighin.records.metrics import named
-from weighin.records.series import Series, SeriesRun, summarise
+from weighin.records.series import Series, SeriesRun, name_of, summarise
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,8 @@ class MeasuredRuns:
     """The series of one or more runs; a series has its repeats from all of these runs.
 
     ``machines`` are the fingerprints of the kinds of machine that measured, and ``nodes`` the names
-    of a fleet's machines.
+    of a fleet's machines. ``incomplete`` maps each run that lacks records of planned cells to the part
+    of its plan that was measured.
     """
 
     environment: dict[str, Setting]
@@ -33,6 +35,7 @@ class MeasuredRuns:
     warnings: tuple[str, ...] = ()
     machines: tuple[str, ...] = ()
     nodes: tuple[str, ...] = ()
+    incomplete: Mapping[Path, Coverage] = field(default_factory=dict)
 
 
 def read_runs(folders: Sequence[Path]) -> MeasuredRuns:
@@ -41,8 +44,8 @@ def read_runs(folders: Sequence[Path]) -> MeasuredRuns:
     Raises:
         RecordError: a folder is not a run, or contains no record.
     """
-    warnings, runs = _read(folders)
-    return _measured(runs, warnings)
+    warnings, runs, incomplete = _read(folders)
+    return replace(_measured(runs, warnings), incomplete=incomplete)
 
 
 def read_machines(folders: Sequence[Path]) -> dict[str, MeasuredRuns]:
@@ -50,7 +53,7 @@ def read_machines(folders: Sequence[Path]) -> dict[str, MeasuredRuns]:
 
     Cells that were skipped belong to no machine. Raises errors as ``read_runs`` does.
     """
-    warnings, runs = _read(folders)
+    warnings, runs, _ = _read(folders)
     machines: dict[str, None] = {}
     for run in runs:
         machines |= dict.fromkeys(_machine_of(each) for each in run.results if each.environment)
@@ -73,19 +76,25 @@ def read_machines(folders: Sequence[Path]) -> dict[str, MeasuredRuns]:
     }
 
 
-def _read(folders: Sequence[Path]) -> tuple[tuple[str, ...], list[SeriesRun]]:
+def _read(
+    folders: Sequence[Path],
+) -> tuple[tuple[str, ...], list[SeriesRun], dict[Path, Coverage]]:
     warnings: list[str] = []
     runs: list[SeriesRun] = []
+    incomplete: dict[Path, Coverage] = {}
     for folder in folders:
         records = run_folder.read(folder)
         if not records.results:
             raise RecordError(
                 f"{folder} contains no record: nothing was measured",
-                f"measure first: weighin bench --resume {quote(str(folder))}",
+                f"measure first: {records.coverage.again}" if records.coverage else "",
             )
         warnings += records.warnings
-        runs.append(SeriesRun(records.results, _is_search(folder)))
-    return tuple(warnings), runs
+        if records.missing and records.coverage:
+            incomplete[folder] = records.coverage
+        is_search = records.coverage is not None and records.coverage.is_search
+        runs.append(SeriesRun(records.results, is_search))
+    return tuple(warnings), runs, incomplete
 
 
 def _measured(runs: Sequence[SeriesRun], warnings: tuple[str, ...]) -> MeasuredRuns:
@@ -104,11 +113,6 @@ def _machine_of(result: Result) -> str:
     return fingerprint(result.environment)
 
 
-def _is_search(folder: Path) -> bool:
-    """Return whether the run is a floor search; a run without a plan counts as a bench run."""
-    return (folder / run_folder.PLAN).exists() and "within" in run_folder.read_plan(folder).settings
-
-
 def check(
     measured: MeasuredRuns,
     baseline_file: Path | None,
@@ -116,12 +120,14 @@ def check(
     extra_budgets: Sequence[str] = (),
     metrics: Sequence[str] = (),
     expected: Sequence[str] = (),
+    partial: bool = False,
 ) -> GateResult:
     """Judge runs against a baseline file and budgets.
 
     Args:
         metrics: the metrics to compare with the baseline file; all metrics if empty.
         expected: expected outcomes, in addition to the expected outcomes in the baseline file.
+        partial: judge the measured cells of a run that is not complete, which otherwise fails.
 
     Raises:
         ConfigError: there is neither a baseline file nor a budget, or an input is invalid.
@@ -140,7 +146,29 @@ def check(
     added = tuple(budgets.parse(text) for text in extra_budgets)
     typed = _parsed(expected)
     rules = replace(rules, budgets=(*rules.budgets, *added), expected=(*rules.expected, *typed))
-    return evaluate(baseline, rules, measured.environment, measured.series)
+    if partial and baseline:
+        baseline = replace(baseline, series=_without_pending(baseline.series, measured))
+    result = evaluate(baseline, rules, measured.environment, measured.series)
+    if partial:
+        notes = [f"{run}: {covered}" for run, covered in measured.incomplete.items()]
+        return replace(result, notes=(*result.notes, *notes))
+    return replace(result, lines=(*_incomplete(measured), *result.lines))
+
+
+def _incomplete(measured: MeasuredRuns) -> Iterator[Line]:
+    """Yield a failing line for each run that lacks records of planned cells."""
+    for run, covered in measured.incomplete.items():
+        text = (
+            f"{run}: {covered}; {covered.again} measures the rest, --partial judges only this part"
+        )
+        yield Line(LineVerdict.MISSING, "run", "cells", text)
+
+
+def _without_pending(series: dict[str, Series], measured: MeasuredRuns) -> dict[str, Series]:
+    """Return the series of a baseline without those that a run plans and has not measured yet."""
+    pending = {name_of(cell) for one in measured.incomplete.values() for cell in one.pending}
+    left = pending - measured.series.keys()
+    return {name: one for name, one in series.items() if name not in left}
 
 
 def update(
@@ -148,18 +176,26 @@ def update(
     baseline_file: Path,
     *,
     expected: Sequence[str] = (),
+    partial: bool = False,
     accept: Callable[[Sequence[str]], bool],
 ) -> list[str]:
     """Write the measured figures into the baseline file, and return the lines of the diff.
 
     ``expected`` outcomes are added to the file. ``accept`` gets one line for each series that is
     not ok and whose outcome is not expected, and returns whether to expect these outcomes from now
-    on.
+    on. ``partial`` writes a baseline of a run that is not complete.
 
     Raises:
         ConfigError: some cell could not be measured, or the file is invalid or not writable.
-        NoBaseline: a strategy loaded wrong weights or failed, or an outcome was not accepted.
+        NoBaseline: a run is not complete, a strategy loaded wrong weights or failed, or an outcome was
+            not accepted.
     """
+    if measured.incomplete and not partial:
+        run, covered = next(iter(measured.incomplete.items()))
+        raise NoBaseline(
+            f"cannot make a baseline of a part of a run: {run}: {covered}",
+            f"measure the rest: {covered.again}; or add --partial",
+        )
     _refuse(measured)
     typed = _parsed(expected)
     present = baselines.read(baseline_file).rules.expected if baseline_file.exists() else ()

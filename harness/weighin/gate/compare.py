@@ -271,7 +271,8 @@ def _headings(names: Sequence[str], runs: Sequence[MeasuredRuns], own: set[int])
     """Yield a heading for each run: its name, commit and differences from the first."""
     for letter, name, run in zip(ascii_uppercase, names, runs, strict=False):
         words = next(iter(run.series)).split(" ")
-        facts = [words[place] for place in sorted(own)]
+        facts = [str(covered) for covered in run.incomplete.values()]
+        facts += [words[place] for place in sorted(own)]
         for key, before in (("git_commit", "commit "), ("torch", "torch ")):
             if value := run.environment.get(key):
                 facts.append(

@@ -1,7 +1,7 @@
 """Answer a question to ``weighin recommend`` as a table, as JSON, and as code to paste."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shlex import quote
 from typing import Any, Final
@@ -68,11 +68,15 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The answer: all candidates, best first, and the code of the best candidate."""
+    """The answer: all candidates, best first, and the code of the best candidate.
+
+    ``incomplete`` has a text for each run among the sources that was stopped before its last cell.
+    """
 
     question: Question
     candidates: tuple[Candidate, ...]
     code: str = ""
+    incomplete: tuple[str, ...] = ()
 
     @property
     def best(self) -> Candidate | None:
@@ -84,7 +88,7 @@ class Advice:
     def notes(self) -> tuple[str, ...]:
         """Notes on costs or steps that the answer leaves out, with the command for each."""
         asked = self.question
-        notes = []
+        notes = [f"Measured figures are from a part of a run: {text}." for text in self.incomplete]
         if asked.model.builder == SYNTHESISED:
             notes.append(
                 f"{asked.model.name} was given without its model, so the answer leaves out the cost of"
@@ -183,7 +187,8 @@ def advise(question: Question, prior: PriorKnowledge) -> Advice:
         for one, prediction, evidence in zip(prior.planned, prior.predictions, records, strict=True)
     ]  # fmt: skip
     allowed = [one for one in judged if _is_allowed(one, question.allow)]
-    advice = Advice(question, tuple(ranked(allowed)))
+    texts = (text for one in prior.evidence.values() for text in one.incomplete)
+    advice = Advice(question, tuple(ranked(allowed)), incomplete=tuple(dict.fromkeys(texts)))
     if not advice.best:
         return advice
     info = registry.strategy(advice.best.strategy)
@@ -195,7 +200,7 @@ def advise(question: Question, prior: PriorKnowledge) -> Advice:
             folder=folder,
             auto=auto_class(model["config"], model["architecture"]) if "code" in model else "",
         )  # fmt: skip
-        return Advice(question, advice.candidates, code)
+        return replace(advice, code=code)
     if question.selection:
         checkpoint = _file_name(advice.best.format)
     try:
@@ -204,7 +209,7 @@ def advise(question: Question, prior: PriorKnowledge) -> Advice:
         code = (
             f"# {info.name} cannot be written as one function: {why}. Its code is in {info.path}\n"
         )
-    return Advice(question, advice.candidates, code)
+    return replace(advice, code=code)
 
 
 def _folder(question: Question) -> str | None:

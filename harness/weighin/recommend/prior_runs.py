@@ -26,6 +26,7 @@ class Evidence:
         anon_bytes: sampled maximum of anonymous memory, and of shared memory if there was any, over
             the cells that ended ok.
         ready_s: ready times of the cells that ended ok, by RAM limit.
+        incomplete: a text for each run among the sources that was stopped before its last cell.
     """
 
     ok_limits: list[int | None] = field(default_factory=list)
@@ -33,6 +34,7 @@ class Evidence:
     anon_bytes: int | None = None
     cuda_reserved_bytes: int | None = None
     ready_s: dict[int | None, list[float]] = field(default_factory=dict)
+    incomplete: dict[str, None] = field(default_factory=dict)
 
     def take(self, result: Result) -> None:
         """Add the record of one cell."""
@@ -97,7 +99,7 @@ def find(folders: Iterable[Path], wanted: Cell) -> dict[tuple[str, str], Evidenc
     """
     here = environment.machine()
     evidence: dict[tuple[str, str], Evidence] = {}
-    for result in _results(folders):
+    for result, incomplete in _results(folders):
         cell = result.cell
         same_machine = all(result.environment.get(key) == here[key] for key in _SAME_MACHINE)
         same_machine &= CONCURRENT not in result.environment  # its times are not comparable
@@ -108,13 +110,18 @@ def find(folders: Iterable[Path], wanted: Cell) -> dict[tuple[str, str], Evidenc
             wanted.model, wanted.device, wanted.dtype, wanted.cache, wanted.ranks, {}, {},
         )  # fmt: skip
         if same_machine and same_load and cell.operation == "load" and not cell.vram_limit_bytes:
-            evidence.setdefault((cell.strategy, cell.format), Evidence()).take(result)
+            one = evidence.setdefault((cell.strategy, cell.format), Evidence())
+            one.take(result)
+            one.incomplete |= dict.fromkeys(incomplete)
     return evidence
 
 
-def _results(folders: Iterable[Path]) -> Iterator[Result]:
+def _results(folders: Iterable[Path]) -> Iterator[tuple[Result, tuple[str, ...]]]:
+    """Yield the results of all runs, each with a text if its run was stopped before its last cell."""
     for folder in folders:
         runs = [folder] if (folder / run_folder.RECORDS).exists() else sorted(folder.glob("*/"))
         for run in runs:
             if (run / run_folder.RECORDS).exists():
-                yield from run_folder.read(run).results
+                records = run_folder.read(run)
+                texts = (f"{run}: {records.coverage}",) if records.missing else ()
+                yield from ((result, texts) for result in records.results)

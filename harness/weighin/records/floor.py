@@ -1,6 +1,6 @@
 """Compute the RAM floor of a series: the smallest limit under which it ends ok.
 
-The only input is results; ``weighin.run.bisection`` chooses the cells to measure. A limit *works*
+The only input is results; ``weighin.records.bisection`` chooses the cells to measure. A limit *works*
 if every cell under the limit ended ok. A limit *fails* if a cell under the limit ran out of memory:
 the kernel killed the cell, or the cell timed out although the load ends in time without a limit.
 The floor is the smallest working limit above all failing limits. The floor is confirmed by

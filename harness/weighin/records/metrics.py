@@ -96,11 +96,6 @@ class Metric:
         return f"{sign}{text}{share}"
 
 
-def _above_import(result: Result) -> int | None:
-    peak, before = result.peaks.rss_bytes, result.baseline
-    return None if peak is None or before is None else peak - before.rss_bytes
-
-
 def _ready_anon(result: Result) -> int | None:
     last = _LAST[result.cell.operation]
     ready = next((phase for phase in result.phases if phase.name == last), None)
@@ -119,7 +114,7 @@ METRICS: Final = {
     metric.name: metric
     for metric in (
         Metric("peak_rss", "bytes", "peak_rss", True, _HEAP, lambda r: r.peaks.rss_bytes),
-        Metric("above_import", "bytes", "peak_rss", True, _HEAP, _above_import),
+        Metric("above_import", "bytes", "peak_rss", True, _HEAP, lambda r: r.above_import_bytes),
         Metric("anon", "bytes", "peak_rss", False, _HEAP, lambda r: r.peaks.anon_sampled_bytes),
         Metric("ready_anon", "bytes", "end_anon", True, _HEAP, _ready_anon),
         Metric("peak_cgroup", "bytes", "peak_cgroup", True, _CACHE, lambda r: r.peaks.cgroup_bytes),

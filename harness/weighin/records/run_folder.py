@@ -13,7 +13,7 @@ results/README.md is the contract for every field.
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from io import FileIO
@@ -28,6 +28,7 @@ from weighin import atomic, install
 from weighin.cell import Cell
 from weighin.errors import DamagedRecord, RecordError, SchemaTooNew
 from weighin.record import SCHEMA, Result
+from weighin.records.coverage import Coverage, coverage
 from weighin.records.validate import impossible
 
 RECORDS: Final = "records.jsonl"
@@ -51,12 +52,22 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """The results of a run in the order of measurement, and warnings about their file."""
+    """The results of a run in the order of measurement, and warnings about their file.
+
+    ``coverage`` compares the results with the run's plan; None for a run without a plan, of which
+    nobody can say whether it is complete. An incomplete run causes a warning too.
+    """
 
     results: tuple[Result, ...]
     warnings: tuple[str, ...] = ()
+    coverage: Coverage | None = None
     damage: RecordError | None = None
     """The error for the first line that is not a record; set by ``read_whole`` only."""
+
+    @property
+    def missing(self) -> int | None:
+        """The number of planned cells without a record; None for a run without a plan."""
+        return None if self.coverage is None else len(self.coverage.pending)
 
 
 _RESULT: Final = TypeAdapter(Result)
@@ -131,7 +142,8 @@ def read_whole(run: Path) -> Records:
     """
     path = run / RECORDS
     if not path.exists() and (run / PLAN).exists():
-        return Records(())
+        covered, warnings = _covered(run, ())
+        return Records((), tuple(warnings), covered)
     lines = _read(path).split(b"\n")
     warnings = []
     if lines[-1].strip() and not _is_json(lines[-1]):
@@ -151,7 +163,22 @@ def read_whole(run: Path) -> Records:
     warnings += [f"{error.message}: this line is left out" for error in damages[:_DAMAGES_TOLD]]
     if len(damages) > _DAMAGES_TOLD:
         warnings.append(f"{len(damages) - _DAMAGES_TOLD} more lines of {path} are left out")
-    return Records(tuple(results), tuple(warnings), damages[0] if damages else None)
+    covered, more = _covered(run, results)
+    return Records(tuple(results), (*warnings, *more), covered, damages[0] if damages else None)
+
+
+def _covered(run: Path, results: Sequence[Result]) -> tuple[Coverage | None, list[str]]:
+    """Compare the results with the plan; return warnings if the run is not complete."""
+    if not (run / PLAN).exists():
+        return None, []
+    try:
+        plan = read_plan(run)
+    except RecordError as error:
+        return None, [f"{error.message}: nobody can say whether the run is complete"]
+    covered = coverage(run, plan.cells, plan.settings, results)
+    if not covered.pending:
+        return covered, []
+    return covered, [f"{run}: {covered}; {covered.again} measures the rest"]
 
 
 def decode(line: bytes, place: str, repair: str = "") -> Result:
@@ -224,18 +251,6 @@ def read_plan(run: Path) -> Plan:
     """
     path = run / PLAN
     return _parse(_PLAN, _read(path), str(path), "start a new run: this one cannot be resumed")
-
-
-def pending(cells: Iterable[Cell], results: Iterable[Result]) -> list[Cell]:
-    """Return the cells without a record, in order; cells are equal if all their fields are."""
-    # Compared as JSON, because a cell contains dicts, in which a tuple is read back as a list.
-    measured = {identity(result.cell) for result in results}
-    return [cell for cell in cells if identity(cell) not in measured]
-
-
-def identity(cell: Cell) -> str:
-    """Return a text that is equal for two cells only if all their fields are equal."""
-    return json.dumps(asdict(cell), sort_keys=True, default=str)
 
 
 def _encode(value: dict[str, Any], name: str, indent: int | None = None) -> bytes:

@@ -2,6 +2,10 @@
 
 A series has the same name as in ``weighin check``. The figures of a series are the median, the
 lowest and the highest value of its ok repeats. Repeats that are not ok are only counted.
+
+``missing`` is the number of cells that a run's plan has and its records lack: 0 for a complete run,
+None for a run without a plan. The exports carry it as ``missing_cells``, so that the figures of a run
+that was stopped do not pass for those of a complete run.
 """
 
 import json
@@ -9,6 +13,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, Final
+
+import pandas as pd
 
 from weighin.cell import Cell
 from weighin.errors import extra
@@ -23,15 +29,20 @@ if TYPE_CHECKING:
     from prometheus_client import Metric as Family
 
 _NOT_OK: Final = "not_ok_repeats"
+_MISSING: Final = "missing_cells"
+_RUN: Final = "run"
+"""The name of the benchmark that has the number of missing cells."""
 _NS: Final = 1e9
 
 
-def bencher(results: Sequence[Result]) -> str:
+def bencher(results: Sequence[Result], missing: int | None = None) -> str:
     """Return Bencher Metric Format: JSON that ``bencher run --adapter json`` reads.
 
     https://bencher.dev/docs/reference/bencher-metric-format
     """
     benchmarks: dict[str, dict[str, dict[str, int]]] = {}
+    if missing is not None:
+        benchmarks[_RUN] = {_MISSING: {"value": missing}}
     for name, series in summarise([SeriesRun(_run(results))]).items():
         benchmarks[name] = {_NOT_OK: {"value": _not_ok(results, name)}}
         for metric, figure in _figures(series):
@@ -43,12 +54,14 @@ def bencher(results: Sequence[Result]) -> str:
     return json.dumps(benchmarks, indent=1, ensure_ascii=False) + "\n"
 
 
-def github_action_benchmark(results: Sequence[Result]) -> str:
+def github_action_benchmark(results: Sequence[Result], missing: int | None = None) -> str:
     """Return the JSON of github-action-benchmark's tool ``customSmallerIsBetter``.
 
     https://github.com/benchmark-action/github-action-benchmark
     """
     entries: list[dict[str, Any]] = []
+    if missing is not None:
+        entries.append({"name": f"{_RUN} {_MISSING}", "unit": "cells", "value": missing})
     for name, series in summarise([SeriesRun(_run(results))]).items():
         entries.append({"name": f"{name} {_NOT_OK}", "unit": "repeats", "value": _not_ok(results, name), "extra": f"{series.repeats} repeats: {series.outcome}"})  # fmt: skip
         for metric, figure in _figures(series):
@@ -64,7 +77,7 @@ def github_action_benchmark(results: Sequence[Result]) -> str:
     return json.dumps(entries, indent=1, ensure_ascii=False) + "\n"
 
 
-def openmetrics(results: Sequence[Result]) -> str:
+def openmetrics(results: Sequence[Result], missing: int | None = None) -> str:
     """Return figures in bytes and seconds as OpenMetrics text, which Prometheus reads.
 
     https://prometheus.io/docs/specs/om/open_metrics_spec
@@ -77,13 +90,15 @@ def openmetrics(results: Sequence[Result]) -> str:
         from prometheus_client.openmetrics.exposition import generate_latest
 
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collected(_families(_run(results))))
+    registry.register(_Collected([*_missing_family(missing), *_families(_run(results))]))
     text: bytes = generate_latest(registry)
     return text.decode()
 
 
-def parquet(results: Sequence[Result]) -> bytes:
+def parquet(results: Sequence[Result], missing: int | None = None) -> bytes:
     """Return a Parquet file with one row per cell: the columns of ``dataframe.cells``, unrounded.
+
+    Every row also has the run's number of missing cells.
 
     Raises:
         ConfigError: pyarrow is not installed.
@@ -92,6 +107,7 @@ def parquet(results: Sequence[Result]) -> bytes:
         import pyarrow  # noqa: F401  # an extra, because it takes 170 MB and few users need it
     file = BytesIO()
     table = dataframe.cells(results).drop(columns="group")
+    table[_MISSING] = pd.array([missing] * len(table), dtype="Int64")
     table.to_parquet(file, engine="pyarrow", index=False)
     return file.getvalue()
 
@@ -104,6 +120,17 @@ class _Collected:
 
     def collect(self) -> Iterator["Family"]:
         yield from self._families
+
+
+def _missing_family(missing: int | None) -> Iterator["Family"]:
+    from prometheus_client.core import GaugeMetricFamily
+
+    if missing is not None:
+        family = GaugeMetricFamily(
+            f"weighin_{_MISSING}", "cells of the plan that were not measured"
+        )
+        family.add_metric([], missing)
+        yield family
 
 
 def _families(results: Sequence[Result]) -> Iterator["Family"]:

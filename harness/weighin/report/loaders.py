@@ -157,7 +157,10 @@ def main() -> None:
     folders = [Path(name) for name in sys.argv[1:]]
     predictions = [each.prediction for folder in folders for each in check(folder)]
     floors = {each.cell.series: each.floor_bytes for each in predictions}
-    sys.stdout.write(page([run_folder.read(folder).results for folder in folders], floors))
+    runs = [run_folder.read(folder) for folder in folders]
+    for warning in (text for run in runs for text in run.warnings):
+        print(warning, file=sys.stderr)
+    sys.stdout.write(page([run.results for run in runs], floors))
 
 
 if __name__ == "__main__":

@@ -19,14 +19,22 @@ SCHEMA: Final = 1
 
 
 def of_run(
-    run: Path, results: Sequence[Result], files: Sequence[Path], warnings: Sequence[str] = ()
+    run: Path,
+    results: Sequence[Result],
+    files: Sequence[Path],
+    warnings: Sequence[str] = (),
+    missing: int | None = None,
 ) -> dict[str, Any]:
-    """Return a run: the rows of its summary.csv as ``series``, and the paths of written files."""
+    """Return a run: the rows of its summary.csv as ``series``, and the paths of written files.
+
+    ``missing`` is the number of planned cells without a record.
+    """
     rows = dataframe.series(results).drop(columns="group").to_dict("records")
     return {
         "schema": SCHEMA,
         "run": str(run),
         "series": [{str(key): _plain(value) for key, value in row.items()} for row in rows],
+        "missing_cells": missing,
         "warnings": list(warnings),
         "files": [str(path) for path in files],
     }

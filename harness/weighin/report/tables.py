@@ -51,12 +51,14 @@ def markdown_cells(frame: pd.DataFrame, heading: str) -> Iterator[str]:
         yield from (*markdown_lines(table), "")
 
 
-def write_summary(results: Sequence[Result], file: TextIO) -> None:
+def write_summary(results: Sequence[Result], file: TextIO, missing: int | None = None) -> None:
     """Write one CSV line per series with unrounded bytes and seconds; missing figures are empty.
+
+    The last column is ``missing``, the number of cells that the run's plan has and its records lack.
 
     A text that a spreadsheet would read as a formula gets a leading apostrophe.
     """
-    frame = series(results).drop(columns="group")
+    frame = series(results).drop(columns="group").assign(missing_cells=missing)
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(frame.columns)
     for row in frame.to_dict("records"):

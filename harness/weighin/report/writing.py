@@ -21,12 +21,16 @@ TIMELINE: Final = "timeline"
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """The material of a report; ``formats`` are the requested formats."""
+    """The material of a report; ``formats`` are the requested formats.
+
+    ``missing`` is the number of cells of the plan without a record, None if the run has no plan.
+    """
 
     folder: Path
     results: Sequence[Result]
     warnings: Sequence[str]
     formats: Sequence[str]
+    missing: int | None
 
 
 def write(run: Path, formats: Iterable[str] = DEFAULT) -> list[Path]:
@@ -36,7 +40,7 @@ def write(run: Path, formats: Iterable[str] = DEFAULT) -> list[Path]:
         if name not in FORMATS:
             raise UnknownName("format", name, FORMATS)
     records = run_folder.read_whole(run)
-    material = _Run(run, records.results, records.warnings, wanted)
+    material = _Run(run, records.results, records.warnings, wanted, records.missing)
     paths = []
     for name in wanted:
         paths += [_write(run / file, text) for file, text in FORMATS[name](material).items()]
@@ -58,7 +62,7 @@ def _page(run: _Run) -> dict[str, bytes]:
 
 def _csv(run: _Run) -> dict[str, bytes]:
     file = StringIO(newline="")
-    tables.write_summary(run.results, file)
+    tables.write_summary(run.results, file, run.missing)
     return {"summary.csv": file.getvalue().encode()}
 
 
@@ -91,10 +95,14 @@ FORMATS: Final[dict[str, Callable[[_Run], dict[str, bytes]]]] = {
     "csv": _csv,
     "png": lambda run: _drawn(run, "png"),
     "svg": lambda run: _drawn(run, "svg"),
-    "bmf": lambda run: {"bmf.json": exports.bencher(run.results).encode()},
-    "gha": lambda run: {"gha.json": exports.github_action_benchmark(run.results).encode()},
-    "openmetrics": lambda run: {"openmetrics.txt": exports.openmetrics(run.results).encode()},
-    "parquet": lambda run: {"cells.parquet": exports.parquet(run.results)},
+    "bmf": lambda run: {"bmf.json": exports.bencher(run.results, run.missing).encode()},
+    "gha": lambda run: {
+        "gha.json": exports.github_action_benchmark(run.results, run.missing).encode()
+    },
+    "openmetrics": lambda run: {
+        "openmetrics.txt": exports.openmetrics(run.results, run.missing).encode()
+    },
+    "parquet": lambda run: {"cells.parquet": exports.parquet(run.results, run.missing)},
 }
 
 

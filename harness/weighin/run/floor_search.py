@@ -8,10 +8,10 @@ from shlex import quote
 from weighin.errors import ConfigError, RecordError
 from weighin.probes import environment
 from weighin.record import Result
+from weighin.records.bisection import next_cell
 from weighin.records.floor import COARSEST, bracket, results_of, searched, stopped_by, why_stopped
 from weighin.run import request as bench
 from weighin.run import runner
-from weighin.run.bisection import next_cell
 from weighin.run.request import Request
 from weighin.run.runner import Progress, Run
 from weighin.suite.matrix import Planned

@@ -11,9 +11,9 @@ from typing import Any, Final
 from weighin.cell import Cell
 from weighin.errors import RecordError
 from weighin.record import Result
-from weighin.records import run_folder
+from weighin.records import coverage, run_folder
 from weighin.records.run_folder import Plan
-from weighin.run.shard import Shard, parse
+from weighin.records.shard import Shard, parse
 
 SCHEMA: Final = 1
 _OF_A_PART: Final = ("shard", "engine")
@@ -70,7 +70,7 @@ def merge(folders: Sequence[Path], out: Path) -> Merged:
         _check_same_plan(parts[0], part)
     results = _joined(parts)
     plan = parts[0].plan
-    missing = run_folder.pending(plan.cells, results)
+    missing = coverage.pending(plan.cells, results)
     _write(parts, results, out)
     return Merged(
         folder=out,
@@ -95,7 +95,7 @@ def _check_same_plan(first: _Part, other: _Part) -> None:
             f"{first.folder} and {other.folder} have different plans ({shown})", repair
         )
     ours, theirs = (
-        [run_folder.identity(cell) for cell in part.plan.cells] for part in (first, other)
+        [coverage.identity(cell) for cell in part.plan.cells] for part in (first, other)
     )
     if ours != theirs:
         only = [*(set(theirs) - set(ours)), *(set(ours) - set(theirs))]
@@ -116,7 +116,7 @@ def _joined(parts: Sequence[_Part]) -> list[Result]:
     measured_in: dict[str, Path] = {}
     for part in parts:
         for result in part.results:
-            key = run_folder.identity(result.cell)
+            key = coverage.identity(result.cell)
             if key in measured_in:
                 raise RecordError(
                     f"{measured_in[key]} and {part.folder} both measured the cell {result.cell.id}",
@@ -142,13 +142,13 @@ def _write(parts: Sequence[_Part], results: Sequence[Result], out: Path) -> None
     """Write the new run under another name, and rename it when it is complete."""
     unfinished = out.with_name(f".{out.name}.merging")
     folders = {
-        run_folder.identity(result.cell): part.folder for part in parts for result in part.results
+        coverage.identity(result.cell): part.folder for part in parts for result in part.results
     }
     with run_folder.writing(unfinished):
         shutil.rmtree(unfinished, ignore_errors=True)
         run_folder.write_plan(unfinished, parts[0].plan.cells, _shared(parts[0].plan.settings))
         for result in results:
-            _copy_files(folders[run_folder.identity(result.cell)], result, unfinished)
+            _copy_files(folders[coverage.identity(result.cell)], result, unfinished)
             run_folder.append(unfinished, result)
         unfinished.rename(out)
 

@@ -29,9 +29,9 @@ from weighin.formats.pretrained_folder import (
 from weighin.formats.selection import WHOLE, Selection
 from weighin.isolation import preload, select
 from weighin.records import run_folder
+from weighin.records.shard import Shard, parse
 from weighin.run import trust
 from weighin.run.runner import Run
-from weighin.run.shard import Shard, parse
 from weighin.run.site import THIS_MACHINE, Site
 from weighin.suite import packages, registry, user_code
 from weighin.suite.config import Suite
@@ -74,17 +74,14 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
         ConfigError, UnknownName, IsolationUnavailable, RecordError: the run cannot start.
     """
     suite = request.suite
-    checkpoint = registry.own_checkpoint(suite.models, request.checkpoint)
-    checkpoint = _own(checkpoint) or _pretrained(suite.models)
+    checkpoint = registry.checkpoint_of(suite, request.checkpoint)
+    checkpoint = _own(checkpoint) or _pretrained(suite.sources)
     _check_selection(request.selection, checkpoint)
-    models = tuple(
-        registry.model(
-            name,
-            request.kwargs or None,
-            request.selection,
-            trust_remote_code=request.trust_remote_code,
-        )
-        for name in suite.models
+    models = registry.models_of(
+        suite,
+        request.kwargs,
+        request.selection,
+        trust_remote_code=request.trust_remote_code,
     )
     strategies = registry.chosen(suite)
     _check_names("models", [(spec.title, spec.builder) for spec in models])
@@ -126,7 +123,7 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
     _check_own_selections(planned, request.selection, _own_format(checkpoint))
     folders = [Path(code["folder"]) for model in models if (code := code_of(model))]
     mounts = _existing((*request.mounts, *folders))
-    python_path = user_code.import_path(suite.models)
+    python_path = user_code.import_path(suite.sources)
     folder = request.folder or Path("results") / _name(request)
     _check_folder(folder, request.verb)
     settings = {
@@ -256,7 +253,10 @@ def resumable(verb: str, task: Run) -> Iterator[None]:
     try:
         yield
     except Interrupted as stopped:
-        raise Interrupted(stopped.message, f"resume it: {again}") from None
+        message = stopped.message
+        if (task.folder / run_folder.PLAN).exists():
+            message += f"; {run_folder.read_whole(task.folder).coverage}"
+        raise Interrupted(message, f"resume it: {again}") from None
     except (RecordError, IsolationUnavailable, NoNodeLeft, StillRunning) as error:
         if (task.folder / run_folder.RECORDS).exists() and "--resume" not in error.repair:
             error.repair += f"; then resume: {again}"
@@ -295,7 +295,7 @@ def _pretrained(models: Sequence[str]) -> Path | None:
 
 def _dtype(suite: Suite) -> str:
     """Return the dtype of all cells; raise ConfigError if "auto" differs between the models."""
-    dtypes = {registry.model_dtype(name, suite.dtype) for name in suite.models}
+    dtypes = {registry.model_dtype(name, suite.dtype) for name in suite.sources}
     if len(dtypes) > 1:
         raise ConfigError(
             f"the models have different dtypes: {', '.join(sorted(dtypes))}",
@@ -395,7 +395,10 @@ def _check_folder(folder: Path, verb: str) -> None:
 
 def _name(request: Request) -> str:
     limits = [limit for limit in request.suite.ram if limit is not None]
-    words = [datetime.now().astimezone().strftime("%Y%m%dT%H%M%S"), *request.suite.models]
+    words = [
+        datetime.now().astimezone().strftime("%Y%m%dT%H%M%S"),
+        *(model.title for model in request.suite.models),
+    ]
     words += ["saving"] if request.suite.operation == "save" else []
     words += [format_exact(limit) for limit in limits] if request.within is None else ["floor"]
     return "-".join(words).replace(os.sep, "_").replace(":", "_")

@@ -17,7 +17,7 @@ from weighin.isolation.base import Isolation, Running
 from weighin.probes import environment
 from weighin.protocol import ACKNOWLEDGEMENT, decode_event
 from weighin.record import SCHEMA, Memory, Outcome, Result
-from weighin.records import run_folder
+from weighin.records import coverage, run_folder
 from weighin.run import interrupts, save_target
 from weighin.run.bytecode import compile_code
 from weighin.run.cell_runner import CellMeasurement, Setting, take
@@ -136,7 +136,7 @@ def _run(task: Run, progress: Progress, following: Following | None) -> None:
         _remove_leftovers(task, progress)
         results = list(run_folder.read(task.folder).results)
         if following is None:
-            todo = {cell.id for cell in run_folder.pending([p.cell for p in task.planned], results)}
+            todo = {cell.id for cell in coverage.pending([p.cell for p in task.planned], results)}
             needed = [planned for planned in task.planned if planned.cell.id in todo]
             cells = iter(needed)
         else:

@@ -110,7 +110,7 @@ _Limit = Annotated[StrictInt | None, BeforeValidator(_as_limit)]
 class Strict(BaseModel):
     """Base class of the YAML models: an unknown key is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class _ModelFile(Strict):
@@ -124,7 +124,68 @@ class SuiteStrategy(Strict):
     """One strategy of a suite, with its options."""
 
     name: str
+    """A name of `weighin list strategies`, or the path of a file, such as `./mine.py`."""
     options: dict[str, Any] = {}
+    """The options of the strategy, as its file declares them."""
+
+
+class SuiteModel(Strict):
+    """One model of a suite: a name, or a folder, a builder or a checkpoint of the user's own."""
+
+    name: str = ""
+    """The name of the model in reports. Without `builder` and `folder`, a model as on the command line: `gpt2-medium`."""
+    builder: str = ""
+    """The function that returns the model: `mypackage.nets:build`, or `path/nets.py:build`."""
+    kwargs: dict[str, Any] = {}
+    """The arguments of the builder."""
+    checkpoint: str = ""
+    """The file or folder with the model's weights. Without it, weighin generates random weights. Without `builder` and `name`, the model consists of the tensors in the checkpoint."""
+    folder: str = ""
+    """A Hugging Face folder, in place of `builder`, `kwargs` and `checkpoint`."""
+
+    @property
+    def source(self) -> str:
+        """The model as it is written on a command line."""
+        if self.builder or self.folder:
+            return self.builder or self.folder
+        return self.name or f"from:{self.checkpoint}"
+
+    @property
+    def title(self) -> str:
+        """The name of the model in a report or a folder's name."""
+        return self.name or self.source
+
+
+def _as_models(value: object) -> object:
+    return [
+        item if isinstance(item, dict | SuiteModel) else {"name": item} for item in _as_list(value)
+    ]
+
+
+def _check_model(model: SuiteModel) -> SuiteModel:
+    if not (model.name or model.builder or model.folder or model.checkpoint):
+        raise ValueError("the model has no name", "add builder, folder or checkpoint")
+    if model.builder and ":" not in model.builder:
+        raise ValueError(
+            f"{model.builder!r} is not a builder",
+            "write package.module:function or file.py:function",
+        )
+    if model.folder and (model.builder or model.kwargs or model.checkpoint):
+        raise ValueError(
+            f"the folder {model.folder} brings its own code and weights",
+            "leave builder, kwargs and checkpoint out",
+        )
+    return model
+
+
+def _check_models(models: list[SuiteModel]) -> list[SuiteModel]:
+    own = [model for model in models if model.checkpoint or model.folder]
+    if own and len(models) > 1:
+        raise ValueError(
+            f"{own[0].title} has weights of its own, and a run has one checkpoint",
+            "leave the other models out, and write a suite for each model with weights of its own",
+        )
+    return models
 
 
 def _as_strategies(value: object) -> object:
@@ -162,24 +223,40 @@ def _default_strategies(operation: str) -> list[SuiteStrategy]:
 class Suite(Strict):
     """A matrix of cells: every model x limit x strategy, ``repeats`` times."""
 
-    models: Annotated[list[str], BeforeValidator(_as_list), Field(min_length=1)]
+    models: Annotated[
+        list[Annotated[SuiteModel, AfterValidator(_check_model)]],
+        BeforeValidator(_as_models),
+        AfterValidator(_check_models),
+        Field(min_length=1),
+    ]
+    """The models: a name of `weighin list models`, a Hugging Face folder, `from:FILE`, a builder, or a mapping with the keys of a model."""
     operation: Literal["load", "save"] = "load"
+    """Whether the strategies load a checkpoint or save one."""
     strategies: Annotated[list[SuiteStrategy], BeforeValidator(_as_strategies)] = Field(
         default_factory=lambda known: _default_strategies(known.get("operation", "load")),
         min_length=1,
     )
+    """The strategies: names of `weighin list strategies`, paths of files (`./mine.py`), `all`, or mappings with the keys of a strategy."""
     ram: Annotated[list[_Limit], BeforeValidator(_as_list), Field(min_length=1)] = [None]
+    """RAM limits, such as `[8g, 6500m, none]`: each limit in cells of its own."""
     vram: Annotated[list[_Limit], BeforeValidator(_as_list), Field(min_length=1)] = [None]
+    """Limits of GPU memory, each in cells of its own."""
     ram_high: _Limit = None
+    """Soft RAM limit (cgroup v2), above which the kernel throttles a cell."""
     device: Annotated[str, AfterValidator(_as_device)] = "cpu"
+    """The device that holds the model: `cpu`, `cuda` or `cuda:1`."""
     isolation: Literal["auto", "docker", "cgroup", "process"] = "auto"
+    """How a cell is limited and measured. Name one in a gate: figures of different isolations are not comparable."""
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(_as_dtype)
     ] = "auto"
-    """The value "auto" is the dtype in a Hugging Face folder's config.json, or else float32."""
+    """The dtype of the loaded model. `auto` is the dtype in a Hugging Face folder's config.json, or else float32."""
     cache: Annotated[Literal["cold", "warm"], AfterValidator(_check_cache)] = "cold"
+    """Whether the checkpoint is out of the page cache at the start of a load, or was read beforehand."""
     format: Annotated[list[str], BeforeValidator(_as_list)] = []
+    """The formats of the checkpoint, each in cells of its own. Without it, each strategy reads its own format."""
     passes: Annotated[int, AfterValidator(_check_passes)] = Field(1, ge=0)
+    """The number of forward passes after a load."""
     ranks: Annotated[
         list[Annotated[int, BeforeValidator(_as_number), Field(ge=1, le=MOST_RANKS)]],
         BeforeValidator(_as_list),
@@ -188,13 +265,24 @@ class Suite(Strict):
     ] = [1]
     """The numbers of processes that load the model at once, each number in cells of its own."""
     repeats: int = Field(1, ge=1)
+    """How many times each cell is measured."""
     environment: Annotated[list[_Environment], BeforeValidator(_as_list), Field(min_length=1)] = [
         {}
     ]
+    """Environment variables of the worker, such as `{MALLOC_ARENA_MAX: 2}`; several mappings are compared."""
     timeout_s: float = Field(600, gt=0, allow_inf_nan=False)
+    """Seconds after which a cell is stopped."""
     steady: bool = False
+    """Whether free memory is written before each load, so that times vary less in virtual machines."""
     trace: bool = False
+    """Whether every event of PyTorch's CUDA allocator is recorded."""
     description: str = ""
+    """One line for `weighin list suites`."""
+
+    @property
+    def sources(self) -> list[str]:
+        """The models as they are written on a command line."""
+        return [model.source for model in self.models]
 
 
 def read_model(path: Path) -> ModelSpec:

@@ -6,7 +6,7 @@ saves.
 
 import ast
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.machinery import PathFinder
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -205,6 +205,45 @@ def own_checkpoint(names: Iterable[str], given: Path | None) -> Path | None:
             f"two checkpoints: {own[0]} and --checkpoint {given}", "leave --checkpoint out"
         )
     return Path(own[0].removeprefix(_FROM))
+
+
+def models_of(
+    suite: "Suite",
+    kwargs: dict[str, Any],
+    selection: Selection = WHOLE,
+    *,
+    trust_remote_code: bool = False,
+) -> tuple[ModelSpec, ...]:
+    """Return the models of a suite; ``kwargs`` are arguments of all of them, beside their own."""
+    specs = []
+    for entry in suite.models:
+        spec = model(
+            entry.source,
+            entry.kwargs | kwargs or None,
+            selection,
+            trust_remote_code=trust_remote_code,
+        )
+        specs.append(
+            replace(spec, name=entry.name) if entry.name and entry.name != entry.source else spec
+        )
+    return tuple(specs)
+
+
+def checkpoint_of(suite: "Suite", given: Path | None) -> Path | None:
+    """Return the checkpoint that a suite's model or --checkpoint gives, if any.
+
+    Raises:
+        ConfigError: several checkpoints are given.
+    """
+    own = next((one for one in suite.models if one.checkpoint), None)
+    if own is None or own.source.startswith(_FROM):
+        return own_checkpoint(suite.sources, given)
+    if given is not None:
+        raise ConfigError(
+            f"two checkpoints: {own.checkpoint} of the suite and --checkpoint {given}",
+            "leave --checkpoint out",
+        )
+    return Path(own.checkpoint)
 
 
 def model(

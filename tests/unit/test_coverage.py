@@ -1,0 +1,104 @@
+"""The records of a run and its plan: which part was measured, of cells, of a shard, of a search."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from factories import make_cell, make_result
+
+from weighin.cell import Cell
+from weighin.record import Outcome, Result
+from weighin.records import run_folder
+from weighin.records.bisection import next_cell
+from weighin.records.floor import floors
+from weighin.units import GIB
+
+STRATEGIES = ("baseline", "sequential", "meta_copy", "streaming")
+CELLS = [make_cell(name) for name in STRATEGIES]
+
+
+def run_of(folder: Path, count: int, cells: list[Cell] = CELLS, **settings: object) -> Path:
+    """A run with this plan, whose first ``count`` cells have records."""
+    run = folder / "run"
+    run_folder.write_plan(run, cells, settings)
+    for cell in cells[:count]:
+        run_folder.append(run, make_result(cell))
+    return run
+
+
+def test_a_complete_run_has_no_warning(tmp_path: Path) -> None:
+    records = run_folder.read(run_of(tmp_path, 4))
+    assert (records.warnings, records.missing) == ((), 0)
+    assert str(records.coverage) == "4 of 4 cells measured"
+
+
+@pytest.mark.parametrize("count", range(4))
+def test_a_run_that_was_stopped_says_how_far_it_came(tmp_path: Path, count: int) -> None:
+    run = run_of(tmp_path, count)
+    records = run_folder.read(run)
+    assert records.missing == 4 - count
+    assert records.warnings == (
+        f"{run}: {count} of 4 cells measured; weighin bench --resume {run} measures the rest",
+    )
+
+
+def test_a_shard_is_complete_with_the_cells_of_its_own(tmp_path: Path) -> None:
+    run = run_of(tmp_path, 1, shard="1/2")
+    assert str(run_folder.read(run).coverage) == "1 of 2 cells of shard 1/2 measured"
+    run_folder.append(run, make_result(CELLS[2]))
+    assert run_folder.read(run).warnings == ()
+
+
+def test_a_cell_that_failed_or_was_skipped_is_measured(tmp_path: Path) -> None:
+    run = run_of(tmp_path, 3)
+    run_folder.append(run, make_result(CELLS[3], outcome=Outcome.MEASUREMENT_FAILED))
+    assert run_folder.read(run).missing == 0
+
+
+def test_of_a_run_without_a_plan_nobody_knows(tmp_path: Path) -> None:
+    run = run_of(tmp_path, 1)
+    (run / run_folder.PLAN).unlink()
+    records = run_folder.read(run)
+    assert (records.coverage, records.missing, records.warnings) == (None, None, ())
+
+
+def test_a_damaged_plan_is_said(tmp_path: Path) -> None:
+    run = run_of(tmp_path, 4)
+    (run / run_folder.PLAN).write_text('{"schema": 1}')
+    records = run_folder.read(run)
+    assert len(records.results) == 4
+    assert records.warnings == (
+        f"{run / 'plan.json'}: cells: missing: nobody can say whether the run is complete",
+    )
+
+
+def searched(cell: Cell, floor_bytes: int, cells: int | None = None) -> list[Result]:
+    """The results of a search for a floor, as ``weighin floor`` makes them; the first ``cells``."""
+    results: list[Result] = []
+    while cells is None or len(results) < cells:
+        following = next_cell(cell, results, 0.01, 64 * GIB)
+        if following is None:
+            break
+        limit = following.ram_limit_bytes
+        fails = limit is not None and limit < floor_bytes
+        outcome = Outcome.OOM_KILLED if fails else Outcome.OK
+        result = replace(make_result(replace(following, ram_limit_bytes=None)), cell=following)
+        results.append(replace(result, outcome=outcome))
+    return results
+
+
+def test_a_search_is_complete_when_nothing_is_left_to_search(tmp_path: Path) -> None:
+    first, second = (make_cell(name, ram_limit_bytes=None) for name in ("streaming", "baseline"))
+    run = run_of(tmp_path, 0, [first, second], within=0.01)
+    whole = searched(first, 7 * GIB)
+    assert floors(whole)[0].message == ""
+    for result in whole[:-1]:
+        run_folder.append(run, result)
+    assert str(run_folder.read(run).coverage) == "0 of 2 searches for a floor finished"
+    run_folder.append(run, whole[-1])
+    records = run_folder.read(run)
+    assert records.warnings == (
+        f"{run}: 1 of 2 searches for a floor finished; weighin floor --resume {run} measures the rest",
+    )
+    run_folder.append(run, replace(make_result(second), outcome=Outcome.STRATEGY_FAILED))
+    assert run_folder.read(run).warnings == ()

@@ -1,0 +1,97 @@
+"""The page of suite files: its tables come from the data model, and its examples are suites."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from weighin.errors import ConfigError
+from weighin.suite import page, registry
+from weighin.suite.config import Suite, SuiteModel, SuiteStrategy, check_suite, read_suite
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "suites.md"
+
+
+def test_the_committed_page_has_the_keys_of_the_code() -> None:
+    assert page.fill(PAGE.read_text()) == PAGE.read_text(), "run make pages"
+
+
+@pytest.mark.parametrize("kind", [Suite, SuiteModel, SuiteStrategy])
+def test_every_key_is_described(kind: Any) -> None:
+    rows = page.keys_of(kind).splitlines()[2:]
+    assert [row.split("`")[1] for row in rows] == list(kind.model_fields)
+    assert all(len(row.split("|")[3].split()) > 3 for row in rows)
+
+
+def test_the_examples_are_suites(tmp_path: Path) -> None:
+    examples = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len(examples) == 3
+    for text in examples:
+        path = tmp_path / "suite.yaml"
+        path.write_text(text)
+        assert read_suite(path).models
+
+
+def suite(text: str) -> Suite:
+    return check_suite(yaml.safe_load(text))
+
+
+def test_models_of_a_suite_are_named_and_have_arguments_of_their_own() -> None:
+    asked = suite(
+        "models:\n  - gpt2-tiny\n"
+        "  - {name: narrow, builder: 'nets:build', kwargs: {width: 64}}\n"
+        "  - {name: wide, builder: 'nets:build', kwargs: {width: 512}}\n"
+    )
+    tiny, *own = registry.models_of(asked, {})
+    assert tiny.name == "gpt2-tiny"
+    assert [(one.title, one.builder, one.kwargs) for one in own] == [
+        ("narrow", "nets:build", {"width": 64}),
+        ("wide", "nets:build", {"width": 512}),
+    ]
+    assert registry.checkpoint_of(asked, None) is None
+
+
+def test_weights_of_a_model_of_a_suite() -> None:
+    asked = suite("models: {name: mine, builder: 'nets:build', checkpoint: w.pt}")
+    assert registry.checkpoint_of(asked, None) == Path("w.pt")
+    with pytest.raises(ConfigError) as caught:
+        registry.checkpoint_of(asked, Path("x.pt"))
+    assert str(caught.value) == (
+        "two checkpoints: w.pt of the suite and --checkpoint x.pt\nleave --checkpoint out"
+    )
+    assert registry.checkpoint_of(suite("models: {checkpoint: w.pt}"), None) == Path("w.pt")
+
+
+@pytest.mark.parametrize(
+    ("models", "text"),
+    [
+        (
+            "[gpt2-tiny, {name: mine, builder: 'n:b', checkpoint: w.pt}]",
+            "mine has weights of its own, and a run has one checkpoint\nleave the other models out, and"
+            " write a suite for each model with weights of its own",
+        ),
+        (
+            "{folder: ./f, kwargs: {a: 1}}",
+            "the folder ./f brings its own code and weights\nleave builder, kwargs and checkpoint out",
+        ),
+        (
+            "{builder: nets}",
+            "'nets' is not a builder\nwrite package.module:function or file.py:function",
+        ),
+        ("{kwargs: {a: 1}}", "the model has no name\nadd builder, folder or checkpoint"),
+        (
+            "{name: n, build: 'n:b'}",
+            "unknown key\ndid you mean 'builder'? known keys: name, builder, kwargs, checkpoint, folder",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_measured(tmp_path: Path, models: str, text: str) -> None:
+    path = tmp_path / "suite.yaml"
+    path.write_text(f"models: {models}\n")
+    with pytest.raises(ConfigError) as caught:
+        read_suite(path)
+    place, _, said = str(caught.value).partition(": ")[2].partition(": ")
+    assert (place.split(".")[0], said) == ("models", text)
