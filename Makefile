@@ -118,11 +118,11 @@ clean:  ## Remove all environments, and the caches of tools in this folder
 # Made again when its inputs change, with pip's settings and its output. A mark is written last: a
 # half-made environment has none. The first one removes .venv, and so the second one's mark.
 .venv/ready: pyproject.toml constraints.txt harness/set_up.py
-	$(PYTHON) harness/set_up.py
-	touch $@
+	@$(PYTHON) harness/set_up.py
+	@touch $@
 
 .venv/ready-dev: .venv/ready
-	$(PYTHON) harness/set_up.py --dev
-	touch $@
+	@$(PYTHON) harness/set_up.py --dev
+	@touch $@
 
 .PHONY: $(TARGETS)

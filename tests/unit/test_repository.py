@@ -108,6 +108,11 @@ def test_the_commit_hooks_have_the_versions_of_make_lint() -> None:
     assert [hook["entry"] for hook in local["hooks"]] == [".venv/bin/mypy"]
 
 
+def test_ci_makes_its_environment_with_the_python_of_the_distribution() -> None:
+    lines = (ROOT / ".ci/run").read_text().splitlines()
+    assert any(line.split("  #")[0] == "export PYTHON=/usr/bin/python3" for line in lines)
+
+
 @pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
 def test_a_form_for_issues_is_one_that_github_shows(path: Path) -> None:
     form = read(path)
