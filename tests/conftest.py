@@ -36,6 +36,7 @@ LONGEST = (
     "test_zoo.py",
     "test_pretrained_folders.py",
     "test_fleet.py",
+    "test_foreign_repository.py",
 )
 
 settings.register_profile("untimed", deadline=None)  # a busy machine must not fail a test

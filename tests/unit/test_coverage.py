@@ -7,6 +7,7 @@ import pytest
 from factories import make_cell, make_result
 
 from weighin.cell import Cell
+from weighin.errors import DamagedRecord
 from weighin.record import Outcome, Result
 from weighin.records import run_folder
 from weighin.records.bisection import next_cell
@@ -65,11 +66,13 @@ def test_of_a_run_without_a_plan_nobody_knows(tmp_path: Path) -> None:
 def test_a_damaged_plan_is_said(tmp_path: Path) -> None:
     run = run_of(tmp_path, 4)
     (run / run_folder.PLAN).write_text('{"schema": 1}')
-    records = run_folder.read(run)
+    records = run_folder.read_whole(run)
     assert len(records.results) == 4
     assert records.warnings == (
         f"{run / 'plan.json'}: cells: missing: nobody can say whether the run is complete",
     )
+    with pytest.raises(DamagedRecord, match="cells: missing"):
+        run_folder.read(run)
 
 
 def searched(cell: Cell, floor_bytes: int, cells: int | None = None) -> list[Result]:

@@ -1,6 +1,6 @@
 """Check one or more runs against a baseline file and budgets (``weighin check``)."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from shlex import quote
@@ -8,17 +8,17 @@ from shlex import quote
 from weighin.errors import ConfigError, NoBaseline, RecordError
 from weighin.exit_codes import BROKEN
 from weighin.gate import baseline as baselines
-from weighin.gate import budgets, freeze
+from weighin.gate import budgets, freeze, parts
 from weighin.gate.evaluate import evaluate
 from weighin.gate.expected import Expectation, is_expected, parse, suggest
-from weighin.gate.lines import GateResult, Line, LineVerdict
+from weighin.gate.lines import GateResult
 from weighin.gate.tables import short_names
 from weighin.record import Outcome, Result
 from weighin.records import run_folder
 from weighin.records.coverage import Coverage
 from weighin.records.machine import Setting, fingerprint, settings_of
 from weighin.records.metrics import named
-from weighin.records.series import Series, SeriesRun, name_of, summarise
+from weighin.records.series import Series, SeriesRun, summarise
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,29 +146,12 @@ def check(
     added = tuple(budgets.parse(text) for text in extra_budgets)
     typed = _parsed(expected)
     rules = replace(rules, budgets=(*rules.budgets, *added), expected=(*rules.expected, *typed))
-    if partial and baseline:
-        baseline = replace(baseline, series=_without_pending(baseline.series, measured))
+    if partial:
+        baseline, rules = parts.narrowed(baseline, rules, measured.series, measured.incomplete)
     result = evaluate(baseline, rules, measured.environment, measured.series)
     if partial:
-        notes = [f"{run}: {covered}" for run, covered in measured.incomplete.items()]
-        return replace(result, notes=(*result.notes, *notes))
-    return replace(result, lines=(*_incomplete(measured), *result.lines))
-
-
-def _incomplete(measured: MeasuredRuns) -> Iterator[Line]:
-    """Yield a failing line for each run that lacks records of planned cells."""
-    for run, covered in measured.incomplete.items():
-        text = (
-            f"{run}: {covered}; {covered.again} measures the rest, --partial judges only this part"
-        )
-        yield Line(LineVerdict.MISSING, "run", "cells", text)
-
-
-def _without_pending(series: dict[str, Series], measured: MeasuredRuns) -> dict[str, Series]:
-    """Return the series of a baseline without those that a run plans and has not measured yet."""
-    pending = {name_of(cell) for one in measured.incomplete.values() for cell in one.pending}
-    left = pending - measured.series.keys()
-    return {name: one for name, one in series.items() if name not in left}
+        return replace(result, notes=(*result.notes, *parts.notes(measured.incomplete)))
+    return replace(result, lines=(*parts.lines(measured.incomplete), *result.lines))
 
 
 def update(

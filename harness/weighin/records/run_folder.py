@@ -62,7 +62,7 @@ class Records:
     warnings: tuple[str, ...] = ()
     coverage: Coverage | None = None
     damage: RecordError | None = None
-    """The error for the first line that is not a record; set by ``read_whole`` only."""
+    """The error for the first line that is not a record, or for a damaged plan; set by ``read_whole`` only."""
 
     @property
     def missing(self) -> int | None:
@@ -142,8 +142,8 @@ def read_whole(run: Path) -> Records:
     """
     path = run / RECORDS
     if not path.exists() and (run / PLAN).exists():
-        covered, warnings = _covered(run, ())
-        return Records((), tuple(warnings), covered)
+        covered = _coverage(run, ())
+        return Records((), tuple(_incomplete(run, covered)), covered)
     lines = _read(path).split(b"\n")
     warnings = []
     if lines[-1].strip() and not _is_json(lines[-1]):
@@ -163,22 +163,28 @@ def read_whole(run: Path) -> Records:
     warnings += [f"{error.message}: this line is left out" for error in damages[:_DAMAGES_TOLD]]
     if len(damages) > _DAMAGES_TOLD:
         warnings.append(f"{len(damages) - _DAMAGES_TOLD} more lines of {path} are left out")
-    covered, more = _covered(run, results)
-    return Records(tuple(results), (*warnings, *more), covered, damages[0] if damages else None)
-
-
-def _covered(run: Path, results: Sequence[Result]) -> tuple[Coverage | None, list[str]]:
-    """Compare the results with the plan; return warnings if the run is not complete."""
-    if not (run / PLAN).exists():
-        return None, []
     try:
-        plan = read_plan(run)
+        covered = _coverage(run, results)
     except RecordError as error:
-        return None, [f"{error.message}: nobody can say whether the run is complete"]
-    covered = coverage(run, plan.cells, plan.settings, results)
-    if not covered.pending:
-        return covered, []
-    return covered, [f"{run}: {covered}; {covered.again} measures the rest"]
+        covered = None
+        warnings.append(f"{error.message}: nobody can say whether the run is complete")
+        damages.append(error)
+    warnings += _incomplete(run, covered)
+    return Records(tuple(results), tuple(warnings), covered, damages[0] if damages else None)
+
+
+def _coverage(run: Path, results: Sequence[Result]) -> Coverage | None:
+    """Compare the results with the plan; None without a plan."""
+    if not (run / PLAN).exists():
+        return None
+    plan = read_plan(run)
+    return coverage(run, plan.cells, plan.settings, results)
+
+
+def _incomplete(run: Path, covered: Coverage | None) -> list[str]:
+    if covered is None or not covered.pending:
+        return []
+    return [f"{run}: {covered}; {covered.again} measures the rest"]
 
 
 def decode(line: bytes, place: str, repair: str = "") -> Result:
