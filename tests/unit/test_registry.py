@@ -247,7 +247,7 @@ def test_an_unknown_model_gets_the_nearest() -> None:
     known = ", ".join(sorted(registry.models()))
     assert str(caught.value) == (
         "no model is called 'gpt2-xxl'\n"
-        f"did you mean 'gpt2-xl'? known: {known}; for any other model: a Hugging Face folder, or --model package.module:callable"
+        f"did you mean 'gpt2-xl'? known: {known}; for any other model: ./FILE, ./FOLDER, or --model package.module:callable"
     )
 
 

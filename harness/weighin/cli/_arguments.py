@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,6 +10,7 @@ from weighin.errors import ConfigError
 
 if TYPE_CHECKING:
     from weighin.formats.selection import Selection
+    from weighin.suite.chosen_models import ChosenModels
     from weighin.suite.config import Suite
 
 DEFAULT_MODEL = "gpt2-small"
@@ -113,13 +113,17 @@ def selection(typed: dict[str, Any]) -> "Selection":
     return Selection(typed["key"], typed["strip_prefix"])
 
 
-def check_selection(selection: "Selection", checkpoint: Path | None) -> None:
-    """Raise ConfigError if there is a selection without a checkpoint of the user."""
-    if selection and checkpoint is None:
-        raise ConfigError(
-            "--key and --strip-prefix select the weights in a checkpoint of your own",
-            "add --checkpoint PATH, or leave them out",
-        )
+def choose(typed: dict[str, Any], suite: "Suite") -> "ChosenModels":
+    """Return the models of a suite with the arguments and the checkpoint that were typed."""
+    from weighin.suite import chosen_models
+
+    return chosen_models.choose(
+        suite,
+        kwargs=json_object(typed["kwargs"]),
+        checkpoint=typed["checkpoint"],
+        selection=selection(typed),
+        trust_remote_code=typed["trust_remote_code"],
+    )
 
 
 def read_suite(name: str | None, asked: dict[str, Any]) -> "Suite":

@@ -40,16 +40,21 @@ def several(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return decorate
 
 
-MODEL_HELP = "A model of `weighin list models`. Default: gpt2-small."
+MODEL_HELP = (
+    "A model of `weighin list models`; or the path of your own model, which is a Hugging Face folder,"
+    " a checkpoint's file (weights.pt, model.safetensors, an index) or its folder; or what --model"
+    " takes. Write ./NAME for a path with the name of a built-in model. Default: gpt2-small."
+)
 
 model_option = click.option(
     "--model",
     "model_option",
     metavar="NAME",
     shell_complete=completed("models"),
-    help="The name of a built-in model; the builder of any model as package.module:callable or"
-    " path/nets.py:callable (modules are also found in the current folder and on PYTHONPATH); or"
-    " from:CHECKPOINT, a model that has the checkpoint's tensors and needs no code.",
+    help="The same as the argument MODEL, for which it stands; the builder of any model as"
+    " package.module:callable or path/nets.py:callable (modules are also found in the current folder"
+    " and on PYTHONPATH); or from:CHECKPOINT, a model that has the checkpoint's tensors and needs no"
+    " code, as a checkpoint's file has.",
 )
 kwargs = click.option(
     "--kwargs",
