@@ -119,6 +119,7 @@ VERBS = {
             "weighin inspect shards --sort size --all",
             "weighin inspect training.pt --key model",
             "weighin inspect model.safetensors --json -",
+            "weighin inspect gpt2-xl",
         ],
     ),
     ("convert",): (

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -95,9 +96,10 @@ def _contradicted(typed: set[str], params: dict[str, Any]) -> dict[str, Any]:
 def one_model(argument: str | None, option: str | None) -> str:
     """Return the name of the model, which is given as an argument or with --model."""
     if argument and option and argument != option:
-        raise ConfigError(
-            f"two models: {argument!r} and {option!r}", "give one, or a --suite with both"
-        )
+        repair = "give one, or a --suite with both"
+        if Path(argument).exists():
+            repair = f"for your own weights of the model: --model {option} --checkpoint {argument}"
+        raise ConfigError(f"two models: {argument!r} and {option!r}", repair)
     return argument or option or DEFAULT_MODEL
 
 

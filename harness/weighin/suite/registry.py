@@ -208,13 +208,9 @@ def model_and_checkpoint(
         CheckpointError: the path does not exist or is no checkpoint; the message says what it is.
         ConfigError: ``kwargs`` are given for a path, or the folder's own code may not run.
     """
-    path = path_of(name)
+    path = path_of(name, kwargs)
     if path is None:
         return _built(name, kwargs), None
-    if kwargs:
-        raise ConfigError(
-            f"{name} takes no arguments, so --kwargs would be ignored", "leave --kwargs out"
-        )
     if is_pretrained(path) and not name.startswith(_FROM):
         folder = read_folder(path, trust_remote_code=trust_remote_code)
         if not folder.is_of_diffusers:
@@ -223,7 +219,7 @@ def model_and_checkpoint(
     return ModelSpec(path.name, SYNTHESISED, {"tensors": structure.pack(slices)}), weights_of(path)
 
 
-def path_of(name: str) -> Path | None:
+def path_of(name: str, kwargs: dict[str, object] | None = None) -> Path | None:
     """Return the file or folder that a model's name gives; None for a built-in model or a builder.
 
     An index stands for its folder, and the id of a Hub model for its folder in the local cache.
@@ -231,13 +227,16 @@ def path_of(name: str) -> Path | None:
     Raises:
         UnknownName: no built-in model has this name, and it is neither a path nor a builder.
         CheckpointError: the path does not exist, or the cache does not have the Hub model.
+        ConfigError: ``kwargs`` are given for a path.
     """
-    if name.startswith(_FROM):
-        return pretrained_folder.path_of(Path(name.removeprefix(_FROM)))
     if name in (known := models()) or user_code.is_file(name):
         return None
-    path = pretrained_folder.path_of(Path(name))
-    if path.exists():
+    path = pretrained_folder.path_of(Path(name.removeprefix(_FROM)))
+    if name.startswith(_FROM) or path.exists():
+        if kwargs:
+            raise ConfigError(
+                f"{name} takes no arguments, so --kwargs would be ignored", "leave --kwargs out"
+            )
         return path
     if ":" in name:
         return None
