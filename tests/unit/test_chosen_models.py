@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from weighin import load_pretrained
 from weighin.cell import SYNTHESISED
 from weighin.errors import CheckpointError, ConfigError, UnknownName
 from weighin.formats.selection import Selection
@@ -122,3 +123,13 @@ def test_a_selection_needs_a_checkpoint() -> None:
     assert found.specs == (registry.model("from:train.pt", None, Selection("net")),)
     with pytest.raises(ConfigError, match="select the weights in a checkpoint of your own"):
         chosen("gpt2-tiny", selection=Selection("net"))
+
+
+def test_a_path_is_no_id_of_the_hub_in_python_either(here: Path) -> None:
+    (here / "mine" / "model").mkdir(parents=True)
+    with pytest.raises(CheckpointError) as caught:
+        load_pretrained("mine/model")
+    assert caught.value.message == "mine/model: not a Hugging Face folder: it has no config.json"
+    with pytest.raises(CheckpointError) as caught:
+        load_pretrained("./gone")
+    assert str(caught.value) == "./gone: no such file or folder\ncheck the path"

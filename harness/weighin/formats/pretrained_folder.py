@@ -204,8 +204,11 @@ def cached_snapshot(name: str) -> Path | None:
     """Return the folder of a Hub model in the local cache; None if ``name`` is no Hub id.
 
     Raises:
-        CheckpointError: ``name`` is an id, but the cache does not have this model.
+        CheckpointError: ``name`` is an id, but the cache does not have this model; or ``name`` can
+            only be a path, which does not exist.
     """
+    if sniff.looks_like_path(name) and not Path(name).expanduser().exists():
+        raise sniff.missing(name)
     if not _HUB_ID.fullmatch(name):
         return None
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
@@ -231,8 +234,6 @@ def path_of(path: Path) -> Path:
     if path.exists():
         is_index = path.name.endswith(_INDEX) and path.is_file()
         return path.parent if is_index else path
-    if sniff.looks_like_path(str(path)):
-        return path
     try:
         return cached_snapshot(str(path)) or path
     except CheckpointError:

@@ -6,6 +6,7 @@ The module also shortens names for messages.
 import json
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -245,7 +246,14 @@ def _weights(names: Sequence[str]) -> list[str]:
 def _models_below(folder: Path, names: Sequence[str]) -> list[str]:
     """Return the names of the folders in a folder that have weights in them."""
     folders = [folder / name for name in names if (folder / name).is_dir()]
-    return [inner.name for inner in folders if _weights([entry.name for entry in inner.iterdir()])]
+    return [inner.name for inner in folders if _weights(_names(inner))]
+
+
+def _names(folder: Path) -> list[str]:
+    """Return the names in a folder; empty if this user must not read the folder."""
+    with suppress(OSError):
+        return [entry.name for entry in folder.iterdir()]
+    return []
 
 
 def _listed(names: Sequence[str]) -> str:

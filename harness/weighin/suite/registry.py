@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from weighin import formats
 from weighin.cell import SYNTHESISED, ModelSpec, Operation
 from weighin.errors import ConfigError, UnknownName
-from weighin.formats import pretrained_folder, sniff, structure
+from weighin.formats import pretrained_folder, structure
 from weighin.formats.pretrained_folder import (
     cached_snapshot,
     is_pretrained,
@@ -240,9 +240,7 @@ def path_of(name: str, kwargs: dict[str, object] | None = None) -> Path | None:
         return path
     if ":" in name:
         return None
-    if sniff.looks_like_path(name):
-        raise sniff.missing(name)
-    cached_snapshot(name)  # raises the error for a Hub model that the cache lacks
+    cached_snapshot(name)  # raises the error for a missing path or Hub model
     raise UnknownName(
         "model",
         name,
