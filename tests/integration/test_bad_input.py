@@ -32,7 +32,7 @@ REFUSED: dict[str, tuple[str, int, str]] = {
     "a strategy file that is not there": (
         "bench gpt2-tiny --strategies ./mine.py",
         2,
-        "error: cannot read the strategy mine.py: No such file or directory\n",
+        "error: the strategy mine.py: no such file or folder\ncheck the path\n",
     ),
     "unknown isolation": (
         "bench gpt2-tiny --isolation dokcer",

@@ -105,7 +105,7 @@ def test_a_file_that_is_no_python(write: Callable[..., Path]) -> None:
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     path = tmp_path / "gone.py"
     assert complaint(lambda: registry.strategy(str(path))) == (
-        f"cannot read the strategy {path}: No such file or directory"
+        f"the strategy {path}: no such file or folder\ncheck the path"
     )
 
 

@@ -108,7 +108,7 @@ def strategies(operation: Operation = "load") -> dict[str, StrategyInfo]:
 def strategy(name: str, operation: Operation = "load") -> StrategyInfo:
     """Return one strategy by its name, or by the path of its file ("./mine.py")."""
     if name.endswith(".py") or "/" in name:
-        return read_strategy(Path(name), operation)
+        return read_strategy(Path(name).expanduser(), operation)
     known = strategies(operation)
     if name not in known:
         kind = "strategy" if operation == "load" else "strategy for saves"
@@ -146,6 +146,10 @@ def read_strategy(path: Path, operation: Operation = "load") -> StrategyInfo:
     """
     try:
         tree = ast.parse(path.read_bytes(), filename=str(path))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"the strategy {path}: no such file or folder", "check the path"
+        ) from None
     except OSError as error:
         raise ConfigError(f"cannot read the strategy {path}: {error.strerror}") from None
     except (SyntaxError, ValueError) as error:
