@@ -21,7 +21,7 @@ REFUSED: dict[str, tuple[str, int, str]] = {
         "bench gpt2-tinny",
         2,
         "error: no model is called 'gpt2-tinny'\n"
-        f"did you mean 'gpt2-tiny'? known: {MODELS}; for any other model: a Hugging Face folder, or --model package.module:callable\n",
+        f"did you mean 'gpt2-tiny'? known: {MODELS}; for any other model: ./FILE, ./FOLDER, or --model package.module:callable\n",
     ),
     "unknown strategy": (
         "bench gpt2-tiny --strategies streeming",
@@ -32,7 +32,7 @@ REFUSED: dict[str, tuple[str, int, str]] = {
     "a strategy file that is not there": (
         "bench gpt2-tiny --strategies ./mine.py",
         2,
-        "error: cannot read the strategy mine.py: No such file or directory\n",
+        "error: the strategy mine.py: no such file or folder\ncheck the path\n",
     ),
     "unknown isolation": (
         "bench gpt2-tiny --isolation dokcer",
@@ -85,7 +85,7 @@ REFUSED: dict[str, tuple[str, int, str]] = {
     "no checkpoint there": (
         "bench gpt2-tiny --checkpoint nowhere.pt --isolation process",
         2,
-        f"{NOT_LIMITED}error: HERE/nowhere.pt: no such file\ncheck the path\n",
+        f"{NOT_LIMITED}error: HERE/nowhere.pt: no such file or folder\ncheck the path\n",
     ),
     "a module that is not there": (
         "bench --model nowhere.nets:build --isolation process",

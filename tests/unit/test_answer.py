@@ -239,7 +239,7 @@ def test_a_strategy_that_cannot_be_written_out_is_named_by_its_file(
 def test_a_checkpoint_alone_is_a_model_of_its_keys(tmp_path: Path) -> None:
     file = tmp_path / "weights.pt"
     torch.save({"a": torch.zeros(2)}, file)
-    spec = registry.from_checkpoint(file)
+    spec = registry.model(str(file))
     assert (spec.title, spec.builder) == (
         "weights.pt",
         "weighin.models.synthesised:from_tensors",
@@ -247,13 +247,13 @@ def test_a_checkpoint_alone_is_a_model_of_its_keys(tmp_path: Path) -> None:
     assert [*spec.kwargs] == ["tensors"]
     (tmp_path / "no.pt").write_text("no")
     with pytest.raises(CheckpointError):
-        registry.from_checkpoint(tmp_path / "no.pt")
+        registry.model(str(tmp_path / "no.pt"))
 
 
 def test_a_checkpoint_without_its_model_says_that_it_knows_less_and_why(tmp_path: Path) -> None:
     file = tmp_path / "weights.pt"
     torch.save({"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}, file)
-    alone = advised(8 * GIB, model=registry.from_checkpoint(file), checkpoint=file)
+    alone = advised(8 * GIB, model=registry.model(str(file)), checkpoint=file)
     note = (
         "weights.pt was given without its model, so the answer leaves out the cost of the constructor,"
         " buffers that are not in the checkpoint, and earlier measurements of the model's own code. To"

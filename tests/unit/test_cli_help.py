@@ -1,6 +1,7 @@
 """The help of the command line: what each verb does, examples to paste, and whole words."""
 
 import re
+from pathlib import Path
 
 import click
 import pytest
@@ -8,6 +9,9 @@ from click.testing import CliRunner
 
 from weighin import __version__
 from weighin.cli import app
+from weighin.cli._options import MODEL_HELP
+from weighin.cli._verb import Argument
+from weighin.errors import CheckpointError
 
 VERBS = {
     ("doctor",): (
@@ -119,6 +123,7 @@ VERBS = {
             "weighin inspect shards --sort size --all",
             "weighin inspect training.pt --key model",
             "weighin inspect model.safetensors --json -",
+            "weighin inspect gpt2-xl",
         ],
     ),
     ("convert",): (
@@ -238,3 +243,24 @@ def test_a_verb_that_does_not_exist() -> None:
 def test_weighin_alone_shows_the_verbs() -> None:
     _, text = shown()
     assert all(f"  {verb[0]} " in text for verb in VERBS)
+
+
+@pytest.mark.parametrize("verb", ["bench", "floor", "predict", "recommend", "inspect"])
+def test_every_verb_of_a_model_takes_the_same_argument(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (argument,) = [one for one in app.app.commands[verb].params if one.name == "model"]
+    assert isinstance(argument, Argument)
+    assert argument.help == MODEL_HELP
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "lora" / "adapter_config.json").write_text('{"base_model_name_or_path": "a/b"}')
+    for typed, message in (
+        ("./gone.pt", "./gone.pt: no such file or folder"),
+        ("from:gone.pt", "gone.pt: no such file or folder"),
+        ("lora", "lora: an adapter of a/b, not a whole model"),
+    ):
+        for words in ([typed], ["--model", typed]):
+            error = CliRunner().invoke(app.app, [verb, *words]).exception
+            assert isinstance(error, CheckpointError)
+            assert error.message == message

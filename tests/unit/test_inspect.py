@@ -13,7 +13,7 @@ from weighin import formats
 from weighin.checkpoint import inspect
 from weighin.checkpoint.expected_memory import SHARD_BYTES, expected
 from weighin.cli.app import app
-from weighin.errors import CheckpointError, UnknownName
+from weighin.errors import CheckpointError, ConfigError, UnknownName
 from weighin.formats.base import TensorPlan
 from weighin.suite.registry import StrategyInfo, strategies
 from weighin.units import MIB
@@ -147,3 +147,44 @@ def test_expected_peaks_are_the_arithmetic_of_the_docstrings() -> None:
 def test_every_strategy_of_ours_that_loads_to_the_cpu_has_an_expectation() -> None:
     missing = [name for name, (size, _) in needs("pt", {"a": 1}).items() if size is None]
     assert missing == ["instanttensor", "mine"]
+
+
+def test_the_checkpoint_that_weighin_would_generate_is_inspected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "gpt2-tiny: format pt, 22 tensors, 472,960 elements" in run("gpt2-tiny")
+    (tmp_path / "nets.py").write_text(
+        "import torch\n\n\ndef build(width):\n    return torch.nn.Linear(width, 2)\n"
+    )
+    output = run("--model", "nets.py:build", "--kwargs", '{"width": 3}')
+    assert "nets:build(width=3): format pt, 2 tensors, 8 elements" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            ["nowhere:build"],
+            "builder 'nowhere:build': there is no module 'nowhere'\n"
+            "correct the builder's name, or install the package that contains the module",
+        ),
+        (["gone.pt"], "gone.pt: no such file or folder\ncheck the path"),
+        (
+            ["m.pt", "--model", "gpt2-tiny"],
+            "two models: 'm.pt' and 'gpt2-tiny'\nfor your own weights of the model: --model gpt2-tiny --checkpoint m.pt",
+        ),
+        (
+            ["m.pt", "--kwargs", '{"a": 1}'],
+            "m.pt takes no arguments, so --kwargs would be ignored\nleave --kwargs out",
+        ),
+    ],
+)
+def test_what_cannot_be_inspected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], text: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / "m.pt", "pt")
+    result = CliRunner().invoke(app, ["inspect", *arguments])
+    assert isinstance(result.exception, ConfigError | CheckpointError)
+    assert str(result.exception) == text

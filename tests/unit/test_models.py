@@ -9,7 +9,7 @@ import torch
 import yaml
 
 from weighin import install
-from weighin.formats.pretrained_folder import BUILDER, is_folder
+from weighin.formats.pretrained_folder import BUILDER, is_folder, own_dtype
 from weighin.models import deepseek_v3, gpt2, gpt_oss, llama, stack, tied
 from weighin.models.skeleton import construct, resolve_builder
 from weighin.suite import registry
@@ -120,7 +120,7 @@ def test_flux_has_the_published_shapes() -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == 11_901_408_320
     assert state["transformer_blocks.18.ff.net.0.proj.weight"].shape == (12_288, 3072)
     assert state["single_transformer_blocks.37.proj_out.weight"].shape == (3072, 15_360)
-    assert registry.model_dtype("flux", "auto") == "float32"
+    assert own_dtype(registry.model("flux")) == "float32"
 
 
 def test_every_model_of_transformers_has_a_published_size() -> None:
@@ -138,8 +138,7 @@ def test_a_model_of_transformers_has_the_published_size_and_dtype(name: str) -> 
     parameters, dtype = PUBLISHED[name]
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
     assert f"{parameters:,} parameters" in (CONFIGS / f"{name}.yaml").read_text()
-    assert registry.model_dtype(name, "auto") == dtype
-    assert registry.model_dtype(name, "float16") == "float16"
+    assert own_dtype(registry.model(name)) == dtype
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
@@ -147,7 +146,7 @@ def test_the_documentation_has_the_models_size(path: Path) -> None:
     spec = registry.model(path.stem)
     if spec.builder == BUILDER:
         pytest.importorskip("transformers", reason=install.command("hf"))
-    dtype = registry.model_dtype(path.stem, "auto")
+    dtype = own_dtype(spec)
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, dtype))
     try:
@@ -184,7 +183,7 @@ def test_gpt_oss_has_the_published_tensors() -> None:
     spec = registry.model("gpt-oss-20b")
     with torch.device("meta"):
         state = construct(lambda: gpt_oss.gpt_oss(**spec.kwargs), torch.bfloat16).state_dict()
-    assert registry.model_dtype("gpt-oss-20b", "auto") == "bfloat16"
+    assert own_dtype(spec) == "bfloat16"
     assert len(state) == 459
     # metadata.total_size in model.safetensors.index.json on the Hub
     assert sum(tensor.nbytes for tensor in state.values()) == 13_761_264_768

@@ -14,7 +14,13 @@ from weighin.checkpoint import cache
 from weighin.checkpoint.convert import Conversion, convert
 from weighin.checkpoint.index import index
 from weighin.errors import CheckpointError, ConfigError
-from weighin.formats.pretrained_folder import BUILDER, cached_snapshot, path_of, read_folder
+from weighin.formats.pretrained_folder import (
+    BUILDER,
+    cached_snapshot,
+    own_dtype,
+    path_of,
+    read_folder,
+)
 from weighin.models.pretrained import example_inputs, from_config, pretrained_class
 from weighin.predict import client
 from weighin.recommend.snippet import pretrained_snippet
@@ -144,9 +150,8 @@ def test_a_folder_is_a_model_whose_arguments_are_its_configuration(make: Make) -
     spec = registry.model(str(make("tied")))
     assert (spec.name, spec.builder, spec.title) == ("tied", BUILDER, "tied")
     assert spec.kwargs["architecture"] == "LlamaForCausalLM"
-    assert registry.model_dtype(str(make("shards")), "auto") == "bfloat16"
-    assert registry.model_dtype(str(make("shards")), "float16") == "float16"
-    assert registry.model_dtype("gpt2-tiny", "auto") == "float32"
+    assert own_dtype(registry.model(str(make("shards")))) == "bfloat16"
+    assert own_dtype(registry.model("gpt2-tiny")) == "float32"
 
 
 def test_a_file_outside_of_a_folder_is_indexed_by_the_models_own_keys(

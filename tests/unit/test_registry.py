@@ -105,7 +105,7 @@ def test_a_file_that_is_no_python(write: Callable[..., Path]) -> None:
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     path = tmp_path / "gone.py"
     assert complaint(lambda: registry.strategy(str(path))) == (
-        f"cannot read the strategy {path}: No such file or directory"
+        f"the strategy {path}: no such file or folder\ncheck the path"
     )
 
 
@@ -247,7 +247,7 @@ def test_an_unknown_model_gets_the_nearest() -> None:
     known = ", ".join(sorted(registry.models()))
     assert str(caught.value) == (
         "no model is called 'gpt2-xxl'\n"
-        f"did you mean 'gpt2-xl'? known: {known}; for any other model: a Hugging Face folder, or --model package.module:callable"
+        f"did you mean 'gpt2-xl'? known: {known}; for any other model: ./FILE, ./FOLDER, or --model package.module:callable"
     )
 
 

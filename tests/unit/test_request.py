@@ -250,7 +250,7 @@ def test_a_strategy_that_is_gone_since_the_plan(here: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         resume(Path("run"), trusted=True)
     assert (
-        str(caught.value) == f"cannot read the strategy {here}/mine.py: No such file or directory"
+        str(caught.value) == f"the strategy {here}/mine.py: no such file or folder\ncheck the path"
     )
 
 

@@ -119,7 +119,7 @@ def harm_dtype(folder: Path) -> None:
         ),
         (
             lambda folder: (folder / "more.txt").touch(),
-            "the saved checkpoint cannot be read: FOLDER: not a checkpoint: the folder has neither an index nor metadata",
+            "the saved checkpoint cannot be read: FOLDER: no config.json and no index beside model.pt",
         ),
     ],
 )

@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from weighin.errors import ConfigError
-from weighin.suite import page, registry
+from weighin.suite import page
+from weighin.suite.chosen_models import choose
 from weighin.suite.config import Suite, SuiteModel, SuiteStrategy, check_suite, read_suite
 
 ROOT = Path(__file__).parents[2]
@@ -45,24 +46,24 @@ def test_models_of_a_suite_are_named_and_have_arguments_of_their_own() -> None:
         "  - {name: narrow, builder: 'nets:build', kwargs: {width: 64}}\n"
         "  - {name: wide, builder: 'nets:build', kwargs: {width: 512}}\n"
     )
-    tiny, *own = registry.models_of(asked, {})
+    chosen = choose(asked)
+    tiny, *own = chosen.specs
     assert tiny.name == "gpt2-tiny"
     assert [(one.title, one.builder, one.kwargs) for one in own] == [
         ("narrow", "nets:build", {"width": 64}),
         ("wide", "nets:build", {"width": 512}),
     ]
-    assert registry.checkpoint_of(asked, None) is None
+    assert chosen.checkpoint is None
 
 
 def test_weights_of_a_model_of_a_suite() -> None:
     asked = suite("models: {name: mine, builder: 'nets:build', checkpoint: w.pt}")
-    assert registry.checkpoint_of(asked, None) == Path("w.pt")
+    assert choose(asked).checkpoint == Path("w.pt")
     with pytest.raises(ConfigError) as caught:
-        registry.checkpoint_of(asked, Path("x.pt"))
+        choose(asked, checkpoint=Path("x.pt"))
     assert str(caught.value) == (
-        "two checkpoints: w.pt of the suite and --checkpoint x.pt\nleave --checkpoint out"
+        "two checkpoints: w.pt and --checkpoint x.pt\nleave --checkpoint out"
     )
-    assert registry.checkpoint_of(suite("models: {checkpoint: w.pt}"), None) == Path("w.pt")
 
 
 @pytest.mark.parametrize(

@@ -105,12 +105,6 @@ def test_a_file_that_is_no_checkpoint_or_has_no_tensor_is_an_error(tmp_path: Pat
             registry.model(f"from:{tmp_path}/{name}.pt")
 
 
-def test_a_model_from_a_checkpoint_is_alone_and_has_one_checkpoint() -> None:
-    assert registry.own_checkpoint(["from:a.pt"], None) == Path("a.pt")
-    assert registry.own_checkpoint(["m:build"], Path("b.pt")) == Path("b.pt")
-    with pytest.raises(ConfigError, match=r"two checkpoints: from:a\.pt and --checkpoint b\.pt"):
-        registry.own_checkpoint(["from:a.pt"], Path("b.pt"))
-    with pytest.raises(ConfigError, match=r"from:a\.pt and other models in one run"):
-        registry.own_checkpoint(["gpt2-tiny", "from:a.pt"], None)
+def test_a_model_from_a_checkpoint_takes_no_arguments() -> None:
     with pytest.raises(ConfigError, match="takes no arguments"):
         registry.model("from:a.pt", {"width": 2})

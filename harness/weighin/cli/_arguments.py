@@ -11,6 +11,7 @@ from weighin.errors import ConfigError
 
 if TYPE_CHECKING:
     from weighin.formats.selection import Selection
+    from weighin.suite.chosen_models import ChosenModels
     from weighin.suite.config import Suite
 
 DEFAULT_MODEL = "gpt2-small"
@@ -95,9 +96,10 @@ def _contradicted(typed: set[str], params: dict[str, Any]) -> dict[str, Any]:
 def one_model(argument: str | None, option: str | None) -> str:
     """Return the name of the model, which is given as an argument or with --model."""
     if argument and option and argument != option:
-        raise ConfigError(
-            f"two models: {argument!r} and {option!r}", "give one, or a --suite with both"
-        )
+        repair = "give one, or a --suite with both"
+        if Path(argument).exists():
+            repair = f"for your own weights of the model: --model {option} --checkpoint {argument}"
+        raise ConfigError(f"two models: {argument!r} and {option!r}", repair)
     return argument or option or DEFAULT_MODEL
 
 
@@ -113,13 +115,17 @@ def selection(typed: dict[str, Any]) -> "Selection":
     return Selection(typed["key"], typed["strip_prefix"])
 
 
-def check_selection(selection: "Selection", checkpoint: Path | None) -> None:
-    """Raise ConfigError if there is a selection without a checkpoint of the user."""
-    if selection and checkpoint is None:
-        raise ConfigError(
-            "--key and --strip-prefix select the weights in a checkpoint of your own",
-            "add --checkpoint PATH, or leave them out",
-        )
+def choose(typed: dict[str, Any], suite: "Suite") -> "ChosenModels":
+    """Return the models of a suite with the arguments and the checkpoint that were typed."""
+    from weighin.suite import chosen_models
+
+    return chosen_models.choose(
+        suite,
+        kwargs=json_object(typed["kwargs"]),
+        checkpoint=typed["checkpoint"],
+        selection=selection(typed),
+        trust_remote_code=typed["trust_remote_code"],
+    )
 
 
 def read_suite(name: str | None, asked: dict[str, Any]) -> "Suite":

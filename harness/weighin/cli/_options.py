@@ -40,16 +40,21 @@ def several(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return decorate
 
 
-MODEL_HELP = "A model of `weighin list models`. Default: gpt2-small."
+MODEL_HELP = (
+    "A model of `weighin list models`, or your own model: the path of a Hugging Face folder, of a"
+    " checkpoint's file (weights.pt, model.safetensors, an index of shards) or of a checkpoint's"
+    " folder; a builder; or from:CHECKPOINT. ./NAME is always a path. Default: gpt2-small."
+)
 
 model_option = click.option(
     "--model",
     "model_option",
     metavar="NAME",
     shell_complete=completed("models"),
-    help="The name of a built-in model; the builder of any model as package.module:callable or"
-    " path/nets.py:callable (modules are also found in the current folder and on PYTHONPATH); or"
-    " from:CHECKPOINT, a model that has the checkpoint's tensors and needs no code.",
+    help="The model, instead of the argument MODEL. A builder is package.module:callable or"
+    " path/nets.py:callable (modules are also found in the current folder and on PYTHONPATH)."
+    " from:CHECKPOINT is a model that has the checkpoint's tensors and needs no code; the path of a"
+    " checkpoint that is no Hugging Face folder gives the same model.",
 )
 kwargs = click.option(
     "--kwargs",

@@ -17,6 +17,7 @@ from typing import Any, Final
 import click
 
 from weighin.errors import ConfigError
+from weighin.formats import sniff
 
 TABLE: Final = "tool.weighin"
 _SHARED_BY: Final = ("bench", "floor", "predict", "recommend")
@@ -166,10 +167,12 @@ def _located(text: str, key: str, param: click.Parameter, folder: Path) -> str:
     if key == "strategies" or (key == "suite" and not is_path):
         is_path = "/" in text or text.endswith((".py", ".yaml", ".yml"))
     start = "from:" if key == "model" and text.startswith("from:") else ""
-    is_path = is_path or bool(start) or (key == "model" and ".py:" in text)
+    if key == "model":
+        is_path = bool(start) or ".py:" in text or sniff.looks_like_path(text)
+        is_path = is_path or ("/" in text and (folder / text).exists())
     if not is_path or folder == Path.cwd():
         return text
-    return start + os.path.relpath(folder / text.removeprefix(start))
+    return start + os.path.relpath(folder / Path(text.removeprefix(start)).expanduser())
 
 
 def _normal(key: str) -> str:

@@ -1,50 +1,72 @@
 """``weighin inspect``: what is in a checkpoint."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from weighin.cli import _console, _options
-from weighin.cli._verb import Argument, Verb
+from weighin.cli import _arguments, _console, _options
+from weighin.cli._verb import Verb
+
+if TYPE_CHECKING:
+    from weighin.checkpoint.inspect import Inspected
 
 EXAMPLES = (
     "weighin inspect model.pt",
     "weighin inspect shards --sort size --all",
     "weighin inspect training.pt --key model",
     "weighin inspect model.safetensors --json -",
+    "weighin inspect gpt2-xl",
 )
 
 
 @click.command(cls=Verb, examples=EXAMPLES)
-@click.argument("checkpoint", cls=Argument, type=_options.PATH, help="A checkpoint in any format.")
+@_options.model
 @click.option(
     "--sort", default="file", metavar="ORDER", help="Order of the tensors: file, name or size."
 )
 @click.option("--all", "show_all", is_flag=True, help="Show every tensor, however many there are.")
 @_options.selection
 @_options.json
-def inspect(
-    checkpoint: Path,
-    sort: str,
-    show_all: bool,
-    key: str,
-    strip_prefix: str,
-    json_file: str | None,
-) -> None:
+@click.pass_context
+def inspect(context: click.Context, /, **_: Any) -> None:
     """List the tensors of a checkpoint, and estimate the memory of loading it.
 
-    The command reads no tensor data, executes no code from the checkpoint, and does not import
-    torch.
+    For a path, the command reads no tensor data, executes no code from the checkpoint, and does not
+    import torch. For a built-in model or a builder, it lists the checkpoint that weighin would
+    generate; for this, it builds the model without values.
     """
     from weighin.checkpoint import inspect as inspecting
-    from weighin.formats.pretrained_folder import path_of
-    from weighin.formats.selection import Selection
 
-    inspected = inspecting.inspect(path_of(checkpoint), Selection(key, strip_prefix))
+    typed = _arguments.read(context)
+    inspected, json_file = _inspected(typed), typed["json_file"]
     if json_file != _console.STDOUT:
         console = _console.out()
-        for part in inspecting.tables(inspected, sort=sort, show_all=show_all):
+        for part in inspecting.tables(inspected, sort=typed["sort"], show_all=typed["show_all"]):
             is_table = not isinstance(part, str)
             console.print(part, markup=is_table, highlight=False, soft_wrap=not is_table)
     if json_file:
         _console.write_json(json_file, inspected.as_json())
+
+
+def _inspected(typed: dict[str, Any]) -> "Inspected":
+    from weighin.checkpoint.inspect import inspect
+    from weighin.suite import registry
+
+    name = _arguments.one_model(typed["model"], typed["model_option"])
+    kwargs = _arguments.json_object(typed["kwargs"])
+    if path := registry.path_of(name, kwargs):
+        return inspect(path, _arguments.selection(typed))
+    from weighin.predict import client
+    from weighin.suite.chosen_models import choose
+    from weighin.suite.config import check_suite
+
+    chosen = choose(
+        check_suite({"models": name}), kwargs=kwargs, selection=_arguments.selection(typed)
+    )
+    with (
+        _console.err().status("building the model without values"),
+        client.generated(chosen.specs[0], chosen.python_path) as path,
+    ):
+        return replace(inspect(path), path=Path(chosen.specs[0].title))

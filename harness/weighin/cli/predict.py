@@ -1,6 +1,5 @@
 """``weighin predict``: the memory that loads will need."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -9,7 +8,7 @@ from weighin.cli import _arguments, _console, _options
 from weighin.cli._verb import Verb
 
 if TYPE_CHECKING:
-    from weighin.formats.selection import Selection
+    from weighin.suite.chosen_models import ChosenModels
     from weighin.suite.config import Suite
     from weighin.suite.matrix import Planned
 
@@ -58,24 +57,18 @@ def predict(context: click.Context, /, **_: Any) -> None:
         _check(typed)
         return
     from weighin.predict import client, tables
-    from weighin.suite import registry, user_code
 
     suite = _suite(typed)
-    checkpoint = registry.checkpoint_of(suite, typed["checkpoint"]) or _pretrained(suite)
-    selection = _arguments.selection(typed)
-    _arguments.check_selection(selection, checkpoint)
-    kwargs = _arguments.json_object(typed["kwargs"])
-    planned = _plan(
-        suite, checkpoint, kwargs, selection, trust_remote_code=typed["trust_remote_code"]
-    )
+    chosen = _arguments.choose(typed, suite)
+    planned = _plan(suite, chosen)
     stored = typed["checkpoint_dtype"] and client.dtype_name(typed["checkpoint_dtype"])
     with _console.err().status("importing torch") as status:
         predictions = client.predict(
             planned,
-            checkpoint=checkpoint,
-            selection=selection,
+            checkpoint=chosen.checkpoint,
+            selection=_arguments.selection(typed),
             checkpoint_dtype=stored,
-            python_path=user_code.import_path(suite.sources),
+            python_path=chosen.python_path,
             report=lambda done, name: status.update(f"{name}: {done} of {len(planned)} done"),
         )
     if typed["json_file"] != _console.STDOUT:
@@ -116,39 +109,21 @@ def _suite(typed: dict[str, Any]) -> "Suite":
     return _arguments.read_suite(typed["suite"], given)
 
 
-def _pretrained(suite: "Suite") -> Path | None:
-    """Return the checkpoint of a suite whose only model is a Hugging Face folder, else None."""
-    from weighin.formats.pretrained_folder import read_folder
-    from weighin.suite import registry
-
-    folder = registry.pretrained_folder(suite.sources[0]) if len(suite.models) == 1 else None
-    return read_folder(folder).checkpoint if folder else None
-
-
-def _plan(
-    suite: "Suite",
-    checkpoint: Path | None,
-    kwargs: dict[str, Any],
-    selection: "Selection",
-    *,
-    trust_remote_code: bool,
-) -> "list[Planned]":
+def _plan(suite: "Suite", chosen: "ChosenModels") -> "list[Planned]":
     from weighin import formats
     from weighin.suite import registry
     from weighin.suite.matrix import CellMatrix, plan
 
     return plan(
         CellMatrix(
-            models=registry.models_of(
-                suite, kwargs, selection, trust_remote_code=trust_remote_code
-            ),
+            models=chosen.specs,
             strategies=registry.chosen(suite),
             ram_limits=(None,),
             isolation="process",
             device=suite.device,
-            dtype=registry.model_dtype(suite.sources[0], suite.dtype),
+            dtype=chosen.dtype,
             formats=tuple(formats.named(name).NAME for name in suite.format),
-            own_format=formats.detect(checkpoint).NAME if checkpoint else None,
+            own_format=formats.detect(chosen.checkpoint).NAME if chosen.checkpoint else None,
             environments=tuple(suite.environment),
             ranks=tuple(suite.ranks),
         )

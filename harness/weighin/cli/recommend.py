@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from weighin.cli import _arguments, _console, _options
-from weighin.cli._verb import Argument, Verb
+from weighin.cli._verb import Verb
 
 if TYPE_CHECKING:
     from weighin.recommend.answer import Question
@@ -22,15 +22,7 @@ NOTHING_FITS_EXIT = 1
 
 
 @click.command(cls=Verb, examples=EXAMPLES, codes=True)
-@click.argument(
-    "model",
-    cls=Argument,
-    required=False,
-    shell_complete=_options.completed("models"),
-    help="A model of `weighin list models`, or the path of a checkpoint. Default: gpt2-small.",
-)
-@_options.model_option
-@_options.kwargs
+@_options.model
 @_options.trust_remote_code
 @_options.only_structure
 @_options.selection
@@ -89,36 +81,23 @@ def recommend(context: click.Context, /, **_: Any) -> None:
 
 
 def _question(typed: dict[str, Any]) -> "Question":
-    from weighin.formats.pretrained_folder import read_folder
     from weighin.recommend import answer
     from weighin.recommend.ranking import Limits
-    from weighin.suite import registry, user_code
     from weighin.suite.config import check_suite
 
     name = _arguments.one_model(typed["model"], typed["model_option"])
-    path = registry.own_checkpoint([name], typed["checkpoint"])
-    selection = _arguments.selection(typed)
-    if folder := registry.pretrained_folder(name):
-        spec = registry.model(name, trust_remote_code=typed["trust_remote_code"])
-        path = path or read_folder(folder).checkpoint
-    elif typed["model"] and path is None and Path(typed["model"]).exists():
-        path = Path(typed["model"])
-        spec = registry.from_checkpoint(path, selection)
-    else:
-        kwargs = _arguments.json_object(typed["kwargs"])
-        spec = registry.model(name, kwargs or None, selection)
-    _arguments.check_selection(selection, path)
     limits = {key: typed[key] for key in ("ram", "vram", "device", "dtype", "ranks")}
-    suite = check_suite({"models": spec.name} | limits)
+    suite = check_suite({"models": name} | limits)
+    chosen = _arguments.choose(typed, suite)
     return answer.Question(
-        model=spec,
+        model=chosen.specs[0],
         limits=Limits(suite.ram[0], suite.vram[0]),
-        checkpoint=path,
-        selection=selection,
+        checkpoint=chosen.checkpoint,
+        selection=_arguments.selection(typed),
         device=suite.device,
         ranks=suite.ranks[0],
-        dtype=registry.model_dtype(name, suite.dtype),
+        dtype=chosen.dtype,
         allow=answer.check_allowed(_arguments.names([typed["allow"]])),
         results=typed["results"],
-        python_path=user_code.import_path([name]),
+        python_path=chosen.python_path,
     )

@@ -21,11 +21,20 @@ from pathlib import Path
 from typing import Final
 
 from weighin.errors import CheckpointError, UnknownName
-from weighin.formats import dcp, per_module, per_param, pt, pt_legacy, safetensors, tensorizer
+from weighin.formats import (
+    dcp,
+    per_module,
+    per_param,
+    pt,
+    pt_legacy,
+    safetensors,
+    sniff,
+    tensorizer,
+)
 from weighin.formats.base import Layout, TensorSlice
 from weighin.formats.pretrained_folder import is_pretrained, weights_in
 from weighin.formats.selection import WHOLE, Selection, below, stripped
-from weighin.formats.sharded import SHARDED, SHARDED_PT
+from weighin.formats.sharded import OF_DIFFUSERS, SHARDED, SHARDED_PT
 from weighin.formats.zip_directory import check_file
 
 # In the order in which ``detect`` tries formats: per_param is last, as it matches any index.json.
@@ -64,17 +73,14 @@ def detect(path: Path) -> Layout:
         CheckpointError: ``path`` does not exist or is not a checkpoint; the message gives the
             reason.
     """
-    for layout in (*_OF_PACKAGES, *_LAYOUTS):
+    for layout in (*_OF_PACKAGES, *_LAYOUTS, *OF_DIFFUSERS):
         if layout.matches(path):
             return layout
     if is_pretrained(path):
         file = weights_in(path)
         return _InFolder(detect(file), file)
     if path.is_dir():
-        raise CheckpointError(
-            f"{path}: not a checkpoint: the folder has neither an index nor metadata",
-            "give the checkpoint file itself, or a folder that `weighin convert` made",
-        )
+        raise sniff.no_model(path)
     # The error names the usual mistakes: a web page, a git-lfs pointer.
     check_file(path)
     raise CheckpointError(f"{path}: not a checkpoint", f"known formats: {', '.join(NAMES)}")

@@ -13,14 +13,20 @@ from typing import Any, Final
 
 from weighin.cell import ModelSpec
 from weighin.errors import CheckpointError, ConfigError
+from weighin.formats import sniff
 from weighin.formats.pretrained_code import AUTO_MAP, CODE_KEYS, auto_class, describe_code
 
 BUILDER: Final = "weighin.models.pretrained:from_config"
 CONFIG: Final = "config.json"
 
 _BUILT_IN: Final = "weighin.models."
-_FILES: Final = ("model.safetensors", "pytorch_model.bin")
-_INDEXES: Final = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_STEMS: Final = (
+    ("model", ".safetensors"),
+    ("pytorch_model", ".bin"),
+    ("diffusion_pytorch_model", ".safetensors"),
+    ("diffusion_pytorch_model", ".bin"),
+)
+_INDEX: Final = "index.json"
 _DTYPES: Final = ("float32", "bfloat16", "float16")
 _ENTRY: Final = "models--"
 _HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+")
@@ -66,6 +72,11 @@ class PretrainedFolder:
     def has_code(self) -> bool:
         """Whether the folder brings code for its model: ``auto_map`` in ``config.json``."""
         return AUTO_MAP in self.config
+
+    @property
+    def is_of_diffusers(self) -> bool:
+        """Whether the model's class belongs to diffusers, so that weighin knows only its tensors."""
+        return "_class_name" in self.config and "architectures" not in self.config
 
     @property
     def code(self) -> dict[str, str] | None:
@@ -176,28 +187,28 @@ def read_folder(path: Path, *, trust_remote_code: bool = False) -> PretrainedFol
 
 
 def weights_in(path: Path) -> Path:
-    """Return the checkpoint of a Hugging Face folder, as transformers chooses it.
+    """Return the checkpoint of a Hugging Face folder, as transformers or diffusers chooses it.
 
     Raises:
         CheckpointError: the folder has no weights.
     """
-    for file, index in zip(_FILES, _INDEXES, strict=True):
-        if (path / file).is_file():
-            return path / file
-        if (path / index).is_file():
+    for stem, suffix in _STEMS:
+        if (path / f"{stem}{suffix}").is_file():
+            return path / f"{stem}{suffix}"
+        if (path / f"{stem}{suffix}.{_INDEX}").is_file():
             return path
-    raise CheckpointError(
-        f"{path}: has {CONFIG} but no weights: none of {', '.join([*_FILES, *_INDEXES])}",
-        "download the whole folder, or save it with model.save_pretrained(FOLDER)",
-    )
+    raise sniff.no_model(path)
 
 
 def cached_snapshot(name: str) -> Path | None:
     """Return the folder of a Hub model in the local cache; None if ``name`` is no Hub id.
 
     Raises:
-        CheckpointError: ``name`` is an id, but the cache does not have this model.
+        CheckpointError: ``name`` is an id, but the cache does not have this model; or ``name`` can
+            only be a path, which does not exist.
     """
+    if sniff.looks_like_path(name) and not Path(name).expanduser().exists():
+        raise sniff.missing(name)
     if not _HUB_ID.fullmatch(name):
         return None
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
@@ -217,10 +228,12 @@ def cached_snapshot(name: str) -> Path | None:
 def path_of(path: Path) -> Path:
     """Return a path that exists, or the snapshot of the model whose id the path is.
 
-    Return any other path unchanged.
+    An index stands for its folder. Return any other path unchanged.
     """
+    path = path.expanduser()
     if path.exists():
-        return path
+        is_index = path.name.endswith(_INDEX) and path.is_file()
+        return path.parent if is_index else path
     try:
         return cached_snapshot(str(path)) or path
     except CheckpointError:

@@ -190,3 +190,8 @@ def _is_file(path: Path) -> bool:
 
 SHARDED: Final = Sharded("sharded", "model", safetensors.SUFFIX, safetensors)
 SHARDED_PT: Final = Sharded("sharded_pt", "pytorch_model", ".bin", pt)
+OF_DIFFUSERS: Final = (
+    Sharded("sharded", "diffusion_pytorch_model", safetensors.SUFFIX, safetensors),
+    Sharded("sharded_pt", "diffusion_pytorch_model", ".bin", pt),
+)
+"""The same formats under the file names of diffusers; weighin reads them, and writes the others."""

@@ -1,13 +1,48 @@
-"""Recognise files that are not checkpoints, by their first bytes, and shorten names for messages."""
+"""Tell what a path is that cannot be loaded: by a file's first bytes, or by the names in a folder.
 
+The module also shortens names for messages.
+"""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from weighin.errors import CheckpointError
+from weighin.text import one_line
 
 AGAIN: Final = "copy or download the file again"
+WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+"""The usual suffixes of checkpoint files."""
+
 _HEAD_BYTES: Final = 512
 _MOST_SHOWN: Final = 100
+_MOST_JSON_BYTES: Final = 1024**2
+_MOST_NAMES: Final = 3
+_PATH_STARTS: Final = ("./", "../", "/", "~")
+_PATH_ENDS: Final = ("/", ".gguf", ".json", ".onnx", ".h5", ".zip", ".py", *WEIGHTS)
+_VARIANT: Final = re.compile(r"\w*model\.(\w+)(-\d+-of-\d+)?(\.safetensors|\.bin)")
+_VARIANT_INDEX: Final = re.compile(r"(\w*model\.(?:safetensors|bin)\.index)\.\w+(\.json)")
+_SHARD: Final = re.compile(r"(\w*model)-\d+-of-\d+(\.safetensors|\.bin)")
+_OTHER_FRAMEWORKS: Final = (".onnx", ".h5", ".msgpack", ".tflite", ".ot", ".index")
+_PIPELINE_PARTS: Final = ("unet", "transformer")  # the largest parts; they come first in advice
+
+
+def looks_like_path(text: str) -> bool:
+    """Tell whether a text can only be a path, because it begins or ends like one.
+
+    "checkpoints/mine" is a path if there is a folder "checkpoints"; otherwise it is an id of the Hub.
+    """
+    if text.startswith(_PATH_STARTS) or text.endswith(_PATH_ENDS) or text in (".", ".."):
+        return True
+    return text.count("/") > 1 or ("/" in text and Path(text).parent.is_dir())
+
+
+def missing(path: Path | str) -> CheckpointError:
+    """Return the error for a path that does not exist."""
+    return CheckpointError(f"{path}: no such file or folder", "check the path")
 
 
 def check_present(path: Path) -> bytes:
@@ -15,10 +50,10 @@ def check_present(path: Path) -> bytes:
 
     Raises:
         CheckpointError: the path does not exist, is not a regular file or cannot be read, or the file
-            is empty, a git-lfs pointer or a web page.
+            is empty, a git-lfs pointer, a web page or another kind of file.
     """
     if not path.exists():
-        raise CheckpointError(f"{path}: no such file", "check the path")
+        raise missing(path)
     if not path.is_file():
         raise CheckpointError(f"{path}: not a file", "give the checkpoint file itself")
     try:
@@ -40,7 +75,17 @@ def check_present(path: Path) -> bytes:
             f"{path}: an HTML page, not a checkpoint",
             "the download link led to a web page: use the link to the file itself",
         )
+    if head.startswith(b"GGUF"):
+        raise CheckpointError(f"{path}: a GGUF file, which weighin does not read yet", _UNCONVERTED)
+    if path.suffix == ".py":
+        raise CheckpointError(
+            f"{path}: a Python file, not a checkpoint",
+            f"name the function in it that builds the model: --model {path}:FUNCTION",
+        )
     return head
+
+
+_UNCONVERTED: Final = "give the safetensors or PyTorch files that it was converted from"
 
 
 def first_bytes(path: Path) -> bytes:
@@ -52,6 +97,179 @@ def first_bytes(path: Path) -> bytes:
             return file.read(_HEAD_BYTES)
     except OSError:
         return b""
+
+
+def no_model(folder: Path) -> CheckpointError:
+    """Return the error for a folder that is neither a model nor a checkpoint.
+
+    The message says what lies in the folder, and the repair says what to give instead.
+    """
+    names = sorted(entry.name for entry in folder.iterdir())
+    for recognise in _RECOGNISERS:
+        if recognised := recognise(folder, names):
+            what, repair = recognised
+            return CheckpointError(f"{folder}: {what}", repair)
+    return CheckpointError(
+        f"{folder}: not a checkpoint: no config.json, no index and no weights in it",
+        "give the checkpoint file itself, or a folder that save_pretrained or `weighin convert` made",
+    )
+
+
+_Recognised = tuple[str, str] | None
+
+
+def _nothing(_: Path, names: Sequence[str]) -> _Recognised:
+    if names:
+        return None
+    return "an empty folder", "give a checkpoint file, or the folder of a model"
+
+
+def _adapter(folder: Path, names: Sequence[str]) -> _Recognised:
+    if "adapter_config.json" not in names:
+        return None
+    base = _json(folder / "adapter_config.json").get("base_model_name_or_path")
+    shown_base = one_line(str(base), _MOST_SHOWN) if base else "a model that it does not name"
+    repair = "merge it into its base, and give the merged model's folder: merge_and_unload() of peft, then save_pretrained(FOLDER)"
+    if weights := _weights(names):
+        repair += f"; for the adapter alone: {folder / weights[0]}"
+    return f"an adapter of {shown_base}, not a whole model", repair
+
+
+def _pipeline(folder: Path, names: Sequence[str]) -> _Recognised:
+    if "model_index.json" not in names:
+        return None
+    parts = sorted(_models_below(folder, names), key=lambda name: name not in _PIPELINE_PARTS)
+    if not parts:
+        return "a diffusers pipeline without weights", "download the whole folder"
+    return "a diffusers pipeline of several models", f"try {folder / parts[0]}/"
+
+
+def _gguf(_: Path, names: Sequence[str]) -> _Recognised:
+    files = [name for name in names if name.endswith(".gguf")]
+    if not files:
+        return None
+    return f"GGUF files, which weighin does not read yet: {_listed(files)}", _UNCONVERTED
+
+
+def _variants(folder: Path, names: Sequence[str]) -> _Recognised:
+    matches = [match for name in names if (match := _VARIANT.fullmatch(name))]
+    if not matches:
+        return None
+    for name in names:
+        if index := _VARIANT_INDEX.fullmatch(name):
+            usual = index[1] + index[2]
+            break
+    else:
+        name = matches[0][0]
+        usual = name.replace(f".{matches[0][1]}", "", 1)
+    return (
+        f"only {matches[0][1]} variants of the weights: {_listed([match[0] for match in matches])}",
+        f"give them the usual name: ln -s {name} {folder / usual}",
+    )
+
+
+def _shards(folder: Path, names: Sequence[str]) -> _Recognised:
+    match = next((match for name in names if (match := _SHARD.fullmatch(name))), None)
+    index = f"{match[1]}{match[2]}.index.json" if match else ".metadata"
+    if match is None and not any(name.endswith(".distcp") for name in names):
+        return None
+    return f"shards without their index {index}", f"download the index too: {folder / index}"
+
+
+def _files(folder: Path, names: Sequence[str]) -> _Recognised:
+    files = _weights(names)
+    if not files:
+        return None
+    lacks = "no index" if "config.json" in names else "no config.json and no index"
+    return f"{lacks} beside {_listed(files)}", f"give the file itself: {folder / files[0]}"
+
+
+def _other_frameworks(_: Path, names: Sequence[str]) -> _Recognised:
+    files = [name for name in names if name.endswith(_OTHER_FRAMEWORKS)]
+    if not files:
+        return None
+    return (
+        f"weights of another framework than PyTorch: {_listed(files)}",
+        "load the model into PyTorch, and save it: model.save_pretrained(FOLDER)",
+    )
+
+
+def _run(folder: Path, names: Sequence[str]) -> _Recognised:
+    if "plan.json" not in names:
+        return None
+    return (
+        "the folder of a run of weighin, not a model",
+        f"show its results: weighin report {folder}",
+    )
+
+
+def _only_config(_: Path, names: Sequence[str]) -> _Recognised:
+    if "config.json" not in names:
+        return None
+    return (
+        "has config.json but no weights: neither model.safetensors, nor pytorch_model.bin, nor an"
+        " index of one of them",
+        "download the whole folder, or save it with model.save_pretrained(FOLDER)",
+    )
+
+
+def _folders(folder: Path, names: Sequence[str]) -> _Recognised:
+    models = _models_below(folder, names)
+    if not models:
+        return None
+    return (
+        f"no config.json, but folders with models: {_listed(models)}",
+        f"give one of them: {folder / models[0]}",
+    )
+
+
+_RECOGNISERS: Final[Sequence[Callable[[Path, Sequence[str]], _Recognised]]] = (
+    _nothing,
+    _adapter,
+    _pipeline,
+    _run,
+    _variants,
+    _shards,
+    _files,
+    _gguf,
+    _other_frameworks,
+    _only_config,
+    _folders,
+)
+"""Each returns what a folder is and the next step, or None. The first that recognises it, decides."""
+
+
+def _weights(names: Sequence[str]) -> list[str]:
+    return [name for name in names if name.endswith(WEIGHTS)]
+
+
+def _models_below(folder: Path, names: Sequence[str]) -> list[str]:
+    """Return the names of the folders in a folder that have weights in them."""
+    folders = [folder / name for name in names if (folder / name).is_dir()]
+    return [inner.name for inner in folders if _weights(_names(inner))]
+
+
+def _names(folder: Path) -> list[str]:
+    """Return the names in a folder; empty if this user must not read the folder."""
+    with suppress(OSError):
+        return [entry.name for entry in folder.iterdir()]
+    return []
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return the first names in one string, followed by the number of the others."""
+    more = len(names) - _MOST_NAMES
+    return one_line(", ".join(names[:_MOST_NAMES])) + (f" and {more} more" if more > 0 else "")
+
+
+def _json(path: Path) -> dict[str, object]:
+    """Return a JSON object; empty if the file holds none, or begins with too long a text."""
+    try:
+        with path.open("rb") as file:
+            content = json.loads(file.read(_MOST_JSON_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def shown(name: object) -> str:

@@ -38,8 +38,8 @@ def load_pretrained(
         ConfigError: transformers is missing, has no such class, or the folder brings code that is not
             trusted.
     """
-    path = Path(folder)
-    if not is_pretrained(path):
+    path = Path(folder).expanduser()
+    if not path.exists():
         path = cached_snapshot(str(folder)) or path
     if not is_pretrained(path):
         raise CheckpointError(

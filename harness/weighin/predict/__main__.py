@@ -20,6 +20,7 @@ import torch  # noqa: F401 (before any fork; a worker imports it too)
 
 from weighin.cell import Cell, ModelSpec
 from weighin.checkpoint.manifest import read_manifest
+from weighin.errors import HarnessError
 from weighin.models.skeleton import resolve_builder
 from weighin.probes.process import memory_of, read_status
 from weighin.record import Memory
@@ -87,7 +88,10 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
         return _predict(cell, request)
     except Exception as error:
         traceback.print_exc()
-        return {"cannot": f"{type(error).__name__}: {one_line(str(error))}"}
+        cannot = {"cannot": f"{type(error).__name__}: {one_line(str(error))}"}
+        if isinstance(error, HarnessError):
+            return cannot | {"error": [error.message, error.repair]}
+        return cannot
 
 
 def _make(cell: Cell, make: dict[str, Any]) -> dict[str, Any]:

@@ -4,15 +4,17 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final, Self
 
 from weighin import formats
+from weighin.cell import Cell, ModelSpec
 from weighin.checkpoint import entries
 from weighin.checkpoint.subprocess_client import environment
-from weighin.errors import HarnessError, UnknownName
+from weighin.errors import ConfigError, HarnessError, UnknownName
 from weighin.formats.pretrained_folder import BUILDER
 from weighin.formats.selection import WHOLE, Selection
 from weighin.predict.prediction import Prediction, from_json
@@ -74,6 +76,25 @@ def predict(
                 )
             )
         return predictions
+
+
+@contextmanager
+def generated(model: ModelSpec, python_path: Sequence[str] = ()) -> Iterator[Path]:
+    """Yield the checkpoint that weighin generates for a model, but without values.
+
+    Raises:
+        ConfigError: the model cannot be built.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="weighin-predict-") as folder,
+        _Asker(environment(python_path)) as ask,
+    ):
+        make = {"folder": folder, "dtype": None, "source": None, "own": False}
+        cell = asdict(Cell(model, "baseline", "process"))
+        made = ask({"cell": cell, "make": make | {"selection": asdict(WHOLE)}})
+        if cannot := made.get("cannot"):
+            raise ConfigError(*made.get("error", (cannot, "correct the model or its arguments")))
+        yield Path(made["checkpoint"])
 
 
 def _not_followed(planned: Planned) -> str:

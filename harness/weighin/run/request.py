@@ -19,13 +19,7 @@ from weighin.errors import (
     RecordError,
     StillRunning,
 )
-from weighin.formats.pretrained_folder import (
-    BUILDER,
-    code_of,
-    is_pretrained,
-    read_folder,
-    weights_in,
-)
+from weighin.formats.pretrained_folder import BUILDER, code_of
 from weighin.formats.selection import WHOLE, Selection
 from weighin.isolation import preload, select
 from weighin.records import run_folder
@@ -33,7 +27,7 @@ from weighin.records.shard import Shard, parse
 from weighin.run import trust
 from weighin.run.runner import Run
 from weighin.run.site import THIS_MACHINE, Site
-from weighin.suite import packages, registry, user_code
+from weighin.suite import chosen_models, packages, registry
 from weighin.suite.config import Suite
 from weighin.suite.matrix import CellMatrix, Planned, plan
 from weighin.units import format_exact
@@ -74,15 +68,15 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
         ConfigError, UnknownName, IsolationUnavailable, RecordError: the run cannot start.
     """
     suite = request.suite
-    checkpoint = registry.checkpoint_of(suite, request.checkpoint)
-    checkpoint = _own(checkpoint) or _pretrained(suite.sources)
-    _check_selection(request.selection, checkpoint)
-    models = registry.models_of(
+    chosen = chosen_models.choose(
         suite,
-        request.kwargs,
-        request.selection,
+        kwargs=request.kwargs,
+        checkpoint=request.checkpoint,
+        selection=request.selection,
         trust_remote_code=request.trust_remote_code,
     )
+    models = chosen.specs
+    checkpoint = chosen.checkpoint.absolute() if chosen.checkpoint else None
     strategies = registry.chosen(suite)
     _check_names("models", [(spec.title, spec.builder) for spec in models])
     _check_names("strategies", [(info.name, str(info.path)) for info, _ in strategies])
@@ -106,7 +100,7 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
             vram_limits=tuple(suite.vram),
             isolation=isolation.name,
             device=suite.device,
-            dtype=_dtype(suite),
+            dtype=chosen.dtype,
             cache=suite.cache,
             repeats=suite.repeats,
             passes=suite.passes,
@@ -123,7 +117,6 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
     _check_own_selections(planned, request.selection, _own_format(checkpoint))
     folders = [Path(code["folder"]) for model in models if (code := code_of(model))]
     mounts = _existing((*request.mounts, *folders))
-    python_path = user_code.import_path(suite.sources)
     folder = request.folder or Path("results") / _name(request)
     _check_folder(folder, request.verb)
     settings = {
@@ -136,7 +129,7 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
         "trace": suite.trace,
         "base_image": request.base_image,
         "strategy_paths": {info.name: str(info.path) for info, _ in strategies},
-        "python_path": list(python_path),
+        "python_path": list(chosen.python_path),
         "mounts": list(mounts),
     }
     if request.within is not None:
@@ -162,7 +155,7 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
         timeout_s=suite.timeout_s,
         steady=suite.steady,
         trace=suite.trace,
-        python_path=python_path,
+        python_path=chosen.python_path,
         mounts=mounts,
         is_new=True,
     )
@@ -263,45 +256,9 @@ def resumable(verb: str, task: Run) -> Iterator[None]:
         raise
 
 
-def _own(checkpoint: Path | None) -> Path | None:
-    """Return the user's checkpoint, which in a Hugging Face folder may be a single weights file."""
-    if checkpoint is None:
-        return None
-    checkpoint = checkpoint.expanduser()
-    return (weights_in(checkpoint) if is_pretrained(checkpoint) else checkpoint).absolute()
-
-
 def _own_format(checkpoint: Path | None) -> str | None:
     """Return the format of the user's checkpoint; None if there is none or its file is missing."""
     return formats.detect(checkpoint).NAME if checkpoint and checkpoint.exists() else None
-
-
-def _pretrained(models: Sequence[str]) -> Path | None:
-    """Return the checkpoint of the run's model if the model is a Hugging Face folder, else None.
-
-    Raises:
-        ConfigError: a Hugging Face folder is one of several models, which share no checkpoint.
-    """
-    folders = [folder for name in models if (folder := registry.pretrained_folder(name))]
-    if not folders:
-        return None
-    if len(models) > 1:
-        raise ConfigError(
-            f"{folders[0]} has a checkpoint of its own, and a run has one checkpoint",
-            "measure each Hugging Face folder in a run of its own, and compare them: weighin compare",
-        )
-    return read_folder(folders[0]).checkpoint.absolute()
-
-
-def _dtype(suite: Suite) -> str:
-    """Return the dtype of all cells; raise ConfigError if "auto" differs between the models."""
-    dtypes = {registry.model_dtype(name, suite.dtype) for name in suite.sources}
-    if len(dtypes) > 1:
-        raise ConfigError(
-            f"the models have different dtypes: {', '.join(sorted(dtypes))}",
-            "choose one for all: --dtype bf16",
-        )
-    return dtypes.pop()
 
 
 def _installed(
@@ -312,14 +269,6 @@ def _installed(
     if any(model.builder == BUILDER for model in models):
         needed.append("transformers")
     return tuple(sorted(packages.versions(needed)))
-
-
-def _check_selection(selection: Selection, checkpoint: Path | None) -> None:
-    if selection and checkpoint is None:
-        raise ConfigError(
-            "--key and --strip-prefix select the weights in a checkpoint of your own",
-            "add --checkpoint PATH, or leave them out",
-        )
 
 
 def _check_own_selections(planned: list[Planned], selection: Selection, own: str | None) -> None:

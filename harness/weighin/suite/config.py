@@ -229,7 +229,7 @@ class Suite(Strict):
         AfterValidator(_check_models),
         Field(min_length=1),
     ]
-    """The models: a name of `weighin list models`, a Hugging Face folder, `from:FILE`, a builder, or a mapping with the keys of a model."""
+    """The models: a name of `weighin list models`, the path of a Hugging Face folder or of a checkpoint, `from:PATH`, a builder, or a mapping with the keys of a model."""
     operation: Literal["load", "save"] = "load"
     """Whether the strategies load a checkpoint or save one."""
     strategies: Annotated[list[SuiteStrategy], BeforeValidator(_as_strategies)] = Field(

@@ -6,7 +6,7 @@ saves.
 
 import ast
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from weighin import formats
 from weighin.cell import SYNTHESISED, ModelSpec, Operation
 from weighin.errors import ConfigError, UnknownName
-from weighin.formats import structure
+from weighin.formats import pretrained_folder, structure
 from weighin.formats.pretrained_folder import (
     cached_snapshot,
     is_pretrained,
-    own_dtype,
     read_folder,
+    weights_in,
 )
 from weighin.formats.selection import WHOLE, Selection
 from weighin.suite import user_code
@@ -108,7 +108,7 @@ def strategies(operation: Operation = "load") -> dict[str, StrategyInfo]:
 def strategy(name: str, operation: Operation = "load") -> StrategyInfo:
     """Return one strategy by its name, or by the path of its file ("./mine.py")."""
     if name.endswith(".py") or "/" in name:
-        return read_strategy(Path(name), operation)
+        return read_strategy(Path(name).expanduser(), operation)
     known = strategies(operation)
     if name not in known:
         kind = "strategy" if operation == "load" else "strategy for saves"
@@ -146,6 +146,10 @@ def read_strategy(path: Path, operation: Operation = "load") -> StrategyInfo:
     """
     try:
         tree = ast.parse(path.read_bytes(), filename=str(path))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"the strategy {path}: no such file or folder", "check the path"
+        ) from None
     except OSError as error:
         raise ConfigError(f"cannot read the strategy {path}: {error.strerror}") from None
     except (SyntaxError, ValueError) as error:
@@ -176,76 +180,6 @@ def models() -> dict[str, Path]:
     return {path.stem: path for path in sorted((data_folder("configs") / "models").glob("*.yaml"))}
 
 
-def from_checkpoint(path: Path, selection: Selection = WHOLE) -> ModelSpec:
-    """Return a model without code whose parameters have the names and shapes in a checkpoint.
-
-    Raises:
-        CheckpointError: ``path`` is not a checkpoint, or has no tensors or too many.
-    """
-    _, slices = formats.read(path.expanduser(), selection)
-    return ModelSpec(path.name, SYNTHESISED, {"tensors": structure.pack(slices)})
-
-
-def own_checkpoint(names: Iterable[str], given: Path | None) -> Path | None:
-    """Return the checkpoint that a model's name ("from:PATH") or --checkpoint gives, if any.
-
-    Raises:
-        ConfigError: several checkpoints are given, or a "from:PATH" model is not the only model.
-    """
-    names = list(names)
-    own = [name for name in names if name.startswith(_FROM)]
-    if not own:
-        return given
-    if len(names) > 1:
-        raise ConfigError(
-            f"{own[0]} and other models in one run, which has one checkpoint", "run them one by one"
-        )
-    if given is not None:
-        raise ConfigError(
-            f"two checkpoints: {own[0]} and --checkpoint {given}", "leave --checkpoint out"
-        )
-    return Path(own[0].removeprefix(_FROM))
-
-
-def models_of(
-    suite: "Suite",
-    kwargs: dict[str, Any],
-    selection: Selection = WHOLE,
-    *,
-    trust_remote_code: bool = False,
-) -> tuple[ModelSpec, ...]:
-    """Return the models of a suite; ``kwargs`` are arguments of all of them, beside their own."""
-    specs = []
-    for entry in suite.models:
-        spec = model(
-            entry.source,
-            entry.kwargs | kwargs or None,
-            selection,
-            trust_remote_code=trust_remote_code,
-        )
-        specs.append(
-            replace(spec, name=entry.name) if entry.name and entry.name != entry.source else spec
-        )
-    return tuple(specs)
-
-
-def checkpoint_of(suite: "Suite", given: Path | None) -> Path | None:
-    """Return the checkpoint that a suite's model or --checkpoint gives, if any.
-
-    Raises:
-        ConfigError: several checkpoints are given.
-    """
-    own = next((one for one in suite.models if one.checkpoint), None)
-    if own is None or own.source.startswith(_FROM):
-        return own_checkpoint(suite.sources, given)
-    if given is not None:
-        raise ConfigError(
-            f"two checkpoints: {own.checkpoint} of the suite and --checkpoint {given}",
-            "leave --checkpoint out",
-        )
-    return Path(own.checkpoint)
-
-
 def model(
     name: str,
     kwargs: dict[str, object] | None = None,
@@ -253,65 +187,88 @@ def model(
     *,
     trust_remote_code: bool = False,
 ) -> ModelSpec:
-    """Return the model that ``name`` gives: built-in, a Hugging Face folder, or a builder's model.
+    """Return the model of ``model_and_checkpoint``, which says what ``name`` may be."""
+    return model_and_checkpoint(name, kwargs, selection, trust_remote_code=trust_remote_code)[0]
 
-    A builder is "package.module:callable", or "path/nets.py:callable" for a builder in a file.
-    "from:PATH" is the model that consists of the tensors that ``selection`` selects in a
-    checkpoint. With ``trust_remote_code``, a Hugging Face folder may bring code of its own.
+
+def model_and_checkpoint(
+    name: str,
+    kwargs: dict[str, object] | None = None,
+    selection: Selection = WHOLE,
+    *,
+    trust_remote_code: bool = False,
+) -> tuple[ModelSpec, Path | None]:
+    """Return the model that ``name`` gives, and the model's own checkpoint if ``name`` is a path.
+
+    ``name`` is, in this order: the name of a built-in model; a builder, "package.module:callable" or
+    "path/nets.py:callable"; the path of a Hugging Face folder, or its id in the local cache; the
+    path of any other checkpoint. A model from such a checkpoint consists of the tensors that
+    ``selection`` selects, and needs no code. "from:PATH" is this model for every checkpoint, also
+    for a Hugging Face folder. With ``trust_remote_code``, a Hugging Face folder may bring code of
+    its own.
+
+    Raises:
+        UnknownName: ``name`` is none of these.
+        CheckpointError: the path does not exist or is no checkpoint; the message says what it is.
+        ConfigError: ``kwargs`` are given for a path, or the folder's own code may not run.
     """
-    if folder := pretrained_folder(name):
+    path = path_of(name, kwargs)
+    if path is None:
+        return _built(name, kwargs), None
+    if is_pretrained(path) and not name.startswith(_FROM):
+        folder = read_folder(path, trust_remote_code=trust_remote_code)
+        if not folder.is_of_diffusers:
+            return folder.spec(), folder.checkpoint
+    _, slices = formats.read(path, selection)
+    return ModelSpec(path.name, SYNTHESISED, {"tensors": structure.pack(slices)}), weights_of(path)
+
+
+def path_of(name: str, kwargs: dict[str, object] | None = None) -> Path | None:
+    """Return the file or folder that a model's name gives; None for a built-in model or a builder.
+
+    An index stands for its folder, and the id of a Hub model for its folder in the local cache.
+
+    Raises:
+        UnknownName: no built-in model has this name, and it is neither a path nor a builder.
+        CheckpointError: the path does not exist, or the cache does not have the Hub model.
+        ConfigError: ``kwargs`` are given for a path.
+    """
+    if name in (known := models()) or user_code.is_file(name):
+        return None
+    path = pretrained_folder.path_of(Path(name.removeprefix(_FROM)))
+    if name.startswith(_FROM) or path.exists():
         if kwargs:
             raise ConfigError(
-                f"{name} has its arguments in config.json, so --kwargs would be ignored",
-                "leave --kwargs out, or change config.json",
+                f"{name} takes no arguments, so --kwargs would be ignored", "leave --kwargs out"
             )
-        return read_folder(folder, trust_remote_code=trust_remote_code).spec()
-    if name.startswith(_FROM):
-        if kwargs:
-            raise ConfigError(f"--model {name} takes no arguments", "leave --kwargs out")
-        return from_checkpoint(Path(name.removeprefix(_FROM)), selection)
-    if user_code.is_file(name):
-        name = user_code.of_file(name).builder
+        return path
     if ":" in name:
-        return ModelSpec(name.rpartition(":")[2], name, kwargs or {})
+        return None
+    cached_snapshot(name)  # raises the error for a missing path or Hub model
+    raise UnknownName(
+        "model",
+        name,
+        known,
+        "for any other model: ./FILE, ./FOLDER, or --model package.module:callable",
+    )
+
+
+def weights_of(path: Path) -> Path:
+    """Return the checkpoint at a path: in a Hugging Face folder, the single file if there is one."""
+    path = pretrained_folder.path_of(path)
+    return weights_in(path) if is_pretrained(path) else path
+
+
+def _built(name: str, kwargs: dict[str, object] | None) -> ModelSpec:
+    """Return a built-in model, or the model of a builder."""
     known = models()
     if name not in known:
-        raise UnknownName(
-            "model",
-            name,
-            known,
-            "for any other model: a Hugging Face folder, or --model package.module:callable",
-        )
+        builder = user_code.of_file(name).builder if user_code.is_file(name) else name
+        return ModelSpec(builder.rpartition(":")[2], builder, kwargs or {})
     from weighin.suite.config import read_model  # imports pydantic, which `weighin list` avoids
 
     spec = read_model(known[name])
     return ModelSpec(spec.name, spec.builder, spec.kwargs | kwargs) if kwargs else spec
-
-
-def pretrained_folder(name: str) -> Path | None:
-    """Return the Hugging Face folder of a model's name: a path, or an id in the local cache.
-
-    Return None for any other name.
-
-    Raises:
-        CheckpointError: the name is the id of a model that the local cache does not have.
-    """
-    if is_pretrained(path := Path(name).expanduser()):
-        return path
-    return None if path.exists() or name in models() else cached_snapshot(name)
-
-
-def model_dtype(name: str, dtype: str) -> str:
-    """Return the dtype of a load.
-
-    "auto" is the dtype in the configuration of a Hugging Face folder or of a built-in model of
-    transformers, and float32 for any other model.
-    """
-    if dtype != "auto":
-        return dtype
-    if folder := pretrained_folder(name):
-        return read_folder(folder).dtype
-    return own_dtype(model(name)) if name in models() else "float32"
 
 
 def suites() -> dict[str, Path]:

@@ -69,4 +69,5 @@ def a_pipe_in_place_of_the_data(given: Given) -> Said:
 @case(*INDEXED)
 def no_index(given: Given) -> Said:
     given.index.unlink()
-    return given.path, "not a checkpoint: the folder has neither an index nor metadata"
+    of_shards = given.layout in ("sharded", "sharded_pt", "dcp")
+    return given.path, "shards without their index" if of_shards else "no config.json and no index"

@@ -1,0 +1,103 @@
+"""Turn what was typed for a run into its models, their checkpoint and their dtype.
+
+Every verb that takes a model uses ``choose``, so that all of them take the same.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from weighin.cell import ModelSpec
+from weighin.errors import ConfigError
+from weighin.formats.pretrained_folder import is_folder, own_dtype
+from weighin.formats.selection import WHOLE, Selection
+from weighin.suite import registry, user_code
+from weighin.suite.config import Suite, SuiteModel
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenModels:
+    """The models of a run.
+
+    Attributes:
+        checkpoint: the user's own weights; None for weights that weighin generates.
+        dtype: the dtype of the loads, which is the models' own dtype for "auto".
+        python_path: the folders from which to import the models' builders.
+    """
+
+    specs: tuple[ModelSpec, ...]
+    checkpoint: Path | None
+    dtype: str
+    python_path: tuple[str, ...]
+
+
+def choose(
+    suite: Suite,
+    *,
+    kwargs: dict[str, Any] | None = None,
+    checkpoint: Path | None = None,
+    selection: Selection = WHOLE,
+    trust_remote_code: bool = False,
+) -> ChosenModels:
+    """Return the models of a suite, with the checkpoint that their names or --checkpoint give.
+
+    ``kwargs`` are arguments of all models, beside their own.
+
+    Raises:
+        HarnessError: a model is unknown, two checkpoints are given, or models differ in what a run
+            has only once: the checkpoint and the dtype.
+    """
+    specs, own = [], checkpoint and registry.weights_of(checkpoint)
+    for entry in suite.models:
+        spec, weights = registry.model_and_checkpoint(
+            entry.source,
+            entry.kwargs | (kwargs or {}) or None,
+            selection,
+            trust_remote_code=trust_remote_code,
+        )
+        if weights and len(suite.models) > 1:
+            raise ConfigError(
+                f"{entry.source} has a checkpoint of its own, and a run has one checkpoint",
+                "measure it in a run of its own, and compare the runs: weighin compare",
+            )
+        own = _own(entry, spec, weights, checkpoint) or own
+        is_named = entry.name and entry.name != entry.source
+        specs.append(replace(spec, name=entry.name) if is_named else spec)
+    if selection and own is None:
+        raise ConfigError(
+            "--key and --strip-prefix select the weights in a checkpoint of your own",
+            "add --checkpoint PATH, or leave them out",
+        )
+    return ChosenModels(
+        specs=tuple(specs),
+        checkpoint=own,
+        dtype=_dtype(specs, suite.dtype),
+        python_path=user_code.import_path(suite.sources),
+    )
+
+
+def _own(
+    entry: SuiteModel, spec: ModelSpec, weights: Path | None, given: Path | None
+) -> Path | None:
+    """Return a model's own checkpoint, unless --checkpoint gives other weights of the same folder."""
+    if entry.checkpoint and weights is None:
+        weights = registry.weights_of(Path(entry.checkpoint))
+    if weights is None or given is None:
+        return weights
+    if is_folder(spec):
+        return None
+    raise ConfigError(
+        f"two checkpoints: {entry.checkpoint or entry.source} and --checkpoint {given}",
+        "leave --checkpoint out",
+    )
+
+
+def _dtype(specs: list[ModelSpec], asked: str) -> str:
+    """Return the dtype of all loads; raise ConfigError if "auto" differs between the models."""
+    dtypes = {own_dtype(spec) if asked == "auto" else asked for spec in specs}
+    if len(dtypes) > 1:
+        raise ConfigError(
+            f"the models have different dtypes: {', '.join(sorted(dtypes))}",
+            "choose one for all: --dtype bf16",
+        )
+    return dtypes.pop()

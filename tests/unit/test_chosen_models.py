@@ -1,0 +1,135 @@
+"""What may be typed for a model: names, builders, files, folders, indexes; one function for all verbs."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from weighin import load_pretrained
+from weighin.cell import SYNTHESISED
+from weighin.errors import CheckpointError, ConfigError, UnknownName
+from weighin.formats.selection import Selection
+from weighin.suite import registry
+from weighin.suite.chosen_models import ChosenModels, choose
+from weighin.suite.config import check_suite
+
+TENSORS = {"a": torch.zeros(3, 2), "b": torch.zeros(2)}
+
+
+def chosen(name: str, **options: object) -> ChosenModels:
+    return choose(check_suite({"models": name}), **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path
+
+
+def write_shards(folder: Path, stem: str = "model") -> None:
+    folder.mkdir()
+    shard = f"{stem}-00001-of-00001.safetensors"
+    save_file(TENSORS, folder / shard)
+    index = {"weight_map": dict.fromkeys(TENSORS, shard)}
+    (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("name", ["w.pt", "./w.pt", "from:w.pt", "w.safetensors", "./odd"])
+def test_a_file_is_a_model_of_its_tensors(name: str) -> None:
+    torch.save(TENSORS, "w.pt")
+    shutil.copy("w.pt", "odd")
+    save_file(TENSORS, "w.safetensors")
+    found = chosen(name)
+    path = Path(name.removeprefix("from:"))
+    assert found.checkpoint == path
+    assert [(spec.name, spec.builder) for spec in found.specs] == [(path.name, SYNTHESISED)]
+    assert found.dtype == "float32"
+
+
+@pytest.mark.parametrize("name", ["shards", "shards/model.safetensors.index.json", "from:shards"])
+def test_an_index_stands_for_its_folder(here: Path, name: str) -> None:
+    write_shards(here / "shards")
+    found = chosen(name)
+    assert (found.checkpoint, found.specs[0].name) == (Path("shards"), "shards")
+    assert chosen("m:build", checkpoint=Path(name.removeprefix("from:"))).checkpoint == Path(
+        "shards"
+    )
+
+
+def test_a_home_folder_is_found(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(here))
+    torch.save(TENSORS, "w.pt")
+    for name in ("~/w.pt", "from:~/w.pt"):
+        assert chosen(name).checkpoint == here / "w.pt"
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_model_of_diffusers_is_a_model_of_its_tensors(here: Path, sharded: bool) -> None:
+    folder = here / "unet"
+    if sharded:
+        write_shards(folder, "diffusion_pytorch_model")
+    else:
+        folder.mkdir()
+        save_file(TENSORS, folder / "diffusion_pytorch_model.safetensors")
+    (folder / "config.json").write_text('{"_class_name": "UNet2DConditionModel"}')
+    found = chosen("unet/")
+    assert found.specs[0].builder == SYNTHESISED
+    one = Path("unet/diffusion_pytorch_model.safetensors")
+    assert found.checkpoint == (Path("unet") if sharded else one)
+
+
+def test_a_built_in_name_comes_before_a_path_of_the_same_name(here: Path) -> None:
+    write_shards(here / "gpt2-tiny")
+    assert chosen("gpt2-tiny").checkpoint is None
+    assert chosen("./gpt2-tiny").checkpoint == Path("gpt2-tiny")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["./gone", "gone.pt", "gone.safetensors", "../gone", "/gone/x", "~/gone", "here/gone", "a/b/c"],
+)
+def test_a_missing_path_is_no_name(here: Path, name: str) -> None:
+    (here / "here").mkdir()
+    with pytest.raises(CheckpointError) as caught:
+        chosen(name)
+    assert str(caught.value) == f"{name}: no such file or folder\ncheck the path"
+
+
+def test_what_cannot_be_a_path_is_a_name_or_an_id_of_the_hub() -> None:
+    with pytest.raises(UnknownName, match="no model is called 'gpt2-tini'"):
+        chosen("gpt2-tini")
+    with pytest.raises(CheckpointError, match="Some/Model is not in the cache"):
+        chosen("Some/Model")
+
+
+def test_a_file_has_one_checkpoint_and_takes_no_arguments() -> None:
+    torch.save(TENSORS, "w.pt")
+    for name in ("w.pt", "from:w.pt"):
+        with pytest.raises(ConfigError, match=f"two checkpoints: {name} and --checkpoint b.pt"):
+            chosen(name, checkpoint=Path("b.pt"))
+        with pytest.raises(ConfigError, match=f"{name} takes no arguments"):
+            chosen(name, kwargs={"width": 2})
+        with pytest.raises(ConfigError, match=f"{name} has a checkpoint of its own, and a run has"):
+            choose(check_suite({"models": ["gpt2-tiny", name]}))
+
+
+def test_a_selection_needs_a_checkpoint() -> None:
+    torch.save({"net": TENSORS}, "train.pt")
+    found = chosen("train.pt", selection=Selection("net"))
+    assert found.specs == (registry.model("from:train.pt", None, Selection("net")),)
+    with pytest.raises(ConfigError, match="select the weights in a checkpoint of your own"):
+        chosen("gpt2-tiny", selection=Selection("net"))
+
+
+def test_a_path_is_no_id_of_the_hub_in_python_either(here: Path) -> None:
+    (here / "mine" / "model").mkdir(parents=True)
+    with pytest.raises(CheckpointError) as caught:
+        load_pretrained("mine/model")
+    assert caught.value.message == "mine/model: not a Hugging Face folder: it has no config.json"
+    with pytest.raises(CheckpointError) as caught:
+        load_pretrained("./gone")
+    assert str(caught.value) == "./gone: no such file or folder\ncheck the path"

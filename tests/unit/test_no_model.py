@@ -1,0 +1,174 @@
+"""A folder or a file that is no model says what it is, and what to give instead."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from weighin import formats
+from weighin.errors import CheckpointError
+from weighin.suite import registry
+
+AGAIN = "give the safetensors or PyTorch files that it was converted from"
+MERGE = (
+    "merge it into its base, and give the merged model's folder: merge_and_unload() of peft, then"
+    " save_pretrained(FOLDER)"
+)
+ADAPTER = json.dumps({"base_model_name_or_path": "Some/Base"})
+CONFIG = '{"architectures": ["LlamaForCausalLM"]}'
+
+
+@pytest.mark.parametrize(
+    ("files", "what", "repair"),
+    [
+        ({}, "an empty folder", "give a checkpoint file, or the folder of a model"),
+        (
+            {"adapter_config.json": ADAPTER, "adapter_model.safetensors": "", "README.md": ""},
+            "an adapter of Some/Base, not a whole model",
+            f"{MERGE}; for the adapter alone: F/adapter_model.safetensors",
+        ),
+        (
+            {"adapter_config.json": "[" * 5000},
+            "an adapter of a model that it does not name, not a whole model",
+            MERGE,
+        ),
+        (
+            {"adapter_config.json": ADAPTER, "config.json": CONFIG},
+            "an adapter of Some/Base, not a whole model",
+            MERGE,
+        ),
+        (
+            {
+                "model_index.json": "{}",
+                "text_encoder/model.safetensors": "",
+                "unet/diffusion_pytorch_model.safetensors": "",
+                "scheduler/scheduler_config.json": "{}",
+            },
+            "a diffusers pipeline of several models",
+            "try F/unet/",
+        ),
+        (
+            {"model_index.json": "{}", "unet/config.json": "{}"},
+            "a diffusers pipeline without weights",
+            "download the whole folder",
+        ),
+        (
+            {f"q{bits}.gguf": "GGUF" for bits in range(2, 7)},
+            "GGUF files, which weighin does not read yet: q2.gguf, q3.gguf, q4.gguf and 2 more",
+            AGAIN,
+        ),
+        (
+            {"config.json": CONFIG, "model.fp16.safetensors": ""},
+            "only fp16 variants of the weights: model.fp16.safetensors",
+            "give them the usual name: ln -s model.fp16.safetensors F/model.safetensors",
+        ),
+        (
+            {
+                "config.json": CONFIG,
+                "model.fp16-00001-of-00002.safetensors": "",
+                "model.fp16-00002-of-00002.safetensors": "",
+                "model.safetensors.index.fp16.json": "{}",
+            },
+            "only fp16 variants of the weights: model.fp16-00001-of-00002.safetensors,"
+            " model.fp16-00002-of-00002.safetensors",
+            "give them the usual name: ln -s model.safetensors.index.fp16.json"
+            " F/model.safetensors.index.json",
+        ),
+        (
+            {"config.json": CONFIG, "model-00001-of-00002.safetensors": ""},
+            "shards without their index model.safetensors.index.json",
+            "download the index too: F/model.safetensors.index.json",
+        ),
+        (
+            {"mine.pt": "", "notes.txt": ""},
+            "no config.json and no index beside mine.pt",
+            "give the file itself: F/mine.pt",
+        ),
+        (
+            {"config.json": CONFIG, "consolidated.pth": ""},
+            "no index beside consolidated.pth",
+            "give the file itself: F/consolidated.pth",
+        ),
+        (
+            {"config.json": CONFIG, "tf_model.h5": ""},
+            "weights of another framework than PyTorch: tf_model.h5",
+            "load the model into PyTorch, and save it: model.save_pretrained(FOLDER)",
+        ),
+        (
+            {"config.json": CONFIG},
+            "has config.json but no weights: neither model.safetensors, nor pytorch_model.bin, nor"
+            " an index of one of them",
+            "download the whole folder, or save it with model.save_pretrained(FOLDER)",
+        ),
+        (
+            {"checkpoint-10/model.safetensors": "", "checkpoint-20/model.safetensors": ""},
+            "no config.json, but folders with models: checkpoint-10, checkpoint-20",
+            "give one of them: F/checkpoint-10",
+        ),
+        (
+            {"plan.json": "{}", "results.jsonl": ""},
+            "the folder of a run of weighin, not a model",
+            "show its results: weighin report F",
+        ),
+        (
+            {"notes.txt": ""},
+            "not a checkpoint: no config.json, no index and no weights in it",
+            "give the checkpoint file itself, or a folder that save_pretrained or `weighin convert` made",
+        ),
+    ],
+)
+def test_a_folder_says_what_lies_in_it(
+    tmp_path: Path, files: dict[str, str], what: str, repair: str
+) -> None:
+    folder = tmp_path / "F"
+    folder.mkdir()
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    for look in (lambda: registry.model(str(folder)), lambda: formats.detect(folder)):
+        with pytest.raises(CheckpointError) as caught:
+            look()
+        assert str(caught.value).replace(f"{tmp_path}/", "") == f"F: {what}\n{repair}"
+
+
+def test_the_link_that_a_variant_needs_makes_it_a_model(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    (tmp_path / "config.json").write_text('{"_class_name": "UNet2DConditionModel"}')
+    save_file({"a": torch.zeros(2)}, tmp_path / "diffusion_pytorch_model.fp16.safetensors")
+    with pytest.raises(CheckpointError) as caught:
+        registry.model(str(tmp_path))
+    link = "ln -s diffusion_pytorch_model.fp16.safetensors"
+    target = tmp_path / "diffusion_pytorch_model.safetensors"
+    assert caught.value.repair == f"give them the usual name: {link} {target}"
+    target.symlink_to(link.rpartition(" ")[2])
+    assert registry.model(str(tmp_path)).name == tmp_path.name
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what", "repair"),
+    [
+        ("m.gguf", b"GGUF\3\0\0\0", "a GGUF file, which weighin does not read yet", AGAIN),
+        ("m.safetensors", b"GGUF\3\0\0\0", "a GGUF file, which weighin does not read yet", AGAIN),
+        (
+            "nets.py",
+            b"def build(): ...",
+            "a Python file, not a checkpoint",
+            "name the function in it that builds the model: --model nets.py:FUNCTION",
+        ),
+    ],
+)
+def test_a_file_says_what_it_is(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    content: bytes,
+    what: str,
+    repair: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_bytes(content)
+    with pytest.raises(CheckpointError) as caught:
+        registry.model(name)
+    assert str(caught.value) == f"{name}: {what}\n{repair}"
