@@ -78,9 +78,9 @@ def advised(ram: int | None = None, **changes: Any) -> Advice:
     return answer.advise(question, gather(question, lambda _: None))
 
 
-def printed(advice: Advice, width: int = 160) -> str:
+def printed(advice: Advice, width: int = 160, most: int | None = None) -> str:
     console = Console(width=width, record=True, file=io.StringIO())
-    for part in parts(advice):
+    for part in parts(advice, most):
         console.print(part, highlight=False, soft_wrap=isinstance(part, str))
     return console.export_text()
 
@@ -123,6 +123,26 @@ def test_below_the_models_size_the_one_that_reads_again_and_again_is_named() -> 
         " (--dtype bf16) or a higher limit may help.\n" in text
     )
     assert "Use mmap_assign:" in text
+
+
+def test_a_smaller_dtype_is_no_advice_for_a_model_that_has_it() -> None:
+    assert printed(advised(64 * MIB, dtype="bfloat16")).endswith(
+        "No strategy is sure to fit. A higher limit may help.\n"
+    )
+
+
+def test_the_best_five_are_shown_with_the_number_of_the_others() -> None:
+    advice = advised(3 * GIB)
+    text = printed(advice, most=5)
+    table, _, _ = text.partition("Memory and time")
+    shown = [one.strategy for one in advice.candidates if one.strategy in table.split()]
+    assert shown == [one.strategy for one in advice.candidates[:5]]
+    assert f"{len(advice.candidates) - 5} more: --all" in text
+    assert "more: --all" not in printed(advice)
+
+
+def test_the_memory_of_imports_is_said_to_be_a_part_of_the_figures() -> None:
+    assert "Memory includes 100.0 MiB of imports." in printed(advised(3 * GIB))
 
 
 def test_where_nothing_fits_no_code_is_given() -> None:

@@ -1,6 +1,6 @@
 """Show the progress of a run: the current cell, the elapsed time and the number of cells left."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -34,6 +34,16 @@ def progress(console: Console, cells: int | None) -> Iterator[Progress]:
     ) as bar:
         task = bar.add_task("starting", total=cells)
         yield _Live(console, bar, task).progress()
+
+
+@contextmanager
+def steps(console: Console) -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows the current step: as a status, or as a line if not on a terminal."""
+    if not console.is_terminal:
+        yield lambda text: console.print(escape(text), highlight=False, soft_wrap=True)
+        return
+    with console.status("starting") as status:
+        yield lambda text: status.update(escape(text))
 
 
 class _Live:

@@ -57,6 +57,7 @@ NOTHING_FITS_EXIT = 1
     metavar="FOLDER",
     help="Folder with runs of this machine, whose records take precedence over predictions.",
 )
+@click.option("--all", "every", is_flag=True, help="Show all strategies, not only the best five.")
 @_options.json
 @click.pass_context
 def recommend(context: click.Context, /, **_: Any) -> None:
@@ -64,15 +65,16 @@ def recommend(context: click.Context, /, **_: Any) -> None:
 
     Memory and times come from records of this machine if there are any, otherwise from predictions.
     """
+    from weighin.cli._progress import steps
     from weighin.recommend import answer
 
     typed = _arguments.read(context)
     question = _question(typed)
-    with _console.err().status("predicting") as status:
-        advice = answer.advise(question, answer.gather(question, status.update))
+    with steps(_console.err()) as say:
+        advice = answer.advise(question, answer.gather(question, say))
     if typed["json_file"] != _console.STDOUT:
         console = _console.out()
-        for part in answer.parts(advice):
+        for part in answer.parts(advice, None if typed["every"] else answer.SHOWN):
             console.print(part, highlight=False, soft_wrap=isinstance(part, str))
     if typed["json_file"]:
         _console.write_json(typed["json_file"], advice.as_json())

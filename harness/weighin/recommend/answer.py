@@ -42,7 +42,8 @@ ALLOWED: Final = ("resave", "packages", "weighin")
 """The words of --allow, which name requirements that a recommended strategy may have."""
 
 _STYLES: Final = {FitVerdict.FITS: "green", FitVerdict.TOO_LARGE: "red", FitVerdict.UNKNOWN: "dim"}
-_HELP: Final = "A smaller dtype (--dtype bf16) or a higher limit may help."
+SHOWN: Final = 5
+"""The number of candidates that ``weighin recommend`` shows without --all."""
 _NO_SOURCE: Final = "-"
 _USABLE: Final = (FitVerdict.FITS, FitVerdict.THRASHES, FitVerdict.BARELY)
 
@@ -77,6 +78,8 @@ class Advice:
     candidates: tuple[Candidate, ...]
     code: str = ""
     incomplete: tuple[str, ...] = ()
+    import_bytes: int | None = None
+    """The memory of the process after ``import torch``, which each candidate's memory includes."""
 
     @property
     def best(self) -> Candidate | None:
@@ -158,12 +161,12 @@ def gather(question: Question, say: Callable[[str], None]) -> PriorKnowledge:
     fmt = formats.detect(question.checkpoint).NAME if question.checkpoint else "pt"
     fmt = "" if question.selection else fmt  # no strategy reads only a part of a file
     planned = [*_planned(question, fmt)]
-    say(f"predicting {len(planned)} strategies for {question.model.title}")
     predictions = predict(
         planned,
         checkpoint=question.checkpoint,
         selection=question.selection,
         python_path=question.python_path,
+        report=lambda number, name: say(f"predicting {name} ({number + 1} of {len(planned)})"),
     )
     evidence = find([question.results], planned[0].cell)
     calibration = calibrating.stored() or calibrating.calibrate(say)
@@ -188,7 +191,13 @@ def advise(question: Question, prior: PriorKnowledge) -> Advice:
     ]  # fmt: skip
     allowed = [one for one in judged if _is_allowed(one, question.allow)]
     texts = (text for one in prior.evidence.values() for text in one.incomplete)
-    advice = Advice(question, tuple(ranked(allowed)), incomplete=tuple(dict.fromkeys(texts)))
+    imports = [each.baseline_anon_bytes or 0 for each in prior.predictions]
+    advice = Advice(
+        question,
+        tuple(ranked(allowed)),
+        incomplete=tuple(dict.fromkeys(texts)),
+        import_bytes=max(imports, default=None),
+    )
     if not advice.best:
         return advice
     info = registry.strategy(advice.best.strategy)
@@ -219,8 +228,8 @@ def _folder(question: Question) -> str | None:
     return str(folder_of(question.checkpoint))
 
 
-def parts(advice: Advice) -> Iterator[RenderableType]:
-    """Yield the parts of the answer that ``weighin recommend`` prints."""
+def parts(advice: Advice, most: int | None = None) -> Iterator[RenderableType]:
+    """Yield the parts of the answer that ``weighin recommend`` prints, with ``most`` candidates."""
     asked = advice.question
     limits = [f"{format_exact(asked.limits.ram_bytes)} of RAM"] if asked.limits.ram_bytes else []
     if asked.limits.vram_bytes:
@@ -233,7 +242,13 @@ def parts(advice: Advice) -> Iterator[RenderableType]:
     table.title = f"{asked.model.title} as {asked.dtype} on {asked.device}{of_ranks}, " + (
         " and ".join(limits) or "without a limit"
     )
-    table.caption = f"Memory and time are {known[0]}." if same else None
+    notes = [f"Memory and time are {known[0]}."] if same else []
+    if advice.import_bytes:
+        notes.append(f"Memory includes {format_bytes(advice.import_bytes, digits=1)} of imports.")
+    hidden = len(advice.candidates[most:]) if most else 0
+    if hidden:
+        notes.append(f"{hidden} more: --all")
+    table.caption = "\n".join(notes) or None
     table.add_column("strategy", no_wrap=True)
     for heading in ("verdict", "why"):
         table.add_column(heading, overflow="fold")
@@ -241,7 +256,7 @@ def parts(advice: Advice) -> Iterator[RenderableType]:
     table.add_column("ready", justify="right", no_wrap=True)
     for heading in [*([] if same else ["memory, time"]), "requires"]:
         table.add_column(heading, overflow="fold")
-    for candidate, source in zip(advice.candidates, sources, strict=True):
+    for candidate, source in zip(advice.candidates[:most], sources, strict=False):
         table.add_row(
             escape(candidate.strategy),
             f"[{_STYLES.get(candidate.verdict, 'yellow')}]{candidate.verdict}[/]",
@@ -256,12 +271,19 @@ def parts(advice: Advice) -> Iterator[RenderableType]:
     yield table
     yield from (f"{escape(note)}\n" for note in advice.notes)
     if advice.best is None:
-        yield f"No strategy is sure to fit. {_HELP}"
+        yield f"No strategy is sure to fit. {_help(asked.dtype)}"
         return
     if advice.best.verdict is FitVerdict.THRASHES:
-        yield f"No strategy fits with the whole model in memory. This one works, but slowly. {_HELP}\n"
+        yield f"No strategy fits with the whole model in memory. This one works, but slowly. {_help(asked.dtype)}\n"
     yield f"Use {advice.best.strategy}:\n"
     yield escape(advice.code)
+
+
+def _help(dtype: str) -> str:
+    """Return advice for a model of ``dtype`` that does not fit."""
+    if dtype == "float32":
+        return "A smaller dtype (--dtype bf16) or a higher limit may help."
+    return "A higher limit may help."
 
 
 def _file_name(fmt: str) -> str:
