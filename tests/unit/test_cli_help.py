@@ -91,7 +91,7 @@ VERBS = {
         ],
     ),
     ("history",): (
-        "Plot a metric over all runs in a folder, and list the runs where the metric changed level.",
+        "Show a metric over all runs in a folder, and list the runs where the metric changed level.",
         [
             "weighin history results",
             "weighin history results --metric ready_anon --series streaming --out ready.svg",

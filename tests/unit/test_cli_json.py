@@ -110,6 +110,7 @@ def test_a_history_has_every_point() -> None:
     assert [point["run"] for point in line["points"]] == ["a", "b"]
     assert line["points"][0]["median"] == line["points"][1]["median"] > 0
     assert (line["steps"], line["outcome_changes"]) == ([], [])
+    assert document["files"] == []
 
 
 def test_the_doctor_says_yes_partly_or_no() -> None:

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from factories import ENVIRONMENT, make_cell, make_result
 from rich.console import Console
 
 from weighin import install
+from weighin.cli import app
 from weighin.errors import ConfigError, RecordError, UnknownName
 from weighin.record import Outcome, Result
 from weighin.records import run_folder
@@ -152,6 +154,38 @@ def test_names_that_lead_nowhere(tmp_path: Path) -> None:
         history.read(tmp_path, "peak_rsss")
     with pytest.raises(ConfigError, match=r"no series of .* has 'baseline' in its name"):
         history.read(tmp_path, "peak_rss", ["baseline"])
+
+
+def test_published_runs_are_left_out_unless_their_folder_is_named(tmp_path: Path) -> None:
+    published = tmp_path / "published"
+    write(published, [measured(1, GIB), measured(2, GIB)])
+    note = (
+        f"the 2 runs in {published} are left out, name the folder to see them:"
+        f" weighin history {published}"
+    )
+    with pytest.raises(ConfigError) as caught:
+        history.read(tmp_path, "peak_rss")
+    assert caught.value.message == f"{tmp_path} contains no run with a record; {note}"
+    write(tmp_path, [measured(3, GIB)])
+    found = history.read(tmp_path, "peak_rss")
+    assert [moment.name for moment in found.moments] == ["run-2026-11-03"]
+    assert found.warnings == [note]
+    named = history.read(published, "peak_rss")
+    assert [moment.name for moment in named.moments] == ["run-2026-11-01", "run-2026-11-02"]
+    assert named.warnings == []
+
+
+def test_a_picture_is_drawn_only_where_out_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "runs", [measured(1, GIB)])
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    shown = CliRunner().invoke(app.app, ["history", "runs"])
+    assert (shown.exit_code, sorted(tmp_path.rglob("*"))) == (0, before)
+    drawn = CliRunner().invoke(app.app, ["history", "runs", "--out", "peaks.svg"])
+    assert drawn.stdout.splitlines()[-1] == "peaks.svg"
+    assert {*tmp_path.rglob("*")} - {*before} == {tmp_path / "peaks.svg"}
 
 
 @pytest.mark.parametrize("kind", ["png", "svg"])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from weighin.errors import ConfigError, HarnessError, RecordError, UnknownName
 from weighin.formats.selection import Selection
@@ -123,11 +124,30 @@ def test_a_run_is_resumed_from_another_folder(here: Path, monkeypatch: pytest.Mo
         ("gpt2-tiny", "none", "gpt2-tiny"),
         (["gpt2-tiny", "tied-tiny"], "none", "gpt2-tiny-tied-tiny"),
         ("my.nets:build", "none", "my.nets_build"),
+        ("./tinyqwen/", "none", "tinyqwen"),
+        ("{here}/tinyqwen", "none", "tinyqwen"),
+        ("from:tinyqwen/model.safetensors", "none", "model.safetensors"),
+        ("from:{here}/my weights.pt", "none", "my_weights.pt"),
+        ("tinyqwen/nets.py:build", "none", "nets_build"),
+        ("{here}/tinyqwen/nets.py:build", "none", "nets_build"),
+        ("./tinyqwen/nets.py:build", "none", "nets_build"),
+        ("acme/tiny", "none", "acme_tiny"),
     ],
 )
 def test_a_run_is_named_after_its_time_and_its_models(
-    models: str | list[str], ram: str, name: str
+    here: Path, models: str | list[str], ram: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(here / "hub"))
+    for folder in (here / "tinyqwen", here / "hub/models--acme--tiny/snapshots/1"):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+        save_file({"weight": torch.zeros(2)}, folder / "model.safetensors")
+    (here / "hub/models--acme--tiny/refs").mkdir()
+    (here / "hub/models--acme--tiny/refs/main").write_text("1")
+    (here / "tinyqwen/nets.py").write_text("def build(): ...\n")
+    torch.save({"weight": torch.zeros(2)}, "my weights.pt")
+    if isinstance(models, str):
+        models = models.format(here=here)
     run, _ = start(asked(None, models=models, ram=ram))
     date, _, rest = run.folder.name.partition("-")
     assert len(date) == len("20261120T093000")

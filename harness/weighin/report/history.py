@@ -1,9 +1,11 @@
 """Compute the history of a metric over the runs of a folder, and the metric's steps."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from shlex import quote
 from statistics import median
 from typing import Any, Final
 
@@ -20,6 +22,7 @@ from weighin.records.series import Figure, SeriesRun, summarise
 from weighin.report.change_points import find_steps
 
 _COMMIT_LETTERS: Final = 9
+_PUBLISHED: Final = "published"  # the folder of a project for runs that its pages show
 _SEVERAL: Final = 2  # runs that a step must last, for metrics with noise
 
 
@@ -89,8 +92,9 @@ class History:
 def read(folder: Path, metric: str, words: Sequence[str] = ()) -> History:
     """Return the history of a metric over every run below ``folder``.
 
-    The history has the series whose names contain all ``words``. A run that cannot be read causes a
-    warning.
+    The history has the series whose names contain all ``words``. Runs in folders called
+    "published", which others measured, are left out unless ``folder`` is in such a folder. These
+    folders, and runs that cannot be read, cause warnings.
 
     Raises:
         UnknownName: no metric has this name.
@@ -100,7 +104,7 @@ def read(folder: Path, metric: str, words: Sequence[str] = ()) -> History:
     runs, warnings = _runs(folder)
     if not runs:
         raise ConfigError(
-            f"{folder} contains no run with a record",
+            "; ".join([f"{folder} contains no run with a record", *warnings]),
             "name a folder that contains runs, such as results, or the folder of one run",
         )
     points: dict[str, list[HistoryPoint]] = {}
@@ -182,7 +186,12 @@ def _runs(folder: Path) -> tuple[list[tuple[Moment, Sequence[Any]]], list[str]]:
             f"{folder} is not a folder", "name a folder that contains runs, such as results"
         )
     runs, warnings = [], []
+    left_out: Counter[Path] = Counter()
     for path in sorted(folder.rglob(run_folder.RECORDS)):
+        parts = path.relative_to(folder).parts
+        if _PUBLISHED in parts:
+            left_out[folder.joinpath(*parts[: parts.index(_PUBLISHED) + 1])] += 1
+            continue
         try:
             records = run_folder.read_whole(path.parent)
         except RecordError as error:
@@ -196,6 +205,11 @@ def _runs(folder: Path) -> tuple[list[tuple[Moment, Sequence[Any]]], list[str]]:
         environments = [result.environment for result in results if result.environment]
         started = min((r.started_at for r in results if r.started_at), default="")
         runs.append((Moment(name, started, settings_of(environments)), results))
+    warnings += [
+        f"the {count} runs in {path} are left out, name the folder to see them:"
+        f" weighin history {quote(str(path))}"
+        for path, count in left_out.items()
+    ]
     return sorted(runs, key=lambda run: (run[0].started_at, run[0].name)), warnings
 
 

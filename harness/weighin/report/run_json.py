@@ -50,7 +50,7 @@ def of_floors(run: Path, results: Sequence[Result], files: Sequence[Path]) -> di
     }
 
 
-def of_history(history: History, picture: Path) -> dict[str, Any]:
+def of_history(history: History, pictures: Sequence[Path]) -> dict[str, Any]:
     """Return a metric over runs: all points, and the runs where its level or an outcome changed."""
     return {
         "schema": SCHEMA,
@@ -86,7 +86,7 @@ def of_history(history: History, picture: Path) -> dict[str, Any]:
             for line in history.lines
         ],
         "warnings": list(history.warnings),
-        "files": [str(picture)],
+        "files": [str(path) for path in pictures],
     }
 
 

@@ -1,9 +1,9 @@
 """Turn a request of ``weighin bench`` into a ``Run``, or restore a ``Run`` from its folder."""
 
-import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from shlex import quote
@@ -117,7 +117,7 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
     _check_own_selections(planned, request.selection, _own_format(checkpoint))
     folders = [Path(code["folder"]) for model in models if (code := code_of(model))]
     mounts = _existing((*request.mounts, *folders))
-    folder = request.folder or Path("results") / _name(request)
+    folder = request.folder or Path("results") / _name(request, models)
     _check_folder(folder, request.verb)
     settings = {
         "seed": request.seed,
@@ -342,12 +342,15 @@ def _check_folder(folder: Path, verb: str) -> None:
         )
 
 
-def _name(request: Request) -> str:
+def _name(request: Request, models: Iterable[ModelSpec]) -> str:
+    """Return the name of a new run's folder: the time, the models and the limits."""
     limits = [limit for limit in request.suite.ram if limit is not None]
-    words = [
-        datetime.now().astimezone().strftime("%Y%m%dT%H%M%S"),
-        *(model.title for model in request.suite.models),
-    ]
+    words = [datetime.now().astimezone().strftime("%Y%m%dT%H%M%S"), *map(_label, models)]
     words += ["saving"] if request.suite.operation == "save" else []
     words += [format_exact(limit) for limit in limits] if request.within is None else ["floor"]
-    return "-".join(words).replace(os.sep, "_").replace(":", "_")
+    return "-".join(words)
+
+
+def _label(model: ModelSpec) -> str:
+    """Return a model's title as a part of a folder's name: "nets_build" for "nets:build(width=64)"."""
+    return re.sub(r"[^\w.+-]+", "_", replace(model, kwargs={}).title).strip("._-")
