@@ -55,6 +55,11 @@ REFUSED: dict[str, tuple[str, int, str]] = {
         2,
         "error: --ram: '0' is less than one byte\nwrite a size such as 8GiB or 6500m\n",
     ),
+    "a size without its unit": (
+        "bench gpt2-tiny --ram 8",
+        2,
+        "error: --ram: 8B is less than `import torch` alone needs\ndid you mean 8g?\n",
+    ),
     "less than no RAM": (
         "bench gpt2-tiny --ram=-5g",
         2,
@@ -85,13 +90,12 @@ REFUSED: dict[str, tuple[str, int, str]] = {
     "no checkpoint there": (
         "bench gpt2-tiny --checkpoint nowhere.pt --isolation process",
         2,
-        f"{NOT_LIMITED}error: HERE/nowhere.pt: no such file or folder\ncheck the path\n",
+        "error: HERE/nowhere.pt: no such file or folder\ncheck the path\n",
     ),
     "a module that is not there": (
         "bench --model nowhere.nets:build --isolation process",
         2,
-        f"{NOT_LIMITED}making the checkpoint of build\n"
-        "error: builder 'nowhere.nets:build': there is no module 'nowhere'\n"
+        "error: builder 'nowhere.nets:build': there is no module 'nowhere.nets'\n"
         "correct the builder's name, or install the package that contains the module\n",
     ),
     "arguments that the model does not take": (

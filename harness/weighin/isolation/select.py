@@ -69,10 +69,19 @@ def choose(
         reasons = "; ".join(error.message for error in refused)
         return isolation, f"isolation {candidate}: {reasons}" if reasons else ""
     problem = "no isolation here can enforce a RAM limit" if limited else "no isolation works here"
+    repairs = [one for error in refused if (one := _without(error.repair, NAMES))]
+    repair = repairs[0] if repairs else ""
+    if limited:
+        repair += "; without a limit these work: recommend, predict, and bench without --ram"
     raise IsolationUnavailable(
-        f"{problem}: {'; '.join(error.message for error in refused)}",
-        " or ".join(error.repair for error in refused if error.repair),
+        f"{problem}: {'; '.join(error.message for error in refused)}", repair.removeprefix("; ")
     )
+
+
+def _without(repair: str, refused: tuple[str, ...]) -> str:
+    """Return a repair without its last part if that names an isolation that was just refused."""
+    first, _, last = repair.rpartition(", or use ")
+    return first if any(f"--isolation {name}" in last for name in refused) else repair
 
 
 def check_soft_limit(isolation: Isolation) -> None:

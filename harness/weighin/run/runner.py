@@ -11,7 +11,7 @@ from typing import Any
 from weighin import formats
 from weighin.cell import Cell, Job
 from weighin.checkpoint import cache
-from weighin.errors import ConfigError, FormatLimit, HarnessError, Interrupted
+from weighin.errors import ConfigError, FormatLimit, HarnessError
 from weighin.formats.selection import WHOLE, Selection
 from weighin.isolation.base import Isolation, Running
 from weighin.probes import environment
@@ -98,9 +98,7 @@ def discarding(task: Run) -> Iterator[None]:
     """Remove the folder of a new run if an error in this block stops it before its first record."""
     try:
         yield
-    except Interrupted:
-        raise  # an interrupted run can be resumed, even before its first cell
-    except HarnessError:
+    except HarnessError:  # Interrupted too: without a record there is nothing to resume
         if task.is_new:
             run_folder.discard_unmeasured(task.folder)
         raise

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from weighin import formats
 from weighin.cell import ModelSpec
 from weighin.errors import ConfigError
 from weighin.formats.pretrained_folder import is_folder, own_dtype
@@ -68,12 +69,12 @@ def choose(
             "--key and --strip-prefix select the weights in a checkpoint of your own",
             "add --checkpoint PATH, or leave them out",
         )
-    return ChosenModels(
-        specs=tuple(specs),
-        checkpoint=own,
-        dtype=_dtype(specs, suite.dtype),
-        python_path=user_code.import_path(suite.sources),
-    )
+    python_path = user_code.import_path(suite.sources)
+    for spec in specs:
+        user_code.check_builder(spec.builder, spec.kwargs, python_path)
+    if own:
+        formats.detect(own)  # names a file that is no checkpoint before anything is made
+    return ChosenModels(tuple(specs), own, _dtype(specs, suite.dtype), python_path)
 
 
 def _own(

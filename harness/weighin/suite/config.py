@@ -24,7 +24,7 @@ from pydantic_core import ErrorDetails
 from weighin.cell import ModelSpec
 from weighin.errors import ConfigError
 from weighin.suite.yaml_file import read_mapping
-from weighin.units import parse_bytes
+from weighin.units import MIB, format_exact, parse_bytes
 
 DEFAULT_STRATEGIES = (
     "baseline",
@@ -101,10 +101,24 @@ def _as_builder(value: str) -> str:
 
 
 MOST_RANKS = 64
+LEAST_RAM = 64 * MIB
+"""Less than `import torch` alone needs on any machine: the CPU build takes more than 100 MiB."""
 _Kind = TypeVar("_Kind", bound=BaseModel)
 _SET_BY_US = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "HOME")
 _Environment = Annotated[dict[str, str], BeforeValidator(_as_environment)]
 _Limit = Annotated[StrictInt | None, BeforeValidator(_as_limit)]
+
+
+def _check_ram(value: int | None) -> int | None:
+    """Refuse a limit that no worker survives, which is mostly a size without its unit."""
+    if value is None or value >= LEAST_RAM:
+        return value
+    exact = format_exact(value)
+    number = exact.rstrip("BKMGi")
+    raise ValueError(f"{exact} is less than `import torch` alone needs", f"did you mean {number}g?")
+
+
+_Ram = Annotated[_Limit, AfterValidator(_check_ram)]
 
 
 class Strict(BaseModel):
@@ -237,11 +251,11 @@ class Suite(Strict):
         min_length=1,
     )
     """The strategies: names of `weighin list strategies`, paths of files (`./mine.py`), `all`, or mappings with the keys of a strategy."""
-    ram: Annotated[list[_Limit], BeforeValidator(_as_list), Field(min_length=1)] = [None]
+    ram: Annotated[list[_Ram], BeforeValidator(_as_list), Field(min_length=1)] = [None]
     """RAM limits, such as `[8g, 6500m, none]`: each limit in cells of its own."""
-    vram: Annotated[list[_Limit], BeforeValidator(_as_list), Field(min_length=1)] = [None]
+    vram: Annotated[list[_Ram], BeforeValidator(_as_list), Field(min_length=1)] = [None]
     """Limits of GPU memory, each in cells of its own."""
-    ram_high: _Limit = None
+    ram_high: _Ram = None
     """Soft RAM limit (cgroup v2), above which the kernel throttles a cell."""
     device: Annotated[str, AfterValidator(_as_device)] = "cpu"
     """The device that holds the model: `cpu`, `cuda` or `cuda:1`."""

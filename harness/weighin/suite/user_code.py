@@ -4,13 +4,14 @@ PYTHONPATH.
 The search does not import the module.
 """
 
+import ast
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from weighin.errors import ConfigError
 
@@ -96,3 +97,69 @@ def file_of(builder: str, folders: Iterable[str]) -> Path | None:
     if spec.origin and spec.has_location:
         return Path(spec.origin)
     return Path(next(iter(spec.submodule_search_locations or ()), "")) or None
+
+
+def check_builder(builder: str, kwargs: Mapping[str, Any], folders: Iterable[str]) -> None:
+    """Find a wrong builder of a user in the source of its module, without running any code.
+
+    A module that is not a plain file, and a name that the module imports or computes, are left to
+    the subprocess that builds the model.
+
+    Raises:
+        ConfigError: the module or the function is missing, or does not accept ``kwargs``.
+    """
+    if is_ours(builder) or not builder.partition(":")[2]:
+        return
+    module, _, function = builder.partition(":")
+    path = [*folders, *sys.path]
+    spec = None
+    for part in module.split("."):
+        if not (spec := PathFinder.find_spec(part, path)):
+            raise ConfigError(
+                f"builder {builder!r}: there is no module {module!r}",
+                "correct the builder's name, or install the package that contains the module",
+            )
+        path = list(spec.submodule_search_locations or ())
+    if spec is None or not (spec.origin and spec.has_location and spec.origin.endswith(".py")):
+        return
+    try:
+        tree = ast.parse(Path(spec.origin).read_bytes())
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ConfigError(f"builder {builder!r}: {spec.origin} is not Python: {error}") from None
+    bound = set(_bound(tree))
+    if function not in bound and not bound & {"*", "__getattr__"}:
+        raise ConfigError(
+            f"builder {builder!r}: module {module!r} has no function {function!r}",
+            f"define `def {function}(...)` in {spec.origin}",
+        )
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name == function and not node.decorator_list:
+            _check_arguments(builder, node.args, kwargs)
+
+
+def _bound(tree: ast.Module) -> Iterator[str]:
+    """Yield every name that some statement of a module defines, imports or assigns."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+
+
+def _check_arguments(builder: str, taken: ast.arguments, kwargs: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a function with these parameters cannot be called with ``kwargs``."""
+    by_name = [one.arg for one in (*taken.args, *taken.kwonlyargs)]
+    positional = [one.arg for one in (*taken.posonlyargs, *taken.args)]
+    needed = positional[: len(positional) - len(taken.defaults)]
+    pairs = zip(taken.kwonlyargs, taken.kw_defaults, strict=True)
+    needed += [one.arg for one, default in pairs if default is None]
+    unknown = [name for name in kwargs if name not in by_name and not taken.kwarg]
+    missing = [name for name in needed if name not in kwargs]
+    for names, verb in ((unknown, "does not take"), (missing, "needs")):
+        if names:
+            raise ConfigError(
+                f"builder {builder!r} {verb} the argument {names[0]!r}",
+                "correct the model's arguments: `kwargs` in its YAML, or --kwargs",
+            )

@@ -65,11 +65,26 @@ def find_base(client: docker.APIClient, base: str, progress: Progress) -> str:
             client.pull(repository, tag=tag)
             return _image_id(client, base)
     except ENGINE_ERRORS as error:
-        raise IsolationUnavailable(
-            f"the base image {base} does not exist here and cannot be pulled: {first_line(error)}",
-            f"name an existing one: export {BASE_VARIABLE}=IMAGE (docker images lists them), "
-            "or make one without a registry: sudo docker/make-base weighin-base:bookworm",
-        ) from error
+        raise _no_base(base, error) from error
+
+
+def check_base(client: docker.APIClient, base: str) -> None:
+    """Raise IsolationUnavailable if the engine has no base image and no registry offers it."""
+    try:
+        try:
+            _image_id(client, base)
+        except ImageNotFound:
+            client.inspect_distribution(base)  # asks the registry, and pulls nothing
+    except ENGINE_ERRORS as error:
+        raise _no_base(base, error) from error
+
+
+def _no_base(base: str, error: BaseException) -> IsolationUnavailable:
+    return IsolationUnavailable(
+        f"the base image {base} does not exist here and cannot be pulled: {first_line(error)}",
+        f"name an existing one: export {BASE_VARIABLE}=IMAGE (docker images lists them), "
+        "or make one without a registry: sudo docker/make-base weighin-base:bookworm",
+    )
 
 
 def _image_id(client: docker.APIClient, name: str) -> str:

@@ -34,7 +34,7 @@ from weighin.isolation.docker.engine import (
     killed_at_birth,
     owner_labels,
 )
-from weighin.isolation.docker.image import BASE_VARIABLE, PYTHON, ensure_image
+from weighin.isolation.docker.image import BASE_VARIABLE, PYTHON, check_base, ensure_image
 from weighin.isolation.docker.image_build import DEFAULT_BASE, Progress
 from weighin.isolation.docker.mounts import CODE, Bind, environment_inside, place
 from weighin.isolation.docker.stream import KEEPER, StreamChannel
@@ -66,14 +66,21 @@ class DockerIsolation:
     def __init__(self, base_image: str | None = None, packages: tuple[str, ...] = ()) -> None:
         self._packages = packages
         self._base = base_image or os.environ.get(BASE_VARIABLE) or DEFAULT_BASE
+        self._has_base = False
         self._image: str | None = None
         self._info: dict[str, Any] | None = None
         self._containers: set[str] = set()
         atexit.register(self._remove_all)
 
     def check(self) -> None:
-        """Raise IsolationUnavailable unless an engine answers that can enforce a RAM limit."""
+        """Raise IsolationUnavailable unless an engine answers that can run a worker under a limit.
+
+        The engine must have the base image, or reach a registry that has it.
+        """
         check_engine(self._engine_info())
+        if not self._has_base:
+            check_base(self._client, self._base)
+            self._has_base = True
 
     def prepare(self, progress: Progress = lambda _: None, /) -> None:
         """Build the image if it is missing.
