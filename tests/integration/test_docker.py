@@ -12,6 +12,7 @@ from pathlib import Path
 
 import leftovers
 import pytest
+from commands import CommandLine
 
 from weighin.cell import Cell, Job, ModelSpec
 from weighin.errors import IsolationUnavailable
@@ -50,6 +51,20 @@ def start(isolation: DockerIsolation) -> Iterator[Start]:
     for running in started:
         running.close()
     assert containers(isolation) == []
+
+
+@pytest.mark.cgroup
+def test_auto_takes_a_cgroup_where_the_engine_has_no_base_image(command: CommandLine) -> None:
+    ended = command.run(
+        *("bench", "gpt2-tiny", "--ram", "1g", "-s", "baseline"),
+        WEIGHIN_BASE_IMAGE="weighin-missing:never",
+    )
+    assert ended.code == 0, ended.err
+    assert ended.err.startswith(
+        "note: isolation cgroup: the base image weighin-missing:never does not exist here and cannot"
+        " be pulled: "
+    )
+    assert "isolation cgroup" in ended.out
 
 
 def containers(isolation: DockerIsolation) -> list[str]:

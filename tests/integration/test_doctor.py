@@ -14,8 +14,8 @@ def test_a_limit_is_proven_by_a_probe_that_is_killed(command: CommandLine) -> No
     verdicts = {one["subject"]: (one["verdict"], one["detail"]) for one in document["capabilities"]}
     assert verdicts["isolation docker"] == (
         "no",
-        "no Docker engine answers at unix:///nonexistent. start one: sudo systemctl start docker,"
-        " or use --isolation cgroup or --isolation process",
+        "no Docker engine answers at unix:///nonexistent. set DOCKER_HOST to the address of an engine"
+        " that runs, or unset it",
     )
     works, detail = verdicts["isolation cgroup enforces a limit"]
     assert works == "yes"

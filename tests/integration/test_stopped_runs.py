@@ -97,6 +97,22 @@ def assert_resumes(command: CommandLine, hold: Path) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_stopped_before_its_first_record_leaves_no_folder(
+    command: CommandLine, hold: Path, number: signal.Signals
+) -> None:
+    started = command.start(
+        *("bench", "gpt2-tiny", "--isolation", "process", "--out", "my run"),
+        *("--strategies", "mine/pausing.py"),
+    )
+    leftovers.wait_until(started.at_work, "the cell did not begin", patience_s=120)
+    stopped = started.end(number)
+    assert (stopped.code, stopped.left) == (130, [])
+    assert not (command.folder / "my run").exists()
+    assert "resume" not in stopped.err
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("isolation", ISOLATIONS)
 def test_a_run_that_was_killed_is_resumed_where_it_was(
     command: CommandLine, hold: Path, isolation: str

@@ -78,7 +78,7 @@ def test_auto_never_takes_a_plain_process_for_a_limit(machine: Callable[..., lis
         select.choose("auto", limited=True)
     assert str(caught.value) == (
         "no isolation here can enforce a RAM limit: no engine answers; this user may make no group\n"
-        "start one; without a limit these work: recommend, predict, and bench without --ram"
+        "run as root; without a limit, these work: recommend, predict, and bench without --ram"
     )
     assert tried == ["docker", "cgroup"]
 
@@ -90,7 +90,7 @@ def test_a_machine_on_which_nothing_works(machine: Callable[..., list[str]]) -> 
     assert str(caught.value) == (
         "no isolation works here: no engine answers; this user may make no group;"
         " there is no /proc\n"
-        "start one"
+        "run on Linux"
     )
 
 
@@ -110,18 +110,37 @@ def test_one_that_was_named_and_is_missing_is_never_replaced(
     machine()
     with pytest.raises(IsolationUnavailable) as caught:
         select.choose(name, limited=False)
-    assert caught.value is MISSING[name]
+    assert str(caught.value) == str(MISSING[name])
+
+
+def test_an_error_names_another_isolation_only_if_that_one_works(
+    machine: Callable[..., list[str]],
+) -> None:
+    machine("process")
+    with pytest.raises(IsolationUnavailable) as caught:
+        select.choose("docker", limited=False)
+    assert str(caught.value) == "no engine answers\nstart one, or use --isolation process"
+    with pytest.raises(IsolationUnavailable) as caught:
+        select.choose("docker", limited=True)
+    assert str(caught.value) == "no engine answers\nstart one, or leave out --ram"
 
 
 def test_a_plain_process_refuses_a_limit(machine: Callable[..., list[str]]) -> None:
-    tried = machine("docker", "cgroup", "process")
+    machine("cgroup", "process")
     with pytest.raises(IsolationUnavailable) as caught:
         select.choose("process", limited=True)
     assert str(caught.value) == (
-        "--isolation process cannot enforce a RAM limit\n"
-        "use --isolation docker or cgroup, or leave out --ram"
+        "--isolation process cannot enforce a RAM limit\nuse --isolation cgroup, or leave out --ram"
     )
-    assert tried == []
+
+
+def test_where_nothing_limits_a_plain_process_is_no_way_out(
+    machine: Callable[..., list[str]],
+) -> None:
+    machine("process")
+    with pytest.raises(IsolationUnavailable) as caught:
+        select.choose("process", limited=True)
+    assert str(caught.value).startswith("no isolation here can enforce a RAM limit: no engine")
 
 
 def test_an_unknown_isolation_gets_the_nearest() -> None:
@@ -163,8 +182,7 @@ def test_a_system_without_clear_refs_cannot_be_measured(monkeypatch: pytest.Monk
     with pytest.raises(IsolationUnavailable) as caught:
         ProcessIsolation().check()
     assert str(caught.value) == (
-        "this system has no /proc/PID/clear_refs: peaks cannot be measured\n"
-        "run on Linux, or use --isolation docker"
+        "this system has no /proc/PID/clear_refs: peaks cannot be measured\nrun on Linux"
     )
 
 

@@ -8,6 +8,7 @@ the groups of a killed parent differ from the groups of a running parent.
 import contextlib
 import itertools
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -28,10 +29,6 @@ from weighin.protocol import encode_job
 
 _PREFIX = "weighin."
 _PATIENCE_S = 10.0
-_REPAIR = (
-    "run as root, or in a delegated scope of the systemd user manager (systemd-run --user --scope"
-    " -p Delegate=yes weighin ...), or use --isolation docker"
-)
 _numbers = itertools.count()
 
 
@@ -46,7 +43,7 @@ class CgroupIsolation:
         if memory_hierarchy() is None:
             raise IsolationUnavailable(
                 "this machine has no memory controller (neither cgroup v2 nor v1)",
-                "boot with cgroup_enable=memory, or use --isolation docker",
+                "boot with cgroup_enable=memory",
             )
         with temporary_group() as group:
             limit(group, 2**40)
@@ -130,10 +127,19 @@ def _roots() -> list[Path]:
     """
     root = delegation.groups_root()
     if root is None:
-        raise IsolationUnavailable("this user may not create memory cgroups", _REPAIR)
+        raise IsolationUnavailable("this user may not create memory cgroups", _repair())
     is_v1 = memory_hierarchy() == (1, root)
     pressure = pressure_hierarchy() if is_v1 else None
     return [root, pressure] if pressure else [root]
+
+
+def _repair() -> str:
+    """Return what lets this user create memory cgroups."""
+    if os.geteuid() == 0:
+        return "in a container, start it with the option --privileged"
+    if shutil.which("sudo"):
+        return "run it as root: sudo env PATH=$PATH weighin ..."
+    return "run it as root"
 
 
 def _make_groups() -> list[Path]:
@@ -146,7 +152,7 @@ def _make_groups() -> list[Path]:
             if groups:
                 break  # the second group only adds PSI
             raise IsolationUnavailable(
-                f"cannot create a memory cgroup in {root}: {error.strerror}", _REPAIR
+                f"cannot create a memory cgroup in {root}: {error.strerror}", _repair()
             ) from None
         groups.append(root / name)
     return groups

@@ -33,7 +33,7 @@ class ProcessIsolation:
         if not Path("/proc/self/clear_refs").exists():
             raise IsolationUnavailable(
                 "this system has no /proc/PID/clear_refs: peaks cannot be measured",
-                "run on Linux, or use --isolation docker",
+                "run on Linux",
             )
 
     def prepare(self, _progress: Callable[[str], None] = lambda _: None, /) -> None:

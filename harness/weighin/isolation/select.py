@@ -1,11 +1,15 @@
 """Choose an isolation by name, or the best one that works on this machine."""
 
+from typing import Final
+
 from weighin.errors import IsolationUnavailable, UnknownName
 from weighin.isolation.base import Isolation
 from weighin.probes.cgroup import memory_hierarchy
 
 NAMES = ("docker", "cgroup", "process")
 """All isolations, in the order in which ``auto`` tries them."""
+
+_WITHOUT_LIMIT: Final = "without a limit, these work: recommend, predict, and bench without --ram"
 
 
 def named(name: str, base_image: str | None = None, packages: tuple[str, ...] = ()) -> Isolation:
@@ -40,24 +44,15 @@ def choose(
 ) -> tuple[Isolation, str]:
     """Return a working isolation, and for ``auto`` a line on why better isolations were not used.
 
-    ``auto`` takes Docker if an engine answers, else a cgroup if this user may create one, else a
+    ``auto`` takes Docker if an engine answers that has the base image, else a cgroup if this user may create one, else a
     plain process. If ``limited``, ``auto`` takes only an isolation that enforces a RAM limit.
 
     Raises:
         IsolationUnavailable: no isolation works, or the named isolation does not work or cannot
             enforce a limit.
     """
-    if name != "auto":
-        isolation = named(name, base_image, packages)
-        if limited and not isolation.limits:
-            raise IsolationUnavailable(
-                f"--isolation {name} cannot enforce a RAM limit",
-                "use --isolation docker or cgroup, or leave out --ram",
-            )
-        isolation.check()
-        return isolation, ""
     refused: list[IsolationUnavailable] = []
-    for candidate in NAMES:
+    for candidate in (name,) if name != "auto" else NAMES:
         isolation = named(candidate, base_image, packages)
         if limited and not isolation.limits:
             continue
@@ -68,20 +63,37 @@ def choose(
             continue
         reasons = "; ".join(error.message for error in refused)
         return isolation, f"isolation {candidate}: {reasons}" if reasons else ""
+    if name != "auto":
+        raise _instead(name, refused, limited, base_image, packages)
     problem = "no isolation here can enforce a RAM limit" if limited else "no isolation works here"
-    repairs = [one for error in refused if (one := _without(error.repair, NAMES))]
-    repair = repairs[0] if repairs else ""
-    if limited:
-        repair += "; without a limit these work: recommend, predict, and bench without --ram"
+    # The last one has the easiest repair: a cgroup needs nothing but the permission.
+    repairs = [error.repair for error in reversed(refused) if error.repair]
     raise IsolationUnavailable(
-        f"{problem}: {'; '.join(error.message for error in refused)}", repair.removeprefix("; ")
+        f"{problem}: {'; '.join(error.message for error in refused)}",
+        "; ".join([*repairs[:1], *([_WITHOUT_LIMIT] if limited else [])]),
     )
 
 
-def _without(repair: str, refused: tuple[str, ...]) -> str:
-    """Return a repair without its last part if that names an isolation that was just refused."""
-    first, _, last = repair.rpartition(", or use ")
-    return first if any(f"--isolation {name}" in last for name in refused) else repair
+def _instead(
+    name: str,
+    refused: list[IsolationUnavailable],
+    limited: bool,
+    base_image: str | None,
+    packages: tuple[str, ...],
+) -> IsolationUnavailable:
+    """Return the error for an isolation that was named, with another one if that works here."""
+    error = refused[0] if refused else None
+    message = error.message if error else f"--isolation {name} cannot enforce a RAM limit"
+    repairs = [error.repair] if error and error.repair else []
+    try:
+        other, _ = choose("auto", limited=limited, base_image=base_image, packages=packages)
+        repairs.append(f"use --isolation {other.name}")
+    except IsolationUnavailable as nothing:
+        if not error:
+            return nothing
+    if limited:
+        repairs.append("leave out --ram")
+    return IsolationUnavailable(message, ", or ".join(repairs))
 
 
 def check_soft_limit(isolation: Isolation) -> None:

@@ -246,9 +246,9 @@ def resumable(verb: str, task: Run) -> Iterator[None]:
     try:
         yield
     except Interrupted as stopped:
-        message = stopped.message
-        if (task.folder / run_folder.PLAN).exists():
-            message += f"; {run_folder.read_whole(task.folder).coverage}"
+        if not (task.folder / run_folder.PLAN).exists():  # without a record, nothing is kept
+            raise
+        message = f"{stopped.message}; {run_folder.read_whole(task.folder).coverage}"
         raise Interrupted(message, f"resume it: {again}") from None
     except (RecordError, IsolationUnavailable, NoNodeLeft, StillRunning) as error:
         if (task.folder / run_folder.RECORDS).exists() and "--resume" not in error.repair:

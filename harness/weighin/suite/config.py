@@ -113,9 +113,9 @@ def _check_ram(value: int | None) -> int | None:
     """Refuse a limit that no worker survives, which is mostly a size without its unit."""
     if value is None or value >= LEAST_RAM:
         return value
-    exact = format_exact(value)
-    number = exact.rstrip("BKMGi")
-    raise ValueError(f"{exact} is less than `import torch` alone needs", f"did you mean {number}g?")
+    without_unit = value < 1024
+    repair = f"did you mean {value}g?" if without_unit else "give at least 64MiB plus the size of the weights"
+    raise ValueError(f"{format_exact(value)} is less than `import torch` alone needs", repair)
 
 
 _Ram = Annotated[_Limit, AfterValidator(_check_ram)]

@@ -1,6 +1,7 @@
 """Connect to a Docker engine, and translate its errors into a cause and a repair."""
 
 import os
+import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,10 +30,9 @@ _OOM_AT_BIRTH: Final = (
 """The full messages of runc (since 1.0) and crun. The word "oom" alone is not searched, because it
 occurs in paths, such as a path of the model bloom-560m."""
 
-_INSTEAD: Final = "or use --isolation cgroup or --isolation process"
 _KERNEL_LINE: Final = (
     "boot with {parameter} on the kernel's command line "
-    "(/etc/default/grub: GRUB_CMDLINE_LINUX, then sudo update-grub and reboot), " + _INSTEAD
+    "(/etc/default/grub: GRUB_CMDLINE_LINUX, then sudo update-grub and reboot)"
 )
 
 
@@ -78,17 +78,26 @@ def explain_unreachable(error: BaseException, address: str) -> IsolationUnavaila
     if any(isinstance(cause, FileNotFoundError | ConnectionRefusedError) for cause in causes):
         return IsolationUnavailable(
             f"no Docker engine answers at {address}",
-            f"start one: sudo systemctl start docker, {_INSTEAD}",
+            _start(),
         )
     if any(isinstance(cause, InvalidVersion) for cause in causes):
         return IsolationUnavailable(
             f"the Docker engine at {address} is too old: {first_line(error)}",
-            f"install Docker 20.10 or later, {_INSTEAD}",
+            "install Docker 20.10 or later",
         )
     return IsolationUnavailable(
         f"cannot talk to the Docker engine at {address}: {first_line(error)}",
-        f"run docker info and check DOCKER_HOST, {_INSTEAD}",
+        "run docker info, and check DOCKER_HOST",
     )
+
+
+def _start() -> str:
+    """Return what starts an engine here."""
+    if os.environ.get("DOCKER_HOST"):
+        return "set DOCKER_HOST to the address of an engine that runs, or unset it"
+    if shutil.which("dockerd"):
+        return "start one: sudo systemctl start docker"
+    return "install Docker: https://docs.docker.com/engine/install"
 
 
 def check_engine(info: dict[str, Any]) -> None:
@@ -144,7 +153,7 @@ def explain_refusal(error: BaseException, doing: str) -> IsolationUnavailable:
     if is_gone(error):
         return IsolationUnavailable(
             f"the Docker engine has stopped: it could not {doing}",
-            f"start it again: sudo systemctl start docker, {_INSTEAD}",
+            "start it again: sudo systemctl start docker",
         )
     reason = first_line(error)
     if "could not select device driver" in reason:
@@ -161,7 +170,7 @@ def explain_refusal(error: BaseException, doing: str) -> IsolationUnavailable:
         )
     return IsolationUnavailable(
         f"the Docker engine could not {doing}: {reason}",
-        f"see the engine's log: sudo journalctl -u docker, {_INSTEAD}",
+        "see the engine's log: sudo journalctl -u docker",
     )
 
 

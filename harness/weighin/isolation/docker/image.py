@@ -74,7 +74,7 @@ def check_base(client: docker.APIClient, base: str) -> None:
         try:
             _image_id(client, base)
         except ImageNotFound:
-            client.inspect_distribution(base)  # asks the registry, and pulls nothing
+            client.inspect_distribution(base)  # type: ignore[no-untyped-call]  # asks, and pulls nothing
     except ENGINE_ERRORS as error:
         raise _no_base(base, error) from error
 

@@ -22,10 +22,7 @@ Progress = Callable[[str], None]
 _LABELS: Final = ("weighin.stage=install", "weighin.image=1")
 _OF_THE_ENGINE: Final = (" ---> ", "Removing intermediate container")  # not output of a step
 _PYTHON_REPAIR: Final = f"use a base image with python3 and its venv module, such as {DEFAULT_BASE}"
-_ROOM_REPAIR: Final = (
-    "free some space (docker system df shows what uses it), or use --isolation cgroup or"
-    " --isolation process"
-)
+_ROOM_REPAIR: Final = "free some space: docker system df shows what uses it"
 
 
 @dataclass(frozen=True, slots=True)
