@@ -53,6 +53,7 @@ def test_a_file_is_a_model_of_its_tensors(name: str) -> None:
 @pytest.mark.parametrize("name", ["shards", "shards/model.safetensors.index.json", "from:shards"])
 def test_an_index_stands_for_its_folder(here: Path, name: str) -> None:
     write_shards(here / "shards")
+    (here / "m.py").write_text("def build(): ...\n")
     found = chosen(name)
     assert (found.checkpoint, found.specs[0].name) == (Path("shards"), "shards")
     assert chosen("m:build", checkpoint=Path(name.removeprefix("from:"))).checkpoint == Path(

@@ -128,7 +128,7 @@ def test_a_whole_suite(tmp_path: Path) -> None:
         """
 models: [a, b]
 strategies: [x, {name: y, options: {threads: 4}}]
-ram: [none, 8g, 6500m, 1048576, None]
+ram: [none, 8g, 6500m, 536870912, None]
 device: cuda:1
 isolation: docker
 cache: warm
@@ -142,7 +142,7 @@ description: everything
         ("x", {}),
         ("y", {"threads": 4}),
     ]
-    assert suite.ram == [None, 8 * GIB, 6500 * MIB, MIB, None]
+    assert suite.ram == [None, 8 * GIB, 6500 * MIB, 512 * MIB, None]
     assert (suite.device, suite.isolation, suite.cache) == ("cuda:1", "docker", "warm")
     assert (suite.repeats, suite.timeout_s) == (3, 12.5)
 

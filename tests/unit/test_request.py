@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from weighin.errors import ConfigError, HarnessError, RecordError, UnknownName
 from weighin.formats.selection import Selection
+from weighin.isolation.cgroup import CgroupIsolation
 from weighin.isolation.process import ProcessIsolation
 from weighin.probes import environment
 from weighin.run import gpu_check
@@ -25,6 +26,10 @@ LOAD = '"""Load."""\nDEVICES = ("cpu",)\n\ndef load(job): ...\n'
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(environment, "total_ram_bytes", lambda: 16 * GIB)
+    for name in ("nets", "other"):
+        (tmp_path / "my").mkdir(exist_ok=True)
+        (tmp_path / f"my/{name}.py").write_text("def build(): ...\n")
+    torch.save({"weight": torch.zeros(2)}, "weights.pt")
     return tmp_path
 
 
@@ -169,10 +174,11 @@ def test_a_limit_above_the_machine_says_nothing() -> None:
     )
 
 
-def test_a_limit_that_nothing_would_hold_is_refused() -> None:
+def test_a_limit_that_nothing_would_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nonexistent")
+    monkeypatch.setattr(CgroupIsolation, "check", lambda _: None)
     assert complaint(lambda: start(asked(ram="8g"))) == (
-        "--isolation process cannot enforce a RAM limit\n"
-        "use --isolation docker or cgroup, or leave out --ram"
+        "--isolation process cannot enforce a RAM limit\nuse --isolation cgroup, or leave out --ram"
     )
 
 
@@ -281,7 +287,7 @@ def test_a_gpu_that_is_not_there_is_refused_before_anything_is_made(
         gpu_check, "look", lambda: gpu_check.GpuAnswer(why="no GPU", repair="buy one")
     )
     assert complaint(lambda: start(asked(device="cuda"))) == "--device cuda: no GPU\nbuy one"
-    assert [path.name for path in here.iterdir()] == []
+    assert not (here / "run").exists()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from weighin.errors import ConfigError
@@ -40,7 +41,16 @@ def suite(text: str) -> Suite:
     return check_suite(yaml.safe_load(text))
 
 
-def test_models_of_a_suite_are_named_and_have_arguments_of_their_own() -> None:
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the current folder, with a builder and weights."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nets.py").write_text("def build(width=8): ...\n")
+    torch.save({"weight": torch.zeros(2)}, "w.pt")
+    return tmp_path
+
+
+def test_models_of_a_suite_are_named_and_have_arguments_of_their_own(here: Path) -> None:
     asked = suite(
         "models:\n  - gpt2-tiny\n"
         "  - {name: narrow, builder: 'nets:build', kwargs: {width: 64}}\n"
@@ -56,7 +66,7 @@ def test_models_of_a_suite_are_named_and_have_arguments_of_their_own() -> None:
     assert chosen.checkpoint is None
 
 
-def test_weights_of_a_model_of_a_suite() -> None:
+def test_weights_of_a_model_of_a_suite(here: Path) -> None:
     asked = suite("models: {name: mine, builder: 'nets:build', checkpoint: w.pt}")
     assert choose(asked).checkpoint == Path("w.pt")
     with pytest.raises(ConfigError) as caught:
