@@ -13,6 +13,7 @@ from weighin.cli import app
 from weighin.cli._fitting import FittingConsole
 
 _BESIDE_WORDS = re.compile(r"[\s:─━]+")
+_FIGURE = re.compile(r"\d+\.\d+")
 NOT_IN_BLOCKS = {"strategy", "before", "mous", "quested", "cated", "served"}
 """Headings of a first column and of an empty one, and the ends of words that headings break."""
 
@@ -40,7 +41,11 @@ def test_no_word_is_broken_at_60_columns(verb: str) -> None:
     lines = narrow[: code if code >= 0 else None].splitlines()
     assert max(map(len, lines)) <= 60 or verb == "inspect"  # which prints paths as they are
     hyphens = {word for word in words(wide) if word.endswith("-")}  # "anony-" above "mous"
-    assert words(wide) - hyphens - words(narrow) <= NOT_IN_BLOCKS
+    lost = words(wide) - hyphens - words(narrow) - NOT_IN_BLOCKS
+    if verb == "report":  # its table leaves columns out, and names them
+        assert "Left out at 60 columns: import, cgroup peak." in narrow
+        lost = {word for word in lost if not _FIGURE.fullmatch(word)}
+    assert not lost
 
 
 def test_the_bench_and_the_floor_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,12 @@ _FIGURES: Final = (
 )
 # Times of imports, which end before a load begins.
 BEFORE_LOAD: Final = ("import_s", "import_transformers_s")
-IMPORT_HEADINGS: Final = {each.heading for each in _FIGURES if each.key in BEFORE_LOAD}
+LEFT_OUT_FIRST: Final = (
+    "import", "import transformers", "cgroup peak", "sum of peaks (misleading)", "files", "pinned",
+    "CUDA requested", "CUDA driver (sampled)", "unreclaimable (sampled)", "written", "CUDA reserved",
+    "above import", "above the model", "anonymous (sampled)",
+)  # fmt: skip
+"""Headings of the columns that a narrow terminal leaves out, the first of them first."""
 # A column in this set is left out if no cell has the figure.
 _WHERE_MEASURED: Final = frozenset(
     [
