@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from typed_verbs import VERBS, prepare
 
@@ -88,6 +89,20 @@ def test_the_widest_column_gives_room_but_no_word() -> None:
         "                  and the     2.345 GiB",
         "                  same again",
     ]
+
+
+def test_a_table_with_a_box_gives_its_padding_before_it_becomes_blocks() -> None:
+    table = example()
+    table.box = SIMPLE_HEAD
+    assert shown(table, 36)[:6] == [
+        "",
+        "                  what",
+        "                  it",
+        " name             does   figure",
+        " ──────────────────────────────────",
+        " safetensors_copy copies 1.234 GiB",
+    ]
+    assert shown(table, 34)[0] == "safetensors_copy"
 
 
 def test_a_table_that_is_too_wide_becomes_blocks() -> None:

@@ -119,7 +119,7 @@ def test_a_table_that_is_too_wide_leaves_columns_out_and_says_which() -> None:
     ]
 
 
-@pytest.mark.parametrize("run", ["gpt2-xl-floors", "gpt2-medium-ranks", "gpt2-large-saving", "gpt2-xl-survival", "gpt2-xl-8GiB"])  # fmt: skip
+@pytest.mark.parametrize("run", ["gpt2-xl-floors", "gpt2-medium-ranks", "gpt2-large-saving", "gpt2-xl-survival", "gpt2-xl-8GiB", "gpt2-large-layouts"])  # fmt: skip
 def test_a_published_run_is_a_table_at_80_columns(run: str) -> None:
     console = FittingConsole(width=80, file=io.StringIO(), color_system=None)
     console.print(terminal_table(run_folder.read(PUBLISHED / run).results))
