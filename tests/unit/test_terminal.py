@@ -4,6 +4,7 @@ import io
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 
@@ -27,7 +28,9 @@ from weighin.records import run_folder
 from weighin.report import html_page, terminal_table
 from weighin.report.dataframe import series
 from weighin.report.document import write_markdown
+from weighin.report.summary import paragraphs
 from weighin.report.tables import text_tables
+from weighin.units import MIB
 
 PUBLISHED = Path(__file__).parents[2] / "results" / "published"
 
@@ -162,6 +165,21 @@ def test_no_name_and_no_figure_is_cut_at_any_width(width: int) -> None:
             for text in (unit, *(row[place] for row in (*table.rows, *table.ranges)))
         ]
         assert not characters(whole) - characters("".join(texts)) - characters(shown)
+
+
+def test_a_model_smaller_than_the_import_has_no_column_above_import() -> None:
+    small = [replace(result, model_bytes=MIB) for result in notebook_run()]
+    shown = terminal([*small, make_skipped()])
+    assert "x model" not in "\n".join(shown[:8])
+    assert (
+        "Left out: above import x model, because the model is smaller than import torch." in shown
+    )
+    assert "x the model above the import" not in paragraphs(series(small))[0]
+    file = io.StringIO()
+    write_markdown(small, file)
+    assert "| above import x model |" not in file.getvalue()
+    saves = [replace(result, model_bytes=MIB) for result in saving_run()]
+    assert "x model" in "\n".join(terminal(saves)[:8])
 
 
 def test_names_are_not_read_as_markup_and_repeats_show_their_range() -> None:
