@@ -101,6 +101,19 @@ def test_the_floors_in_a_terminal_of_80_columns() -> None:
     ]
 
 
+def test_floors_of_a_model_smaller_than_the_import_have_no_column_above_import() -> None:
+    small = [replace(result, model_bytes=MIB) for result in a_search()]
+    shown = terminal(small)
+    assert shown[4].split() == ["strategy", "GiB", "x", "model", "below", "ready", "ready", "ready"]
+    assert markdown_floors(small).startswith(
+        "| strategy | RAM floor GiB | floor x model | one step below |"
+    )
+    lines = " ".join(shown)
+    assert (
+        "Left out: above import x model, because the model is smaller than import torch." in lines
+    )
+
+
 def test_the_floors_as_markdown() -> None:
     assert markdown_floors(a_search()).splitlines() == [
         "| strategy | RAM floor GiB | floor x model | above import x model | one step below | at the floor ready | at 1.1x ready | no limit ready |",

@@ -1,8 +1,10 @@
 """The exact texts of a run in a terminal: whatever its width, no figure is cut."""
 
 import io
+import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 
@@ -20,9 +22,17 @@ from factories import (
 from rich.console import Console
 
 from weighin.cell import ModelSpec
+from weighin.cli._fitting import FittingConsole
 from weighin.record import Result
+from weighin.records import run_folder
 from weighin.report import html_page, terminal_table
+from weighin.report.dataframe import series
 from weighin.report.document import write_markdown
+from weighin.report.summary import paragraphs
+from weighin.report.tables import text_tables
+from weighin.units import MIB
+
+PUBLISHED = Path(__file__).parents[2] / "results" / "published"
 
 
 def terminal(results: Sequence[Result], width: int = 100) -> list[str]:
@@ -97,20 +107,29 @@ def test_ten_columns_of_numbers_of_saves_in_80_columns() -> None:
     ]
 
 
-def test_times_of_imports_move_below_the_name_where_their_columns_do_not_fit() -> None:
+def test_a_table_that_is_too_wide_leaves_columns_out_and_says_which() -> None:
     script = (IMPORT, ("import transformers", 3.5, 0.3, 0.2), *SCRIPTS["streaming"][1:])
     result = make_result(make_cell("streaming", format="safetensors"), script)
     assert terminal([result], 100)[6].startswith(" streaming  ok         1.60          3.50  10.10")
-    assert terminal([result], 80)[2:10] == [
-        "                                               peak    above  anonymous  cgroup",
-        "                                 load  ready    RSS   import  (sampled)    peak",
-        " strategy              outcome      s      s    GiB  x model        GiB     GiB",
-        " ──────────────────────────────────────────────────────────────────────────────",
-        " streaming             ok       10.10  10.80  6.750     1.03      6.550   6.750",
-        " import 1.60 s",
-        " import transformers",
-        " 3.50 s",
+    assert terminal([result], 80)[2:9] == [
+        "                         import              peak   above anonymous cgroup",
+        "                   transformers  load ready   RSS  import (sampled)   peak",
+        " strategy  outcome            s     s     s   GiB x model       GiB    GiB",
+        " ─────────────────────────────────────────────────────────────────────────",
+        " streaming ok              3.50 10.10 10.80 6.750    1.03     6.550  6.750",
+        "",
+        "Left out at 80 columns: import. All columns are in report.md and --json.",
     ]
+
+
+@pytest.mark.parametrize("run", ["gpt2-xl-floors", "gpt2-medium-ranks", "gpt2-large-saving", "gpt2-xl-survival", "gpt2-xl-8GiB", "gpt2-large-layouts"])  # fmt: skip
+def test_a_published_run_is_a_table_at_80_columns(run: str) -> None:
+    console = FittingConsole(width=80, file=io.StringIO(), color_system=None)
+    console.print(terminal_table(run_folder.read(PUBLISHED / run).results))
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert not [line for line in lines if re.match(r"  \S.*: ", line)]  # lines of blocks
 
 
 def test_repeats_of_saves_in_80_columns_have_their_ranges_in_rows_of_their_own() -> None:
@@ -134,8 +153,33 @@ def test_repeats_of_saves_in_80_columns_have_their_ranges_in_rows_of_their_own()
 @pytest.mark.parametrize("width", range(30, 140, 10))
 def test_no_name_and_no_figure_is_cut_at_any_width(width: int) -> None:
     for results in (mixed_run(), saving_run(2)):
-        shown, whole = ("".join(terminal(results, columns)) for columns in (width, 300))
-        assert not characters(whole) - characters(shown)
+        shown, whole = (" ".join(terminal(results, columns)) for columns in (width, 300))
+        left_out = set(
+            ", ".join(re.findall(r"Left out at \d+ columns: (.+?)\.", shown)).split(", ")
+        )
+        texts = [
+            text
+            for table in text_tables(series(results))
+            for place, (heading, unit) in enumerate(table.columns)
+            if heading in left_out
+            for text in (unit, *(row[place] for row in (*table.rows, *table.ranges)))
+        ]
+        assert not characters(whole) - characters("".join(texts)) - characters(shown)
+
+
+def test_a_model_smaller_than_the_import_has_no_column_above_import() -> None:
+    small = [replace(result, model_bytes=MIB) for result in notebook_run()]
+    shown = terminal([*small, make_skipped()])
+    assert "x model" not in "\n".join(shown[:8])
+    assert (
+        "Left out: above import x model, because the model is smaller than import torch." in shown
+    )
+    assert "x the model above the import" not in paragraphs(series(small))[0]
+    file = io.StringIO()
+    write_markdown(small, file)
+    assert "| above import x model |" not in file.getvalue()
+    saves = [replace(result, model_bytes=MIB) for result in saving_run()]
+    assert "x model" in "\n".join(terminal(saves)[:8])
 
 
 def test_names_are_not_read_as_markup_and_repeats_show_their_range() -> None:

@@ -32,19 +32,26 @@ class FittingConsole(Console):
 
 
 def _fitted(console: Console, options: ConsoleOptions, table: Table) -> RenderableType:
-    widest = Measurement.get(console, options.update(width=_ANY_WIDTH), table).maximum
-    if widest <= options.max_width:
+    if _widest(console, table) <= options.max_width:
         return table
     columns = [_measure(console, column) for column in table.columns]
-    missing = widest - options.max_width
-    if missing > sum(column.maximum - column.minimum for column in columns):
-        return _Blocks(table)
+    room = sum(column.maximum - column.minimum for column in columns)
     fitted = copy(table)
+    if table.box and _widest(console, table) - options.max_width > room:
+        fitted.padding = (0, 0)  # the box still has a space between two columns
+    missing = _widest(console, fitted) - options.max_width
+    if missing > room:
+        return _Blocks(table)
     fitted.columns = [
         replace(column, width=width)
         for column, width in zip(table.columns, _narrowed(columns, missing), strict=True)
     ]
     return fitted
+
+
+def _widest(console: Console, table: Table) -> int:
+    """Return the width of the table if none of its lines is wrapped."""
+    return Measurement.get(console, console.options.update(width=_ANY_WIDTH), table).maximum
 
 
 def _measure(console: Console, column: Column) -> Measurement:

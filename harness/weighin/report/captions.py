@@ -21,6 +21,9 @@ _COMPUTED: Final = {
     "loading": "Exact, computed: above import = (peak RSS - RSS after import torch) / the model's size.",
     "saving": "Exact, computed: above the model = (peak RSS - RSS with the model loaded) / the model's size.",
 }
+BELOW_IMPORT: Final = (
+    "Left out: above import x model, because the model is smaller than import torch."
+)
 _IMPORTS: Final = (
     "import: time of import torch, before the load; import transformers: of a model's class."
 )
@@ -164,11 +167,17 @@ def _comparable(result: Result) -> Mapping[str, Any]:
     return environment
 
 
-def note_figures(*, doing: str, cuda: bool, repeats: int, ranks: bool = False) -> list[str]:
-    """Return one line for each column of the summary, with its explanation and accuracy."""
+def note_figures(
+    *, doing: str, cuda: bool, repeats: int, ranks: bool = False, below_import: bool = False
+) -> list[str]:
+    """Return one line for each column of the summary, with its explanation and accuracy.
+
+    With ``below_import``, the models are smaller than the memory of ``import torch``.
+    """
+    computed = _COMPUTED | ({"loading": BELOW_IMPORT} if below_import else {})
     lines = [
         "Exact, the kernel's high-water marks: peak RSS, cgroup peak (includes page cache).",
-        *(line for name, line in _COMPUTED.items() if name in doing),
+        *(line for name, line in computed.items() if name in doing),
         "Sampled, so short spikes may be missed: anonymous.",
         *([_IMPORTS] if "loading" in doing else []),
         *(line for name, line in _TIMES.items() if name in doing),

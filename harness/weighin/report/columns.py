@@ -6,7 +6,7 @@ from typing import Any, Final
 import pandas as pd
 
 from weighin.report import captions
-from weighin.report.dataframe import known
+from weighin.report.dataframe import is_below_import, known
 from weighin.report.markdown import plain
 from weighin.units import GIB
 
@@ -22,13 +22,14 @@ class Column:
     digits: int = 2
 
 
+_ABOVE_IMPORT: Final = "above_import_per_model"
 _FIGURES: Final = (
     Column("import_s", "import", "s"),
     Column("import_transformers_s", "import transformers", "s"),
     Column("load_s", "load", "s"),
     Column("ready_s", "ready", "s"),
     Column("peak_rss_bytes", "peak RSS", "GiB", GIB, 3),
-    Column("above_import_per_model", "above import", "x model"),
+    Column(_ABOVE_IMPORT, "above import", "x model"),
     Column("anon_sampled_bytes", "anonymous (sampled)", "GiB", GIB, 3),
     Column("unreclaimable_sampled_bytes", "unreclaimable (sampled)", "GiB", GIB, 3),
     Column("peak_cgroup_bytes", "cgroup peak", "GiB", GIB, 3),
@@ -44,7 +45,12 @@ _FIGURES: Final = (
 )
 # Times of imports, which end before a load begins.
 BEFORE_LOAD: Final = ("import_s", "import_transformers_s")
-IMPORT_HEADINGS: Final = {each.heading for each in _FIGURES if each.key in BEFORE_LOAD}
+LEFT_OUT_FIRST: Final = (
+    "import", "import transformers", "cgroup peak", "sum of peaks (misleading)", "files", "pinned",
+    "CUDA requested", "CUDA driver (sampled)", "unreclaimable (sampled)", "written", "CUDA reserved",
+    "above import", "above the model", "anonymous (sampled)",
+)  # fmt: skip
+"""Headings of the columns that a narrow terminal leaves out, the first of them first."""
 # A column in this set is left out if no cell has the figure.
 _WHERE_MEASURED: Final = frozenset(
     [
@@ -59,7 +65,7 @@ _WHERE_MEASURED: Final = frozenset(
 _OF_SAVES: Final = {
     "load_s": "save",
     "ready_s": "on the disk",
-    "above_import_per_model": "above the model",
+    _ABOVE_IMPORT: "above the model",
 }
 HEADINGS: Final = {"ram_limit_bytes": "RAM limit", "vram_limit_bytes": "GPU limit"}
 
@@ -74,6 +80,7 @@ def figures_of(frame: pd.DataFrame) -> list[Column]:
         for figure in _FIGURES
         if figure.key not in left_out
         and (figure.key not in _WHERE_MEASURED or frame[figure.key].notna().any())
+        and (figure.key != _ABOVE_IMPORT or not is_below_import(frame))
     ]
 
 

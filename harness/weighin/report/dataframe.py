@@ -128,6 +128,15 @@ def known(value: Any) -> Any:
     return None if pd.isna(value) else value
 
 
+def is_below_import(frame: pd.DataFrame) -> bool:
+    """Return whether every model of these loads is smaller than the memory of ``import torch``.
+
+    Memory above the import, divided by the size of such a model, does not count copies of the model.
+    """
+    loads = frame[(frame["operation"] == "load") & frame["baseline_rss_bytes"].notna()]
+    return len(loads) > 0 and bool((loads["model_bytes"] < loads["baseline_rss_bytes"]).all())
+
+
 def _is_inside(path: PurePath) -> bool:
     """Return whether a record's path stays in the run's folder; a foreign record is not trusted."""
     return not path.is_absolute() and ".." not in path.parts

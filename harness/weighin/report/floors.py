@@ -20,11 +20,12 @@ from weighin.report.survival import SIGNS, STYLES
 from weighin.text import markdown as escaped
 from weighin.units import GIB, MIB, format_seconds
 
+_ABOVE_IMPORT: Final = ("above import", "x model")
 HEADINGS: Final = (
     ("strategy", ""),
     ("RAM floor", "GiB"),
     ("floor", "x model"),
-    ("above import", "x model"),
+    _ABOVE_IMPORT,
     ("one step", "below"),
     ("at the floor", "ready"),
     ("at 1.1x", "ready"),
@@ -42,7 +43,7 @@ def terminal_floors(results: Sequence[Result]) -> RenderableType:
     """Return the floors for a terminal, with the figures behind each verdict."""
     searched = floors(results)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
-    for index, (heading, unit) in enumerate(HEADINGS):
+    for index, (heading, unit) in enumerate(_headings(searched)):
         text = Text("\n".join([*heading.split(), unit]) if unit else heading)
         table.add_column(text, justify="left" if index < NAMES else "right", overflow="fold")
     for floor in searched:
@@ -56,7 +57,7 @@ def terminal_floors(results: Sequence[Result]) -> RenderableType:
 def markdown_floors(results: Sequence[Result]) -> str:
     """Return the floors as a markdown table with its caption below."""
     searched = floors(results)
-    heads = [f"{heading} {unit}".strip() for heading, unit in HEADINGS]
+    heads = [f"{heading} {unit}".strip() for heading, unit in _headings(searched)]
     rows = [row(floor, searched) for floor in searched]
     return "\n".join([*table_lines(heads, rows, names=NAMES), "", escaped(caption(results))])
 
@@ -71,7 +72,7 @@ def markdown_reasons(results: Sequence[Result]) -> str:
 def html_floors(results: Sequence[Result]) -> list[Drawable]:
     """Return the floors as a block of report.html, with the figures behind each verdict."""
     searched = floors(results)
-    heads = [f"{heading} {unit}".strip() for heading, unit in HEADINGS]
+    heads = [f"{heading} {unit}".strip() for heading, unit in _headings(searched)]
     rows = [[_entry(text) for text in row(floor, searched)] for floor in searched]
     explanations = [*notes(searched), *reasons(searched)]
     return [Found("RAM floors", caption(results), heads, rows, NAMES, explanations)]
@@ -167,11 +168,14 @@ def reasons(searched: Iterable[Floor]) -> list[str]:
 def notes(searched: Sequence[Floor]) -> list[str]:
     """Return explanations of the columns of the table of floors."""
     cells = sum(floor.cells for floor in searched)
+    is_shown = _ABOVE_IMPORT in _headings(searched)
     return [
         "RAM floor: the smallest limit, swap off, under which three of three loads succeeded and every"
         " byte was read and compared. One step below, the load was killed for lack of memory or timed"
         " out.",
-        "above import: (floor - anonymous memory after `import torch`) / the model's size.",
+        "above import: (floor - anonymous memory after `import torch`) / the model's size."
+        if is_shown
+        else captions.BELOW_IMPORT,
         "ready: time until every byte was read once, in the median cell."
         f" The search ran {cells} cells in all.",
     ]
@@ -183,7 +187,7 @@ def caption(results: Sequence[Result]) -> str:
 
 
 def row(floor: Floor, searched: Sequence[Floor]) -> list[str]:
-    return [
+    texts = [
         label(floor, searched),
         _scaled(floor.bytes, GIB, 3),
         _scaled(floor.per_model, 1, 2),
@@ -193,6 +197,16 @@ def row(floor: Floor, searched: Sequence[Floor]) -> list[str]:
         _lived(floor.with_room),
         _lived(floor.unlimited),
     ]
+    shown = _headings(searched)
+    return [text for text, heading in zip(texts, HEADINGS, strict=True) if heading in shown]
+
+
+def _headings(searched: Sequence[Floor]) -> list[tuple[str, str]]:
+    """Return the headings, without "above import" if every model is smaller than the import."""
+    sizes = [(floor.model_bytes, floor.import_bytes) for floor in searched]
+    known = [(model, imported) for model, imported in sizes if model and imported]
+    is_left_out = bool(known) and all(model < imported for model, imported in known)
+    return [each for each in HEADINGS if each != _ABOVE_IMPORT or not is_left_out]
 
 
 def _below(floor: Floor) -> str:

@@ -10,7 +10,7 @@ from weighin.records.floor import Floor
 from weighin.records.floor import floors as all_floors
 from weighin.records.verdict import Verdict, judge_all
 from weighin.report import captions, floors, style
-from weighin.report.dataframe import known, varying
+from weighin.report.dataframe import is_below_import, known, varying
 from weighin.units import GIB
 
 _MOST: Final = 16  # paragraphs; a longer text would not be a summary
@@ -105,7 +105,8 @@ def _best(group: pd.DataFrame) -> Iterator[str]:
     if len(sized) > 1:
         least = sized.iloc[0]
         ratio = known(least["above_import_per_model"])
-        above = "" if ratio is None else f", {ratio:.2f} x the model above {words['import']}"
+        is_left_out = ratio is None or is_below_import(sized)
+        above = "" if is_left_out else f", {ratio:.2f} x the model above {words['import']}"
         peak = f"{least['peak_rss_bytes'] / GIB:.3f} GiB"
         yield f"The smallest peak RSS is that of {least['label']}: {peak}{above}."
 

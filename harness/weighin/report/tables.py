@@ -14,7 +14,7 @@ import pandas as pd
 from weighin.record import Outcome, Result
 from weighin.report import captions
 from weighin.report.columns import HEADINGS, Column, figures_of, name_text, number_text, range_text
-from weighin.report.dataframe import known, series, varying
+from weighin.report.dataframe import is_below_import, known, series, varying
 from weighin.report.markdown import plain, table_lines
 from weighin.text import markdown as escaped
 
@@ -127,6 +127,7 @@ def note_lines(frame: pd.DataFrame) -> list[str]:
         cuda=bool(frame["peak_cuda_allocated_bytes"].notna().any()),
         repeats=repeats,
         ranks=bool(frame["ranks"].notna().any()),
+        below_import=is_below_import(frame),
     )
 
 

@@ -1,11 +1,12 @@
 """Render the tables of a run for a terminal's width, without cutting a figure."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, NamedTuple, TypeVar
 
 import pandas as pd
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.table import Table
@@ -13,7 +14,7 @@ from rich.text import Text
 
 from weighin.record import Outcome, Result
 from weighin.report import captions
-from weighin.report.columns import IMPORT_HEADINGS
+from weighin.report.columns import HEADINGS, LEFT_OUT_FIRST
 from weighin.report.tables import TextTable, text_tables
 
 T = TypeVar("T")
@@ -22,6 +23,7 @@ _STYLES: Final = {outcome.value: "red" for outcome in Outcome} | {"ok": "green",
 # Columns without a heading, whose values are shown below the strategy's name.
 _BELOW_NAME: Final = frozenset(("format", "options"))
 _NAME_COLUMNS: Final = 12  # room for each word of a name; other columns get less padding for it
+_LEFT_OUT: Final = "Left out at {} columns: {}. All columns are in report.md and --json."
 _ANY_WIDTH: Final = 10_000  # columns
 
 
@@ -49,7 +51,7 @@ def cells(frame: pd.DataFrame, results: Sequence[Result]) -> RenderableType:
 
 @dataclass(frozen=True, slots=True)
 class _Fitted:
-    """A table that chooses a layout for the width of its console.
+    """A table that chooses a layout for the width of its console, and leaves out columns if it must.
 
     ``rich`` by itself would narrow the names as far as possible and then cut figures: 6.77 for
     6.776. A console with ``keeps_words`` turns a table that is too wide into blocks, and no name is
@@ -61,14 +63,26 @@ class _Fitted:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         keeps_words = getattr(console, "keeps_words", False)
         anywhere = options.update(width=_ANY_WIDTH)
-        for section in (self.section, _with_imports_below_names(self.section)):
+        for left_out, section in _narrower(self.section):
             short = section if keeps_words else _with_short_names(section)
             for layout in _LAYOUTS[:-1]:
                 needed = Measurement.get(console, anywhere, _table(short, layout)).minimum
                 if needed <= options.max_width:
                     yield _table(section, layout)
+                    if left_out:
+                        yield Text(_LEFT_OUT.format(options.max_width, ", ".join(left_out)))
                     return
         yield _table(self.section, _LAYOUTS[0 if keeps_words else -1])
+
+
+def _narrower(section: TextTable) -> Iterator[tuple[list[str], TextTable]]:
+    """Yield the section, and then sections with ever fewer columns, with the headings left out."""
+    yield [], section
+    headings = [heading for heading, _ in section.columns]
+    left_out = [heading for heading in LEFT_OUT_FIRST if heading in headings]
+    for count in range(1, len(left_out) + 1):
+        places = [headings.index(heading) for heading in left_out[:count]]
+        yield left_out[:count], _without_columns(section, places)
 
 
 def _table(section: TextTable, layout: _Layout) -> Table:
@@ -79,7 +93,7 @@ def _table(section: TextTable, layout: _Layout) -> Table:
         # Narrow headings, so that eight columns of numbers fit a terminal.
         label = Text("\n".join([*heading.split(), unit]) if unit else heading)
         side: Literal["left", "right"] = "left" if is_name else "right"
-        stays = not (is_name or layout.folds)
+        stays = not (layout.folds or (is_name and heading not in HEADINGS.values()))
         table.add_column(label, justify=side, overflow="fold", no_wrap=stays)
     for row, ranges in zip(section.rows, section.ranges, strict=True):
         if not layout.range_rows:
@@ -91,6 +105,10 @@ def _table(section: TextTable, layout: _Layout) -> Table:
             outcome = section.names - 1
             for what, ends in (("from", lows), ("to", highs)):
                 table.add_row(*ends[:outcome], what, *ends[section.names :], style="dim")
+    for column in table.columns:
+        if column.no_wrap:  # rich would measure the words of "x model" one by one
+            lines = "\n".join(map(str, (column.header, *column.cells))).split("\n")
+            column.min_width = max(map(cell_len, lines))
     return table
 
 
@@ -107,24 +125,6 @@ def _with_short_names(section: TextTable) -> TextTable:
         short = [" ".join(word[:_NAME_COLUMNS] for word in words) for words in names]
         rows.append([*short, *row[section.names :]])
     return replace(section, rows=rows)
-
-
-def _with_imports_below_names(section: TextTable) -> TextTable:
-    """Return the section with the times of imports below the strategies' names, to save width."""
-    imports = {
-        at: (heading, unit)
-        for at, (heading, unit) in enumerate(section.columns)
-        if heading in IMPORT_HEADINGS
-    }
-    rows = []
-    for row, ranges in zip(section.rows, section.ranges, strict=True):
-        times = [
-            f"{heading} {row[at]}{f' ({ranges[at]})' if ranges[at] else ''} {unit}"
-            for at, (heading, unit) in imports.items()
-            if row[at] != "-"
-        ]
-        rows.append(["\n".join([row[0], *times]), *row[1:]])
-    return _without_columns(replace(section, rows=rows), [*imports])
 
 
 def _stacked(section: TextTable) -> TextTable:
