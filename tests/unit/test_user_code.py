@@ -83,3 +83,56 @@ def test_the_file_of_a_builder_is_known_without_importing_it(here: Path) -> None
     assert user_code.file_of("nets:build", [str(here / "gone")]) is None
     (here / "spaced").mkdir()
     assert user_code.file_of("spaced.nets:build", [str(here)]) == here / "spaced"
+
+
+NETS = """
+raise RuntimeError("this module is never run here")
+
+from elsewhere import imported
+
+assigned = imported
+
+
+def build(width, *, depth=2): ...
+
+
+def any_arguments(**kwargs): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("builder", "kwargs", "message"),
+    [
+        ("gone:build", {}, "builder 'gone:build': there is no module 'gone'"),
+        ("nets:biuld", {}, "builder 'nets:biuld': module 'nets' has no function 'biuld'"),
+        ("nets:build", {}, "builder 'nets:build' needs the argument 'width'"),
+        (
+            "nets:build",
+            {"width": 1, "hight": 2},
+            "builder 'nets:build' does not take the argument 'hight'",
+        ),
+    ],
+)
+def test_a_wrong_builder_is_found_in_the_source_without_running_it(
+    here: Path, builder: str, kwargs: dict[str, int], message: str
+) -> None:
+    (here / "nets.py").write_text(NETS)
+    with pytest.raises(ConfigError) as caught:
+        user_code.check_builder(builder, kwargs, [str(here)])
+    assert caught.value.message == message
+
+
+@pytest.mark.parametrize(
+    ("builder", "kwargs"),
+    [
+        ("nets:build", {"width": 1, "depth": 3}),
+        ("nets:any_arguments", {"x": 1}),
+        ("nets:imported", {"x": 1}),
+        ("nets:assigned", {"x": 1}),
+    ],
+)
+def test_a_builder_whose_source_shows_no_fault_is_accepted(
+    here: Path, builder: str, kwargs: dict[str, int]
+) -> None:
+    (here / "nets.py").write_text(NETS)
+    user_code.check_builder(builder, kwargs, [str(here)])

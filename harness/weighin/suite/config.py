@@ -114,7 +114,11 @@ def _check_ram(value: int | None) -> int | None:
     if value is None or value >= LEAST_RAM:
         return value
     without_unit = value < 1024
-    repair = f"did you mean {value}g?" if without_unit else "give at least 64MiB plus the size of the weights"
+    repair = (
+        f"did you mean {value}g?"
+        if without_unit
+        else "give at least 64MiB plus the size of the weights"
+    )
     raise ValueError(f"{format_exact(value)} is less than `import torch` alone needs", repair)
 
 
