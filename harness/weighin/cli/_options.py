@@ -113,7 +113,7 @@ isolation = click.option(
     default="auto",
     metavar="NAME",
     help="How a cell's process is isolated: docker, cgroup, process, or auto, which is the first of"
-    " these three that works on this machine.",
+    " these three that works here for this request. A limit needs docker or cgroup.",
 )
 device = click.option(
     "--device",
