@@ -45,7 +45,7 @@ _FIGURES: Final = (
 )
 # Times of imports, which end before a load begins.
 BEFORE_LOAD: Final = ("import_s", "import_transformers_s")
-LEFT_OUT_FIRST: Final = (
+LEFT_OUT_FIRST: Final[tuple[str, ...]] = (
     "import", "import transformers", "cgroup peak", "sum of peaks (misleading)", "files", "pinned",
     "CUDA requested", "CUDA driver (sampled)", "unreclaimable (sampled)", "written", "CUDA reserved",
     "above import", "above the model", "anonymous (sampled)",
