@@ -27,13 +27,11 @@ def folder(disk: Path, tmp_path: Path, monkeypatch: MonkeyPatch) -> Path:
 def small(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "_FILE_BYTES", 8 * MIB)
     monkeypatch.setattr(calibration, "_MEMORY_BYTES", 8 * MIB)
-    answers = iter([(0.003, 0.5 * GIB), (0.001, 0.25 * GIB), (0.002, GIB)])
-
-    def ask() -> dict[str, float]:
-        seconds, drawn = next(answers)
-        return {"archive_s": seconds, "module_s": 2 * seconds, "init_bytes_per_s": drawn}
-
-    monkeypatch.setattr(calibration, "_ask_torch", ask)
+    rounds = [
+        {"archive_s": seconds, "module_s": 2 * seconds, "init_bytes_per_s": drawn}
+        for seconds, drawn in [(0.003, 0.5 * GIB), (0.001, 0.25 * GIB), (0.002, GIB)]
+    ]
+    monkeypatch.setattr(calibration, "_ask_torch", lambda: rounds)
 
 
 @pytest.mark.usefixtures("small")
@@ -102,9 +100,18 @@ def test_a_torch_that_does_not_run_is_an_error(monkeypatch: MonkeyPatch) -> None
 
 
 def test_torch_tells_what_only_it_can() -> None:
-    found = calibration._ask_torch()
-    assert found.keys() == {"archive_s", "module_s", "init_bytes_per_s"}
-    assert all(value > 0 for value in found.values())
+    rounds = calibration._ask_torch()
+    assert len(rounds) == 3
+    for found in rounds:
+        assert found.keys() == {"archive_s", "module_s", "init_bytes_per_s"}
+        assert all(value > 0 for value in found.values())
+
+
+def test_each_round_imports_the_modules_that_it_times(monkeypatch: MonkeyPatch) -> None:
+    same = "assert 'torch._dynamo' not in sys.modules\n    modules_before ="
+    script = calibration._TORCH.replace("modules_before =", same)
+    monkeypatch.setattr(calibration, "_TORCH", script)
+    assert len(calibration._ask_torch()) == 3
 
 
 def test_the_table_has_a_line_for_each_figure(folder: Path) -> None:

@@ -13,6 +13,7 @@ import sys
 import traceback
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,21 +37,28 @@ _PR_SET_THP_DISABLE: Final = 41
 def main() -> None:
     settle_math()
     own_bytes = _import_simulation()
+    from weighin.predict.preload import PRELOADED
+
+    hide_once = cache(PRELOADED.hide)  # after the model's class, which may import the same modules
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # so that prints of builders and strategies do not mix with answers
     for line in sys.stdin:
         request = json.loads(line)
         with suppress(Exception):  # the fork, which imports it again, answers with the error
             import_model_package(ModelSpec(**request["cell"]["model"]), lambda _: nullcontext())
-        request["baseline"] = asdict(memory_of(read_status()))
-        request["own_bytes"] = own_bytes
+        with suppress(Exception):  # as above
+            hide_once()
+        now = memory_of(read_status())
+        file_bytes = now.file_bytes - PRELOADED.file_bytes
+        request["baseline"] = asdict(replace(now, file_bytes=file_bytes))
+        request["own_bytes"] = own_bytes + PRELOADED.anon_bytes
         print(json.dumps(_answer_in_fork(request)), file=answers, flush=True)
 
 
 def _import_simulation() -> int:
     """Import the modules that only a symbolic run needs; return the memory that they take, in bytes."""
     before = memory_of(read_status()).anon_bytes
-    from weighin.predict import simulate, sparse  # noqa: F401
+    from weighin.predict import preload, simulate, sparse  # noqa: F401
 
     return memory_of(read_status()).anon_bytes - before
 

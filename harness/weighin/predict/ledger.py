@@ -192,6 +192,10 @@ class Ledger:
         finally:
             self._mapped_anon_bytes -= nbytes
 
+    def adopt(self, nbytes: int) -> None:
+        """Count memory of this process as the load's, which only the symbolic run needed before."""
+        self.other_anon_bytes -= nbytes
+
     def trimmed(self) -> None:
         """Record that ``malloc_trim`` released all free pages of the heap."""
         for heap in self._heaps:

@@ -17,6 +17,7 @@ from weighin.predict.fake_cuda import pretended
 from weighin.predict.ledger import Ledger
 from weighin.predict.patches import declared, safetensors_reads
 from weighin.predict.prediction import ABOVE_PEAK_BYTES, PredictedPhase, Work
+from weighin.predict.preload import PRELOADED
 from weighin.predict.reasons import reasons
 from weighin.record import Memory
 from weighin.units import MIB
@@ -73,6 +74,7 @@ def run(
         baseline,
         own_bytes,
     )
+    PRELOADED.on_import = ledger.adopt
     job = WorkerLoad(
         checkpoint=checkpoint,
         device=device,

@@ -40,28 +40,34 @@ _FILE_BYTES: Final = 512 * MIB
 _MEMORY_BYTES: Final = 512 * MIB
 _ROUNDS: Final = 3
 _TORCH_TIMEOUT_S: Final = 300
-_TORCH: Final = """
-import json, sys, tempfile, time, torch
+_TORCH: Final = f"""
+import json, os, sys, tempfile, time, torch
 from torch import nn
-modules_before = len(sys.modules)
-start = time.perf_counter()
-nn.Embedding(1, 1, device="meta")  # imports a part of torch
-module_s = (time.perf_counter() - start) / max(1, len(sys.modules) - modules_before)
-with tempfile.NamedTemporaryFile() as file:
-    torch.save(torch.zeros(1), file.name)
-    torch.load(file.name)
+def measure():
+    modules_before = len(sys.modules)
     start = time.perf_counter()
-    for _ in range(100):
+    nn.Embedding(1, 1, device="meta")  # imports a part of torch
+    module_s = (time.perf_counter() - start) / max(1, len(sys.modules) - modules_before)
+    with tempfile.NamedTemporaryFile() as file:
+        torch.save(torch.zeros(1), file.name)
         torch.load(file.name)
-    archive_s = (time.perf_counter() - start) / 100
-weights = torch.empty(32 * 1024**2)
-weights.fill_(0)
-start = time.perf_counter()
-nn.init.normal_(weights)
-init_s = time.perf_counter() - start
-init_bytes_per_s = weights.nbytes / init_s
-figures = {"archive_s": archive_s, "module_s": module_s, "init_bytes_per_s": init_bytes_per_s}
-print(json.dumps(figures))
+        start = time.perf_counter()
+        for _ in range(100):
+            torch.load(file.name)
+        archive_s = (time.perf_counter() - start) / 100
+    weights = torch.empty(32 * 1024**2)
+    weights.fill_(0)
+    start = time.perf_counter()
+    nn.init.normal_(weights)
+    init_s = time.perf_counter() - start
+    return dict(archive_s=archive_s, module_s=module_s, init_bytes_per_s=weights.nbytes / init_s)
+for _ in range({_ROUNDS}):  # each in a process of its own, that has imported torch
+    child = os.fork()
+    if child == 0:
+        print(json.dumps(measure()), flush=True)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        sys.exit(1)  # the child has printed its error
 """
 
 
@@ -112,7 +118,7 @@ def stored() -> Calibration | None:
 
 
 def calibrate(say: Callable[[str], None]) -> Calibration:
-    """Measure this machine and store the figures in the cache folder, which takes about 20 s.
+    """Measure this machine and store the figures in the cache folder, which takes about 10 s.
 
     Raises:
         ConfigError: the cache folder cannot be written, or is not on a disk.
@@ -132,8 +138,8 @@ def calibrate(say: Callable[[str], None]) -> Calibration:
             }
             for name, value in once.items():
                 rounds.setdefault(name, []).append(value)
-    for _ in range(_ROUNDS):
-        for name, value in _ask_torch().items():
+    for once in _ask_torch():
+        for name, value in once.items():
             rounds.setdefault(name, []).append(value)
     best = {
         name: max(values) if name.endswith("_per_s") else min(values)
@@ -278,8 +284,8 @@ def _fill(area: mmap.mmap) -> None:
     del view
 
 
-def _ask_torch() -> dict[str, float]:
-    """Return the figures that need torch, measured in a process that imports it."""
+def _ask_torch() -> list[dict[str, float]]:
+    """Return the figures of each round that need torch, measured in a process that imports it."""
     process = subprocess.run(
         [sys.executable, "-c", _TORCH],
         capture_output=True,
@@ -290,5 +296,4 @@ def _ask_torch() -> dict[str, float]:
     if process.returncode:
         last = (process.stderr.strip().splitlines() or ["?"])[-1]
         raise HarnessError(f"cannot calibrate: torch does not run: {one_line(last)}")
-    figures: dict[str, float] = json.loads(process.stdout)
-    return figures
+    return [json.loads(line) for line in process.stdout.splitlines()]
