@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -29,8 +30,11 @@ OTHERS = (
     "Qwen",
     "--suite suite.yaml",
     "--suite training",
+    ".github/weighin.yaml",
+    "results/first",
 )
-"""What needs a GPU, a cluster, a network's cache, or an earlier command of the same page."""
+"""What needs a GPU, a cluster, a network's cache, or an earlier command of the same page, and the first
+gate, which test_foreign_repository.py runs."""
 
 
 def quick() -> list[str]:
@@ -55,6 +59,13 @@ def prepared(disk: Path) -> Path:
     torch.save(state, folder / "model.pt")
     save_file(state, folder / "model.safetensors")
     save_file(state, folder / "weights.safetensors")
+    save_file(state, folder / "model-00001-of-00001.safetensors")
+    index = {"weight_map": dict.fromkeys(state, "model-00001-of-00001.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    unet = folder / "pipeline/unet"
+    unet.mkdir(parents=True)
+    (unet / "config.json").write_text('{"_class_name": "UNet2DConditionModel"}')
+    save_file(state, unet / "diffusion_pytorch_model.safetensors")
     wrapped = {f"module.{name}": one for name, one in state.items()}
     torch.save({"model": wrapped, "epoch": 3}, folder / "training.pt")
     kind = pretrained_class("LlamaForCausalLM")
