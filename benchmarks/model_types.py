@@ -26,6 +26,7 @@ import torch
 from weighin import load_pretrained
 from weighin.errors import HarnessError
 from weighin.formats.pretrained_folder import read_folder
+from weighin.formats.pretrained_spec import auto_dtype
 from weighin.models.pretrained import example_inputs, pretrained_class
 from weighin.predict import check, tables
 from weighin.record import Outcome, Result
@@ -217,7 +218,7 @@ def _try(name: str, kind: str, folder: Path, strategies: str) -> Tried:
         name=name,
         kind=kind,
         architecture=found.architecture,
-        dtype=found.dtype,
+        dtype=auto_dtype(found),
         parameters=sum(one.numel() for one in reference.parameters()),
         compared=_compared(model, reference),
         results=tuple(run_folder.read(run).results),

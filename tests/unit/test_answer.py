@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from weighin.cell import ModelSpec
 from weighin.errors import CheckpointError, UnknownName
 from weighin.formats.pretrained_folder import read_folder
+from weighin.formats.pretrained_spec import spec_of
 from weighin.predict.prediction import Prediction, Work
 from weighin.recommend import answer, calibration
 from weighin.recommend.answer import Advice, Question, check_allowed, gather, parts
@@ -307,7 +308,7 @@ def test_a_folder_is_loaded_by_one_call_where_other_strategies_are_no_faster(
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file({"w": torch.zeros(2)}, tmp_path / "model.safetensors")
     folder = read_folder(tmp_path)
-    found = advised(model=folder.spec(), checkpoint=folder.checkpoint, dtype="bfloat16")
+    found = advised(model=spec_of(folder), checkpoint=folder.checkpoint, dtype="bfloat16")
     first = found.candidates[0]
     assert (first.strategy, first.asks) == ("transformers", ())
     assert "LlamaForCausalLM.from_pretrained(" in found.code

@@ -80,7 +80,7 @@ def _facts(kind: str, entry: dict[str, Any]) -> Iterator[str]:
     elif kind == "models":
         if entry["builder"] == BUILDER:
             kwargs = entry["kwargs"]
-            yield f"{kwargs['architecture']} of transformers, {dtype_of(kwargs['config'])}"
+            yield f"{kwargs['architecture']} of transformers, {dtype_of(kwargs['config']) or 'float32'}"
         else:
             arguments = ", ".join(f"{key}={value}" for key, value in entry["kwargs"].items())
             yield f"{entry['builder']} {arguments}"

@@ -32,7 +32,7 @@ from weighin.formats import (
     tensorizer,
 )
 from weighin.formats.base import Layout, TensorSlice
-from weighin.formats.pretrained_folder import is_pretrained, weights_in
+from weighin.formats.pretrained_folder import find_weights, is_pretrained
 from weighin.formats.selection import WHOLE, Selection, below, stripped
 from weighin.formats.sharded import OF_DIFFUSERS, SHARDED, SHARDED_PT
 from weighin.formats.zip_directory import check_file
@@ -73,12 +73,11 @@ def detect(path: Path) -> Layout:
         CheckpointError: ``path`` does not exist or is not a checkpoint; the message gives the
             reason.
     """
+    if is_pretrained(path) and (file := find_weights(path)) and file != path:
+        return _InFolder(detect(file), file)
     for layout in (*_OF_PACKAGES, *_LAYOUTS, *OF_DIFFUSERS):
         if layout.matches(path):
             return layout
-    if is_pretrained(path):
-        file = weights_in(path)
-        return _InFolder(detect(file), file)
     if path.is_dir():
         raise sniff.no_model(path)
     # The error names the usual mistakes: a web page, a git-lfs pointer.

@@ -7,6 +7,7 @@ the local cache (``~/.cache/huggingface/hub``) by its id, such as "Qwen/Qwen3-0.
 import json
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -27,7 +28,8 @@ _STEMS: Final = (
     ("diffusion_pytorch_model", ".bin"),
 )
 _INDEX: Final = "index.json"
-_DTYPES: Final = ("float32", "bfloat16", "float16")
+MODEL_DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
+"""Dtypes that torch accepts as the default dtype, in which a model can be built."""
 _ENTRY: Final = "models--"
 _HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -90,27 +92,31 @@ class PretrainedFolder:
         auto_class(self.config, self.architecture)
         return describe_code(self.path)
 
-    @property
-    def dtype(self) -> str:
-        """The dtype that ``from_pretrained(dtype="auto")`` gives the model, by ``config.json``."""
-        return dtype_of(self.config)
 
-    def spec(self) -> ModelSpec:
-        """Return the ``ModelSpec``, whose arguments are the class and the configuration."""
-        kwargs: dict[str, Any] = {"architecture": self.architecture, "config": self.config}
-        if code := self.code:
-            kwargs["code"] = code
-        return ModelSpec(_name(self.path.resolve()), BUILDER, kwargs)
+def dtype_of(config: Mapping[str, Any]) -> str | None:
+    """Return the dtype that the content of a ``config.json`` names; None if it names none.
+
+    A dict names a dtype for each part of the model, of which transformers takes the one of the
+    whole model, float32 if there is none. Dtypes in the configurations of parts have no effect.
+
+    Raises:
+        ConfigError: a model cannot have this dtype.
+    """
+    names = [config[key] for key in ("dtype", "torch_dtype") if config.get(key) is not None]
+    if not names:
+        return None
+    name = names[0].get("", "float32") if isinstance(names[0], dict) else names[0]
+    return checked_dtype(name, Path(CONFIG))
 
 
-def dtype_of(config: dict[str, Any]) -> str:
-    """Return the dtype that the content of a ``config.json`` names; float32 if it names none."""
-    text = config.get("text_config") or {}
-    for part in (config, text if isinstance(text, dict) else {}):
-        name = part.get("dtype") or part.get("torch_dtype")
-        if name in _DTYPES:
-            return str(name)
-    return "float32"
+def checked_dtype(name: object, file: Path) -> str:
+    """Return ``name`` if torch can build a model in this dtype; raise ConfigError for any other."""
+    if isinstance(name, str) and name in MODEL_DTYPES:
+        return name
+    raise ConfigError(
+        f"{file} names the dtype {sniff.short(name)}, which is no dtype of a model: from_pretrained fails, too",
+        f"write one of {', '.join(MODEL_DTYPES)} into {CONFIG}",
+    )
 
 
 def is_folder(model: ModelSpec) -> bool:
@@ -128,11 +134,11 @@ def own_dtype(model: ModelSpec) -> str:
     A model of transformers has it in its configuration, another built-in model in its arguments.
     """
     if model.builder == BUILDER:
-        return dtype_of(model.kwargs["config"])
-    return dtype_of(model.kwargs) if model.builder.startswith(_BUILT_IN) else "float32"
+        return dtype_of(model.kwargs["config"]) or "float32"
+    return (model.builder.startswith(_BUILT_IN) and dtype_of(model.kwargs)) or "float32"
 
 
-def _name(folder: Path) -> str:
+def name_of(folder: Path) -> str:
     """Return a folder's name; for a snapshot in the Hub's cache, the id of its model."""
     snapshots, entry = folder.parent, folder.parent.parent.name
     if snapshots.name == "snapshots" and entry.startswith(_ENTRY):
@@ -192,12 +198,25 @@ def weights_in(path: Path) -> Path:
     Raises:
         CheckpointError: the folder has no weights.
     """
+    if found := find_weights(path):
+        return found
+    raise sniff.no_model(path)
+
+
+def index_in(path: Path) -> Path:
+    """Return the index of a folder whose weights are in shards."""
+    indexes = (path / f"{stem}{suffix}.{_INDEX}" for stem, suffix in _STEMS)
+    return next(path for path in indexes if path.is_file())
+
+
+def find_weights(path: Path) -> Path | None:
+    """Return what ``weights_in`` returns; None if the folder has no weights of these libraries."""
     for stem, suffix in _STEMS:
         if (path / f"{stem}{suffix}").is_file():
             return path / f"{stem}{suffix}"
         if (path / f"{stem}{suffix}.{_INDEX}").is_file():
             return path
-    raise sniff.no_model(path)
+    return None
 
 
 def cached_snapshot(name: str) -> Path | None:

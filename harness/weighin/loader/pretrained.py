@@ -9,6 +9,7 @@ import torch
 
 from weighin.errors import CheckpointError
 from weighin.formats.pretrained_folder import cached_snapshot, is_pretrained, read_folder
+from weighin.formats.pretrained_spec import auto_dtype, spec_of
 from weighin.loader.load import load_streaming
 from weighin.models.pretrained import from_config
 from weighin.models.skeleton import construct
@@ -47,9 +48,9 @@ def load_pretrained(
             "give a folder that model.save_pretrained(FOLDER) wrote",
         )
     found = read_folder(path, trust_remote_code=trust_remote_code)
-    wanted = found.dtype if dtype == "auto" else dtype
+    wanted = auto_dtype(found) if dtype == "auto" else dtype
     kind = getattr(torch, wanted) if isinstance(wanted, str) else wanted
-    build = partial(from_config, found.architecture, found.config, found.code)
+    build = partial(from_config, **spec_of(found).kwargs)
     model: Any = load_streaming(
         lambda: construct(build, kind), found.checkpoint, device=device, threads=threads
     )

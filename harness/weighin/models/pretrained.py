@@ -3,7 +3,7 @@
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -12,13 +12,18 @@ import torch
 from weighin import install
 from weighin.errors import ConfigError
 from weighin.formats.pretrained_code import auto_class, check_unchanged, reference_in
+from weighin.formats.pretrained_folder import dtype_of
+from weighin.models.pretrained_names import model_keys
 
 _TOKENS: Final = 8
 _SAMPLES: Final = 16_000  # one second of sound
 
 
 def from_config(
-    architecture: str, config: Mapping[str, Any], code: Mapping[str, str] | None = None
+    architecture: str,
+    config: Mapping[str, Any],
+    code: Mapping[str, str] | None = None,
+    apart: Sequence[str] = (),
 ) -> torch.nn.Module:
     """Return the model in evaluation mode, in torch's default dtype.
 
@@ -29,20 +34,38 @@ def from_config(
         config: the content of ``config.json``.
         code: the folder with the class's code, if it is not in transformers; see
             ``weighin.formats.pretrained_code``.
+        apart: names of tensors in the file that differ, although the class may tie them.
 
     Raises:
         ConfigError: transformers is not installed, or has no such class.
     """
     kind = pretrained_class(architecture, code, config)
+    dtype_of(config)  # refuses what transformers cannot read, with a reason
     settings = kind.config_class.from_dict(_decoded(config))
     dtype = torch.get_default_dtype()
     settings.dtype = dtype
+    for name in settings.sub_configs:  # each part is built in its own configuration's dtype
+        if (part := getattr(settings, name, None)) is not None:
+            part.dtype = dtype
     model = kind(settings)
+    if apart:
+        _untie(model, apart)
     _keep_in_float32(model, dtype)
     _compute_in_float32(model, dtype)
     model.keeps_dtypes = True
     model.eval()
     return cast(torch.nn.Module, model)
+
+
+def _untie(model: Any, apart: Sequence[str]) -> None:
+    """Give tied weights that differ in the file memory of their own, as ``from_pretrained`` does."""
+    stored = set(model_keys(model, apart))
+    for target, source in list(model.all_tied_weights_keys.items()):
+        if {target, source} <= stored:
+            path, _, leaf = target.rpartition(".")
+            owner = model.get_submodule(path)
+            owner._parameters[leaf] = torch.nn.Parameter(torch.empty_like(owner._parameters[leaf]))
+            del model.all_tied_weights_keys[target]
 
 
 def pretrained_class(
@@ -183,7 +206,10 @@ def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
 
 
 def example_inputs(
-    architecture: str, config: Mapping[str, Any], code: Mapping[str, str] | None = None
+    architecture: str,
+    config: Mapping[str, Any],
+    code: Mapping[str, str] | None = None,
+    apart: Sequence[str] = (),  # noqa: ARG001 (the builder's arguments)
 ) -> dict[str, torch.Tensor] | None:
     """Return small inputs for one forward pass; None for an unknown kind of model."""
     kind = pretrained_class(architecture, code, config)

@@ -17,6 +17,7 @@ import torch
 
 from weighin.formats.base import Part, Slices, TensorSlice
 from weighin.models.pretrained import computed_keys
+from weighin.models.pretrained_names import ModelNames
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,32 +89,21 @@ class MappedKeys:
 
 def map_keys(model: Any, slices: Sequence[TensorSlice]) -> MappedKeys:
     """Return a checkpoint's tensors under the names of ``model``, a model of transformers."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
-        WeightConverter,
-        WeightRenaming,
-        dot_natural_key,
-        rename_source_key,
-    )
+    from transformers.core_model_loading import dot_natural_key
 
-    mapping = get_model_conversion_mapping(model)
-    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
-    converters = [one for one in mapping if isinstance(one, WeightConverter)]
-    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
-    wanted, prefix = model.state_dict(keep_vars=True), model.base_model_prefix
+    known = ModelNames(model)
+    wanted = known.wanted
     groups: dict[str, Conversion] = {}
     mapped = Slices()
     unexpected = []
     for source in sorted(slices, key=lambda one: dot_natural_key(one.name)):
-        name, pattern = rename_source_key(source.name, renamings, converters, prefix, wanted)
-        if name not in wanted and source.name in wanted:
-            name, pattern = rename_source_key(source.name, [], [], prefix, wanted)
+        name, pattern = known.of(source.name)
         if name not in wanted:
             unexpected.append(source.name)
         elif pattern is None:
             mapped.append(replace(source, name=name))
         else:
-            group = groups.setdefault(name, Conversion(name, by_pattern[pattern]))
+            group = groups.setdefault(name, Conversion(name, known.by_pattern[pattern]))
             group.sources.append((pattern, source))
     own = {source.name for source in slices}
     renamed = sum(source.name not in own for source in mapped)

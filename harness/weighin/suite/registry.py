@@ -23,6 +23,7 @@ from weighin.formats.pretrained_folder import (
     read_folder,
     weights_in,
 )
+from weighin.formats.pretrained_spec import spec_of
 from weighin.formats.selection import WHOLE, Selection
 from weighin.suite import user_code
 
@@ -218,7 +219,7 @@ def model_and_checkpoint(
     if is_pretrained(path) and not name.startswith(_FROM):
         folder = read_folder(path, trust_remote_code=trust_remote_code)
         if not folder.is_of_diffusers:
-            return folder.spec(), folder.checkpoint
+            return spec_of(folder), folder.checkpoint
     _, slices = formats.read(path, selection)
     return ModelSpec(path.name, SYNTHESISED, {"tensors": structure.pack(slices)}), weights_of(path)
 

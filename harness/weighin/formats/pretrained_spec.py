@@ -1,0 +1,66 @@
+"""Describe the model of a Hugging Face folder, as its configuration and its weights say together.
+
+This module uses only the standard library.
+"""
+
+from typing import Any
+
+from weighin.cell import ModelSpec
+from weighin.formats import catalog
+from weighin.formats.bounded_json import read_object
+from weighin.formats.pretrained_folder import (
+    BUILDER,
+    MODEL_DTYPES,
+    PretrainedFolder,
+    checked_dtype,
+    dtype_of,
+    index_in,
+    name_of,
+)
+from weighin.formats.pretrained_ties import kept_apart
+from weighin.formats.sniff import AGAIN
+
+
+def spec_of(folder: PretrainedFolder) -> ModelSpec:
+    """Return the ``ModelSpec``, whose arguments are the class and the configuration.
+
+    Raises:
+        CheckpointError: the weights cannot be read.
+        ConfigError: a model cannot have the dtype that ``config.json`` names, or the folder's code may
+            not run.
+    """
+    config = folder.config
+    if dtype_of(config) is None:
+        config = {**config, "dtype": auto_dtype(folder)}
+    kwargs: dict[str, Any] = {"architecture": folder.architecture, "config": config}
+    if code := folder.code:
+        kwargs["code"] = code
+    if apart := kept_apart(config, catalog.read(folder.checkpoint)[1]):
+        kwargs["apart"] = list(apart)
+    return ModelSpec(name_of(folder.path.resolve()), BUILDER, kwargs)
+
+
+def auto_dtype(folder: PretrainedFolder) -> str:
+    """Return the dtype that ``from_pretrained(dtype="auto")`` gives the model.
+
+    It is the dtype in ``config.json``; else that in the index of shards; else the first
+    floating-point dtype in the (first) file of weights, by name in a safetensors file.
+
+    Raises:
+        CheckpointError: the weights cannot be read.
+        ConfigError: a model cannot have this dtype.
+    """
+    if named := dtype_of(folder.config):
+        return named
+    if folder.checkpoint == folder.path:
+        index = index_in(folder.path)
+        metadata = read_object(index, AGAIN).get("metadata")
+        if isinstance(metadata, dict) and "dtype" in metadata:
+            return checked_dtype(metadata["dtype"], index)
+    _, slices = catalog.read(folder.checkpoint)
+    first = min((one.file.name for one in slices), default="")
+    stored = [one for one in slices if one.file.name == first]
+    if first.endswith(".safetensors"):
+        stored.sort(key=lambda one: one.name)
+    floating = [one.dtype_name for one in stored if one.dtype_name in MODEL_DTYPES]
+    return floating[0] if floating else "float32"

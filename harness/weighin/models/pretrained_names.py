@@ -1,0 +1,36 @@
+"""Give the tensors of a file the names that they have in a model of transformers."""
+
+from collections.abc import Iterable
+from typing import Any
+
+
+class ModelNames:
+    """Transformers' tables for one model: which name and which conversion a file's tensor gets."""
+
+    def __init__(self, model: Any) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+        mapping = get_model_conversion_mapping(model)
+        self._renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+        self._converters = [one for one in mapping if isinstance(one, WeightConverter)]
+        self.by_pattern = {
+            pattern: one for one in self._converters for pattern in one.source_patterns
+        }
+        self.wanted, self._prefix = model.state_dict(keep_vars=True), model.base_model_prefix
+
+    def of(self, name: str) -> tuple[str, str | None]:
+        """Return the model's name, and the pattern of the conversion if there is one."""
+        from transformers.core_model_loading import rename_source_key
+
+        new: tuple[str, str | None]
+        new = rename_source_key(name, self._renamings, self._converters, self._prefix, self.wanted)
+        if new[0] not in self.wanted and name in self.wanted:
+            new = rename_source_key(name, [], [], self._prefix, self.wanted)
+        return new
+
+
+def model_keys(model: Any, names: Iterable[str]) -> list[str]:
+    """Return the names that tensors of a file get in ``model``, a model of transformers."""
+    known = ModelNames(model)
+    return [known.of(name)[0] for name in names]
