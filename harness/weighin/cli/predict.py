@@ -66,7 +66,7 @@ def predict(context: click.Context, /, **_: Any) -> None:
         predictions = client.predict(
             planned,
             checkpoint=chosen.checkpoint,
-            selection=_arguments.selection(typed),
+            selection=chosen.selection,
             checkpoint_dtype=stored,
             python_path=chosen.python_path,
             report=lambda done, name: status.update(f"{name}: {done} of {len(planned)} done"),

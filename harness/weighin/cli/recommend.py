@@ -95,7 +95,7 @@ def _question(typed: dict[str, Any]) -> "Question":
         model=chosen.specs[0],
         limits=Limits(suite.ram[0], suite.vram[0]),
         checkpoint=chosen.checkpoint,
-        selection=_arguments.selection(typed),
+        selection=chosen.selection,
         device=suite.device,
         ranks=suite.ranks[0],
         dtype=chosen.dtype,
