@@ -98,7 +98,7 @@ def _check(typed: dict[str, Any]) -> None:
 
 def _suite(typed: dict[str, Any]) -> "Suite":
     asked = {
-        "models": [_arguments.one_model(typed["model"], typed["model_option"])],
+        "models": [_arguments.asked_model(typed)],
         "device": typed["device"],
         "dtype": typed["dtype"],
         "strategies": _arguments.names(typed["strategies"]),
