@@ -114,7 +114,7 @@ def test_the_first_measurement_passes(runner: Runner) -> None:
     code, text = typed(runner, bench)
     assert code == 0, text
     code, text = typed(runner, check)
-    assert (code, text.splitlines()[-1]) == (0, "gate passed: 1 same"), text
+    assert (code, text.splitlines()[-1]) == (0, "gate passed: 1 within budget"), text
 
 
 def test_a_wasteful_loader_is_over_the_budget(runner: Runner, wasteful: None) -> None:

@@ -194,6 +194,22 @@ def test_a_training_checkpoint_is_measured_with_the_options_that_the_errors_prop
 
 
 @pytest.mark.slow
+def test_a_suite_selects_the_weights_in_a_training_checkpoint(command: CommandLine) -> None:
+    training_checkpoint(command.folder)
+    model = {
+        "builder": LINEAR[1], "kwargs": json.loads(LINEAR[3]), "checkpoint": "train.pt",
+        "key": "model", "strip_prefix": "module.",
+    }  # fmt: skip
+    suite = {"models": model, "strategies": ["load_assign", "streaming"], "isolation": "process"}
+    (command.folder / "suite.yaml").write_text(json.dumps(suite))
+    ended = command.run("bench", "--suite", "suite.yaml", "--out", "run")
+    assert ended.code == 0, ended.err
+    assert outcomes(command.folder / "run") == ["ok", "ok"]
+    ended = command.run("predict", "--suite", "suite.yaml")
+    assert ended.code == 0, ended.err
+
+
+@pytest.mark.slow
 def test_strategies_with_a_key_load_the_training_checkpoint_itself(command: CommandLine) -> None:
     """The optimizer's state, twice the weights, is in the peak of torch.load, and in no other."""
     size_bytes = 64 * MIB

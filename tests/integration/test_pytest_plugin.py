@@ -143,6 +143,10 @@ def test_loads_and_functions_are_measured(user: pytest.Pytester) -> None:
             assert 50 <= (run.peaks.rss_bytes - run.baseline.rss_bytes) / {MIB} < 60
             assert weighin.measure(fail).message.startswith("KeyError: 'gone' (")
 
+        def test_the_peak_of_a_function_that_fails(weighin):
+            run = weighin.measure(fail)
+            assert run.above_import_bytes < 2**40
+
         def test_a_strategy(weighin):
             run = weighin.measure("mmap_assign", model="gpt2-tiny")
             assert run.outcome == "ok" and run.model_bytes == 1891840
@@ -167,8 +171,12 @@ def test_loads_and_functions_are_measured(user: pytest.Pytester) -> None:
         def test_a_metric_that_was_not_measured(): ...
         """,
     )
-    result.assert_outcomes(passed=2, failed=4)
+    result.assert_outcomes(passed=2, failed=5)
     text = result.stdout.str()
+    assert (
+        "AssertionError: above_import_bytes of fail, which did not end ok: strategy_failed: KeyError: 'gone' ("
+    ) in text
+    assert 'if that is intended, assert run.outcome == "..." and read no peaks' in text
     assert "weighin: mmap_assign ok" in text  # the phases, behind the assertion on the model's size
     assert re.search(r"^touch +\d.* MiB +\d+\.\d+ MiB$", text, re.MULTILINE)
     assert "'60MB' is ambiguous: MB is 1000-based for some tools and 1024-based for others" in text

@@ -172,7 +172,7 @@ def nested(path: Path) -> None:
         (
             nested,
             "not a flat state dict: 'model' holds a dict",
-            "select the weights: --key model; in load_streaming: key='model'",
+            "select the weights: --key model; in load_streaming: key='model'; in a suite: key: model",
         ),
         (
             lambda p: saved(p, torch.zeros(2)),

@@ -205,6 +205,31 @@ def test_a_wrong_value_names_the_file(here: Path) -> None:
         CliRunner().invoke(app.app, ["bench", "--ram", "8GB"], catch_exceptions=False)
 
 
+WRONG = {"recommend": ("--ram", "8GB"), "predict": ("--dtype", "x"), "inspect": ("--kwargs", "x")}
+
+
+@pytest.mark.parametrize("verb", WRONG)
+def test_a_verb_that_answers_without_a_model_notes_which_model_it_takes(
+    here: Path, verb: str
+) -> None:
+    def notes(*model: str) -> str:
+        result = CliRunner().invoke(app.app, [verb, *model, *WRONG[verb]])
+        assert isinstance(result.exception, HarnessError), result.output  # before it answers
+        assert result.stdout == ""
+        return result.stderr
+
+    assert notes() == "note: no model given: gpt2-small\n"
+    assert notes("gpt2-tiny") == notes("--model", "gpt2-small") == ""
+    if verb != "inspect":  # which takes no settings
+        write('[tool.weighin]\nmodel = "gpt2-small"\n')
+        assert notes() == ""
+
+
+def test_a_suite_names_its_models_itself(here: Path) -> None:
+    result = CliRunner().invoke(app.app, ["predict", "--suite", "no-such-suite"])
+    assert (isinstance(result.exception, HarnessError), result.stderr) == (True, "")
+
+
 def test_the_help_shows_the_defaults_that_hold_here(here: Path) -> None:
     write('[tool.weighin]\nisolation = "cgroup"\n')
     text = " ".join(CliRunner().invoke(app.app, ["bench", "--help"]).output.split())

@@ -263,7 +263,25 @@ def test_budgets_are_judged_by_the_highest_repeat() -> None:
 def test_a_budget_that_nothing_was_compared_with_is_not_kept() -> None:
     rules = Rules({}, (budgets.parse("streamin: peak_rss <= 8GiB"),))
     [line] = evaluate(None, rules, {}, one_series(peak_rss=1)).failed
-    assert line.text == "streamin: peak_rss <= 8GiB: no measured series has this figure"
+    assert line.text == "streamin: peak_rss <= 8GiB: no series matches 'streamin'"
+
+
+def test_a_budget_whose_pattern_matches_nothing_names_the_strategies_of_the_run() -> None:
+    rules = Rules({}, (budgets.parse("mine_loader: peak_rss <= 8GiB"),))
+    cells = [replace(STREAMING, strategy=name) for name in ("baseline", "streaming", "./mine.py")]
+    series = summarise([SeriesRun([make_result(cell) for cell in cells])])
+    [line] = evaluate(None, rules, {}, series).failed
+    assert (line.verdict, line.text) == (
+        LineVerdict.MISSING,
+        "mine_loader: peak_rss <= 8GiB: no series matches 'mine_loader'; the run has baseline,"
+        " streaming, ./mine.py",
+    )
+
+
+def test_a_budget_on_a_figure_that_the_matching_series_lack() -> None:
+    rules = Rules({}, (budgets.parse("s*: floor <= 8GiB"),))
+    [line] = evaluate(None, rules, {}, summarise([SeriesRun([make_result(STREAMING)])])).failed
+    assert line.text == "s*: floor <= 8GiB: no measured series has this figure"
 
 
 def search(floor_mib: int, step_mib: int = 8) -> SeriesRun:

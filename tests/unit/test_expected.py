@@ -91,14 +91,14 @@ def test_what_is_expected_passes_and_what_is_broken_still_does_not(
     sound = run_of(tmp_path / "sound", ok(), killed())
     code, text = typed("check", sound, *BUDGET, *expected)
     assert code == 0, text
-    assert text.splitlines()[-1] == "gate passed: 1 expected, 1 same"
+    assert text.splitlines()[-1] == "gate passed: 1 expected, 1 within budget"
 
 
 def test_a_series_that_is_broken_fails_where_nothing_covers_it(run: Path, tmp_path: Path) -> None:
     budget = ("--budget", "streaming: peak_rss <= 1.2 x model")
     code, text = typed("check", run, *budget, COLUMNS="200")
     assert code == 1
-    assert "gate failed: 2 not ok, 1 same" in text
+    assert "gate failed: 2 not ok, 1 within budget" in text
     left = "note: not judged, because no budget covers them: gpt2-xl baseline pt float32 cpu cold docker ram=8GiB (oom_killed)"  # fmt: skip
     assert left in text.splitlines()
     code, text = typed("check", run_of(tmp_path / "sound", ok(), killed()), *budget, COLUMNS="200")
@@ -121,7 +121,7 @@ def test_the_published_run_under_8_gib_fails_by_its_killed_strategies_unless_the
     repair = "baseline=oom_killed,sequential=oom_killed,meta_copy=oom_killed"
     assert lines[-1] == f"note: if that is intended: --expect {repair}"
     code, text = typed("check", run, *BUDGET, "--expect", repair)
-    assert (code, text.splitlines()[-1]) == (0, "gate passed: 3 expected, 3 same")
+    assert (code, text.splitlines()[-1]) == (0, "gate passed: 3 expected, 3 within budget")
 
 
 def test_the_expectations_of_a_baseline_file_count(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_an_expectation_that_is_met_under_one_limit_is_no_news_under_another(
     run = run_of(tmp_path / "run", killed(), ok("baseline", ram_limit_bytes=None))
     code, text = typed("check", run, "--budget", "peak_rss <= 8GiB", "--expect", "baseline=oom_killed")  # fmt: skip
     assert code == 0
-    assert text.splitlines()[-1] == "gate passed: 1 expected, 1 same"
+    assert text.splitlines()[-1] == "gate passed: 1 expected, 1 within budget"
 
 
 def test_an_expectation_may_name_a_limit(tmp_path: Path) -> None:

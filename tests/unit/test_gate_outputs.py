@@ -19,9 +19,11 @@ from test_evaluate import STREAMING, grown, judged
 
 from weighin.gate import budgets, outputs, tables
 from weighin.gate.baseline import default_rules
+from weighin.gate.evaluate import evaluate
 from weighin.gate.expected import parse
 from weighin.gate.lines import GateResult
 from weighin.record import Outcome, Phase
+from weighin.records.series import SeriesRun, summarise
 
 FIXTURES = Path(__file__).with_name("fixtures") / "gate"
 
@@ -60,6 +62,14 @@ def unchanged() -> GateResult:
     return judged([make_result(STREAMING)], [make_result(STREAMING)])
 
 
+def kept() -> GateResult:
+    """Two budgets that hold, without a baseline."""
+    cells = [STREAMING, make_cell("mmap_assign")]
+    rules = replace(default_rules(), budgets=(budgets.parse("peak_rss <= 1.2 x model"),))
+    series = summarise([SeriesRun([make_result(cell) for cell in cells])])
+    return evaluate(None, rules, {}, series)
+
+
 def terminal(judgement: GateResult, *, whole: bool = False) -> str:
     file = StringIO()
     Console(file=file, width=80).print(tables.terminal(judgement, whole=whole))
@@ -79,6 +89,9 @@ def annotations(judgement: GateResult) -> str:
         ("mixed.xml", lambda: outputs.junit(mixed())),
         ("mixed.json", lambda: outputs.as_json(mixed())),
         ("mixed-annotations.txt", lambda: annotations(mixed())),
+        ("kept.txt", lambda: terminal(kept(), whole=True)),
+        ("kept.md", lambda: tables.write_markdown(kept())),
+        ("kept.json", lambda: outputs.as_json(kept())),
         ("unchanged.txt", lambda: terminal(unchanged())),
         ("unchanged.md", lambda: tables.write_markdown(unchanged())),
     ],

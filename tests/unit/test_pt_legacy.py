@@ -133,7 +133,7 @@ class Allocation:
         (
             {"model": {"w": torch.zeros(2)}},
             "not a flat state dict: 'model' holds a dict",
-            "select the weights: --key model; in load_streaming: key='model'",
+            "select the weights: --key model; in load_streaming: key='model'; in a suite: key: model",
         ),
         (
             [torch.zeros(2)],

@@ -124,11 +124,11 @@ def test_an_error_proposes_the_key_that_would_fit(tmp_path: Path, legacy: bool) 
     path = saved(tmp_path / "c.pt", checkpoint, legacy=legacy)
     assert str(complaint(lambda: formats.read(path))) == (
         f"{path}: not a flat state dict: 'epoch' holds a int\n"
-        "select the weights: --key model; in load_streaming: key='model'"
+        "select the weights: --key model; in load_streaming: key='model'; in a suite: key: model"
     )
     assert str(complaint(lambda: formats.read(path, Selection("modle")))) == (
         f"{path}: has no key 'modle'\n"
-        "select the weights: --key model; in load_streaming: key='model'"
+        "select the weights: --key model; in load_streaming: key='model'; in a suite: key: model"
     )
 
 
@@ -137,6 +137,7 @@ def test_of_several_state_dicts_the_largest_is_proposed_first(tmp_path: Path) ->
     path = saved(tmp_path / "c.pt", {"head": small, "state": {"net": large}, "optim": {"x": large}})
     assert complaint(lambda: formats.read(path)).repair == (
         "select the weights: --key state.net or --key head; in load_streaming: key='state.net'"
+        "; in a suite: key: state.net"
     )
 
 
@@ -146,7 +147,7 @@ def test_an_error_about_flat_names_proposes_what_would_fit(tmp_path: Path) -> No
     path = saved(tmp_path / "c.pt", wrapped)
     repair = (
         "all names begin with 'module._orig_mod.': --strip-prefix module._orig_mod.;"
-        " in load_streaming: strip_prefix='module._orig_mod.'"
+        " in load_streaming: strip_prefix='module._orig_mod.'; in a suite: strip_prefix: module._orig_mod."
     )
     assert complaint(lambda: load_streaming(nn.Linear(3, 2), path)).repair == repair
     indexed = lambda: index.index("m", BUILDER, KWARGS, checkpoint=path, fmt="pt", folder=tmp_path)  # noqa: E731
@@ -154,7 +155,7 @@ def test_an_error_about_flat_names_proposes_what_would_fit(tmp_path: Path) -> No
     other = {f"ema.{name}": one for name, one in model.state_dict().items()} | wrapped
     saved(path, other)
     assert complaint(indexed).repair == (
-        "select the weights: --key ema; in load_streaming: key='ema'"
+        "select the weights: --key ema; in load_streaming: key='ema'; in a suite: key: ema"
     )
     saved(path, {"module.other": torch.ones(1)})
     assert complaint(indexed).repair.startswith("choose the model")

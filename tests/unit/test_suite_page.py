@@ -9,6 +9,7 @@ import torch
 import yaml
 
 from weighin.errors import ConfigError
+from weighin.formats.selection import WHOLE, Selection
 from weighin.suite import page
 from weighin.suite.chosen_models import choose
 from weighin.suite.config import Suite, SuiteModel, SuiteStrategy, check_suite, read_suite
@@ -30,7 +31,7 @@ def test_every_key_is_described(kind: Any) -> None:
 
 def test_the_examples_are_suites(tmp_path: Path) -> None:
     examples = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(examples) == 3
+    assert len(examples) == 4
     for text in examples:
         path = tmp_path / "suite.yaml"
         path.write_text(text)
@@ -76,6 +77,54 @@ def test_weights_of_a_model_of_a_suite(here: Path) -> None:
     )
 
 
+TRAINED = "name: mine, builder: 'nets:build', checkpoint: w.pt"
+
+
+def test_a_model_of_a_suite_selects_the_weights_in_its_checkpoint(here: Path) -> None:
+    entry = f"{{{TRAINED}, key: state.net, strip_prefix: module.}}"
+    assert choose(suite(f"models: {entry}")).selection == Selection("state.net", "module.")
+    whole = suite(f"models: {{{TRAINED}}}")
+    assert choose(whole, selection=Selection("ema")).selection == Selection("ema")
+    assert choose(whole).selection == WHOLE
+
+
+@pytest.mark.parametrize(
+    ("models", "typed", "text"),
+    [
+        (
+            f"{{{TRAINED}, key: model, strip_prefix: m.}}",
+            Selection("ema"),
+            "two selections: --key=model --strip-prefix=m. in the suite and --key=ema\n"
+            "leave --key and --strip-prefix out",
+        ),
+        (
+            "{name: mine, builder: 'nets:build', key: model}",
+            WHOLE,
+            "key and strip_prefix of a model select the weights in a checkpoint of your own\n"
+            "add checkpoint: PATH, or leave them out",
+        ),
+        (
+            "[gpt2-tiny, {name: mine, builder: 'nets:build', key: model}]",
+            WHOLE,
+            "the models select different weights, and a run has one checkpoint\n"
+            "give all models the same key and strip_prefix, or write a suite for each",
+        ),
+        (
+            "gpt2-tiny",
+            Selection("ema"),
+            "--key and --strip-prefix select the weights in a checkpoint of your own\n"
+            "add --checkpoint PATH, or leave them out",
+        ),
+    ],
+)
+def test_a_selection_that_a_suite_cannot_make(
+    here: Path, models: str, typed: Selection, text: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        choose(suite(f"models: {models}"), selection=typed)
+    assert str(caught.value) == text
+
+
 @pytest.mark.parametrize(
     ("models", "text"),
     [
@@ -95,7 +144,8 @@ def test_weights_of_a_model_of_a_suite(here: Path) -> None:
         ("{kwargs: {a: 1}}", "the model has no name\nadd builder, folder or checkpoint"),
         (
             "{name: n, build: 'n:b'}",
-            "unknown key\ndid you mean 'builder'? known keys: name, builder, kwargs, checkpoint, folder",
+            "unknown key\ndid you mean 'builder'? known keys: name, builder, kwargs, checkpoint, key,"
+            " strip_prefix, folder",
         ),
     ],
 )

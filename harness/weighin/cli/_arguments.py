@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from weighin.cli import _console
 from weighin.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -101,6 +102,14 @@ def one_model(argument: str | None, option: str | None) -> str:
             repair = f"for your own weights of the model: --model {option} --checkpoint {argument}"
         raise ConfigError(f"two models: {argument!r} and {option!r}", repair)
     return argument or option or DEFAULT_MODEL
+
+
+def asked_model(typed: dict[str, Any]) -> str:
+    """Return ``one_model``, with a note if no model is given: an answer may not name its model."""
+    argument, option = typed["model"], typed["model_option"]
+    if not (argument or option or typed.get("suite")):
+        _console.note(f"no model given: {DEFAULT_MODEL}")
+    return one_model(argument, option)
 
 
 def names(texts: Iterable[str]) -> list[str]:

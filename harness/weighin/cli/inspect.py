@@ -54,7 +54,7 @@ def _inspected(typed: dict[str, Any]) -> "Inspected":
     from weighin.checkpoint.inspect import inspect
     from weighin.suite import registry
 
-    name = _arguments.one_model(typed["model"], typed["model_option"])
+    name = _arguments.asked_model(typed)
     kwargs = _arguments.json_object(typed["kwargs"])
     if path := registry.path_of(name, kwargs):
         return inspect(path, _arguments.selection(typed))

@@ -66,7 +66,7 @@ def predict(context: click.Context, /, **_: Any) -> None:
         predictions = client.predict(
             planned,
             checkpoint=chosen.checkpoint,
-            selection=_arguments.selection(typed),
+            selection=chosen.selection,
             checkpoint_dtype=stored,
             python_path=chosen.python_path,
             report=lambda done, name: status.update(f"{name}: {done} of {len(planned)} done"),
@@ -98,7 +98,7 @@ def _check(typed: dict[str, Any]) -> None:
 
 def _suite(typed: dict[str, Any]) -> "Suite":
     asked = {
-        "models": [_arguments.one_model(typed["model"], typed["model_option"])],
+        "models": [_arguments.asked_model(typed)],
         "device": typed["device"],
         "dtype": typed["dtype"],
         "strategies": _arguments.names(typed["strategies"]),

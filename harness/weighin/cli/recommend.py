@@ -87,7 +87,7 @@ def _question(typed: dict[str, Any]) -> "Question":
     from weighin.recommend.ranking import Limits
     from weighin.suite.config import check_suite
 
-    name = _arguments.one_model(typed["model"], typed["model_option"])
+    name = _arguments.asked_model(typed)
     limits = {key: typed[key] for key in ("ram", "vram", "device", "dtype", "ranks")}
     suite = check_suite({"models": name} | limits)
     chosen = _arguments.choose(typed, suite)
@@ -95,7 +95,7 @@ def _question(typed: dict[str, Any]) -> "Question":
         model=chosen.specs[0],
         limits=Limits(suite.ram[0], suite.vram[0]),
         checkpoint=chosen.checkpoint,
-        selection=_arguments.selection(typed),
+        selection=chosen.selection,
         device=suite.device,
         ranks=suite.ranks[0],
         dtype=chosen.dtype,

@@ -52,9 +52,15 @@ def selecting(stored: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> str:
             continue
         if len(inside) == len(stored):
             way, option = f"--strip-prefix {prefix}", f"strip_prefix={shown(prefix)}"
-            return f"all names begin with {shown(prefix)}: {way}; in load_streaming: {option}"
+            return (
+                f"all names begin with {shown(prefix)}: {way}; in load_streaming: {option}"
+                f"; in a suite: strip_prefix: {prefix}"
+            )
         key = prefix.removesuffix(".")
-        return f"select the weights: --key {key}; in load_streaming: key={shown(key)}"
+        return (
+            f"select the weights: --key {key}; in load_streaming: key={shown(key)}"
+            f"; in a suite: key: {key}"
+        )
     return ""
 
 

@@ -161,7 +161,10 @@ def weights_in(value: Any) -> list[str]:
 def with_key(places: Sequence[str]) -> str:
     """Return the advice in the error for a checkpoint with state dicts at these keys."""
     ways = " or ".join(f"--key {place}" for place in places)
-    return f"select the weights: {ways}; in load_streaming: key={shown(places[0])}"
+    return (
+        f"select the weights: {ways}; in load_streaming: key={shown(places[0])}"
+        f"; in a suite: key: {places[0]}"
+    )
 
 
 def flat(path: Path, value: Any) -> dict[str, TensorRef]:

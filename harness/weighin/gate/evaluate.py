@@ -9,7 +9,7 @@ from weighin.gate.lines import GateResult, Growth, Line, LineVerdict
 from weighin.gate.outcomes import Outcomes
 from weighin.records.machine import CONCURRENT, Difference, Setting, differences, spoils_times
 from weighin.records.metrics import METRICS, Metric, Tolerance
-from weighin.records.series import Figure, Series
+from weighin.records.series import STRATEGY, Figure, Series
 
 _ORDER = tuple(LineVerdict)
 
@@ -158,8 +158,18 @@ def _budget(budget: Budget, series: Mapping[str, Series]) -> Iterator[Line]:
             excess=(figure.high - bound) / max(bound, 1),
         )
     if not compared:
-        text = f"{budget}: no measured series has this figure"
-        yield Line(LineVerdict.MISSING, "budget", str(budget), text)
+        yield Line(
+            LineVerdict.MISSING, "budget", str(budget), f"{budget}: {_unjudged(budget, series)}"
+        )
+
+
+def _unjudged(budget: Budget, series: Mapping[str, Series]) -> str:
+    """Return why a budget was compared with no series."""
+    if not series or any(map(budget.covers, series)):
+        return "no measured series has this figure"
+    strategies = dict.fromkeys(name.split(" ")[STRATEGY] for name in series if " " in name)
+    known = f"; the run has {', '.join(strategies)}" if strategies else ""
+    return f"no series matches {budget.pattern!r}{known}"
 
 
 def _without_figure(budget: Budget, series: Mapping[str, Series]) -> list[str]:

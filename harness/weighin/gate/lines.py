@@ -24,6 +24,9 @@ class LineVerdict(StrEnum):
     SAME = "same"
 
 
+WITHIN_BUDGET: Final = "within budget"
+"""The word for people for the verdict "same" on a budget, which is compared with no earlier figure."""
+
 FAILING: Final = (
     LineVerdict.NOT_OK,
     LineVerdict.REGRESSED,
@@ -72,6 +75,12 @@ class Line:
     def is_budget(self) -> bool:
         """Whether the line judges a budget, so that ``was`` is the bound and no baseline figure."""
         return self.metric is not None and self.what != self.metric.title
+
+    @property
+    def title(self) -> str:
+        """The verdict as tables show it. JSON and JUnit XML have ``verdict`` itself."""
+        is_kept = self.is_budget and self.verdict is LineVerdict.SAME
+        return WITHIN_BUDGET if is_kept else self.verdict.value
 
     @property
     def grown(self) -> Growth | None:

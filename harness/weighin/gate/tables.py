@@ -9,12 +9,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from weighin.gate.lines import FAILING, GateResult, Line, LineVerdict
+from weighin.gate.lines import FAILING, WITHIN_BUDGET, GateResult, Line, LineVerdict
 from weighin.records.series import FORMAT, STRATEGY
 from weighin.text import markdown, one_line
 
 _HEADINGS: Final = ("", "series", "what", "before", "now", "change", "limit", "grew in")
 _NUMBERS: Final = range(3, 7)
+_OF_BUDGETS: Final = {"change": "from limit"}
+"""Headings of a table that has only budgets, which have no figure before."""
 _STYLES: Final = dict.fromkeys(FAILING, "bold red") | {
     LineVerdict.CHANGED: "yellow",
     LineVerdict.IMPROVED: "green",
@@ -62,9 +64,7 @@ def write_markdown(judgement: GateResult, *, title: str = "weighin check") -> st
         parts.append(f"**{head}**\n\n```\n" + "\n".join(phase_lines(line)) + "\n```")
     if same := [line for line in judgement.lines if line.verdict is LineVerdict.SAME]:
         table = _markdown_table(same, names)
-        parts.append(
-            f"<details><summary>{len(same)} unchanged figures</summary>\n\n{table}\n\n</details>"
-        )
+        parts.append(f"<details><summary>{_unremarkable(same)}</summary>\n\n{table}\n\n</details>")
     parts += [f"- {markdown(note)}" for note in judgement.notes]
     if common:
         parts.append(markdown(f"All: {common}"))
@@ -73,8 +73,10 @@ def write_markdown(judgement: GateResult, *, title: str = "weighin check") -> st
 
 def summary(judgement: GateResult) -> str:
     """Return the result in one line."""
-    counts = Counter(line.verdict for line in judgement.lines)
-    words = [f"{counts[verdict]} {verdict}" for verdict in LineVerdict if counts[verdict]]
+    counts = Counter(line.title for line in judgement.lines)
+    titles = [verdict.value for verdict in LineVerdict]
+    titles.insert(titles.index(LineVerdict.SAME), WITHIN_BUDGET)
+    words = [f"{counts[title]} {title}" for title in titles if counts[title]]
     return f"gate {'failed' if judgement.failed else 'passed'}: {', '.join(words) or 'nothing to judge'}"
 
 
@@ -121,14 +123,18 @@ def _terminal_table(lines: Sequence[Line], names: dict[str, str]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
     table.add_column("", overflow="fold")
     table.add_column("what", overflow="fold", min_width=12)
+    only_budgets = _only_budgets(lines)
     for heading in ("before", "now", "change", "limit"):
-        table.add_column(heading, justify="right", no_wrap=True)
+        if not (only_budgets and heading == "before"):
+            shown = _OF_BUDGETS.get(heading, heading) if only_budgets else heading
+            table.add_column(shown, justify="right", no_wrap=True)
     for line in lines:
         name, what, was, now, change, allowed, grew = _cells(line, names[line.series])
         what += f"\ngrew in {grew.splitlines()[0]}" if grew else ""
+        before = () if only_budgets else (was,)
         table.add_row(
-            Text(line.verdict, style=_STYLES[line.verdict]).append(f"\n{name}", style="default"),
-            *map(Text, (what, was, now, change.replace(" (", "\n("), allowed)),
+            Text(line.title, style=_STYLES[line.verdict]).append(f"\n{name}", style="default"),
+            *map(Text, (what, *before, now, change.replace(" (", "\n("), allowed)),
         )
     return table
 
@@ -136,6 +142,18 @@ def _terminal_table(lines: Sequence[Line], names: dict[str, str]) -> Table:
 def _sentence(line: Line, names: dict[str, str]) -> RenderableType:
     head = Text(f"{line.verdict} ", style=_STYLES[line.verdict])
     return head.append(f"{names[line.series]}: {one_line(line.text)}", style="default")
+
+
+def _only_budgets(lines: Sequence[Line]) -> bool:
+    return all(line.is_budget for line in lines)
+
+
+def _unremarkable(same: Sequence[Line]) -> str:
+    """Return how many figures are within their budgets, and how many are unchanged."""
+    kept = sum(line.title == WITHIN_BUDGET for line in same)
+    counts = {WITHIN_BUDGET: kept, "unchanged": len(same) - kept}
+    words = [f"{count} {title}" for title, count in counts.items() if count]
+    return f"{len(same)} unchanged figures" if not kept else f"figures: {', '.join(words)}"
 
 
 def _has_figures(line: Line) -> bool:
@@ -186,6 +204,10 @@ def _markdown_table(lines: Sequence[Line], names: dict[str, str]) -> str:
     sides = ["---:" if index in _NUMBERS else "---" for index in range(8)]
     rows = [heads, sides]
     for line in lines:
-        cells = [f"{_MARKS[line.verdict]} {line.verdict}", *_cells(line, names[line.series])]
+        cells = [f"{_MARKS[line.verdict]} {line.title}", *_cells(line, names[line.series])]
         rows.append([markdown(one_line(cell)) for cell in cells])
+    if _only_budgets(lines):
+        before = _HEADINGS.index("before")
+        rows[0] = [_OF_BUDGETS.get(head, head) for head in heads]
+        rows = [row[:before] + row[before + 1 :] for row in rows]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -114,7 +114,7 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
     )
     preload.check(suite.environment)
     _check_any_runs(planned)
-    _check_own_selections(planned, request.selection, _own_format(checkpoint))
+    _check_own_selections(planned, chosen.selection, _own_format(checkpoint))
     folders = [Path(code["folder"]) for model in models if (code := code_of(model))]
     mounts = _existing((*request.mounts, *folders))
     folder = request.folder or Path("results") / _name(request, models)
@@ -122,8 +122,8 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
     settings = {
         "seed": request.seed,
         "checkpoint": str(checkpoint) if checkpoint else None,
-        "key": request.selection.key,
-        "strip_prefix": request.selection.strip_prefix,
+        "key": chosen.selection.key,
+        "strip_prefix": chosen.selection.strip_prefix,
         "timeout_s": suite.timeout_s,
         "steady": suite.steady,
         "trace": suite.trace,
@@ -151,7 +151,7 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
         isolation=isolation,
         seed=request.seed,
         checkpoint=checkpoint,
-        selection=request.selection,
+        selection=chosen.selection,
         timeout_s=suite.timeout_s,
         steady=suite.steady,
         trace=suite.trace,

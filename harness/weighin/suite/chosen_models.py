@@ -22,12 +22,14 @@ class ChosenModels:
 
     Attributes:
         checkpoint: the user's own weights; None for weights that weighin generates.
+        selection: the part of the checkpoint that holds the weights.
         dtype: the dtype of the loads, which is the models' own dtype for "auto".
         python_path: the folders from which to import the models' builders.
     """
 
     specs: tuple[ModelSpec, ...]
     checkpoint: Path | None
+    selection: Selection
     dtype: str
     python_path: tuple[str, ...]
 
@@ -42,12 +44,14 @@ def choose(
 ) -> ChosenModels:
     """Return the models of a suite, with the checkpoint that their names or --checkpoint give.
 
-    ``kwargs`` are arguments of all models, beside their own.
+    ``kwargs`` are arguments of all models, beside their own. ``selection`` is that of --key and
+    --strip-prefix, which a model's entry in a suite may have instead.
 
     Raises:
-        HarnessError: a model is unknown, two checkpoints are given, or models differ in what a run
-            has only once: the checkpoint and the dtype.
+        HarnessError: a model is unknown, two checkpoints or selections are given, or models differ
+            in what a run has only once: the checkpoint, the selection and the dtype.
     """
+    typed, selection = selection, _selection(suite, selection)
     specs, own = [], checkpoint and registry.weights_of(checkpoint)
     for entry in suite.models:
         spec, weights = registry.model_and_checkpoint(
@@ -65,16 +69,35 @@ def choose(
         is_named = entry.name and entry.name != entry.source
         specs.append(replace(spec, name=entry.name) if is_named else spec)
     if selection and own is None:
+        options, path = ("--key and --strip-prefix", "--checkpoint PATH")
+        if not typed:
+            options, path = "key and strip_prefix of a model", "checkpoint: PATH"
         raise ConfigError(
-            "--key and --strip-prefix select the weights in a checkpoint of your own",
-            "add --checkpoint PATH, or leave them out",
+            f"{options} select the weights in a checkpoint of your own",
+            f"add {path}, or leave them out",
         )
     python_path = user_code.import_path(suite.sources)
     for spec in specs:
         user_code.check_builder(spec.builder, spec.kwargs, python_path)
     if own:
         formats.detect(own)  # names a file that is no checkpoint before anything is made
-    return ChosenModels(tuple(specs), own, _dtype(specs, suite.dtype), python_path)
+    return ChosenModels(tuple(specs), own, selection, _dtype(specs, suite.dtype), python_path)
+
+
+def _selection(suite: Suite, typed: Selection) -> Selection:
+    """Return the selection of the suite's models, or else the one that was typed."""
+    first, *others = [Selection(entry.key, entry.strip_prefix) for entry in suite.models]
+    if any(other != first for other in others):
+        raise ConfigError(
+            "the models select different weights, and a run has one checkpoint",
+            "give all models the same key and strip_prefix, or write a suite for each",
+        )
+    if first and typed and first != typed:
+        raise ConfigError(
+            f"two selections: {' '.join(first.options)} in the suite and {' '.join(typed.options)}",
+            "leave --key and --strip-prefix out",
+        )
+    return first or typed
 
 
 def _own(

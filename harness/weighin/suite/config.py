@@ -158,6 +158,10 @@ class SuiteModel(Strict):
     """The arguments of the builder."""
     checkpoint: str = ""
     """The file or folder with the model's weights. Without it, weighin generates random weights. Without `builder` and `name`, the model consists of the tensors in the checkpoint."""
+    key: str = ""
+    """The key of the weights in a checkpoint that also holds other data, as `--key`: `model`, `state.net`."""
+    strip_prefix: str = ""
+    """The prefix that each name in the checkpoint has before the model's name, as `--strip-prefix`: `module.`."""
     folder: str = ""
     """A Hugging Face folder, in place of `builder`, `kwargs` and `checkpoint`."""
 

@@ -86,10 +86,12 @@ class Weighin:
                 for a function, its keyword arguments.
 
         Raises:
-            HarnessError: the load cannot be measured. A load that fails raises no error; the
-                outcome of its result says how it failed.
+            HarnessError: the load cannot be measured. A load or a function that fails raises no
+                error; the outcome of its result says how it failed. To read the peaks of such a
+                result raises AssertionError, so that a test on them alone fails.
         """
         from weighin.testing import bodies, loads
+        from weighin.testing.not_ok import guarded
 
         chosen = isolation or isolation_of(self._config)
         if callable(what):
@@ -107,7 +109,7 @@ class Weighin:
                 **options,
             )
         self._results.append(result)
-        return result
+        return guarded(result)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Measure the ``with`` block as a phase, if the test has the marker ``limit_peak``."""

@@ -1,0 +1,32 @@
+"""A test that reads the peaks of what did not end ok fails, and says how it ended."""
+
+import pytest
+from factories import make_cell, make_result
+
+from weighin.record import Outcome
+from weighin.testing.not_ok import guarded
+
+
+@pytest.mark.parametrize("name", ["peaks", "above_import_bytes"])
+def test_the_peaks_of_a_failure_cannot_be_read(name: str) -> None:
+    message = "KeyError: 'gone' (mine.py, line 3)"
+    result = make_result(make_cell("mine"), outcome=Outcome.STRATEGY_FAILED, message=message)
+    run = guarded(result)
+    with pytest.raises(AssertionError) as caught:
+        getattr(run, name)
+    assert str(caught.value) == (
+        f"{name} of mine, which did not end ok: strategy_failed: {message}\n"
+        'if that is intended, assert run.outcome == "..." and read no peaks'
+    )
+
+
+def test_the_end_of_a_failure_can_be_read() -> None:
+    result = make_result(make_cell("mine"), outcome=Outcome.OOM_KILLED, message="killed")
+    run = guarded(result)
+    assert (run.outcome, run.message, run.phases) == ("oom_killed", "killed", result.phases)
+    assert repr(run) == "<result of mine: oom_killed>"
+
+
+def test_a_result_that_is_ok_stays_as_it_is() -> None:
+    result = make_result()
+    assert guarded(result) is result
