@@ -198,7 +198,8 @@ def test_a_limit_that_nothing_would_hold_is_refused(command: CommandLine) -> Non
         ended,
         3,
         "error: --isolation process cannot enforce a RAM limit\n"
-        "use --isolation cgroup, or leave out --ram\n",
+        "use --isolation cgroup; without a limit, these work: recommend, predict, and bench without"
+        " --ram\n",
     )
 
 
@@ -214,7 +215,7 @@ def test_no_engine_is_an_error_where_docker_was_asked_for(command: CommandLine) 
         3,
         "error: no Docker engine answers at unix:///nonexistent\n"
         "set DOCKER_HOST to the address of an engine that runs, or unset it, or use --isolation"
-        " cgroup, or leave out --ram\n",
+        " cgroup; without a limit, these work: recommend, predict, and bench without --ram\n",
     )
 
 

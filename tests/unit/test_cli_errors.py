@@ -11,6 +11,7 @@ from factories import make_result, mixed_run
 
 from weighin.cli import app as cli
 from weighin.errors import ConfigError, HarnessError, Interrupted, IsolationUnavailable, UnknownName
+from weighin.isolation.docker.isolation import DockerIsolation
 from weighin.records import run_folder
 
 
@@ -113,7 +114,6 @@ def test_options_that_would_be_ignored_are_refused(
         (("--within", "x"), "--within: cannot read 'x' as a share\nwrite a percentage, such as --within 1%"),
         (("--within", "0%"), "--within 0% is not between 0% and 10%\nwrite a share of the floor, such as --within 1%"),
         (("--within", "30%"), "--within 30% is not between 0% and 10%\nwrite a share of the floor, such as --within 1%"),
-        (("--isolation", "process"), "--isolation process cannot enforce a RAM limit\nuse --isolation docker or cgroup, or leave out --ram"),
         (("--resume", "gone"), "gone contains no plan.json: it is not the folder of a run\nname the folder that weighin bench printed at its end, such as results/RUN"),
         (("--resume", "run", "gpt2-xl", "--within", "2%"), "a resumed run keeps its plan: MODEL, --within would be ignored\nleave them out, or start a new run"),
     ],
@@ -121,8 +121,18 @@ def test_options_that_would_be_ignored_are_refused(
 def test_options_of_a_floor_that_cannot_be_used(
     run: Callable[..., tuple[object, str]], arguments: tuple[str, ...], text: str
 ) -> None:
-    code = 3 if "process" in arguments else 2
-    assert run("floor", *arguments) == (code, f"error: {text}\n")
+    assert run("floor", *arguments) == (2, f"error: {text}\n")
+
+
+def test_a_floor_needs_an_isolation_that_can_enforce_a_limit(
+    run: Callable[..., tuple[object, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DockerIsolation, "check", lambda _: None)
+    assert run("floor", "--isolation", "process") == (
+        3,
+        "error: --isolation process cannot enforce a RAM limit\nuse --isolation docker; without a limit,"
+        " these work: recommend, predict, and bench without --ram\n",
+    )
 
 
 def test_an_unknown_list(run: Callable[..., tuple[object, str]]) -> None:

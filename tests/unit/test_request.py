@@ -178,7 +178,7 @@ def test_a_limit_that_nothing_would_hold_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("DOCKER_HOST", "unix:///nonexistent")
     monkeypatch.setattr(CgroupIsolation, "check", lambda _: None)
     assert complaint(lambda: start(asked(ram="8g"))) == (
-        "--isolation process cannot enforce a RAM limit\nuse --isolation cgroup, or leave out --ram"
+        "--isolation process cannot enforce a RAM limit\nuse --isolation cgroup; without a limit, these work: recommend, predict, and bench without --ram"
     )
 
 

@@ -18,6 +18,8 @@ MISSING = {
     "process": IsolationUnavailable("there is no /proc", "run on Linux"),
 }
 
+WITHOUT_LIMIT = "without a limit, these work: recommend, predict, and bench without --ram"
+
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
@@ -122,7 +124,7 @@ def test_an_error_names_another_isolation_only_if_that_one_works(
     assert str(caught.value) == "no engine answers\nstart one, or use --isolation process"
     with pytest.raises(IsolationUnavailable) as caught:
         select.choose("docker", limited=True)
-    assert str(caught.value) == "no engine answers\nstart one, or leave out --ram"
+    assert str(caught.value) == (f"no engine answers\nstart one; {WITHOUT_LIMIT}")
 
 
 def test_a_plain_process_refuses_a_limit(machine: Callable[..., list[str]]) -> None:
@@ -130,7 +132,7 @@ def test_a_plain_process_refuses_a_limit(machine: Callable[..., list[str]]) -> N
     with pytest.raises(IsolationUnavailable) as caught:
         select.choose("process", limited=True)
     assert str(caught.value) == (
-        "--isolation process cannot enforce a RAM limit\nuse --isolation cgroup, or leave out --ram"
+        "--isolation process cannot enforce a RAM limit\nuse --isolation cgroup; without a limit, these work: recommend, predict, and bench without --ram"
     )
 
 

@@ -91,9 +91,8 @@ def _instead(
     except IsolationUnavailable as nothing:
         if not error:
             return nothing
-    if limited:
-        repairs.append("leave out --ram")
-    return IsolationUnavailable(message, ", or ".join(repairs))
+    parts = [", or ".join(repairs), _WITHOUT_LIMIT if limited else ""]
+    return IsolationUnavailable(message, "; ".join(filter(None, parts)))
 
 
 def check_soft_limit(isolation: Isolation) -> None:
