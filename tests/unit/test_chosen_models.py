@@ -134,3 +134,16 @@ def test_a_path_is_no_id_of_the_hub_in_python_either(here: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         load_pretrained("./gone")
     assert str(caught.value) == "./gone: no such file or folder\ncheck the path"
+
+
+def test_a_folder_in_a_dtype_that_no_cell_has_is_refused(tmp_path: Path) -> None:
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float64"}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    save_file({"model.norm.weight": torch.zeros(2)}, tmp_path / "model/model.safetensors")
+    with pytest.raises(ConfigError) as caught:
+        chosen(str(tmp_path / "model"))
+    assert str(caught.value) == (
+        "model has the dtype float64, in which weighin measures no load\n"
+        "choose another one for the load: --dtype float32"
+    )

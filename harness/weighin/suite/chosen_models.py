@@ -13,7 +13,7 @@ from weighin.errors import ConfigError
 from weighin.formats.pretrained_folder import is_folder, own_dtype
 from weighin.formats.selection import WHOLE, Selection
 from weighin.suite import registry, user_code
-from weighin.suite.config import Suite, SuiteModel
+from weighin.suite.config import DTYPES, Suite, SuiteModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +117,21 @@ def _own(
 
 
 def _dtype(specs: list[ModelSpec], asked: str) -> str:
-    """Return the dtype of all loads; raise ConfigError if "auto" differs between the models."""
+    """Return the dtype of all loads.
+
+    Raises:
+        ConfigError: "auto" differs between the models, or is a dtype that no cell has.
+    """
     dtypes = {own_dtype(spec) if asked == "auto" else asked for spec in specs}
     if len(dtypes) > 1:
         raise ConfigError(
             f"the models have different dtypes: {', '.join(sorted(dtypes))}",
             "choose one for all: --dtype bf16",
         )
-    return dtypes.pop()
+    dtype = dtypes.pop()
+    if dtype not in DTYPES.values():
+        raise ConfigError(
+            f"{specs[0].title} has the dtype {dtype}, in which weighin measures no load",
+            "choose another one for the load: --dtype float32",
+        )
+    return dtype
