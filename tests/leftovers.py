@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from weighin.probes.cgroup import memory_hierarchy, pressure_hierarchy
@@ -26,6 +28,13 @@ def processes(mark: str) -> list[str]:
         except OSError:  # it ended meanwhile, or belongs to another user
             continue
     return found
+
+
+def end(found: list[str]) -> None:
+    """Kill the ``processes`` that were found."""
+    for process in found:
+        with suppress(ProcessLookupError):
+            os.kill(int(process.split()[0]), signal.SIGKILL)
 
 
 def groups(owner: int) -> list[Path]:

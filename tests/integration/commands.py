@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -59,6 +60,13 @@ class CommandLine:
     def run(self, *arguments: str, patience_s: float = 120, **settings: Any) -> Ended:
         """Run ``weighin ARGUMENTS`` to its end."""
         return self.start(*arguments, **settings).end(patience_s=patience_s)
+
+    def records(self, run: str) -> list[dict[str, Any]]:
+        """Return the complete records of the folder ``run``, which may be written meanwhile."""
+        path = self.folder / run / "records.jsonl"
+        text = path.read_text() if path.exists() else ""
+        *lines, _incomplete = text.split("\n")
+        return [json.loads(line) for line in lines]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,5 @@
 """``--jobs``: real cells that run at once on this machine, and leave nothing behind."""
 
-import json
 import signal
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -68,8 +67,7 @@ def hold(command: CommandLine) -> Path:
 
 
 def records(command: CommandLine) -> list[dict[str, Any]]:
-    path = command.folder / "run" / "records.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return command.records("run")
 
 
 def start_two(command: CommandLine) -> Started:

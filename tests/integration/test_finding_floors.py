@@ -37,8 +37,7 @@ FEW, MORE = 200, 400
 
 
 def records(command: CommandLine) -> list[dict[str, Any]]:
-    path = command.folder / "found" / "records.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return command.records("found")
 
 
 def strategies(command: CommandLine) -> str:

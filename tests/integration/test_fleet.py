@@ -90,8 +90,7 @@ def start_and_wait_for_the_pause(command: CommandLine, nodes: Nodes) -> Started:
 
 
 def records(command: CommandLine) -> list[dict[str, Any]]:
-    path = command.folder / "run" / "records.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return command.records("run")
 
 
 def measured(command: CommandLine) -> list[dict[str, Any]]:
