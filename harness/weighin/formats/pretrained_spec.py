@@ -6,7 +6,7 @@ This module uses only the standard library.
 from typing import Any
 
 from weighin.cell import ModelSpec
-from weighin.formats import catalog
+from weighin.formats import catalog, quantised
 from weighin.formats.bounded_json import read_object
 from weighin.formats.pretrained_folder import (
     BUILDER,
@@ -35,9 +35,24 @@ def spec_of(folder: PretrainedFolder) -> ModelSpec:
     kwargs: dict[str, Any] = {"architecture": folder.architecture, "config": config}
     if code := folder.code:
         kwargs["code"] = code
-    if apart := kept_apart(config, catalog.read(folder.checkpoint)[1]):
+    slices = catalog.read(folder.checkpoint)[1]
+    if apart := kept_apart(config, slices):
         kwargs["apart"] = list(apart)
+    if found := quantised.of_folder(folder.path, folder.config, slices):
+        kwargs["quantised"] = found.as_argument()
     return ModelSpec(name_of(folder.path.resolve()), BUILDER, kwargs)
+
+
+def plain_spec_of(folder: PretrainedFolder) -> ModelSpec:
+    """Return ``spec_of(folder)`` for a caller that copies the file's tensors into the model.
+
+    Raises:
+        CheckpointError: as ``spec_of``, or the tensors are codes, which are no weights.
+    """
+    spec = spec_of(folder)
+    if found := quantised.of_model(spec):
+        raise found.error(folder.path)
+    return spec
 
 
 def auto_dtype(folder: PretrainedFolder) -> str:

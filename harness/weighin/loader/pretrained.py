@@ -9,11 +9,10 @@ import torch
 
 from weighin.errors import CheckpointError
 from weighin.formats.pretrained_folder import cached_snapshot, is_pretrained, read_folder
-from weighin.formats.pretrained_spec import auto_dtype, spec_of
+from weighin.formats.pretrained_spec import auto_dtype, plain_spec_of
 from weighin.loader.load import load_streaming
 from weighin.models.pretrained import from_config
 from weighin.models.skeleton import construct
-
 
 def load_pretrained(
     folder: Path | str,
@@ -35,7 +34,7 @@ def load_pretrained(
         trust_remote_code: whether to run the model's code, if it comes with the folder.
 
     Raises:
-        CheckpointError: the folder is unreadable, or lacks weights of its model.
+        CheckpointError: the folder is unreadable, lacks weights of its model, or is quantised.
         ConfigError: transformers is missing, has no such class, or the folder brings code that is not
             trusted.
     """
@@ -48,9 +47,10 @@ def load_pretrained(
             "give a folder that model.save_pretrained(FOLDER) wrote",
         )
     found = read_folder(path, trust_remote_code=trust_remote_code)
+    spec = plain_spec_of(found)
     wanted = auto_dtype(found) if dtype == "auto" else dtype
     kind = getattr(torch, wanted) if isinstance(wanted, str) else wanted
-    build = partial(from_config, **spec_of(found).kwargs)
+    build = partial(from_config, **spec.kwargs)
     model: Any = load_streaming(
         lambda: construct(build, kind), found.checkpoint, device=device, threads=threads
     )
