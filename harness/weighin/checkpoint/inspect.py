@@ -13,7 +13,9 @@ from rich.table import Table
 from weighin import formats
 from weighin.checkpoint.expected_memory import Expected, expected
 from weighin.errors import UnknownName
+from weighin.formats import quantised
 from weighin.formats.base import TensorSlice
+from weighin.formats.quantised import Quantised
 from weighin.formats.selection import WHOLE, Selection
 from weighin.suite import registry
 from weighin.text import one_line
@@ -47,13 +49,17 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
-    """A checkpoint: its ``tensors`` in the state dict's order, and its ``files`` as (name, bytes)."""
+    """A checkpoint: its ``tensors`` in the state dict's order, and its ``files`` as (name, bytes).
+
+    ``quantised`` says how its tensors are quantised, if they are.
+    """
 
     path: Path
     layout: str
     files: tuple[tuple[str, int], ...]
     tensors: tuple[Tensor, ...]
     expected: tuple[Expected, ...]
+    quantised: Quantised | None = None
 
     @property
     def once(self) -> list[Tensor]:
@@ -93,6 +99,7 @@ class Inspected:
             "totals": totals,
             "tensors": [asdict(tensor) for tensor in self.tensors],
             "expected": [asdict(need) for need in self.expected],
+            "quantised": asdict(self.quantised) if self.quantised else None,
         }
 
 
@@ -111,7 +118,10 @@ def inspect(path: Path, selection: Selection = WHOLE) -> Inspected:
     files = tuple((_relative(file, root), file.stat().st_size) for file in formats.files(path))
     sizes = {tensor.name: tensor.bytes for tensor in tensors if tensor.shared_with is None}
     needs = expected(registry.strategies().values(), layout, sizes)
-    return Inspected(path, layout, files, tensors, tuple(needs))
+    return Inspected(
+        path, layout, files, tensors, tuple(needs),
+        quantised.in_checkpoint(path, slices),
+    )  # fmt: skip
 
 
 def tables(
@@ -127,6 +137,7 @@ def tables(
     return [
         _tensor_table(_sorted(inspected.tensors, sort), show_all),
         *_lines(inspected),
+        *_notes(inspected),
         _expected_table(inspected),
         "The expected peaks are computed from sizes, not measured, and leave out the memory of"
         " `import torch`. weighin bench measures them.",
@@ -202,6 +213,20 @@ def _lines(inspected: Inspected) -> list[str]:
         f"largest: {one_line(inspected.largest.name, 100)}, {format_bytes(inspected.largest.bytes)}",
         f"files: {one_line(', '.join(files))}" + (f" and {more} more" if more > 0 else ""),
     ]
+
+
+def _notes(inspected: Inspected) -> list[str]:
+    """Return what a load of these tensors alone would leave out, and who does not leave it out."""
+    notes = []
+    if found := inspected.quantised:
+        notes.append(found.summary)
+        notes.append(
+            f"{found.obstacle}; {found.repair}"
+            if found.obstacle
+            else f"from_pretrained loads them (needs {found.needed}); the peaks below are of a model that takes"
+            " the codes and the scales as they are"
+        )
+    return notes
 
 
 def _expected_table(inspected: Inspected) -> Table:

@@ -107,7 +107,7 @@ def _not_followed(planned: Planned) -> str:
     if planned.selection:
         return "no prediction reads a whole training checkpoint"
     if found := quantised.of_model(planned.cell.model):
-        return f"no prediction follows how {planned.strategy.name} dequantises {found.method}"
+        return f"no prediction follows how {planned.strategy.name} loads weights that are quantised with {found.method}"
     if planned.cell.options.get("offload_state_dict"):
         return "no prediction follows weights that are written to a folder and read back"
     unknown = {name_of(each) for each in planned.strategy.packages} - _FOLLOWED

@@ -14,6 +14,7 @@ from rich.table import Table
 from weighin import formats
 from weighin.cell import SYNTHESISED, Cell, ModelSpec
 from weighin.errors import UnknownName
+from weighin.formats import quantised
 from weighin.formats.pretrained_code import auto_class
 from weighin.formats.pretrained_folder import BUILDER, folder_of
 from weighin.formats.selection import WHOLE, Selection
@@ -106,6 +107,8 @@ class Advice:
                 f" weighin convert {quote(str(asked.checkpoint))} {_file_name(self.best.format)}"
                 f" --format {self.best.format} {options}"
             )
+        if found := quantised.of_model(asked.model):
+            notes.append(f"The weights are {found.summary}.")
         if asked.ranks > 1 and self.best and registry.strategy(self.best.strategy).shares_load:
             notes.append(
                 f"{self.best.strategy} needs the default process group: run the code with torchrun"
@@ -271,17 +274,24 @@ def parts(advice: Advice, most: int | None = None) -> Iterator[RenderableType]:
     yield table
     yield from (f"{escape(note)}\n" for note in advice.notes)
     if advice.best is None:
-        yield f"No strategy is sure to fit. {_help(asked.dtype)}"
+        yield f"No strategy is sure to fit. {_help(asked)}"
         return
     if advice.best.verdict is FitVerdict.THRASHES:
-        yield f"No strategy fits with the whole model in memory. This one works, but slowly. {_help(asked.dtype)}\n"
+        yield f"No strategy fits with the whole model in memory. This one works, but slowly. {_help(asked)}\n"
     yield f"Use {advice.best.strategy}:\n"
     yield escape(advice.code)
 
 
-def _help(dtype: str) -> str:
-    """Return advice for a model of ``dtype`` that does not fit."""
-    if dtype == "float32":
+def _help(asked: Question) -> str:
+    """Return advice for a model that does not fit, or whose memory nobody can tell beforehand."""
+    if found := quantised.of_model(asked.model):
+        if found.obstacle:
+            return f"{found.obstacle}: {found.repair}"
+        return (
+            f"Only from_pretrained loads it (needs {found.needed}), and only a measurement shows its memory:"
+            f" weighin bench {quote(_folder(asked) or asked.model.title)} --strategies transformers"
+        )
+    if asked.dtype == "float32":
         return "A smaller dtype (--dtype bf16) or a higher limit may help."
     return "A higher limit may help."
 
@@ -312,6 +322,8 @@ def _planned(question: Question, checkpoint_format: str) -> Iterator[Planned]:
             format=fmt, ranks=question.ranks,
         )  # fmt: skip
         if info.shares_load and question.ranks == 1:
+            continue
+        if not info.dequantises and quantised.of_model(question.model):
             continue
         yield Planned.of(cell, info)
 

@@ -53,10 +53,12 @@ def _obstacle(found: quantised.Quantised, info: StrategyInfo, operation: Operati
     if found.obstacle:
         return f"the weights are {found.summary}; {found.obstacle}; {found.repair}"
     if not info.dequantises:
-        return f"the weights are {found.summary}; --strategies transformers dequantises them"
+        return f"the weights are {found.summary}; only --strategies transformers loads them"
     missing = packages.missing(found.packages)
     return (
-        f"{info.name} of a model that is quantised with {found.method} {missing}" if missing else ""
+        f"{info.name} {missing}, because the weights are quantised with {found.method}"
+        if missing
+        else ""
     )
 
 
