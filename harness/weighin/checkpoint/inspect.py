@@ -13,7 +13,7 @@ from rich.table import Table
 from weighin import formats
 from weighin.checkpoint.expected_memory import Expected, expected
 from weighin.errors import UnknownName
-from weighin.formats import quantised
+from weighin.formats import adapters, quantised
 from weighin.formats.base import TensorSlice
 from weighin.formats.quantised import Quantised
 from weighin.formats.selection import WHOLE, Selection
@@ -51,7 +51,8 @@ class Tensor:
 class Inspected:
     """A checkpoint: its ``tensors`` in the state dict's order, and its ``files`` as (name, bytes).
 
-    ``quantised`` says how its tensors are quantised, if they are.
+    ``quantised`` says how its tensors are quantised, if they are, and ``adapter`` that there is an
+    adapter beside the model, or nothing.
     """
 
     path: Path
@@ -60,6 +61,7 @@ class Inspected:
     tensors: tuple[Tensor, ...]
     expected: tuple[Expected, ...]
     quantised: Quantised | None = None
+    adapter: str = ""
 
     @property
     def once(self) -> list[Tensor]:
@@ -100,6 +102,7 @@ class Inspected:
             "tensors": [asdict(tensor) for tensor in self.tensors],
             "expected": [asdict(need) for need in self.expected],
             "quantised": asdict(self.quantised) if self.quantised else None,
+            "adapter": self.adapter or None,
         }
 
 
@@ -120,7 +123,7 @@ def inspect(path: Path, selection: Selection = WHOLE) -> Inspected:
     needs = expected(registry.strategies().values(), layout, sizes)
     return Inspected(
         path, layout, files, tensors, tuple(needs),
-        quantised.in_checkpoint(path, slices),
+        quantised.in_checkpoint(path, slices), adapters.note(root),
     )  # fmt: skip
 
 
@@ -217,7 +220,7 @@ def _lines(inspected: Inspected) -> list[str]:
 
 def _notes(inspected: Inspected) -> list[str]:
     """Return what a load of these tensors alone would leave out, and who does not leave it out."""
-    notes = []
+    notes = [inspected.adapter] if inspected.adapter else []
     if found := inspected.quantised:
         notes.append(found.summary)
         notes.append(

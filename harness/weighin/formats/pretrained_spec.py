@@ -6,7 +6,7 @@ This module uses only the standard library.
 from typing import Any
 
 from weighin.cell import ModelSpec
-from weighin.formats import catalog, quantised
+from weighin.formats import adapters, catalog, quantised
 from weighin.formats.bounded_json import read_object
 from weighin.formats.pretrained_folder import (
     BUILDER,
@@ -25,10 +25,11 @@ def spec_of(folder: PretrainedFolder) -> ModelSpec:
     """Return the ``ModelSpec``, whose arguments are the class and the configuration.
 
     Raises:
-        CheckpointError: the weights cannot be read.
+        CheckpointError: the weights cannot be read, or from_pretrained adds an adapter to them.
         ConfigError: a model cannot have the dtype that ``config.json`` names, or the folder's code may
             not run.
     """
+    adapters.refuse(folder.path)
     config = folder.config
     if dtype_of(config) is None:
         config = {**config, "dtype": auto_dtype(folder)}

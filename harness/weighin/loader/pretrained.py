@@ -1,6 +1,7 @@
 """Load a Hugging Face folder as ``from_pretrained`` does, through weighin's loader."""
 
 import contextlib
+import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,15 @@ from typing import Any
 import torch
 
 from weighin.errors import CheckpointError
+from weighin.formats import adapters
 from weighin.formats.pretrained_folder import cached_snapshot, is_pretrained, read_folder
 from weighin.formats.pretrained_spec import auto_dtype, plain_spec_of
 from weighin.loader.load import load_streaming
 from weighin.models.pretrained import from_config
 from weighin.models.skeleton import construct
+
+_log = logging.getLogger("weighin")
+
 
 def load_pretrained(
     folder: Path | str,
@@ -34,7 +39,8 @@ def load_pretrained(
         trust_remote_code: whether to run the model's code, if it comes with the folder.
 
     Raises:
-        CheckpointError: the folder is unreadable, lacks weights of its model, or is quantised.
+        CheckpointError: the folder is unreadable, lacks weights of its model, is quantised, or has an
+            adapter beside it that from_pretrained adds.
         ConfigError: transformers is missing, has no such class, or the folder brings code that is not
             trusted.
     """
@@ -48,6 +54,8 @@ def load_pretrained(
         )
     found = read_folder(path, trust_remote_code=trust_remote_code)
     spec = plain_spec_of(found)
+    if note := adapters.note(path):
+        _log.warning(note)
     wanted = auto_dtype(found) if dtype == "auto" else dtype
     kind = getattr(torch, wanted) if isinstance(wanted, str) else wanted
     build = partial(from_config, **spec.kwargs)
