@@ -118,8 +118,8 @@ _PAIRS: Final = (
 """The first pair that fits decides. The last pair is the one of several libraries."""
 
 _COMPANION: Final = re.compile(
-    r"(\w+_)?(scales?|scale_inv|scale_2|scale_weight|scale_input|scale_and_zero|zero_point|zeros?"
-    r"|qzeros|g_idx|shape|SCB|weight_format|biases|qbiases|codebooks|meta|_scale|_shift)"
+    r"(\w*_)?(scales?|scale_inv|scale_2|scale_weight|scale_input|scale_and_zero|zero_point|zeros?"
+    r"|qzeros|g_idx|shape|SCB|weight_format|biases|qbiases|codebooks|meta|shift)"
 )
 """The last part of a name, for a tensor beside codes that no longer exists once they are dequantised."""
 
@@ -152,7 +152,8 @@ def _codes(by_name: Mapping[str, TensorSlice], bits: Bits) -> Iterator[Codes]:
 def companions(slices: Sequence[TensorSlice], codes: Sequence[Codes]) -> set[str]:
     """Return the names of all tensors that belong to codes: scales, zero points, shapes, orders."""
     coded = {one.where.name for one in codes}
-    modules = {name.rpartition(".")[0] for name in coded}
+    owned = coded | {name.removesuffix("._data") for name in coded}
+    modules = {name.rpartition(".")[0] for name in owned}
     beside = {one.scales for one in codes}
     for one in slices:
         module, _, last = one.name.rpartition(".")

@@ -42,7 +42,7 @@ _NEEDED: Final[Mapping[str, tuple[str, ...]]] = {
     "gemma": (),
     "gptq": ("optimum", "gptqmodel"),
     "higgs": ("accelerate", "flute-kernel>=0.3.0", "fast_hadamard_transform"),
-    "hqq": ("hqq",),
+    "hqq": ("hqq>=0.2.1",),
     "metal": (),
     "mxfp4": ("accelerate",),
     "mxfp8": ("accelerate",),
@@ -143,7 +143,7 @@ def _shown(method: str | None, named: Mapping[str, Any]) -> str:
 def _obstacle(method: str | None, place: str) -> tuple[str, str]:
     """Return why from_pretrained does not dequantise, and the next step; both empty if it does."""
     library = "load it with the library that quantised it"
-    alike = "from_pretrained would load the codes as weights, too"
+    alike = "from_pretrained takes the codes for weights, too"
     if place == _NO_CONFIG:
         return f"{place} beside it says how", (
             "give the Hugging Face folder that it belongs to, whose config.json has quantization_config"
