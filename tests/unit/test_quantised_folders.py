@@ -50,7 +50,7 @@ UNREAD = {
 }
 """Why from_pretrained does not give the weights, either."""
 
-CALIBRATION = Calibration(*[GIB] * 6, archive_s=0.001, module_s=0.002)
+CALIBRATION = Calibration(GIB, GIB, GIB, GIB, GIB, GIB, 0.001, 0.002)
 DEQUANTISED = ("fp8", "mxfp4")
 
 
