@@ -324,28 +324,39 @@ def test_the_method_and_both_sizes_are_inspected(make: Make, name: str, tmp_path
     )
 
 
+@pytest.mark.parametrize("verb", ["recommend", "predict"])
 @pytest.mark.parametrize("name", ["fp8", "gptq", "modelopt"])
-def test_no_code_is_recommended_that_loads_codes(
-    make: Make, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_neither_code_nor_memory_is_told_for_a_load_of_codes(
+    make: Make, name: str, verb: str
 ) -> None:
+    code, text = run(verb, make(name))
+    assert code == 2
+    assert f"quantised with {LAYOUTS[name].method}: 14 tensors are codes" in text
+    assert UNREAD.get(name, f"weighin bench {make(name)} --strategies transformers") in text
+
+
+@pytest.mark.usefixtures("torch_threads_restored")
+def test_only_from_pretrained_is_recommended_once_it_is_measured(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("weighin.recommend.calibration.stored", lambda: CALIBRATION)
+    results = tmp_path / "results"
+    code, text = run(
+        "bench", make("fp8"), "--strategies", "streaming,transformers", "--isolation", "process",
+        "--out", results / "fp8",
+    )  # fmt: skip
+    assert code == 0, text
+    records = map(json.loads, (results / "fp8" / "records.jsonl").read_text().splitlines())
+    outcomes = {one["cell"]["strategy"]: one["outcome"] for one in records}
+    assert outcomes == {"streaming": "skipped", "transformers": "ok"}
     target = tmp_path / "answer.json"
-    code, text = run("recommend", make(name), "--results", tmp_path, "--json", target)
-    assert code == 1
+    code, text = run("recommend", make("fp8"), "--results", results, "--json", target)
+    assert code == 0, text
     answer = json.loads(target.read_text())
-    assert {one["strategy"] for one in answer["candidates"]} <= {"transformers"}
-    assert (answer["recommended"], answer["code"]) == (None, "")
-    assert any(f"quantised with {LAYOUTS[name].method}" in note for note in answer["notes"])
-    wanted = UNREAD.get(name, f"weighin bench {make(name)} --strategies transformers")
-    assert wanted in text
-
-
-def test_a_prediction_says_why_there_is_none(make: Make) -> None:
-    _, text = run("predict", make("fp8"), "--strategies", "streaming,transformers")
-    assert "only --strategies transformers loads them" in text
-    assert (
-        "no prediction follows how transformers loads weights that are quantised with fp8" in text
-    )
+    assert [one["strategy"] for one in answer["candidates"]] == ["transformers"]
+    assert "LlamaForCausalLM.from_pretrained(" in answer["code"]
+    assert any("quantised with fp8" in note for note in answer["notes"])
 
 
 @pytest.fixture

@@ -159,11 +159,16 @@ def gather(question: Question, say: Callable[[str], None]) -> PriorKnowledge:
     """Predict every strategy, read earlier records, and calibrate the machine if necessary.
 
     Raises:
-        HarnessError: the checkpoint, the model or a run's records cannot be used.
+        HarnessError: the checkpoint, the model or a run's records cannot be used, or the weights are
+            quantised and no run has measured how transformers loads them.
     """
     fmt = formats.detect(question.checkpoint).NAME if question.checkpoint else "pt"
     fmt = "" if question.selection else fmt  # no strategy reads only a part of a file
     planned = [*_planned(question, fmt)]
+    evidence = find([question.results], planned[0].cell)
+    found = quantised.of_model(question.model)
+    if found and question.checkpoint and not evidence:  # and no prediction follows the load
+        raise found.error(question.checkpoint)
     predictions = predict(
         planned,
         checkpoint=question.checkpoint,
@@ -171,7 +176,6 @@ def gather(question: Question, say: Callable[[str], None]) -> PriorKnowledge:
         python_path=question.python_path,
         report=lambda number, name: say(f"predicting {name} ({number + 1} of {len(planned)})"),
     )
-    evidence = find([question.results], planned[0].cell)
     calibration = calibrating.stored() or calibrating.calibrate(say)
     return PriorKnowledge(tuple(planned), tuple(predictions), evidence, calibration, fmt)
 
@@ -274,24 +278,17 @@ def parts(advice: Advice, most: int | None = None) -> Iterator[RenderableType]:
     yield table
     yield from (f"{escape(note)}\n" for note in advice.notes)
     if advice.best is None:
-        yield f"No strategy is sure to fit. {_help(asked)}"
+        yield f"No strategy is sure to fit. {_help(asked.dtype)}"
         return
     if advice.best.verdict is FitVerdict.THRASHES:
-        yield f"No strategy fits with the whole model in memory. This one works, but slowly. {_help(asked)}\n"
+        yield f"No strategy fits with the whole model in memory. This one works, but slowly. {_help(asked.dtype)}\n"
     yield f"Use {advice.best.strategy}:\n"
     yield escape(advice.code)
 
 
-def _help(asked: Question) -> str:
-    """Return advice for a model that does not fit, or whose memory nobody can tell beforehand."""
-    if found := quantised.of_model(asked.model):
-        if found.obstacle:
-            return f"{found.obstacle}: {found.repair}"
-        return (
-            f"Only from_pretrained loads it (needs {found.needed}), and only a measurement shows its memory:"
-            f" weighin bench {quote(_folder(asked) or asked.model.title)} --strategies transformers"
-        )
-    if asked.dtype == "float32":
+def _help(dtype: str) -> str:
+    """Return advice for a model of ``dtype`` that does not fit."""
+    if dtype == "float32":
         return "A smaller dtype (--dtype bf16) or a higher limit may help."
     return "A higher limit may help."
 
