@@ -36,7 +36,7 @@ def fp8_blocks(name: str, matrix: torch.Tensor) -> State:
     blocks = tuple(-(-size // 128) for size in matrix.shape)
     return {
         f"{name}.weight": (matrix / scale).to(torch.float8_e4m3fn),
-        f"{name}.weight_scale_inv": scale.expand(blocks).clone(),
+        f"{name}.weight_scale_inv": torch.full(blocks, float(scale)),
     }
 
 
