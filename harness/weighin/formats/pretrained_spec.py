@@ -18,7 +18,7 @@ from weighin.formats.pretrained_folder import (
     name_of,
 )
 from weighin.formats.pretrained_ties import kept_apart
-from weighin.formats.sniff import AGAIN
+from weighin.formats.sniff import RESAVE
 
 
 def spec_of(folder: PretrainedFolder) -> ModelSpec:
@@ -54,7 +54,7 @@ def auto_dtype(folder: PretrainedFolder) -> str:
         return named
     if folder.checkpoint == folder.path:
         index = index_in(folder.path)
-        metadata = read_object(index, AGAIN).get("metadata")
+        metadata = read_object(index, RESAVE).get("metadata")
         if isinstance(metadata, dict) and "dtype" in metadata:
             return checked_dtype(metadata["dtype"], index)
     _, slices = catalog.read(folder.checkpoint)

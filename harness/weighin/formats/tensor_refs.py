@@ -14,7 +14,7 @@ from typing import Any, Final, NoReturn
 
 from weighin.errors import CheckpointError
 from weighin.formats.dtypes import ITEM_BYTES, LARGEST, is_sizes
-from weighin.formats.sniff import AGAIN, shown
+from weighin.formats.sniff import RESAVE, shown
 
 _STORAGES: Final = {
     "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16",
@@ -250,7 +250,7 @@ def check_storages(path: Path, tensors: Mapping[str, TensorRef]) -> dict[str, St
             raise CheckpointError(
                 f"{path}: damaged: storage {shown(first.key)} has {first.nbytes:,} bytes for one "
                 f"tensor and {tensor.storage.nbytes:,} for another",
-                AGAIN,
+                RESAVE,
             )
     return storages
 
