@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Final
 
 from weighin.errors import CheckpointError
 from weighin.formats import sniff
-from weighin.formats.dtypes import ITEM_BYTES, MOST_DIMENSIONS
+from weighin.formats.dtypes import MOST_DIMENSIONS, is_dtype
 from weighin.formats.sniff import shown, unreadable
 
 MOST_BYTES: Final = 64 * 1024**2
@@ -151,7 +151,7 @@ class _Unpickler(pickle._Unpickler):
     }
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and name in ITEM_BYTES:
+        if module == "torch" and is_dtype(name):
             return name
         if (module, name) not in _KNOWN:
             raise _Forbidden(f"{module}.{name}")

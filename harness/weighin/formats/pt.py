@@ -15,9 +15,9 @@ from weighin.formats.base import Pieces, Progress, Slices, TensorPlan, TensorSli
 from weighin.formats.dtypes import ITEM_BYTES
 from weighin.formats.recognise import resaving
 from weighin.formats.sniff import RESAVE, first_bytes, shown, unreadable
-from weighin.formats.state_dicts import holds_more, state_dict
+from weighin.formats.state_dicts import holds_more, state_dict, unread
 from weighin.formats.state_pickle import Pickled
-from weighin.formats.tensor_refs import Opaque, TensorRef, type_name
+from weighin.formats.tensor_refs import Opaque, OtherTensor, TensorRef, type_name
 from weighin.formats.zip_directory import Archive, ZipRecord, check_file
 
 if TYPE_CHECKING:
@@ -75,6 +75,8 @@ def read_one(path: Path, name: str, archive: "FileView | None" = None) -> Tensor
         pickled, records = _read_value(path, archive)
     value = pickled.value
     if not isinstance(value, TensorRef):
+        if isinstance(value, OtherTensor):
+            raise unread(path, shown(name), value)
         if isinstance(value, Opaque) and value.is_foreign:
             raise holds_more(path, "it", value)
         raise CheckpointError(f"{path}: holds a {type_name(value)}, not a tensor", RESAVE)

@@ -204,6 +204,11 @@ def _of_other_program(path: Path, names: Sequence[str], inner: Set[str]) -> Reco
             "arrays of NumPy (.npz)",
             f"write them as tensors: {_line(_NUMPY_WEIGHTS, path, 'numpy, ')}",
         )
+    if ".data/serialization_id" in inner:
+        return (
+            "a file of torch.save without data.pkl, as when torch.save is interrupted",
+            "save it again",
+        )
     if "model.weights.h5" in names:
         return "a Keras model", _INTO_TORCH
     files = [name for name in names if not name.endswith("/")]
