@@ -29,6 +29,9 @@ _OF_STORAGES: Final = frozenset({"torch", "torch.cuda", "torch.storage"})
 _REBUILD: Final = "torch._utils._rebuild_"
 _OF_MODULES: Final = {"_parameters", "_buffers"}  # in the state of every pickled nn.Module
 _PLAIN: Final = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter"})
+_LAZY: Final = frozenset(
+    f"torch.nn.parameter.Uninitialized{kind}" for kind in ("Parameter", "Buffer")
+)
 _DICTS: Final = frozenset({"collections.OrderedDict", "collections.defaultdict"})
 _TITLES: Final = {
     "_codecs.encode": "bytes",
@@ -267,6 +270,8 @@ def _called(name: str, arguments: tuple[Any, ...]) -> Any:
         return Size(sizes)
     if name.startswith(_REBUILD):
         return _rebuilt(name, arguments)
+    if name in _LAZY:
+        raise _Other("lazy parameter without values", "run the model once, and save it again")
     if name == "torch._tensor._rebuild_from_type_v2":
         inner, kind, inner_arguments, _state = arguments
         if isinstance(kind, Named) and kind.name in _PLAIN and isinstance(inner, Named):
@@ -343,10 +348,9 @@ def _subclass(name: str) -> tuple[str, str]:
     """Return the title and the way for a tensor of a subclass that has the full name ``name``."""
     if name == "torch.distributed.tensor.DTensor":
         return "DTensor, of which the file of each rank has a part", _WHOLE_TENSORS
-    package = name.partition(".")[0]
     return (
         f"tensor of the subclass {name}",
-        f"load it with the package {package}, make each one a plain tensor (a quantised one with"
+        "load it with the code of that class, make each one a plain tensor (a quantised one with"
         f" tensor.dequantize()), and save them: {_SAVE}",
     )
 
