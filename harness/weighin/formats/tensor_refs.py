@@ -367,6 +367,8 @@ def _tensor(
             f"a tensor in storage {shown(source.key)} has an impossible shape, stride or offset"
         )
     kind = dtype or source.dtype
+    if kind in QUANTISED_BYTES:
+        raise _Other(f"quantised tensor (torch.{kind})", _DEQUANTISE)
     if len(shape) != len(stride):
         raise Malformed(
             f"a tensor in storage {shown(source.key)} has {len(shape)} sizes and {len(stride)} strides"
