@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -140,10 +141,9 @@ def _subclass() -> Tensors:
 
 
 def _torchao() -> Tensors:
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
+    torchao = import_module("torchao.quantization")  # an import statement has no types
     model = torch.nn.Sequential(torch.nn.Linear(64, 64)).eval()
-    quantize_(model, Int8WeightOnlyConfig())
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
     return model.state_dict()
 
 
@@ -152,7 +152,7 @@ def _dtensor(folder: Path) -> Made:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    store = dist.HashStore()
+    store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     mesh = init_device_mesh("cpu", (1,))
     weight = distribute_tensor(torch.randn(8, 8), mesh, [Shard(0)])

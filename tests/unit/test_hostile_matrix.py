@@ -106,6 +106,8 @@ def test_harm_is_named_and_does_none(
         assert words in message
         assert len(message) < 1000
         assert caught.value.repair
+        is_proven = "truncated" in message or "empty file" in message
+        assert is_proven or "download" not in caught.value.repair
     assert torch.equal(model.get_parameter("a.weight"), weight)
     assert sorted(tmp_path.rglob("*")) == before
     assert not given.proof.exists()
