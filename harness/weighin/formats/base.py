@@ -67,6 +67,12 @@ class TensorSlice:
         return prod(self.shape) * ITEM_BYTES[self.dtype_name]
 
     @property
+    def place(self) -> object:
+        """A key that two tensors have in common if they are tied: the same elements of the files."""
+        parts = tuple((part.start, part.where.file, part.where.offset) for part in self.parts)
+        return self.file, self.offset, self.dtype_name, self.shape, self.stride, parts
+
+    @property
     def dtype(self) -> "torch.dtype":
         """The tensor's ``torch.dtype``; this property imports torch."""
         import torch  # not at the top: `weighin inspect` needs no torch
@@ -100,6 +106,11 @@ class Slices(list[TensorSlice]):
     metadata: Mapping[str, Mapping[str, object]] | None = None
     values: Mapping[str, object] = MappingProxyType({})
     refused: str = ""
+
+    @property
+    def only_tensors(self) -> bool:
+        """Whether torch.load(weights_only=True) reads the file as a state dict of tensors alone."""
+        return not (self.values or self.refused)
 
 
 @dataclass(frozen=True, slots=True)
