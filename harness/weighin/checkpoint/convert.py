@@ -29,6 +29,7 @@ from weighin.checkpoint.reader import plans, read_pieces
 from weighin.checkpoint.staging import growing_beside
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats.base import Layout, Pieces, Progress, TensorPlan, TensorSlice
+from weighin.formats.misfit import check_converts
 from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.zip_writer import run_parallel
 from weighin.models.skeleton import map_large_tensors
@@ -99,6 +100,8 @@ def convert(
         raise CheckpointError(
             f"{source}: holds no tensors", "convert the checkpoint of a model with weights"
         )
+    if order.dtype is not None:
+        check_converts(source, slices, "leave --dtype out")
     tensors = plans(slices, order.dtype)
     size = tensor_bytes(tensors)
     layout = formats.named(choose(order.fmt, size, order.split_above_bytes))

@@ -18,7 +18,7 @@ from weighin.checkpoint.piecewise import Checksums, checksummed
 from weighin.checkpoint.reader import read_pieces
 from weighin.errors import CheckpointError
 from weighin.formats.base import Progress, TensorSlice
-from weighin.formats.misfit import misfit, plain, selecting
+from weighin.formats.misfit import NOT_MEASURED, check_converts, misfit, plain, selecting
 from weighin.formats.pretrained_folder import BUILDER, folder_of, is_pretrained, own_dtype
 from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.zip_writer import run_parallel
@@ -62,6 +62,7 @@ def index(
     torch.set_num_threads(1)  # the readers run in several threads of their own
     started = time.monotonic()
     own, slices = formats.read(checkpoint, selection)
+    check_converts(checkpoint, slices, NOT_MEASURED)
     converts = own != fmt or bool(selection) or not getattr(slices, "only_tensors", True)
     places = {where.name: where for where in slices}
     dtype = getattr(torch, own_dtype(ModelSpec(model, builder, dict(kwargs))))

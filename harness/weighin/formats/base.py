@@ -13,7 +13,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
+from weighin.errors import CheckpointError
 from weighin.formats.dtypes import ITEM_BYTES
+from weighin.formats.sniff import shown
 
 if TYPE_CHECKING:
     import torch
@@ -74,10 +76,20 @@ class TensorSlice:
 
     @property
     def dtype(self) -> "torch.dtype":
-        """The tensor's ``torch.dtype``; this property imports torch."""
+        """The tensor's ``torch.dtype``; this property imports torch.
+
+        Raises:
+            CheckpointError: this version of torch does not have the dtype.
+        """
         import torch  # not at the top: `weighin inspect` needs no torch
 
-        dtype: torch.dtype = getattr(torch, self.dtype_name)
+        dtype: torch.dtype | None = getattr(torch, self.dtype_name, None)
+        if dtype is None:
+            raise CheckpointError(
+                f"{self.file}: {shown(self.name)} has the dtype {self.dtype_name}, which torch"
+                f" {torch.__version__} does not have",
+                "use a later version of torch",
+            )
         return dtype
 
     @property

@@ -19,7 +19,7 @@ from weighin.formats.pretrained_folder import (
 )
 from weighin.formats.pretrained_ties import kept_apart
 from weighin.formats.selection import WHOLE, Selection
-from weighin.formats.sniff import AGAIN
+from weighin.formats.sniff import RESAVE
 
 
 def spec_of(folder: PretrainedFolder, selection: Selection = WHOLE) -> ModelSpec:
@@ -57,7 +57,7 @@ def auto_dtype(folder: PretrainedFolder, selection: Selection = WHOLE) -> str:
         return named
     if folder.checkpoint == folder.path:
         index = index_in(folder.path)
-        metadata = read_object(index, AGAIN).get("metadata")
+        metadata = read_object(index, RESAVE).get("metadata")
         if isinstance(metadata, dict) and "dtype" in metadata:
             return checked_dtype(metadata["dtype"], index)
     _, slices = catalog.read(folder.checkpoint, selection)

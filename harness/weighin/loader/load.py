@@ -24,7 +24,7 @@ import torch
 from weighin import formats
 from weighin.errors import CheckpointError
 from weighin.formats.base import TensorSlice
-from weighin.formats.misfit import first_names
+from weighin.formats.misfit import check_converts, first_names
 from weighin.formats.selection import Selection
 from weighin.loader import fill
 from weighin.loader.arena import MemoryNeed, provide
@@ -133,6 +133,8 @@ def _load(
 ) -> tuple[torch.nn.Module, bool]:
     """Return the filled model, and whether any of its tensors was on the meta device."""
     slices = formats.read(path, selection)[1]
+    if dtype is not None:
+        check_converts(path, slices, "leave dtype out")
     log = WriteLog(read_at_once)
     with ExitStack() as undone:
         with log.recording():

@@ -17,6 +17,7 @@ from weighin import formats
 from weighin.cell import SYNTHESISED, ModelSpec, Operation
 from weighin.errors import ConfigError, UnknownName
 from weighin.formats import pretrained_folder, structure
+from weighin.formats.misfit import NOT_MEASURED, check_converts
 from weighin.formats.pretrained_folder import (
     cached_snapshot,
     is_pretrained,
@@ -224,6 +225,7 @@ def model_and_checkpoint(
         if not folder.is_of_diffusers:
             return spec_of(folder), folder.checkpoint
     _, slices = formats.read(path, selection)
+    check_converts(path, slices, NOT_MEASURED)
     return ModelSpec(path.name, SYNTHESISED, {"tensors": structure.pack(slices)}), weights_of(path)
 
 
