@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from weighin.errors import CheckpointError
+from weighin.formats.training_step import named_step
 from weighin.text import one_line
 
 AGAIN: Final = "copy or download the file again"
@@ -135,6 +136,21 @@ def _adapter(folder: Path, names: Sequence[str]) -> _Recognised:
     return f"an adapter of {shown_base}, not a whole model", repair
 
 
+def _training_run(folder: Path, _: Sequence[str]) -> _Recognised:
+    if not (step := named_step(folder)):
+        return None
+    tag, inner = step
+    if not inner.is_dir():
+        return (
+            f"{tag.name} names the step {inner.name}, which is not here",
+            "copy that folder too, or give the folder of another step",
+        )
+    return (
+        f"its weights are in a step of a training run: {inner.name}",
+        f"write them beside config.json: weighin convert {inner} {folder / 'model.safetensors'}",
+    )
+
+
 def _pipeline(folder: Path, names: Sequence[str]) -> _Recognised:
     if "model_index.json" not in names:
         return None
@@ -226,6 +242,7 @@ def _folders(folder: Path, names: Sequence[str]) -> _Recognised:
 _RECOGNISERS: Final[Sequence[Callable[[Path, Sequence[str]], _Recognised]]] = (
     _nothing,
     _adapter,
+    _training_run,
     _pipeline,
     _run,
     _variants,
