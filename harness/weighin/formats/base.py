@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 from weighin.formats.dtypes import ITEM_BYTES
@@ -87,11 +88,18 @@ class TensorSlice:
 class Slices(list[TensorSlice]):
     """The tensors of a checkpoint, in the state dict's order.
 
-    ``metadata`` maps each module's name to its version metadata, by which ``load_state_dict`` detects
-    older checkpoints; it is None if the format does not store such metadata.
+    Attributes:
+        metadata: maps each module's name to its version metadata, by which ``load_state_dict`` detects
+            older checkpoints; None if the format does not store such metadata.
+        values: the state dict's values that are no tensors, such as ``_extra_state``, by their names,
+            as records of ``tensor_refs``.
+        refused: the first name of a class or function in the file that torch.load(weights_only=True)
+            refuses; empty if it refuses none.
     """
 
     metadata: Mapping[str, Mapping[str, object]] | None = None
+    values: Mapping[str, object] = MappingProxyType({})
+    refused: str = ""
 
 
 @dataclass(frozen=True, slots=True)
