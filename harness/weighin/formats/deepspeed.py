@@ -20,7 +20,7 @@ have the dtype in which they are stored. The optimizer's moments are not read.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from math import prod
 from pathlib import Path
@@ -39,7 +39,9 @@ SUFFIX = ""
 _OPTIMIZER: Final = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL: Final = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _PIPELINE: Final = re.compile(r"layer_\d+-model_\d+-model_states\.pt")
-_EXPERT: Final = re.compile(r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_.*\.pt")
+_EXPERT: Final = re.compile(
+    r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_.*\.pt"
+)
 _FIRST_MODEL: Final = "mp_rank_00_model_states.pt"
 _MOST_LISTED: Final = 1000
 
@@ -76,6 +78,7 @@ def read(path: Path) -> list[TensorSlice]:
     partitions = _partitions(path)
     if len({one.stage for one in partitions}) != 1:
         raise CheckpointError(f"{path}: the ranks wrote different stages of ZeRO", COPY)
+    states = replace(states, ranks=len(partitions))
     divided = _of_stage_3 if partitions[0].stage == 3 else _of_stages_1_and_2
     return states.state_dict(divided(states, partitions) | deepspeed_states.frozen(states))
 
@@ -118,7 +121,9 @@ def _of_stage_3(states: ModelStates, partitions: Sequence[_Partition]) -> dict[s
     return stored
 
 
-def _of_stages_1_and_2(states: ModelStates, partitions: Sequence[_Partition]) -> dict[str, TensorSlice]:
+def _of_stages_1_and_2(
+    states: ModelStates, partitions: Sequence[_Partition]
+) -> dict[str, TensorSlice]:
     assert states.shapes is not None
     path, stored = states.file.parent, {}
     aligned = 2 * len(partitions)  # DeepSpeed pads a group to a multiple of this
@@ -198,7 +203,8 @@ def _partition(file: Path) -> _Partition:
     groups, count = state.get(key), state.get("partition_count")
     if isinstance(groups, TensorRef):
         groups = [groups]
-    count = max(count, default=0) if _are_counts(count) else count
+    if isinstance(count, list) and count and all(type(one) is int for one in count):
+        count = max(count)  # of each group of parameters
     if not (isinstance(groups, list) and all(isinstance(one, TensorRef) for one in groups)):
         raise CheckpointError(f"{file}: holds no float32 weights of ZeRO", COPY)
     if not (type(count) is int and count > 0):
@@ -211,10 +217,6 @@ def _partition(file: Path) -> _Partition:
         tuple(place(f"{key}.{number}", one) for number, one in enumerate(groups)),
         paddings if isinstance(paddings, list) else None,
     )
-
-
-def _are_counts(value: Any) -> bool:
-    return isinstance(value, list) and all(type(one) is int for one in value)
 
 
 def _check_parallelism(path: Path) -> None:

@@ -5,7 +5,7 @@ and shapes of these weights, and the values of all other tensors: buffers, froze
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -17,6 +17,7 @@ from weighin.formats.base import Slices, TensorSlice
 from weighin.formats.dtypes import is_sizes
 from weighin.formats.flat_pieces import Flat, Shape, joined
 from weighin.formats.sniff import shown
+from weighin.formats.state_dicts import StateDictParts, state_dict
 from weighin.formats.tensor_refs import TensorRef, type_name
 
 COPY: Final = "copy the whole folder again, from every machine that took part in the training"
@@ -33,6 +34,8 @@ class ModelStates:
     Attributes:
         module: the tensors of the module's state dict, in its order. A parameter that ZeRO-3 divides
             among ranks is empty here.
+        values: the values of the module's state dict that are no tensors.
+        metadata: the version metadata of the module's parts.
         shapes: the parameters of each group of the optimizer, in the order in which their elements
             are stored; None if no ZeRO optimizer wrote the checkpoint.
         frozen: the parameters that the optimizer does not train.
@@ -44,6 +47,8 @@ class ModelStates:
 
     file: Path
     module: Mapping[str, TensorSlice]
+    values: Mapping[str, object]
+    metadata: Mapping[str, Mapping[str, object]] | None
     shapes: tuple[dict[str, Shape], ...] | None
     frozen: dict[str, Shape]
     fragments: Mapping[str, TensorSlice]
@@ -61,6 +66,7 @@ class ModelStates:
             CheckpointError: no file has the values of a parameter.
         """
         slices = Slices()
+        slices.metadata, slices.values = self.metadata, self.values
         aliases = (name for name, source in self.shared.items() if source in stored)
         for name in dict.fromkeys([*self.module, *stored, *aliases]):
             source = self.shared.get(name, name)
@@ -88,20 +94,32 @@ def read(file: Path) -> ModelStates:
     value, place = pt.read_value(file)
     if not isinstance(value, dict) or "module" not in value:
         raise CheckpointError(f"{file}: holds no model states of DeepSpeed", COPY)
+    module = StateDictParts({}, {}, None)
+    if value["module"] is not None:
+        module = state_dict(file, value, "module")
     if any(isinstance(value.get(key), list) for key in _AUTO_EXPERTS):
         raise experts_divided(file.parent, f"{file.name} has AutoEP layers")
     groups = value.get("param_shapes")
     if isinstance(groups, dict):  # DeepSpeed before 0.4: one group
         groups = [groups]
-    shapes = None if groups is None else tuple(_shapes(file, group) for group in _list(file, groups))
+    shapes = (
+        None if groups is None else tuple(_shapes(file, group) for group in _list(file, groups))
+    )
     names = value.get("buffer_names") or []
     shared = value.get("shared_params") or {}
+    fragments = value.get("frozen_param_fragments") or {}
     return ModelStates(
         file,
-        {name: place(name, tensor) for name, tensor in _tensors(value["module"])},
+        {name: place(name, tensor) for name, tensor in module.tensors.items()},
+        module.values,
+        module.metadata,
         shapes,
         _shapes(file, value.get("frozen_param_shapes") or {}),
-        {name: place(name, each) for name, each in _tensors(value.get("frozen_param_fragments"))},
+        {
+            name: place(name, each)
+            for name, each in _pairs(file, fragments)
+            if isinstance(each, TensorRef)
+        },
         ranks if type(ranks := value.get("dp_world_size")) is int else 0,
         frozenset(name for name in _list(file, names) if isinstance(name, str)),
         {name: source for name, source in _pairs(file, shared) if isinstance(source, str)},
@@ -118,7 +136,9 @@ def frozen(states: ModelStates) -> dict[str, TensorSlice]:
         return {name: states.fragments[name] for name in states.frozen if name in states.fragments}
     if not states.frozen:
         return {}
-    others = [states.file.with_name(of_rank(states.file.name, rank)) for rank in range(1, states.ranks)]
+    others = [
+        states.file.with_name(of_rank(states.file.name, rank)) for rank in range(1, states.ranks)
+    ]
     if absent := [file.name for file in others if not file.is_file()]:
         raise missing(states.file.parent, absent)
     every = [states, *map(read, others)]
@@ -152,14 +172,6 @@ def experts_divided(folder: Path, why: str) -> CheckpointError:
         f"{folder}: the experts are divided among ranks (expert parallelism): {why}",
         "load it with DeepSpeed on as many ranks, and save the experts of all ranks in one state dict",
     )
-
-
-def _tensors(value: Any) -> Iterator[tuple[str, TensorRef]]:
-    """Yield the tensors of a state dict; other values, such as extra state, are left out."""
-    if isinstance(value, dict):
-        for name, each in value.items():
-            if isinstance(name, str) and isinstance(each, TensorRef):
-                yield name, each
 
 
 def _shapes(file: Path, value: Any) -> dict[str, Shape]:

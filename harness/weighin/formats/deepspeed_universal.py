@@ -11,7 +11,6 @@ If the source was ZeRO 3, ``fp32.pt`` is flat, and its shape is in the model sta
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Final
@@ -19,7 +18,7 @@ from typing import Final
 from weighin.errors import CheckpointError
 from weighin.formats import deepspeed_states, pt
 from weighin.formats.base import Slices, TensorSlice
-from weighin.formats.deepspeed_states import COPY, ModelStates
+from weighin.formats.deepspeed_states import COPY
 from weighin.formats.flat_pieces import Flat, Shape, joined
 from weighin.formats.sniff import shown
 from weighin.formats.tensor_refs import TensorRef, type_name
@@ -50,7 +49,9 @@ def read(path: Path) -> list[TensorSlice]:
         CheckpointError: a weight or the shape of a weight is missing, or a file is damaged.
     """
     states = [deepspeed_states.read(file) for file in _states(path)]
-    shapes = {name: shape for one in states for group in one.shapes or () for name, shape in group.items()}
+    shapes = {
+        name: shape for one in states for group in one.shapes or () for name, shape in group.items()
+    }
     weights = _weights(path)
     whole = len(states) == 1  # else each has a part of the module
     if absent := next((name for name in shapes if name not in weights), None):

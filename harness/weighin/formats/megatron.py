@@ -74,16 +74,21 @@ def read(path: Path) -> list[TensorSlice]:
                 f"{path}: the model is divided among {ranks} {kind}-parallel ranks, but only {rank} is here",
                 f"copy the folders of all ranks here, then {_MERGE}",
             )
-    return Slices(place(name, tensor) for name, tensor in _tensors(model, "", _DEEPEST))
+    values = dict(_flat(model, "", _DEEPEST))
+    tensors = {name: each for name, each in values.items() if isinstance(each, TensorRef)}
+    slices = Slices(place(name, tensor) for name, tensor in tensors.items())
+    slices.values = {name: each for name, each in values.items() if name not in tensors}
+    slices.metadata = getattr(model, "metadata", None)
+    return slices
 
 
-def _tensors(model: dict[Any, Any], prefix: str, depth: int) -> Iterator[tuple[str, TensorRef]]:
-    """Yield the tensors of nested dicts under dotted names; other values are left out."""
+def _flat(model: dict[Any, Any], prefix: str, depth: int) -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested dicts, as older releases wrote them, under dotted names."""
     for name, value in model.items():
-        if isinstance(value, TensorRef):
+        if isinstance(value, dict) and depth:
+            yield from _flat(value, f"{prefix}{name}.", depth - 1)
+        else:
             yield f"{prefix}{name}", value
-        elif isinstance(value, dict) and depth:
-            yield from _tensors(value, f"{prefix}{name}.", depth - 1)
 
 
 def _argument(arguments: Any, name: str) -> int:
