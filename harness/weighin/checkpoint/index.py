@@ -46,7 +46,7 @@ def index(
     Raises:
         CheckpointError: the checkpoint cannot be read, or does not fit the model.
     """
-    formats.named(fmt)
+    formats.known(fmt)
     map_large_tensors()
     if builder == BUILDER and is_pretrained(folder_of(checkpoint)):
         if selection:

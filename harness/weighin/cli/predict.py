@@ -122,7 +122,7 @@ def _plan(suite: "Suite", chosen: "ChosenModels") -> "list[Planned]":
             isolation="process",
             device=suite.device,
             dtype=chosen.dtype,
-            formats=tuple(formats.named(name).NAME for name in suite.format),
+            formats=tuple(formats.known(name) for name in suite.format),
             own_format=formats.detect(chosen.checkpoint).NAME if chosen.checkpoint else None,
             environments=tuple(suite.environment),
             ranks=tuple(suite.ranks),

@@ -135,8 +135,8 @@ class TensorPlan:
     shared_with: str | None = None
 
 
-class Layout(Protocol):
-    """The interface of a checkpoint format."""
+class ReadLayout(Protocol):
+    """The interface of a checkpoint format that weighin reads."""
 
     NAME: str
     SUFFIX: str
@@ -164,6 +164,10 @@ class Layout(Protocol):
                 damage.
         """
         ...
+
+
+class Layout(ReadLayout, Protocol):
+    """The interface of a checkpoint format that weighin also writes."""
 
     def write(
         self,

@@ -80,7 +80,7 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
     strategies = registry.chosen(suite)
     _check_names("models", [(spec.title, spec.builder) for spec in models])
     _check_names("strategies", [(info.name, str(info.path)) for info, _ in strategies])
-    format_names = tuple(formats.named(name).NAME for name in suite.format)
+    format_names = tuple(formats.known(name) for name in suite.format)
     site.check_ram(suite.ram)
     _check_gpu(suite, site)
     limited = request.within is not None or any(limit is not None for limit in suite.ram)
