@@ -20,6 +20,7 @@ from weighin.errors import CheckpointError
 from weighin.formats.base import Progress, TensorSlice
 from weighin.formats.misfit import NOT_MEASURED, check_converts, misfit, plain, selecting
 from weighin.formats.pretrained_folder import BUILDER, folder_of, is_pretrained, own_dtype
+from weighin.formats.quantised import of_model, refuse_codes
 from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.zip_writer import run_parallel
 from weighin.models.skeleton import map_large_tensors
@@ -55,7 +56,12 @@ def index(
                 "leave out --key and --strip-prefix",
             )
         from weighin.checkpoint.index_pretrained import index_pretrained
+        from weighin.checkpoint.index_quantised import index_quantised
 
+        if found := of_model(ModelSpec(model, builder, dict(kwargs))):
+            return index_quantised(
+                model, kwargs, found, checkpoint=checkpoint, fmt=fmt, folder=folder
+            )
         return index_pretrained(
             model, kwargs, checkpoint=checkpoint, fmt=fmt, folder=folder, permit=permit, progress=progress
         )  # fmt: skip
@@ -67,6 +73,7 @@ def index(
     places = {where.name: where for where in slices}
     dtype = getattr(torch, own_dtype(ModelSpec(model, builder, dict(kwargs))))
     described = describe(builder, kwargs, real_buffers="non_persistent", dtype=dtype)
+    refuse_codes(checkpoint, slices, [one.name for one in described])
     check_fits(checkpoint, model, places, described)
     if converts and not slices:
         raise CheckpointError(

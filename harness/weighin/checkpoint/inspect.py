@@ -13,8 +13,10 @@ from rich.table import Table
 from weighin import formats
 from weighin.checkpoint.expected_memory import Expected, expected
 from weighin.errors import UnknownName
+from weighin.formats import adapters, quantised
 from weighin.formats.base import TensorSlice
 from weighin.formats.misfit import first_names, plain
+from weighin.formats.quantised import Quantised
 from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.storages import Footprint, footprint, ties
 from weighin.formats.tensor_refs import type_name
@@ -55,6 +57,8 @@ class Inspected:
     """A checkpoint: its ``tensors`` in the state dict's order, and its ``files`` as (name, bytes).
 
     ``values`` maps the names of the state dict's other values to the names of their types.
+    ``quantised`` says how its tensors are quantised, if they are, and ``adapter`` that there is an
+    adapter beside the model, or nothing.
     """
 
     path: Path
@@ -64,6 +68,8 @@ class Inspected:
     expected: tuple[Expected, ...]
     footprint: Footprint
     values: Mapping[str, str]
+    quantised: Quantised | None = None
+    adapter: str = ""
 
     @property
     def once(self) -> list[Tensor]:
@@ -111,6 +117,8 @@ class Inspected:
             "tensors": [asdict(tensor) for tensor in self.tensors],
             "values": [{"name": name, "type": kind} for name, kind in self.values.items()],
             "expected": [asdict(need) for need in self.expected],
+            "quantised": asdict(self.quantised) if self.quantised else None,
+            "adapter": self.adapter or None,
         }
 
 
@@ -132,7 +140,10 @@ def inspect(path: Path, selection: Selection = WHOLE) -> Inspected:
     in_place = not selection and getattr(slices, "only_tensors", True)
     needs = expected(registry.strategies().values(), layout, sizes, sized if in_place else None)
     kinds = {name: type_name(value) for name, value in values.items()}
-    return Inspected(path, layout, files, tensors, tuple(needs), sized, kinds)
+    return Inspected(
+        path, layout, files, tensors, tuple(needs), sized, kinds,
+        quantised.in_checkpoint(path, slices), adapters.note(root),
+    )  # fmt: skip
 
 
 def tables(
@@ -148,6 +159,7 @@ def tables(
     return [
         _tensor_table(_sorted(inspected.tensors, sort), show_all),
         *_lines(inspected),
+        *_notes(inspected),
         _expected_table(inspected),
         "The expected peaks are computed from sizes, not measured, and leave out the memory of"
         " `import torch`. weighin bench measures them.",
@@ -245,6 +257,16 @@ def _notes(inspected: Inspected) -> list[str]:
     if inspected.values:
         kinds = (f"{plain(name)} ({kind})" for name, kind in inspected.values.items())
         notes.append(f"left out, because they are no tensors: {one_line(first_names(kinds))}")
+    if inspected.adapter:
+        notes.append(inspected.adapter)
+    if found := inspected.quantised:
+        notes.append(found.summary)
+        notes.append(
+            f"{found.obstacle}; {found.repair}"
+            if found.obstacle
+            else f"from_pretrained loads them (needs {found.needed}); the peaks below are of a model that takes"
+            " the codes and the scales as they are"
+        )
     return notes
 
 

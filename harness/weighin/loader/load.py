@@ -25,9 +25,11 @@ from weighin import formats
 from weighin.errors import CheckpointError
 from weighin.formats.base import TensorSlice
 from weighin.formats.misfit import check_converts, first_names
+from weighin.formats.quantised import refuse_codes
 from weighin.formats.selection import Selection
 from weighin.loader import fill
 from weighin.loader.arena import MemoryNeed, provide
+from weighin.loader.codes import refuse_left_out_scales
 from weighin.loader.extra_state import extra_values
 from weighin.loader.fill import Fill, is_readable
 from weighin.loader.lazy_state import (
@@ -108,8 +110,8 @@ def load_streaming(
 
     Raises:
         CheckpointError: the checkpoint is unreadable or does not fit the model (missing or
-            unexpected keys, other shapes), or the model has a tensor on the meta device that is not
-            in the checkpoint.
+            unexpected keys, other shapes), its tensors are codes for whose scales the model has no
+            place, or the model has a tensor on the meta device that is not in the checkpoint.
     """
     device = _with_index(torch.device(device))
     selection = Selection(key, strip_prefix)
@@ -141,8 +143,10 @@ def _load(
             if not isinstance(model, torch.nn.Module):
                 model = _built(model, log)
             was_meta = any(tensor.is_meta for tensor in _tensors(model))
+            refuse_codes(path, slices, model.state_dict(keep_vars=True))
             mapped = _mapped(model, slices)
             if mapped:
+                refuse_left_out_scales(model, slices, mapped, path)
                 slices = mapped.slices
             undone.enter_context(
                 real_memory(model, {source.name: source.dtype for source in slices})

@@ -1,6 +1,7 @@
 """Load a Hugging Face folder as ``from_pretrained`` does, through weighin's loader."""
 
 import contextlib
+import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,15 @@ from typing import Any
 import torch
 
 from weighin.errors import CheckpointError
+from weighin.formats import adapters
 from weighin.formats.pretrained_folder import cached_snapshot, is_pretrained, read_folder
-from weighin.formats.pretrained_spec import auto_dtype, spec_of
+from weighin.formats.pretrained_spec import auto_dtype, plain_spec_of
 from weighin.formats.selection import Selection
 from weighin.loader.load import load_streaming
 from weighin.models.pretrained import from_config
 from weighin.models.skeleton import construct
+
+_log = logging.getLogger("weighin")
 
 
 def load_pretrained(
@@ -41,7 +45,8 @@ def load_pretrained(
         strip_prefix: a prefix of the names in the file that the model's names lack: "module.".
 
     Raises:
-        CheckpointError: the folder is unreadable, or lacks weights of its model.
+        CheckpointError: the folder is unreadable, lacks weights of its model, is quantised, or has an
+            adapter beside it that from_pretrained adds.
         ConfigError: transformers is missing, has no such class, or the folder brings code that is not
             trusted.
     """
@@ -55,9 +60,12 @@ def load_pretrained(
         )
     found = read_folder(path, trust_remote_code=trust_remote_code)
     selection = Selection(key, strip_prefix)
+    spec = plain_spec_of(found, selection)
+    if note := adapters.note(path):
+        _log.warning(note)
     wanted = auto_dtype(found, selection) if dtype == "auto" else dtype
     kind = getattr(torch, wanted) if isinstance(wanted, str) else wanted
-    build = partial(from_config, **spec_of(found, selection).kwargs)
+    build = partial(from_config, **spec.kwargs)
     model: Any = load_streaming(
         lambda: construct(build, kind),
         found.checkpoint,

@@ -19,6 +19,7 @@ from weighin.errors import (
     RecordError,
     StillRunning,
 )
+from weighin.formats import quantised
 from weighin.formats.pretrained_folder import BUILDER, code_of
 from weighin.formats.selection import WHOLE, Selection
 from weighin.isolation import preload, select
@@ -60,7 +61,7 @@ class Request:
 
 
 def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
-    """Plan a new run, write its plan, and return the run with a note about the isolation.
+    """Plan a new run, write its plan, and return the run with a note on the isolation and the models.
 
     ``site`` is the machine or machines that will measure.
 
@@ -90,6 +91,7 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
         base_image=request.base_image,
         packages=_installed([info for info, _ in strategies], models),
     )
+    note = "; ".join(filter(None, (note, *chosen.notes)))
     if suite.ram_high is not None:
         site.check_soft_limit(isolation)
     planned = plan(
@@ -263,12 +265,14 @@ def _own_format(checkpoint: Path | None) -> str | None:
 
 
 def _installed(
-    infos: Iterable[registry.StrategyInfo], models: Iterable[ModelSpec]
+    infos: Iterable[registry.StrategyInfo], models: Sequence[ModelSpec]
 ) -> tuple[str, ...]:
     """Return the sorted installed packages that these strategies and models need."""
     needed = [name for info in infos for name in info.packages]
     if any(model.builder == BUILDER for model in models):
         needed.append("transformers")
+    found = [quantised.of_model(model) for model in models]
+    needed += [name for one in found if one for name in one.packages]
     return tuple(sorted(packages.versions(needed)))
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from weighin import formats
 from weighin.cell import SYNTHESISED, ModelSpec, Operation
 from weighin.errors import ConfigError, UnknownName
-from weighin.formats import pretrained_folder, structure
+from weighin.formats import pretrained_folder, quantised, structure
 from weighin.formats.misfit import NOT_MEASURED, check_converts
 from weighin.formats.pretrained_folder import (
     cached_snapshot,
@@ -59,6 +59,8 @@ class StrategyInfo:
     "fastsafetensors", "safetensors>=0.8". ``shares_load`` tells whether the strategy divides one
     load among several ranks, so that it needs at least two. ``weights_only`` tells whether the strategy
     reads a training checkpoint with torch.load(weights_only=True), which refuses most classes.
+    ``dequantises`` tells whether the strategy loads a quantised Hugging Face folder as from_pretrained
+    does.
     """
 
     name: str
@@ -71,6 +73,7 @@ class StrategyInfo:
     pretrained: bool = False
     packages: tuple[str, ...] = ()
     shares_load: bool = False
+    dequantises: bool = False
     weights_only: bool = False
 
     @property
@@ -177,6 +180,7 @@ def read_strategy(path: Path, operation: Operation = "load") -> StrategyInfo:
         packages=_constant(tree, "PACKAGES", path, ()),
         shares_load=_flag(tree, "SHARES_LOAD"),
         weights_only=_flag(tree, "WEIGHTS_ONLY"),
+        dequantises=_flag(tree, "DEQUANTISES"),
     )
 
 
@@ -214,7 +218,8 @@ def model_and_checkpoint(
 
     Raises:
         UnknownName: ``name`` is none of these.
-        CheckpointError: the path does not exist or is no checkpoint; the message says what it is.
+        CheckpointError: the path does not exist or is no checkpoint, or its tensors alone are no
+            weights; the message says what it is.
         ConfigError: ``kwargs`` are given for a path, or the folder's own code may not run.
     """
     path = path_of(name, kwargs)
@@ -226,6 +231,7 @@ def model_and_checkpoint(
             return spec_of(folder), folder.checkpoint
     _, slices = formats.read(path, selection)
     check_converts(path, slices, NOT_MEASURED)
+    quantised.refuse_codes(path, slices, ())
     return ModelSpec(path.name, SYNTHESISED, {"tensors": structure.pack(slices)}), weights_of(path)
 
 
