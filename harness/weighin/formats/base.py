@@ -69,6 +69,12 @@ class TensorSlice:
         return prod(self.shape) * ITEM_BYTES[self.dtype_name]
 
     @property
+    def place(self) -> object:
+        """A key that two tensors have in common if they are tied: the same elements of the files."""
+        parts = tuple((part.start, part.where.file, part.where.offset) for part in self.parts)
+        return self.file, self.offset, self.dtype_name, self.shape, self.stride, parts
+
+    @property
     def dtype(self) -> "torch.dtype":
         """The tensor's ``torch.dtype``; this property imports torch.
 
@@ -113,6 +119,11 @@ class Slices(list[TensorSlice]):
     values: Mapping[str, object] = MappingProxyType({})
     refused: str = ""
 
+    @property
+    def only_tensors(self) -> bool:
+        """Whether torch.load(weights_only=True) reads the file as a state dict of tensors alone."""
+        return not (self.values or self.refused)
+
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
@@ -124,8 +135,8 @@ class TensorPlan:
     shared_with: str | None = None
 
 
-class Layout(Protocol):
-    """The interface of a checkpoint format."""
+class ReadLayout(Protocol):
+    """The interface of a checkpoint format that weighin reads."""
 
     NAME: str
     SUFFIX: str
@@ -153,6 +164,10 @@ class Layout(Protocol):
                 damage.
         """
         ...
+
+
+class Layout(ReadLayout, Protocol):
+    """The interface of a checkpoint format that weighin also writes."""
 
     def write(
         self,

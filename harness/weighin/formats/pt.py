@@ -5,9 +5,9 @@ Reading uses neither torch nor Python's pickle: ``zip_directory`` finds the reco
 """
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Final
+from typing import IO, TYPE_CHECKING, Any, Final
 
 from weighin.errors import CheckpointError
 from weighin.formats import state_pickle
@@ -81,6 +81,20 @@ def read_one(path: Path, name: str, archive: "FileView | None" = None) -> Tensor
             raise holds_more(path, "it", value)
         raise CheckpointError(f"{path}: holds a {type_name(value)}, not a tensor", RESAVE)
     return _slice(path, name, value, records)
+
+
+def read_value(path: Path) -> tuple[Any, Callable[[str, TensorRef], TensorSlice]]:
+    """Return a file's pickled value as plain records, and a function from a tensor to its place.
+
+    The function's first argument is the name to give to the tensor.
+
+    Raises:
+        CheckpointError: for the same reasons as ``read``, except that the value may be any.
+    """
+    check_file(path)
+    with _opened(path) as file:
+        pickled, records = _read_value(path, file)
+    return pickled.value, lambda name, tensor: _slice(path, name, tensor, records)
 
 
 def write(

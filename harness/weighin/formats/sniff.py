@@ -12,6 +12,7 @@ from typing import Final
 
 from weighin.errors import CheckpointError
 from weighin.formats.recognise import Recognised, by_content
+from weighin.formats.training_step import named_step
 from weighin.text import one_line
 
 AGAIN: Final = "copy or download the file again"
@@ -180,6 +181,21 @@ def _adapter(folder: Path, names: Sequence[str]) -> Recognised:
     return f"an adapter of {shown_base}, not a whole model", repair
 
 
+def _training_run(folder: Path, _: Sequence[str]) -> Recognised:
+    if not (step := named_step(folder)):
+        return None
+    tag, inner = step
+    if not inner.is_dir():
+        return (
+            f"{tag.name} names the step {inner.name}, which is not here",
+            "copy that folder too, or give the folder of another step",
+        )
+    return (
+        f"its weights are in a step of a training run: {inner.name}",
+        f"write them beside config.json: weighin convert {inner} {folder / 'model.safetensors'}",
+    )
+
+
 def _pipeline(folder: Path, names: Sequence[str]) -> Recognised:
     if "model_index.json" not in names:
         return None
@@ -274,6 +290,7 @@ def _folders(folder: Path, names: Sequence[str]) -> Recognised:
 _RECOGNISERS: Final[Sequence[Callable[[Path, Sequence[str]], Recognised]]] = (
     _nothing,
     _adapter,
+    _training_run,
     _pipeline,
     _run,
     _variants,

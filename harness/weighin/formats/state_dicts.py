@@ -26,6 +26,7 @@ _ARRAY: Final = "NumPy array"
 _EXTRA_STATE: Final = "_extra_state"
 """The part of a name under which ``Module.state_dict`` stores a value that is no tensor."""
 
+_OPTIM_STATES: Final = "_optim_states.pt"
 _WEIGHTS_ALONE: Final = "save the weights alone: torch.save(model.state_dict(), ...)"
 _SAVE_AGAIN: Final = (
     "if you trust the file, load it and save plain weights: torch.save(model.state_dict(), ...)"
@@ -125,10 +126,15 @@ def no_key(path: Path, key: str, keys: Sequence[object] | Mapping[Any, object]) 
 
 
 def weights_in(value: Any) -> dict[str, int]:
-    """Return the keys of the state dicts in nested dicts, and their sizes in bytes, largest first.
+    """Return the keys of the largest state dicts in nested dicts, and their sizes in bytes.
 
-    State dicts of optimizers are left out.
+    State dicts of optimizers and those of empty tensors are left out.
     """
+    return largest(_sizes(value))
+
+
+def _sizes(value: Any) -> dict[str, int]:
+    """Return the keys of all state dicts in nested dicts except optimizers', and their sizes in bytes."""
     seen: set[int] = set()  # a crafted pickle may refer to one dict from many places
     places: dict[str, int] = {}
 
@@ -151,7 +157,7 @@ def weights_in(value: Any) -> dict[str, int]:
 
     if isinstance(value, Mapping):
         look(value, "", 1)
-    return largest(places)
+    return places
 
 
 def largest(places: Mapping[str, int]) -> dict[str, int]:
@@ -169,6 +175,21 @@ def with_key(places: Mapping[str, int]) -> str:
     return (
         f"select the weights: {ways}; in load_streaming: key={shown(first)}"
         f"; in a suite: key: {first}"
+    )
+
+
+def all_empty(path: Path) -> CheckpointError:
+    """Return the exception for a checkpoint of empty tensors, as ZeRO-3 writes beside the weights."""
+    folder = path if path.is_dir() else path.parent
+    if next(folder.glob(f"*{_OPTIM_STATES}"), None) is None:
+        return CheckpointError(
+            f"{path}: all tensors are empty, so there is nothing to load",
+            "save the whole weights: a process that shards a model (ZeRO-3, FSDP) must gather them"
+            " before it calls state_dict()",
+        )
+    return CheckpointError(
+        f"{path}: all tensors are empty: ZeRO-3 keeps the weights in *{_OPTIM_STATES}",
+        f"give the folder of all its files: {folder}",
     )
 
 
@@ -207,7 +228,10 @@ def _no_state_dict(
     ``values`` are its items that are no tensors. The message names the first foreign object among
     them, if there is one, because torch.load refuses it, too.
     """
-    item, places = values[name], weights_in(value)
+    item, sizes = values[name], _sizes(value)
+    places = largest(sizes)
+    if sizes and not places:
+        return all_empty(path)
     objects = list(_objects(key, {name: item} if key else values))
     foreign = next((one for one in objects if one[1].is_foreign), None)
     for place, one in objects:
