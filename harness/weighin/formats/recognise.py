@@ -105,6 +105,11 @@ def is_safetensors(head: bytes) -> bool:
     return head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= MOST_HEADER_BYTES
 
 
+def is_zip(head: bytes) -> bool:
+    """Tell whether a file begins like a zip archive."""
+    return head.startswith(b"PK") and not is_safetensors(head)
+
+
 def is_legacy(head: bytes) -> bool:
     """Tell whether a file begins like a file of torch before 1.6: with a pickled magic number."""
     return _LEGACY_MAGIC in head[:32]
