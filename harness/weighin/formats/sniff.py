@@ -35,7 +35,10 @@ _MOST_SHOWN: Final = 100
 _MOST_JSON_BYTES: Final = 1024**2
 _MOST_NAMES: Final = 3
 _PATH_STARTS: Final = ("./", "../", "/", "~")
-_PATH_ENDS: Final = ("/", ".gguf", ".json", ".onnx", ".h5", ".zip", ".py", *WEIGHTS)
+_PATH_ENDS: Final = (
+    "/", ".gguf", ".gz", ".h5", ".json", ".msgpack", ".npz", ".onnx", ".pkl", ".pt2", ".py", ".tar", ".zip",
+    *WEIGHTS,
+)  # fmt: skip
 _VARIANT: Final = re.compile(r"\w*model\.(\w+)(-\d+-of-\d+)?(\.safetensors|\.bin)")
 _VARIANT_INDEX: Final = re.compile(r"(\w*model\.(?:safetensors|bin)\.index)\.\w+(\.json)")
 _SHARD: Final = re.compile(r"(\w*model)-\d+-of-\d+(\.safetensors|\.bin)")
