@@ -67,7 +67,7 @@ REFUSED_CHECKPOINTS = {
         "choose the model that this checkpoint was saved from, or correct its arguments\n"
     ),
     "code": (
-        "holds more than tensors, and was NOT executed: 'weight' refers to posix.system\n"
+        "holds more than tensors, and was NOT executed: 'tok_emb.weight' refers to posix.system\n"
         "if you trust the file, load it and save plain weights: torch.save(model.state_dict(), ...)\n"
     ),
 }
