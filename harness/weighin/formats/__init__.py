@@ -16,11 +16,22 @@ if TYPE_CHECKING:
         detect,
         files,
         known,
+        loaded_as,
         named,
         read,
     )
 
-__all__ = ["NAMES", "READ_ONLY", "checkpoint_in", "detect", "files", "known", "named", "read"]
+__all__ = [
+    "NAMES",
+    "READ_ONLY",
+    "checkpoint_in",
+    "detect",
+    "files",
+    "known",
+    "loaded_as",
+    "named",
+    "read",
+]
 
 
 def __getattr__(name: str) -> Any:

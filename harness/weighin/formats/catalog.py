@@ -94,6 +94,18 @@ def known(name: str) -> str:
     return name if name in READ_ONLY else named(name).NAME
 
 
+def loaded_as(checkpoint: Path | None, selection: Selection = WHOLE) -> str | None:
+    """Return the format in which strategies that read it load the user's checkpoint.
+
+    The result is None if there is no such file, or if only a part of it is selected, which cannot be
+    written in this format.
+    """
+    if checkpoint is None or not checkpoint.exists():
+        return None
+    name = detect(checkpoint).NAME
+    return None if selection and name in READ_ONLY else name
+
+
 def detect(path: Path) -> ReadLayout:
     """Return the format of the checkpoint at ``path``, by file names and first bytes.
 
