@@ -108,7 +108,8 @@ def _no_step(folder: Path) -> Made:
 
 def _megatron(folder: Path) -> Made:
     weights = state(torch.bfloat16)
-    write_megatron(folder / "run", [weights], tensor_model_parallel_size=1)
+    with_state = weights | {"block._extra_state": None}
+    write_megatron(folder / "run", [with_state], tensor_model_parallel_size=1)
     return Made(folder / "run", weights)
 
 

@@ -179,7 +179,10 @@ def test_wrong_metadata_is_named_and_never_run(
 )
 def test_what_is_no_metadata_is_refused_in_little_memory(ours: Path, text: bytes) -> None:
     (ours / ".metadata").write_bytes(text)
-    with pytest.raises(CheckpointError, match=r"\.metadata: (damaged|not) metadata"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"\.metadata: (metadata that weighin does not know|truncated|not metadata)",
+    ):
         dcp.read(ours)
 
 

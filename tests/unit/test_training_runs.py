@@ -359,6 +359,10 @@ def test_a_selected_part_is_loaded_in_a_format_that_weighin_writes(
     assert formats.loaded_as(step) == "deepspeed"
     assert formats.loaded_as(step, Selection("layers")) is None
     assert formats.loaded_as(tmp_path / "none") is None
+    megatron = write_megatron(tmp_path / "other", [dict(MEGATRON)])
+    assert formats.loaded_as(megatron) == "megatron"
+    write_megatron(tmp_path / "third", [dict(MEGATRON) | {"layer._extra_state": None}])
+    assert formats.loaded_as(tmp_path / "third") is None
     assert formats.known("deepspeed") == "deepspeed"
     with pytest.raises(HarnessError, match="no checkpoint format is called 'deepsped'"):
         formats.known("deepsped")

@@ -13,7 +13,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
+from weighin.errors import CheckpointError
 from weighin.formats.dtypes import ITEM_BYTES
+from weighin.formats.sniff import shown
 
 if TYPE_CHECKING:
     import torch
@@ -67,11 +69,27 @@ class TensorSlice:
         return prod(self.shape) * ITEM_BYTES[self.dtype_name]
 
     @property
+    def place(self) -> object:
+        """A key that two tensors have in common if they are tied: the same elements of the files."""
+        parts = tuple((part.start, part.where.file, part.where.offset) for part in self.parts)
+        return self.file, self.offset, self.dtype_name, self.shape, self.stride, parts
+
+    @property
     def dtype(self) -> "torch.dtype":
-        """The tensor's ``torch.dtype``; this property imports torch."""
+        """The tensor's ``torch.dtype``; this property imports torch.
+
+        Raises:
+            CheckpointError: this version of torch does not have the dtype.
+        """
         import torch  # not at the top: `weighin inspect` needs no torch
 
-        dtype: torch.dtype = getattr(torch, self.dtype_name)
+        dtype: torch.dtype | None = getattr(torch, self.dtype_name, None)
+        if dtype is None:
+            raise CheckpointError(
+                f"{self.file}: {shown(self.name)} has the dtype {self.dtype_name}, which torch"
+                f" {torch.__version__} does not have",
+                "use a later version of torch",
+            )
         return dtype
 
     @property
@@ -100,6 +118,11 @@ class Slices(list[TensorSlice]):
     metadata: Mapping[str, Mapping[str, object]] | None = None
     values: Mapping[str, object] = MappingProxyType({})
     refused: str = ""
+
+    @property
+    def only_tensors(self) -> bool:
+        """Whether torch.load(weights_only=True) reads the file as a state dict of tensors alone."""
+        return not (self.values or self.refused)
 
 
 @dataclass(frozen=True, slots=True)

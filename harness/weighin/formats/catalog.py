@@ -44,10 +44,11 @@ from weighin.formats import (
     sniff,
     tensorizer,
 )
-from weighin.formats.base import Layout, ReadLayout, TensorSlice
+from weighin.formats.base import Layout, ReadLayout, Slices, TensorSlice
 from weighin.formats.pretrained_folder import find_weights, is_pretrained
 from weighin.formats.selection import WHOLE, Selection, below, stripped
 from weighin.formats.sharded import OF_DIFFUSERS, SHARDED, SHARDED_PT
+from weighin.formats.state_dicts import all_empty
 from weighin.formats.training_step import newest
 from weighin.formats.zip_directory import check_file
 
@@ -97,13 +98,17 @@ def known(name: str) -> str:
 def loaded_as(checkpoint: Path | None, selection: Selection = WHOLE) -> str | None:
     """Return the format in which strategies that read it load the user's checkpoint.
 
-    The result is None if there is no such file, or if only a part of it is selected, which cannot be
-    written in this format.
+    The result is None if there is no such file. It is also None if a file with a part of it must be
+    written, the selected part or its tensors alone, and weighin does not write this format.
+
+    Raises:
+        CheckpointError: for the same reasons as ``read``.
     """
     if checkpoint is None or not checkpoint.exists():
         return None
     name = detect(checkpoint).NAME
-    return None if selection and name in READ_ONLY else name
+    written = name in READ_ONLY and (selection or not has_only_tensors(checkpoint))
+    return None if written else name
 
 
 def detect(path: Path) -> ReadLayout:
@@ -175,7 +180,19 @@ def read(path: Path, selection: Selection = WHOLE) -> tuple[str, list[TensorSlic
         slices = below(path, slices, key) if key else slices
     if selection.strip_prefix:
         slices = stripped(path, slices, selection.strip_prefix)
+    if slices and not any(one.nbytes for one in slices):
+        raise all_empty(path)
     return layout.NAME, slices
+
+
+def has_only_tensors(path: Path) -> bool:
+    """Tell whether any strategy can load the file itself: it is a state dict of tensors alone.
+
+    Raises:
+        CheckpointError: for the same reasons as ``read``.
+    """
+    slices = read(path)[1]
+    return not isinstance(slices, Slices) or slices.only_tensors
 
 
 def files(path: Path) -> list[Path]:

@@ -107,7 +107,12 @@ def _stored(path: Path, key: Any, tensor: Any, places: list[tuple[Any, Any]]) ->
     state = properties.state if isinstance(properties, StandIn) else None
     dtype = state[0] if isinstance(state, tuple) and state else None
     shape = tensor.field("size")
-    if not isinstance(dtype, str) or dtype not in ITEM_BYTES or not places:
+    if isinstance(dtype, str) and dtype not in ITEM_BYTES:
+        raise CheckpointError(
+            f"{path}: {shown(key)} has the dtype torch.{dtype}, which weighin does not read",
+            "load it with torch, and save tensors of another dtype",
+        )
+    if not isinstance(dtype, str) or not places:
         raise CheckpointError(f"{path}: damaged: {shown(key)} has no dtype or no offset", AGAIN)
     if not _are_sizes(shape):
         raise CheckpointError(f"{path}: damaged: invalid shape or offset of {shown(key)}", AGAIN)

@@ -15,7 +15,7 @@ from weighin.errors import CheckpointError
 from weighin.formats.dtypes import ITEM_BYTES
 from weighin.formats.misfit import first_names, plain
 from weighin.formats.sniff import shown
-from weighin.formats.tensor_refs import Opaque, TensorRef, type_name
+from weighin.formats.tensor_refs import Opaque, OtherTensor, TensorRef, type_name
 
 _DEEPEST: Final = 4
 _MOST_PLACES: Final = 3
@@ -26,6 +26,7 @@ _ARRAY: Final = "NumPy array"
 _EXTRA_STATE: Final = "_extra_state"
 """The part of a name under which ``Module.state_dict`` stores a value that is no tensor."""
 
+_OPTIM_STATES: Final = "_optim_states.pt"
 _WEIGHTS_ALONE: Final = "save the weights alone: torch.save(model.state_dict(), ...)"
 _SAVE_AGAIN: Final = (
     "if you trust the file, load it and save plain weights: torch.save(model.state_dict(), ...)"
@@ -71,7 +72,9 @@ def state_dict(path: Path, value: Any, key: str) -> StateDictParts:
     seen: set[int] = set()
     for name, item in values.items():
         fits = isinstance(name, str) and (bool(key) or is_extra_state(name))
-        if not fits or any(isinstance(one, TensorRef) for _, one in _walk(item, "", seen)):
+        if not fits or any(
+            isinstance(one, TensorRef | OtherTensor) for _, one in _walk(item, "", seen)
+        ):
             raise _no_state_dict(path, value, key, values, name)
     if values and not tensors:
         raise _no_state_dict(path, value, key, values, next(iter(values)))
@@ -123,10 +126,15 @@ def no_key(path: Path, key: str, keys: Sequence[object] | Mapping[Any, object]) 
 
 
 def weights_in(value: Any) -> dict[str, int]:
-    """Return the keys of the state dicts in nested dicts, and their sizes in bytes, largest first.
+    """Return the keys of the largest state dicts in nested dicts, and their sizes in bytes.
 
-    State dicts of optimizers are left out.
+    State dicts of optimizers and those of empty tensors are left out.
     """
+    return largest(_sizes(value))
+
+
+def _sizes(value: Any) -> dict[str, int]:
+    """Return the keys of all state dicts in nested dicts except optimizers', and their sizes in bytes."""
     seen: set[int] = set()  # a crafted pickle may refer to one dict from many places
     places: dict[str, int] = {}
 
@@ -149,7 +157,7 @@ def weights_in(value: Any) -> dict[str, int]:
 
     if isinstance(value, Mapping):
         look(value, "", 1)
-    return largest(places)
+    return places
 
 
 def largest(places: Mapping[str, int]) -> dict[str, int]:
@@ -170,11 +178,33 @@ def with_key(places: Mapping[str, int]) -> str:
     )
 
 
+def all_empty(path: Path) -> CheckpointError:
+    """Return the exception for a checkpoint of empty tensors, as ZeRO-3 writes beside the weights."""
+    folder = path if path.is_dir() else path.parent
+    if next(folder.glob(f"*{_OPTIM_STATES}"), None) is None:
+        return CheckpointError(
+            f"{path}: all tensors are empty, so there is nothing to load",
+            "save the whole weights: a process that shards a model (ZeRO-3, FSDP) must gather them"
+            " before it calls state_dict()",
+        )
+    return CheckpointError(
+        f"{path}: all tensors are empty: ZeRO-3 keeps the weights in *{_OPTIM_STATES}",
+        f"give the folder of all its files: {folder}",
+    )
+
+
 def holds_more(path: Path, place: str, item: Opaque) -> CheckpointError:
     """Return the exception for a file in which an object is where a tensor belongs."""
     what = f"is a {title}" if (title := type_name(item)) != item.kind else f"refers to {title}"
     return CheckpointError(
         f"{path}: holds more than tensors, and was NOT executed: {place} {what}", _SAVE_AGAIN
+    )
+
+
+def unread(path: Path, place: str, tensor: OtherTensor) -> CheckpointError:
+    """Return the exception for a tensor of a kind that weighin does not read."""
+    return CheckpointError(
+        f"{path}: {place} is a {tensor.kind}; weighin reads plain tensors", tensor.way
     )
 
 
@@ -198,32 +228,39 @@ def _no_state_dict(
     ``values`` are its items that are no tensors. The message names the first foreign object among
     them, if there is one, because torch.load refuses it, too.
     """
-    item, places = values[name], weights_in(value)
+    item, sizes = values[name], _sizes(value)
+    places = largest(sizes)
+    if sizes and not places:
+        return all_empty(path)
+    objects = list(_objects(key, {name: item} if key else values))
+    foreign = next((one for one in objects if one[1].is_foreign), None)
+    for place, one in objects:
+        if isinstance(one, OtherTensor) and not places:
+            return unread(path, shown(place), one)
     if isinstance(name, Opaque):
         error = CheckpointError(
             f"{path}: not a state dict: a dict has a key of type {name.kind}", _WEIGHTS_ALONE
         )
-    elif (found := _first_foreign(key, {name: item} if key else values)) is None:
+    elif foreign is None:
         what = f"{shown(name)} holds a {type_name(item)}"
         error = CheckpointError(f"{path}: not a flat state dict: {what}", _WEIGHTS_ALONE)
-    elif found[1].is_module and not places:
-        error = _whole_module(path, *found)
-    elif found[1] is item and type_name(item) == _ARRAY:
-        what = f"{shown(found[0])} is a {_ARRAY}, not a tensor"
+    elif foreign[1].is_module and not places:
+        error = _whole_module(path, *foreign)
+    elif foreign[1] is item and type_name(item) == _ARRAY:
+        what = f"{shown(foreign[0])} is a {_ARRAY}, not a tensor"
         error = CheckpointError(f"{path}: {what}", _ARRAYS)
     else:
-        error = holds_more(path, shown(found[0]), found[1])
+        error = holds_more(path, shown(foreign[0]), foreign[1])
     return CheckpointError(error.message, with_key(places)) if places else error
 
 
-def _first_foreign(key: str, values: Mapping[Any, Any]) -> tuple[str, Opaque] | None:
-    """Return the place and the record of the first object that torch.load refuses."""
+def _objects(key: str, values: Mapping[Any, Any]) -> Iterator[tuple[str, Opaque]]:
+    """Yield the places and the records of all objects in a dict at ``key``, in order."""
     seen: set[int] = set()
     for name, item in values.items():
         for place, one in _walk(item, _join(key, name), seen):
-            if isinstance(one, Opaque) and one.is_foreign:
-                return place, one
-    return None
+            if isinstance(one, Opaque):
+                yield place, one
 
 
 def _whole_module(path: Path, place: str, module: Opaque) -> CheckpointError:
