@@ -184,6 +184,10 @@ HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda step: copy_optimizer(step, "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
         "are both of rank 1: two runs wrote here",
     ),
+    "model states of two runs": (
+        lambda step: [empty(step, name) for name in (FIRST, f"zero_pp_rank_0_{FIRST}")],
+        f"{FIRST} and zero_pp_rank_0_{FIRST} are both of rank 0: two runs wrote here",
+    ),
     "no optimizer states": (remove_optimizer, "has no *_optim_states.pt, in which ZeRO keeps"),
     "tensor parallelism": (
         lambda step: empty(step, "mp_rank_01_model_states.pt"),
