@@ -141,6 +141,7 @@ def _load(
             mapped = _mapped(model, slices)
             if mapped:
                 slices = mapped.slices
+                model._weight_conversions = list(mapped.used)  # type: ignore[assignment]  # for save_pretrained
             undone.enter_context(
                 real_memory(model, {source.name: source.dtype for source in slices})
             )

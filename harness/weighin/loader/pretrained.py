@@ -18,7 +18,7 @@ from weighin.models.skeleton import construct
 def load_pretrained(
     folder: Path | str,
     *,
-    dtype: torch.dtype | str = "auto",
+    dtype: torch.dtype | str | None = "auto",
     device: torch.device | str = "cpu",
     threads: int | None = None,
     trust_remote_code: bool = False,
@@ -30,7 +30,7 @@ def load_pretrained(
 
     Args:
         folder: a folder that ``save_pretrained`` wrote, or the id of a model in the local cache.
-        dtype: "auto" takes the dtype of ``config.json``.
+        dtype: "auto" and None take the dtype of ``config.json``.
         threads: the number of threads that read, as for ``load_streaming``.
         trust_remote_code: whether to run the model's code, if it comes with the folder.
 
@@ -48,14 +48,17 @@ def load_pretrained(
             "give a folder that model.save_pretrained(FOLDER) wrote",
         )
     found = read_folder(path, trust_remote_code=trust_remote_code)
-    wanted = auto_dtype(found) if dtype == "auto" else dtype
+    wanted = auto_dtype(found) if dtype in (None, "auto") else dtype
     kind = getattr(torch, wanted) if isinstance(wanted, str) else wanted
-    build = partial(from_config, **spec_of(found).kwargs)
+    spec = spec_of(found).kwargs
+    settings = {**spec["config"], "_name_or_path": str(folder)}
+    build = partial(from_config, **spec | {"config": settings})
     model: Any = load_streaming(
         lambda: construct(build, kind), found.checkpoint, device=device, threads=threads
     )
     for parameter in model.parameters():  # from_pretrained's parameters require gradients
         parameter.requires_grad_(parameter.is_floating_point())
+    del model.keeps_dtypes  # only the construction needs it
     if model.can_generate():
         from transformers import GenerationConfig
 
