@@ -20,6 +20,7 @@ DEVICES = ("cpu", "cuda")
 OPTIONS = ("disable_mmap", "device_map")
 PACKAGES = ("transformers",)
 PRETRAINED = True
+DEQUANTISES = True
 MAPS_KEYS = True
 
 

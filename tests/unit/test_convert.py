@@ -249,6 +249,7 @@ def test_the_command_says_what_it_made(source: Path) -> None:
         "seconds": done.seconds,
         "checksums": None,
         "verified": True,
+        "quantised": None,
     }
 
 

@@ -50,7 +50,7 @@ CONFIG = '{"architectures": ["LlamaForCausalLM"]}'
         (
             {"model_index.json": "{}", "unet/config.json": "{}"},
             "a diffusers pipeline without weights",
-            "download the whole folder",
+            "give the folder that has the weights, too",
         ),
         (
             {f"q{bits}.gguf": "GGUF" for bits in range(2, 7)},
@@ -77,7 +77,7 @@ CONFIG = '{"architectures": ["LlamaForCausalLM"]}'
         (
             {"config.json": CONFIG, "model-00001-of-00002.safetensors": ""},
             "shards without their index model.safetensors.index.json",
-            "download the index too: F/model.safetensors.index.json",
+            "add the index: F/model.safetensors.index.json",
         ),
         (
             {"mine.pt": "", "notes.txt": ""},
@@ -98,7 +98,7 @@ CONFIG = '{"architectures": ["LlamaForCausalLM"]}'
             {"config.json": CONFIG},
             "has config.json but no weights: neither model.safetensors, nor pytorch_model.bin, nor"
             " an index of one of them",
-            "download the whole folder, or save it with model.save_pretrained(FOLDER)",
+            "add the weights, or save the model there: model.save_pretrained(FOLDER)",
         ),
         (
             {"checkpoint-10/model.safetensors": "", "checkpoint-20/model.safetensors": ""},

@@ -91,7 +91,7 @@ def test_one_bit_that_changed_since_is_found(
         convert(first, "two", "per_param", dtype=dtype)
     assert str(caught.value) == (
         f"{first}: has other values than {sidecar.find(first)} lists: 'a.weight', 'head'\n"
-        "copy or download the checkpoint again; if it was changed on purpose, remove that file"
+        "if it was changed on purpose, remove that file; if not, restore the checkpoint"
     )
     assert sorted(source.parent.rglob("*")) == before
 
@@ -127,7 +127,8 @@ def test_a_checkpoint_in_the_cache_is_compared_with_its_manifest(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "SUMS: damaged index: Expecting property name"),
+        ("{", "SUMS: truncated: the JSON object has no end"),
+        ("{]}", "SUMS: damaged index: Expecting property name"),
         ('{"format": "other"}', "SUMS: not a checksum file that this weighin reads"),
         (
             '{"format": "weighin-checksums", "version": 1, "tensors": {"steps": "int64 0"}}',

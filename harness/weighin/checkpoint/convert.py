@@ -28,7 +28,9 @@ from weighin.checkpoint.piecewise import RunningChecksum, dtype_name
 from weighin.checkpoint.reader import plans, read_pieces
 from weighin.checkpoint.staging import growing_beside
 from weighin.errors import CheckpointError, ConfigError
+from weighin.formats import quantised
 from weighin.formats.base import Layout, Pieces, Progress, TensorPlan, TensorSlice
+from weighin.formats.misfit import check_converts
 from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.zip_writer import run_parallel
 from weighin.models.skeleton import map_large_tensors
@@ -83,8 +85,9 @@ def convert(
 
     Raises:
         ConfigError: the target exists, is inside the source, or another process is writing it.
-        CheckpointError: the source cannot be read or does not match its checksums, or the target
-            differs from the source when it is read back.
+        CheckpointError: the source cannot be read or does not match its checksums, its tensors are
+            codes that another dtype would change, or the target differs from the source when it is
+            read back.
     """
     map_large_tensors()
     torch.set_num_threads(1)  # the format's writers run in several threads of their own
@@ -98,6 +101,13 @@ def convert(
     if not slices:
         raise CheckpointError(
             f"{source}: holds no tensors", "convert the checkpoint of a model with weights"
+        )
+    if order.dtype is not None:
+        check_converts(source, slices, "leave --dtype out")
+    if order.dtype and (found := quantised.in_checkpoint(source, slices)):
+        raise CheckpointError(
+            f"{source}: {found.summary}; another dtype would change the codes and the scales",
+            "leave --dtype out, which copies them as they are",
         )
     tensors = plans(slices, order.dtype)
     size = tensor_bytes(tensors)

@@ -16,6 +16,7 @@ from weighin import formats
 from weighin.checkpoint import sidecar, staging
 from weighin.checkpoint.subprocess_client import run_maker
 from weighin.errors import ConfigError, UnknownName
+from weighin.formats.quantised import Quantised, in_checkpoint
 from weighin.formats.selection import WHOLE, Selection
 from weighin.suite.config import DTYPES
 from weighin.units import GIB, format_bytes, format_seconds, parse_bytes
@@ -41,7 +42,10 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class FinishedConversion:
-    """A finished conversion. ``checksums`` is the checksum file that the source matched, if any."""
+    """A finished conversion. ``checksums`` is the checksum file that the source matched, if any.
+
+    ``quantised`` says how the tensors are quantised, because they are then no weights.
+    """
 
     source: Path
     source_format: str
@@ -51,10 +55,12 @@ class FinishedConversion:
     seconds: float
     checksums: Path | None
     verified: bool
+    quantised: Quantised | None = None
 
     def __str__(self) -> str:
         checked = f", source matches {self.checksums}" if self.checksums else ""
         checked += ", every tensor's checksum verified" if self.verified else ""
+        checked += f"; {self.quantised.summary}" if self.quantised else ""
         return (
             f"{self.target}: {self.format} from {self.source_format}, {format_bytes(self.bytes)} in "
             f"{format_seconds(round(self.seconds * 1e9))} "
@@ -103,6 +109,7 @@ def convert(wish: Wish, console: Console) -> FinishedConversion:
         seconds=stages["write"],
         checksums=checksums,
         verified=wish.verify,
+        quantised=in_checkpoint(wish.source, formats.read(wish.source, wish.selection)[1]),
     )
 
 

@@ -58,7 +58,7 @@ def index_pretrained(
             f"{checkpoint}: has no values for {first_names(missing)} of {kind.__name__}",
             "choose the class that the checkpoint was saved from: from_pretrained draws these weights at random",
         )
-    described = [*_described(reference)]
+    described = [*described_in(reference)]
     read = time.monotonic()
     sums: dict[str, dict[str, str]] = {}
     by_name = {one.name: one for one in described}
@@ -106,7 +106,7 @@ def _kept_in_float32(model: Any, sums: dict[str, dict[str, str]]) -> set[str]:
     return kept
 
 
-def _described(model: torch.nn.Module) -> Iterator[Described]:
+def described_in(model: torch.nn.Module) -> Iterator[Described]:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     firsts: dict[int, str] = {}
     tensors = dict(model.state_dict(keep_vars=True))

@@ -8,7 +8,7 @@ from weighin.errors import CheckpointError, ConfigError
 from weighin.formats.base import Slices
 from weighin.formats.misfit import first_names
 from weighin.formats.pretrained_folder import folder_of, is_pretrained, read_folder
-from weighin.formats.pretrained_spec import spec_of
+from weighin.formats.pretrained_spec import plain_spec_of
 
 
 def read_with_model_keys(source: Path, *, trust_remote_code: bool = False) -> Slices:
@@ -21,7 +21,7 @@ def read_with_model_keys(source: Path, *, trust_remote_code: bool = False) -> Sl
     Raises:
         ConfigError: the source is not in a Hugging Face folder, transformers is missing, or the
             folder's code is not trusted.
-        CheckpointError: the files do not hold the values of a tensor of the model.
+        CheckpointError: the files do not hold the values of a tensor of the model, or hold codes.
     """
     if not is_pretrained(folder := folder_of(source)):
         raise ConfigError(
@@ -33,7 +33,7 @@ def read_with_model_keys(source: Path, *, trust_remote_code: bool = False) -> Sl
     from weighin.models.skeleton import build_skeleton
 
     found = read_folder(folder, trust_remote_code=trust_remote_code)
-    model = build_skeleton(from_config, spec_of(found).kwargs)
+    model = build_skeleton(from_config, plain_spec_of(found).kwargs)
     mapped = map_keys(model, formats.read(source)[1])
     wanted = model.state_dict(keep_vars=True)
     stored = {one.name: one for one in mapped.slices}

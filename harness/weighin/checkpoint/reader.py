@@ -11,6 +11,7 @@ import torch
 from weighin.checkpoint.piecewise import PIECE_ELEMENTS
 from weighin.errors import CheckpointError
 from weighin.formats.base import TensorPlan, TensorSlice
+from weighin.formats.sniff import AGAIN
 from weighin.loader.direct_io import PIECE_BYTES, PieceReader
 
 _ROWS_BYTES: Final = PIECE_ELEMENTS  # the part of a strided tensor that is copied at a time
@@ -112,7 +113,7 @@ def _mapped(where: TensorSlice) -> torch.Tensor:
         if os.fstat(file.fileno()).st_size < start + length:
             raise CheckpointError(
                 f"{where.file}: truncated: it ends before byte {start + length:,}",
-                "copy or download the file again",
+                AGAIN,
             )
         # Copy-on-write, because torch needs a writable buffer; nothing is ever written to it.
         mapped = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=start)
@@ -129,9 +130,7 @@ def plans(slices: Sequence[TensorSlice], dtype: torch.dtype | None = None) -> li
     firsts: dict[object, str] = {}
     tensors = []
     for source in slices:
-        parts = tuple((part.start, part.where.file, part.where.offset) for part in source.parts)
-        place = source.file, source.offset, source.dtype, source.shape, source.stride, parts
-        first = firsts.setdefault(place, source.name)
+        first = firsts.setdefault(source.place, source.name)
         tied = first != source.name and source.nbytes > 0
         kind = dtype if dtype is not None and source.dtype.is_floating_point else source.dtype
         tensors.append(TensorPlan(source.name, source.shape, kind, first if tied else None))

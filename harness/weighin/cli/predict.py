@@ -56,10 +56,14 @@ def predict(context: click.Context, /, **_: Any) -> None:
     if typed["check"]:
         _check(typed)
         return
+    from weighin.formats import quantised
     from weighin.predict import client, tables
 
     suite = _suite(typed)
     chosen = _arguments.choose(typed, suite)
+    for spec in chosen.specs:
+        if (found := quantised.of_model(spec)) and chosen.checkpoint:
+            raise found.error(chosen.checkpoint)
     planned = _plan(suite, chosen)
     stored = typed["checkpoint_dtype"] and client.dtype_name(typed["checkpoint_dtype"])
     with _console.err().status("importing torch") as status:
@@ -122,7 +126,7 @@ def _plan(suite: "Suite", chosen: "ChosenModels") -> "list[Planned]":
             isolation="process",
             device=suite.device,
             dtype=chosen.dtype,
-            formats=tuple(formats.named(name).NAME for name in suite.format),
+            formats=tuple(formats.known(name) for name in suite.format),
             own_format=formats.detect(chosen.checkpoint).NAME if chosen.checkpoint else None,
             environments=tuple(suite.environment),
             ranks=tuple(suite.ranks),

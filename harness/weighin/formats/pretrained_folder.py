@@ -179,16 +179,16 @@ def read_folder(path: Path, *, trust_remote_code: bool = False) -> PretrainedFol
     Raises:
         CheckpointError: the folder has no weights, or ``config.json`` is damaged.
     """
+    repair = "save the folder again with model.save_pretrained(FOLDER)"
     try:
-        config = json.loads((path / CONFIG).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path / CONFIG}: cannot read it: {error}", "copy or download the file again"
-        ) from None
+        text = (path / CONFIG).read_bytes()
+        config = json.loads(text)
+    except OSError as error:
+        raise sniff.unreadable(path / CONFIG, error) from error
+    except (ValueError, RecursionError) as error:
+        raise sniff.not_json(path / CONFIG, text, f"not JSON: {error}", repair) from None
     if not isinstance(config, dict):
-        raise CheckpointError(
-            f"{path / CONFIG}: not a JSON object", "copy or download the file again"
-        )
+        raise CheckpointError(f"{path / CONFIG}: not a JSON object", repair)
     return PretrainedFolder(path, config, weights_in(path), trust_remote_code)
 
 

@@ -1,6 +1,7 @@
 """Load a Hugging Face folder as ``from_pretrained`` does, through weighin's loader."""
 
 import contextlib
+import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,15 @@ from typing import Any
 import torch
 
 from weighin.errors import CheckpointError
+from weighin.formats import adapters
 from weighin.formats.pretrained_folder import cached_snapshot, is_pretrained, read_folder
-from weighin.formats.pretrained_spec import auto_dtype, spec_of
+from weighin.formats.pretrained_spec import auto_dtype, plain_spec_of
+from weighin.formats.selection import Selection
 from weighin.loader.load import load_streaming
 from weighin.models.pretrained import from_config
 from weighin.models.skeleton import construct
+
+_log = logging.getLogger("weighin")
 
 
 def load_pretrained(
@@ -22,6 +27,8 @@ def load_pretrained(
     device: torch.device | str = "cpu",
     threads: int | None = None,
     trust_remote_code: bool = False,
+    key: str = "",
+    strip_prefix: str = "",
 ) -> Any:
     """Return the model that ``AutoModel....from_pretrained(folder, dtype=dtype)`` returns.
 
@@ -33,9 +40,13 @@ def load_pretrained(
         dtype: "auto" and None take the dtype of ``config.json``.
         threads: the number of threads that read, as for ``load_streaming``.
         trust_remote_code: whether to run the model's code, if it comes with the folder.
+        key: the key of the state dict, if the folder's weights are a training checkpoint, as for
+            ``load_streaming``.
+        strip_prefix: a prefix of the names in the file that the model's names lack: "module.".
 
     Raises:
-        CheckpointError: the folder is unreadable, or lacks weights of its model.
+        CheckpointError: the folder is unreadable, lacks weights of its model, is quantised, or has an
+            adapter beside it that from_pretrained adds.
         ConfigError: transformers is missing, has no such class, or the folder brings code that is not
             trusted.
     """
@@ -48,13 +59,21 @@ def load_pretrained(
             "give a folder that model.save_pretrained(FOLDER) wrote",
         )
     found = read_folder(path, trust_remote_code=trust_remote_code)
-    wanted = auto_dtype(found) if dtype in (None, "auto") else dtype
+    selection = Selection(key, strip_prefix)
+    spec = plain_spec_of(found, selection)
+    if note := adapters.note(path):
+        _log.warning(note)
+    wanted = auto_dtype(found, selection) if dtype in (None, "auto") else dtype
     kind = getattr(torch, wanted) if isinstance(wanted, str) else wanted
-    spec = spec_of(found).kwargs
-    settings = {**spec["config"], "_name_or_path": str(folder)}
-    build = partial(from_config, **spec | {"config": settings})
+    settings = {**spec.kwargs["config"], "_name_or_path": str(folder)}
+    build = partial(from_config, **spec.kwargs | {"config": settings})
     model: Any = load_streaming(
-        lambda: construct(build, kind), found.checkpoint, device=device, threads=threads
+        lambda: construct(build, kind),
+        found.checkpoint,
+        device=device,
+        threads=threads,
+        key=key,
+        strip_prefix=strip_prefix,
     )
     for parameter in model.parameters():  # from_pretrained's parameters require gradients
         parameter.requires_grad_(parameter.is_floating_point())

@@ -24,6 +24,7 @@ def from_config(
     config: Mapping[str, Any],
     code: Mapping[str, str] | None = None,
     apart: Sequence[str] = (),
+    quantised: Mapping[str, Any] | None = None,  # noqa: ARG001 (for those who load the weights)
 ) -> torch.nn.Module:
     """Return the model in evaluation mode, in torch's default dtype.
 
@@ -35,6 +36,8 @@ def from_config(
         code: the folder with the class's code, if it is not in transformers; see
             ``weighin.formats.pretrained_code``.
         apart: names of tensors in the file that differ, although the class may tie them.
+        quantised: how the file's weights are quantised, see ``weighin.formats.quantised``. The model
+            is built with weights of torch's default dtype.
 
     Raises:
         ConfigError: transformers is not installed, or has no such class.
@@ -210,6 +213,7 @@ def example_inputs(
     config: Mapping[str, Any],
     code: Mapping[str, str] | None = None,
     apart: Sequence[str] = (),  # noqa: ARG001 (the builder's arguments)
+    quantised: Mapping[str, Any] | None = None,  # noqa: ARG001
 ) -> dict[str, torch.Tensor] | None:
     """Return small inputs for one forward pass; None for an unknown kind of model."""
     kind = pretrained_class(architecture, code, config)

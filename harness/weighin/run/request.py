@@ -19,6 +19,7 @@ from weighin.errors import (
     RecordError,
     StillRunning,
 )
+from weighin.formats import quantised
 from weighin.formats.pretrained_folder import BUILDER, code_of
 from weighin.formats.selection import WHOLE, Selection
 from weighin.isolation import preload, select
@@ -60,7 +61,7 @@ class Request:
 
 
 def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
-    """Plan a new run, write its plan, and return the run with a note about the isolation.
+    """Plan a new run, write its plan, and return the run with a note on the isolation and the models.
 
     ``site`` is the machine or machines that will measure.
 
@@ -80,7 +81,7 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
     strategies = registry.chosen(suite)
     _check_names("models", [(spec.title, spec.builder) for spec in models])
     _check_names("strategies", [(info.name, str(info.path)) for info, _ in strategies])
-    format_names = tuple(formats.named(name).NAME for name in suite.format)
+    format_names = tuple(formats.known(name) for name in suite.format)
     site.check_ram(suite.ram)
     _check_gpu(suite, site)
     limited = request.within is not None or any(limit is not None for limit in suite.ram)
@@ -90,6 +91,7 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
         base_image=request.base_image,
         packages=_installed([info for info, _ in strategies], models),
     )
+    note = "; ".join(filter(None, (note, *chosen.notes)))
     if suite.ram_high is not None:
         site.check_soft_limit(isolation)
     planned = plan(
@@ -115,6 +117,7 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
     preload.check(suite.environment)
     _check_any_runs(planned)
     _check_own_selections(planned, chosen.selection, _own_format(checkpoint))
+    planned = _without_refused(planned, checkpoint)
     folders = [Path(code["folder"]) for model in models if (code := code_of(model))]
     mounts = _existing((*request.mounts, *folders))
     folder = request.folder or Path("results") / _name(request, models)
@@ -262,12 +265,14 @@ def _own_format(checkpoint: Path | None) -> str | None:
 
 
 def _installed(
-    infos: Iterable[registry.StrategyInfo], models: Iterable[ModelSpec]
+    infos: Iterable[registry.StrategyInfo], models: Sequence[ModelSpec]
 ) -> tuple[str, ...]:
     """Return the sorted installed packages that these strategies and models need."""
     needed = [name for info in infos for name in info.packages]
     if any(model.builder == BUILDER for model in models):
         needed.append("transformers")
+    found = [quantised.of_model(model) for model in models]
+    needed += [name for one in found if one for name in one.packages]
     return tuple(sorted(packages.versions(needed)))
 
 
@@ -289,6 +294,28 @@ def _check_own_selections(planned: list[Planned], selection: Selection, own: str
                 f" format is {own}, not {each.cell.format}",
                 "leave --format out, or leave the strategy out",
             )
+
+
+def _without_refused(planned: list[Planned], checkpoint: Path | None) -> list[Planned]:
+    """Skip the strategies whose torch.load refuses objects in the user's training checkpoint.
+
+    Raises:
+        ConfigError: no other cell is left.
+    """
+    reads = [each.strategy.weights_only and bool(each.selection) for each in planned]
+    if checkpoint is None or not any(reads):
+        return planned
+    selection = next(each.selection for each in planned if each.selection)
+    refused = getattr(formats.read(checkpoint, selection)[1], "refused", "")
+    skip = f"torch.load(weights_only=True) refuses {refused} in {checkpoint.name}; weights_only=False runs code from the file"  # fmt: skip
+    planned = [
+        replace(each, skip=each.skip or f"{each.strategy.name}: {skip}")
+        if own and refused
+        else each
+        for own, each in zip(reads, planned, strict=True)
+    ]
+    _check_any_runs(planned)
+    return planned
 
 
 def _existing(mounts: tuple[Path, ...]) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from itertools import product
 from typing import Any
 
 from weighin.cell import CacheState, Cell, ModelSpec, Operation
+from weighin.formats import quantised
 from weighin.formats.pretrained_folder import is_folder
 from weighin.formats.selection import Selection
 from weighin.suite.registry import StrategyInfo
@@ -30,6 +31,8 @@ class Planned:
         kind = cell.device.partition(":")[0]
         to, read = ("load to", "read") if cell.operation == "load" else ("save from", "write")
         skip = f"{info.name} {missing}" if (missing := info.missing) else ""
+        if found := quantised.of_model(cell.model):
+            skip = _obstacle(found, info, cell.operation) or skip
         if kind not in info.devices:
             skip = f"{info.name} does not {to} {kind}"
         if info.pretrained and not is_folder(cell.model):
@@ -39,6 +42,24 @@ class Planned:
         if cell.format not in info.formats:
             skip = f"{info.name} does not {read} {cell.format}, only {', '.join(info.formats)}"
         return cls(cell, info, skip)
+
+
+def _obstacle(found: quantised.Quantised, info: StrategyInfo, operation: Operation) -> str:
+    """Return why a strategy cannot load or save quantised weights; empty if it can."""
+    from weighin.suite import packages  # as in StrategyInfo.missing
+
+    if operation == "save":
+        return f"the weights are {found.summary}; a save needs the weights themselves"
+    if found.obstacle:
+        return f"the weights are {found.summary}; {found.obstacle}; {found.repair}"
+    if not info.dequantises:
+        return f"the weights are {found.summary}; only --strategies transformers loads them"
+    missing = packages.missing(found.packages)
+    return (
+        f"{info.name} {missing}, because the weights are quantised with {found.method}"
+        if missing
+        else ""
+    )
 
 
 @dataclass(frozen=True, slots=True)

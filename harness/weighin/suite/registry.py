@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from weighin import formats
 from weighin.cell import SYNTHESISED, ModelSpec, Operation
 from weighin.errors import ConfigError, UnknownName
-from weighin.formats import pretrained_folder, structure
+from weighin.formats import pretrained_folder, quantised, structure
+from weighin.formats.misfit import NOT_MEASURED, check_converts
 from weighin.formats.pretrained_folder import (
     cached_snapshot,
     is_pretrained,
@@ -56,7 +57,10 @@ class StrategyInfo:
     ``pretrained`` tells whether the strategy loads only Hugging Face folders. ``packages`` are the
     packages that the strategy imports beside torch and weighin, by their names on PyPI:
     "fastsafetensors", "safetensors>=0.8". ``shares_load`` tells whether the strategy divides one
-    load among several ranks, so that it needs at least two.
+    load among several ranks, so that it needs at least two. ``weights_only`` tells whether the strategy
+    reads a training checkpoint with torch.load(weights_only=True), which refuses most classes.
+    ``dequantises`` tells whether the strategy loads a quantised Hugging Face folder as from_pretrained
+    does.
     """
 
     name: str
@@ -69,6 +73,8 @@ class StrategyInfo:
     pretrained: bool = False
     packages: tuple[str, ...] = ()
     shares_load: bool = False
+    dequantises: bool = False
+    weights_only: bool = False
 
     @property
     def missing(self) -> str:
@@ -173,6 +179,8 @@ def read_strategy(path: Path, operation: Operation = "load") -> StrategyInfo:
         pretrained=_flag(tree, "PRETRAINED"),
         packages=_constant(tree, "PACKAGES", path, ()),
         shares_load=_flag(tree, "SHARES_LOAD"),
+        weights_only=_flag(tree, "WEIGHTS_ONLY"),
+        dequantises=_flag(tree, "DEQUANTISES"),
     )
 
 
@@ -210,7 +218,8 @@ def model_and_checkpoint(
 
     Raises:
         UnknownName: ``name`` is none of these.
-        CheckpointError: the path does not exist or is no checkpoint; the message says what it is.
+        CheckpointError: the path does not exist or is no checkpoint, or its tensors alone are no
+            weights; the message says what it is.
         ConfigError: ``kwargs`` are given for a path, or the folder's own code may not run.
     """
     path = path_of(name, kwargs)
@@ -221,6 +230,8 @@ def model_and_checkpoint(
         if not folder.is_of_diffusers:
             return spec_of(folder), folder.checkpoint
     _, slices = formats.read(path, selection)
+    check_converts(path, slices, NOT_MEASURED)
+    quantised.refuse_codes(path, slices, ())
     return ModelSpec(path.name, SYNTHESISED, {"tensors": structure.pack(slices)}), weights_of(path)
 
 
