@@ -2,7 +2,7 @@
 
 ``make model-types ARGS="--all"`` draws the types of ``CONFIG_MAPPING`` beyond those of the page in an order
 that the seed decides. For each type, a process of its own makes a small model with random weights, saves it in
-float32 and in bfloat16, one of them in shards, and loads both folders in every dtype with both functions. Each
+float32 and in bfloat16, one of them in shards, and loads both folders in two dtypes with both functions. Each
 type is compared or listed with the reason; none is dropped.
 """
 
@@ -41,9 +41,12 @@ from model_differences import differences
 
 HEADING: Final = "## Types drawn at random"
 _HEADINGS: Final = ("type", "class", "parameters", "pairs of loads", "load_pretrained", "outputs")
-DTYPES: Final[tuple[torch.dtype | str | None, ...]] = (None, torch.float32, torch.bfloat16, "auto")
+_DTYPES: Final[dict[torch.dtype, tuple[torch.dtype | str | None, ...]]] = {
+    torch.float32: (None, torch.bfloat16),
+    torch.bfloat16: ("auto", torch.float32),
+}
+"""The dtypes with which a folder is loaded, for each dtype in which it was saved."""
 
-_STORED: Final = (torch.float32, torch.bfloat16)
 _MOST_PARAMETERS: Final = 8_000_000
 _CLASSES: Final = 3  # the most classes of a type to try
 _MEMORY_BYTES: Final = 4 * 1024**3
@@ -116,8 +119,9 @@ def section(tried: Sequence[Tried], seed: int, known: int) -> str:
             f'`make model-types ARGS="--all"` wrote this part on {date.today()} with torch {torch.__version__} and'
             f" transformers {transformers.__version__}. It draws types of `CONFIG_MAPPING` beyond those above in the order of"
             f" --seed {seed}, shrinks each type's default configuration, draws one of its classes and its weights, and saves the"
-            " model in float32 and in bfloat16, one of them in shards. `load_pretrained` and `from_pretrained` then load both"
-            f" folders with dtype {', '.join(_short(one) for one in DTYPES)}. A type is equal if names, values bit by"
+            " model in float32 and in bfloat16, one of them in shards. `load_pretrained` and `from_pretrained` then load the"
+            " float32 folder with dtype None and bfloat16, and the bfloat16 folder with auto and float32. A type is equal if"
+            " names, values bit by"
             " bit, dtypes, buffers, ties, modules and their attributes, mode, configuration, generation configuration and gradients"
             " are equal. The outputs of a forward pass are compared where simple inputs suffice.",
             "",
@@ -192,7 +196,6 @@ def _prepare() -> None:
 
     package: Any = transformers
     assert package.PreTrainedModel
-    assert package.CONFIG_MAPPING
     package.logging.set_verbosity_error()
     package.logging.disable_progress_bar()
 
@@ -242,15 +245,15 @@ def _tried(name: str, seed: int) -> Tried:
     found: list[str] = []
     outputs, loads = "", 0
     with tempfile.TemporaryDirectory(prefix="weighin-types-") as work:
-        sharded = random.Random(f"{seed} {name}").choice(_STORED)  # noqa: S311
-        for dtype in _STORED:
+        sharded = random.Random(f"{seed} {name}").choice(list(_DTYPES))  # noqa: S311
+        for dtype, dtypes in _DTYPES.items():
             folder = Path(work) / _short(dtype)
             model = model.to(dtype)
             size = sum(one.nbytes for one in model.parameters()) // _SHARDS
             options = {"max_shard_size": max(1, size)} if dtype is sharded else {}
             model.save_pretrained(folder, **options)
             stored = f"{_short(dtype)}{' in shards' if dtype is sharded else ''}"
-            for wanted in DTYPES:
+            for wanted in dtypes:
                 lines, said = _compared(kind, folder, wanted, with_outputs=not outputs)
                 found += [f"{stored}, loaded as {_short(wanted)}: {line}" for line in lines]
                 outputs, loads = outputs or said, loads + 1
