@@ -19,8 +19,8 @@ from weighin.checkpoint.reader import widest_dtype
 from weighin.errors import CheckpointError
 from weighin.formats.base import Progress
 from weighin.formats.misfit import first_names
-from weighin.formats.pretrained_folder import BUILDER, folder_of
-from weighin.models.pretrained import pretrained_class
+from weighin.formats.pretrained_folder import BUILDER
+from weighin.models.pretrained import pretrained_class, reference
 from weighin.models.pretrained_keys import map_keys
 from weighin.models.skeleton import non_persistent_buffers
 
@@ -49,16 +49,15 @@ def index_pretrained(
     if permit is not None:
         permit(sum(RECORD_BYTES + where.nbytes for where in slices) if own != fmt else 0)
     kind = pretrained_class(kwargs["architecture"], kwargs.get("code"), kwargs["config"])
-    source = folder_of(checkpoint)
-    reference, info = kind.from_pretrained(
-        source, dtype=widest_dtype(slices), output_loading_info=True, local_files_only=True
+    loaded, info = reference(
+        kwargs, checkpoint, dtype=widest_dtype(slices), output_loading_info=True
     )
     if missing := sorted(info["missing_keys"]):
         raise CheckpointError(
             f"{checkpoint}: has no values for {first_names(missing)} of {kind.__name__}",
             "choose the class that the checkpoint was saved from: from_pretrained draws these weights at random",
         )
-    described = [*_described(reference)]
+    described = [*_described(loaded)]
     read = time.monotonic()
     sums: dict[str, dict[str, str]] = {}
     by_name = {one.name: one for one in described}
@@ -71,18 +70,18 @@ def index_pretrained(
             for piece in pieces(one.name):
                 if progress is not None and own == fmt:
                     progress(piece.nbytes)
-    mapped = map_keys(reference, slices)
+    mapped = map_keys(loaded, slices)
     if len(stored) < len(described) or mapped.computed:
         for wanted in CELL_DTYPES:
-            loaded = kind.from_pretrained(source, dtype=getattr(torch, wanted))
-            for name, (owner, leaf) in non_persistent_buffers(loaded):
+            other = reference(kwargs, checkpoint, dtype=getattr(torch, wanted))
+            for name, (owner, leaf) in non_persistent_buffers(other):
                 value = owner._buffers[leaf]
                 assert value is not None
                 sums.setdefault(name, {})[dtype_name(value.dtype)] = checksum(value)
             for name in mapped.computed if own == fmt else ():
-                value = loaded.state_dict()[name]
+                value = other.state_dict()[name]
                 sums[name][dtype_name(value.dtype)] = checksum(value)
-    kept = _kept_in_float32(reference, sums)
+    kept = _kept_in_float32(loaded, sums)
     entries = tuple(
         one.entry(sums[first], torch.float32 if first in kept else None)
         for one in described

@@ -12,7 +12,7 @@ import torch
 from weighin import install
 from weighin.errors import ConfigError
 from weighin.formats.pretrained_code import auto_class, check_unchanged, reference_in
-from weighin.formats.pretrained_folder import dtype_of
+from weighin.formats.pretrained_folder import dtype_of, folder_of
 from weighin.models.pretrained_names import model_keys
 
 _TOKENS: Final = 8
@@ -106,6 +106,16 @@ def pretrained_class(
             "install the version in config.json's transformers_version, or a newer one",
         )
     return kind
+
+
+def reference(kwargs: Mapping[str, Any], checkpoint: Path, **options: Any) -> Any:
+    """Return the model that ``from_pretrained`` loads from the folder of ``checkpoint``.
+
+    ``kwargs`` are the arguments of ``from_config`` for the folder's model, and ``options`` those of
+    ``from_pretrained``.
+    """
+    kind = pretrained_class(kwargs["architecture"], kwargs.get("code"), kwargs["config"])
+    return kind.from_pretrained(folder_of(checkpoint), local_files_only=True, **options)
 
 
 def _class_in(folder: Path, architecture: str, config: Mapping[str, Any]) -> Any:
