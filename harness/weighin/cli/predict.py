@@ -8,6 +8,9 @@ from weighin.cli import _arguments, _console, _options
 from weighin.cli._verb import Verb
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from weighin.predict.prediction import Prediction
     from weighin.suite.chosen_models import ChosenModels
     from weighin.suite.config import Suite
     from weighin.suite.matrix import Planned
@@ -54,7 +57,7 @@ def predict(context: click.Context, /, **_: Any) -> None:
     """Predict the memory of loads; a prediction needs no GPU, no weights and little memory."""
     typed = _arguments.read(context)
     if typed["check"]:
-        _check(typed)
+        _end(context, _check(typed))
         return
     from weighin.predict import client, tables
 
@@ -75,10 +78,18 @@ def predict(context: click.Context, /, **_: Any) -> None:
         _console.show(*tables.tables(predictions, phases=typed["phases"]))
     if typed["json_file"]:
         _console.write_json(typed["json_file"], tables.as_json(predictions))
+    _end(context, predictions)
 
 
-def _check(typed: dict[str, Any]) -> None:
-    """Compare predictions with the figures of a run."""
+def _end(context: click.Context, predictions: "Sequence[Prediction]") -> None:
+    """Exit with code 2 if no load was predicted; the reasons are on the screen, or in the JSON."""
+    if all(prediction.cannot for prediction in predictions):
+        _console.error("no load was predicted, for the reason that is given for each strategy")
+        context.exit(2)
+
+
+def _check(typed: dict[str, Any]) -> "list[Prediction]":
+    """Compare predictions with the figures of a run, and return them."""
     from weighin.predict import check, tables
     from weighin.records import run_folder
 
@@ -94,6 +105,7 @@ def _check(typed: dict[str, Any]) -> None:
         )
     if typed["json_file"]:
         _console.write_json(typed["json_file"], check.as_json(checked))
+    return [series.prediction for series in checked]
 
 
 def _suite(typed: dict[str, Any]) -> "Suite":
