@@ -101,7 +101,7 @@ def ensure(
         CheckpointError: the user's checkpoint is damaged or does not fit the model, or the subprocess
             was killed.
     """
-    formats.named(fmt)
+    formats.known(fmt)
     origin: list[object] = [model.builder, model.kwargs]
     if not user_code.is_ours(model.builder) and (
         code := user_code.file_of(model.builder, python_path)

@@ -59,6 +59,7 @@ _NEEDS_WITH_FORMAT: Final = {
     ("sharded", "sharded_pt"): ExpectedMemory(1, "shard"),
     ("accelerate", "pt"): ExpectedMemory(1),
     ("accelerate", "sharded_pt"): ExpectedMemory(1),
+    ("transformers", "gguf"): ExpectedMemory(1, "tensor"),
 }
 """The memory of strategies that need more for some formats than for the others."""
 

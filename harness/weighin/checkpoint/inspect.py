@@ -1,5 +1,6 @@
 """List a checkpoint's tensors for ``weighin inspect``, without their data and without torch."""
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from math import prod
@@ -13,6 +14,7 @@ from rich.table import Table
 from weighin import formats
 from weighin.checkpoint.expected_memory import Expected, expected
 from weighin.errors import UnknownName
+from weighin.formats import gguf
 from weighin.formats.base import TensorSlice
 from weighin.formats.selection import WHOLE, Selection
 from weighin.suite import registry
@@ -33,6 +35,8 @@ class Tensor:
     Attributes:
         shared_with: the first key in the same storage; None if this key is the first.
         contiguous: whether its elements are stored in row-major order without gaps.
+        encoding: the quantisation of its elements, "Q4_K"; None if they are stored as ``dtype``.
+        stored_bytes: the size of its elements as they are stored, which ``bytes`` is without encoding.
     """
 
     name: str
@@ -43,17 +47,23 @@ class Tensor:
     offset: int
     shared_with: str | None
     contiguous: bool
+    encoding: str | None
+    stored_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
-    """A checkpoint: its ``tensors`` in the state dict's order, and its ``files`` as (name, bytes)."""
+    """A checkpoint: its ``tensors`` in the state dict's order, and its ``files`` as (name, bytes).
+
+    ``architecture`` is the model's, if the format stores it, else empty.
+    """
 
     path: Path
     layout: str
     files: tuple[tuple[str, int], ...]
     tensors: tuple[Tensor, ...]
     expected: tuple[Expected, ...]
+    architecture: str = ""
 
     @property
     def once(self) -> list[Tensor]:
@@ -71,6 +81,11 @@ class Inspected:
         return sum(tensor.bytes for tensor in self.once)
 
     @property
+    def stored_bytes(self) -> int:
+        """The size of all tensors as they are stored, in bytes, with shared tensors counted once."""
+        return sum(tensor.stored_bytes for tensor in self.once)
+
+    @property
     def largest(self) -> Tensor:
         """The largest tensor; the first one if several are equally large."""
         return max(self.tensors, key=lambda tensor: tensor.bytes)
@@ -82,6 +97,7 @@ class Inspected:
             "shared": len(self.tensors) - len(self.once),
             "numbers": self.numbers,
             "bytes": self.bytes,
+            "stored_bytes": self.stored_bytes,
             "file_bytes": sum(size for _, size in self.files),
             "largest": self.largest.name,
         }
@@ -89,6 +105,7 @@ class Inspected:
             "schema": SCHEMA,
             "path": str(self.path),
             "layout": self.layout,
+            "architecture": self.architecture or None,
             "files": [{"name": name, "bytes": size} for name, size in self.files],
             "totals": totals,
             "tensors": [asdict(tensor) for tensor in self.tensors],
@@ -111,7 +128,8 @@ def inspect(path: Path, selection: Selection = WHOLE) -> Inspected:
     files = tuple((_relative(file, root), file.stat().st_size) for file in formats.files(path))
     sizes = {tensor.name: tensor.bytes for tensor in tensors if tensor.shared_with is None}
     needs = expected(registry.strategies().values(), layout, sizes)
-    return Inspected(path, layout, files, tensors, tuple(needs))
+    architecture = gguf.architecture(path) if layout == gguf.NAME else ""
+    return Inspected(path, layout, files, tensors, tuple(needs), architecture)
 
 
 def tables(
@@ -148,6 +166,8 @@ def _tensors(root: Path, slices: Iterable[TensorSlice]) -> Iterable[Tensor]:
             offset=place.offset,
             shared_with=first if first != place.name else None,
             contiguous=place.contiguous,
+            encoding=place.encoding or None,
+            stored_bytes=place.storage_bytes if place.encoding else place.nbytes,
         )
 
 
@@ -168,6 +188,9 @@ def _tensor_table(tensors: list[Tensor], show_all: bool) -> Table:
     table.add_column("shape")
     table.add_column("dtype")
     table.add_column("size", justify="right")
+    encoded = any(tensor.encoding for tensor in tensors)
+    if encoded:
+        table.add_column("dequantised", justify="right")
     table.add_column("offset", justify="right")
     if sharing:
         table.add_column("shared with", overflow="fold")
@@ -180,8 +203,9 @@ def _tensor_table(tensors: list[Tensor], show_all: bool) -> Table:
             table.add_row(
                 _shown(tensor.name),
                 " x ".join(f"{size}" for size in tensor.shape) or "scalar",
-                tensor.dtype,
-                format_bytes(tensor.bytes),
+                tensor.encoding or tensor.dtype,
+                format_bytes(tensor.stored_bytes),
+                *([format_bytes(tensor.bytes) if tensor.encoding else ""] if encoded else []),
                 f"{tensor.offset:,}",
                 *([_shown(tensor.shared_with or "")] if sharing else []),
             )
@@ -199,9 +223,22 @@ def _lines(inspected: Inspected) -> list[str]:
     return [
         f"{one_line(str(inspected.path))}: format {inspected.layout}, {count}, {inspected.numbers:,} elements"
         f" (parameters and buffers), {format_bytes(inspected.bytes)}",
+        *_lines_of_encoding(inspected),
         f"largest: {one_line(inspected.largest.name, 100)}, {format_bytes(inspected.largest.bytes)}",
         f"files: {one_line(', '.join(files))}" + (f" and {more} more" if more > 0 else ""),
     ]
+
+
+def _lines_of_encoding(inspected: Inspected) -> list[str]:
+    lines = [f"architecture: {one_line(inspected.architecture)}"] if inspected.architecture else []
+    if any(tensor.encoding for tensor in inspected.tensors):
+        types = Counter(tensor.encoding or tensor.dtype for tensor in inspected.tensors)
+        counts = ", ".join(f"{name} ({count})" for name, count in types.most_common())
+        lines.append(
+            f"quantised: {counts}; {format_bytes(inspected.stored_bytes)} as stored,"
+            f" {format_bytes(inspected.bytes)} dequantised"
+        )
+    return lines
 
 
 def _expected_table(inspected: Inspected) -> Table:

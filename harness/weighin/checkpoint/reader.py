@@ -2,18 +2,26 @@
 
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Final
 
 import torch
 
-from weighin.checkpoint.piecewise import PIECE_ELEMENTS
+from weighin.checkpoint.piecewise import PIECE_ELEMENTS, pieces_of
 from weighin.errors import CheckpointError
 from weighin.formats.base import TensorPlan, TensorSlice
 from weighin.loader.direct_io import PIECE_BYTES, PieceReader
 
 _ROWS_BYTES: Final = PIECE_ELEMENTS  # the part of a strided tensor that is copied at a time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Computed(TensorSlice):
+    """A tensor whose values ``compute`` returns, from the tensor at this place in the file and others."""
+
+    compute: Callable[[], torch.Tensor]
 
 
 def read_pieces(where: TensorSlice) -> Iterator[torch.Tensor]:
@@ -27,7 +35,13 @@ def read_pieces(where: TensorSlice) -> Iterator[torch.Tensor]:
     """
     if where.nbytes == 0:
         return
-    if where.parts:
+    if isinstance(where, Computed):
+        yield from pieces_of(where.compute())
+    elif where.encoding:
+        from weighin.formats.gguf_values import decoded  # imports numpy
+
+        yield from decoded(where, PIECE_ELEMENTS)
+    elif where.parts:
         yield from _joined(where)
     elif where.contiguous:
         yield from _contiguous(where)

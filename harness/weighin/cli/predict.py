@@ -126,16 +126,17 @@ def _plan(suite: "Suite", chosen: "ChosenModels") -> "list[Planned]":
     from weighin.suite import registry
     from weighin.suite.matrix import CellMatrix, plan
 
+    own_format = formats.detect(chosen.checkpoint).NAME if chosen.checkpoint else None
     return plan(
         CellMatrix(
             models=chosen.specs,
-            strategies=registry.chosen(suite),
+            strategies=registry.chosen(suite, own_format),
             ram_limits=(None,),
             isolation="process",
             device=suite.device,
             dtype=chosen.dtype,
-            formats=tuple(formats.named(name).NAME for name in suite.format),
-            own_format=formats.detect(chosen.checkpoint).NAME if chosen.checkpoint else None,
+            formats=tuple(formats.known(name) for name in suite.format),
+            own_format=own_format,
             environments=tuple(suite.environment),
             ranks=tuple(suite.ranks),
         )

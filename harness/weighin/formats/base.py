@@ -45,6 +45,8 @@ class TensorSlice:
             views. Tensors of one file that share a storage (tied weights, views) have the same
             value.
         storage_bytes: the length of that storage, in bytes.
+        encoding: how the elements are stored if not as ``dtype_name``: "Q4_K", of ``storage_bytes``
+            bytes, see ``weighin.formats.gguf``; empty for elements that are stored as they are.
         parts: the blocks of a tensor that is stored in several blocks, which together cover it;
             ``file`` and the offsets then describe the first block. The tuple is empty for a tensor
             in one block.
@@ -59,10 +61,11 @@ class TensorSlice:
     storage_offset: int
     storage_bytes: int
     parts: tuple[Part, ...] = ()
+    encoding: str = ""
 
     @property
     def nbytes(self) -> int:
-        """The size of the tensor's elements in bytes, without gaps between them."""
+        """The size of the tensor's elements in bytes, decoded and without gaps between them."""
         return prod(self.shape) * ITEM_BYTES[self.dtype_name]
 
     @property
@@ -104,8 +107,8 @@ class TensorPlan:
     shared_with: str | None = None
 
 
-class Layout(Protocol):
-    """The interface of a checkpoint format."""
+class ReadLayout(Protocol):
+    """The interface of a checkpoint format that weighin reads."""
 
     NAME: str
     SUFFIX: str
@@ -133,6 +136,10 @@ class Layout(Protocol):
                 damage.
         """
         ...
+
+
+class Layout(ReadLayout, Protocol):
+    """The interface of a checkpoint format that weighin also writes."""
 
     def write(
         self,

@@ -11,6 +11,12 @@
 ``dcp``        a folder that ``torch.distributed.checkpoint`` wrote, with ``.metadata``
 =============  ====================================================================
 
+Read, but not written:
+
+========  ===================================================================================
+``gguf``  a file of llama.cpp, its parts, or a folder of one model, see ``weighin.formats.gguf``
+========  ===================================================================================
+
 weighin also makes files of one format that only a package writes and reads, for this package's own
 strategy: ``tensorizer``. It is not in ``NAMES``: weighin does not read, convert or inspect it.
 
@@ -20,9 +26,10 @@ Importing this module does not import torch.
 from pathlib import Path
 from typing import Final
 
-from weighin.errors import CheckpointError, UnknownName
+from weighin.errors import CheckpointError, ConfigError, UnknownName
 from weighin.formats import (
     dcp,
+    gguf,
     per_module,
     per_param,
     pt,
@@ -31,7 +38,7 @@ from weighin.formats import (
     sniff,
     tensorizer,
 )
-from weighin.formats.base import Layout, TensorSlice
+from weighin.formats.base import Layout, ReadLayout, TensorSlice
 from weighin.formats.pretrained_folder import find_weights, is_pretrained
 from weighin.formats.selection import WHOLE, Selection, below, stripped
 from weighin.formats.sharded import OF_DIFFUSERS, SHARDED, SHARDED_PT
@@ -49,24 +56,38 @@ _LAYOUTS: Final[tuple[Layout, ...]] = (
     per_param,
 )
 
+_READ_ONLY: Final[tuple[ReadLayout, ...]] = (gguf,)
+
 _OF_PACKAGES: Final[tuple[Layout, ...]] = (tensorizer,)  # a package writes and reads them
 
 NAMES: Final = tuple(layout.NAME for layout in _LAYOUTS)
+READ_ONLY: Final = tuple(layout.NAME for layout in _READ_ONLY)
 
 
 def named(name: str) -> Layout:
-    """Return the format with the name ``name``.
+    """Return the format with the name ``name``, which weighin writes.
 
     Raises:
         UnknownName: no format has that name.
+        ConfigError: weighin reads this format, but does not write it.
     """
     for layout in (*_LAYOUTS, *_OF_PACKAGES):
         if name == layout.NAME:
             return layout
+    if name in READ_ONLY:
+        raise ConfigError(
+            f"weighin reads the format {name}, but does not write it",
+            f"name another format: {', '.join(NAMES)}",
+        )
     raise UnknownName("checkpoint format", name, NAMES)
 
 
-def detect(path: Path) -> Layout:
+def known(name: str) -> str:
+    """Return ``name`` if weighin reads the format with this name; raise UnknownName otherwise."""
+    return name if name in READ_ONLY else named(name).NAME
+
+
+def detect(path: Path) -> ReadLayout:
     """Return the format of the checkpoint at ``path``, by file names and first bytes.
 
     Raises:
@@ -75,22 +96,22 @@ def detect(path: Path) -> Layout:
     """
     if is_pretrained(path) and (file := find_weights(path)) and file != path:
         return _InFolder(detect(file), file)
-    for layout in (*_OF_PACKAGES, *_LAYOUTS, *OF_DIFFUSERS):
+    for layout in (*_OF_PACKAGES, *_LAYOUTS, *OF_DIFFUSERS, *_READ_ONLY):
         if layout.matches(path):
             return layout
     if path.is_dir():
         raise sniff.no_model(path)
     # The error names the usual mistakes: a web page, a git-lfs pointer.
     check_file(path)
-    raise CheckpointError(f"{path}: not a checkpoint", f"known formats: {', '.join(NAMES)}")
+    names = ", ".join([*NAMES, *READ_ONLY])
+    raise CheckpointError(f"{path}: not a checkpoint", f"known formats: {names}")
 
 
 class _InFolder:
     """A one-file checkpoint, given by the path of the Hugging Face folder that contains it."""
 
-    def __init__(self, layout: Layout, file: Path) -> None:
+    def __init__(self, layout: ReadLayout, file: Path) -> None:
         self.NAME, self.SUFFIX = layout.NAME, layout.SUFFIX
-        self.write = layout.write
         self._layout, self._file = layout, file
 
     def matches(self, path: Path) -> bool:

@@ -75,17 +75,12 @@ def check_present(path: Path) -> bytes:
             f"{path}: an HTML page, not a checkpoint",
             "the download link led to a web page: use the link to the file itself",
         )
-    if head.startswith(b"GGUF"):
-        raise CheckpointError(f"{path}: a GGUF file, which weighin does not read yet", _UNCONVERTED)
     if path.suffix == ".py":
         raise CheckpointError(
             f"{path}: a Python file, not a checkpoint",
             f"name the function in it that builds the model: --model {path}:FUNCTION",
         )
     return head
-
-
-_UNCONVERTED: Final = "give the safetensors or PyTorch files that it was converted from"
 
 
 def first_bytes(path: Path) -> bytes:
@@ -142,13 +137,6 @@ def _pipeline(folder: Path, names: Sequence[str]) -> _Recognised:
     if not parts:
         return "a diffusers pipeline without weights", "download the whole folder"
     return "a diffusers pipeline of several models", f"try {folder / parts[0]}/"
-
-
-def _gguf(_: Path, names: Sequence[str]) -> _Recognised:
-    files = [name for name in names if name.endswith(".gguf")]
-    if not files:
-        return None
-    return f"GGUF files, which weighin does not read yet: {_listed(files)}", _UNCONVERTED
 
 
 def _variants(folder: Path, names: Sequence[str]) -> _Recognised:
@@ -231,7 +219,6 @@ _RECOGNISERS: Final[Sequence[Callable[[Path, Sequence[str]], _Recognised]]] = (
     _variants,
     _shards,
     _files,
-    _gguf,
     _other_frameworks,
     _only_config,
     _folders,

@@ -77,10 +77,11 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
     )
     models = chosen.specs
     checkpoint = chosen.checkpoint.absolute() if chosen.checkpoint else None
-    strategies = registry.chosen(suite)
+    own_format = _own_format(checkpoint)
+    strategies = registry.chosen(suite, own_format)
     _check_names("models", [(spec.title, spec.builder) for spec in models])
     _check_names("strategies", [(info.name, str(info.path)) for info, _ in strategies])
-    format_names = tuple(formats.named(name).NAME for name in suite.format)
+    format_names = tuple(formats.known(name) for name in suite.format)
     site.check_ram(suite.ram)
     _check_gpu(suite, site)
     limited = request.within is not None or any(limit is not None for limit in suite.ram)
@@ -107,14 +108,14 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
             ram_high_bytes=suite.ram_high,
             formats=format_names,
             operation=suite.operation,
-            own_format=_own_format(checkpoint),
+            own_format=own_format,
             environments=tuple(suite.environment),
             ranks=tuple(suite.ranks),
         )
     )
     preload.check(suite.environment)
     _check_any_runs(planned)
-    _check_own_selections(planned, chosen.selection, _own_format(checkpoint))
+    _check_own_selections(planned, chosen.selection, own_format)
     folders = [Path(code["folder"]) for model in models if (code := code_of(model))]
     mounts = _existing((*request.mounts, *folders))
     folder = request.folder or Path("results") / _name(request, models)

@@ -24,7 +24,7 @@ from weighin import formats
 from weighin.cell import Cell
 from weighin.checkpoint.reader import read_pieces
 from weighin.formats.base import TensorSlice
-from weighin.formats.pretrained_folder import BUILDER, folder_of, is_pretrained
+from weighin.formats.pretrained_folder import BUILDER, is_pretrained_checkpoint
 from weighin.formats.selection import Selection
 from weighin.models.pretrained import reference
 from weighin.models.skeleton import construct, resolve_builder
@@ -56,9 +56,8 @@ def main() -> None:
 def _loaded(cell: Cell, checkpoint: Path, selection: Selection) -> torch.nn.Module:
     dtype, kwargs = getattr(torch, cell.dtype), cell.model.kwargs
     builder = resolve_builder(cell.model.builder)
-    if cell.model.builder == BUILDER and is_pretrained(folder_of(checkpoint)):
-        model: torch.nn.Module = reference(kwargs, checkpoint, dtype=dtype)
-        return model.to(cell.device)
+    if cell.model.builder == BUILDER and is_pretrained_checkpoint(checkpoint):
+        return reference(kwargs, checkpoint, dtype)[0].to(cell.device)
     model = construct(lambda: builder(**kwargs), dtype)
     targets = model.state_dict()
     for where in formats.read(checkpoint, selection)[1]:
