@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -15,6 +16,7 @@ from weighin.formats.base import TensorPlan, TensorSlice
 from weighin.loader.direct_io import PIECE_BYTES, PieceReader
 
 _ROWS_BYTES: Final = PIECE_ELEMENTS  # the part of a strided tensor that is copied at a time
+_COMPUTING: Final = threading.Lock()  # a computed tensor is in memory as a whole, so one at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +38,8 @@ def read_pieces(where: TensorSlice) -> Iterator[torch.Tensor]:
     if where.nbytes == 0:
         return
     if isinstance(where, Computed):
-        yield from pieces_of(where.compute())
+        with _COMPUTING:
+            yield from pieces_of(where.compute().to(where.dtype))
     elif where.encoding:
         from weighin.formats.gguf_values import decoded  # imports numpy
 
@@ -47,6 +50,15 @@ def read_pieces(where: TensorSlice) -> Iterator[torch.Tensor]:
         yield from _contiguous(where)
     else:
         yield from _gathered(where)
+
+
+def read_whole(where: TensorSlice, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor's values in ``dtype``; raise CheckpointError as ``read_pieces`` does."""
+    values, at = torch.empty(where.shape, dtype=dtype), 0
+    for piece in read_pieces(where):
+        values.view(-1)[at : at + len(piece)] = piece
+        at += len(piece)
+    return values
 
 
 def widest_dtype(slices: Sequence[TensorSlice]) -> torch.dtype:

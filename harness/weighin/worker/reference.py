@@ -22,8 +22,7 @@ import torch
 
 from weighin import formats
 from weighin.cell import Cell
-from weighin.checkpoint.reader import read_pieces
-from weighin.formats.base import TensorSlice
+from weighin.checkpoint.reader import read_whole
 from weighin.formats.pretrained_folder import BUILDER, is_pretrained_checkpoint
 from weighin.formats.selection import Selection
 from weighin.models.pretrained import reference
@@ -61,16 +60,8 @@ def _loaded(cell: Cell, checkpoint: Path, selection: Selection) -> torch.nn.Modu
     model = construct(lambda: builder(**kwargs), dtype)
     targets = model.state_dict()
     for where in formats.read(checkpoint, selection)[1]:
-        targets[where.name].copy_(_values(where))
+        targets[where.name].copy_(read_whole(where, where.dtype))
     return model.to(cell.device)
-
-
-def _values(where: TensorSlice) -> torch.Tensor:
-    values, at = torch.empty(where.shape, dtype=where.dtype), 0
-    for piece in read_pieces(where):
-        values.view(-1)[at : at + len(piece)] = piece
-        at += len(piece)
-    return values
 
 
 def _failure(model: Any, cell: Cell) -> str:
