@@ -96,7 +96,9 @@ def detect(path: Path) -> ReadLayout:
     """
     if is_pretrained(path) and (file := find_weights(path)) and file != path:
         return _InFolder(detect(file), file)
-    for layout in (*_OF_PACKAGES, *_LAYOUTS, *OF_DIFFUSERS, *_READ_ONLY):
+    # A file says by its first bytes that it is GGUF, whatever its suffix; a folder may have other weights.
+    first, last = (_READ_ONLY, ()) if path.is_file() else ((), _READ_ONLY)
+    for layout in (*first, *_OF_PACKAGES, *_LAYOUTS, *OF_DIFFUSERS, *last):
         if layout.matches(path):
             return layout
     if path.is_dir():

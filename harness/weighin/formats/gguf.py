@@ -18,7 +18,7 @@ and so on, which are read as one checkpoint. This module uses only the standard 
 import os
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -45,6 +45,9 @@ TYPES: Final = {
     41: ("Q1_0", 128, 18),
 }  # fmt: skip
 """The types of ggml: the name, the elements of a block, and the bytes of a block."""
+
+UNDECODED: Final = frozenset({"Q8_1", "Q8_K", "Q1_0"})
+"""The types that the package gguf does not dequantise: two of intermediate results, and a new one."""
 
 _DTYPES: Final = {
     "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64",
@@ -76,10 +79,17 @@ class Header:
 
 
 def matches(path: Path) -> bool:
-    """Tell whether a path is a GGUF file, or a folder with one."""
-    if path.is_dir():
-        return bool(_files_in(path))
-    return path.suffix == SUFFIX or first_bytes(path).startswith(_MAGIC)
+    """Tell whether a path is a GGUF file, or a folder with one model in GGUF files.
+
+    Raises:
+        CheckpointError: the folder has several models.
+    """
+    return bool(files_in(path)) and file_of(path).is_file() if path.is_dir() else is_file(path)
+
+
+def is_file(path: Path) -> bool:
+    """Tell whether a file has the suffix .gguf or begins like a GGUF file."""
+    return path.is_file() and (path.suffix == SUFFIX or first_bytes(path).startswith(_MAGIC))
 
 
 def file_of(path: Path) -> Path:
@@ -92,7 +102,7 @@ def file_of(path: Path) -> Path:
         return path
     models = {
         (match[1], match[3]) if (match := _PART.fullmatch(file.name)) else file.name: file
-        for file in reversed(_files_in(path))
+        for file in reversed(files_in(path))
     }
     if len(models) > 1:
         names = sorted(file.name for file in models.values())
@@ -303,7 +313,19 @@ class _Tables:
         return CheckpointError(f"{self._file}: damaged tables: {what}", AGAIN)
 
 
-def _files_in(folder: Path) -> list[Path]:
+def check_decoded(places: Iterable[TensorSlice]) -> None:
+    """Raise CheckpointError if a tensor has a type that nobody dequantises in Python."""
+    for where in places:
+        if where.encoding in UNDECODED:
+            raise CheckpointError(
+                f"{where.file}: {shown(where.name)} has the type {where.encoding}, which the package gguf"
+                " does not dequantise",
+                "quantise the model to another type with llama.cpp",
+            )
+
+
+def files_in(folder: Path) -> list[Path]:
+    """Return the GGUF files in a folder, in the order of their names."""
     return sorted(path for path in folder.glob(f"*{SUFFIX}") if path.is_file())
 
 

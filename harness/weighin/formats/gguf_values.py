@@ -8,7 +8,7 @@ import torch
 
 from weighin.errors import CheckpointError, extra
 from weighin.formats.base import TensorSlice
-from weighin.formats.gguf import TYPES
+from weighin.formats.gguf import TYPES, check_decoded
 from weighin.formats.sniff import AGAIN, shown
 
 _BLOCKS: Final = {name: (kind, block, size) for kind, (name, block, size) in TYPES.items()}
@@ -22,6 +22,7 @@ def decoded(where: TensorSlice, piece_elements: int) -> Iterator[torch.Tensor]:
         CheckpointError: the package has no code for this type, or the file was cut off.
         ConfigError: the package gguf is not installed.
     """
+    check_decoded([where])
     with extra("gguf", f"reading {shown(where.name)}, which is quantised to {where.encoding},"):
         from gguf import GGMLQuantizationType, quants
     kind, block, size = _BLOCKS[where.encoding]
@@ -44,15 +45,8 @@ def decoded(where: TensorSlice, piece_elements: int) -> Iterator[torch.Tensor]:
             for part in parts:
                 if not part.size:
                     continue
-                try:
-                    with np.errstate(all="ignore"):  # a scale may be infinite
-                        values = quants.dequantize(part, GGMLQuantizationType(kind))
-                except NotImplementedError:
-                    raise CheckpointError(
-                        f"{where.file}: {shown(where.name)} has the type {where.encoding}, which the package"
-                        " gguf does not dequantise",
-                        "quantise the model to another type with llama.cpp",
-                    ) from None
+                with np.errstate(all="ignore"):  # a scale may be infinite
+                    values = quants.dequantize(part, GGMLQuantizationType(kind))
                 piece[at : at + values.size] = torch.from_numpy(values.reshape(-1))
                 at += values.size
             yield piece

@@ -153,7 +153,7 @@ def is_pretrained(path: Path) -> bool:
 
 def is_pretrained_checkpoint(checkpoint: Path) -> bool:
     """Tell whether ``from_pretrained`` reads a checkpoint: in a Hugging Face folder, or a GGUF file."""
-    return is_pretrained(folder_of(checkpoint)) or gguf.matches(checkpoint)
+    return is_pretrained(folder_of(checkpoint)) or gguf.is_file(checkpoint)
 
 
 def folder_of(checkpoint: Path) -> Path:
@@ -252,7 +252,7 @@ def cached_snapshot(name: str) -> Path | None:
 def from_pretrained_arguments(checkpoint: Path) -> dict[str, Any]:
     """Return the arguments with which ``from_pretrained`` reads this checkpoint of a folder."""
     folder = {"pretrained_model_name_or_path": str(folder_of(checkpoint)), "local_files_only": True}
-    return folder | ({"gguf_file": checkpoint.name} if checkpoint.suffix == gguf.SUFFIX else {})
+    return folder | ({"gguf_file": checkpoint.name} if gguf.is_file(checkpoint) else {})
 
 
 def path_of(path: Path) -> Path:

@@ -48,7 +48,7 @@ def load_pretrained(
     path = Path(folder).expanduser()
     if not path.exists():
         path = cached_snapshot(str(folder)) or path
-    if gguf.matches(path) and find_weights(path) is None:
+    if find_weights(path) is None and gguf.matches(path):
         raise CheckpointError(
             f"{path}: a GGUF file, which load_pretrained does not dequantise",
             f"let transformers load it: from_pretrained(FOLDER, gguf_file={gguf.file_of(path).name!r})",

@@ -15,7 +15,7 @@ from typing import Any, Final
 from weighin import install
 from weighin.cell import ModelSpec
 from weighin.errors import CheckpointError
-from weighin.formats.gguf import architecture
+from weighin.formats.gguf import architecture, check_decoded, files, read
 from weighin.formats.pretrained_folder import BUILDER
 from weighin.text import one_line
 
@@ -29,6 +29,12 @@ def spec_of(file: Path) -> ModelSpec:
         CheckpointError: the file is damaged, transformers does not know its architecture, or a package
             is missing.
     """
+    check_decoded(read(file))
+    if len(parts := files(file)) > 1:
+        raise CheckpointError(
+            f"{file}: one of {len(parts)} parts of a model, and transformers reads one GGUF file",
+            f"join them with llama.cpp: llama-gguf-split --merge {parts[0]} JOINED.gguf",
+        )
     own = architecture(file)
     paths = [str(_HARNESS), *filter(None, [os.environ.get("PYTHONPATH")])]
     asked = subprocess.run(

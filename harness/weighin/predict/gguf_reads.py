@@ -25,7 +25,7 @@ _FLOAT_BYTES: Final = 4
 @contextmanager
 def gguf_reads(ledger: Ledger, checkpoint: Path) -> Iterator[None]:
     """Patch what reads ``checkpoint`` if it is a GGUF file; do nothing for any other file."""
-    if checkpoint.suffix != gguf.SUFFIX:
+    if not gguf.is_file(checkpoint):
         yield
         return
     before = ledger.own_anon_bytes

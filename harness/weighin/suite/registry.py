@@ -273,7 +273,7 @@ def gguf_in(path: Path) -> Path | None:
     Raises:
         CheckpointError: the folder has several models in GGUF files and no other weights.
     """
-    if gguf.matches(path) and formats.detect(path) is gguf:
+    if (gguf.is_file(path) or gguf.files_in(path)) and formats.detect(path) is gguf:
         return gguf.file_of(path)
     return None
 
