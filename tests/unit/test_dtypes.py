@@ -84,7 +84,7 @@ def test_every_dtype_is_converted_as_it_is_or_refused_by_its_name(
 ) -> None:
     torch.save({"w": values(name)}, tmp_path / "w.pt")
     there = tmp_path / f"there{formats.named(fmt).SUFFIX}"
-    order = convert.Conversion(fmt, None, 2**40, 2**40, verify=True)
+    order = convert.Conversion(fmt, None, 2**40, verify=True)
     missing = {"safetensors": set(ITEM_BYTES) - set(DTYPES.values()), "pt_legacy": NEW}
     if name in missing.get(fmt.replace("sharded", "safetensors"), ()):
         with pytest.raises(ConfigError, match=rf"no dtype torch\.{name}"):
