@@ -144,7 +144,7 @@ def test_pairs_of_4_bits_are_converted_as_safetensors_own_library_does(tmp_path:
     library = pytest.importorskip("safetensors.torch")
     tensor = values("float4_e2m1fn_x2", 24).reshape(2, 3, 4)
     torch.save({"w": tensor}, tmp_path / "w.pt")
-    order = convert.Conversion("safetensors", None, 2**40, 2**40, verify=True)
+    order = convert.Conversion("safetensors", None, 2**40, verify=True)
     convert.convert(tmp_path / "w.pt", tmp_path / "w.safetensors", order)
     found = library.load_file(tmp_path / "w.safetensors")["w"]
     assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
@@ -154,7 +154,7 @@ def test_pairs_of_4_bits_are_converted_as_safetensors_own_library_does(tmp_path:
 @pytest.mark.skipif("float4_e2m1fn_x2" not in KNOWN, reason="this torch has no dtype of 4 bits")
 def test_a_conversion_that_torch_lacks_is_refused_with_the_tensors_name(tmp_path: Path) -> None:
     torch.save({"w": values("float4_e2m1fn_x2")}, tmp_path / "w.pt")
-    order = convert.Conversion("safetensors", torch.bfloat16, 2**40, 2**40)
+    order = convert.Conversion("safetensors", torch.bfloat16, 2**40)
     said = "'w' is a tensor of torch.float4_e2m1fn_x2, which torch neither copies nor converts"
     with pytest.raises(CheckpointError, match=said):
         convert.convert(tmp_path / "w.pt", tmp_path / "w.safetensors", order)

@@ -171,8 +171,9 @@ def remove_optimizer(step: Path) -> None:
         file.unlink()
 
 
-def empty(step: Path, name: str) -> None:
+def empty(step: Path, name: str) -> Path:
     torch.save({"weight": torch.ones(2)}, step / name)
+    return step / name
 
 
 HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
