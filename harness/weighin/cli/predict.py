@@ -127,7 +127,7 @@ def _plan(suite: "Suite", chosen: "ChosenModels") -> "list[Planned]":
             device=suite.device,
             dtype=chosen.dtype,
             formats=tuple(formats.known(name) for name in suite.format),
-            own_format=formats.detect(chosen.checkpoint).NAME if chosen.checkpoint else None,
+            own_format=formats.loaded_as(chosen.checkpoint, chosen.selection),
             environments=tuple(suite.environment),
             ranks=tuple(suite.ranks),
         )

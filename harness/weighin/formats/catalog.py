@@ -95,6 +95,22 @@ def known(name: str) -> str:
     return name if name in READ_ONLY else named(name).NAME
 
 
+def loaded_as(checkpoint: Path | None, selection: Selection = WHOLE) -> str | None:
+    """Return the format in which strategies that read it load the user's checkpoint.
+
+    The result is None if there is no such file. It is also None if a file with a part of it must be
+    written, the selected part or its tensors alone, and weighin does not write this format.
+
+    Raises:
+        CheckpointError: for the same reasons as ``read``.
+    """
+    if checkpoint is None or not checkpoint.exists():
+        return None
+    name = detect(checkpoint).NAME
+    written = name in READ_ONLY and (selection or not has_only_tensors(checkpoint))
+    return None if written else name
+
+
 def detect(path: Path) -> ReadLayout:
     """Return the format of the checkpoint at ``path``, by file names and first bytes.
 

@@ -23,7 +23,7 @@ _log = logging.getLogger("weighin")
 def load_pretrained(
     folder: Path | str,
     *,
-    dtype: torch.dtype | str = "auto",
+    dtype: torch.dtype | str | None = "auto",
     device: torch.device | str = "cpu",
     threads: int | None = None,
     trust_remote_code: bool = False,
@@ -37,7 +37,7 @@ def load_pretrained(
 
     Args:
         folder: a folder that ``save_pretrained`` wrote, or the id of a model in the local cache.
-        dtype: "auto" takes the dtype of ``config.json``.
+        dtype: "auto" and None take the dtype of ``config.json``.
         threads: the number of threads that read, as for ``load_streaming``.
         trust_remote_code: whether to run the model's code, if it comes with the folder.
         key: the key of the state dict, if the folder's weights are a training checkpoint, as for
@@ -63,9 +63,10 @@ def load_pretrained(
     spec = plain_spec_of(found, selection)
     if note := adapters.note(path):
         _log.warning(note)
-    wanted = auto_dtype(found, selection) if dtype == "auto" else dtype
+    wanted = auto_dtype(found, selection) if dtype in (None, "auto") else dtype
     kind = getattr(torch, wanted) if isinstance(wanted, str) else wanted
-    build = partial(from_config, **spec.kwargs)
+    settings = {**spec.kwargs["config"], "_name_or_path": str(folder)}
+    build = partial(from_config, **spec.kwargs | {"config": settings})
     model: Any = load_streaming(
         lambda: construct(build, kind),
         found.checkpoint,
@@ -76,6 +77,7 @@ def load_pretrained(
     )
     for parameter in model.parameters():  # from_pretrained's parameters require gradients
         parameter.requires_grad_(parameter.is_floating_point())
+    del model.keeps_dtypes  # only the construction needs it
     if model.can_generate():
         from transformers import GenerationConfig
 

@@ -109,14 +109,14 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
             ram_high_bytes=suite.ram_high,
             formats=format_names,
             operation=suite.operation,
-            own_format=_own_format(checkpoint),
+            own_format=formats.loaded_as(checkpoint, chosen.selection),
             environments=tuple(suite.environment),
             ranks=tuple(suite.ranks),
         )
     )
     preload.check(suite.environment)
     _check_any_runs(planned)
-    _check_own_selections(planned, chosen.selection, _own_format(checkpoint))
+    _check_own_selections(planned, chosen.selection, formats.loaded_as(checkpoint))
     planned = _without_refused(planned, checkpoint)
     folders = [Path(code["folder"]) for model in models if (code := code_of(model))]
     mounts = _existing((*request.mounts, *folders))
@@ -257,11 +257,6 @@ def resumable(verb: str, task: Run) -> Iterator[None]:
         if (task.folder / run_folder.RECORDS).exists() and "--resume" not in error.repair:
             error.repair += f"; then resume: {again}"
         raise
-
-
-def _own_format(checkpoint: Path | None) -> str | None:
-    """Return the format of the user's checkpoint; None if there is none or its file is missing."""
-    return formats.detect(checkpoint).NAME if checkpoint and checkpoint.exists() else None
 
 
 def _installed(
