@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from layouts import Layout, Made, refused
+from layouts import Layout, Made, all_but, refused
 from small import llama, state
 
 GROUP: Final = "Files of other kinds"
@@ -284,10 +284,6 @@ _FILES: Final[dict[str, tuple[Maker, str]]] = {
         _folder(model_st=_POINTER),
         r"model.safetensors: a git-lfs pointer, .*\nfetch the file itself: git lfs pull --include",
     ),
-    "a folder whose config.json is a web page": (
-        _folder(config_json=_PAGE),
-        r"config.json: an HTML page, not a checkpoint\nthe download link led to a web page",
-    ),
     "a file of zeros": (
         _bytes("model.safetensors", bytes(4096)),
         r"begins with zeros, .* not written yet\nwait until the program that writes it",
@@ -325,5 +321,14 @@ def _write(path: Path, content: bytes) -> Path:
 
 
 LAYOUTS: Final = [
-    Layout(name, GROUP, make, refused(words)) for name, (make, words) in _FILES.items()
+    *(Layout(name, GROUP, make, refused(words)) for name, (make, words) in _FILES.items()),
+    Layout(
+        "a folder whose config.json is a web page",
+        GROUP,
+        _folder(config_json=_PAGE),
+        refused(
+            r"config.json: an HTML page, not a checkpoint\nthe download link led to a web page",
+            all_but("inspect"),  # it lists the weights
+        ),
+    ),
 ]

@@ -53,7 +53,8 @@ def exported(path: Path) -> None:
 
 def arrays(path: Path) -> None:
     with path.open("wb") as file:
-        numpy.savez(file, **{name: one.numpy() for name, one in STATE.items()})  # type: ignore[arg-type]
+        arrays = {name: one.numpy() for name, one in STATE.items()}
+        numpy.savez(file, **arrays)  # type: ignore[arg-type]
 
 
 def repacked(path: Path) -> None:
