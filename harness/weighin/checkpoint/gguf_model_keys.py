@@ -69,9 +69,7 @@ class _Reading:
     def of(cls, model: Any, file: Path, architecture: str) -> "_Reading":
         module: Any = import_module("transformers.modeling_gguf_pytorch_utils")
 
-        if architecture not in module.GGUF_SUPPORTED_ARCHITECTURES and _has_code_of_its_own(
-            architecture
-        ):
+        if _has_code_of_its_own(architecture):
             raise CheckpointError(
                 f"{file}: transformers converts the architecture {architecture!r} only while it loads",
                 "leave --keys out, or save the loaded model: model.save_pretrained(FOLDER)",
