@@ -147,8 +147,8 @@ def _model_states(model: Model, stage: int, rank: int, ranks: int) -> dict[str, 
         module[name] = one.clone() if kept else one.to(model.dtype)
         if stage == 3 and not kept:
             module[name] = torch.empty(0, dtype=model.dtype)
-    frozen = {name: one.to(model.dtype) for name, one in model.frozen.items()}
-    fragments = {name: _share(one, rank, ranks) for name, one in frozen.items()}
+    frozen = OrderedDict((name, one.to(model.dtype)) for name, one in model.frozen.items())
+    fragments = OrderedDict((name, _share(one, rank, ranks)) for name, one in frozen.items())
     return {
         "module": module,
         "buffer_names": list(model.buffers),
@@ -160,7 +160,6 @@ def _model_states(model: Model, stage: int, rank: int, ranks: int) -> dict[str, 
         "lr_scheduler": None,
         "data_sampler": None,
         "random_ltd": None,
-        "sparse_tensor_module_names": set[str](),
         "skipped_steps": 0,
         "global_steps": 10,
         "global_samples": 80,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -140,25 +141,38 @@ def _subclass() -> Tensors:
 
 
 def _torchao() -> Tensors:
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
+    torchao = import_module("torchao.quantization")  # an import statement has no types
     model = torch.nn.Sequential(torch.nn.Linear(64, 64)).eval()
-    quantize_(model, Int8WeightOnlyConfig())
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
     return model.state_dict()
 
 
-def _dtensor(folder: Path) -> Made:
-    import torch.distributed as dist
+def _of_one_rank(make: Callable[[], object]) -> Callable[[Path], Made]:
+    def write(folder: Path) -> Made:
+        import torch.distributed as dist
+
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        torch.save({"block.weight": make()}, folder / "rank0.pt")
+        dist.destroy_process_group()
+        return Made(folder / "rank0.pt", {})
+
+    return write
+
+
+def _dtensor() -> object:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    mesh = init_device_mesh("cpu", (1,))
-    weight = distribute_tensor(torch.randn(8, 8), mesh, [Shard(0)])
-    torch.save({"block.weight": weight}, folder / "rank0.pt")
-    dist.destroy_process_group()
-    return Made(folder / "rank0.pt", {})
+    return distribute_tensor(torch.randn(8, 8), init_device_mesh("cpu", (1,)), [Shard(0)])
+
+
+def _sharded_tensor() -> object:
+    from torch.distributed._shard import sharded_tensor
+    from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+
+    spec = ChunkShardingSpec(dim=0, placements=["rank:0/cpu"])
+    return sharded_tensor.ones(spec, 8, 8)
 
 
 _PLAIN: Final = "weighin reads plain tensors\n"
@@ -202,8 +216,12 @@ _NOT_READ: Final[dict[str, tuple[Callable[[Path], Made], str]]] = {
         rf"of the subclass \S*Weights; {_PLAIN}load it with the code of that class",
     ),
     "DTensors of one rank": (
-        _dtensor,
+        _of_one_rank(_dtensor),
         rf"DTensor, of which the file of each rank has a part; {_PLAIN}.*full_state_dict",
+    ),
+    "ShardedTensors of one rank": (
+        _of_one_rank(_sharded_tensor),
+        rf"ShardedTensor, of which the file of each rank has a part; {_PLAIN}.*full_state_dict",
     ),
 }
 

@@ -16,6 +16,7 @@ from weighin.errors import CheckpointError, ConfigError
 from weighin.formats.base import TensorSlice
 from weighin.formats.dtypes import ITEM_BYTES, NOT_CONVERTED
 from weighin.formats.safetensors_header import DTYPES
+from weighin.formats.selection import Selection
 from weighin.loader.load import load_streaming
 
 ALL = sorted({str(one)[6:] for one in vars(torch).values() if isinstance(one, torch.dtype)})
@@ -83,7 +84,7 @@ def test_every_dtype_is_converted_as_it_is_or_refused_by_its_name(
 ) -> None:
     torch.save({"w": values(name)}, tmp_path / "w.pt")
     there = tmp_path / f"there{formats.named(fmt).SUFFIX}"
-    order = convert.Conversion(fmt, None, 2**40, 2**40, verify=True)
+    order = convert.Conversion(fmt, None, 2**40, verify=True)
     missing = {"safetensors": set(ITEM_BYTES) - set(DTYPES.values()), "pt_legacy": NEW}
     if name in missing.get(fmt.replace("sharded", "safetensors"), ()):
         with pytest.raises(ConfigError, match=rf"no dtype torch\.{name}"):
@@ -167,3 +168,29 @@ def test_a_dtype_that_this_torch_lacks_is_named(tmp_path: Path) -> None:
     one = TensorSlice("w", (1,), (1,), "float2_e1m0", tmp_path / "w.pt", 0, 0, 1)
     with pytest.raises(CheckpointError, match="'w' has the dtype float2_e1m0, which torch"):
         _ = one.dtype
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+@pytest.mark.parametrize("key", ["", "model"])
+def test_a_quantised_tensor_in_a_selection_is_refused_and_not_left_out(
+    key: str, legacy: bool, tmp_path: Path
+) -> None:
+    codes = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+    state = {"fc.packed": (codes, None), "fc.bias": torch.ones(3)}
+    value = {"model": state, "step": 3} if key else state
+    torch.save(value, tmp_path / "w.pt", _use_new_zipfile_serialization=not legacy)
+    with pytest.raises(CheckpointError) as caught:
+        formats.read(tmp_path / "w.pt", Selection(key))
+    place = f"{key}.fc.packed.0".removeprefix(".")
+    said = f"{place!r} is a quantised tensor (torch.qint8); weighin reads plain tensors"
+    assert caught.value.message == f"{tmp_path / 'w.pt'}: {said}"
+    assert "tensor.dequantize()" in caught.value.repair
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_a_quantised_tensor_outside_of_the_selection_does_not_matter(tmp_path: Path) -> None:
+    codes = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+    value = {"model": {"w": torch.ones(3)}, "compressed": {"w": codes}}
+    torch.save(value, tmp_path / "w.pt")
+    assert [one.name for one in formats.read(tmp_path / "w.pt", Selection("model"))[1]] == ["w"]

@@ -9,7 +9,7 @@ from weighin import formats
 from weighin.errors import CheckpointError
 from weighin.suite import registry
 
-AGAIN = "give the safetensors or PyTorch files that it was converted from"
+AGAIN = "copy or download the file again"
 MERGE = (
     "merge it into its base, and give the merged model's folder: merge_and_unload() of peft, then"
     " save_pretrained(FOLDER)"
@@ -54,8 +54,8 @@ CONFIG = '{"architectures": ["LlamaForCausalLM"]}'
         ),
         (
             {f"q{bits}.gguf": "GGUF" for bits in range(2, 7)},
-            "GGUF files, which weighin does not read yet: q2.gguf, q3.gguf, q4.gguf and 2 more",
-            AGAIN,
+            "holds 5 GGUF models: q2.gguf, q3.gguf, q4.gguf ...",
+            "give one of them: F/q2.gguf",
         ),
         (
             {"config.json": CONFIG, "model.fp16.safetensors": ""},
@@ -149,8 +149,19 @@ def test_the_link_that_a_variant_needs_makes_it_a_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "what", "repair"),
     [
-        ("m.gguf", b"GGUF\3\0\0\0", "a GGUF file, which weighin does not read yet", AGAIN),
-        ("m.safetensors", b"GGUF\3\0\0\0", "a GGUF file, which weighin does not read yet", AGAIN),
+        ("m.gguf", b"GGUF\3\0\0\0", "truncated: the file ends at byte 8, within its tables", AGAIN),
+        (
+            "m.safetensors",
+            b"GGUF\3\0\0\0",
+            "truncated: the file ends at byte 8, within its tables",
+            AGAIN,
+        ),
+        (
+            "m.gguf",
+            b"PK\3\4",
+            "not a GGUF file, although it is named so: it does not begin with GGUF",
+            "give it the suffix of its format",
+        ),
         (
             "nets.py",
             b"def build(): ...",

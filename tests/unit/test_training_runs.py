@@ -1,10 +1,12 @@
 """The files of all ranks of a training run are read as one checkpoint."""
 
 import os
+import random
 import re
 import shutil
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from weighin import formats, load_streaming
 from weighin.checkpoint.reader import read_pieces
 from weighin.cli.app import app
 from weighin.errors import CheckpointError, HarnessError
+from weighin.formats.pretrained_folder import weights_in
 from weighin.formats.selection import WHOLE, Selection
 
 FIRST = "mp_rank_00_model_states.pt"
@@ -181,6 +184,10 @@ HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda step: copy_optimizer(step, "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
         "are both of rank 1: two runs wrote here",
     ),
+    "model states of two runs": (
+        lambda step: [empty(step, name) for name in (FIRST, f"zero_pp_rank_0_{FIRST}")],
+        f"{FIRST} and zero_pp_rank_0_{FIRST} are both of rank 0: two runs wrote here",
+    ),
     "no optimizer states": (remove_optimizer, "has no *_optim_states.pt, in which ZeRO keeps"),
     "tensor parallelism": (
         lambda step: empty(step, "mp_rank_01_model_states.pt"),
@@ -335,3 +342,87 @@ def test_megatron_of_several_ranks_is_refused(tmp_path: Path) -> None:
 def test_one_of_several_megatron_ranks_is_refused(tmp_path: Path, kind: str) -> None:
     write_megatron(tmp_path, [MEGATRON], **{f"{kind}_model_parallel_size": 4})
     assert f"among 4 {kind}-parallel ranks, but only mp_rank_00 is here" in refusal(tmp_path)
+
+
+def test_the_folder_of_a_trainer_beside_config_json_says_where_its_weights_are(
+    tmp_path: Path, model: Model
+) -> None:
+    step = write_zero(tmp_path, model, 3, 2)
+    (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
+    check(tensors(tmp_path), model.truth)
+    with pytest.raises(CheckpointError) as raised:
+        weights_in(tmp_path)
+    assert "its weights are in a step of a training run: global_step10" in str(raised.value)
+    assert f"weighin convert {step} {tmp_path}/model.safetensors" in str(raised.value)
+
+
+def test_a_selected_part_is_loaded_in_a_format_that_weighin_writes(
+    tmp_path: Path, model: Model
+) -> None:
+    step = write_zero(tmp_path / "run", model, 3, 2)
+    assert formats.loaded_as(step) == "deepspeed"
+    assert formats.loaded_as(step, Selection("layers")) is None
+    assert formats.loaded_as(tmp_path / "none") is None
+    megatron = write_megatron(tmp_path / "other", [dict(MEGATRON)])
+    assert formats.loaded_as(megatron) == "megatron"
+    write_megatron(tmp_path / "third", [dict(MEGATRON) | {"layer._extra_state": None}])
+    assert formats.loaded_as(tmp_path / "third") is None
+    assert formats.known("deepspeed") == "deepspeed"
+    with pytest.raises(HarnessError, match="no checkpoint format is called 'deepsped'"):
+        formats.known("deepsped")
+
+
+WRITERS: dict[str, Callable[[Path, Model], Path]] = {
+    "zero 2": lambda run, model: write_zero(run, model, 2, 2, 4),
+    "zero 3": lambda run, model: write_zero(run, model, 3, 2),
+    "universal": lambda run, model: write_universal(run, model, 3, 2),
+    "megatron": lambda run, _: write_megatron(run, [MEGATRON]),
+}
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_a_damaged_file_is_an_error_of_the_checkpoint(
+    tmp_path: Path, model: Model, kind: str
+) -> None:
+    step = WRITERS[kind](tmp_path / "run", model)
+    draw = random.Random(7)
+    for file in formats.files(step)[:4]:
+        sound = file.read_bytes()
+        for _ in range(25):
+            harmed = bytearray(sound)
+            for _ in range(draw.randint(1, 4)):
+                harmed[draw.randrange(len(harmed))] = draw.randrange(256)
+            file.write_bytes(harmed[: draw.choice([None, draw.randrange(len(harmed))])])
+            with suppress(CheckpointError):
+                tensors(step)
+        file.write_bytes(sound)
+
+
+ODD: dict[str, tuple[str, object]] = {
+    "module": ("module", [1]),
+    "shapes": ("param_shapes", [{"embed.weight": (-1, 2)}]),
+    "shape": ("param_shapes", [{"embed.weight": "wide"}]),
+    "groups": ("param_shapes", "none"),
+    "group": ("param_shapes", [7]),
+    "buffers": ("buffer_names", {"a": 1}),
+    "shared": ("shared_params", ["a"]),
+    "fragments": ("frozen_param_fragments", [1]),
+    "frozen": ("frozen_param_shapes", [1]),
+    "frozen without a share": ("frozen_param_shapes", {"other": (2,)}),
+    "a huge shape": ("param_shapes", [{"embed.weight": (2**40, 2**20)}]),
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_odd_model_states_are_an_error_of_the_checkpoint(
+    tmp_path: Path, model: Model, odd: str, stage: int
+) -> None:
+    step = write_zero(tmp_path / "run", model, stage, 2)
+    file = step / (FIRST if stage == 2 else f"zero_pp_rank_0_{FIRST}")
+    key, value = ODD[odd]
+    torch.save(torch.load(file, weights_only=False) | {key: value}, file)
+    if (odd, stage) == ("frozen without a share", 2):
+        assert tensors(step)
+    else:
+        assert str(step) in refusal(step)

@@ -22,6 +22,14 @@ from weighin.suite.config import DTYPES
 from weighin.units import GIB, format_bytes, format_seconds, parse_bytes
 
 SCHEMA: Final = 1
+AUTO: Final = "auto"
+
+_FOLDER: Final = "sharded"  # the format of a target that is no file, by its name
+_SUFFIXES: Final = {
+    ".safetensors": ("safetensors",),
+    **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt", ".pth.tar"), ("pt", "pt_legacy")),
+}
+"""The formats that readers expect in a file with this suffix; ``auto`` writes the first of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +40,6 @@ class Wish:
     target: Path
     fmt: str
     dtype: str | None
-    split_above: str
     max_shard_size: str
     verify: bool
     selection: Selection = WHOLE
@@ -121,13 +128,34 @@ def _clean(target: Path, error: BaseException) -> None:
         error.add_note(str(left))
 
 
+def format_for(target: Path, fmt: str) -> str:
+    """Return the format to write into ``target``; for ``AUTO``, the format that its name says.
+
+    A name without the suffix of a checkpoint file is that of a folder.
+
+    Raises:
+        UnknownName: no format has the name ``fmt``.
+        ConfigError: ``fmt`` is another format than programs expect under this name.
+    """
+    suffix = next((one for one in _SUFFIXES if target.name.lower().endswith(one)), "")
+    expected = _SUFFIXES.get(suffix, ())
+    if fmt == AUTO:
+        return expected[0] if expected else _FOLDER
+    layout = formats.named(fmt)
+    if suffix and fmt not in expected:
+        other = f"{target.name[: -len(suffix)]}{layout.SUFFIX}"
+        raise ConfigError(
+            f"{target}: {suffix} is the suffix of format {expected[0]}, and --format says {fmt}",
+            f"leave --format out to write {expected[0]}, or name the target {other}",
+        )
+    return fmt
+
+
 def _arguments(wish: Wish, checksums: Path | None) -> list[str]:
-    if wish.fmt != "auto":
-        formats.named(wish.fmt)
+    fmt = format_for(wish.target, wish.fmt)
     if wish.dtype is not None and wish.dtype not in DTYPES:
         raise UnknownName("dtype", wish.dtype, DTYPES)
-    arguments = ["convert", f"--format={wish.fmt}"]
-    arguments += [f"--split-above-bytes={parse_bytes(wish.split_above, decimal=True)}"]
+    arguments = ["convert", f"--format={fmt}"]
     arguments += [f"--max-shard-bytes={parse_bytes(wish.max_shard_size, decimal=True)}"]
     arguments += [f"--dtype={DTYPES[wish.dtype]}"] if wish.dtype else []
     arguments += wish.selection.options

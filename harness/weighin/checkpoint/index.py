@@ -19,7 +19,7 @@ from weighin.checkpoint.reader import read_pieces
 from weighin.errors import CheckpointError
 from weighin.formats.base import Progress, TensorSlice
 from weighin.formats.misfit import NOT_MEASURED, check_converts, misfit, plain, selecting
-from weighin.formats.pretrained_folder import BUILDER, folder_of, is_pretrained, own_dtype
+from weighin.formats.pretrained_folder import BUILDER, is_pretrained_checkpoint, own_dtype
 from weighin.formats.quantised import of_model, refuse_codes
 from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.zip_writer import run_parallel
@@ -49,7 +49,7 @@ def index(
     """
     formats.known(fmt)
     map_large_tensors()
-    if builder == BUILDER and is_pretrained(folder_of(checkpoint)):
+    if builder == BUILDER and is_pretrained_checkpoint(checkpoint):
         if selection:
             raise CheckpointError(
                 f"{checkpoint}: a Hugging Face folder is the whole model, of which no part is selected",

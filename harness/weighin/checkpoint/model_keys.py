@@ -5,6 +5,7 @@ from pathlib import Path
 
 from weighin import formats
 from weighin.errors import CheckpointError, ConfigError
+from weighin.formats import gguf
 from weighin.formats.base import Slices
 from weighin.formats.misfit import first_names
 from weighin.formats.pretrained_folder import folder_of, is_pretrained, read_folder
@@ -12,7 +13,7 @@ from weighin.formats.pretrained_spec import plain_spec_of
 
 
 def read_with_model_keys(source: Path, *, trust_remote_code: bool = False) -> Slices:
-    """Return the tensors of a folder under the names of the model's state dict, in its order.
+    """Return the tensors of a folder, or of a GGUF file, under the names of the model's state dict, in its order.
 
     Stacked and joined tensors consist of several blocks of the files. A tied name that the files lack
     gets the tensor of the name that it is tied to. The folder's own code runs only with
@@ -23,6 +24,10 @@ def read_with_model_keys(source: Path, *, trust_remote_code: bool = False) -> Sl
             folder's code is not trusted.
         CheckpointError: the files do not hold the values of a tensor of the model, or hold codes.
     """
+    if formats.detect(source) is gguf:
+        from weighin.checkpoint.gguf_model_keys import read_gguf_with_model_keys  # imports torch
+
+        return read_gguf_with_model_keys(source)
     if not is_pretrained(folder := folder_of(source)):
         raise ConfigError(
             f"--keys model needs the model's class, and {folder} has no config.json",

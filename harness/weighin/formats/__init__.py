@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         files,
         has_only_tensors,
         known,
+        loaded_as,
         named,
         read,
     )
@@ -29,6 +30,7 @@ __all__ = [
     "files",
     "has_only_tensors",
     "known",
+    "loaded_as",
     "named",
     "read",
 ]

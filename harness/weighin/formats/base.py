@@ -48,6 +48,8 @@ class TensorSlice:
             views. Tensors of one file that share a storage (tied weights, views) have the same
             value.
         storage_bytes: the length of that storage, in bytes.
+        encoding: how the elements are stored if not as ``dtype_name``: "Q4_K", of ``storage_bytes``
+            bytes, see ``weighin.formats.gguf``; empty for elements that are stored as they are.
         parts: the blocks of a tensor that is stored in several blocks, which together cover it;
             ``file`` and the offsets then describe the first block. The tuple is empty for a tensor
             in one block.
@@ -62,10 +64,11 @@ class TensorSlice:
     storage_offset: int
     storage_bytes: int
     parts: tuple[Part, ...] = ()
+    encoding: str = ""
 
     @property
     def nbytes(self) -> int:
-        """The size of the tensor's elements in bytes, without gaps between them."""
+        """The size of the tensor's elements in bytes, decoded and without gaps between them."""
         return prod(self.shape) * ITEM_BYTES[self.dtype_name]
 
     @property

@@ -11,15 +11,16 @@
 ``dcp``        a folder that ``torch.distributed.checkpoint`` wrote, with ``.metadata``
 =============  ====================================================================
 
-Formats of training runs are read, but not written:
+Read, but not written, of training runs and of llama.cpp:
 
 =======================  ==========================================================
 ``deepspeed``            the folder of a step of DeepSpeed: ZeRO 1, 2 or 3
 ``deepspeed_universal``  DeepSpeed's universal checkpoint: a folder for each weight
 ``megatron``             the folder of a step of Megatron-LM, of one rank
+``gguf``                 a file of llama.cpp, its parts, or a folder of one model
 =======================  ==========================================================
 
-The folder of the whole run stands for its newest step.
+The folder of a whole training run stands for its newest step.
 
 weighin also makes files of one format that only a package writes and reads, for this package's own
 strategy: ``tensorizer``. It is not in ``NAMES``: weighin does not read, convert or inspect it.
@@ -35,6 +36,7 @@ from weighin.formats import (
     dcp,
     deepspeed,
     deepspeed_universal,
+    gguf,
     megatron,
     per_module,
     per_param,
@@ -64,7 +66,7 @@ _LAYOUTS: Final[tuple[Layout, ...]] = (
     per_param,
 )
 
-_READ_ONLY: Final[tuple[ReadLayout, ...]] = (deepspeed_universal, deepspeed, megatron)
+_READ_ONLY: Final[tuple[ReadLayout, ...]] = (deepspeed_universal, deepspeed, megatron, gguf)
 
 _OF_PACKAGES: Final[tuple[Layout, ...]] = (tensorizer,)  # a package writes and reads them
 
@@ -95,6 +97,22 @@ def known(name: str) -> str:
     return name if name in READ_ONLY else named(name).NAME
 
 
+def loaded_as(checkpoint: Path | None, selection: Selection = WHOLE) -> str | None:
+    """Return the format in which strategies that read it load the user's checkpoint.
+
+    The result is None if there is no such file. It is also None if a file with a part of it must be
+    written, the selected part or its tensors alone, and weighin does not write this format.
+
+    Raises:
+        CheckpointError: for the same reasons as ``read``.
+    """
+    if checkpoint is None or not checkpoint.exists():
+        return None
+    name = detect(checkpoint).NAME
+    written = name in READ_ONLY and (selection or not has_only_tensors(checkpoint))
+    return None if written else name
+
+
 def detect(path: Path) -> ReadLayout:
     """Return the format of the checkpoint at ``path``, by file names and first bytes.
 
@@ -104,7 +122,9 @@ def detect(path: Path) -> ReadLayout:
     """
     if is_pretrained(path) and (file := find_weights(path)) and file != path:
         return _InFolder(detect(file), file)
-    for layout in (*_OF_PACKAGES, *_LAYOUTS, *_READ_ONLY, *OF_DIFFUSERS):
+    # A file says by its first bytes that it is GGUF, whatever its suffix; a folder may have other weights.
+    first, last = (_READ_ONLY, ()) if path.is_file() else ((), _READ_ONLY)
+    for layout in (*first, *_OF_PACKAGES, *_LAYOUTS, *OF_DIFFUSERS, *last):
         if layout.matches(path):
             return layout
     if (step := newest(path)) != path:
@@ -113,7 +133,8 @@ def detect(path: Path) -> ReadLayout:
         raise sniff.no_model(path)
     # The error names the usual mistakes: a web page, a git-lfs pointer.
     check_file(path)
-    raise CheckpointError(f"{path}: not a checkpoint", f"known formats: {', '.join(NAMES)}")
+    names = ", ".join([*NAMES, *READ_ONLY])
+    raise CheckpointError(f"{path}: not a checkpoint", f"known formats: {names}")
 
 
 class _InFolder:

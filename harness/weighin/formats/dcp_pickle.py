@@ -24,6 +24,11 @@ AGAIN: Final = (
 )
 
 
+MERGE: Final = (
+    "merge it: python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE.pt"
+)
+
+
 class StandIn:
     """Keeps the constructor's arguments and the state of an object whose class it replaces."""
 
@@ -166,7 +171,7 @@ def load(path: Path) -> Metadata:
     except _Forbidden as error:
         raise CheckpointError(
             f"{path}: holds more than tensors, and was NOT executed: it refers to {error}",
-            "save a flat state dict of tensors with torch.distributed.checkpoint.save",
+            f"if you trust the folder, {MERGE}",
         ) from error
     except OSError as error:
         raise unreadable(path, error) from error

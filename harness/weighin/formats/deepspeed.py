@@ -69,7 +69,7 @@ def read(path: Path) -> list[TensorSlice]:
             or a file is damaged or has too few elements.
     """
     _check_parallelism(path)
-    by_rank = {_rank(match): path / name for name, match in _matching(path, _MODEL)}
+    by_rank = _by_rank(path, _MODEL)
     if 0 not in by_rank:
         raise missing(path, [of_rank(by_rank[min(by_rank)].name, 0) if by_rank else _FIRST_MODEL])
     states = deepspeed_states.read(by_rank[0])
@@ -164,14 +164,7 @@ def _paddings(partition: _Partition, group: int, count: int) -> list[int]:
 
 def _partitions(path: Path) -> list[_Partition]:
     """Return the shares of all ranks, in the ranks' order."""
-    by_rank: dict[int, Path] = {}
-    for name, match in _matching(path, _OPTIMIZER):
-        if other := by_rank.get(_rank(match)):
-            raise CheckpointError(
-                f"{path}: {other.name} and {name} are both of rank {_rank(match)}: two runs wrote here",
-                "move the files of one run into a folder of their own, with their model states",
-            )
-        by_rank[_rank(match)] = path / name
+    by_rank = _by_rank(path, _OPTIMIZER)
     if not by_rank:
         raise CheckpointError(
             f"{path}: has no *_optim_states.pt, in which ZeRO keeps the float32 weights",
@@ -189,6 +182,19 @@ def _partitions(path: Path) -> list[_Partition]:
         )
     others = (_partition(by_rank[rank]) for rank in range(partition.ranks) if rank != first)
     return sorted([partition, *others], key=lambda one: _rank(_OPTIMIZER.fullmatch(one.file.name)))
+
+
+def _by_rank(path: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
+    """Return the file of each rank; raise CheckpointError if a rank has two."""
+    by_rank: dict[int, Path] = {}
+    for name, match in _matching(path, pattern):
+        if other := by_rank.get(_rank(match)):
+            raise CheckpointError(
+                f"{path}: {other.name} and {name} are both of rank {_rank(match)}: two runs wrote here",
+                "move the files of one run into a folder of their own",
+            )
+        by_rank[_rank(match)] = path / name
+    return by_rank
 
 
 def _partition(file: Path) -> _Partition:

@@ -76,7 +76,8 @@ def joined(name: str, shape: Shape, ranges: Sequence[TensorSlice]) -> TensorSlic
         at += where.shape[0]
     if len(parts) > 1:
         return replace(parts[0].where, shape=shape, stride=_stride(shape), parts=tuple(parts))
-    return _block(ranges[0], name, shape, ranges[0].offset)
+    first = parts[0].where if parts else ranges[0]
+    return _block(first, name, shape, first.offset)
 
 
 def boxes(shape: Shape, first: int, last: int) -> Iterator[tuple[Shape, Shape]]:

@@ -13,7 +13,7 @@ from weighin.errors import CheckpointError
 from weighin.formats import state_pickle
 from weighin.formats.base import Pieces, Progress, Slices, TensorPlan, TensorSlice
 from weighin.formats.dtypes import ITEM_BYTES
-from weighin.formats.recognise import resaving
+from weighin.formats.recognise import is_zip, resaving
 from weighin.formats.sniff import RESAVE, first_bytes, shown, unreadable
 from weighin.formats.state_dicts import holds_more, state_dict, unread
 from weighin.formats.state_pickle import Pickled
@@ -32,7 +32,7 @@ _BYTE_ORDER: Final = "/byteorder"
 
 def matches(path: Path) -> bool:
     """Tell whether ``path`` is a zip file."""
-    return first_bytes(path).startswith(b"PK")
+    return is_zip(first_bytes(path))
 
 
 def files(path: Path) -> list[Path]:

@@ -55,9 +55,9 @@ _ARCHIVES: Final = (
     (b"Rar!\x1a\x07", "rar", "unrar x"),
 )
 _ENCRYPTED: Final = (
-    (b"age-encryption.org/", "age", "age -d -o"),
-    (b"Salted__", "openssl", "openssl enc -d -out"),
-    (b"-----BEGIN PGP MESSAGE-----", "GnuPG", "gpg -o"),
+    (b"age-encryption.org/", "age", "age -d -o {out} {file}"),
+    (b"Salted__", "openssl", "openssl enc -d -CIPHER -in {file} -out {out}"),
+    (b"-----BEGIN PGP MESSAGE-----", "GnuPG", "gpg -o {out} -d {file}"),
 )
 _OF_SCRIPTS: Final = {"constants.pkl", "bytecode.pkl"}
 _OF_EXPORTS: Final = {"models/model.json", "serialized_exported_program.json"}
@@ -105,6 +105,11 @@ def is_safetensors(head: bytes) -> bool:
     return head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= MOST_HEADER_BYTES
 
 
+def is_zip(head: bytes) -> bool:
+    """Tell whether a file begins like a zip archive."""
+    return head.startswith(b"PK") and not is_safetensors(head)
+
+
 def is_legacy(head: bytes) -> bool:
     """Tell whether a file begins like a file of torch before 1.6: with a pickled magic number."""
     return _LEGACY_MAGIC in head[:32]
@@ -119,7 +124,8 @@ def _wrapped(path: Path, head: bytes) -> Recognised:
             return f"compressed with {name}", f"unpack it: {name} -dc {file} > {quote(str(inner))}"
     for magic, name, command in _ENCRYPTED:
         if head.startswith(magic):
-            return f"encrypted with {name}", f"decrypt it: {command} {file}.decrypted {file}"
+            out = quote(f"{path}.decrypted")
+            return f"encrypted with {name}", f"decrypt it: {command.format(file=file, out=out)}"
     for magic, name, command in _ARCHIVES:
         if head.startswith(magic):
             return _archive(name, f"{command} {file}")

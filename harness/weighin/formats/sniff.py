@@ -35,7 +35,10 @@ _MOST_SHOWN: Final = 100
 _MOST_JSON_BYTES: Final = 1024**2
 _MOST_NAMES: Final = 3
 _PATH_STARTS: Final = ("./", "../", "/", "~")
-_PATH_ENDS: Final = ("/", ".gguf", ".json", ".onnx", ".h5", ".zip", ".py", *WEIGHTS)
+_PATH_ENDS: Final = (
+    "/", ".gguf", ".gz", ".h5", ".json", ".msgpack", ".npz", ".onnx", ".pkl", ".pt2", ".py", ".tar", ".zip",
+    *WEIGHTS,
+)  # fmt: skip
 _VARIANT: Final = re.compile(r"\w*model\.(\w+)(-\d+-of-\d+)?(\.safetensors|\.bin)")
 _VARIANT_INDEX: Final = re.compile(r"(\w*model\.(?:safetensors|bin)\.index)\.\w+(\.json)")
 _SHARD: Final = re.compile(r"(\w*model)-\d+-of-\d+(\.safetensors|\.bin)")
@@ -77,8 +80,6 @@ def check_present(path: Path) -> bytes:
     except OSError as error:
         raise unreadable(path, error) from error
     _check_fetched(path, head)
-    if head.startswith(b"GGUF"):
-        raise CheckpointError(f"{path}: a GGUF file, which weighin does not read yet", _UNCONVERTED)
     if path.suffix == ".py":
         raise CheckpointError(
             f"{path}: a Python file, not a checkpoint",
@@ -132,9 +133,6 @@ def unknown(path: Path, head: bytes) -> CheckpointError:
         f"{path}: of a kind that weighin does not know; its first bytes are {head[:8].hex(' ')}",
         "save the weights with torch.save or safetensors, with the program that wrote the file",
     )
-
-
-_UNCONVERTED: Final = "give the safetensors or PyTorch files that it was converted from"
 
 
 def first_bytes(path: Path) -> bytes:
@@ -206,13 +204,6 @@ def _pipeline(folder: Path, names: Sequence[str]) -> Recognised:
             "give the folder that has the weights, too",
         )
     return "a diffusers pipeline of several models", f"try {folder / parts[0]}/"
-
-
-def _gguf(_: Path, names: Sequence[str]) -> Recognised:
-    files = [name for name in names if name.endswith(".gguf")]
-    if not files:
-        return None
-    return f"GGUF files, which weighin does not read yet: {_listed(files)}", _UNCONVERTED
 
 
 def _variants(folder: Path, names: Sequence[str]) -> Recognised:
@@ -296,7 +287,6 @@ _RECOGNISERS: Final[Sequence[Callable[[Path, Sequence[str]], Recognised]]] = (
     _variants,
     _shards,
     _files,
-    _gguf,
     _other_frameworks,
     _only_config,
     _folders,

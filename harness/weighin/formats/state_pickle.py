@@ -82,7 +82,7 @@ def load(path: Path, file: BinaryIO, base: int = 0) -> Pickled:
         at = base + file.tell()
         raise CheckpointError(
             f"{path}: damaged: the pickle from byte {start:,} cannot be read at byte {at:,}: {reason}",
-            AGAIN if isinstance(error, _Ended) else RESAVE,
+            AGAIN if isinstance(error, _Ended) and not base else RESAVE,  # base: a part of the file
         ) from error
 
 

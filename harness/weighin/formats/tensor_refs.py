@@ -50,6 +50,8 @@ _AS_BYTES: Final = f"load it with torch, give it a dtype that weighin reads (ten
 _RESOLVE: Final = (
     f"load it with torch, and save its values: tensor.resolve_conj().resolve_neg(), then {_SAVE}"
 )
+_OF_RANKS: Final = frozenset({"DTensor", "ShardedTensor"})
+_RANKS_PART: Final = "of which the file of each rank has a part"
 _WHOLE_TENSORS: Final = (
     "save whole tensors: torch.distributed.checkpoint.state_dict.get_model_state_dict(model,"
     " options=StateDictOptions(full_state_dict=True)); or save with torch.distributed.checkpoint,"
@@ -346,8 +348,8 @@ def _rebuilt(name: str, arguments: tuple[Any, ...]) -> Any:
 
 def _subclass(name: str) -> tuple[str, str]:
     """Return the title and the way for a tensor of a subclass that has the full name ``name``."""
-    if name == "torch.distributed.tensor.DTensor":
-        return "DTensor, of which the file of each rank has a part", _WHOLE_TENSORS
+    if name.startswith("torch.") and (leaf := name.rpartition(".")[2]) in _OF_RANKS:
+        return f"{leaf}, {_RANKS_PART}", _WHOLE_TENSORS
     return (
         f"tensor of the subclass {name}",
         "load it with the code of that class, make each one a plain tensor (a quantised one with"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
 from weighin.errors import CheckpointError
-from weighin.formats.recognise import by_records, is_legacy, resaving
+from weighin.formats.recognise import by_records, is_legacy, is_zip, resaving
 from weighin.formats.sniff import AGAIN, RESAVE, SHARDS, check_present, shown, unknown
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ class Archive:
 def check_file(path: Path) -> None:
     """Raise CheckpointError unless ``path`` is a zip file; the message tells its actual kind."""
     head = check_present(path)
-    if not head.startswith(b"PK"):
+    if not is_zip(head):
         raise _not_a_zip(path, head)
 
 

@@ -9,8 +9,13 @@ from typing import Any
 import torch
 
 from weighin.errors import CheckpointError
-from weighin.formats import adapters
-from weighin.formats.pretrained_folder import cached_snapshot, is_pretrained, read_folder
+from weighin.formats import adapters, gguf
+from weighin.formats.pretrained_folder import (
+    cached_snapshot,
+    find_weights,
+    is_pretrained,
+    read_folder,
+)
 from weighin.formats.pretrained_spec import auto_dtype, plain_spec_of
 from weighin.formats.selection import Selection
 from weighin.loader.load import load_streaming
@@ -53,6 +58,11 @@ def load_pretrained(
     path = Path(folder).expanduser()
     if not path.exists():
         path = cached_snapshot(str(folder)) or path
+    if find_weights(path) is None and gguf.matches(path):
+        raise CheckpointError(
+            f"{path}: a GGUF file, which load_pretrained does not dequantise",
+            f"let transformers load it: from_pretrained(FOLDER, gguf_file={gguf.file_of(path).name!r})",
+        )
     if not is_pretrained(path):
         raise CheckpointError(
             f"{path}: not a Hugging Face folder: it has no config.json",

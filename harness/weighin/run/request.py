@@ -78,7 +78,8 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
     )
     models = chosen.specs
     checkpoint = chosen.checkpoint.absolute() if chosen.checkpoint else None
-    strategies = registry.chosen(suite)
+    own_format = formats.loaded_as(checkpoint, chosen.selection)
+    strategies = registry.chosen(suite, own_format)
     _check_names("models", [(spec.title, spec.builder) for spec in models])
     _check_names("strategies", [(info.name, str(info.path)) for info, _ in strategies])
     format_names = tuple(formats.known(name) for name in suite.format)
@@ -109,14 +110,14 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
             ram_high_bytes=suite.ram_high,
             formats=format_names,
             operation=suite.operation,
-            own_format=_own_format(checkpoint),
+            own_format=own_format,
             environments=tuple(suite.environment),
             ranks=tuple(suite.ranks),
         )
     )
     preload.check(suite.environment)
     _check_any_runs(planned)
-    _check_own_selections(planned, chosen.selection, _own_format(checkpoint))
+    _check_own_selections(planned, chosen.selection, formats.loaded_as(checkpoint))
     planned = _without_refused(planned, checkpoint)
     folders = [Path(code["folder"]) for model in models if (code := code_of(model))]
     mounts = _existing((*request.mounts, *folders))
@@ -257,11 +258,6 @@ def resumable(verb: str, task: Run) -> Iterator[None]:
         if (task.folder / run_folder.RECORDS).exists() and "--resume" not in error.repair:
             error.repair += f"; then resume: {again}"
         raise
-
-
-def _own_format(checkpoint: Path | None) -> str | None:
-    """Return the format of the user's checkpoint; None if there is none or its file is missing."""
-    return formats.detect(checkpoint).NAME if checkpoint and checkpoint.exists() else None
 
 
 def _installed(
