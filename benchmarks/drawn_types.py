@@ -49,6 +49,7 @@ _DTYPES: Final[dict[torch.dtype, tuple[torch.dtype | str | None, ...]]] = {
 
 _MOST_PARAMETERS: Final = 8_000_000
 _CLASSES: Final = 3  # the most classes of a type to try
+_SAME_REASONS: Final = 3  # ways that fail for one reason before the next class is tried
 _MEMORY_BYTES: Final = 4 * 1024**3
 _WALL_FACTOR: Final = 10  # wall-clock seconds allowed for each second of the processor
 _SHARDS: Final = 3
@@ -305,7 +306,7 @@ def _small_model(name: str, seed: int) -> Any:
     if not classes:
         return "transformers exports no model class of this configuration"
     random.Random(f"{seed} {name}").shuffle(classes)  # noqa: S311
-    reasons = []
+    reasons: list[str] = []
     for kind in classes[:_CLASSES]:
         for way in WAYS:
             try:
@@ -322,6 +323,8 @@ def _small_model(name: str, seed: int) -> Any:
                 return _said(error)
             except Exception as error:
                 reasons.append(f"{kind.__name__}: {_said(error)}")
+                if reasons.count(reasons[-1]) == _SAME_REASONS:
+                    break
     return reasons[0]
 
 

@@ -53,7 +53,6 @@ _SKIPPED: Final = {
     "id2label",
     "label2id",
     "task_specific_params",
-    "transformers_version",
     "architectures",
 }
 _NEEDED: Final[dict[str, Any]] = {"prediction_length": 8, "vocabulary_map": {"<image>": 4}}
