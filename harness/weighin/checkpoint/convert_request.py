@@ -16,8 +16,10 @@ from weighin import formats
 from weighin.checkpoint import sidecar, staging
 from weighin.checkpoint.subprocess_client import run_maker
 from weighin.errors import ConfigError, UnknownName
+from weighin.formats.misfit import first_names, plain
 from weighin.formats.selection import WHOLE, Selection
 from weighin.suite.config import DTYPES
+from weighin.text import one_line
 from weighin.units import GIB, format_bytes, format_seconds, parse_bytes
 
 SCHEMA: Final = 1
@@ -41,7 +43,11 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class FinishedConversion:
-    """A finished conversion. ``checksums`` is the checksum file that the source matched, if any."""
+    """A finished conversion.
+
+    ``checksums`` is the checksum file that the source matched, if any. ``left_out`` are the names of the
+    state dict's values that are no tensors, which no format but ``torch.save`` stores.
+    """
 
     source: Path
     source_format: str
@@ -51,10 +57,14 @@ class FinishedConversion:
     seconds: float
     checksums: Path | None
     verified: bool
+    left_out: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         checked = f", source matches {self.checksums}" if self.checksums else ""
         checked += ", every tensor's checksum verified" if self.verified else ""
+        if self.left_out:
+            names = first_names(map(plain, self.left_out))
+            checked += f"; left out, because they are no tensors: {one_line(names)}"
         return (
             f"{self.target}: {self.format} from {self.source_format}, {format_bytes(self.bytes)} in "
             f"{format_seconds(round(self.seconds * 1e9))} "
@@ -88,6 +98,10 @@ def convert(wish: Wish, console: Console) -> FinishedConversion:
                 "name a target on another disk, or free some space",
             )
 
+    left_out = ()
+    if wish.keys != "model":
+        left_out = tuple(getattr(formats.read(wish.source, wish.selection)[1], "values", ()))
+
     with _shown(console, f"{wish.source.name} to {wish.target.name}") as bar:
         try:
             stages = run_maker(arguments, permit=permit, report=bar.report)
@@ -103,6 +117,7 @@ def convert(wish: Wish, console: Console) -> FinishedConversion:
         seconds=stages["write"],
         checksums=checksums,
         verified=wish.verify,
+        left_out=left_out,
     )
 
 
