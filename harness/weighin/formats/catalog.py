@@ -92,16 +92,16 @@ class _InFolder:
     def __init__(self, layout: Layout, file: Path) -> None:
         self.NAME, self.SUFFIX = layout.NAME, layout.SUFFIX
         self.write = layout.write
-        self._layout, self._file = layout, file
+        self.layout, self.file = layout, file
 
     def matches(self, path: Path) -> bool:
         return is_pretrained(path)
 
     def files(self, _path: Path) -> list[Path]:
-        return self._layout.files(self._file)
+        return self.layout.files(self.file)
 
     def read(self, _path: Path) -> list[TensorSlice]:
-        return self._layout.read(self._file)
+        return self.layout.read(self.file)
 
 
 def checkpoint_in(folder: Path, name: str) -> Path:
@@ -117,8 +117,9 @@ def read(path: Path, selection: Selection = WHOLE) -> tuple[str, list[TensorSlic
         CheckpointError: for the same reasons as ``detect``, or the checkpoint is damaged; the
             message names the file and the place.
     """
-    layout = detect(path)
-    key = selection.key
+    layout, key = detect(path), selection.key
+    if isinstance(layout, _InFolder):
+        layout, path = layout.layout, layout.file
     slices: list[TensorSlice]
     if key and layout is dcp:  # dcp.read(key) also skips names that are no tensors
         slices = below(path, dcp.read(path, key), key)
