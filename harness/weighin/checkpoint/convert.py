@@ -89,7 +89,7 @@ def convert(
     started = time.monotonic()
     check_target(source, target)
     slices: Sequence[TensorSlice] = (
-        read_with_model_keys(source, trust_remote_code=order.trust_remote_code)
+        read_with_model_keys(source, order.selection, trust_remote_code=order.trust_remote_code)
         if order.model_keys
         else formats.read(source, order.selection)[1]
     )

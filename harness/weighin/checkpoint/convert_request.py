@@ -16,9 +16,11 @@ from weighin import formats
 from weighin.checkpoint import sidecar, staging
 from weighin.checkpoint.subprocess_client import run_maker
 from weighin.errors import ConfigError, UnknownName
+from weighin.formats.misfit import first_names, plain
 from weighin.formats.quantised import Quantised, in_checkpoint
 from weighin.formats.selection import WHOLE, Selection
 from weighin.suite.config import DTYPES
+from weighin.text import one_line
 from weighin.units import GIB, format_bytes, format_seconds, parse_bytes
 
 SCHEMA: Final = 1
@@ -49,9 +51,11 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class FinishedConversion:
-    """A finished conversion. ``checksums`` is the checksum file that the source matched, if any.
+    """A finished conversion.
 
-    ``quantised`` says how the tensors are quantised, because they are then no weights.
+    ``checksums`` is the checksum file that the source matched, if any. ``quantised`` says how the
+    tensors are quantised, because they are then no weights. ``left_out`` are the names of the state
+    dict's values that are no tensors, which no format but ``torch.save`` stores.
     """
 
     source: Path
@@ -63,11 +67,15 @@ class FinishedConversion:
     checksums: Path | None
     verified: bool
     quantised: Quantised | None = None
+    left_out: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         checked = f", source matches {self.checksums}" if self.checksums else ""
         checked += ", every tensor's checksum verified" if self.verified else ""
         checked += f"; {self.quantised.summary}" if self.quantised else ""
+        if self.left_out:
+            names = first_names(map(plain, self.left_out))
+            checked += f"; left out, because they are no tensors: {one_line(names)}"
         return (
             f"{self.target}: {self.format} from {self.source_format}, {format_bytes(self.bytes)} in "
             f"{format_seconds(round(self.seconds * 1e9))} "
@@ -101,6 +109,10 @@ def convert(wish: Wish, console: Console) -> FinishedConversion:
                 "name a target on another disk, or free some space",
             )
 
+    left_out = ()
+    if wish.keys != "model":
+        left_out = tuple(getattr(formats.read(wish.source, wish.selection)[1], "values", ()))
+
     with _shown(console, f"{wish.source.name} to {wish.target.name}") as bar:
         try:
             stages = run_maker(arguments, permit=permit, report=bar.report)
@@ -117,6 +129,7 @@ def convert(wish: Wish, console: Console) -> FinishedConversion:
         checksums=checksums,
         verified=wish.verify,
         quantised=in_checkpoint(wish.source, formats.read(wish.source, wish.selection)[1]),
+        left_out=left_out,
     )
 
 

@@ -52,8 +52,9 @@ def index(
     if builder == BUILDER and is_pretrained_checkpoint(checkpoint):
         if selection:
             raise CheckpointError(
-                f"{checkpoint}: a Hugging Face folder is the whole model, of which no part is selected",
-                "leave out --key and --strip-prefix",
+                f"{checkpoint}: from_pretrained, which says what is right, selects no part of a folder",
+                f"write the weights into a folder with this config.json: weighin convert {checkpoint}"
+                f" NEW/model.safetensors {' '.join(selection.options)}",
             )
         from weighin.checkpoint.index_pretrained import index_pretrained
         from weighin.checkpoint.index_quantised import index_quantised

@@ -241,7 +241,7 @@ def model_and_checkpoint(
     if is_pretrained(path) and not name.startswith(_FROM):
         folder = read_folder(path, trust_remote_code=trust_remote_code)
         if not folder.is_of_diffusers:
-            return spec_of(folder), folder.checkpoint
+            return spec_of(folder, selection), folder.checkpoint
     _, slices = formats.read(path, selection)
     check_converts(path, slices, NOT_MEASURED)
     quantised.refuse_codes(path, slices, ())
