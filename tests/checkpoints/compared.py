@@ -57,7 +57,7 @@ def load(name: str) -> None:
             return
     state, buffers = _tensors(model)
     differences = _differences(state, truth)
-    if made["is_folder"]:
+    if more:
         differences += _differences(buffers, more)
     _print(differences, [str(one.message) for one in said])
 

@@ -10,7 +10,11 @@ from layouts import VERBS, Layout, every
 from tried import Missing, Verdict, server, tried
 
 QUICK = ("inspect", "convert", "load")
-WITH_ALL_VERBS = ("ten dtypes", "tied by the config, two matrices in the file")
+WITH_ALL_VERBS = (
+    "ten dtypes",
+    "tied by the config, two matrices in the file",
+    "GGUF in Q8_0",
+)
 LAYOUTS = every()
 ROOT = Path(__file__).parents[2]
 

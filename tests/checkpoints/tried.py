@@ -66,7 +66,7 @@ def tried(
     if made.returncode:
         if missing := re.search(r"No module named '(\w+)", made.stderr):
             raise Missing(missing[1])
-        raise AssertionError(f"{layout.name}: cannot be made:\n{made.stderr}")
+        return {verb: Verdict("WRONG", f"cannot be made: {made.stderr}") for verb in verbs}
     found = json.loads((folder / "made.json").read_text())
     run = _Run(layout, folder, forks, found["path"], found["is_folder"])
     verdicts = {}

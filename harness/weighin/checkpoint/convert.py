@@ -30,14 +30,12 @@ from weighin.checkpoint.staging import growing_beside
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats import quantised
 from weighin.formats.base import Layout, Pieces, Progress, TensorPlan, TensorSlice
+from weighin.formats.misfit import check_converts
 from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.zip_writer import run_parallel
 from weighin.models.skeleton import map_large_tensors
 
-AUTO: Final = "auto"
-
-_WHOLE, _SPLIT = "safetensors", "sharded"  # the formats that auto writes; neither contains a pickle
-_SHARDED: Final = (_SPLIT, "sharded_pt")  # the formats to which max_shard_bytes applies
+_SHARDED: Final = ("sharded", "sharded_pt")  # the formats to which max_shard_bytes applies
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +43,7 @@ class Conversion:
     """The options of a conversion.
 
     Attributes:
-        fmt: a format's name, or "auto": one file for up to ``split_above_bytes`` of tensors, shards
-            for more bytes.
+        fmt: the name of the format to write.
         dtype: the new dtype of floating-point tensors; None keeps each tensor's own dtype.
         max_shard_bytes: the largest size of one file of a sharded format.
         verify: whether to read the target back from the disk and compare it with the source.
@@ -59,7 +56,6 @@ class Conversion:
 
     fmt: str
     dtype: torch.dtype | None
-    split_above_bytes: int
     max_shard_bytes: int
     verify: bool = False
     checksums: Path | None = None
@@ -93,7 +89,7 @@ def convert(
     started = time.monotonic()
     check_target(source, target)
     slices: Sequence[TensorSlice] = (
-        read_with_model_keys(source, trust_remote_code=order.trust_remote_code)
+        read_with_model_keys(source, order.selection, trust_remote_code=order.trust_remote_code)
         if order.model_keys
         else formats.read(source, order.selection)[1]
     )
@@ -101,6 +97,8 @@ def convert(
         raise CheckpointError(
             f"{source}: holds no tensors", "convert the checkpoint of a model with weights"
         )
+    if order.dtype is not None:
+        check_converts(source, slices, "leave --dtype out")
     if order.dtype and (found := quantised.in_checkpoint(source, slices)):
         raise CheckpointError(
             f"{source}: {found.summary}; another dtype would change the codes and the scales",
@@ -108,7 +106,7 @@ def convert(
         )
     tensors = plans(slices, order.dtype)
     size = tensor_bytes(tensors)
-    layout = formats.named(choose(order.fmt, size, order.split_above_bytes))
+    layout = formats.named(order.fmt)
     if permit is not None:
         permit(size + RECORD_BYTES * len(tensors))
     stored = sidecar.KnownChecksums(source, order.checksums, slices) if order.checksums else None
@@ -147,17 +145,6 @@ def _write(
         write(new, tensors, pieces, progress, max_shard_bytes=order.max_shard_bytes)
     else:
         layout.write(new, tensors, pieces, progress)
-
-
-def choose(fmt: str, size: int, split_above_bytes: int) -> str:
-    """Return the name of the format to write.
-
-    Raises:
-        UnknownName: no format has this name.
-    """
-    if fmt == AUTO:
-        return _SPLIT if size > split_above_bytes else _WHOLE
-    return formats.named(fmt).NAME
 
 
 def tensor_bytes(tensors: Iterable[TensorPlan]) -> int:

@@ -10,10 +10,11 @@ from typing import Any, Final, cast
 import torch
 
 from weighin import install
-from weighin.errors import ConfigError
+from weighin.errors import CheckpointError, ConfigError
 from weighin.formats.pretrained_code import auto_class, check_unchanged, reference_in
-from weighin.formats.pretrained_folder import dtype_of
+from weighin.formats.pretrained_folder import dtype_of, from_pretrained_arguments
 from weighin.models.pretrained_names import model_keys
+from weighin.text import one_line
 
 _TOKENS: Final = 8
 _SAMPLES: Final = 16_000  # one second of sound
@@ -97,7 +98,7 @@ def pretrained_class(
     try:
         kind = getattr(package, name, None)
     except ImportError:
-        package = _without_torchvision()
+        package = without_torchvision()
         kind = getattr(package, name, None)
     package.logging.set_verbosity_error()
     package.logging.disable_progress_bar()
@@ -109,6 +110,39 @@ def pretrained_class(
             "install the version in config.json's transformers_version, or a newer one",
         )
     return kind
+
+
+def reference(
+    kwargs: Mapping[str, Any], checkpoint: Path, dtype: torch.dtype
+) -> tuple[torch.nn.Module, list[str]]:
+    """Return the model that ``from_pretrained`` loads, and the weights that the checkpoint lacks.
+
+    ``kwargs`` are the arguments of ``from_config`` for the model of the checkpoint's folder.
+
+    Raises:
+        CheckpointError: ``from_pretrained`` does not load the checkpoint.
+    """
+    kind = pretrained_class(kwargs["architecture"], kwargs.get("code"), kwargs["config"])
+    arguments = from_pretrained_arguments(checkpoint)
+    try:
+        model, info = kind.from_pretrained(**arguments, dtype=dtype, output_loading_info=True)
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        called = f"{kind.__name__}.from_pretrained"
+        if "gguf_file" in arguments:
+            called += f"(FOLDER, gguf_file={checkpoint.name!r})"
+        raise CheckpointError(
+            f"{checkpoint}: {called} fails: {type(error).__name__}: {one_line(str(error))}",
+            "try another version of transformers; for the tensors without their class:"
+            f" from:{checkpoint}",
+        ) from error
+    return model, sorted(info["missing_keys"])
 
 
 def _class_in(folder: Path, architecture: str, config: Mapping[str, Any]) -> Any:
@@ -133,7 +167,7 @@ def _class_in(folder: Path, architecture: str, config: Mapping[str, Any]) -> Any
     return kind
 
 
-def _without_torchvision() -> Any:
+def without_torchvision() -> Any:
     """Import transformers again, without torchvision, whose build may not match torch's build.
 
     transformers imports torchvision for image processors, which no load needs.

@@ -14,7 +14,7 @@ from rich.table import Table
 from weighin import formats
 from weighin.cell import SYNTHESISED, Cell, ModelSpec
 from weighin.errors import UnknownName
-from weighin.formats import quantised
+from weighin.formats import gguf, quantised
 from weighin.formats.pretrained_code import auto_class
 from weighin.formats.pretrained_folder import BUILDER, folder_of
 from weighin.formats.selection import WHOLE, Selection
@@ -209,11 +209,17 @@ def advise(question: Question, prior: PriorKnowledge) -> Advice:
         return advice
     info = registry.strategy(advice.best.strategy)
     checkpoint = str(question.checkpoint) if question.checkpoint else "model.pt"
-    if (folder := _folder(question)) and info.maps_keys and not info.shares_load:
+    if (
+        question.checkpoint
+        and (folder := _folder(question))
+        and info.maps_keys
+        and not info.shares_load
+    ):
         model = question.model.kwargs
         code = pretrained_snippet(
             info, model["architecture"], device=question.device, dtype=question.dtype,
             folder=folder,
+            gguf_file=question.checkpoint.name if prior.checkpoint_format == gguf.NAME else "",
             auto=auto_class(model["config"], model["architecture"]) if "code" in model else "",
         )  # fmt: skip
         return replace(advice, code=code)
@@ -322,6 +328,8 @@ def _planned(question: Question, checkpoint_format: str) -> Iterator[Planned]:
             continue
         if not info.dequantises and quantised.of_model(question.model):
             continue
+        if checkpoint_format == gguf.NAME and checkpoint_format not in info.formats:
+            continue  # dequantised, the checkpoint is another one, up to 8 times as large
         yield Planned.of(cell, info)
 
 
