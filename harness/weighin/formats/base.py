@@ -88,10 +88,12 @@ class Slices(list[TensorSlice]):
     """The tensors of a checkpoint, in the state dict's order.
 
     ``metadata`` maps each module's name to its version metadata, by which ``load_state_dict`` detects
-    older checkpoints; it is None if the format does not store such metadata.
+    older checkpoints; it is None if the format does not store such metadata. ``notes`` say how the
+    checkpoint's files contradict each other in a way that does not change the result of a load.
     """
 
     metadata: Mapping[str, Mapping[str, object]] | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
