@@ -8,12 +8,9 @@ too.
 Options: disable_mmap (read the files instead of mapping them), device_map (as in from_pretrained).
 """
 
-import json
-from pathlib import Path
-
 import torch
 
-from weighin.strategy import Load, pretrained_class
+from weighin.strategy import Load, from_pretrained_arguments, pretrained_class
 
 FORMATS = ("safetensors", "sharded", "pt", "sharded_pt")
 DEVICES = ("cpu", "cuda")
@@ -24,13 +21,9 @@ MAPS_KEYS = True
 
 
 def load(job: Load) -> torch.nn.Module:
-    checkpoint = Path(job.checkpoint)
-    folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
     with job.phase("read"):
-        config = json.loads((folder / "config.json").read_text())
-        kind = pretrained_class(config["architectures"][0], job.remote_code, config)
-        model: torch.nn.Module = kind.from_pretrained(
-            folder, dtype=job.dtype, local_files_only=True, **job.options
-        )
+        kind = pretrained_class(**job.pretrained)
+        folder = from_pretrained_arguments(job.checkpoint)
+        model: torch.nn.Module = kind.from_pretrained(**folder, dtype=job.dtype, **job.options)
     with job.phase("move"):
         return model.to(job.device)

@@ -16,6 +16,7 @@ from weighin import formats
 from weighin.checkpoint import sidecar, staging
 from weighin.checkpoint.subprocess_client import run_maker
 from weighin.errors import ConfigError, UnknownName
+from weighin.formats.pretrained_choice import AS_SAVED, FolderChoice
 from weighin.formats.selection import WHOLE, Selection
 from weighin.suite.config import DTYPES
 from weighin.units import GIB, format_bytes, format_seconds, parse_bytes
@@ -36,7 +37,7 @@ class Wish:
     verify: bool
     selection: Selection = WHOLE
     keys: str = "file"
-    trust_remote_code: bool = False
+    choice: FolderChoice = AS_SAVED
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,8 @@ def _arguments(wish: Wish, checksums: Path | None) -> list[str]:
     arguments += wish.selection.options
     arguments += ["--verify"] if wish.verify else []
     arguments += ["--model-keys"] if wish.keys == "model" else []
-    arguments += ["--trust-remote-code"] if wish.trust_remote_code else []
+    arguments += [f"--class={wish.choice.model_class}"] if wish.choice.model_class else []
+    arguments += ["--trust-remote-code"] if wish.choice.trust_remote_code else []
     arguments += [f"--checksums={checksums}"] if checksums else []
     return [*arguments, "--", str(wish.source), str(wish.target)]
 

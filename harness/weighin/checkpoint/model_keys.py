@@ -7,16 +7,16 @@ from weighin import formats
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats.base import Slices
 from weighin.formats.misfit import first_names
-from weighin.formats.pretrained_folder import folder_of, is_pretrained, read_folder
+from weighin.formats.pretrained_choice import AS_SAVED, FolderChoice
+from weighin.formats.pretrained_folder import folder_of, is_pretrained, read_folder, variant_of
 from weighin.formats.pretrained_spec import spec_of
 
 
-def read_with_model_keys(source: Path, *, trust_remote_code: bool = False) -> Slices:
+def read_with_model_keys(source: Path, choice: FolderChoice = AS_SAVED) -> Slices:
     """Return the tensors of a folder under the names of the model's state dict, in its order.
 
     Stacked and joined tensors consist of several blocks of the files. A tied name that the files lack
-    gets the tensor of the name that it is tied to. The folder's own code runs only with
-    ``trust_remote_code``.
+    gets the tensor of the name that it is tied to.
 
     Raises:
         ConfigError: the source is not in a Hugging Face folder, transformers is missing, or the
@@ -32,7 +32,7 @@ def read_with_model_keys(source: Path, *, trust_remote_code: bool = False) -> Sl
     from weighin.models.pretrained_keys import map_keys
     from weighin.models.skeleton import build_skeleton
 
-    found = read_folder(folder, trust_remote_code=trust_remote_code)
+    found = read_folder(folder, replace(choice, variant=variant_of(source)))
     model = build_skeleton(from_config, spec_of(found).kwargs)
     mapped = map_keys(model, formats.read(source)[1])
     wanted = model.state_dict(keep_vars=True)

@@ -15,7 +15,7 @@ from weighin import formats
 from weighin.cell import SYNTHESISED, Cell, ModelSpec
 from weighin.errors import UnknownName
 from weighin.formats.pretrained_code import auto_class
-from weighin.formats.pretrained_folder import BUILDER, folder_of
+from weighin.formats.pretrained_folder import BUILDER, folder_of, variant_of
 from weighin.formats.selection import WHOLE, Selection
 from weighin.predict.client import predict
 from weighin.predict.prediction import Prediction
@@ -208,6 +208,8 @@ def advise(question: Question, prior: PriorKnowledge) -> Advice:
             info, model["architecture"], device=question.device, dtype=question.dtype,
             folder=folder,
             auto=auto_class(model["config"], model["architecture"]) if "code" in model else "",
+            variant=variant_of(Path(checkpoint)),
+            is_chosen=model["architecture"] not in (model["config"]["architectures"] or [""])[:1],
         )  # fmt: skip
         return replace(advice, code=code)
     if question.selection:

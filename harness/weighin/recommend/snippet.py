@@ -59,21 +59,32 @@ def snippet(
 
 
 def pretrained_snippet(
-    info: StrategyInfo, architecture: str, *, device: str, dtype: str, folder: str, auto: str = ""
+    info: StrategyInfo,
+    architecture: str,
+    *,
+    device: str,
+    dtype: str,
+    folder: str,
+    auto: str = "",
+    variant: str = "",
+    is_chosen: bool = False,
 ) -> str:
     """Return the code that loads a Hugging Face folder with a strategy that renames keys.
 
     ``auto`` is the class of transformers that runs the folder's own code, "AutoModelForCausalLM";
-    empty if the folder brings no code.
+    empty if the model's code is in transformers. ``is_chosen`` tells whether the class is another one
+    than the folder names.
     """
-    trust = ", trust_remote_code=True" if auto else ""
+    more = f", variant={variant!r}" if variant else ""
+    more += ", trust_remote_code=True" if auto else ""
     if info.pretrained:
         kind = auto or architecture
         needed, line = "pip install torch transformers", f"from transformers import {kind}"
-        call = f"{kind}.from_pretrained({folder!r}, dtype=torch.{dtype}{trust}).to({device!r})"
+        call = f"{kind}.from_pretrained({folder!r}, dtype=torch.{dtype}{more}).to({device!r})"
     else:
         needed, line = install.command("hf", anywhere=True), "from weighin import load_pretrained"
-        call = f"load_pretrained({folder!r}, dtype=torch.{dtype}, device={device!r}{trust})"
+        more += f", model_class={architecture!r}" if is_chosen else ""
+        call = f"load_pretrained({folder!r}, dtype=torch.{dtype}, device={device!r}{more})"
     return f"# {needed}\nimport torch\n{line}\n\nmodel = {call}\n"
 
 

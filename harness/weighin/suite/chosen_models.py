@@ -10,6 +10,7 @@ from typing import Any
 from weighin import formats
 from weighin.cell import ModelSpec
 from weighin.errors import ConfigError
+from weighin.formats.pretrained_choice import AS_SAVED, FolderChoice
 from weighin.formats.pretrained_folder import is_folder, own_dtype
 from weighin.formats.selection import WHOLE, Selection
 from weighin.suite import registry, user_code
@@ -25,6 +26,7 @@ class ChosenModels:
         selection: the part of the checkpoint that holds the weights.
         dtype: the dtype of the loads, which is the models' own dtype for "auto".
         python_path: the folders from which to import the models' builders.
+        notes: what the user may not expect of the checkpoint.
     """
 
     specs: tuple[ModelSpec, ...]
@@ -32,6 +34,7 @@ class ChosenModels:
     selection: Selection
     dtype: str
     python_path: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
 
 def choose(
@@ -40,12 +43,13 @@ def choose(
     kwargs: dict[str, Any] | None = None,
     checkpoint: Path | None = None,
     selection: Selection = WHOLE,
-    trust_remote_code: bool = False,
+    choice: FolderChoice = AS_SAVED,
 ) -> ChosenModels:
     """Return the models of a suite, with the checkpoint that their names or --checkpoint give.
 
     ``kwargs`` are arguments of all models, beside their own. ``selection`` is that of --key and
-    --strip-prefix, which a model's entry in a suite may have instead.
+    --strip-prefix, which a model's entry in a suite may have instead. ``choice`` is for all models that
+    are Hugging Face folders.
 
     Raises:
         HarnessError: a model is unknown, two checkpoints or selections are given, or models differ
@@ -58,7 +62,7 @@ def choose(
             entry.source,
             entry.kwargs | (kwargs or {}) or None,
             selection,
-            trust_remote_code=trust_remote_code,
+            choice,
         )
         if weights and len(suite.models) > 1:
             raise ConfigError(
@@ -81,7 +85,10 @@ def choose(
         user_code.check_builder(spec.builder, spec.kwargs, python_path)
     if own:
         formats.detect(own)  # names a file that is no checkpoint before anything is made
-    return ChosenModels(tuple(specs), own, selection, _dtype(specs, suite.dtype), python_path)
+    notes = registry.notes_on(own, choice) if own and any(map(is_folder, specs)) else ()
+    return ChosenModels(
+        tuple(specs), own, selection, _dtype(specs, suite.dtype), python_path, notes
+    )
 
 
 def _selection(suite: Suite, typed: Selection) -> Selection:
