@@ -1,6 +1,5 @@
 """The weights of a checkpoint that holds more than them, or holds them under longer names."""
 
-import argparse
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -82,7 +81,7 @@ def test_a_dotted_key_finds_nested_dicts_and_keys_with_dots(tmp_path: Path, key:
 def test_the_beginning_of_flat_names_is_a_key_too(tmp_path: Path) -> None:
     state = {"model.w": torch.ones(2), "ema.w": torch.zeros(2), "models.w": torch.zeros(3)}
     path = saved(tmp_path / "c.pt", state)
-    convert.convert(path, tmp_path / "c.safetensors", convert.Conversion("safetensors", None, 1, 1))
+    convert.convert(path, tmp_path / "c.safetensors", convert.Conversion("safetensors", None, 1))
     for file in (path, tmp_path / "c.safetensors"):
         (one,) = formats.read(file, Selection("model"))[1]
         assert (one.name, one.shape) == ("w", (2,))
@@ -124,11 +123,11 @@ def test_an_error_proposes_the_key_that_would_fit(tmp_path: Path, legacy: bool) 
     path = saved(tmp_path / "c.pt", checkpoint, legacy=legacy)
     assert str(complaint(lambda: formats.read(path))) == (
         f"{path}: not a flat state dict: 'epoch' holds a int\n"
-        "select the weights: --key model; in load_streaming: key='model'; in a suite: key: model"
+        "select the weights: --key model (32 B); in load_streaming: key='model'; in a suite: key: model"
     )
     assert str(complaint(lambda: formats.read(path, Selection("modle")))) == (
         f"{path}: has no key 'modle'\n"
-        "select the weights: --key model; in load_streaming: key='model'; in a suite: key: model"
+        "select the weights: --key model (32 B); in load_streaming: key='model'; in a suite: key: model"
     )
 
 
@@ -136,7 +135,7 @@ def test_of_several_state_dicts_the_largest_is_proposed_first(tmp_path: Path) ->
     small, large = {"w": torch.ones(1)}, {"v": torch.ones(1), "w": torch.ones(1)}
     path = saved(tmp_path / "c.pt", {"head": small, "state": {"net": large}, "optim": {"x": large}})
     assert complaint(lambda: formats.read(path)).repair == (
-        "select the weights: --key state.net or --key head; in load_streaming: key='state.net'"
+        "select the weights: --key state.net (8 B) or --key head (4 B); in load_streaming: key='state.net'"
         "; in a suite: key: state.net"
     )
 
@@ -173,7 +172,7 @@ def test_a_converted_selection_holds_the_plain_state_dict(tmp_path: Path) -> Non
         "m", BUILDER, KWARGS, checkpoint=path, fmt="pt", folder=tmp_path / "out", selection=selection
     )  # fmt: skip
     model.load_state_dict(torch.load(tmp_path / "out/pt/model.pt", weights_only=True))
-    order = convert.Conversion("pt", None, 1, 1, verify=True, selection=selection)
+    order = convert.Conversion("pt", None, 1, verify=True, selection=selection)
     convert.convert(path, tmp_path / "plain.pt", order)
     expected = {name.removeprefix("module."): one for name, one in checkpoint["model"].items()}
     plain = torch.load(tmp_path / "plain.pt", weights_only=True)
@@ -183,11 +182,7 @@ def test_a_converted_selection_holds_the_plain_state_dict(tmp_path: Path) -> Non
     assert [one.name for one in found.tensors] == ["weight", "bias"]
 
 
-def test_a_key_executes_nothing_and_refuses_what_refers_to_code(tmp_path: Path) -> None:
-    checkpoint = {"model": {"w": torch.ones(1)}, "args": argparse.Namespace(lr=1)}
-    path = saved(tmp_path / "c.pt", checkpoint)
-    error = complaint(lambda: formats.read(path, Selection("model")))
-    assert "was NOT executed: it refers to argparse.Namespace" in error.message
+def test_a_key_never_selects_a_module(tmp_path: Path) -> None:
     path = saved(tmp_path / "c.pt", {"model": nn.Linear(1, 1)})
     error = complaint(lambda: formats.read(path, Selection("model")))
     assert "holds a whole pickled module (torch.nn.modules.linear.Linear)" in error.message

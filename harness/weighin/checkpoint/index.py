@@ -18,8 +18,9 @@ from weighin.checkpoint.piecewise import Checksums, checksummed
 from weighin.checkpoint.reader import read_pieces
 from weighin.errors import CheckpointError
 from weighin.formats.base import Progress, TensorSlice
-from weighin.formats.misfit import misfit, plain, selecting
-from weighin.formats.pretrained_folder import BUILDER, folder_of, is_pretrained, own_dtype
+from weighin.formats.misfit import NOT_MEASURED, check_converts, misfit, plain, selecting
+from weighin.formats.pretrained_folder import BUILDER, is_pretrained_checkpoint, own_dtype
+from weighin.formats.quantised import of_model, refuse_codes
 from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.zip_writer import run_parallel
 from weighin.models.skeleton import map_large_tensors
@@ -40,31 +41,39 @@ def index(
     """Write the manifest of a user's checkpoint into ``folder``, and convert the checkpoint if needed.
 
     Tensors are read piece by piece from any format. The checkpoint is converted into ``folder`` if it
-    has another format than ``fmt``, or if ``selection`` is only a part of it.
+    has another format than ``fmt``, if ``selection`` is only a part of it, or if it holds more than
+    tensors.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or does not fit the model.
     """
-    formats.named(fmt)
+    formats.known(fmt)
     map_large_tensors()
-    if builder == BUILDER and is_pretrained(folder_of(checkpoint)):
+    if builder == BUILDER and is_pretrained_checkpoint(checkpoint):
         if selection:
             raise CheckpointError(
                 f"{checkpoint}: a Hugging Face folder is the whole model, of which no part is selected",
                 "leave out --key and --strip-prefix",
             )
         from weighin.checkpoint.index_pretrained import index_pretrained
+        from weighin.checkpoint.index_quantised import index_quantised
 
+        if found := of_model(ModelSpec(model, builder, dict(kwargs))):
+            return index_quantised(
+                model, kwargs, found, checkpoint=checkpoint, fmt=fmt, folder=folder
+            )
         return index_pretrained(
             model, kwargs, checkpoint=checkpoint, fmt=fmt, folder=folder, permit=permit, progress=progress
         )  # fmt: skip
     torch.set_num_threads(1)  # the readers run in several threads of their own
     started = time.monotonic()
     own, slices = formats.read(checkpoint, selection)
-    converts = own != fmt or bool(selection)
+    check_converts(checkpoint, slices, NOT_MEASURED)
+    converts = own != fmt or bool(selection) or not getattr(slices, "only_tensors", True)
     places = {where.name: where for where in slices}
     dtype = getattr(torch, own_dtype(ModelSpec(model, builder, dict(kwargs))))
     described = describe(builder, kwargs, real_buffers="non_persistent", dtype=dtype)
+    refuse_codes(checkpoint, slices, [one.name for one in described])
     check_fits(checkpoint, model, places, described)
     if converts and not slices:
         raise CheckpointError(
@@ -115,8 +124,7 @@ class _IndexedChecksums:
         """Read every tensor that has no checksums yet; tensors at the same place are read once."""
         names: dict[object, list[str]] = {}
         for name, where in self._places.items():
-            place = where.file, where.offset, where.dtype, where.shape, where.stride
-            names.setdefault(place, []).append(name)
+            names.setdefault(where.place, []).append(name)
         run_parallel(partial(self._sum, group, progress) for group in names.values())
 
     def _sum(self, names: list[str], progress: Progress | None) -> None:

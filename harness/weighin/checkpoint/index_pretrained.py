@@ -25,12 +25,13 @@ from weighin.checkpoint.piecewise import (
 )
 from weighin.checkpoint.reader import widest_dtype
 from weighin.errors import CheckpointError
+from weighin.formats import gguf
 from weighin.formats.base import Progress
 from weighin.formats.misfit import first_names
-from weighin.formats.pretrained_folder import BUILDER, from_pretrained_arguments
+from weighin.formats.pretrained_folder import BUILDER
 from weighin.loader.lazy_state import read_whole
 from weighin.models.after_load import written_after_load
-from weighin.models.pretrained import pretrained_class
+from weighin.models.pretrained import reference
 from weighin.models.pretrained_keys import MappedKeys, map_keys
 from weighin.models.skeleton import non_persistent_buffers
 
@@ -58,15 +59,18 @@ def index_pretrained(
     own, slices = formats.read(checkpoint)
     if permit is not None:
         permit(sum(RECORD_BYTES + where.nbytes for where in slices) if own != fmt else 0)
-    kind = pretrained_class(kwargs["architecture"], kwargs.get("code"), kwargs["config"])
-    load = partial(kind.from_pretrained, **from_pretrained_arguments(checkpoint))
-    reference, info = load(dtype=widest_dtype(slices), output_loading_info=True)
-    if missing := sorted(info["missing_keys"]):
+    is_gguf = (
+        own == gguf.NAME
+    )  # transformers computes with its values, in float32 or in the wanted dtype
+    loaded, missing = reference(
+        kwargs, checkpoint, torch.float32 if is_gguf else widest_dtype(slices)
+    )
+    if missing:
         raise CheckpointError(
-            f"{checkpoint}: has no values for {first_names(missing)} of {kind.__name__}",
+            f"{checkpoint}: has no values for {first_names(missing)} of {type(loaded).__name__}",
             "choose the class that the checkpoint was saved from: from_pretrained draws these weights at random",
         )
-    described = [*_described(reference)]
+    described = [*described_in(loaded)]
     read = time.monotonic()
     sums: dict[str, dict[str, str]] = {}
     by_name = {one.name: one for one in described}
@@ -79,19 +83,20 @@ def index_pretrained(
             for piece in pieces(one.name):
                 if progress is not None and own == fmt:
                     progress(piece.nbytes)
-    mapped = map_keys(reference, slices)
-    of_file = _values_of_file(reference, mapped, sums) if own == fmt else {}
-    if len(stored) < len(described) or mapped.computed:
+    mapped = None if is_gguf else map_keys(loaded, slices)
+    of_file = _values_of_file(loaded, mapped, sums) if mapped and own == fmt else {}
+    computed = mapped.computed if mapped else tuple(sums)
+    if len(stored) < len(described) or computed:
         for wanted in CELL_DTYPES:
-            loaded = load(dtype=getattr(torch, wanted))
-            for name, (owner, leaf) in non_persistent_buffers(loaded):
+            other, _ = reference(kwargs, checkpoint, getattr(torch, wanted))
+            for name, (owner, leaf) in non_persistent_buffers(other):
                 value = owner._buffers[leaf]
                 assert value is not None
                 sums.setdefault(name, {})[dtype_name(value.dtype)] = checksum(value)
-            for name in mapped.computed if own == fmt else ():
-                value = loaded.state_dict()[name]
+            for name in computed if own == fmt else ():
+                value = other.state_dict()[name]
                 sums[name][dtype_name(value.dtype)] = checksum(value)
-    kept = _kept_in_float32(reference, sums)
+    kept = _kept_in_float32(loaded, sums)
     entries = tuple(
         replace(
             one.entry(sums[first], torch.float32 if first in kept else None),
@@ -100,7 +105,7 @@ def index_pretrained(
         for one in described
         if (first := one.shared_with or one.name)
     )
-    manifest = Manifest(model, BUILDER, str(checkpoint), entries, mapped.note)
+    manifest = Manifest(model, BUILDER, str(checkpoint), entries, mapped.note if mapped else "")
     manifest.write(folder / "manifest.json")
     return Made(manifest, {"read": read - started, "convert": time.monotonic() - read})
 
@@ -142,7 +147,7 @@ def _kept_in_float32(model: Any, sums: dict[str, dict[str, str]]) -> set[str]:
     return kept
 
 
-def _described(model: torch.nn.Module) -> Iterator[Described]:
+def described_in(model: torch.nn.Module) -> Iterator[Described]:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     firsts: dict[int, str] = {}
     tensors = dict(model.state_dict(keep_vars=True))

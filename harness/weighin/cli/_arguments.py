@@ -147,8 +147,7 @@ def choose(typed: dict[str, Any], suite: "Suite") -> "ChosenModels":
         selection=selection(typed),
         choice=choice(typed),
     )
-    for note in chosen.notes:
-        _console.note(note)
+    _console.note(*chosen.notes)
     return chosen
 
 

@@ -8,6 +8,9 @@ from weighin.cli import _arguments, _console, _options
 from weighin.cli._verb import Verb
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from weighin.predict.prediction import Prediction
     from weighin.suite.chosen_models import ChosenModels
     from weighin.suite.config import Suite
     from weighin.suite.matrix import Planned
@@ -54,12 +57,16 @@ def predict(context: click.Context, /, **_: Any) -> None:
     """Predict the memory of loads; a prediction needs no GPU, no weights and little memory."""
     typed = _arguments.read(context)
     if typed["check"]:
-        _check(typed)
+        _end(context, _check(typed))
         return
+    from weighin.formats import quantised
     from weighin.predict import client, tables
 
     suite = _suite(typed)
     chosen = _arguments.choose(typed, suite)
+    for spec in chosen.specs:
+        if (found := quantised.of_model(spec)) and chosen.checkpoint:
+            raise found.error(chosen.checkpoint)
     planned = _plan(suite, chosen)
     stored = typed["checkpoint_dtype"] and client.dtype_name(typed["checkpoint_dtype"])
     with _console.err().status("importing torch") as status:
@@ -75,10 +82,18 @@ def predict(context: click.Context, /, **_: Any) -> None:
         _console.show(*tables.tables(predictions, phases=typed["phases"]))
     if typed["json_file"]:
         _console.write_json(typed["json_file"], tables.as_json(predictions))
+    _end(context, predictions)
 
 
-def _check(typed: dict[str, Any]) -> None:
-    """Compare predictions with the figures of a run."""
+def _end(context: click.Context, predictions: "Sequence[Prediction]") -> None:
+    """Exit with code 2 if no load was predicted; the reasons are on the screen, or in the JSON."""
+    if all(prediction.cannot for prediction in predictions):
+        _console.error("no load was predicted, for the reason that is given for each strategy")
+        context.exit(2)
+
+
+def _check(typed: dict[str, Any]) -> "list[Prediction]":
+    """Compare predictions with the figures of a run, and return them."""
     from weighin.predict import check, tables
     from weighin.records import run_folder
 
@@ -94,6 +109,7 @@ def _check(typed: dict[str, Any]) -> None:
         )
     if typed["json_file"]:
         _console.write_json(typed["json_file"], check.as_json(checked))
+    return [series.prediction for series in checked]
 
 
 def _suite(typed: dict[str, Any]) -> "Suite":
@@ -114,16 +130,17 @@ def _plan(suite: "Suite", chosen: "ChosenModels") -> "list[Planned]":
     from weighin.suite import registry
     from weighin.suite.matrix import CellMatrix, plan
 
+    own_format = formats.loaded_as(chosen.checkpoint, chosen.selection)
     return plan(
         CellMatrix(
             models=chosen.specs,
-            strategies=registry.chosen(suite),
+            strategies=registry.chosen(suite, own_format),
             ram_limits=(None,),
             isolation="process",
             device=suite.device,
             dtype=chosen.dtype,
-            formats=tuple(formats.named(name).NAME for name in suite.format),
-            own_format=formats.detect(chosen.checkpoint).NAME if chosen.checkpoint else None,
+            formats=tuple(formats.known(name) for name in suite.format),
+            own_format=own_format,
             environments=tuple(suite.environment),
             ranks=tuple(suite.ranks),
         )

@@ -10,9 +10,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
+from weighin.errors import CheckpointError
 from weighin.formats.dtypes import ITEM_BYTES
+from weighin.formats.sniff import shown
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +48,8 @@ class TensorSlice:
             views. Tensors of one file that share a storage (tied weights, views) have the same
             value.
         storage_bytes: the length of that storage, in bytes.
+        encoding: how the elements are stored if not as ``dtype_name``: "Q4_K", of ``storage_bytes``
+            bytes, see ``weighin.formats.gguf``; empty for elements that are stored as they are.
         parts: the blocks of a tensor that is stored in several blocks, which together cover it;
             ``file`` and the offsets then describe the first block. The tuple is empty for a tensor
             in one block.
@@ -59,18 +64,35 @@ class TensorSlice:
     storage_offset: int
     storage_bytes: int
     parts: tuple[Part, ...] = ()
+    encoding: str = ""
 
     @property
     def nbytes(self) -> int:
-        """The size of the tensor's elements in bytes, without gaps between them."""
+        """The size of the tensor's elements in bytes, decoded and without gaps between them."""
         return prod(self.shape) * ITEM_BYTES[self.dtype_name]
 
     @property
+    def place(self) -> object:
+        """A key that two tensors have in common if they are tied: the same elements of the files."""
+        parts = tuple((part.start, part.where.file, part.where.offset) for part in self.parts)
+        return self.file, self.offset, self.dtype_name, self.shape, self.stride, parts
+
+    @property
     def dtype(self) -> "torch.dtype":
-        """The tensor's ``torch.dtype``; this property imports torch."""
+        """The tensor's ``torch.dtype``; this property imports torch.
+
+        Raises:
+            CheckpointError: this version of torch does not have the dtype.
+        """
         import torch  # not at the top: `weighin inspect` needs no torch
 
-        dtype: torch.dtype = getattr(torch, self.dtype_name)
+        dtype: torch.dtype | None = getattr(torch, self.dtype_name, None)
+        if dtype is None:
+            raise CheckpointError(
+                f"{self.file}: {shown(self.name)} has the dtype {self.dtype_name}, which torch"
+                f" {torch.__version__} does not have",
+                "use a later version of torch",
+            )
         return dtype
 
     @property
@@ -87,13 +109,26 @@ class TensorSlice:
 class Slices(list[TensorSlice]):
     """The tensors of a checkpoint, in the state dict's order.
 
-    ``metadata`` maps each module's name to its version metadata, by which ``load_state_dict`` detects
-    older checkpoints; it is None if the format does not store such metadata. ``notes`` say how the
-    checkpoint's files contradict each other in a way that does not change the result of a load.
+    Attributes:
+        metadata: maps each module's name to its version metadata, by which ``load_state_dict`` detects
+            older checkpoints; None if the format does not store such metadata.
+        values: the state dict's values that are no tensors, such as ``_extra_state``, by their names,
+            as records of ``tensor_refs``.
+        refused: the first name of a class or function in the file that torch.load(weights_only=True)
+            refuses; empty if it refuses none.
+        notes: how the checkpoint's files contradict each other in a way that does not change the result
+            of a load.
     """
 
     metadata: Mapping[str, Mapping[str, object]] | None = None
+    values: Mapping[str, object] = MappingProxyType({})
+    refused: str = ""
     notes: tuple[str, ...] = ()
+
+    @property
+    def only_tensors(self) -> bool:
+        """Whether torch.load(weights_only=True) reads the file as a state dict of tensors alone."""
+        return not (self.values or self.refused)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +141,8 @@ class TensorPlan:
     shared_with: str | None = None
 
 
-class Layout(Protocol):
-    """The interface of a checkpoint format."""
+class ReadLayout(Protocol):
+    """The interface of a checkpoint format that weighin reads."""
 
     NAME: str
     SUFFIX: str
@@ -135,6 +170,10 @@ class Layout(Protocol):
                 damage.
         """
         ...
+
+
+class Layout(ReadLayout, Protocol):
+    """The interface of a checkpoint format that weighin also writes."""
 
     def write(
         self,

@@ -9,13 +9,21 @@ from typing import Any, Final
 
 from weighin.errors import CheckpointError
 from weighin.formats import dcp_pickle
-from weighin.formats.dcp_pickle import AGAIN, MetadataIndex, StandIn, TensorMetadata
+from weighin.formats.dcp_pickle import (
+    AGAIN,
+    MERGE,
+    BytesMetadata,
+    MetadataIndex,
+    StandIn,
+    TensorMetadata,
+)
 from weighin.formats.dtypes import ITEM_BYTES
 from weighin.formats.sniff import shown
+from weighin.formats.state_dicts import largest, with_key
 
 FILE_NAME: Final = ".metadata"
+_DEEPEST: Final = 5  # parts of a path in nested dicts
 _MOST_BLOCKS: Final = 2_000  # of one tensor; every pair of blocks is compared
-_MERGE: Final = "merge it first: python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE.pt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +47,15 @@ class DcpTensor:
     blocks: tuple[DcpBlock, ...]
 
 
-def read(folder: Path, key: str = "") -> list[DcpTensor]:
-    """Return all tensors, or only tensors whose names begin with ``key`` and a dot.
+def read(folder: Path, key: str = "") -> tuple[list[DcpTensor], list[str]]:
+    """Return all tensors, and the names of the values that are no tensors, such as extra states.
 
-    The tensors are in the metadata's order.
+    With a ``key``, only names that begin with it and a dot are returned. Both lists are in the
+    metadata's order.
 
     Raises:
-        CheckpointError: the file is not dcp metadata, is damaged, or describes values that are no
-            tensors.
+        CheckpointError: the file is not dcp metadata or is damaged, or it is the metadata of a training
+            checkpoint of nested dicts with values that are no tensors, and there is no ``key``.
     """
     path = folder / FILE_NAME
     metadata = dcp_pickle.load(path)
@@ -59,11 +68,37 @@ def read(folder: Path, key: str = "") -> list[DcpTensor]:
         if not isinstance(name, str):
             raise CheckpointError(f"{path}: damaged: an offset belongs to no key", AGAIN)
         by_key.setdefault(name, []).append((index.field("offset"), place))
-    return [
-        _stored(path, name, tensor, by_key.get(name, []))
-        for name, tensor in tensors.items()
-        if not key or (isinstance(name, str) and name.startswith(f"{key}."))
-    ]
+    chosen, values = [], []
+    for name, tensor in tensors.items():
+        if key and not (isinstance(name, str) and name.startswith(f"{key}.")):
+            continue
+        if isinstance(tensor, BytesMetadata) and isinstance(name, str):
+            values.append(name)
+        else:
+            chosen.append(_stored(path, name, tensor, by_key.get(name, [])))
+    if values and not key and (places := _places(metadata.field("planner_data"), chosen)):
+        raise CheckpointError(
+            f"{path}: not a flat state dict of tensors: {shown(values[0])} is not a tensor",
+            with_key(places),
+        )
+    return chosen, values
+
+
+def _places(paths: Any, tensors: list[DcpTensor]) -> dict[str, int]:
+    """Return the keys of the state dicts in a checkpoint of nested dicts, and their sizes in bytes.
+
+    ``paths`` maps each name to its path in the dicts; only a checkpoint of nested dicts has paths of
+    more than one part. State dicts of optimizers are left out.
+    """
+    sizes: dict[str, int] = {}
+    for one in tensors:
+        path = paths.get(one.key) if isinstance(paths, dict) else None
+        if not isinstance(path, tuple) or len(path) < 2 or len(path) > _DEEPEST:
+            continue
+        place = ".".join(str(part) for part in path[:-1])
+        if "optim" not in place.lower():
+            sizes[place] = sizes.get(place, 0) + prod(one.shape) * ITEM_BYTES[one.dtype]
+    return largest(sizes)
 
 
 def _stored(path: Path, key: Any, tensor: Any, places: list[tuple[Any, Any]]) -> DcpTensor:
@@ -78,7 +113,12 @@ def _stored(path: Path, key: Any, tensor: Any, places: list[tuple[Any, Any]]) ->
     state = properties.state if isinstance(properties, StandIn) else None
     dtype = state[0] if isinstance(state, tuple) and state else None
     shape = tensor.field("size")
-    if not isinstance(dtype, str) or dtype not in ITEM_BYTES or not places:
+    if isinstance(dtype, str) and dtype not in ITEM_BYTES:
+        raise CheckpointError(
+            f"{path}: {shown(key)} has the dtype torch.{dtype}, which weighin does not read",
+            "load it with torch, and save tensors of another dtype",
+        )
+    if not isinstance(dtype, str) or not places:
         raise CheckpointError(f"{path}: damaged: {shown(key)} has no dtype or no offset", AGAIN)
     if not _are_sizes(shape):
         raise CheckpointError(f"{path}: damaged: invalid shape or offset of {shown(key)}", AGAIN)
@@ -99,7 +139,7 @@ def _block(
     file, offset, length = (place.field(name) for name in ("relative_path", "offset", "length"))
     if place.field("transform_descriptors"):
         raise CheckpointError(
-            f"{path}: {shown(key)} was transformed (compressed) when saved", _MERGE
+            f"{path}: {shown(key)} was transformed (compressed) when saved", MERGE
         )
     if not (_are_sizes((offset, length)) and isinstance(file, str)):
         raise CheckpointError(f"{path}: damaged: invalid shape or offset of {shown(key)}", AGAIN)
@@ -143,7 +183,7 @@ def _check_tiles(path: Path, key: str, shape: tuple[int, ...], blocks: list[DcpB
                 AGAIN,
             )
     if len(blocks) > _MOST_BLOCKS:
-        raise CheckpointError(f"{path}: {shown(key)} is stored in {len(blocks):,} parts", _MERGE)
+        raise CheckpointError(f"{path}: {shown(key)} is stored in {len(blocks):,} parts", MERGE)
     solid = [block for block in blocks if prod(block.shape)]
     for first, second in combinations(solid, 2):
         if all(

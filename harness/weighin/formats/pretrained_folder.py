@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from weighin.cell import ModelSpec
 from weighin.errors import CheckpointError, ConfigError
-from weighin.formats import auto_classes, hub_cache, sniff
+from weighin.formats import auto_classes, gguf, hub_cache, sniff
 from weighin.formats.pretrained_choice import AS_SAVED, FolderChoice
 from weighin.formats.pretrained_code import AUTO_MAP, CODE_KEYS, auto_class, describe_code
 
@@ -137,6 +137,11 @@ def is_pretrained(path: Path) -> bool:
     return (path / CONFIG).is_file()
 
 
+def is_pretrained_checkpoint(checkpoint: Path) -> bool:
+    """Tell whether ``from_pretrained`` reads a checkpoint: in a Hugging Face folder, or a GGUF file."""
+    return is_pretrained(folder_of(checkpoint)) or gguf.is_file(checkpoint)
+
+
 def folder_of(checkpoint: Path) -> Path:
     """Return the Hugging Face folder of a checkpoint: the path itself, or the parent of a file.
 
@@ -172,16 +177,16 @@ def read_folder(path: Path, choice: FolderChoice = AS_SAVED) -> PretrainedFolder
     Raises:
         CheckpointError: the folder has no weights, or not in this variant, or ``config.json`` is damaged.
     """
+    repair = "save the folder again with model.save_pretrained(FOLDER)"
     try:
-        config = json.loads((path / CONFIG).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path / CONFIG}: cannot read it: {error}", "copy or download the file again"
-        ) from None
+        text = (path / CONFIG).read_bytes()
+        config = json.loads(text)
+    except OSError as error:
+        raise sniff.unreadable(path / CONFIG, error) from error
+    except (ValueError, RecursionError) as error:
+        raise sniff.not_json(path / CONFIG, text, f"not JSON: {error}", repair) from None
     if not isinstance(config, dict):
-        raise CheckpointError(
-            f"{path / CONFIG}: not a JSON object", "copy or download the file again"
-        )
+        raise CheckpointError(f"{path / CONFIG}: not a JSON object", repair)
     return PretrainedFolder(path, config, weights_in(path, choice.variant), choice)
 
 
@@ -266,6 +271,9 @@ def from_pretrained_arguments(checkpoint: Path) -> dict[str, Any]:
         CheckpointError: ``from_pretrained`` reads another file of the folder.
     """
     folder, variant = folder_of(checkpoint), variant_of(checkpoint)
+    arguments = {"pretrained_model_name_or_path": str(folder), "local_files_only": True}
+    if gguf.is_file(checkpoint):
+        return arguments | {"gguf_file": checkpoint.name}
     if (read := find_weights(folder, variant)) != checkpoint:
         raise CheckpointError(
             f"{checkpoint}: from_pretrained reads {read.name if read else 'no file'} in this folder, and"
@@ -273,7 +281,6 @@ def from_pretrained_arguments(checkpoint: Path) -> dict[str, Any]:
             f"to load it as the folder's weights, name it in {CONFIG}: '{_EXPLICIT}'; for its tensors"
             f" without a class: from:{checkpoint}",
         )
-    arguments = {"pretrained_model_name_or_path": str(folder), "local_files_only": True}
     return arguments | ({"variant": variant} if variant else {})
 
 

@@ -6,7 +6,7 @@ This module uses only the standard library.
 from typing import Any
 
 from weighin.cell import ModelSpec
-from weighin.formats import catalog
+from weighin.formats import adapters, catalog, quantised
 from weighin.formats.bounded_json import read_object
 from weighin.formats.hub_cache import name_of
 from weighin.formats.pretrained_folder import (
@@ -18,29 +18,48 @@ from weighin.formats.pretrained_folder import (
     index_in,
 )
 from weighin.formats.pretrained_ties import kept_apart
-from weighin.formats.sniff import AGAIN
+from weighin.formats.selection import WHOLE, Selection
+from weighin.formats.sniff import RESAVE
 
 
-def spec_of(folder: PretrainedFolder) -> ModelSpec:
+def spec_of(folder: PretrainedFolder, selection: Selection = WHOLE) -> ModelSpec:
     """Return the ``ModelSpec``, whose arguments are the class and the configuration.
 
+    ``selection`` is the part of the folder's checkpoint that holds the weights.
+
     Raises:
-        CheckpointError: the weights cannot be read.
+        CheckpointError: the weights cannot be read, or from_pretrained adds an adapter to them.
         ConfigError: a model cannot have the dtype that ``config.json`` names, or the folder's code may
             not run.
     """
+    adapters.refuse(folder.path)
     config = {"architectures": None} | folder.config
     if dtype_of(config) is None:
-        config = {**config, "dtype": auto_dtype(folder)}
+        config = {**config, "dtype": auto_dtype(folder, selection)}
     kwargs: dict[str, Any] = {"architecture": folder.architecture, "config": config}
     if code := folder.code:
         kwargs["code"] = code
-    if apart := kept_apart(config, catalog.read(folder.checkpoint)[1]):
+    slices = catalog.read(folder.checkpoint, selection)[1]
+    if apart := kept_apart(config, slices):
         kwargs["apart"] = list(apart)
+    if found := quantised.of_folder(folder.path, folder.config, slices):
+        kwargs["quantised"] = found.as_argument()
     return ModelSpec(name_of(folder.path.resolve()), BUILDER, kwargs)
 
 
-def auto_dtype(folder: PretrainedFolder) -> str:
+def plain_spec_of(folder: PretrainedFolder, selection: Selection = WHOLE) -> ModelSpec:
+    """Return ``spec_of(folder, selection)`` for a caller that copies the file's tensors into the model.
+
+    Raises:
+        CheckpointError: as ``spec_of``, or the tensors are codes, which are no weights.
+    """
+    spec = spec_of(folder, selection)
+    if found := quantised.of_model(spec):
+        raise found.error(folder.path)
+    return spec
+
+
+def auto_dtype(folder: PretrainedFolder, selection: Selection = WHOLE) -> str:
     """Return the dtype that ``from_pretrained(dtype="auto")`` gives the model.
 
     It is the dtype in ``config.json``; else that in the index of shards; else the first
@@ -54,10 +73,10 @@ def auto_dtype(folder: PretrainedFolder) -> str:
         return named
     index = index_in(folder.path) if folder.checkpoint == folder.path else folder.checkpoint
     if index.suffix == ".json":
-        metadata = read_object(index, AGAIN).get("metadata")
+        metadata = read_object(index, RESAVE).get("metadata")
         if isinstance(metadata, dict) and "dtype" in metadata:
             return checked_dtype(metadata["dtype"], index)
-    _, slices = catalog.read(folder.checkpoint)
+    _, slices = catalog.read(folder.checkpoint, selection)
     first = min((one.file.name for one in slices), default="")
     stored = [one for one in slices if one.file.name == first]
     if first.endswith(".safetensors"):

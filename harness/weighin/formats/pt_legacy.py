@@ -24,9 +24,11 @@ from weighin.errors import CheckpointError, ConfigError
 from weighin.formats import state_pickle
 from weighin.formats.base import Pieces, Progress, Slices, TensorPlan, TensorSlice
 from weighin.formats.dtypes import ITEM_BYTES
-from weighin.formats.selection import flat, inner, tensors_of
-from weighin.formats.sniff import AGAIN, check_present, first_bytes, shown
-from weighin.formats.tensor_refs import StorageRef, TensorRef, check_storages
+from weighin.formats.recognise import is_legacy, resaving
+from weighin.formats.sniff import AGAIN, RESAVE, check_present, first_bytes, shown, unreadable
+from weighin.formats.state_dicts import state_dict
+from weighin.formats.state_pickle import Pickled
+from weighin.formats.tensor_refs import StorageRef, TensorRef
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +43,7 @@ _PICKLE_PROTOCOL: Final = 2
 
 def matches(path: Path) -> bool:
     """Tell whether a file begins with the format's pickled magic number."""
-    return _MAGIC.to_bytes(10, "little") in first_bytes(path)[:32]
+    return is_legacy(first_bytes(path))
 
 
 def files(path: Path) -> list[Path]:
@@ -62,14 +64,14 @@ def read(path: Path, key: str = "") -> list[TensorSlice]:
     check_present(path)
     try:
         with path.open("rb") as file:
-            value, keys = _read_pickles(path, file)
-            tensors = flat(path, inner(path, value, key))
-            everything = tensors_of(value) if key else tensors
-            starts = _storage_starts(path, file, check_storages(path, everything), keys)
+            pickled, keys = _read_pickles(path, file)
+            state = state_dict(path, pickled.value, key)
+            starts = _storage_starts(path, file, pickled.storages, keys)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}", AGAIN) from error
-    slices = Slices(slice_of(path, name, tensor, starts) for name, tensor in tensors.items())
-    slices.metadata = getattr(tensors, "metadata", None)
+        raise unreadable(path, error) from error
+    slices = Slices(slice_of(path, name, tensor, starts) for name, tensor in state.tensors.items())
+    slices.metadata, slices.values = state.metadata, state.values
+    slices.refused = pickled.refused
     return slices
 
 
@@ -88,22 +90,25 @@ def slice_of(path: Path, name: str, tensor: TensorRef, starts: dict[str, int]) -
     )
 
 
-def _read_pickles(path: Path, file: BinaryIO) -> tuple[Any, list[str]]:
-    magic, version, system = (state_pickle.load(path, file) for _ in range(3))
+def _read_pickles(path: Path, file: BinaryIO) -> tuple[Pickled, list[str]]:
+    magic, version, system = (state_pickle.load(path, file).value for _ in range(3))
     if magic != _MAGIC:
         raise _damaged(path, "it does not begin with the magic number of torch before 1.6")
     if version != _VERSION:
-        raise _damaged(path, f"format version {shown(version)}, but this weighin reads {_VERSION}")
+        raise CheckpointError(
+            f"{path}: format version {shown(version)}, but this weighin reads {_VERSION}",
+            resaving("torch.load(p, weights_only=True)", path),
+        )
     if not isinstance(system, dict) or system.get("little_endian") is not True:
         raise CheckpointError(
             f"{path}: written on a big-endian machine",
-            "load the file with torch.load and save it again with torch.save",
+            resaving("torch.load(p, weights_only=True)", path),
         )
-    value = state_pickle.load(path, file)
-    keys = state_pickle.load(path, file)
+    pickled = state_pickle.load(path, file)
+    keys = state_pickle.load(path, file).value
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
         raise _damaged(path, "its list of storages is not a list of strings")
-    return value, keys
+    return pickled, keys
 
 
 def _storage_starts(
@@ -202,4 +207,4 @@ def _check_dtypes(tensors: Sequence[TensorPlan]) -> None:
 
 
 def _damaged(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"{path}: damaged: {what}", AGAIN)
+    return CheckpointError(f"{path}: damaged: {what}", RESAVE)

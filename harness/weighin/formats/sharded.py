@@ -40,7 +40,7 @@ MAX_SHARD_BYTES: Final = 5 * 1024**3
 
 _KEYS: Final = ("key", "keys")
 _ORDER: Final = "weighin.order"
-_AGAIN: Final = "download the missing or damaged files again, or convert the checkpoint again"
+_AGAIN: Final = "write the folder again: model.save_pretrained(FOLDER), or weighin convert"
 
 
 class Sharded:
@@ -158,9 +158,10 @@ class Sharded:
                     index, f"the shard of {shown(key)} lies outside the folder: {shown(name)}"
                 )
             if name not in checked and not _is_file(shard := index.parent / name):
-                if broken := broken_link(shard):
-                    raise broken
-                raise self._damaged(index, f"shard {shown(name)} of {shown(key)} is missing")
+                raise broken_link(shard) or CheckpointError(
+                    f"{index}: shard {shown(name)} of {shown(key)} is missing",
+                    f"add the missing file to {index.parent}",
+                )
             checked.add(name)
         return weight_map, order
 

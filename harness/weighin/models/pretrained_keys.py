@@ -62,6 +62,7 @@ class MappedKeys:
         renamed: the number of keys whose name in the file differs from the model's name.
         joined: the number of keys of the file that are only a part of a model's tensor.
         computed: the model's keys that the file lacks because the class computes their values.
+        used: the entries of transformers' tables that renamed or converted a tensor.
     """
 
     slices: Slices
@@ -70,6 +71,7 @@ class MappedKeys:
     renamed: int
     joined: int
     computed: tuple[str, ...]
+    used: tuple[Any, ...]
 
     @property
     def note(self) -> str:
@@ -121,6 +123,7 @@ def map_keys(model: Any, slices: Sequence[TensorSlice]) -> MappedKeys:
         renamed,
         joined=sum(len(group.sources) for group in groups.values()),
         computed=tuple(sorted(computed_keys(model) - present)),
+        used=known.used(),
     )
 
 

@@ -15,6 +15,7 @@ from weighin.cell import Cell, ModelSpec
 from weighin.checkpoint import entries
 from weighin.checkpoint.subprocess_client import environment
 from weighin.errors import ConfigError, HarnessError, UnknownName
+from weighin.formats import quantised
 from weighin.formats.pretrained_folder import BUILDER
 from weighin.formats.selection import WHOLE, Selection
 from weighin.predict.prediction import Prediction, from_json
@@ -42,8 +43,8 @@ def predict(
 ) -> list[Prediction]:
     """Return a prediction for each cell, in the order of the cells.
 
-    The function reads no tensor data and needs no GPU. If ``checkpoint`` has the cell's format, the
-    cell loads this checkpoint. Otherwise the cell loads a generated checkpoint without values,
+    The function reads no tensor data and needs no GPU. If ``checkpoint`` has the cell's format and
+    holds only tensors, the cell loads this checkpoint. Otherwise the cell loads a generated checkpoint without values,
     which has the tensors that ``selection`` selects in ``checkpoint``, or without ``checkpoint``
     the model's tensors. ``checkpoint_dtype`` replaces the generated checkpoint's dtype. If a cell
     cannot be predicted, its figures are None and ``cannot`` has the reason.
@@ -51,7 +52,9 @@ def predict(
     Raises:
         HarnessError: the predicting process was killed.
     """
-    own = formats.detect(checkpoint).NAME if checkpoint and not selection else None
+    own = None
+    if checkpoint and not selection and formats.has_only_tensors(checkpoint):
+        own = formats.detect(checkpoint).NAME
     with (
         tempfile.TemporaryDirectory(prefix="weighin-predict-") as folder,
         _Asker(environment(python_path)) as ask,
@@ -105,6 +108,8 @@ def _not_followed(planned: Planned) -> str:
         return "no prediction follows what ranks send to each other"
     if planned.selection:
         return "no prediction reads a whole training checkpoint"
+    if found := quantised.of_model(planned.cell.model):
+        return f"no prediction follows how {planned.strategy.name} loads weights that are quantised with {found.method}"
     if planned.cell.options.get("offload_state_dict"):
         return "no prediction follows weights that are written to a folder and read back"
     unknown = {name_of(each) for each in planned.strategy.packages} - _FOLLOWED

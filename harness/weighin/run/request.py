@@ -19,6 +19,7 @@ from weighin.errors import (
     RecordError,
     StillRunning,
 )
+from weighin.formats import quantised
 from weighin.formats.pretrained_choice import AS_SAVED, FolderChoice
 from weighin.formats.pretrained_folder import BUILDER, code_of
 from weighin.formats.selection import WHOLE, Selection
@@ -61,7 +62,7 @@ class Request:
 
 
 def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
-    """Plan a new run, write its plan, and return the run with notes on the checkpoint and the isolation.
+    """Plan a new run, write its plan, and return the run with notes on the models and the isolation.
 
     ``site`` is the machine or machines that will measure.
 
@@ -78,10 +79,11 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
     )
     models = chosen.specs
     checkpoint = chosen.checkpoint.absolute() if chosen.checkpoint else None
-    strategies = registry.chosen(suite)
+    own_format = formats.loaded_as(checkpoint, chosen.selection)
+    strategies = registry.chosen(suite, own_format)
     _check_names("models", [(spec.title, spec.builder) for spec in models])
     _check_names("strategies", [(info.name, str(info.path)) for info, _ in strategies])
-    format_names = tuple(formats.named(name).NAME for name in suite.format)
+    format_names = tuple(formats.known(name) for name in suite.format)
     site.check_ram(suite.ram)
     _check_gpu(suite, site)
     limited = request.within is not None or any(limit is not None for limit in suite.ram)
@@ -91,6 +93,7 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
         base_image=request.base_image,
         packages=_installed([info for info, _ in strategies], models),
     )
+    note = "; ".join(filter(None, (note, *chosen.notes)))
     if suite.ram_high is not None:
         site.check_soft_limit(isolation)
     planned = plan(
@@ -108,14 +111,15 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
             ram_high_bytes=suite.ram_high,
             formats=format_names,
             operation=suite.operation,
-            own_format=_own_format(checkpoint),
+            own_format=own_format,
             environments=tuple(suite.environment),
             ranks=tuple(suite.ranks),
         )
     )
     preload.check(suite.environment)
     _check_any_runs(planned)
-    _check_own_selections(planned, chosen.selection, _own_format(checkpoint))
+    _check_own_selections(planned, chosen.selection, formats.loaded_as(checkpoint))
+    planned = _without_refused(planned, checkpoint)
     folders = [Path(code["folder"]) for model in models if (code := code_of(model))]
     mounts = _existing((*request.mounts, *folders))
     folder = request.folder or Path("results") / _name(request, models)
@@ -160,7 +164,7 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
         mounts=mounts,
         is_new=True,
     )
-    return run, "; ".join((*chosen.notes, note) if note else chosen.notes)
+    return run, note
 
 
 def resume(folder: Path, *, trusted: bool = False) -> Run:
@@ -257,18 +261,15 @@ def resumable(verb: str, task: Run) -> Iterator[None]:
         raise
 
 
-def _own_format(checkpoint: Path | None) -> str | None:
-    """Return the format of the user's checkpoint; None if there is none or its file is missing."""
-    return formats.detect(checkpoint).NAME if checkpoint and checkpoint.exists() else None
-
-
 def _installed(
-    infos: Iterable[registry.StrategyInfo], models: Iterable[ModelSpec]
+    infos: Iterable[registry.StrategyInfo], models: Sequence[ModelSpec]
 ) -> tuple[str, ...]:
     """Return the sorted installed packages that these strategies and models need."""
     needed = [name for info in infos for name in info.packages]
     if any(model.builder == BUILDER for model in models):
         needed.append("transformers")
+    found = [quantised.of_model(model) for model in models]
+    needed += [name for one in found if one for name in one.packages]
     return tuple(sorted(packages.versions(needed)))
 
 
@@ -290,6 +291,28 @@ def _check_own_selections(planned: list[Planned], selection: Selection, own: str
                 f" format is {own}, not {each.cell.format}",
                 "leave --format out, or leave the strategy out",
             )
+
+
+def _without_refused(planned: list[Planned], checkpoint: Path | None) -> list[Planned]:
+    """Skip the strategies whose torch.load refuses objects in the user's training checkpoint.
+
+    Raises:
+        ConfigError: no other cell is left.
+    """
+    reads = [each.strategy.weights_only and bool(each.selection) for each in planned]
+    if checkpoint is None or not any(reads):
+        return planned
+    selection = next(each.selection for each in planned if each.selection)
+    refused = getattr(formats.read(checkpoint, selection)[1], "refused", "")
+    skip = f"torch.load(weights_only=True) refuses {refused} in {checkpoint.name}; weights_only=False runs code from the file"  # fmt: skip
+    planned = [
+        replace(each, skip=each.skip or f"{each.strategy.name}: {skip}")
+        if own and refused
+        else each
+        for own, each in zip(reads, planned, strict=True)
+    ]
+    _check_any_runs(planned)
+    return planned
 
 
 def _existing(mounts: tuple[Path, ...]) -> tuple[str, ...]:

@@ -10,8 +10,9 @@ from typing import Any
 from weighin import formats
 from weighin.cell import ModelSpec
 from weighin.errors import ConfigError
+from weighin.formats import adapters
 from weighin.formats.pretrained_choice import AS_SAVED, FolderChoice
-from weighin.formats.pretrained_folder import is_folder, own_dtype
+from weighin.formats.pretrained_folder import folder_of, is_folder, own_dtype
 from weighin.formats.selection import WHOLE, Selection
 from weighin.suite import registry, user_code
 from weighin.suite.config import DTYPES, Suite, SuiteModel
@@ -26,7 +27,7 @@ class ChosenModels:
         selection: the part of the checkpoint that holds the weights.
         dtype: the dtype of the loads, which is the models' own dtype for "auto".
         python_path: the folders from which to import the models' builders.
-        notes: what the user may not expect of the checkpoint.
+        notes: what the user may not expect of the checkpoint, and what lies beside it.
     """
 
     specs: tuple[ModelSpec, ...]
@@ -85,10 +86,12 @@ def choose(
         user_code.check_builder(spec.builder, spec.kwargs, python_path)
     if own:
         formats.detect(own)  # names a file that is no checkpoint before anything is made
-    notes = registry.notes_on(own, choice) if own and any(map(is_folder, specs)) else ()
-    return ChosenModels(
-        tuple(specs), own, selection, _dtype(specs, suite.dtype), python_path, notes
-    )
+    notes: tuple[str, ...] = ()
+    if own and any(map(is_folder, specs)):
+        beside = adapters.note(folder_of(own))
+        notes = (*([beside] if beside else []), *registry.notes_on(own, choice))
+    dtype = _dtype(specs, suite.dtype)
+    return ChosenModels(tuple(specs), own, selection, dtype, python_path, notes)
 
 
 def _selection(suite: Suite, typed: Selection) -> Selection:

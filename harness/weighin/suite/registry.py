@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING, Any
 from weighin import formats
 from weighin.cell import SYNTHESISED, ModelSpec, Operation
 from weighin.errors import ConfigError, UnknownName
-from weighin.formats import pretrained_folder, sniff, structure
+from weighin.formats import gguf, pretrained_folder, quantised, sniff, structure
 from weighin.formats.hub_cache import cached_snapshot
+from weighin.formats.misfit import NOT_MEASURED, check_converts
 from weighin.formats.pretrained_choice import AS_SAVED, FolderChoice
 from weighin.formats.pretrained_folder import is_pretrained, read_folder, weights_in
 from weighin.formats.pretrained_spec import spec_of
 from weighin.formats.selection import WHOLE, Selection
+from weighin.models import gguf_spec
 from weighin.suite import user_code
 
 if TYPE_CHECKING:
@@ -54,7 +56,10 @@ class StrategyInfo:
     ``pretrained`` tells whether the strategy loads only Hugging Face folders. ``packages`` are the
     packages that the strategy imports beside torch and weighin, by their names on PyPI:
     "fastsafetensors", "safetensors>=0.8". ``shares_load`` tells whether the strategy divides one
-    load among several ranks, so that it needs at least two.
+    load among several ranks, so that it needs at least two. ``weights_only`` tells whether the strategy
+    reads a training checkpoint with torch.load(weights_only=True), which refuses most classes.
+    ``dequantises`` tells whether the strategy loads a quantised Hugging Face folder as from_pretrained
+    does.
     """
 
     name: str
@@ -67,6 +72,8 @@ class StrategyInfo:
     pretrained: bool = False
     packages: tuple[str, ...] = ()
     shares_load: bool = False
+    dequantises: bool = False
+    weights_only: bool = False
 
     @property
     def missing(self) -> str:
@@ -122,8 +129,13 @@ def named(name: str, operation: Operation = "load") -> list[StrategyInfo]:
     return [strategy(name, operation)]
 
 
-def chosen(suite: "Suite") -> tuple[tuple[StrategyInfo, dict[str, Any]], ...]:
+def chosen(
+    suite: "Suite", own_format: str | None = None
+) -> tuple[tuple[StrategyInfo, dict[str, Any]], ...]:
     """Return the strategies of a suite, each with its options.
+
+    If the suite names none and none of the usual ones reads ``own_format``, a format of a user's
+    checkpoint that weighin does not write, return the strategies that read it in one process.
 
     Raises:
         UnknownName: a strategy does not exist, or does not declare one of its options.
@@ -133,6 +145,10 @@ def chosen(suite: "Suite") -> tuple[tuple[StrategyInfo, dict[str, Any]], ...]:
         for info in named(entry.name, suite.operation):
             info.check_options(entry.options)
             pairs.append((info, entry.options))
+    if "strategies" not in suite.model_fields_set and own_format in formats.READ_ONLY:
+        readers = [info for info in strategies().values() if own_format in info.formats]
+        if not suite.format and not any(info in readers for info, _ in pairs):
+            pairs = [(info, {}) for info in readers if not info.shares_load]
     return tuple(pairs)
 
 
@@ -171,6 +187,8 @@ def read_strategy(path: Path, operation: Operation = "load") -> StrategyInfo:
         pretrained=_flag(tree, "PRETRAINED"),
         packages=_constant(tree, "PACKAGES", path, ()),
         shares_load=_flag(tree, "SHARES_LOAD"),
+        weights_only=_flag(tree, "WEIGHTS_ONLY"),
+        dequantises=_flag(tree, "DEQUANTISES"),
     )
 
 
@@ -199,13 +217,15 @@ def model_and_checkpoint(
 
     ``name`` is, in this order: the name of a built-in model; a builder, "package.module:callable" or
     "path/nets.py:callable"; the path of a Hugging Face folder, or its id in the local cache; the
+    path of a GGUF file or of a folder with one; the
     path of any other checkpoint. A model from such a checkpoint consists of the tensors that
     ``selection`` selects, and needs no code. "from:PATH" is this model for every checkpoint, also
     for a Hugging Face folder. ``choice`` chooses the weights and the class in a Hugging Face folder.
 
     Raises:
         UnknownName: ``name`` is none of these.
-        CheckpointError: the path does not exist or is no checkpoint; the message says what it is.
+        CheckpointError: the path does not exist or is no checkpoint, or its tensors alone are no
+            weights; the message says what it is.
         ConfigError: ``kwargs`` are given for a path, or a choice for a model that is no folder, or the
             folder's own code may not run.
     """
@@ -214,14 +234,18 @@ def model_and_checkpoint(
         if choice.options:
             raise _no_folder(name, choice.options)
         return _built(name, kwargs), None
+    if not name.startswith(_FROM) and (file := gguf_in(path)):
+        return gguf_spec.spec_of(file), file
     if is_pretrained(path) and not name.startswith(_FROM):
         folder = read_folder(path, choice)
         if folder.is_of_transformers:
             return spec_of(folder), folder.checkpoint
     if choice.model_class:
         raise _no_folder(name, (f"--class={choice.model_class}",))
-    weights = weights_of(path, choice)
+    weights = weights_of(path, replace(choice, revision=""))
     _, slices = formats.read(weights, selection)
+    check_converts(path, slices, NOT_MEASURED)
+    quantised.refuse_codes(path, slices, ())
     return ModelSpec(path.name, SYNTHESISED, {"tensors": structure.pack(slices)}), weights
 
 
@@ -264,6 +288,17 @@ def path_of(name: str, kwargs: dict[str, object] | None = None, revision: str = 
     )
 
 
+def gguf_in(path: Path) -> Path | None:
+    """Return the GGUF file that a path gives; None if it gives another checkpoint, or none.
+
+    Raises:
+        CheckpointError: the folder has several models in GGUF files and no other weights.
+    """
+    if (gguf.is_file(path) or gguf.files_in(path)) and formats.detect(path) is gguf:
+        return gguf.file_of(path)
+    return None
+
+
 def weights_of(path: Path, choice: FolderChoice = AS_SAVED) -> Path:
     """Return the checkpoint at a path: in a Hugging Face folder, the single file if there is one.
 
@@ -272,6 +307,8 @@ def weights_of(path: Path, choice: FolderChoice = AS_SAVED) -> Path:
         ConfigError: ``choice`` names a variant or a revision, and the path has none.
     """
     path = pretrained_folder.path_of(path, choice.revision)
+    if file := gguf_in(path):
+        return file
     if is_pretrained(path):
         return weights_in(path, choice.variant)
     if choice.variant:
