@@ -35,11 +35,13 @@ def load(job: Load) -> torch.nn.Module:
     return model
 
 
-def find_shards(folder: Path) -> list[Path]:
-    """Return the shards that the index lists: safetensors files if the folder has both kinds."""
-    index = min(Path(folder).glob("*model*.index.json"))
+def find_shards(checkpoint: Path) -> list[Path]:
+    """Return the shards that the index lists: safetensors files if a folder has both kinds."""
+    index = Path(checkpoint)
+    if index.is_dir():
+        index = min(index.glob("*model*.index.json"))
     names = json.loads(index.read_text())["weight_map"].values()
-    return [Path(folder, name) for name in dict.fromkeys(names)]
+    return [index.with_name(name) for name in dict.fromkeys(names)]
 
 
 def load_shard(file: Path) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ import pytest
 
 from weighin import formats
 from weighin.errors import CheckpointError
+from weighin.formats.pretrained_choice import FolderChoice
 from weighin.suite import registry
 
 AGAIN = "copy or download the file again"
@@ -60,7 +61,7 @@ CONFIG = '{"architectures": ["LlamaForCausalLM"]}'
         (
             {"config.json": CONFIG, "model.fp16.safetensors": ""},
             "only fp16 variants of the weights: model.fp16.safetensors",
-            "give them the usual name: ln -s model.fp16.safetensors F/model.safetensors",
+            "name the variant: --variant fp16 (in Python: variant='fp16')",
         ),
         (
             {
@@ -71,8 +72,7 @@ CONFIG = '{"architectures": ["LlamaForCausalLM"]}'
             },
             "only fp16 variants of the weights: model.fp16-00001-of-00002.safetensors,"
             " model.fp16-00002-of-00002.safetensors",
-            "give them the usual name: ln -s model.safetensors.index.fp16.json"
-            " F/model.safetensors.index.json",
+            "name the variant: --variant fp16 (in Python: variant='fp16')",
         ),
         (
             {"config.json": CONFIG, "model-00001-of-00002.safetensors": ""},
@@ -106,6 +106,26 @@ CONFIG = '{"architectures": ["LlamaForCausalLM"]}'
             "give one of them: F/checkpoint-10",
         ),
         (
+            {
+                "modules.json": '[{"path": "0_Transformer"}, {"path": "1_Pooling"}, {"path": "2_Dense"}]',
+                "0_Transformer/model.safetensors": "",
+                "1_Pooling/config.json": "{}",
+                "2_Dense/model.safetensors": "",
+            },
+            "a sentence-transformers folder of several parts, with weights in 0_Transformer, 2_Dense",
+            "give one part: F/0_Transformer",
+        ),
+        (
+            {"modules.json": '[{"path": ""}]', "model.safetensors": ""},
+            "a sentence-transformers folder without a transformer",
+            "give the file: F/model.safetensors",
+        ),
+        (
+            {"modules.json": "[" * 5000},
+            "a sentence-transformers folder without weights",
+            "copy the whole folder",
+        ),
+        (
             {"plan.json": "{}", "results.jsonl": ""},
             "the folder of a run of weighin, not a model",
             "show its results: weighin report F",
@@ -131,19 +151,18 @@ def test_a_folder_says_what_lies_in_it(
         assert str(caught.value).replace(f"{tmp_path}/", "") == f"F: {what}\n{repair}"
 
 
-def test_the_link_that_a_variant_needs_makes_it_a_model(tmp_path: Path) -> None:
+def test_the_variant_that_the_advice_names_makes_it_a_model(tmp_path: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
     (tmp_path / "config.json").write_text('{"_class_name": "UNet2DConditionModel"}')
-    save_file({"a": torch.zeros(2)}, tmp_path / "diffusion_pytorch_model.fp16.safetensors")
+    file = tmp_path / "diffusion_pytorch_model.fp16.safetensors"
+    save_file({"a": torch.zeros(2)}, file)
     with pytest.raises(CheckpointError) as caught:
         registry.model(str(tmp_path))
-    link = "ln -s diffusion_pytorch_model.fp16.safetensors"
-    target = tmp_path / "diffusion_pytorch_model.safetensors"
-    assert caught.value.repair == f"give them the usual name: {link} {target}"
-    target.symlink_to(link.rpartition(" ")[2])
-    assert registry.model(str(tmp_path)).name == tmp_path.name
+    assert caught.value.repair == "name the variant: --variant fp16 (in Python: variant='fp16')"
+    chosen = registry.model_and_checkpoint(str(tmp_path), choice=FolderChoice(variant="fp16"))
+    assert chosen[1] == file
 
 
 @pytest.mark.parametrize(

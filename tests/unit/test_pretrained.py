@@ -14,9 +14,9 @@ from weighin.checkpoint import cache
 from weighin.checkpoint.convert import Conversion, convert
 from weighin.checkpoint.index import index
 from weighin.errors import CheckpointError, ConfigError
+from weighin.formats.hub_cache import cached_snapshot
 from weighin.formats.pretrained_folder import (
     BUILDER,
-    cached_snapshot,
     own_dtype,
     path_of,
     read_folder,
@@ -141,6 +141,7 @@ def test_code_in_the_folder_is_not_run(make: Make, tmp_path: Path) -> None:
     folder = tmp_path / "remote"
     shutil.copytree(make("tied"), folder)
     config = json.loads((folder / "config.json").read_text()) | {"auto_map": {"AutoModel": "x.Y"}}
+    config["model_type"] = "mine"
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="code comes with the folder"):
         load_pretrained(folder)

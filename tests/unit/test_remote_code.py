@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from weighin import load_pretrained
 from weighin.cli.app import main
 from weighin.errors import ConfigError
+from weighin.formats.pretrained_choice import FolderChoice
 from weighin.formats.pretrained_code import auto_class, digest
 from weighin.formats.pretrained_folder import read_folder
 from weighin.models.pretrained import from_config, pretrained_class
@@ -20,6 +21,8 @@ from weighin.recommend.snippet import pretrained_snippet
 from weighin.run.request import Request, restore, start
 from weighin.suite import registry
 from weighin.suite.config import check_suite
+
+TRUSTED = FolderChoice(trust_remote_code=True)
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +42,7 @@ def folder(tmp_path: Path) -> Path:
 
 def planned(folder: Path, run: Path) -> Path:
     suite = {"models": str(folder), "strategies": "transformers", "isolation": "process"}
-    start(Request(check_suite(suite), folder=run, trust_remote_code=True))
+    start(Request(check_suite(suite), folder=run, choice=TRUSTED))
     return run
 
 
@@ -82,7 +85,7 @@ def test_the_plan_keeps_the_code_and_a_resumed_run_asks_for_trust(
 
 
 def test_code_that_changed_after_the_plan_is_not_run(folder: Path) -> None:
-    kwargs = registry.model(str(folder), trust_remote_code=True).kwargs
+    kwargs = registry.model(str(folder), choice=TRUSTED).kwargs
     with (folder / "modeling_tiny.py").open("a") as file:
         file.write("raise SystemExit\n")
     with pytest.raises(ConfigError, match="the model's code changed after this run was planned"):
@@ -92,7 +95,7 @@ def test_code_that_changed_after_the_plan_is_not_run(folder: Path) -> None:
 def refused(folder: Path, **config: Any) -> ConfigError:
     (folder / "config.json").write_text(json.dumps(CONFIG | config))
     with pytest.raises(ConfigError) as caught:
-        from_config(**registry.model(str(folder), trust_remote_code=True).kwargs)
+        from_config(**registry.model(str(folder), choice=TRUSTED).kwargs)
     return caught.value
 
 
@@ -108,7 +111,7 @@ def test_code_in_another_repository_is_not_fetched(folder: Path) -> None:
 def test_another_repositorys_code_that_is_in_the_folder_is_run(folder: Path) -> None:
     auto_map = {"AutoModel": "owner/name--modeling_tiny.TinyForCausalLM"}
     (folder / "config.json").write_text(json.dumps(CONFIG | {"auto_map": auto_map}))
-    kwargs = registry.model(str(folder), trust_remote_code=True).kwargs
+    kwargs = registry.model(str(folder), choice=TRUSTED).kwargs
     assert type(from_config(**kwargs)).__name__ == "TinyForCausalLM"
 
 
@@ -144,7 +147,7 @@ def test_code_that_needs_a_missing_package_says_so(folder: Path) -> None:
 
 
 def test_the_code_to_paste_trusts_the_folder_too(folder: Path) -> None:
-    found = read_folder(folder, trust_remote_code=True)
+    found = read_folder(folder, TRUSTED)
     auto = auto_class(found.config, found.architecture)
     where = {"device": "cpu", "dtype": "float32", "folder": str(folder), "auto": auto}
     for strategy in ("transformers", "streaming"):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from weighin import formats
 from weighin.errors import CheckpointError
@@ -94,8 +94,8 @@ def test_shards_are_filled_in_order_and_a_large_tensor_has_its_own() -> None:
     assert names == [["a", "b"], ["c"], ["d"], ["e"]]
 
 
-def change(folder: Path, **changes: object) -> None:
-    path = folder / SHARDED.index_name
+def change(folder: Path, layout: Sharded = SHARDED, **changes: object) -> None:
+    path = folder / layout.index_name
     index = json.loads(path.read_text())
     weight_map = index["weight_map"]
     for key, value in changes.items():
@@ -118,10 +118,6 @@ FIRST, SECOND = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2)
         ({"a": "none"}, "", "shard 'none' of 'a' is missing"),
         ({"a": "x" * 10_000}, "", f"shard '{'x' * 100}'... (10,000 characters) of 'a' is missing"),
         ({"x" * 10_000: "none"}, "", f"shard 'none' of '{'x' * 100}'... (10,000 characters) is missing"),
-        ({"../../x": FIRST}, "", f"'../../x' is not in its shard '{FIRST}'"),
-        ({"": FIRST}, "", f"'' is not in its shard '{FIRST}'"),
-        ({"a": SECOND}, FIRST, f"'a' is in this file, but the index lists it in '{SECOND}'"),
-        ({"a": None}, FIRST, "'a' is in this file, but the index does not list it"),
     ],
 )  # fmt: skip
 def test_an_index_that_lies_is_named(
@@ -134,6 +130,58 @@ def test_an_index_that_lies_is_named(
     assert caught.value.message == f"{folder / (file or SHARDED.index_name)}: {message}"
     missing = f"add the missing file to {folder}"
     assert caught.value.repair == (missing if message.endswith("is missing") else AGAIN)
+
+
+@pytest.mark.parametrize(
+    ("changes", "note"),
+    [
+        ({"../../x": FIRST}, "1 key in no shard (../../x)"),
+        ({"": FIRST, "y": SECOND}, "2 keys in no shard (, y)"),
+        ({"a": SECOND}, "1 key in another shard (a)"),
+        ({"a": None}, "1 key not listed (a)"),
+    ],
+)
+@BOTH
+def test_an_index_that_contradicts_its_shards_is_noted_and_the_shards_count(
+    tmp_path: Path, changes: dict[str, str | None], note: str, layout: Sharded
+) -> None:
+    folder = write(layout, tmp_path / "m", PLANS[:-1])
+    names = {FIRST: layout.files(folder)[1].name, SECOND: layout.files(folder)[2].name}
+    assert layout.read(folder).notes == ()
+    change(folder, layout, **{key: names[name] if name else None for key, name in changes.items()})
+    slices = layout.read(folder)
+    index = folder / layout.index_name
+    assert slices.notes == (f"{index}: contradicts its shards, which count: {note}",)
+    assert {one.name for one in slices} == set(STATE)
+    assert layout.files(index)[0] == index
+
+
+@BOTH
+def test_a_tensor_in_two_shards_counts_once_if_its_values_are_equal(
+    tmp_path: Path, layout: Sharded
+) -> None:
+    folder = write(layout, tmp_path / "m", PLANS[:-1])
+    index, first, second = layout.files(folder)
+    state = load(folder, [second.name])
+
+    def add(tensor: torch.Tensor) -> None:
+        both = state | {"a": tensor}
+        save_file(both, second) if layout is SHARDED else torch.save(both, second)
+
+    add(STATE["a"].clone())
+    slices = layout.read(folder)
+    assert [one.name for one in slices].count("a") == 1
+    assert slices.notes == (
+        f"{index}: contradicts its shards, which count: 1 key in two shards (a)",
+    )
+    for other in (STATE["a"] + 1, STATE["a"].half(), STATE["a"][:2].clone()):
+        add(other)
+        with pytest.raises(CheckpointError) as caught:
+            layout.read(folder)
+        assert str(caught.value) == (
+            f"{second}: 'a' is also in shard {first.name!r}, with other values\n"
+            f"write the shards again with one of them; from_pretrained takes that of {second.name}"
+        )
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from weighin.errors import CheckpointError, HarnessError
+from weighin.formats.pretrained_choice import FolderChoice
 from weighin.formats.selection import Selection
 
 if TYPE_CHECKING:
@@ -99,7 +100,9 @@ def _order(options: argparse.Namespace) -> "Conversion":
         checksums=options.checksums,
         selection=Selection(options.key, options.strip_prefix),
         model_keys=options.model_keys,
-        trust_remote_code=options.trust_remote_code,
+        choice=FolderChoice(
+            model_class=options.model_class, trust_remote_code=options.trust_remote_code
+        ),
     )
 
 
@@ -172,6 +175,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--max-shard-bytes", type=int, required=True)
     sub.add_argument("--verify", action="store_true")
     sub.add_argument("--model-keys", action="store_true", help="write a folder's model's keys")
+    sub.add_argument("--class", dest="model_class", default="", help="the class of that model")
     sub.add_argument("--trust-remote-code", action="store_true", help="run the folder's own code")
     sub.add_argument("--checksums", type=Path, help="a file with the source's checksums")
     return parser

@@ -31,6 +31,7 @@ from weighin.errors import CheckpointError, ConfigError
 from weighin.formats import quantised
 from weighin.formats.base import Layout, Pieces, Progress, TensorPlan, TensorSlice
 from weighin.formats.misfit import check_converts
+from weighin.formats.pretrained_choice import AS_SAVED, FolderChoice
 from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.zip_writer import run_parallel
 from weighin.models.skeleton import map_large_tensors
@@ -51,7 +52,7 @@ class Conversion:
         selection: the tensors to write, and their new names.
         model_keys: whether to write the keys of the model in a Hugging Face folder, see
             ``model_keys.py``.
-        trust_remote_code: whether the folder's own code may run, to build the model.
+        choice: the class of this model, and whether the folder's own code may run to build it.
     """
 
     fmt: str
@@ -61,7 +62,7 @@ class Conversion:
     checksums: Path | None = None
     selection: Selection = WHOLE
     model_keys: bool = False
-    trust_remote_code: bool = False
+    choice: FolderChoice = AS_SAVED
 
 
 def convert(
@@ -89,7 +90,7 @@ def convert(
     started = time.monotonic()
     check_target(source, target)
     slices: Sequence[TensorSlice] = (
-        read_with_model_keys(source, order.selection, trust_remote_code=order.trust_remote_code)
+        read_with_model_keys(source, order.selection, order.choice)
         if order.model_keys
         else formats.read(source, order.selection)[1]
     )

@@ -17,6 +17,7 @@ from weighin.checkpoint import sidecar, staging
 from weighin.checkpoint.subprocess_client import run_maker
 from weighin.errors import ConfigError, UnknownName
 from weighin.formats.misfit import first_names, plain
+from weighin.formats.pretrained_choice import AS_SAVED, FolderChoice
 from weighin.formats.quantised import Quantised, in_checkpoint
 from weighin.formats.selection import WHOLE, Selection
 from weighin.suite.config import DTYPES
@@ -46,7 +47,7 @@ class Wish:
     verify: bool
     selection: Selection = WHOLE
     keys: str = "file"
-    trust_remote_code: bool = False
+    choice: FolderChoice = AS_SAVED
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +175,8 @@ def _arguments(wish: Wish, checksums: Path | None) -> list[str]:
     arguments += wish.selection.options
     arguments += ["--verify"] if wish.verify else []
     arguments += ["--model-keys"] if wish.keys == "model" else []
-    arguments += ["--trust-remote-code"] if wish.trust_remote_code else []
+    arguments += [f"--class={wish.choice.model_class}"] if wish.choice.model_class else []
+    arguments += ["--trust-remote-code"] if wish.choice.trust_remote_code else []
     arguments += [f"--checksums={checksums}"] if checksums else []
     return [*arguments, "--", str(wish.source), str(wish.target)]
 

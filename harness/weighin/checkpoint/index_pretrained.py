@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,24 @@ from weighin.checkpoint.checksum import checksum
 from weighin.checkpoint.describe import Described
 from weighin.checkpoint.generate import RECORD_BYTES, Made, plans, write
 from weighin.checkpoint.manifest import Kind, Manifest
-from weighin.checkpoint.piecewise import CELL_DTYPES, Checksums, checksummed, dtype_name, pieces_of
+from weighin.checkpoint.piecewise import (
+    CELL_DTYPES,
+    Checksums,
+    checksummed,
+    dtype_name,
+    pieces_of,
+    tensor_checksums,
+)
 from weighin.checkpoint.reader import widest_dtype
 from weighin.errors import CheckpointError
 from weighin.formats import gguf
 from weighin.formats.base import Progress
 from weighin.formats.misfit import first_names
 from weighin.formats.pretrained_folder import BUILDER
+from weighin.loader.lazy_state import read_whole
+from weighin.models.after_load import written_after_load
 from weighin.models.pretrained import reference
-from weighin.models.pretrained_keys import map_keys
+from weighin.models.pretrained_keys import MappedKeys, map_keys
 from weighin.models.skeleton import non_persistent_buffers
 
 
@@ -74,6 +84,7 @@ def index_pretrained(
                 if progress is not None and own == fmt:
                     progress(piece.nbytes)
     mapped = None if is_gguf else map_keys(loaded, slices)
+    of_file = _values_of_file(loaded, mapped, sums) if mapped and own == fmt else {}
     computed = mapped.computed if mapped else tuple(sums)
     if len(stored) < len(described) or computed:
         for wanted in CELL_DTYPES:
@@ -87,13 +98,40 @@ def index_pretrained(
                 sums[name][dtype_name(value.dtype)] = checksum(value)
     kept = _kept_in_float32(loaded, sums)
     entries = tuple(
-        one.entry(sums[first], torch.float32 if first in kept else None)
+        replace(
+            one.entry(sums[first], torch.float32 if first in kept else None),
+            file_checksums=of_file.get(first),
+        )
         for one in described
         if (first := one.shared_with or one.name)
     )
     manifest = Manifest(model, BUILDER, str(checkpoint), entries, mapped.note if mapped else "")
     manifest.write(folder / "manifest.json")
     return Made(manifest, {"read": read - started, "convert": time.monotonic() - read})
+
+
+def _values_of_file(
+    reference: Any, mapped: MappedKeys, sums: Mapping[str, dict[str, str]]
+) -> dict[str, dict[str, str]]:
+    """Return the checksums in the file of the tensors that ``from_pretrained`` changes after reading."""
+    written = written_after_load(reference)
+    wanted = reference.state_dict(keep_vars=True)
+    firsts: dict[int, str] = {}
+    for name, tensor in wanted.items():
+        firsts.setdefault(id(tensor), name)
+    stored = {source.name: read_whole(source) for source in mapped.slices if source.name in written}
+    for conversion in mapped.conversions:
+        if written.intersection(conversion.targets(reference)):
+            stored |= conversion.apply(
+                reference, [read_whole(one) for _, one in conversion.sources]
+            )
+    of_file = {}
+    for name in written & stored.keys():
+        first = firsts[id(wanted[name])]
+        checksums = tensor_checksums(stored[name].to(wanted[name].dtype))
+        if any(sums[first].get(dtype, value) != value for dtype, value in checksums.items()):
+            of_file[first] = checksums
+    return of_file
 
 
 def _kept_in_float32(model: Any, sums: dict[str, dict[str, str]]) -> set[str]:

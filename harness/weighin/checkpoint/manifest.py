@@ -30,6 +30,8 @@ class TensorEntry:
         checksums: a checksum for each dtype. A floating-point tensor has checksums of its values in
             float32, bfloat16, float16 and its own dtype; a tensor that keeps its dtype, and any other
             tensor, only in its own dtype.
+        file_checksums: such checksums of the values in the file, where ``from_pretrained`` changes them
+            after reading; None for other tensors. A load may leave either values.
     """
 
     name: str
@@ -39,6 +41,7 @@ class TensorEntry:
     kind: Kind
     shared_with: str | None
     checksums: dict[str, str]
+    file_checksums: dict[str, str] | None = None
 
     @property
     def numel(self) -> int:

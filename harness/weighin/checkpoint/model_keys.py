@@ -8,19 +8,20 @@ from weighin.errors import CheckpointError, ConfigError
 from weighin.formats import gguf
 from weighin.formats.base import Slices
 from weighin.formats.misfit import first_names
-from weighin.formats.pretrained_folder import folder_of, is_pretrained, read_folder
+from weighin.formats.pretrained_choice import AS_SAVED, FolderChoice
+from weighin.formats.pretrained_folder import folder_of, is_pretrained, read_folder, variant_of
 from weighin.formats.pretrained_spec import plain_spec_of
 from weighin.formats.selection import WHOLE, Selection
 
 
 def read_with_model_keys(
-    source: Path, selection: Selection = WHOLE, *, trust_remote_code: bool = False
+    source: Path, selection: Selection = WHOLE, choice: FolderChoice = AS_SAVED
 ) -> Slices:
     """Return the tensors of a folder, or of a GGUF file, under the names of the model's state dict, in its order.
 
     Stacked and joined tensors consist of several blocks of the files. A tied name that the files lack
     gets the tensor of the name that it is tied to. ``selection`` is the part of the folder's
-    checkpoint that holds the weights. The folder's own code runs only with ``trust_remote_code``.
+    checkpoint that holds the weights.
 
     Raises:
         ConfigError: the source is not in a Hugging Face folder, transformers is missing, or the
@@ -40,7 +41,7 @@ def read_with_model_keys(
     from weighin.models.pretrained_keys import map_keys
     from weighin.models.skeleton import build_skeleton
 
-    found = read_folder(folder, trust_remote_code=trust_remote_code)
+    found = read_folder(folder, replace(choice, variant=variant_of(source)))
     model = build_skeleton(from_config, plain_spec_of(found, selection).kwargs)
     mapped = map_keys(model, formats.read(source, selection)[1])
     wanted = model.state_dict(keep_vars=True)

@@ -11,6 +11,7 @@ from weighin.cli import _console
 from weighin.errors import ConfigError
 
 if TYPE_CHECKING:
+    from weighin.formats.pretrained_choice import FolderChoice
     from weighin.formats.selection import Selection
     from weighin.suite.chosen_models import ChosenModels
     from weighin.suite.config import Suite
@@ -33,6 +34,9 @@ _BESIDE_SUITE = _BESIDE_ALL | {
     "labels",
     "shard",
     "trust_remote_code",
+    "variant",
+    "model_class",
+    "revision",
 }
 _BESIDE_SUITE |= {"checkpoint_dtype", "phases"}  # of predict
 _BESIDE_SUITE |= {"key", "strip_prefix"}
@@ -88,7 +92,7 @@ def _contradicted(typed: set[str], params: dict[str, Any]) -> dict[str, Any]:
     empty: dict[str, Any] = {}
     if typed & {"model", "model_option"}:
         empty = {"model_option": None, "kwargs": "{}", "checkpoint": None}
-        empty |= {"key": "", "strip_prefix": ""}
+        empty |= {"key": "", "strip_prefix": "", "variant": "", "model_class": "", "revision": ""}
     if typed - _BESIDE_SUITE:
         empty["suite"] = None
     return {name: value for name, value in empty.items() if name in params and name not in typed}
@@ -124,6 +128,14 @@ def selection(typed: dict[str, Any]) -> "Selection":
     return Selection(typed["key"], typed["strip_prefix"])
 
 
+def choice(typed: dict[str, Any]) -> "FolderChoice":
+    """Return the weights and the class to load from a Hugging Face folder."""
+    from weighin.formats.pretrained_choice import FolderChoice
+
+    names = ("variant", "model_class", "revision", "trust_remote_code")
+    return FolderChoice(**{name: typed[name] for name in names if name in typed})
+
+
 def choose(typed: dict[str, Any], suite: "Suite") -> "ChosenModels":
     """Return the models of a suite with the arguments and the checkpoint that were typed."""
     from weighin.suite import chosen_models
@@ -133,7 +145,7 @@ def choose(typed: dict[str, Any], suite: "Suite") -> "ChosenModels":
         kwargs=json_object(typed["kwargs"]),
         checkpoint=typed["checkpoint"],
         selection=selection(typed),
-        trust_remote_code=typed["trust_remote_code"],
+        choice=choice(typed),
     )
     _console.note(*chosen.notes)
     return chosen

@@ -164,11 +164,37 @@ trust = click.option(
     help="Run the builders and strategies that the run's files name, even if their code belongs"
     " neither to weighin nor to an installed package.",
 )
-trust_remote_code = click.option(
-    "--trust-remote-code",
-    is_flag=True,
-    help="Run the model's code that comes with a Hugging Face folder (auto_map in config.json)."
-    " Read the code first.",
+folder_files = several(
+    click.option(
+        "--variant",
+        default="",
+        metavar="NAME",
+        help="The variant of a Hugging Face folder's weights: fp16 for model.fp16.safetensors.",
+    ),
+    click.option(
+        "--revision",
+        default="",
+        metavar="NAME",
+        help="The branch, tag or commit of a model in the cache of the Hugging Face Hub. Default: main.",
+    ),
+)
+folder_choice = several(
+    folder_files,
+    click.option(
+        "--class",
+        "model_class",
+        default="",
+        metavar="CLASS",
+        help="The class of transformers to load from a Hugging Face folder: BertModel or"
+        " AutoModelForCausalLM. Default: the class in config.json, or else that of AutoModel.",
+    ),
+    click.option(
+        "--trust-remote-code",
+        is_flag=True,
+        help="Run the model's code that comes with a Hugging Face folder (auto_map in config.json)."
+        " Read the code first. Without this option, a model type that transformers has loads with the"
+        " class of transformers.",
+    ),
 )
 base_image = click.option(
     "--base-image",

@@ -48,7 +48,7 @@ EXAMPLES = (
 
 @click.command(cls=Verb, examples=EXAMPLES, codes=True)
 @_options.model
-@_options.trust_remote_code
+@_options.folder_choice
 @_options.generated
 @_options.selection
 @click.option(
@@ -219,7 +219,7 @@ def _request(typed: dict[str, Any]) -> "Request":
         kwargs=_arguments.json_object(typed["kwargs"]),
         checkpoint=typed["checkpoint"],
         selection=_arguments.selection(typed),
-        trust_remote_code=typed["trust_remote_code"],
+        choice=_arguments.choice(typed),
         seed=typed["seed"],
         folder=typed["folder"],
         base_image=typed["base_image"],

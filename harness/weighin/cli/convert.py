@@ -6,6 +6,7 @@ import click
 
 from weighin.cli import _console, _options
 from weighin.cli._verb import Argument, Verb
+from weighin.errors import ConfigError
 
 EXAMPLES = (
     "weighin convert model.pt parts --format per_param",
@@ -63,7 +64,7 @@ EXAMPLES = (
     help="Write the keys of the file, or those of the model in a Hugging Face folder: stacks experts,"
     " joins and renames tensors as from_pretrained does.",
 )
-@_options.trust_remote_code
+@_options.folder_choice
 @_options.selection
 @_options.json
 def convert(
@@ -74,6 +75,9 @@ def convert(
     max_shard_size: str,
     verify: bool,
     keys: str,
+    variant: str,
+    revision: str,
+    model_class: str,
     trust_remote_code: bool,
     key: str,
     strip_prefix: str,
@@ -81,12 +85,20 @@ def convert(
 ) -> None:
     """Write a checkpoint in another format or dtype, in pieces of 16 MiB to save memory."""
     from weighin.checkpoint import convert_request
+    from weighin.formats.pretrained_choice import FolderChoice
     from weighin.formats.pretrained_folder import path_of
     from weighin.formats.selection import Selection
+    from weighin.suite.registry import notes_on, weights_of
 
     selection = Selection(key, strip_prefix)
+    choice = FolderChoice(variant, model_class, revision, trust_remote_code)
+    if model_class and keys == "file":
+        raise ConfigError(
+            "--class names the model whose keys are written, so it would be ignored",
+            "add --keys model, or leave --class out",
+        )
     wish = convert_request.Wish(
-        path_of(source),
+        weights_of(source, choice) if variant else path_of(source, revision),
         target,
         fmt,
         dtype,
@@ -94,8 +106,11 @@ def convert(
         verify,
         selection,
         keys,
-        trust_remote_code,
+        choice,
     )
+    if not selection:
+        for note in notes_on(wish.source, choice):
+            _console.note(note)
     finished = convert_request.convert(wish, _console.err())
     if json_file != _console.STDOUT:
         _console.line(str(finished))

@@ -27,6 +27,7 @@ EXAMPLES = (
     "--sort", default="file", metavar="ORDER", help="Order of the tensors: file, name or size."
 )
 @click.option("--all", "show_all", is_flag=True, help="Show every tensor, however many there are.")
+@_options.folder_choice
 @_options.selection
 @_options.json
 @click.pass_context
@@ -56,14 +57,24 @@ def _inspected(typed: dict[str, Any]) -> "Inspected":
 
     name = _arguments.asked_model(typed)
     kwargs = _arguments.json_object(typed["kwargs"])
-    if path := registry.path_of(name, kwargs):
-        return inspect(path, _arguments.selection(typed))
+    choice = _arguments.choice(typed)
+    if path := registry.path_of(name, kwargs, choice.revision):
+        weights = (
+            registry.weights_of(path, replace(choice, revision="")) if choice.variant else path
+        )
+        inspected = inspect(weights, _arguments.selection(typed))
+        for note in () if _arguments.selection(typed) else registry.notes_on(weights, choice):
+            _console.note(note)
+        return inspected
     from weighin.predict import client
     from weighin.suite.chosen_models import choose
     from weighin.suite.config import check_suite
 
     chosen = choose(
-        check_suite({"models": name}), kwargs=kwargs, selection=_arguments.selection(typed)
+        check_suite({"models": name}),
+        kwargs=kwargs,
+        selection=_arguments.selection(typed),
+        choice=choice,
     )
     with (
         _console.err().status("building the model without values"),

@@ -26,7 +26,7 @@ EXAMPLES = (
 
 @click.command(cls=Verb, examples=EXAMPLES)
 @_options.model
-@_options.trust_remote_code
+@_options.folder_choice
 @_options.only_structure
 @_options.selection
 @_options.strategies

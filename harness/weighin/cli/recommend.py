@@ -23,7 +23,7 @@ NOTHING_FITS_EXIT = 1
 
 @click.command(cls=Verb, examples=EXAMPLES, codes=True)
 @_options.model
-@_options.trust_remote_code
+@_options.folder_choice
 @_options.only_structure
 @_options.selection
 @click.option(

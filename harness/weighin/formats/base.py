@@ -116,11 +116,14 @@ class Slices(list[TensorSlice]):
             as records of ``tensor_refs``.
         refused: the first name of a class or function in the file that torch.load(weights_only=True)
             refuses; empty if it refuses none.
+        notes: how the checkpoint's files contradict each other in a way that does not change the result
+            of a load.
     """
 
     metadata: Mapping[str, Mapping[str, object]] | None = None
     values: Mapping[str, object] = MappingProxyType({})
     refused: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def only_tensors(self) -> bool:

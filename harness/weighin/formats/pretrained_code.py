@@ -14,6 +14,11 @@ from weighin.errors import ConfigError
 from weighin.text import one_line
 
 AUTO_MAP: Final = "auto_map"
+CODE_IS_REFUSED: Final = (
+    "read the code; if you trust it, add --trust-remote-code to run it (bench, floor, predict, recommend,"
+    " convert; in Python: trust_remote_code=True)"
+)
+"""The repair for a folder whose code is needed and not trusted."""
 CODE_KEYS: Final = ("folder", "sha256")
 """The keys of the code of a folder, in the arguments of a ``ModelSpec``."""
 

@@ -1,11 +1,9 @@
 """Read a Hugging Face folder: its ``config.json``, and the checkpoint beside it.
 
-This module uses only the standard library, and never the network. A model of the Hub is found in
-the local cache (``~/.cache/huggingface/hub``) by its id, such as "Qwen/Qwen3-0.6B".
+This module uses only the standard library, and never the network.
 """
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +12,8 @@ from typing import Any, Final
 
 from weighin.cell import ModelSpec
 from weighin.errors import CheckpointError, ConfigError
-from weighin.formats import gguf, sniff
+from weighin.formats import auto_classes, gguf, hub_cache, sniff
+from weighin.formats.pretrained_choice import AS_SAVED, FolderChoice
 from weighin.formats.pretrained_code import AUTO_MAP, CODE_KEYS, auto_class, describe_code
 
 BUILDER: Final = "weighin.models.pretrained:from_config"
@@ -30,8 +29,13 @@ _STEMS: Final = (
 _INDEX: Final = "index.json"
 MODEL_DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
 """Dtypes that torch accepts as the default dtype, in which a model can be built."""
-_ENTRY: Final = "models--"
-_HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+")
+_DEEPEST: Final = 4  # of the folders in which a named file of weights may lie
+_EXPLICIT: Final = "transformers_weights"
+_EXPLICIT_ENDS: Final = (".safetensors", ".safetensors.index.json")
+_VARIANT: Final = re.compile(
+    r"(?:model|pytorch_model|diffusion_pytorch_model)\."
+    r"(?:([\w-]+)\.(?:safetensors|bin)|(?:safetensors|bin)\.index\.([\w-]+)\.json)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,49 +51,39 @@ class PretrainedFolder:
     path: Path
     config: dict[str, Any]
     checkpoint: Path
-    trust_remote_code: bool = False
+    choice: FolderChoice = AS_SAVED
 
     @property
     def architecture(self) -> str:
         """The name of the model's class, such as "LlamaForCausalLM".
 
         Raises:
-            ConfigError: ``config.json`` names no class, or code in the folder that may not run.
+            ConfigError: nothing names a class, or the class is that of code that may not run.
         """
-        if self.has_code and not self.trust_remote_code:
-            raise ConfigError(
-                f"this model's code comes with the folder: {self.path} ({AUTO_MAP} in {CONFIG})",
-                "read the code; if you trust it, add --trust-remote-code to run it (bench, floor, predict,"
-                " recommend, convert; in Python: trust_remote_code=True)",
-            )
-        names = self.config.get("architectures")
-        if not (isinstance(names, list) and names and isinstance(names[0], str)):
-            raise ConfigError(
-                f"{self.path / CONFIG} names no class in 'architectures'",
-                "save the folder again with model.save_pretrained(FOLDER)",
-            )
-        return names[0]
+        return self._class[0]
 
     @property
-    def has_code(self) -> bool:
-        """Whether the folder brings code for its model: ``auto_map`` in ``config.json``."""
-        return AUTO_MAP in self.config
+    def _class(self) -> tuple[str, bool]:
+        """The name of the model's class, and whether the class is in the folder's code."""
+        return auto_classes.choose(self.path, self.config, self.choice)
 
     @property
-    def is_of_diffusers(self) -> bool:
-        """Whether the model's class belongs to diffusers, so that weighin knows only its tensors."""
-        return "_class_name" in self.config and "architectures" not in self.config
+    def is_of_transformers(self) -> bool:
+        """Whether the model's class belongs to transformers; else weighin knows only its tensors."""
+        named = any(self.config.get(key) for key in ("architectures", "model_type", AUTO_MAP))
+        return named or bool(self.choice.model_class)
 
     @property
     def code(self) -> dict[str, str] | None:
-        """The folder's code as an argument of the builder; None if the folder brings no code.
+        """The folder's code as an argument of the builder; None if the model needs none.
 
         Raises:
             ConfigError: the code may not run, or is not code of the model's class.
         """
-        if not self.has_code:
+        name, in_code = self._class
+        if not in_code:
             return None
-        auto_class(self.config, self.architecture)
+        auto_class(self.config, name)
         return describe_code(self.path)
 
 
@@ -122,8 +116,8 @@ def checked_dtype(name: object, file: Path) -> str:
 def is_folder(model: ModelSpec) -> bool:
     """Tell whether a model was read from a Hugging Face folder.
 
-    The configuration in a folder names its class in ``architectures``; that of a built-in model of
-    transformers does not.
+    The configuration of a folder has ``architectures``, null if the folder names none; that of a
+    built-in model of transformers does not.
     """
     return model.builder == BUILDER and "architectures" in model.kwargs["config"]
 
@@ -138,14 +132,6 @@ def own_dtype(model: ModelSpec) -> str:
     return (model.builder.startswith(_BUILT_IN) and dtype_of(model.kwargs)) or "float32"
 
 
-def name_of(folder: Path) -> str:
-    """Return a folder's name; for a snapshot in the Hub's cache, the id of its model."""
-    snapshots, entry = folder.parent, folder.parent.parent.name
-    if snapshots.name == "snapshots" and entry.startswith(_ENTRY):
-        return entry.removeprefix(_ENTRY).replace("--", "/")
-    return folder.name
-
-
 def is_pretrained(path: Path) -> bool:
     """Tell whether a path is a folder with ``config.json``."""
     return (path / CONFIG).is_file()
@@ -157,8 +143,15 @@ def is_pretrained_checkpoint(checkpoint: Path) -> bool:
 
 
 def folder_of(checkpoint: Path) -> Path:
-    """Return the Hugging Face folder of a checkpoint: the path itself, or the parent of a file."""
-    return checkpoint if checkpoint.is_dir() else checkpoint.parent
+    """Return the Hugging Face folder of a checkpoint: the path itself, or the parent of a file.
+
+    ``config.json`` may name a file in a folder below its own as the weights.
+    """
+    if checkpoint.is_dir():
+        return checkpoint
+    parents = [path for path in checkpoint.parents[:_DEEPEST] if is_pretrained(path)]
+    named = (path for path in parents[:1] if path == checkpoint.parent or _explicit(path))
+    return next(named, checkpoint.parent)
 
 
 def code_of(model: ModelSpec) -> dict[str, str] | None:
@@ -178,11 +171,11 @@ def code_of(model: ModelSpec) -> dict[str, str] | None:
     return code
 
 
-def read_folder(path: Path, *, trust_remote_code: bool = False) -> PretrainedFolder:
-    """Return a Hugging Face folder, whose own code may run only with ``trust_remote_code``.
+def read_folder(path: Path, choice: FolderChoice = AS_SAVED) -> PretrainedFolder:
+    """Return a Hugging Face folder, with the weights and the class that ``choice`` chooses.
 
     Raises:
-        CheckpointError: the folder has no weights, or ``config.json`` is damaged.
+        CheckpointError: the folder has no weights, or not in this variant, or ``config.json`` is damaged.
     """
     repair = "save the folder again with model.save_pretrained(FOLDER)"
     try:
@@ -194,17 +187,24 @@ def read_folder(path: Path, *, trust_remote_code: bool = False) -> PretrainedFol
         raise sniff.not_json(path / CONFIG, text, f"not JSON: {error}", repair) from None
     if not isinstance(config, dict):
         raise CheckpointError(f"{path / CONFIG}: not a JSON object", repair)
-    return PretrainedFolder(path, config, weights_in(path), trust_remote_code)
+    return PretrainedFolder(path, config, weights_in(path, choice.variant), choice)
 
 
-def weights_in(path: Path) -> Path:
+def weights_in(path: Path, variant: str = "") -> Path:
     """Return the checkpoint of a Hugging Face folder, as transformers or diffusers chooses it.
 
+    This is one file; or the folder itself, for shards with the usual index; or another index.
+
     Raises:
-        CheckpointError: the folder has no weights.
+        CheckpointError: the folder has no weights, or not in this variant.
     """
-    if found := find_weights(path):
+    if found := find_weights(path, variant):
         return found
+    if variant and (usual := find_weights(path)):
+        raise CheckpointError(
+            f"{path}: has no weights of the variant {variant!r}, only {usual.name}",
+            "leave --variant out",
+        )
     raise sniff.no_model(path)
 
 
@@ -214,57 +214,87 @@ def index_in(path: Path) -> Path:
     return next(path for path in indexes if path.is_file())
 
 
-def find_weights(path: Path) -> Path | None:
-    """Return what ``weights_in`` returns; None if the folder has no weights of these libraries."""
+def find_weights(path: Path, variant: str = "") -> Path | None:
+    """Return what ``weights_in`` returns; None if the folder has no weights of these libraries.
+
+    ``config.json`` may name the weights in ``transformers_weights``, which then counts alone.
+
+    Raises:
+        CheckpointError: ``config.json`` names weights that are not in the folder.
+    """
+    if (explicit := _explicit(path)) is not None:
+        return path if explicit == path / f"model.safetensors.{_INDEX}" else explicit
+    of = f".{variant}" if variant else ""
     for stem, suffix in _STEMS:
-        if (path / f"{stem}{suffix}").is_file():
-            return path / f"{stem}{suffix}"
-        if (path / f"{stem}{suffix}.{_INDEX}").is_file():
-            return path
+        if (file := path / f"{stem}{of}{suffix}").is_file():
+            return file
+        if (index := path / f"{stem}{suffix}.index{of}.json").is_file():
+            return index if variant else path
     return None
 
 
-def cached_snapshot(name: str) -> Path | None:
-    """Return the folder of a Hub model in the local cache; None if ``name`` is no Hub id.
-
-    Raises:
-        CheckpointError: ``name`` is an id, but the cache does not have this model; or ``name`` can
-            only be a path, which does not exist.
-    """
-    if sniff.looks_like_path(name) and not Path(name).expanduser().exists():
-        raise sniff.missing(name)
-    if not _HUB_ID.fullmatch(name):
-        return None
-    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
-    hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
-    entry = hub / f"{_ENTRY}{name.replace('/', '--')}"
+def _explicit(path: Path) -> Path | None:
+    """Return the file that ``transformers_weights`` in ``config.json`` names, if it names one."""
     try:
-        snapshot = entry / "snapshots" / (entry / "refs" / "main").read_text().strip()
-    except OSError:
-        snapshot = entry / "snapshots"
-    if is_pretrained(snapshot):
-        return snapshot
-    raise CheckpointError(
-        f"{name} is not in the cache {hub}, and weighin never downloads", f"hf download {name}"
-    )
+        config = json.loads((path / CONFIG).read_text())
+    except (OSError, ValueError, RecursionError):
+        return None  # read_folder says what is wrong with it
+    name = config.get(_EXPLICIT) if isinstance(config, dict) else None
+    if name is None:
+        return None
+    inside = isinstance(name, str) and "\0" not in name and ".." not in Path(name).parts
+    if not inside or Path(name).is_absolute() or not name.endswith(_EXPLICIT_ENDS):
+        raise CheckpointError(
+            f"{path / CONFIG}: '{_EXPLICIT}' is {sniff.short(name)}, no safetensors file or index in the"
+            " folder: from_pretrained fails, too",
+            f"correct '{_EXPLICIT}', or remove it for the usual names",
+        )
+    file: Path = path / name
+    if not file.is_file():
+        raise sniff.broken_link(file) or CheckpointError(
+            f"{path}: the weights that '{_EXPLICIT}' in {CONFIG} names are missing: {name}",
+            f"put the file into the folder, or correct '{_EXPLICIT}'",
+        )
+    return file
+
+
+def variant_of(checkpoint: Path) -> str:
+    """Return the variant that a file of weights or an index is: "fp16"; empty for none."""
+    match = _VARIANT.fullmatch(checkpoint.name)
+    return (match[1] or match[2]) if match else ""
 
 
 def from_pretrained_arguments(checkpoint: Path) -> dict[str, Any]:
-    """Return the arguments with which ``from_pretrained`` reads this checkpoint of a folder."""
-    folder = {"pretrained_model_name_or_path": str(folder_of(checkpoint)), "local_files_only": True}
-    return folder | ({"gguf_file": checkpoint.name} if gguf.is_file(checkpoint) else {})
+    """Return the arguments with which ``from_pretrained`` reads this checkpoint of a folder.
+
+    Raises:
+        CheckpointError: ``from_pretrained`` reads another file of the folder.
+    """
+    folder, variant = folder_of(checkpoint), variant_of(checkpoint)
+    arguments = {"pretrained_model_name_or_path": str(folder), "local_files_only": True}
+    if gguf.is_file(checkpoint):
+        return arguments | {"gguf_file": checkpoint.name}
+    if (read := find_weights(folder, variant)) != checkpoint:
+        raise CheckpointError(
+            f"{checkpoint}: from_pretrained reads {read.name if read else 'no file'} in this folder, and"
+            " not this file",
+            f"to load it as the folder's weights, name it in {CONFIG}: '{_EXPLICIT}'; for its tensors"
+            f" without a class: from:{checkpoint}",
+        )
+    return arguments | ({"variant": variant} if variant else {})
 
 
-def path_of(path: Path) -> Path:
+def path_of(path: Path, revision: str = "") -> Path:
     """Return a path that exists, or the snapshot of the model whose id the path is.
 
-    An index stands for its folder. Return any other path unchanged.
+    The usual index of a folder's shards stands for the folder. Return any other path unchanged.
+
+    Raises:
+        CheckpointError, ConfigError: for the same reasons as ``hub_cache.path_of``.
     """
-    path = path.expanduser()
-    if path.exists():
-        is_index = path.name.endswith(_INDEX) and path.is_file()
-        return path.parent if is_index else path
-    try:
-        return cached_snapshot(str(path)) or path
-    except CheckpointError:
+    path = hub_cache.path_of(path, revision)
+    usual = any(path.name == f"{stem}{suffix}.{_INDEX}" for stem, suffix in _STEMS)
+    if not (usual and path.is_file()):
         return path
+    folder = path.parent
+    return folder if not is_pretrained(folder) or find_weights(folder) == folder else path

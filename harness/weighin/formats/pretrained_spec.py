@@ -8,6 +8,7 @@ from typing import Any
 from weighin.cell import ModelSpec
 from weighin.formats import adapters, catalog, quantised
 from weighin.formats.bounded_json import read_object
+from weighin.formats.hub_cache import name_of
 from weighin.formats.pretrained_folder import (
     BUILDER,
     MODEL_DTYPES,
@@ -15,7 +16,6 @@ from weighin.formats.pretrained_folder import (
     checked_dtype,
     dtype_of,
     index_in,
-    name_of,
 )
 from weighin.formats.pretrained_ties import kept_apart
 from weighin.formats.selection import WHOLE, Selection
@@ -33,7 +33,7 @@ def spec_of(folder: PretrainedFolder, selection: Selection = WHOLE) -> ModelSpec
             not run.
     """
     adapters.refuse(folder.path)
-    config = folder.config
+    config = {"architectures": None} | folder.config
     if dtype_of(config) is None:
         config = {**config, "dtype": auto_dtype(folder, selection)}
     kwargs: dict[str, Any] = {"architecture": folder.architecture, "config": config}
@@ -71,8 +71,8 @@ def auto_dtype(folder: PretrainedFolder, selection: Selection = WHOLE) -> str:
     """
     if named := dtype_of(folder.config):
         return named
-    if folder.checkpoint == folder.path:
-        index = index_in(folder.path)
+    index = index_in(folder.path) if folder.checkpoint == folder.path else folder.checkpoint
+    if index.suffix == ".json":
         metadata = read_object(index, RESAVE).get("metadata")
         if isinstance(metadata, dict) and "dtype" in metadata:
             return checked_dtype(metadata["dtype"], index)

@@ -4,14 +4,13 @@
 different values. This module uses only the standard library.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any, Final
 
-from weighin.errors import CheckpointError
 from weighin.formats.base import TensorSlice
+from weighin.formats.equal_tensors import are_equal
 
-_PIECE_BYTES: Final = 4 * 1024**2
 _TIES: Final = "tie_word_embeddings"
 
 
@@ -36,26 +35,6 @@ def kept_apart(config: Mapping[str, Any], slices: Sequence[TensorSlice]) -> tupl
     apart: set[str] = set()
     rows = [one for one in slices if one.shape and one.shape[0] in sizes]
     for one, other in combinations(rows, 2):
-        if one.shape == other.shape and not _are_equal(one, other):
+        if one.shape == other.shape and not are_equal(one, other):
             apart |= {one.name, other.name}
     return tuple(sorted(apart))
-
-
-def _are_equal(one: TensorSlice, other: TensorSlice) -> bool:
-    if (one.file, one.offset) == (other.file, other.offset):
-        return one.stride == other.stride
-    if one.dtype_name != other.dtype_name or one.nbytes != other.nbytes:
-        return False
-    return all(a == b for a, b in zip(_pieces(one), _pieces(other), strict=True))
-
-
-def _pieces(where: TensorSlice) -> Iterator[bytes]:
-    try:
-        with where.file.open("rb") as file:
-            file.seek(where.offset)
-            for start in range(0, where.nbytes, _PIECE_BYTES):
-                yield file.read(min(_PIECE_BYTES, where.nbytes - start))
-    except OSError as error:
-        raise CheckpointError(
-            f"{where.file}: cannot be read: {error.strerror}", "check the disk"
-        ) from error

@@ -13,9 +13,15 @@ state dict, ``weighin.order`` in the index's metadata keeps the order.
 
 The index must name shards by plain file names in the folder. A shard may be a symbolic link to a
 file elsewhere: Hugging Face's cache uses such links, and only the folder's owner can create a link.
+
+The path of such a checkpoint is its folder, or its index if the index has another name, such as
+``model.safetensors.index.fp16.json``. As for ``from_pretrained``, the tensors are those in the shards,
+and an index that lists others is only worth a note. The exception is a tensor in two shards with
+different values, of which ``from_pretrained`` takes the later.
 """
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -23,13 +29,16 @@ from typing import Any, Final
 from weighin.atomic import sync_folder, write_text
 from weighin.errors import CheckpointError
 from weighin.formats import pt, safetensors
-from weighin.formats.base import Layout, Pieces, Progress, TensorPlan, TensorSlice
+from weighin.formats.base import Layout, Pieces, Progress, Slices, TensorPlan, TensorSlice
 from weighin.formats.bounded_json import read_object
-from weighin.formats.sniff import shown
+from weighin.formats.equal_tensors import are_equal
+from weighin.formats.misfit import first_names, plain
+from weighin.formats.sniff import broken_link, shown
 
 MAX_SHARD_BYTES: Final = 5 * 1024**3
 """The largest size of a shard, unless a single tensor is larger; Hugging Face's default is 5 GB."""
 
+_KEYS: Final = ("key", "keys")
 _ORDER: Final = "weighin.order"
 _AGAIN: Final = "write the folder again: model.save_pretrained(FOLDER), or weighin convert"
 
@@ -44,10 +53,13 @@ class Sharded:
         self.index_name = f"{stem}{suffix}.index.json"
         self._stem, self._suffix, self._shard = stem, suffix, shard
         self._ties_in_map = shard.NAME == "pt"  # in pt, two keys can share a storage
+        self._any_index = re.compile(rf".+{re.escape(suffix)}\.index(\.[\w-]+)?\.json")
 
     def matches(self, path: Path) -> bool:
-        """Tell whether ``path`` is a folder with an index of shards of this format."""
-        return path.is_dir() and (path / self.index_name).is_file()
+        """Tell whether ``path`` is an index of shards of this format, or a folder with one."""
+        if path.is_dir():
+            return (path / self.index_name).is_file()
+        return self._any_index.fullmatch(path.name) is not None and path.is_file()
 
     def files(self, path: Path) -> list[Path]:
         """Return the index and all shards.
@@ -55,33 +67,47 @@ class Sharded:
         Raises:
             CheckpointError: for the same reasons as ``read``.
         """
-        shards = dict.fromkeys(self._weight_map(path)[0].values())
-        return [path / self.index_name, *(path / name for name in shards)]
+        index = self._index(path)
+        shards = dict.fromkeys(self._weight_map(index)[0].values())
+        return [index, *(index.parent / name for name in shards)]
 
-    def read(self, path: Path) -> list[TensorSlice]:
+    def read(self, path: Path) -> Slices:
         """Return the places of all tensors, in the stored order of names, else in index order.
 
         Raises:
             CheckpointError: the index or a shard is damaged; the message names the file and the
                 place of the damage.
         """
-        weight_map, order = self._weight_map(path)
-        slices: dict[str, TensorSlice] = {}
-        for name in dict.fromkeys(weight_map.values()):
-            for place in self._read_shard(path / name, weight_map):
-                if place.name in slices:
-                    other = slices[place.name].file.name
-                    raise CheckpointError(
-                        f"{path / name}: {shown(place.name)} is also in shard {other!r}", _AGAIN
-                    )
-                slices[place.name] = place
-        for key, name in weight_map.items():
-            if key not in slices:
-                raise self._damaged(path, f"{shown(key)} is not in its shard {shown(name)}")
-        names = order or [*weight_map, *(key for key in slices if key not in weight_map)]
-        if sorted(names) != sorted(slices):
-            raise self._damaged(path, f"{_ORDER} is not a list of the checkpoint's tensor names")
-        return [slices[name] for name in names]
+        index = self._index(path)
+        weight_map, order = self._weight_map(index)
+        places: dict[str, TensorSlice] = {}
+        contradictions: dict[str, list[str]] = {}
+        for shard in dict.fromkeys(weight_map.values()):
+            stored = self._shard.read(index.parent / shard)
+            # A tied name of safetensors is at the same place as a name that is in the map.
+            listed = {one.offset for one in stored if weight_map.get(one.name) == shard}
+            for place in stored:
+                home = weight_map.get(place.name)
+                if twice := places.get(place.name):
+                    _check_equal(place, twice)
+                    contradictions.setdefault("in two shards", []).append(place.name)
+                elif home not in (None, shard):
+                    contradictions.setdefault("in another shard", []).append(place.name)
+                elif home is None and (self._ties_in_map or place.offset not in listed):
+                    contradictions.setdefault("not listed", []).append(place.name)
+                places.setdefault(place.name, place)
+        if absent := [name for name in weight_map if name not in places]:
+            contradictions["in no shard"] = absent
+        names = order or [*weight_map, *places]
+        if order and sorted(order) != sorted(places):
+            raise self._damaged(index, f"{_ORDER} is not a list of the checkpoint's tensor names")
+        slices = Slices(places[name] for name in dict.fromkeys(names) if name in places)
+        slices.notes = tuple(
+            f"{index}: contradicts its shards, which count: {len(names)} {_KEYS[len(names) > 1]}"
+            f" {fault} ({first_names(map(plain, names))})"
+            for fault, names in contradictions.items()
+        )
+        return slices
 
     def write(
         self,
@@ -113,50 +139,45 @@ class Sharded:
         sync_folder(target)
         write_text(target / self.index_name, json.dumps(index, indent=2) + "\n")
 
-    def _weight_map(self, path: Path) -> tuple[dict[str, str], list[str] | None]:
+    def _index(self, path: Path) -> Path:
+        return path / self.index_name if path.is_dir() else path
+
+    def _weight_map(self, index: Path) -> tuple[dict[str, str], list[str] | None]:
         """Return each key's shard, which must exist, and the order of all keys if it is stored."""
-        index = read_object(path / self.index_name, _AGAIN)
-        weight_map, metadata = index.get("weight_map"), index.get("metadata")
+        content = read_object(index, _AGAIN)
+        weight_map, metadata = content.get("weight_map"), content.get("metadata")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise self._damaged(path, "damaged index: no 'weight_map'")
+            raise self._damaged(index, "damaged index: no 'weight_map'")
         order = metadata.get(_ORDER) if isinstance(metadata, dict) else None
         if order is not None and not _is_names(order):
-            raise self._damaged(path, f"{_ORDER} is not a list of the checkpoint's tensor names")
+            raise self._damaged(index, f"{_ORDER} is not a list of the checkpoint's tensor names")
         checked: set[str] = set()
         for key, name in weight_map.items():
             if not isinstance(name, str) or not name or Path(name).name != name or "\0" in name:
                 raise self._damaged(
-                    path, f"the shard of {shown(key)} lies outside the folder: {shown(name)}"
+                    index, f"the shard of {shown(key)} lies outside the folder: {shown(name)}"
                 )
-            if name not in checked and not _is_file(path / name):
-                raise CheckpointError(
-                    f"{path / self.index_name}: shard {shown(name)} of {shown(key)} is missing",
-                    f"add the missing file to {path}",
+            if name not in checked and not _is_file(shard := index.parent / name):
+                raise broken_link(shard) or CheckpointError(
+                    f"{index}: shard {shown(name)} of {shown(key)} is missing",
+                    f"add the missing file to {index.parent}",
                 )
             checked.add(name)
         return weight_map, order
 
-    def _read_shard(self, shard: Path, weight_map: dict[str, str]) -> list[TensorSlice]:
-        """Return the places of a shard's tensors.
+    def _damaged(self, index: Path, what: str) -> CheckpointError:
+        return CheckpointError(f"{index}: {what}", _AGAIN)
 
-        Raises:
-            CheckpointError: a tensor of the shard is not listed for this shard in the index.
-        """
-        places = self._shard.read(shard)
-        # A tied name of safetensors is at the same place as a name that is in the map.
-        mapped = {place.offset for place in places if weight_map.get(place.name) == shard.name}
-        for place in places:
-            home = weight_map.get(place.name)
-            tied = home is None and not self._ties_in_map and place.offset in mapped
-            if home != shard.name and not tied:
-                listed = f"lists it in {shown(home)}" if home else "does not list it"
-                raise CheckpointError(
-                    f"{shard}: {shown(place.name)} is in this file, but the index {listed}", _AGAIN
-                )
-        return places
 
-    def _damaged(self, path: Path, what: str) -> CheckpointError:
-        return CheckpointError(f"{path / self.index_name}: {what}", _AGAIN)
+def _check_equal(one: TensorSlice, other: TensorSlice) -> None:
+    """Raise CheckpointError if two tensors of the same name have different values."""
+    comparable = one.shape == other.shape and one.contiguous and other.contiguous
+    if not (comparable and are_equal(one, other)):
+        later = max(one.file.name, other.file.name)
+        raise CheckpointError(
+            f"{one.file}: {shown(one.name)} is also in shard {other.file.name!r}, with other values",
+            f"write the shards again with one of them; from_pretrained takes that of {later}",
+        )
 
 
 def split(tensors: Sequence[TensorPlan], max_bytes: int) -> list[list[TensorPlan]]:

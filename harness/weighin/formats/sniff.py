@@ -30,6 +30,9 @@ SHARDS: Final = "save the checkpoint in several files, as model.save_pretrained(
 WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 """The usual suffixes of checkpoint files."""
 
+HUB_ENTRY: Final = "models--"
+"""The beginning of the name of a model's folder in the Hub's cache: "models--owner--name"."""
+
 _HEAD_BYTES: Final = 512
 _MOST_SHOWN: Final = 100
 _MOST_JSON_BYTES: Final = 1024**2
@@ -40,7 +43,6 @@ _PATH_ENDS: Final = (
     *WEIGHTS,
 )  # fmt: skip
 _VARIANT: Final = re.compile(r"\w*model\.(\w+)(-\d+-of-\d+)?(\.safetensors|\.bin)")
-_VARIANT_INDEX: Final = re.compile(r"(\w*model\.(?:safetensors|bin)\.index)\.\w+(\.json)")
 _SHARD: Final = re.compile(r"(\w*model)-\d+-of-\d+(\.safetensors|\.bin)")
 _OTHER_FRAMEWORKS: Final = (
     ".onnx", ".h5", ".keras", ".msgpack", ".ocdbt", ".tflite", ".ot", ".index", ".pb",
@@ -60,7 +62,33 @@ def looks_like_path(text: str) -> bool:
 
 def missing(path: Path | str) -> CheckpointError:
     """Return the error for a path that does not exist."""
-    return CheckpointError(f"{path}: no such file or folder", "check the path")
+    return broken_link(Path(path)) or CheckpointError(
+        f"{path}: no such file or folder", "check the path"
+    )
+
+
+def broken_link(path: Path) -> CheckpointError | None:
+    """Return the error for a symbolic link to a file that does not exist; None for another path."""
+    try:
+        if path.exists():
+            return None
+        target = path.readlink()
+    except (OSError, ValueError):  # no link, or not a valid file name
+        return None
+    what = f"{path}: a broken symbolic link to {one_line(str(target))}, which does not exist"
+    if target.parent.name == "blobs" and (name := hub_id(path.parent)):
+        return CheckpointError(
+            f"{what}: this file of {name} was removed from the cache", f"hf download {name}"
+        )
+    return CheckpointError(what, "restore the file, or correct the link")
+
+
+def hub_id(snapshot: Path) -> str:
+    """Return the id of the model whose snapshot in the Hub's cache a folder is; else ""."""
+    snapshots, entry = snapshot.parent, snapshot.parent.parent.name
+    if snapshots.name == "snapshots" and entry.startswith(HUB_ENTRY):
+        return entry.removeprefix(HUB_ENTRY).replace("--", "/")
+    return ""
 
 
 def check_present(path: Path) -> bytes:
@@ -152,6 +180,11 @@ def no_model(folder: Path) -> CheckpointError:
     The message says what lies in the folder, and the repair says what to give instead.
     """
     names = sorted(entry.name for entry in folder.iterdir())
+    for name in names:
+        if (name == "config.json" or name.endswith((*WEIGHTS, ".index.json"))) and (
+            broken := broken_link(folder / name)
+        ):
+            return broken
     for recognise in _RECOGNISERS:
         if recognised := recognise(folder, names):
             what, repair = recognised
@@ -206,20 +239,42 @@ def _pipeline(folder: Path, names: Sequence[str]) -> Recognised:
     return "a diffusers pipeline of several models", f"try {folder / parts[0]}/"
 
 
-def _variants(folder: Path, names: Sequence[str]) -> Recognised:
+def sentence_parts(folder: Path) -> list[str]:
+    """Return the parts of a sentence-transformers folder that lie in folders with weights of their own.
+
+    ``modules.json`` lists all parts; the transformer often lies in the folder itself.
+    """
+    content = _json_content(folder / "modules.json")
+    listed = (
+        [one.get("path") for one in content if isinstance(one, dict)]
+        if isinstance(content, list)
+        else []
+    )
+    inner = set(_models_below(folder, _names(folder)))
+    return [name for name in listed if isinstance(name, str) and name in inner]
+
+
+def _sentence_transformers(folder: Path, names: Sequence[str]) -> Recognised:
+    if "modules.json" not in names or "config.json" in names:
+        return None
+    if parts := sentence_parts(folder):
+        what = f"a sentence-transformers folder of several parts, with weights in {_listed(parts)}"
+        return what, f"give one part: {folder / parts[0]}"
+    if files := _weights(names):
+        return (
+            "a sentence-transformers folder without a transformer",
+            f"give the file: {folder / files[0]}",
+        )
+    return "a sentence-transformers folder without weights", "copy the whole folder"
+
+
+def _variants(_: Path, names: Sequence[str]) -> Recognised:
     matches = [match for name in names if (match := _VARIANT.fullmatch(name))]
     if not matches:
         return None
-    for name in names:
-        if index := _VARIANT_INDEX.fullmatch(name):
-            usual = index[1] + index[2]
-            break
-    else:
-        name = matches[0][0]
-        usual = name.replace(f".{matches[0][1]}", "", 1)
     return (
         f"only {matches[0][1]} variants of the weights: {_listed([match[0] for match in matches])}",
-        f"give them the usual name: ln -s {name} {folder / usual}",
+        f"name the variant: --variant {matches[0][1]} (in Python: variant={matches[0][1]!r})",
     )
 
 
@@ -283,6 +338,7 @@ _RECOGNISERS: Final[Sequence[Callable[[Path, Sequence[str]], Recognised]]] = (
     _adapter,
     _training_run,
     _pipeline,
+    _sentence_transformers,
     _run,
     _variants,
     _shards,
@@ -319,12 +375,17 @@ def _listed(names: Sequence[str]) -> str:
 
 def _json(path: Path) -> dict[str, object]:
     """Return a JSON object; empty if the file holds none, or begins with too long a text."""
+    content = _json_content(path)
+    return content if isinstance(content, dict) else {}
+
+
+def _json_content(path: Path) -> object:
     try:
         with path.open("rb") as file:
-            content = json.loads(file.read(_MOST_JSON_BYTES))
+            content: object = json.loads(file.read(_MOST_JSON_BYTES))
     except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
+        return None
+    return content
 
 
 def shown(name: object) -> str:

@@ -9,16 +9,14 @@ from typing import Any
 import torch
 
 from weighin.errors import CheckpointError
-from weighin.formats import adapters, gguf
-from weighin.formats.pretrained_folder import (
-    cached_snapshot,
-    find_weights,
-    is_pretrained,
-    read_folder,
-)
+from weighin.formats import adapters, gguf, sniff
+from weighin.formats.hub_cache import cached_snapshot, path_of
+from weighin.formats.pretrained_choice import FolderChoice
+from weighin.formats.pretrained_folder import CONFIG, find_weights, is_pretrained, read_folder
 from weighin.formats.pretrained_spec import auto_dtype, plain_spec_of
 from weighin.formats.selection import Selection
 from weighin.loader.load import load_streaming
+from weighin.models.after_load import finish_load
 from weighin.models.pretrained import from_config
 from weighin.models.skeleton import construct
 
@@ -32,6 +30,9 @@ def load_pretrained(
     device: torch.device | str = "cpu",
     threads: int | None = None,
     trust_remote_code: bool = False,
+    variant: str = "",
+    model_class: str = "",
+    revision: str = "",
     key: str = "",
     strip_prefix: str = "",
 ) -> Any:
@@ -45,6 +46,10 @@ def load_pretrained(
         dtype: "auto" and None take the dtype of ``config.json``.
         threads: the number of threads that read, as for ``load_streaming``.
         trust_remote_code: whether to run the model's code, if it comes with the folder.
+        variant: the variant of the weights: "fp16" for ``model.fp16.safetensors``.
+        model_class: the class of transformers to load, such as "BertModel" or "AutoModelForCausalLM".
+            Empty for the class that ``config.json`` names, or else that of ``AutoModel``.
+        revision: the branch, tag or commit of a model in the local cache; empty for "main".
         key: the key of the state dict, if the folder's weights are a training checkpoint, as for
             ``load_streaming``.
         strip_prefix: a prefix of the names in the file that the model's names lack: "module.".
@@ -55,20 +60,20 @@ def load_pretrained(
         ConfigError: transformers is missing, has no such class, or the folder brings code that is not
             trusted.
     """
-    path = Path(folder).expanduser()
+    path = path_of(Path(folder), revision)
     if not path.exists():
-        path = cached_snapshot(str(folder)) or path
-    if find_weights(path) is None and gguf.matches(path):
+        path = cached_snapshot(str(folder), revision) or path
+    if find_weights(path, variant) is None and gguf.matches(path):
         raise CheckpointError(
             f"{path}: a GGUF file, which load_pretrained does not dequantise",
             f"let transformers load it: from_pretrained(FOLDER, gguf_file={gguf.file_of(path).name!r})",
         )
     if not is_pretrained(path):
-        raise CheckpointError(
+        raise sniff.broken_link(path / CONFIG) or CheckpointError(
             f"{path}: not a Hugging Face folder: it has no config.json",
             "give a folder that model.save_pretrained(FOLDER) wrote",
         )
-    found = read_folder(path, trust_remote_code=trust_remote_code)
+    found = read_folder(path, FolderChoice(variant, model_class, revision, trust_remote_code))
     selection = Selection(key, strip_prefix)
     spec = plain_spec_of(found, selection)
     if note := adapters.note(path):
@@ -85,6 +90,7 @@ def load_pretrained(
         key=key,
         strip_prefix=strip_prefix,
     )
+    finish_load(model)
     for parameter in model.parameters():  # from_pretrained's parameters require gradients
         parameter.requires_grad_(parameter.is_floating_point())
     del model.keeps_dtypes  # only the construction needs it

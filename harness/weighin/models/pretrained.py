@@ -45,7 +45,7 @@ def from_config(
     """
     kind = pretrained_class(architecture, code, config)
     dtype_of(config)  # refuses what transformers cannot read, with a reason
-    settings = kind.config_class.from_dict(_decoded(config))
+    settings = _settings(kind, config)
     dtype = torch.get_default_dtype()
     settings.dtype = dtype
     for name in settings.sub_configs:  # each part is built in its own configuration's dtype
@@ -70,6 +70,18 @@ def _untie(model: Any, apart: Sequence[str]) -> None:
             owner = model.get_submodule(path)
             owner._parameters[leaf] = torch.nn.Parameter(torch.empty_like(owner._parameters[leaf]))
             del model.all_tied_weights_keys[target]
+
+
+def _settings(kind: Any, config: Mapping[str, Any]) -> Any:
+    """Return the configuration of a class, which may be that of one part of the whole model's."""
+    kind, part = kind.config_class, config
+    if kind.base_config_key and isinstance(config.get(kind.base_config_key), Mapping):
+        part = config[kind.base_config_key]
+    if part.get("model_type", kind.model_type) != kind.model_type:
+        for value in part.values():
+            if isinstance(value, Mapping) and value.get("model_type") == kind.model_type:
+                part = value
+    return kind.from_dict(_decoded(part))
 
 
 def pretrained_class(
@@ -251,7 +263,7 @@ def example_inputs(
 ) -> dict[str, torch.Tensor] | None:
     """Return small inputs for one forward pass; None for an unknown kind of model."""
     kind = pretrained_class(architecture, code, config)
-    settings = kind.config_class.from_dict(_decoded(config))
+    settings = _settings(kind, config)
     text = settings.get_text_config()
     name = kind.main_input_name
     made: torch.Tensor | None = None

@@ -16,7 +16,7 @@ from weighin.cell import SYNTHESISED, Cell, ModelSpec
 from weighin.errors import UnknownName
 from weighin.formats import gguf, quantised
 from weighin.formats.pretrained_code import auto_class
-from weighin.formats.pretrained_folder import BUILDER, folder_of
+from weighin.formats.pretrained_folder import BUILDER, folder_of, variant_of
 from weighin.formats.selection import WHOLE, Selection
 from weighin.predict.client import predict
 from weighin.predict.prediction import Prediction
@@ -221,6 +221,8 @@ def advise(question: Question, prior: PriorKnowledge) -> Advice:
             folder=folder,
             gguf_file=question.checkpoint.name if prior.checkpoint_format == gguf.NAME else "",
             auto=auto_class(model["config"], model["architecture"]) if "code" in model else "",
+            variant=variant_of(Path(checkpoint)),
+            is_chosen=model["architecture"] not in (model["config"]["architectures"] or [""])[:1],
         )  # fmt: skip
         return replace(advice, code=code)
     if question.selection:

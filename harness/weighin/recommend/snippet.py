@@ -66,24 +66,28 @@ def pretrained_snippet(
     dtype: str,
     folder: str,
     auto: str = "",
+    variant: str = "",
+    is_chosen: bool = False,
     gguf_file: str = "",
 ) -> str:
     """Return the code that loads a Hugging Face folder with a strategy that renames keys.
 
     ``auto`` is the class of transformers that runs the folder's own code, "AutoModelForCausalLM";
-    empty if the folder brings no code. ``gguf_file`` is the name of the weights' GGUF file; empty for
-    other weights.
+    empty if the model's code is in transformers. ``is_chosen`` tells whether the class is another one
+    than the folder names. ``gguf_file`` is the name of the weights' GGUF file; empty for other weights.
     """
-    trust = ", trust_remote_code=True" if auto else ""
+    more = f", variant={variant!r}" if variant else ""
+    more += ", trust_remote_code=True" if auto else ""
     if info.pretrained:
         kind = auto or architecture
         needed, line = "pip install torch transformers", f"from transformers import {kind}"
         if gguf_file:
-            needed, trust = f"{needed} accelerate gguf", f", gguf_file={gguf_file!r}"
-        call = f"{kind}.from_pretrained({folder!r}, dtype=torch.{dtype}{trust}).to({device!r})"
+            needed, more = f"{needed} accelerate gguf", f", gguf_file={gguf_file!r}"
+        call = f"{kind}.from_pretrained({folder!r}, dtype=torch.{dtype}{more}).to({device!r})"
     else:
         needed, line = install.command("hf", anywhere=True), "from weighin import load_pretrained"
-        call = f"load_pretrained({folder!r}, dtype=torch.{dtype}, device={device!r}{trust})"
+        more += f", model_class={architecture!r}" if is_chosen else ""
+        call = f"load_pretrained({folder!r}, dtype=torch.{dtype}, device={device!r}{more})"
     return f"# {needed}\nimport torch\n{line}\n\nmodel = {call}\n"
 
 

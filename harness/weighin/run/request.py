@@ -20,6 +20,7 @@ from weighin.errors import (
     StillRunning,
 )
 from weighin.formats import quantised
+from weighin.formats.pretrained_choice import AS_SAVED, FolderChoice
 from weighin.formats.pretrained_folder import BUILDER, code_of
 from weighin.formats.selection import WHOLE, Selection
 from weighin.isolation import preload, select
@@ -52,8 +53,8 @@ class Request:
     shard: Shard | None = None
     engine: dict[str, Any] = field(default_factory=dict)
     """The engine's name and settings; empty for cells that run one by one on this machine."""
-    trust_remote_code: bool = False
-    """Whether the code that a Hugging Face folder brings may run."""
+    choice: FolderChoice = AS_SAVED
+    """The weights and the class to load from a Hugging Face folder."""
 
     @property
     def verb(self) -> str:
@@ -61,7 +62,7 @@ class Request:
 
 
 def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
-    """Plan a new run, write its plan, and return the run with a note on the isolation and the models.
+    """Plan a new run, write its plan, and return the run with notes on the models and the isolation.
 
     ``site`` is the machine or machines that will measure.
 
@@ -74,7 +75,7 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
         kwargs=request.kwargs,
         checkpoint=request.checkpoint,
         selection=request.selection,
-        trust_remote_code=request.trust_remote_code,
+        choice=request.choice,
     )
     models = chosen.specs
     checkpoint = chosen.checkpoint.absolute() if chosen.checkpoint else None

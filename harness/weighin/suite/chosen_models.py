@@ -11,6 +11,7 @@ from weighin import formats
 from weighin.cell import ModelSpec
 from weighin.errors import ConfigError
 from weighin.formats import adapters
+from weighin.formats.pretrained_choice import AS_SAVED, FolderChoice
 from weighin.formats.pretrained_folder import folder_of, is_folder, own_dtype
 from weighin.formats.selection import WHOLE, Selection
 from weighin.suite import registry, user_code
@@ -26,7 +27,7 @@ class ChosenModels:
         selection: the part of the checkpoint that holds the weights.
         dtype: the dtype of the loads, which is the models' own dtype for "auto".
         python_path: the folders from which to import the models' builders.
-        notes: sentences for the user on what lies beside the checkpoint.
+        notes: what the user may not expect of the checkpoint, and what lies beside it.
     """
 
     specs: tuple[ModelSpec, ...]
@@ -43,12 +44,13 @@ def choose(
     kwargs: dict[str, Any] | None = None,
     checkpoint: Path | None = None,
     selection: Selection = WHOLE,
-    trust_remote_code: bool = False,
+    choice: FolderChoice = AS_SAVED,
 ) -> ChosenModels:
     """Return the models of a suite, with the checkpoint that their names or --checkpoint give.
 
     ``kwargs`` are arguments of all models, beside their own. ``selection`` is that of --key and
-    --strip-prefix, which a model's entry in a suite may have instead.
+    --strip-prefix, which a model's entry in a suite may have instead. ``choice`` is for all models that
+    are Hugging Face folders.
 
     Raises:
         HarnessError: a model is unknown, two checkpoints or selections are given, or models differ
@@ -61,7 +63,7 @@ def choose(
             entry.source,
             entry.kwargs | (kwargs or {}) or None,
             selection,
-            trust_remote_code=trust_remote_code,
+            choice,
         )
         if weights and len(suite.models) > 1:
             raise ConfigError(
@@ -84,11 +86,10 @@ def choose(
         user_code.check_builder(spec.builder, spec.kwargs, python_path)
     if own:
         formats.detect(own)  # names a file that is no checkpoint before anything is made
-    notes = (
-        tuple(filter(None, [adapters.note(folder_of(own))]))
-        if own and any(map(is_folder, specs))
-        else ()
-    )
+    notes: tuple[str, ...] = ()
+    if own and any(map(is_folder, specs)):
+        beside = adapters.note(folder_of(own))
+        notes = (*([beside] if beside else []), *registry.notes_on(own, choice))
     dtype = _dtype(specs, suite.dtype)
     return ChosenModels(tuple(specs), own, selection, dtype, python_path, notes)
 

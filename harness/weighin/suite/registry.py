@@ -6,7 +6,8 @@ saves.
 
 import ast
 from collections.abc import Iterable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from importlib.machinery import PathFinder
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -16,14 +17,11 @@ from typing import TYPE_CHECKING, Any
 from weighin import formats
 from weighin.cell import SYNTHESISED, ModelSpec, Operation
 from weighin.errors import ConfigError, UnknownName
-from weighin.formats import gguf, pretrained_folder, quantised, structure
+from weighin.formats import gguf, pretrained_folder, quantised, sniff, structure
+from weighin.formats.hub_cache import cached_snapshot
 from weighin.formats.misfit import NOT_MEASURED, check_converts
-from weighin.formats.pretrained_folder import (
-    cached_snapshot,
-    is_pretrained,
-    read_folder,
-    weights_in,
-)
+from weighin.formats.pretrained_choice import AS_SAVED, FolderChoice
+from weighin.formats.pretrained_folder import is_pretrained, read_folder, weights_in
 from weighin.formats.pretrained_spec import spec_of
 from weighin.formats.selection import WHOLE, Selection
 from weighin.models import gguf_spec
@@ -203,19 +201,17 @@ def model(
     name: str,
     kwargs: dict[str, object] | None = None,
     selection: Selection = WHOLE,
-    *,
-    trust_remote_code: bool = False,
+    choice: FolderChoice = AS_SAVED,
 ) -> ModelSpec:
     """Return the model of ``model_and_checkpoint``, which says what ``name`` may be."""
-    return model_and_checkpoint(name, kwargs, selection, trust_remote_code=trust_remote_code)[0]
+    return model_and_checkpoint(name, kwargs, selection, choice)[0]
 
 
 def model_and_checkpoint(
     name: str,
     kwargs: dict[str, object] | None = None,
     selection: Selection = WHOLE,
-    *,
-    trust_remote_code: bool = False,
+    choice: FolderChoice = AS_SAVED,
 ) -> tuple[ModelSpec, Path | None]:
     """Return the model that ``name`` gives, and the model's own checkpoint if ``name`` is a path.
 
@@ -224,34 +220,48 @@ def model_and_checkpoint(
     path of a GGUF file or of a folder with one; the
     path of any other checkpoint. A model from such a checkpoint consists of the tensors that
     ``selection`` selects, and needs no code. "from:PATH" is this model for every checkpoint, also
-    for a Hugging Face folder. With ``trust_remote_code``, a Hugging Face folder may bring code of
-    its own.
+    for a Hugging Face folder. ``choice`` chooses the weights and the class in a Hugging Face folder.
 
     Raises:
         UnknownName: ``name`` is none of these.
         CheckpointError: the path does not exist or is no checkpoint, or its tensors alone are no
             weights; the message says what it is.
-        ConfigError: ``kwargs`` are given for a path, or the folder's own code may not run.
+        ConfigError: ``kwargs`` are given for a path, or a choice for a model that is no folder, or the
+            folder's own code may not run.
     """
-    path = path_of(name, kwargs)
+    path = path_of(name, kwargs, choice.revision)
     if path is None:
+        if choice.options:
+            raise _no_folder(name, choice.options)
         return _built(name, kwargs), None
     if not name.startswith(_FROM) and (file := gguf_in(path)):
         return gguf_spec.spec_of(file), file
     if is_pretrained(path) and not name.startswith(_FROM):
-        folder = read_folder(path, trust_remote_code=trust_remote_code)
-        if not folder.is_of_diffusers:
+        folder = read_folder(path, choice)
+        if folder.is_of_transformers:
             return spec_of(folder, selection), folder.checkpoint
-    _, slices = formats.read(path, selection)
+    if choice.model_class:
+        raise _no_folder(name, (f"--class={choice.model_class}",))
+    weights = weights_of(path, replace(choice, revision=""))
+    _, slices = formats.read(weights, selection)
     check_converts(path, slices, NOT_MEASURED)
     quantised.refuse_codes(path, slices, ())
-    return ModelSpec(path.name, SYNTHESISED, {"tensors": structure.pack(slices)}), weights_of(path)
+    return ModelSpec(path.name, SYNTHESISED, {"tensors": structure.pack(slices)}), weights
 
 
-def path_of(name: str, kwargs: dict[str, object] | None = None) -> Path | None:
+def _no_folder(name: str, options: Iterable[str]) -> ConfigError:
+    typed = " and ".join(options)
+    return ConfigError(
+        f"{name} is no Hugging Face folder of transformers, so {typed} would be ignored",
+        f"leave {typed} out",
+    )
+
+
+def path_of(name: str, kwargs: dict[str, object] | None = None, revision: str = "") -> Path | None:
     """Return the file or folder that a model's name gives; None for a built-in model or a builder.
 
-    An index stands for its folder, and the id of a Hub model for its folder in the local cache.
+    An index stands for its folder, and the id of a Hub model for its folder in the local cache, in
+    this ``revision``.
 
     Raises:
         UnknownName: no built-in model has this name, and it is neither a path nor a builder.
@@ -260,7 +270,7 @@ def path_of(name: str, kwargs: dict[str, object] | None = None) -> Path | None:
     """
     if name in (known := models()) or user_code.is_file(name):
         return None
-    path = pretrained_folder.path_of(Path(name.removeprefix(_FROM)))
+    path = pretrained_folder.path_of(Path(name.removeprefix(_FROM)), revision)
     if name.startswith(_FROM) or path.exists():
         if kwargs:
             raise ConfigError(
@@ -269,7 +279,7 @@ def path_of(name: str, kwargs: dict[str, object] | None = None) -> Path | None:
         return path
     if ":" in name:
         return None
-    cached_snapshot(name)  # raises the error for a missing path or Hub model
+    cached_snapshot(name, revision)  # raises the error for a missing path or Hub model
     raise UnknownName(
         "model",
         name,
@@ -289,12 +299,46 @@ def gguf_in(path: Path) -> Path | None:
     return None
 
 
-def weights_of(path: Path) -> Path:
-    """Return the checkpoint at a path: in a Hugging Face folder, the single file if there is one."""
-    path = pretrained_folder.path_of(path)
+def weights_of(path: Path, choice: FolderChoice = AS_SAVED) -> Path:
+    """Return the checkpoint at a path: in a Hugging Face folder, the single file if there is one.
+
+    Raises:
+        CheckpointError: the folder has no weights, or not in the variant that ``choice`` names.
+        ConfigError: ``choice`` names a variant or a revision, and the path has none.
+    """
+    path = pretrained_folder.path_of(path, choice.revision)
     if file := gguf_in(path):
         return file
-    return weights_in(path) if is_pretrained(path) else path
+    if is_pretrained(path):
+        return weights_in(path, choice.variant)
+    if choice.variant:
+        raise _no_folder(str(path), (f"--variant={choice.variant}",))
+    return path
+
+
+def notes_on(checkpoint: Path, choice: FolderChoice = AS_SAVED) -> tuple[str, ...]:
+    """Return what a user may not expect of a checkpoint: its shards, and the class and parts of a folder.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read.
+    """
+    _, slices = formats.read(checkpoint)
+    notes = list(getattr(slices, "notes", ()))
+    if not is_pretrained(path := pretrained_folder.folder_of(checkpoint)):
+        return tuple(notes)
+    folder = read_folder(path, replace(choice, variant=pretrained_folder.variant_of(checkpoint)))
+    if folder.is_of_transformers and not (choice.model_class or folder.config.get("architectures")):
+        with suppress(ConfigError):  # AutoModel chooses none
+            notes.append(
+                f"config.json names no class in 'architectures': {folder.architecture}, as AutoModel"
+                " chooses; another one: --class CLASS"
+            )
+    if parts := sniff.sentence_parts(path):
+        notes.append(
+            f"{path}: the transformer of a sentence-transformers folder; parts with weights of their own are"
+            f" not loaded with it: {', '.join(str(path / part) for part in parts)}"
+        )
+    return tuple(notes)
 
 
 def _built(name: str, kwargs: dict[str, object] | None) -> ModelSpec:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from weighin.errors import HarnessError, Interrupted
+from weighin.formats.pretrained_choice import FolderChoice
 from weighin.record import Result
 from weighin.run import request as bench
 from weighin.run import runner
@@ -31,6 +32,9 @@ def measure_load(
     kwargs: dict[str, Any] | None = None,
     options: dict[str, Any] | None = None,
     trust_remote_code: bool = False,
+    variant: str = "",
+    model_class: str = "",
+    revision: str = "",
     say: Callable[[str], None] = lambda _: None,
 ) -> Result:
     """Measure one load as ``weighin bench`` does; ``weighin.testing.plugin`` describes the options.
@@ -57,7 +61,7 @@ def measure_load(
             suite=check_suite(suite),
             kwargs=kwargs or {},
             checkpoint=Path(checkpoint) if checkpoint else None,
-            trust_remote_code=trust_remote_code,
+            choice=FolderChoice(variant, model_class, revision, trust_remote_code),
             folder=Path(folder) / "run",
         )
         task, _ = bench.start(request)

@@ -82,7 +82,8 @@ class Weighin:
             timeout_s: seconds after which the worker is killed, with the outcome ``timeout``.
             options: for a strategy, ``model`` ("gpt2-small"), ``device``, ``dtype``, ``cache``,
                 ``format``, ``checkpoint``, ``kwargs`` of the model, ``options`` of the strategy
-                and ``trust_remote_code`` for a Hugging Face folder with code of its own;
+                and, for a Hugging Face folder, ``variant``, ``model_class``, ``revision`` and
+                ``trust_remote_code``;
                 for a function, its keyword arguments.
 
         Raises:

@@ -237,7 +237,9 @@ def check(
         lifeline.send_and_wait("ready", **ready)
         lifeline.send_and_wait("shared", pss_bytes=read_pss())
         checksums |= ranks.checksums_of_sharded(tensors)
-    verify.check_values(checksums, prepared.manifest, load.dtype)
+    for note in verify.check_values(checksums, prepared.manifest, load.dtype):
+        if not job.rank:  # one rank for all
+            lifeline.send("note", text=note)
     first_use_ns = None
     for _ in range(prepared.passes):
         if prepared.inputs is None:

@@ -44,14 +44,33 @@ def check_structure(
     complain("no longer tied to the tensor that they share", untied)
 
 
-def check_values(checksums: dict[str, str], manifest: Manifest, dtype: torch.dtype) -> None:
-    """Raise WrongWeights if a tensor's checksum differs from the checkpoint's."""
-    wrong = [
-        entry.name
-        for entry in manifest.tensors
-        if checksums[entry.name] != entry.checksums[wanted_dtype(entry, dtype)]
-    ]
+def check_values(
+    checksums: dict[str, str], manifest: Manifest, dtype: torch.dtype
+) -> tuple[str, ...]:
+    """Raise WrongWeights if a tensor's checksum differs from the checkpoint's.
+
+    Where ``from_pretrained`` changes values of the file after reading them, both are right. Return
+    notes that name these tensors, and whose values they have.
+    """
+    wrong, changed, of_file = [], [], []
+    for entry in manifest.tensors:
+        kind, value = wanted_dtype(entry, dtype), checksums[entry.name]
+        if entry.file_checksums and value == entry.file_checksums[kind]:
+            of_file.append(entry.name)
+        elif value != entry.checksums[kind]:
+            wrong.append(entry.name)
+        elif entry.file_checksums:
+            changed.append(entry.name)
     complain("with other values than in the checkpoint", wrong)
+    whose = {
+        "of the file, which from_pretrained changes after reading": of_file,
+        "of from_pretrained, which changes those of the file after reading": changed,
+    }
+    return tuple(
+        f"{len(names)} tensor{'s' * (len(names) > 1)} with the values {what}: {first_names(names)}"
+        for what, names in whose.items()
+        if names
+    )
 
 
 def check_forward(model: torch.nn.Module, inputs: Inputs) -> None:

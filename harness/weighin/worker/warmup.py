@@ -31,6 +31,10 @@ def settle_math() -> None:
 def read_through(checkpoint: "Path") -> None:
     """Read every file of the checkpoint, so that its pages are cached and charged to this cell."""
     files = [checkpoint] if checkpoint.is_file() else sorted(checkpoint.iterdir())
+    if checkpoint.suffix == ".json":  # an index of shards
+        from weighin import formats
+
+        files = formats.files(checkpoint)
     piece = bytearray(_WARM_PIECE_BYTES)
     for file in files:
         with file.open("rb", buffering=0) as source:

@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Final
 
 import weighin
+from weighin import formats
 from weighin.cell import Job
-from weighin.formats.pretrained_folder import BUILDER
+from weighin.formats.pretrained_folder import BUILDER, folder_of
 from weighin.isolation import preload
 from weighin.isolation.docker import packages
 from weighin.suite.registry import data_folder
 
 CODE: Final = "/weighin/code"
 _PACKAGES: Final = "/weighin/packages"
+_CHECKPOINT: Final = "/weighin/checkpoint"
 _WRITTEN: Final = "/weighin/written"
 
 
@@ -44,10 +46,11 @@ def place(job: Job) -> tuple[Job, list[Bind]]:
     installed = [Bind(path, f"{_PACKAGES}/{path.name}") for path in packages.lacking(job).paths]
     named = [Bind(Path(path).resolve(), path) for path in job.mounts]
     checkpoint = Path(job.checkpoint)
+    root = folder_of(checkpoint) if checkpoint.is_file() else checkpoint.parent
     manifest = Path(job.manifest)
     inside = replace(
         job,
-        checkpoint=f"/weighin/checkpoint/{checkpoint.name}",
+        checkpoint=f"{_CHECKPOINT}/{checkpoint.relative_to(root).as_posix()}",
         manifest=f"/weighin/manifest/{manifest.name}",
         strategy_path=strategy_path,
         python_path=(
@@ -68,8 +71,9 @@ def place(job: Job) -> tuple[Job, list[Bind]]:
     binds += _place_checkpoint(checkpoint, inside.checkpoint)
     if job.cell.model.builder == BUILDER and not checkpoint.is_dir():
         binds += [
-            Bind(file.resolve(), f"/weighin/checkpoint/{file.name}")
-            for file in sorted(checkpoint.parent.glob("*.json"))  # from_pretrained reads them
+            Bind(file.resolve(), f"{_CHECKPOINT}/{file.name}")
+            for file in sorted(root.glob("*.json"))  # from_pretrained reads them
+            if file != checkpoint
         ]
     return inside, binds
 
@@ -108,13 +112,14 @@ def _place_strategy(path: Path, code: list[Bind]) -> tuple[str, list[Bind]]:
 
 
 def _place_checkpoint(checkpoint: Path, target: str) -> list[Bind]:
-    """Return the binds for a file or a folder.
+    """Return the binds for a file, a folder, or an index and its shards.
 
     A folder of symbolic links, as in download caches, is bound file by file, because the targets of
     these links do not exist in the container.
     """
     if not checkpoint.is_dir():
-        return [Bind(checkpoint.resolve(), target)]
+        others = formats.files(checkpoint) if checkpoint.suffix == ".json" else [checkpoint]
+        return [Bind(file.resolve(), str(Path(target).with_name(file.name))) for file in others]
     files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
     if not any(path.is_symlink() for path in files):
         return [Bind(checkpoint.resolve(), target)]

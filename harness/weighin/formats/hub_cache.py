@@ -1,0 +1,106 @@
+"""Find models of the Hugging Face Hub in the local cache, without the network.
+
+::
+
+    ~/.cache/huggingface/hub/models--owner--name/refs/main              the commit of a branch or tag
+                                                /snapshots/COMMIT/...   links to ../../blobs
+
+This module uses only the standard library.
+"""
+
+import os
+import re
+from pathlib import Path
+from typing import Final
+
+from weighin.errors import CheckpointError, ConfigError
+from weighin.formats import sniff
+from weighin.formats.sniff import HUB_ENTRY
+from weighin.text import one_line
+
+MAIN: Final = "main"
+
+_HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+")
+_SHOWN: Final = 5
+
+
+def cached_snapshot(name: str, revision: str = "") -> Path | None:
+    """Return the folder of a Hub model in the local cache; None if ``name`` is no Hub id.
+
+    Raises:
+        CheckpointError: ``name`` is an id, but the cache does not have this model or this revision; or
+            ``name`` can only be a path, which does not exist.
+    """
+    if sniff.looks_like_path(name) and not Path(name).expanduser().exists():
+        raise sniff.missing(name)
+    if not _HUB_ID.fullmatch(name):
+        return None
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    entry = hub / f"{HUB_ENTRY}{name.replace('/', '--')}"
+    if not (entry / "snapshots").is_dir():
+        raise CheckpointError(
+            f"{name} is not in the cache {hub}, and weighin never downloads", f"hf download {name}"
+        )
+    return snapshot_of(entry, revision)
+
+
+def snapshot_of(entry: Path, revision: str = "") -> Path:
+    """Return the folder of one revision of a model, "models--owner--name" in the cache.
+
+    Raises:
+        CheckpointError: the cache does not have this revision, or its link to ``config.json`` is broken.
+    """
+    name, wanted = sniff.hub_id(entry / "snapshots" / MAIN), revision or MAIN
+    references = {
+        path.relative_to(entry / "refs").as_posix(): path
+        for path in sorted((entry / "refs").rglob("*"))
+        if path.is_file()
+    }
+    try:
+        commit = references[wanted].read_text().strip() if wanted in references else wanted
+    except (OSError, ValueError):
+        commit = wanted
+    commits = sorted(path.name for path in (entry / "snapshots").iterdir() if path.is_dir())
+    if commit in commits:
+        return entry / "snapshots" / commit
+    known = [*references, *(each for each in commits if each != MAIN)]
+    there = one_line(", ".join(known[:_SHOWN])) or "none"
+    repair = f"hf download {name}" + (f" --revision {revision}" if revision else "")
+    if usable := [each for each in known if each not in (wanted, MAIN)]:
+        repair = (
+            f"--revision {one_line(usable[0])} (in Python: revision={usable[0]!r}), or {repair}"
+        )
+    raise CheckpointError(
+        f"{name}: the cache does not have the revision {one_line(wanted)}, only: {there}", repair
+    )
+
+
+def name_of(folder: Path) -> str:
+    """Return a folder's name; for a snapshot in the Hub's cache, the id of its model."""
+    return sniff.hub_id(folder) or folder.name
+
+
+def path_of(path: Path, revision: str = "") -> Path:
+    """Return a path that exists, or the snapshot of the model whose id or cache folder the path is.
+
+    Return any other path unchanged.
+
+    Raises:
+        CheckpointError: ``path`` is a model's folder in the cache, which does not have the revision.
+        ConfigError: a revision is given for a path outside the cache.
+    """
+    path = path.expanduser()
+    if path.name.startswith(HUB_ENTRY) and (path / "snapshots").is_dir():
+        return snapshot_of(path, revision)
+    if path.exists():
+        if revision:
+            raise ConfigError(
+                f"{path}: not a model of the Hub's cache, so --revision {revision} would be ignored",
+                "leave --revision out, or give the model's id: OWNER/NAME",
+            )
+        return path
+    try:
+        return cached_snapshot(str(path), revision) or path
+    except CheckpointError:
+        return path

@@ -1,0 +1,74 @@
+"""Do what ``from_pretrained`` does after it has read the weights of a model of transformers.
+
+``from_pretrained`` initialises a model that is already loaded. The functions in ``_init_weights`` skip
+each tensor that was loaded, but not a part of one, such as the row of the padding token: the class
+sets this row to zero, whatever the file holds.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weighin.models.deferred import storage_key
+
+_FLAG = "_is_hf_initialized"  # transformers' own
+
+
+def finish_load(model: Any) -> None:
+    """Change a loaded model as ``from_pretrained`` changes it; torch's random state stays."""
+    state = torch.get_rng_state()
+    try:
+        with _all_loaded(model):
+            model.initialize_weights()
+    finally:
+        torch.set_rng_state(state)
+
+
+def written_after_load(model: Any) -> set[str]:
+    """Return the names in the state dict of the tensors that ``finish_load`` writes, without writing."""
+    tensors = model.state_dict(keep_vars=True)
+    writes = _Writes({storage_key(tensor) for tensor in tensors.values()})
+    state = torch.get_rng_state()
+    try:
+        with _all_loaded(model), writes:
+            model.initialize_weights()
+    finally:
+        torch.set_rng_state(state)
+    return {name for name, tensor in tensors.items() if storage_key(tensor) in writes.written}
+
+
+class _Writes(TorchDispatchMode):
+    """Records the storages that operations would write, and leaves these writes out."""
+
+    def __init__(self, storages: set[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.written: set[Any] = set()
+        self._storages = storages
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func._schema.is_mutable and args and isinstance(args[0], torch.Tensor):
+            key = storage_key(args[0])
+            if key in self._storages:
+                self.written.add(key)
+                return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _all_loaded(model: Any) -> Iterator[None]:
+    """Mark every tensor of a model as loaded, and no module as initialised, as ``from_pretrained`` does."""
+    tensors = [*model.parameters(), *model.buffers()]
+    for tensor in tensors:
+        setattr(tensor, _FLAG, True)
+    for module in model.modules():
+        module.__dict__.pop(_FLAG, None)
+    try:
+        yield
+    finally:
+        for tensor in tensors:
+            tensor.__dict__.pop(_FLAG, None)

@@ -1,0 +1,408 @@
+"""The variant, the class and the revision of a Hugging Face folder are those of ``from_pretrained``."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from weighin import load_pretrained
+from weighin.cell import SYNTHESISED
+from weighin.cli.app import main
+from weighin.errors import CheckpointError, ConfigError, HarnessError
+from weighin.formats import auto_classes
+from weighin.formats.hub_cache import cached_snapshot
+from weighin.formats.pretrained_choice import FolderChoice
+from weighin.formats.pretrained_folder import (
+    folder_of,
+    from_pretrained_arguments,
+    read_folder,
+    variant_of,
+)
+from weighin.models.pretrained import pretrained_class
+from weighin.suite import registry
+
+BERT = {
+    "vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 64, "max_position_embeddings": 64,
+}  # fmt: skip
+Say = Callable[..., tuple[str, str]]
+
+
+def bert(kind: str = "BertModel", seed: int = 0) -> Any:
+    chosen = pretrained_class(kind)
+    torch.manual_seed(seed)
+    return chosen(chosen.config_class(**BERT))
+
+
+def auto(name: str) -> Any:
+    import transformers
+
+    return getattr(transformers, name)
+
+
+def change(folder: Path, act: Callable[[dict[str, Any]], object]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    act(config)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def assert_equal(model: Any, wanted: Any) -> None:
+    assert type(model) is type(wanted)
+    ours, theirs = model.state_dict(), wanted.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype, name
+        assert torch.equal(ours[name], tensor), name
+    assert model.config.architectures == wanted.config.architectures
+
+
+@pytest.fixture
+def say(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Say:
+    """Return a function that runs a command in this process, and returns its output and notes."""
+    monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "cache"))
+
+    def said(*typed: object) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "argv", ["weighin", *map(str, typed)])
+        with pytest.raises(SystemExit):
+            main()
+        written = capsys.readouterr()
+        return written.out, written.err
+
+    return said
+
+
+@pytest.mark.parametrize("shard", ["1GB", "20KB"])
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_variant_is_loaded_inspected_and_converted(
+    tmp_path: Path, say: Say, shard: str, beside: bool
+) -> None:
+    folder = tmp_path / "model"
+    if beside:
+        bert(seed=1).save_pretrained(folder)
+    bert().half().save_pretrained(folder, variant="fp16", max_shard_size=shard)
+    wanted = auto("BertModel").from_pretrained(folder, variant="fp16", dtype="auto")
+    assert_equal(load_pretrained(folder, variant="fp16"), wanted)
+    checkpoint = read_folder(folder, FolderChoice(variant="fp16")).checkpoint
+    assert checkpoint.name == (
+        "model.fp16.safetensors" if shard == "1GB" else "model.safetensors.index.fp16.json"
+    )
+    assert (variant_of(checkpoint), folder_of(checkpoint)) == ("fp16", folder)
+    _, err = say("convert", folder, tmp_path / "made.safetensors", "--variant", "fp16")
+    made = load_file(tmp_path / "made.safetensors")
+    assert all(torch.equal(made[name], one) for name, one in wanted.state_dict().items()), err
+    out, _ = say("inspect", folder, "--variant", "fp16")
+    assert "float16" in out
+    assert "float32" not in out
+
+
+def test_a_variant_that_a_folder_lacks_is_refused(tmp_path: Path, say: Say) -> None:
+    bert().save_pretrained(tmp_path / "model")
+    with pytest.raises(CheckpointError) as caught:
+        load_pretrained(tmp_path / "model", variant="bf16")
+    assert str(caught.value) == (
+        f"{tmp_path / 'model'}: has no weights of the variant 'bf16', only model.safetensors\n"
+        "leave --variant out"
+    )
+    for options in (("--variant", "fp16"), ("--class", "BertModel")):
+        _, err = say("predict", "gpt2-tiny", *options)
+        assert "gpt2-tiny is no Hugging Face folder of transformers, so --" in err
+
+
+@pytest.mark.parametrize("name", ["mine.safetensors", "parts/mine.safetensors"])
+def test_the_weights_that_the_config_names_count(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "model"
+    bert().save_pretrained(folder)
+    state = {key: one + 1 for key, one in load_file(folder / "model.safetensors").items()}
+    (folder / name).parent.mkdir(exist_ok=True)
+    save_file(state, folder / name, {"format": "pt"})
+    change(folder, lambda config: config.update(transformers_weights=name))
+    assert_equal(load_pretrained(folder), auto("BertModel").from_pretrained(folder))
+    found = read_folder(folder).checkpoint
+    assert (found, folder_of(found)) == (folder / name, folder)
+    (folder / name).unlink()
+    with pytest.raises(CheckpointError) as caught:
+        load_pretrained(folder)
+    assert "the weights that 'transformers_weights' in config.json names are missing" in str(
+        caught.value
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["../a.safetensors", "/a.safetensors", "a.bin", 5, "a\0.safetensors"]
+)
+def test_weights_that_from_pretrained_refuses_are_refused(tmp_path: Path, name: object) -> None:
+    bert().save_pretrained(tmp_path / "model")
+    change(tmp_path / "model", lambda config: config.update(transformers_weights=name))
+    with pytest.raises(CheckpointError, match="no safetensors file or index in the folder"):
+        load_pretrained(tmp_path / "model")
+    with pytest.raises((ValueError, OSError, AttributeError)):
+        auto("BertModel").from_pretrained(tmp_path / "model")
+
+
+def test_an_index_that_the_config_names_counts(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    bert(seed=1).save_pretrained(folder)
+    bert().save_pretrained(tmp_path / "other", max_shard_size="60KB")
+    for file in (tmp_path / "other").glob("model*"):
+        shutil.copy(file, folder)
+    (folder / "model.safetensors.index.json").rename(folder / "own.safetensors.index.json")
+    change(folder, lambda c: c.update(transformers_weights="own.safetensors.index.json"))
+    assert_equal(load_pretrained(folder), auto("BertModel").from_pretrained(folder))
+
+
+def test_a_file_that_from_pretrained_does_not_read_is_no_reference(tmp_path: Path) -> None:
+    bert().save_pretrained(tmp_path / "model")
+    other = shutil.copy(
+        tmp_path / "model" / "model.safetensors", tmp_path / "model" / "b.safetensors"
+    )
+    with pytest.raises(CheckpointError) as caught:
+        from_pretrained_arguments(Path(other))
+    assert "from_pretrained reads model.safetensors in this folder, and not this file" in str(
+        caught.value
+    )
+
+
+@pytest.mark.parametrize(
+    ("saved", "asked", "truth"),
+    [
+        ("BertForMaskedLM", "BertForMaskedLM", "BertForMaskedLM"),
+        ("BertForMaskedLM", "transformers.AutoModelForCausalLM", "AutoModelForCausalLM"),
+        ("BertForPreTraining", "AutoModel", "AutoModel"),
+        ("BertForPreTraining", "BertModel", "BertModel"),
+        ("BertForPreTraining", "AutoModelForMaskedLM", "AutoModelForMaskedLM"),
+    ],
+)
+def test_a_class_is_loaded_as_its_from_pretrained_loads_it(
+    tmp_path: Path, say: Say, saved: str, asked: str, truth: str
+) -> None:
+    folder = tmp_path / "model"
+    bert(saved).save_pretrained(folder)
+    wanted = auto(truth).from_pretrained(folder)
+    assert_equal(load_pretrained(folder, model_class=asked), wanted)
+    spec = registry.model(str(folder), choice=FolderChoice(model_class=asked))
+    assert spec.kwargs["architecture"] == type(wanted).__name__
+    target = tmp_path / "made.safetensors"
+    say("convert", folder, target, "--keys", "model", "--class", asked, "--verify")
+    assert load_file(target).keys() <= wanted.state_dict().keys()
+
+
+def test_the_text_part_of_a_composite_model_is_built_from_its_own_configuration(
+    tmp_path: Path,
+) -> None:
+    kind = pretrained_class("Qwen3_5ForConditionalGeneration")
+    text = {
+        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128,
+        "intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 8, "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+        "layer_types": ["full_attention", "full_attention"],
+    }  # fmt: skip
+    vision = {
+        "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "out_hidden_size": 32,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    kind(kind.config_class(text_config=text, vision_config=vision)).save_pretrained(tmp_path / "m")
+    wanted = auto("AutoModelForCausalLM").from_pretrained(tmp_path / "m")
+    assert_equal(load_pretrained(tmp_path / "m", model_class="AutoModelForCausalLM"), wanted)
+
+
+@pytest.mark.parametrize("kind", ["BertModel", "BertForMaskedLM"])
+def test_a_folder_without_a_class_has_that_of_automodel(
+    tmp_path: Path, say: Say, kind: str
+) -> None:
+    folder = tmp_path / "model"
+    model = bert(kind)
+    model.save_pretrained(folder)
+    if kind == "BertForMaskedLM":  # AutoModel would draw a pooler at random
+        state = load_file(folder / "model.safetensors")
+        pooler = {f"bert.pooler.dense.{name}": one for name, one in
+                  {"weight": torch.randn(32, 32), "bias": torch.randn(32)}.items()}  # fmt: skip
+        save_file(state | pooler, folder / "model.safetensors", {"format": "pt"})
+    change(folder, lambda config: config.pop("architectures"))
+    assert_equal(load_pretrained(folder), auto("AutoModel").from_pretrained(folder))
+    _, err = say("inspect", folder)
+    assert "config.json names no class in 'architectures': BertModel, as AutoModel chooses" in err
+
+
+def test_a_folder_whose_class_nothing_names_asks_for_it(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    bert().save_pretrained(folder)
+    change(folder, lambda c: (c.pop("architectures"), c.update(model_type="visual_bert_mine")))
+    with pytest.raises(ConfigError) as caught:
+        load_pretrained(folder)
+    assert "name the class: --class CLASS (in Python: model_class='CLASS')" in caught.value.repair
+    assert_equal(
+        load_pretrained(folder, model_class="BertModel"), auto("BertModel").from_pretrained(folder)
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_pretrained(folder, model_class="AutoModelForCausalLM")
+    assert "transformers has no AutoModelForCausalLM for the model type visual_bert_mine" in str(
+        caught.value
+    )
+
+
+def test_an_auto_class_without_a_class_for_the_type_names_those_that_there_are(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "model"
+    bert().save_pretrained(folder)
+    with pytest.raises(ConfigError) as caught:
+        load_pretrained(folder, model_class="AutoModelForCTC")
+    assert str(caught.value).startswith(
+        "transformers has no AutoModelForCTC for the model type bert\n"
+    )
+    assert "one of BertModel, BertForPreTraining, BertLMHeadModel" in caught.value.repair
+
+
+def test_the_tables_of_classes_are_those_of_transformers() -> None:
+    pretrained_class("BertModel")
+    from transformers.models.auto import modeling_auto
+
+    for name in dir(modeling_auto):
+        kind = getattr(modeling_auto, name)
+        mapping = getattr(kind, "_model_mapping", None)
+        if not (
+            isinstance(kind, type) and name.startswith(("AutoModel", "_AutoModel")) and mapping
+        ):
+            continue
+        for model_type, classes in mapping._model_mapping.items():
+            names = (classes,) if isinstance(classes, str) else tuple(one for one in classes if one)
+            assert auto_classes.classes_of(model_type)[name.lstrip("_")] == names, (
+                name,
+                model_type,
+            )
+
+
+def test_code_beside_a_class_of_transformers_needs_no_trust_and_is_not_run(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    bert().save_pretrained(folder)
+    (folder / "modeling_mine.py").write_text("raise SystemExit('this code must not run')\n")
+    change(folder, lambda c: c.update(auto_map={"AutoModel": "modeling_mine.BertModel"}))
+    wanted = auto("AutoModel").from_pretrained(folder, trust_remote_code=False)
+    assert_equal(load_pretrained(folder), wanted)
+    assert_equal(load_pretrained(folder, model_class="AutoModel"), wanted)
+    assert "code" not in registry.model(str(folder)).kwargs
+    trusted = FolderChoice(trust_remote_code=True)
+    assert registry.model(str(folder), choice=trusted).kwargs["code"]["folder"] == str(folder)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of a model in a cache: two commits, a branch "main" and a tag "v1.0"."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    entry = tmp_path / "hub" / "models--owner--name"
+    for seed, commit in enumerate(("a" * 40, "b" * 40)):
+        snapshot = entry / "snapshots" / commit
+        bert(seed=seed).save_pretrained(snapshot)
+        blob = entry / "blobs" / commit
+        blob.parent.mkdir(exist_ok=True)
+        (snapshot / "model.safetensors").rename(blob)
+        (snapshot / "model.safetensors").symlink_to(f"../../blobs/{commit}")
+    (entry / "refs" / "refs" / "pr").mkdir(parents=True)
+    for name, commit in (("main", "b" * 40), ("v1.0", "a" * 40), ("refs/pr/1", "a" * 40)):
+        (entry / "refs" / name).write_text(commit)
+    return entry
+
+
+@pytest.mark.parametrize(
+    ("revision", "commit"), [("", "b"), ("v1.0", "a"), ("refs/pr/1", "a"), ("a" * 40, "a")]
+)
+def test_a_revision_of_a_model_in_the_cache(
+    hub: Path, say: Say, revision: str, commit: str
+) -> None:
+    wanted = auto("BertModel").from_pretrained(hub / "snapshots" / (commit * 40))
+    for source in ("owner/name", hub):
+        assert_equal(load_pretrained(source, revision=revision), wanted)
+        spec, checkpoint = registry.model_and_checkpoint(
+            str(source), choice=FolderChoice(revision=revision)
+        )
+        assert spec.name == "owner/name"
+        assert checkpoint == hub / "snapshots" / (commit * 40) / "model.safetensors"
+    target = hub.parent / "made.safetensors"
+    say("convert", hub, target, "--revision", revision or "main")
+    assert all(torch.equal(load_file(target)[key], one) for key, one in wanted.state_dict().items())
+
+
+@pytest.mark.parametrize("revision", ["../../other", "nothing", "\0", "x" * 300])
+def test_a_revision_that_the_cache_lacks_is_refused(hub: Path, revision: str) -> None:
+    for source in ("owner/name", hub):
+        with pytest.raises(CheckpointError, match="the cache does not have the revision"):
+            load_pretrained(source, revision=revision)
+
+
+def test_a_snapshot_with_only_a_tag_names_the_tag(hub: Path, say: Say) -> None:
+    (hub / "refs" / "main").unlink()
+    shutil.rmtree(hub / "snapshots" / ("b" * 40))
+    with pytest.raises(CheckpointError) as caught:
+        cached_snapshot("owner/name")
+    assert caught.value.message == (
+        f"owner/name: the cache does not have the revision main, only: refs/pr/1, v1.0, {'a' * 40}"
+    )
+    assert "hf download owner/name" in caught.value.repair
+    _, err = say("inspect", "owner/name")
+    assert "--revision refs/pr/1" in err
+    out, _ = say("inspect", "owner/name", "--revision", "v1.0")
+    assert "model.safetensors" in out
+
+
+def test_a_broken_link_of_a_snapshot_is_named(hub: Path, say: Say) -> None:
+    (hub / "blobs" / ("b" * 40)).unlink()
+    file = hub / "snapshots" / ("b" * 40) / "model.safetensors"
+    with pytest.raises(CheckpointError) as caught:
+        load_pretrained("owner/name")
+    assert str(caught.value) == (
+        f"{file}: a broken symbolic link to ../../blobs/{'b' * 40}, which does not exist: this file of"
+        " owner/name was removed from the cache\nhf download owner/name"
+    )
+    _, err = say("inspect", file)
+    assert "a broken symbolic link to" in err
+
+
+def test_broken_links_to_a_shard_and_to_the_config_are_named(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    bert().save_pretrained(folder, max_shard_size="60KB")
+    shard = sorted(folder.glob("model-*"))[0]
+    shard.rename(tmp_path / "away")
+    shard.symlink_to(tmp_path / "gone")
+    for file in (shard, folder / "config.json"):
+        with pytest.raises(CheckpointError) as caught:
+            load_pretrained(folder)
+        assert str(caught.value) == (
+            f"{file}: a broken symbolic link to {tmp_path / 'gone'}, which does not exist\n"
+            "restore the file, or correct the link"
+        )
+        (folder / "config.json").unlink()
+        (folder / "config.json").symlink_to(tmp_path / "gone")
+
+
+def test_a_revision_of_a_plain_folder_is_refused(tmp_path: Path) -> None:
+    bert().save_pretrained(tmp_path / "model")
+    with pytest.raises(HarnessError, match="not a model of the Hub's cache, so --revision v1"):
+        load_pretrained(tmp_path / "model", revision="v1")
+
+
+def test_the_transformer_of_a_sentence_transformers_folder_is_loaded_and_its_other_parts_named(
+    tmp_path: Path, say: Say
+) -> None:
+    folder = tmp_path / "model"
+    bert().save_pretrained(folder)
+    parts = [{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}]
+    (folder / "modules.json").write_text(json.dumps(parts))
+    for name in ("1_Pooling", "2_Dense"):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text('{"in_features": 32, "out_features": 8}')
+    save_file({"linear.weight": torch.randn(8, 32)}, folder / "2_Dense" / "model.safetensors")
+    assert_equal(load_pretrained(folder), auto("AutoModel").from_pretrained(folder))
+    _, err = say("inspect", folder)
+    assert " ".join(err.split()).endswith(
+        "the transformer of a sentence-transformers folder; parts with weights of their own are not"
+        f" loaded with it: {folder}/2_Dense"
+    )
+    assert registry.model(str(folder / "2_Dense")).builder == SYNTHESISED
+    with pytest.raises(ConfigError, match="names neither 'architectures' nor 'model_type'"):
+        load_pretrained(folder / "2_Dense")
