@@ -202,7 +202,7 @@ _IN_FOLDER: Final = "from_pretrained.*\n.*weighin convert .*--key=state_dict"
 LAYOUTS: Final = [
     *_with_key("Lightning", _beside(_lightning), "state_dict"),
     *_with_key("fairseq", _beside(_fairseq), "model"),
-    *_with_key("Megatron-LM, one rank", _beside(_megatron), "model"),
+    *_with_key("the file of Megatron-LM, one rank", _beside(_megatron), "model"),
     *_with_key("nerfstudio", _beside(_nerfstudio), "pipeline"),
     *_with_key("DeePMD-kit", _beside(_deepmd), "model"),
     *_with_key("weights two levels deep", _beside(_nested), "state.net.ema"),

@@ -128,7 +128,7 @@ class _Run:
     def bench(self) -> dict[str, Verdict]:
         shutil.rmtree(self.folder / "run", ignore_errors=True)
         ended = self._cli(
-            *("bench", "--isolation", "process", "--out", "run"),
+            *("bench", "--isolation", "process", "--out", "run", "--wait"),
             *("--strategies", ",".join(STRATEGIES)),
         )
         path = self.folder / "run" / "records.jsonl"

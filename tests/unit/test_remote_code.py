@@ -149,7 +149,12 @@ def test_code_that_needs_a_missing_package_says_so(folder: Path) -> None:
 def test_the_code_to_paste_trusts_the_folder_too(folder: Path) -> None:
     found = read_folder(folder, TRUSTED)
     auto = auto_class(found.config, found.architecture)
-    where = {"device": "cpu", "dtype": "float32", "folder": str(folder), "auto": auto}
+    where: dict[str, Any] = {
+        "device": "cpu",
+        "dtype": "float32",
+        "folder": str(folder),
+        "auto": auto,
+    }
     for strategy in ("transformers", "streaming"):
         code = pretrained_snippet(registry.strategy(strategy), found.architecture, **where)
         scope: dict[str, Any] = {}

@@ -124,7 +124,7 @@ def test_an_index_that_lies_is_named(
     tmp_path: Path, changes: dict[str, str | None], file: str, message: str
 ) -> None:
     folder = write(SHARDED, tmp_path / "m")
-    change(folder, **changes)
+    change(folder, **changes)  # type: ignore[arg-type]
     with pytest.raises(CheckpointError) as caught:
         SHARDED.read(folder)
     assert caught.value.message == f"{folder / (file or SHARDED.index_name)}: {message}"

@@ -90,9 +90,9 @@ def load_pretrained(
         key=key,
         strip_prefix=strip_prefix,
     )
-    finish_load(model)
     for parameter in model.parameters():  # from_pretrained's parameters require gradients
         parameter.requires_grad_(parameter.is_floating_point())
+    finish_load(model)
     del model.keeps_dtypes  # only the construction needs it
     if model.can_generate():
         from transformers import GenerationConfig
