@@ -19,7 +19,8 @@ from weighin.checkpoint.reader import read_pieces
 from weighin.errors import CheckpointError
 from weighin.formats.base import Progress, TensorSlice
 from weighin.formats.misfit import misfit, plain, selecting
-from weighin.formats.pretrained_folder import BUILDER, folder_of, is_pretrained, own_dtype
+from weighin.formats.pretrained_folder import folder_of, is_pretrained, own_dtype
+from weighin.formats.pretrained_library import library_of
 from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.zip_writer import run_parallel
 from weighin.models.skeleton import map_large_tensors
@@ -47,7 +48,7 @@ def index(
     """
     formats.named(fmt)
     map_large_tensors()
-    if builder == BUILDER and is_pretrained(folder_of(checkpoint)):
+    if library_of(builder) and is_pretrained(folder_of(checkpoint)):
         if selection:
             raise CheckpointError(
                 f"{checkpoint}: a Hugging Face folder is the whole model, of which no part is selected",
@@ -56,7 +57,8 @@ def index(
         from weighin.checkpoint.index_pretrained import index_pretrained
 
         return index_pretrained(
-            model, kwargs, checkpoint=checkpoint, fmt=fmt, folder=folder, permit=permit, progress=progress
+            model, builder, kwargs, checkpoint=checkpoint, fmt=fmt, folder=folder, permit=permit,
+            progress=progress,
         )  # fmt: skip
     torch.set_num_threads(1)  # the readers run in several threads of their own
     started = time.monotonic()

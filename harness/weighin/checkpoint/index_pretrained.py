@@ -1,6 +1,5 @@
 """Write the manifest of a Hugging Face folder: the tensors that ``from_pretrained`` loads."""
 
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -19,14 +18,15 @@ from weighin.checkpoint.reader import widest_dtype
 from weighin.errors import CheckpointError
 from weighin.formats.base import Progress
 from weighin.formats.misfit import first_names
-from weighin.formats.pretrained_folder import BUILDER, folder_of
-from weighin.models.pretrained import pretrained_class
+from weighin.formats.pretrained_folder import folder_of
 from weighin.models.pretrained_keys import map_keys
+from weighin.models.pretrained_modules import module_of
 from weighin.models.skeleton import non_persistent_buffers
 
 
 def index_pretrained(
     model: str,
+    builder: str,
     kwargs: Mapping[str, Any],
     *,
     checkpoint: Path,
@@ -48,14 +48,11 @@ def index_pretrained(
     own, slices = formats.read(checkpoint)
     if permit is not None:
         permit(sum(RECORD_BYTES + where.nbytes for where in slices) if own != fmt else 0)
-    kind = pretrained_class(kwargs["architecture"], kwargs.get("code"), kwargs["config"])
-    source = folder_of(checkpoint)
-    reference, info = kind.from_pretrained(
-        source, dtype=widest_dtype(slices), output_loading_info=True, local_files_only=True
-    )
-    if missing := sorted(info["missing_keys"]):
+    library, source = module_of(builder), folder_of(checkpoint)
+    reference, missing = library.reference(kwargs, source, widest_dtype(slices))
+    if missing:
         raise CheckpointError(
-            f"{checkpoint}: has no values for {first_names(missing)} of {kind.__name__}",
+            f"{checkpoint}: has no values for {first_names(missing)} of {type(reference).__name__}",
             "choose the class that the checkpoint was saved from: from_pretrained draws these weights at random",
         )
     described = [*_described(reference)]
@@ -74,7 +71,7 @@ def index_pretrained(
     mapped = map_keys(reference, slices)
     if len(stored) < len(described) or mapped.computed:
         for wanted in CELL_DTYPES:
-            loaded = kind.from_pretrained(source, dtype=getattr(torch, wanted))
+            loaded, _ = library.reference(kwargs, source, getattr(torch, wanted))
             for name, (owner, leaf) in non_persistent_buffers(loaded):
                 value = owner._buffers[leaf]
                 assert value is not None
@@ -82,24 +79,23 @@ def index_pretrained(
             for name in mapped.computed if own == fmt else ():
                 value = loaded.state_dict()[name]
                 sums[name][dtype_name(value.dtype)] = checksum(value)
-    kept = _kept_in_float32(reference, sums)
+    kept = _kept_in_float32(library, reference, sums)
     entries = tuple(
         one.entry(sums[first], torch.float32 if first in kept else None)
         for one in described
         if (first := one.shared_with or one.name)
     )
-    manifest = Manifest(model, BUILDER, str(checkpoint), entries, mapped.note)
+    manifest = Manifest(model, builder, str(checkpoint), entries, mapped.note)
     manifest.write(folder / "manifest.json")
     return Made(manifest, {"read": read - started, "convert": time.monotonic() - read})
 
 
-def _kept_in_float32(model: Any, sums: dict[str, dict[str, str]]) -> set[str]:
+def _kept_in_float32(library: Any, model: Any, sums: dict[str, dict[str, str]]) -> set[str]:
     """Return the weights that the class keeps in float32; drop their checksums in other dtypes."""
     kept = set()
     for wanted in CELL_DTYPES:
-        plan = model._get_dtype_plan(getattr(torch, wanted))
         for name, checksums in sums.items():
-            if any(re.search(pattern.replace("*", ".*"), name) for pattern in plan):
+            if library.keeps_in_float32(model, name, getattr(torch, wanted)):
                 kept.add(name)
                 if wanted != "float32":
                     checksums.pop(wanted, None)

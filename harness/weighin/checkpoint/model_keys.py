@@ -28,12 +28,11 @@ def read_with_model_keys(source: Path, *, trust_remote_code: bool = False) -> Sl
             f"--keys model needs the model's class, and {folder} has no config.json",
             "name a folder that save_pretrained wrote, or leave --keys out",
         )
-    from weighin.models.pretrained import from_config
     from weighin.models.pretrained_keys import map_keys
-    from weighin.models.skeleton import build_skeleton
+    from weighin.models.skeleton import build_skeleton, resolve_builder
 
     found = read_folder(folder, trust_remote_code=trust_remote_code)
-    model = build_skeleton(from_config, spec_of(found).kwargs)
+    model = build_skeleton(resolve_builder(found.library.builder), spec_of(found).kwargs)
     mapped = map_keys(model, formats.read(source)[1])
     wanted = model.state_dict(keep_vars=True)
     stored = {one.name: one for one in mapped.slices}

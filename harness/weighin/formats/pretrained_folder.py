@@ -7,7 +7,7 @@ the local cache (``~/.cache/huggingface/hub``) by its id, such as "Qwen/Qwen3-0.
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -16,17 +16,18 @@ from weighin.cell import ModelSpec
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats import sniff
 from weighin.formats.pretrained_code import AUTO_MAP, CODE_KEYS, auto_class, describe_code
+from weighin.formats.pretrained_library import (
+    LIBRARIES,
+    TRANSFORMERS,
+    Library,
+    library_in,
+    library_of,
+)
 
-BUILDER: Final = "weighin.models.pretrained:from_config"
+BUILDER: Final = TRANSFORMERS.builder
 CONFIG: Final = "config.json"
 
 _BUILT_IN: Final = "weighin.models."
-_STEMS: Final = (
-    ("model", ".safetensors"),
-    ("pytorch_model", ".bin"),
-    ("diffusion_pytorch_model", ".safetensors"),
-    ("diffusion_pytorch_model", ".bin"),
-)
 _INDEX: Final = "index.json"
 MODEL_DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
 """Dtypes that torch accepts as the default dtype, in which a model can be built."""
@@ -36,7 +37,7 @@ _HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclass(frozen=True, slots=True)
 class PretrainedFolder:
-    """A folder that ``save_pretrained`` wrote.
+    """A folder that ``save_pretrained`` of transformers or diffusers wrote, or a folder of timm.
 
     Attributes:
         config: the content of ``config.json``.
@@ -62,13 +63,12 @@ class PretrainedFolder:
                 "read the code; if you trust it, add --trust-remote-code to run it (bench, floor, predict,"
                 " recommend, convert; in Python: trust_remote_code=True)",
             )
-        names = self.config.get("architectures")
-        if not (isinstance(names, list) and names and isinstance(names[0], str)):
+        if (name := self.library.class_in(self.config)) is None:
             raise ConfigError(
                 f"{self.path / CONFIG} names no class in 'architectures'",
                 "save the folder again with model.save_pretrained(FOLDER)",
             )
-        return names[0]
+        return name
 
     @property
     def has_code(self) -> bool:
@@ -76,9 +76,9 @@ class PretrainedFolder:
         return AUTO_MAP in self.config
 
     @property
-    def is_of_diffusers(self) -> bool:
-        """Whether the model's class belongs to diffusers, so that weighin knows only its tensors."""
-        return "_class_name" in self.config and "architectures" not in self.config
+    def library(self) -> Library:
+        """The library that the model's class belongs to."""
+        return library_in(self.config)
 
     @property
     def code(self) -> dict[str, str] | None:
@@ -120,20 +120,28 @@ def checked_dtype(name: object, file: Path) -> str:
 
 
 def is_folder(model: ModelSpec) -> bool:
-    """Tell whether a model was read from a Hugging Face folder.
+    """Tell whether a model was read from a folder of a library."""
+    return bool(folder_library(model))
 
-    The configuration in a folder names its class in ``architectures``; that of a built-in model of
-    transformers does not.
+
+def folder_library(model: ModelSpec) -> str:
+    """Return the library of the folder that a model was read from; empty for other models.
+
+    The configuration in a folder names its class; that of a built-in model of transformers does not.
     """
-    return model.builder == BUILDER and "architectures" in model.kwargs["config"]
+    library = library_of(model.builder)
+    return library.name if library and library.class_in(model.kwargs["config"]) else ""
 
 
 def own_dtype(model: ModelSpec) -> str:
     """Return the dtype of a model's published files; float32 for a model without such files.
 
-    A model of transformers has it in its configuration, another built-in model in its arguments.
+    A model of transformers has it in its configuration, another built-in model in its arguments. A
+    model of diffusers or timm has float32, whatever the dtype of its files.
     """
-    if model.builder == BUILDER:
+    if library := library_of(model.builder):
+        if library.fixed_dtype:
+            return library.fixed_dtype
         return dtype_of(model.kwargs["config"]) or "float32"
     return (model.builder.startswith(_BUILT_IN) and dtype_of(model.kwargs)) or "float32"
 
@@ -193,7 +201,7 @@ def read_folder(path: Path, *, trust_remote_code: bool = False) -> PretrainedFol
 
 
 def weights_in(path: Path) -> Path:
-    """Return the checkpoint of a Hugging Face folder, as transformers or diffusers chooses it.
+    """Return the checkpoint of a Hugging Face folder, as its library chooses it.
 
     Raises:
         CheckpointError: the folder has no weights.
@@ -205,18 +213,29 @@ def weights_in(path: Path) -> Path:
 
 def index_in(path: Path) -> Path:
     """Return the index of a folder whose weights are in shards."""
-    indexes = (path / f"{stem}{suffix}.{_INDEX}" for stem, suffix in _STEMS)
-    return next(path for path in indexes if path.is_file())
+    return next(file for file in _candidates(path) if file.name.endswith(_INDEX))
 
 
 def find_weights(path: Path) -> Path | None:
     """Return what ``weights_in`` returns; None if the folder has no weights of these libraries."""
-    for stem, suffix in _STEMS:
-        if (path / f"{stem}{suffix}").is_file():
-            return path / f"{stem}{suffix}"
-        if (path / f"{stem}{suffix}.{_INDEX}").is_file():
-            return path
-    return None
+    file = next(_candidates(path), None)
+    return path if file and file.name.endswith(_INDEX) else file
+
+
+def _candidates(path: Path) -> Iterator[Path]:
+    """Yield the folder's files of weights and indexes, those of its own library first."""
+    own = library_in(_config_in(path))
+    names = dict.fromkeys([*own.weights, *(name for each in LIBRARIES for name in each.weights)])
+    return (path / name for name in names if (path / name).is_file())
+
+
+def _config_in(path: Path) -> dict[str, Any]:
+    """Return the content of ``config.json``; empty if it cannot be read."""
+    try:
+        config = json.loads((path / CONFIG).read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def cached_snapshot(name: str) -> Path | None:

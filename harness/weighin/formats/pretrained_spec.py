@@ -9,7 +9,6 @@ from weighin.cell import ModelSpec
 from weighin.formats import catalog
 from weighin.formats.bounded_json import read_object
 from weighin.formats.pretrained_folder import (
-    BUILDER,
     MODEL_DTYPES,
     PretrainedFolder,
     checked_dtype,
@@ -29,27 +28,32 @@ def spec_of(folder: PretrainedFolder) -> ModelSpec:
         ConfigError: a model cannot have the dtype that ``config.json`` names, or the folder's code may
             not run.
     """
-    config = folder.config
+    config, library = folder.config, folder.library
+    if library.fixed_dtype:
+        kwargs: dict[str, Any] = {"architecture": folder.architecture, "config": config}
+        return ModelSpec(name_of(folder.path.resolve()), library.builder, kwargs)
     if dtype_of(config) is None:
         config = {**config, "dtype": auto_dtype(folder)}
-    kwargs: dict[str, Any] = {"architecture": folder.architecture, "config": config}
+    kwargs = {"architecture": folder.architecture, "config": config}
     if code := folder.code:
         kwargs["code"] = code
     if apart := kept_apart(config, catalog.read(folder.checkpoint)[1]):
         kwargs["apart"] = list(apart)
-    return ModelSpec(name_of(folder.path.resolve()), BUILDER, kwargs)
+    return ModelSpec(name_of(folder.path.resolve()), library.builder, kwargs)
 
 
 def auto_dtype(folder: PretrainedFolder) -> str:
     """Return the dtype that ``from_pretrained(dtype="auto")`` gives the model.
 
-    It is the dtype in ``config.json``; else that in the index of shards; else the first
+    It is float32 for a library that gives every model this dtype. It is the dtype in ``config.json``; else that in the index of shards; else the first
     floating-point dtype in the (first) file of weights, by name in a safetensors file.
 
     Raises:
         CheckpointError: the weights cannot be read.
         ConfigError: a model cannot have this dtype.
     """
+    if folder.library.fixed_dtype:
+        return folder.library.fixed_dtype
     if named := dtype_of(folder.config):
         return named
     if folder.checkpoint == folder.path:

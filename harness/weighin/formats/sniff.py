@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Final
 
 from weighin.errors import CheckpointError
+from weighin.formats import pipeline
+from weighin.formats.pretrained_library import WEIGHTS
 from weighin.text import one_line
 
 AGAIN: Final = "copy or download the file again"
-WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
-"""The usual suffixes of checkpoint files."""
 
 _HEAD_BYTES: Final = 512
 _MOST_SHOWN: Final = 100
@@ -27,7 +27,6 @@ _VARIANT: Final = re.compile(r"\w*model\.(\w+)(-\d+-of-\d+)?(\.safetensors|\.bin
 _VARIANT_INDEX: Final = re.compile(r"(\w*model\.(?:safetensors|bin)\.index)\.\w+(\.json)")
 _SHARD: Final = re.compile(r"(\w*model)-\d+-of-\d+(\.safetensors|\.bin)")
 _OTHER_FRAMEWORKS: Final = (".onnx", ".h5", ".msgpack", ".tflite", ".ot", ".index")
-_PIPELINE_PARTS: Final = ("unet", "transformer")  # the largest parts; they come first in advice
 
 
 def looks_like_path(text: str) -> bool:
@@ -105,6 +104,8 @@ def no_model(folder: Path) -> CheckpointError:
     The message says what lies in the folder, and the repair says what to give instead.
     """
     names = sorted(entry.name for entry in folder.iterdir())
+    if pipeline.is_pipeline(folder) and (found := pipeline.read(folder)).models:
+        return found.refused()
     for recognise in _RECOGNISERS:
         if recognised := recognise(folder, names):
             what, repair = recognised
@@ -135,13 +136,10 @@ def _adapter(folder: Path, names: Sequence[str]) -> _Recognised:
     return f"an adapter of {shown_base}, not a whole model", repair
 
 
-def _pipeline(folder: Path, names: Sequence[str]) -> _Recognised:
-    if "model_index.json" not in names:
+def _empty_pipeline(_: Path, names: Sequence[str]) -> _Recognised:
+    if pipeline.INDEX not in names:
         return None
-    parts = sorted(_models_below(folder, names), key=lambda name: name not in _PIPELINE_PARTS)
-    if not parts:
-        return "a diffusers pipeline without weights", "download the whole folder"
-    return "a diffusers pipeline of several models", f"try {folder / parts[0]}/"
+    return "a diffusers pipeline without weights", "download the whole folder"
 
 
 def _gguf(_: Path, names: Sequence[str]) -> _Recognised:
@@ -226,7 +224,7 @@ def _folders(folder: Path, names: Sequence[str]) -> _Recognised:
 _RECOGNISERS: Final[Sequence[Callable[[Path, Sequence[str]], _Recognised]]] = (
     _nothing,
     _adapter,
-    _pipeline,
+    _empty_pipeline,
     _run,
     _variants,
     _shards,

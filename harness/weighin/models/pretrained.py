@@ -1,8 +1,8 @@
 """Build a model of the transformers library from its configuration, as ``from_pretrained`` does."""
 
+import contextlib
 import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
@@ -14,6 +14,7 @@ from weighin.errors import ConfigError
 from weighin.formats.pretrained_code import auto_class, check_unchanged, reference_in
 from weighin.formats.pretrained_folder import dtype_of
 from weighin.models.pretrained_names import model_keys
+from weighin.models.without_torchvision import imported_without_torchvision
 
 _TOKENS: Final = 8
 _SAMPLES: Final = 16_000  # one second of sound
@@ -94,7 +95,7 @@ def pretrained_class(
     try:
         kind = getattr(package, name, None)
     except ImportError:
-        package = _without_torchvision()
+        package = imported_without_torchvision("transformers")
         kind = getattr(package, name, None)
     package.logging.set_verbosity_error()
     package.logging.disable_progress_bar()
@@ -130,26 +131,49 @@ def _class_in(folder: Path, architecture: str, config: Mapping[str, Any]) -> Any
     return kind
 
 
-def _without_torchvision() -> Any:
-    """Import transformers again, without torchvision, whose build may not match torch's build.
-
-    transformers imports torchvision for image processors, which no load needs.
-    """
-    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
-        del sys.modules[name]
-    modules: dict[str, Any] = sys.modules
-    modules["torchvision"] = None  # import then fails as if it were not installed
-    import transformers
-
-    return transformers
-
-
-def is_pretrained_model(model: torch.nn.Module) -> bool:
+def is_own(model: torch.nn.Module) -> bool:
     """Tell whether a model's class is from transformers, without importing transformers."""
     return any(
         kind.__name__ == "PreTrainedModel" and kind.__module__.startswith("transformers.")
         for kind in type(model).__mro__
     )
+
+
+def import_class(kwargs: Mapping[str, Any]) -> None:
+    """Import the class of the builder's arguments, so that no later phase contains this import.
+
+    Raises:
+        ConfigError: transformers is not installed, or has no such class.
+    """
+    pretrained_class(kwargs["architecture"], kwargs.get("code"), kwargs["config"])
+
+
+def keeps_in_float32(model: Any, name: str, dtype: torch.dtype) -> bool:
+    """Tell whether the class keeps a weight in float32 in a model of ``dtype``."""
+    plan = model._get_dtype_plan(dtype)
+    return any(re.search(pattern.replace("*", ".*"), name) for pattern in plan)
+
+
+def reference(
+    kwargs: Mapping[str, Any], source: Path, dtype: torch.dtype
+) -> tuple[torch.nn.Module, list[str]]:
+    """Return the model that ``from_pretrained`` loads, and the weights that the files lack."""
+    kind = pretrained_class(kwargs["architecture"], kwargs.get("code"), kwargs["config"])
+    model, info = kind.from_pretrained(
+        source, dtype=dtype, output_loading_info=True, local_files_only=True
+    )
+    return model, sorted(info["missing_keys"])
+
+
+def finish(model: Any, folder: Path) -> None:
+    """Give a loaded model the attributes that ``from_pretrained`` sets after the load."""
+    for parameter in model.parameters():  # from_pretrained's parameters require gradients
+        parameter.requires_grad_(parameter.is_floating_point())
+    if model.can_generate():
+        from transformers import GenerationConfig
+
+        with contextlib.suppress(OSError):  # not every folder has a generation_config.json
+            model.generation_config = GenerationConfig.from_pretrained(folder)
 
 
 def _decoded(value: Any) -> Any:

@@ -15,7 +15,8 @@ from weighin import formats
 from weighin.cell import SYNTHESISED, Cell, ModelSpec
 from weighin.errors import UnknownName
 from weighin.formats.pretrained_code import auto_class
-from weighin.formats.pretrained_folder import BUILDER, folder_of
+from weighin.formats.pretrained_folder import folder_of
+from weighin.formats.pretrained_library import library_of
 from weighin.formats.selection import WHOLE, Selection
 from weighin.predict.client import predict
 from weighin.predict.prediction import Prediction
@@ -223,7 +224,7 @@ def advise(question: Question, prior: PriorKnowledge) -> Advice:
 
 def _folder(question: Question) -> str | None:
     """Return the Hugging Face folder that a question names as its model; None for other models."""
-    if question.model.builder != BUILDER or question.checkpoint is None:
+    if library_of(question.model.builder) is None or question.checkpoint is None:
         return None
     return str(folder_of(question.checkpoint))
 

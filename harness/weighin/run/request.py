@@ -19,7 +19,8 @@ from weighin.errors import (
     RecordError,
     StillRunning,
 )
-from weighin.formats.pretrained_folder import BUILDER, code_of
+from weighin.formats.pretrained_folder import code_of
+from weighin.formats.pretrained_library import library_of
 from weighin.formats.selection import WHOLE, Selection
 from weighin.isolation import preload, select
 from weighin.records import run_folder
@@ -266,8 +267,7 @@ def _installed(
 ) -> tuple[str, ...]:
     """Return the sorted installed packages that these strategies and models need."""
     needed = [name for info in infos for name in info.packages]
-    if any(model.builder == BUILDER for model in models):
-        needed.append("transformers")
+    needed += [library.name for model in models if (library := library_of(model.builder))]
     return tuple(sorted(packages.versions(needed)))
 
 

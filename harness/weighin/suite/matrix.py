@@ -2,12 +2,19 @@
 
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, Final
 
 from weighin.cell import CacheState, Cell, ModelSpec, Operation
-from weighin.formats.pretrained_folder import is_folder
+from weighin.formats.pretrained_folder import folder_library
 from weighin.formats.selection import Selection
 from weighin.suite.registry import StrategyInfo
+
+
+_FOLDERS: Final = {
+    "transformers": "Hugging Face folders",
+    "diffusers": "parts of diffusers pipelines",
+    "timm": "folders of timm",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +39,8 @@ class Planned:
         skip = f"{info.name} {missing}" if (missing := info.missing) else ""
         if kind not in info.devices:
             skip = f"{info.name} does not {to} {kind}"
-        if info.pretrained and not is_folder(cell.model):
-            skip = f"{info.name} loads Hugging Face folders only"
+        if info.pretrained and folder_library(cell.model) != info.pretrained:
+            skip = f"{info.name} loads {_FOLDERS[info.pretrained]} only"
         if info.shares_load and cell.ranks == 1:
             skip = f"{info.name} divides a load among several ranks: --ranks 2"
         if cell.format not in info.formats:

@@ -23,6 +23,7 @@ from weighin.formats.pretrained_folder import (
     read_folder,
     weights_in,
 )
+from weighin.formats.pretrained_library import LIBRARIES, TRANSFORMERS
 from weighin.formats.pretrained_spec import spec_of
 from weighin.formats.selection import WHOLE, Selection
 from weighin.suite import user_code
@@ -53,7 +54,8 @@ class StrategyInfo:
     ``formats`` are the checkpoint formats that the strategy reads (a load) or writes (a save).
     ``options`` are the names that the strategy accepts in ``job.options``. ``maps_keys`` tells
     whether the strategy renames and converts a checkpoint's keys as transformers does.
-    ``pretrained`` tells whether the strategy loads only Hugging Face folders. ``packages`` are the
+    ``pretrained`` is the library whose folders the strategy loads, "transformers", "diffusers" or "timm";
+    empty for a strategy that needs no such folder. ``packages`` are the
     packages that the strategy imports beside torch and weighin, by their names on PyPI:
     "fastsafetensors", "safetensors>=0.8". ``shares_load`` tells whether the strategy divides one
     load among several ranks, so that it needs at least two.
@@ -66,7 +68,7 @@ class StrategyInfo:
     devices: tuple[str, ...]
     options: tuple[str, ...] = ()
     maps_keys: bool = False
-    pretrained: bool = False
+    pretrained: str = ""
     packages: tuple[str, ...] = ()
     shares_load: bool = False
 
@@ -170,7 +172,7 @@ def read_strategy(path: Path, operation: Operation = "load") -> StrategyInfo:
         devices=_constant(tree, "DEVICES", path, ("cpu",)),
         options=_constant(tree, "OPTIONS", path, ()),
         maps_keys=_flag(tree, "MAPS_KEYS"),
-        pretrained=_flag(tree, "PRETRAINED"),
+        pretrained=_library(tree, path),
         packages=_constant(tree, "PACKAGES", path, ()),
         shares_load=_flag(tree, "SHARES_LOAD"),
     )
@@ -218,8 +220,7 @@ def model_and_checkpoint(
         return _built(name, kwargs), None
     if is_pretrained(path) and not name.startswith(_FROM):
         folder = read_folder(path, trust_remote_code=trust_remote_code)
-        if not folder.is_of_diffusers:
-            return spec_of(folder), folder.checkpoint
+        return spec_of(folder), folder.checkpoint
     _, slices = formats.read(path, selection)
     return ModelSpec(path.name, SYNTHESISED, {"tensors": structure.pack(slices)}), weights_of(path)
 
@@ -324,6 +325,22 @@ def _flag(tree: ast.Module, name: str) -> bool:
         and node.value.value is True
         for node in tree.body
     )
+
+
+def _library(tree: ast.Module, path: Path) -> str:
+    """Return the library that the constant PRETRAINED names; True stands for transformers."""
+    if _flag(tree, "PRETRAINED"):
+        return TRANSFORMERS.name
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "PRETRAINED":
+            if any(ast.unparse(node.value) == repr(each.name) for each in LIBRARIES):
+                return str(ast.literal_eval(node.value))
+            names = ", ".join(repr(each.name) for each in LIBRARIES)
+            raise ConfigError(
+                f"{path}, line {node.lineno}: PRETRAINED names no library",
+                f"write one of {names}, or True for transformers",
+            )
+    return ""
 
 
 def _constant(tree: ast.Module, name: str, path: Path, default: tuple[str, ...]) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from typing import Final
 
 import weighin
 from weighin.cell import Job
-from weighin.formats.pretrained_folder import BUILDER
+from weighin.formats.pretrained_library import library_of
 from weighin.isolation import preload
 from weighin.isolation.docker import packages
 from weighin.suite.registry import data_folder
@@ -66,7 +66,7 @@ def place(job: Job) -> tuple[Job, list[Bind]]:
         inside = replace(inside, target=_WRITTEN)
         binds.append(Bind(Path(job.target).resolve(), _WRITTEN, writable=True))
     binds += _place_checkpoint(checkpoint, inside.checkpoint)
-    if job.cell.model.builder == BUILDER and not checkpoint.is_dir():
+    if library_of(job.cell.model.builder) and not checkpoint.is_dir():
         binds += [
             Bind(file.resolve(), f"/weighin/checkpoint/{file.name}")
             for file in sorted(checkpoint.parent.glob("*.json"))  # from_pretrained reads them
