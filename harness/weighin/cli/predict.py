@@ -8,6 +8,9 @@ from weighin.cli import _arguments, _console, _options
 from weighin.cli._verb import Verb
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from weighin.predict.prediction import Prediction
     from weighin.suite.chosen_models import ChosenModels
     from weighin.suite.config import Suite
     from weighin.suite.matrix import Planned
@@ -51,30 +54,73 @@ EXAMPLES = (
 @_options.json
 @click.pass_context
 def predict(context: click.Context, /, **_: Any) -> None:
-    """Predict the memory of loads; a prediction needs no GPU, no weights and little memory."""
+    """Predict the memory of loads; a prediction needs no GPU, no weights and little memory.
+
+    For the folder of a pipeline of diffusers, each part is predicted, and all parts together and one
+    after the other.
+    """
     typed = _arguments.read(context)
     if typed["check"]:
         _check(typed)
         return
-    from weighin.predict import client, tables
+    if path := _arguments.pipeline(typed):
+        _pipeline(path, typed)
+        return
+    from weighin.predict import tables
 
-    suite = _suite(typed)
+    predictions = _predictions(typed, _suite(typed))
+    if typed["json_file"] != _console.STDOUT:
+        _console.show(*tables.tables(predictions, phases=typed["phases"]))
+    if typed["json_file"]:
+        _console.write_json(typed["json_file"], tables.as_json(predictions))
+
+
+def _predictions(typed: dict[str, Any], suite: "Suite", name: str = "") -> "list[Prediction]":
+    """Return the predictions for a suite; ``name`` is the part of a pipeline that the suite loads."""
+    from weighin.predict import client
+
     chosen = _arguments.choose(typed, suite)
     planned = _plan(suite, chosen)
     stored = typed["checkpoint_dtype"] and client.dtype_name(typed["checkpoint_dtype"])
+    prefix = f"{name}, " if name else ""
     with _console.err().status("importing torch") as status:
-        predictions = client.predict(
+        return client.predict(
             planned,
             checkpoint=chosen.checkpoint,
             selection=chosen.selection,
             checkpoint_dtype=stored,
             python_path=chosen.python_path,
-            report=lambda done, name: status.update(f"{name}: {done} of {len(planned)} done"),
+            report=lambda done, strategy: status.update(
+                f"{prefix}{strategy}: {done} of {len(planned)} done"
+            ),
         )
+
+
+def _pipeline(path: "Path", typed: dict[str, Any]) -> None:
+    """Predict each part of a pipeline, and all parts."""
+    from weighin.formats import pipeline
+    from weighin.predict import pipeline as combining
+    from weighin.predict import tables
+    from weighin.suite.registry import library_at
+
+    parts = {}
+    for part in pipeline.read(path).models:
+        asked = typed | {"model": str(part.path), "model_option": None}
+        names = combining.strategies_for(
+            _arguments.names(typed["strategies"]), library_at(part.path)
+        )
+        asked["strategies"] = names
+        parts[part.name] = _predictions(asked, _suite(asked), part.name)
+    answers = combining.combined(parts)
+    predictions = [each for of_part in parts.values() for each in of_part]
     if typed["json_file"] != _console.STDOUT:
-        _console.show(*tables.tables(predictions, phases=typed["phases"]))
+        _console.show(
+            *tables.tables(predictions, phases=typed["phases"]),
+            *combining.table(path.resolve().name, answers),
+        )
     if typed["json_file"]:
-        _console.write_json(typed["json_file"], tables.as_json(predictions))
+        whole = combining.as_json(str(path), parts, answers)
+        _console.write_json(typed["json_file"], tables.as_json(predictions) | {"pipeline": whole})
 
 
 def _check(typed: dict[str, Any]) -> None:

@@ -47,7 +47,9 @@ def from_config(architecture: str, config: Mapping[str, Any]) -> torch.nn.Module
             model = _created(architecture, Path(folder), lambda *_, **__: None)
         finally:
             torch.set_default_dtype(dtype)
-    return model.to(dtype)
+    model.to(dtype)
+    model.keeps_dtypes = True  # type: ignore[assignment]
+    return model
 
 
 def _created(
@@ -188,6 +190,7 @@ def reference(
 def finish(model: Any, folder: Path) -> None:
     """Give a loaded model the attributes that timm sets: the folder that it came from."""
     model.pretrained_cfg["file"] = str(folder)
+    del model.keeps_dtypes
 
 
 def example_inputs(architecture: str, config: Mapping[str, Any]) -> torch.Tensor | None:  # noqa: ARG001

@@ -16,7 +16,7 @@ from weighin.cell import SYNTHESISED, Cell, ModelSpec
 from weighin.errors import UnknownName
 from weighin.formats.pretrained_code import auto_class
 from weighin.formats.pretrained_folder import folder_of
-from weighin.formats.pretrained_library import library_of
+from weighin.formats.pretrained_library import library_in, library_of
 from weighin.formats.selection import WHOLE, Selection
 from weighin.predict.client import predict
 from weighin.predict.prediction import Prediction
@@ -209,6 +209,7 @@ def advise(question: Question, prior: PriorKnowledge) -> Advice:
             info, model["architecture"], device=question.device, dtype=question.dtype,
             folder=folder,
             auto=auto_class(model["config"], model["architecture"]) if "code" in model else "",
+            extra=library_in(model["config"]).extra,
         )  # fmt: skip
         return replace(advice, code=code)
     if question.selection:

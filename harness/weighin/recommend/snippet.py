@@ -11,6 +11,7 @@ from shlex import quote
 from typing import Final
 
 from weighin import install
+from weighin.formats.pretrained_library import DIFFUSERS, TIMM, TRANSFORMERS
 from weighin.strategy import HELPERS
 from weighin.suite.packages import name_of
 from weighin.suite.registry import StrategyInfo
@@ -59,20 +60,28 @@ def snippet(
 
 
 def pretrained_snippet(
-    info: StrategyInfo, architecture: str, *, device: str, dtype: str, folder: str, auto: str = ""
-) -> str:
-    """Return the code that loads a Hugging Face folder with a strategy that renames keys.
+    info: StrategyInfo, architecture: str, *, device: str, dtype: str, folder: str, auto: str = "",
+    extra: str = TRANSFORMERS.extra,
+) -> str:  # fmt: skip
+    """Return the code that loads the folder of a library with a strategy that renames keys.
 
     ``auto`` is the class of transformers that runs the folder's own code, "AutoModelForCausalLM";
-    empty if the folder brings no code.
+    empty if the folder brings no code. ``extra`` is the extra of weighin for the folder's library.
     """
     trust = ", trust_remote_code=True" if auto else ""
-    if info.pretrained:
+    if info.pretrained == DIFFUSERS.name:
+        needed, line = "pip install torch diffusers accelerate", f"from diffusers import {architecture}"
+        call = f"{architecture}.from_pretrained({folder!r}, torch_dtype=torch.{dtype}).to({device!r})"
+    elif info.pretrained == TIMM.name:
+        needed, line = "pip install torch timm", "from timm import create_model"
+        name = f"local-dir:{folder}"
+        call = f"create_model({name!r}, pretrained=True).to({device!r}, torch.{dtype})"
+    elif info.pretrained:
         kind = auto or architecture
         needed, line = "pip install torch transformers", f"from transformers import {kind}"
         call = f"{kind}.from_pretrained({folder!r}, dtype=torch.{dtype}{trust}).to({device!r})"
     else:
-        needed, line = install.command("hf", anywhere=True), "from weighin import load_pretrained"
+        needed, line = install.command(extra, anywhere=True), "from weighin import load_pretrained"
         call = f"load_pretrained({folder!r}, dtype=torch.{dtype}, device={device!r}{trust})"
     return f"# {needed}\nimport torch\n{line}\n\nmodel = {call}\n"
 

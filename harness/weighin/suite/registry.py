@@ -225,6 +225,11 @@ def model_and_checkpoint(
     return ModelSpec(path.name, SYNTHESISED, {"tensors": structure.pack(slices)}), weights_of(path)
 
 
+def library_at(path: Path) -> str:
+    """Return the library of the folder at a path: "transformers"; empty if it is no such folder."""
+    return read_folder(path).library.name if is_pretrained(path) else ""
+
+
 def path_of(name: str, kwargs: dict[str, object] | None = None) -> Path | None:
     """Return the file or folder that a model's name gives; None for a built-in model or a builder.
 
