@@ -138,7 +138,9 @@ class Verb(click.Command):
                 error.largest if normpath(word) == normpath(error.folder) else word
                 for word in ctx.meta[_WORDS]
             ]
-            error.repair = f"give one of them; the largest: {join(['weighin', str(self.name), *words])}"
+            error.repair = (
+                f"give one of them; the largest: {join(['weighin', str(self.name), *words])}"
+            )
             raise
 
 

@@ -66,7 +66,11 @@ def _pipeline(typed: dict[str, Any]) -> "InspectedPipeline | None":
     path = _arguments.pipeline(typed)
     if path is None:
         return None
-    ignored = {"--all": typed["show_all"], "--key": typed["key"], "--strip-prefix": typed["strip_prefix"]}
+    ignored = {
+        "--all": typed["show_all"],
+        "--key": typed["key"],
+        "--strip-prefix": typed["strip_prefix"],
+    }
     if given := [option for option, value in ignored.items() if value]:
         raise ConfigError(
             f"a pipeline is listed by its parts: {', '.join(given)} would be ignored",

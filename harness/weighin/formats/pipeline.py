@@ -91,10 +91,10 @@ def read(path: Path) -> Pipeline:
     folders = sorted(
         inner.name for inner in path.iterdir() if inner.name not in named and _weights_bytes(inner)
     )
-    parts = [
-        Part(name, *map(str, named.get(name, ("", ""))), path / name, _weights_bytes(path / name))
-        for name in [*named, *folders]
-    ]
+    parts = []
+    for name in [*named, *folders]:
+        library, class_name = named.get(name, ("", ""))
+        parts.append(Part(name, library, class_name, path / name, _weights_bytes(path / name)))
     return Pipeline(path, str(index.get("_class_name", "")), tuple(parts))
 
 

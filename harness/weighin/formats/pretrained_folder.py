@@ -222,10 +222,10 @@ def find_weights(path: Path) -> Path | None:
     return path if file and file.name.endswith(_INDEX) else file
 
 
-def _candidates(path: Path) -> Iterator[Path]:
-    """Yield the folder's files of weights and indexes, those of its own library first."""
-    own = library_in(_config_in(path))
-    names = dict.fromkeys([*own.weights, *(name for each in LIBRARIES for name in each.weights)])
+def _candidates(path: Path, variant: str | None = None) -> Iterator[Path]:
+    """Yield the folder's files of weights and indexes in a variant, those of its own library first."""
+    libraries = (library_in(_config_in(path)), *LIBRARIES)
+    names = dict.fromkeys(name for each in libraries for name in each.weights_as(variant))
     return (path / name for name in names if (path / name).is_file())
 
 

@@ -41,6 +41,14 @@ class Library:
         return named if isinstance(named, str) and named else None
 
 
+    def weights_as(self, variant: str | None) -> tuple[str, ...]:
+        """Return the names of ``weights`` in a variant: "model.fp16.safetensors" for "fp16"."""
+        if not variant:
+            return self.weights
+        parts = (name.rpartition(".") for name in self.weights)
+        return tuple(f"{stem}.{variant}.{suffix}" for stem, _, suffix in parts)
+
+
 TRANSFORMERS: Final = Library(
     "transformers",
     "hf",

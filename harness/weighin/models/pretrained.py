@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -101,6 +102,10 @@ def pretrained_class(
     package.logging.disable_progress_bar()
     if code:
         return _class_in(check_unchanged(code), architecture, config or {})
+    if kind is None and find_spec("diffusers"):
+        from weighin.models.pretrained_diffusers import class_of_pipelines
+
+        kind = class_of_pipelines(architecture)  # for example StableDiffusionSafetyChecker
     if not isinstance(kind, type) or not issubclass(kind, package.PreTrainedModel):
         raise ConfigError(
             f"transformers {package.__version__} has no model class {architecture!r}",

@@ -175,7 +175,7 @@ def finish(model: Any, folder: Path) -> None:
 
 
 def example_inputs(
-    architecture: str,  # noqa: ARG001 (the builder's arguments)
-    config: Mapping[str, Any],  # noqa: ARG001
+    architecture: str,
+    config: Mapping[str, Any],
 ) -> None:
     """Return no inputs: each class of diffusers has its own."""

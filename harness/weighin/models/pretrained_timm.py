@@ -147,12 +147,12 @@ def named_as_in(model: torch.nn.Module, slices: Sequence[TensorSlice]) -> dict[s
     places = {id(tensor): each for tensor, each in zip(blank.values(), slices, strict=True)}
     loaded: dict[str, Any] = {}
 
-    def take(state: Mapping[str, Any], **_: Any) -> Any:
+    def take(state: Mapping[str, Any], *_: Any, **__: Any) -> Any:
         loaded.update(state)
         return SimpleNamespace(missing_keys=[], unexpected_keys=[])
 
     config, arguments = _LOADS[model]
-    model.load_state_dict = take  # type: ignore[method-assign]
+    model.load_state_dict = take  # type: ignore[method-assign, assignment]
     try:
         _builder.load_pretrained(
             model, {**config, "source": "", "state_dict": dict(blank)}, **arguments

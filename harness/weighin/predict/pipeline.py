@@ -82,8 +82,10 @@ def combined(parts: Mapping[str, Sequence[Prediction]]) -> list[Combined]:
 
 
 def _combined(name: str, held: str, parts: Sequence[Prediction]) -> Combined:
-    peaks = {figure: _peak(figure, held, parts) for figure in _BASES}
-    most = max((each.host_anon_most_bytes or 0) - (each.host_anon_peak_bytes or 0) for each in parts)
+    peaks: dict[str, Any] = {figure: _peak(figure, held, parts) for figure in _BASES}
+    most = max(
+        (each.host_anon_most_bytes or 0) - (each.host_anon_peak_bytes or 0) for each in parts
+    )
     above = max(each.above_peak_bytes for each in parts)
     anon = (peaks["host_anon_peak_bytes"] or 0) + most
     larger = anon - max(each.host_anon_peak_bytes or 0 for each in parts)

@@ -104,8 +104,9 @@ def parts(advice: PipelineAdvice) -> Iterator[RenderableType]:
     if advice.limits.vram_bytes:
         limits.append(f"{format_exact(advice.limits.vram_bytes)} of GPU memory")
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    table.title = f"{escape(advice.title)} ({format_bytes(sum(advice.sizes.values()))}), all parts, " + (
-        " and ".join(limits) or "without a limit"
+    table.title = (
+        f"{escape(advice.title)} ({format_bytes(sum(advice.sizes.values()))}), all parts, "
+        + (" and ".join(limits) or "without a limit")
     )
     for heading in ("part", "size", _TOGETHER, _ONE_AFTER_THE_OTHER):
         table.add_column(heading, overflow="fold")

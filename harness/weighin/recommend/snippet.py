@@ -70,8 +70,13 @@ def pretrained_snippet(
     """
     trust = ", trust_remote_code=True" if auto else ""
     if info.pretrained == DIFFUSERS.name:
-        needed, line = "pip install torch diffusers accelerate", f"from diffusers import {architecture}"
-        call = f"{architecture}.from_pretrained({folder!r}, torch_dtype=torch.{dtype}).to({device!r})"
+        needed, line = (
+            "pip install torch diffusers accelerate",
+            f"from diffusers import {architecture}",
+        )
+        call = (
+            f"{architecture}.from_pretrained({folder!r}, torch_dtype=torch.{dtype}).to({device!r})"
+        )
     elif info.pretrained == TIMM.name:
         needed, line = "pip install torch timm", "from timm import create_model"
         name = f"local-dir:{folder}"

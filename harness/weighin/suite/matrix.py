@@ -9,7 +9,6 @@ from weighin.formats.pretrained_folder import folder_library
 from weighin.formats.selection import Selection
 from weighin.suite.registry import StrategyInfo
 
-
 _FOLDERS: Final = {
     "transformers": "Hugging Face folders",
     "diffusers": "parts of diffusers pipelines",
