@@ -19,7 +19,7 @@ OPTIONS = $(if $(OUT),--out $(OUT)) $(if $(STRATEGIES),--strategies $(STRATEGIES
           $(if $(ISOLATION),--isolation $(ISOLATION)) $(ARGS)
 
 TARGETS := help setup bench recommend floor peers report check man pages docs publish doctor test \
-           test-all test-fresh conformance test-vm test-versions model-types zoo lint dist fuzz clean
+           test-all test-fresh conformance test-vm test-versions model-types checkpoints zoo lint dist fuzz clean
 LOADING := bench recommend floor peers
 UNKNOWN := $(filter-out $(TARGETS) .venv/%,$(MAKECMDGOALS))
 ifneq ($(UNKNOWN),)
@@ -88,6 +88,9 @@ test-fresh: .venv/ready-dev  ## Test README's first two commands on a fresh Debi
 
 model-types: .venv/ready-dev  ## Load a small model of each type of transformers with every strategy; write docs/model-types.md
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/model_types.py --out docs/model-types.md $(ARGS)
+
+checkpoints: .venv/ready-dev  ## Try every layout of checkpoints with every verb; write docs/checkpoints.md
+	PYTHONPATH=harness:tests $(BIN)/python -W ignore tests/checkpoints --out docs/checkpoints.md $(ARGS)
 
 zoo: .venv/ready-dev  ## Test the loader and the strategies over torch's and torchvision's models
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/zoo --out docs/zoo.md $(ARGS)

@@ -13,6 +13,7 @@ from weighin.strategy import Load
 FORMATS = ("pt",)
 DEVICES = ("cpu", "cuda")
 OPTIONS = ("map_location", "key")
+WEIGHTS_ONLY = True
 
 
 def load(job: Load) -> torch.nn.Module:

@@ -16,6 +16,7 @@ from weighin.strategy import Load, retie, tied_names
 FORMATS = ("pt",)
 DEVICES = ("cpu", "cuda")
 OPTIONS = ("map_location", "key")
+WEIGHTS_ONLY = True
 
 
 def load(job: Load) -> torch.nn.Module:

@@ -26,6 +26,8 @@ def run(request):
     main = sys.modules["__main__"] = type(sys)("__main__")
     try:
         exec(compile(request["code"], "<string>", "exec"), main.__dict__)
+    except SystemExit as end:
+        return end.code or 0
     except BaseException:
         traceback.print_exc()
         return 1

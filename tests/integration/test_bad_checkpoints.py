@@ -48,7 +48,7 @@ REFUSED_CHECKPOINTS = {
     "truncated": "truncated: the zip archive has no end record\ncopy or download the file again\n",
     "damaged": (
         "damaged: the pickle from byte N cannot be read at byte N:"
-        " instruction 0xff, which no state dict needs\ncopy or download the file again\n"
+        " 0xff is no instruction of a pickle\ncopy or download the file again\n"
     ),
     "empty": "empty file\ncopy or download the file again\n",
     "noise": "not a checkpoint that torch.save wrote\ncopy or download the file again\n",
@@ -62,7 +62,7 @@ REFUSED_CHECKPOINTS = {
         "choose the model that this checkpoint was saved from, or correct its arguments\n"
     ),
     "code": (
-        "holds more than tensors, and was NOT executed: it refers to posix.system\n"
+        "holds more than tensors, and was NOT executed: 'weight' refers to posix.system\n"
         "if you trust the file, load it and save plain weights: torch.save(model.state_dict(), ...)\n"
     ),
 }

@@ -172,7 +172,7 @@ def nested(path: Path) -> None:
         (
             nested,
             "not a flat state dict: 'model' holds a dict",
-            "select the weights: --key model; in load_streaming: key='model'; in a suite: key: model",
+            "select the weights: --key model (8 B); in load_streaming: key='model'; in a suite: key: model",
         ),
         (
             lambda p: saved(p, torch.zeros(2)),
@@ -181,7 +181,7 @@ def nested(path: Path) -> None:
         ),
         (
             lambda p: saved(p, {"w": torch.zeros(2), "f": Command()}),
-            "holds more than tensors, and was NOT executed: it refers to posix.system",
+            "holds more than tensors, and was NOT executed: 'f' refers to posix.system",
             "if you trust the file, load it and save plain weights: torch.save(model.state_dict(), ...)",
         ),
     ],
@@ -254,12 +254,13 @@ def test_a_whole_pickled_module_is_refused_with_its_class_and_the_way_out(
     path = tmp_path / "net.pt"
     module = Net()
     value = {"epoch": 3, "model": module} if inside else module
+    place = " at 'model'" if inside else ""
     torch.save(value, path, _use_new_zipfile_serialization=is_zip)
     with pytest.raises(CheckpointError) as caught:
         formats.read(path)
     assert caught.value.message == (
-        f"{path}: holds a whole pickled module ({Net.__module__}.Net), which cannot be loaded without executing"
-        " its code: it was NOT executed"
+        f"{path}: holds a whole pickled module ({Net.__module__}.Net){place}, which cannot be loaded without"
+        " executing its code: it was NOT executed"
     )
     assert caught.value.repair == (
         "if you trust that code, load the module with it and save plain weights:"
@@ -273,6 +274,6 @@ def test_an_object_that_is_no_module_is_named_by_its_class(tmp_path: Path) -> No
     with pytest.raises(CheckpointError) as caught:
         formats.read(path)
     assert caught.value.message == (
-        f"{path}: holds more than tensors, and was NOT executed: it refers to"
+        f"{path}: holds more than tensors, and was NOT executed: 'settings' refers to"
         f" {Settings.__module__}.Settings"
     )

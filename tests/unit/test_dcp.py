@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -143,10 +142,6 @@ def split(metadata: Metadata) -> None:
         (lambda m: m.storage_data.clear(), "damaged: 'b' has no dtype or no offset"),
         (lambda m: m.state_dict_metadata.clear(), "damaged: it has no tensors or no offsets"),
         (split, "the part of 'b' at (5, 0) is missing"),
-        (
-            lambda m: m.state_dict_metadata.update(b=BytesStorageMetadata()),
-            "not a flat state dict of tensors: 'b' is not a tensor",
-        ),
         (
             lambda m: m.state_dict_metadata.update({3: m.state_dict_metadata["b"]}),
             "damaged: a key is not a string: 3",

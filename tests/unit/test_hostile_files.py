@@ -5,6 +5,7 @@ texts of one length exchanged. The coverage-guided search for more is tests/fuzz
 """
 
 import os
+import pickle
 import resource
 import struct
 import subprocess
@@ -153,7 +154,10 @@ def test_a_key_that_takes_for_ever_to_hash_is_refused(tmp_path: Path, name: str)
     path.parent.mkdir(exist_ok=True)
     nested = b"h\0h\0\x86q\0" * 200  # a pair of pairs of pairs ...: 2**200 of them
     data = b"\x80\x02}q\1)q\0" + nested + b"h\1h\0K\1s."
-    path.write_bytes((MAGIC if path.suffix == ".pth" else b"") + data)
+    if path.suffix == ".pth":
+        system, keys = pickle.dumps({"little_endian": True}, 2), pickle.dumps([], 2)
+        data = MAGIC + system + data + keys
+    path.write_bytes(data)
     with pytest.raises(CheckpointError, match="a dict has a key of type tuple"):
         formats.read(path if path.parent == tmp_path else path.parent)
 

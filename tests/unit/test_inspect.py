@@ -84,6 +84,7 @@ def test_json_has_it_all(tmp_path: Path) -> None:
     found = json.loads(run(str(make(tmp_path / "m.pt", "pt")), "--json", "-"))
     assert found["totals"] == {
         "tensors": 4, "shared": 1, "numbers": 47, "bytes": 180,
+        "storage_bytes": 180, "unused_bytes": 0,
         "file_bytes": (tmp_path / "m.pt").stat().st_size, "largest": "embedding.weight",
     }  # fmt: skip
     assert found["tensors"][3]["shared_with"] == "embedding.weight"

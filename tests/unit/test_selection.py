@@ -1,6 +1,5 @@
 """The weights of a checkpoint that holds more than them, or holds them under longer names."""
 
-import argparse
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -124,11 +123,11 @@ def test_an_error_proposes_the_key_that_would_fit(tmp_path: Path, legacy: bool) 
     path = saved(tmp_path / "c.pt", checkpoint, legacy=legacy)
     assert str(complaint(lambda: formats.read(path))) == (
         f"{path}: not a flat state dict: 'epoch' holds a int\n"
-        "select the weights: --key model; in load_streaming: key='model'; in a suite: key: model"
+        "select the weights: --key model (32 B); in load_streaming: key='model'; in a suite: key: model"
     )
     assert str(complaint(lambda: formats.read(path, Selection("modle")))) == (
         f"{path}: has no key 'modle'\n"
-        "select the weights: --key model; in load_streaming: key='model'; in a suite: key: model"
+        "select the weights: --key model (32 B); in load_streaming: key='model'; in a suite: key: model"
     )
 
 
@@ -136,7 +135,7 @@ def test_of_several_state_dicts_the_largest_is_proposed_first(tmp_path: Path) ->
     small, large = {"w": torch.ones(1)}, {"v": torch.ones(1), "w": torch.ones(1)}
     path = saved(tmp_path / "c.pt", {"head": small, "state": {"net": large}, "optim": {"x": large}})
     assert complaint(lambda: formats.read(path)).repair == (
-        "select the weights: --key state.net or --key head; in load_streaming: key='state.net'"
+        "select the weights: --key state.net (8 B) or --key head (4 B); in load_streaming: key='state.net'"
         "; in a suite: key: state.net"
     )
 
@@ -183,11 +182,7 @@ def test_a_converted_selection_holds_the_plain_state_dict(tmp_path: Path) -> Non
     assert [one.name for one in found.tensors] == ["weight", "bias"]
 
 
-def test_a_key_executes_nothing_and_refuses_what_refers_to_code(tmp_path: Path) -> None:
-    checkpoint = {"model": {"w": torch.ones(1)}, "args": argparse.Namespace(lr=1)}
-    path = saved(tmp_path / "c.pt", checkpoint)
-    error = complaint(lambda: formats.read(path, Selection("model")))
-    assert "was NOT executed: it refers to argparse.Namespace" in error.message
+def test_a_key_never_selects_a_module(tmp_path: Path) -> None:
     path = saved(tmp_path / "c.pt", {"model": nn.Linear(1, 1)})
     error = complaint(lambda: formats.read(path, Selection("model")))
     assert "holds a whole pickled module (torch.nn.modules.linear.Linear)" in error.message

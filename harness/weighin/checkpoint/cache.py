@@ -20,6 +20,7 @@ from weighin.checkpoint.entries import CachedCheckpoint, clear, folder, list_ent
 from weighin.checkpoint.manifest import Manifest, read_manifest
 from weighin.checkpoint.subprocess_client import run_maker
 from weighin.errors import CheckpointError, ConfigError
+from weighin.formats.pretrained_folder import BUILDER
 from weighin.formats.selection import WHOLE, Selection
 from weighin.suite import user_code
 from weighin.units import format_bytes
@@ -59,7 +60,10 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """The arguments of one call of ``ensure``, and the folder of its entry in the cache."""
+    """The arguments of one call of ``ensure``, and the folder of its entry in the cache.
+
+    ``in_place`` tells whether cells load the user's own file, so that only its manifest is cached.
+    """
 
     model: ModelSpec
     fmt: str
@@ -68,13 +72,8 @@ class _Task:
     seed: int
     python_path: tuple[str, ...]
     report: Report
-    selection: Selection = WHOLE
-
-    @property
-    def in_place(self) -> bool:
-        """Whether cells load the user's own file, so that only its manifest is cached."""
-        own = self.checkpoint is not None and not self.selection
-        return own and self.fmt == formats.detect(self.checkpoint or Path()).NAME
+    selection: Selection
+    in_place: bool
 
 
 def ensure(
@@ -91,8 +90,8 @@ def ensure(
 
     ``checkpoint`` is the user's own file, if any. This file is compared with the model once, and
     again when its size or modification time changes. The file is converted into the cache if it has
-    another format than ``fmt``, or if ``selection`` selects only a part of it or renames its
-    tensors; the converted file then holds only the model's state dict. ``python_path`` lists the
+    another format than ``fmt``, if ``selection`` selects only a part of it or renames its tensors, or
+    if it holds more than tensors; the converted file then holds only the model's state dict. ``python_path`` lists the
     folders from which a user's builder is imported.
 
     Raises:
@@ -107,10 +106,13 @@ def ensure(
         code := user_code.file_of(model.builder, python_path)
     ):
         origin.append(str(code))  # two files of the same name may build different models
+    in_place = False
     if checkpoint is not None:
         checkpoint = checkpoint.expanduser()
-        formats.detect(checkpoint)
+        in_place = fmt == formats.detect(checkpoint).NAME and not selection
         checkpoint = checkpoint.absolute()  # a link stays: config.json is beside it
+        if in_place and model.builder != BUILDER:
+            in_place = formats.has_only_tensors(checkpoint)
         origin += [str(checkpoint), *selection.options]
         for file in formats.files(checkpoint):
             state = file.stat()
@@ -119,7 +121,9 @@ def ensure(
         origin += [seed, _VALUES]
     entry = folder() / "models" / entries.entry_name(model.name, *origin)
     report = progress or (lambda _text, _share: None)
-    task = _Task(model, fmt, entry, checkpoint, seed, tuple(python_path), report, selection)
+    task = _Task(
+        model, fmt, entry, checkpoint, seed, tuple(python_path), report, selection, in_place
+    )
     with entries.locked(
         entry, lambda: report(f"waiting for another weighin process that uses {entry.name}", None)
     ):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from weighin.formats.per_module import module_of
+from weighin.formats.storages import Footprint
 from weighin.suite.registry import StrategyInfo
 
 Piece = Literal["tensor", "layer", "shard"]
@@ -18,29 +19,32 @@ SHARD_BYTES: Final = 5 * 1024**3  # the default of weighin convert
 
 @dataclass(frozen=True, slots=True)
 class ExpectedMemory:
-    """The memory of a load on the CPU, in terms of the model's tensors.
+    """The memory of a load on the CPU, in terms of the checkpoint's tensors and storages.
 
     Attributes:
-        copies: the number of copies of all weights in anonymous memory.
+        tensors: the number of copies of all tensors in anonymous memory, of which one is the model.
+        storages: the number of copies of all storages in anonymous memory: a state dict that
+            ``torch.load`` returned, whose storages the model may keep.
         piece: the kind of piece whose largest example is in anonymous memory in addition.
         mapped: whether the file's pages are mapped in addition.
     """
 
-    copies: int
+    tensors: int
+    storages: int = 0
     piece: Piece | None = None
     mapped: bool = False
 
 
 _NEEDS: Final = {
-    "baseline": ExpectedMemory(2),
-    "sequential": ExpectedMemory(2),
-    "meta_copy": ExpectedMemory(2),
-    "load_assign": ExpectedMemory(1),
+    "baseline": ExpectedMemory(1, 1),
+    "sequential": ExpectedMemory(1, 1),
+    "meta_copy": ExpectedMemory(1, 1),
+    "load_assign": ExpectedMemory(0, 1),
     "mmap_assign": ExpectedMemory(0, mapped=True),
-    "per_param": ExpectedMemory(1, "tensor"),
+    "per_param": ExpectedMemory(1, piece="tensor"),
     "per_param_mmap": ExpectedMemory(0, mapped=True),
-    "per_module": ExpectedMemory(1, "layer"),
-    "dcp": ExpectedMemory(1, "tensor"),
+    "per_module": ExpectedMemory(1, piece="layer"),
+    "dcp": ExpectedMemory(1, piece="tensor"),
     "safetensors_mmap": ExpectedMemory(0, mapped=True),
     "safetensors_copy": ExpectedMemory(1, mapped=True),
     "sharded": ExpectedMemory(1, mapped=True),
@@ -56,9 +60,9 @@ _NEEDS: Final = {
     "accelerate": ExpectedMemory(0, mapped=True),
 }
 _NEEDS_WITH_FORMAT: Final = {
-    ("sharded", "sharded_pt"): ExpectedMemory(1, "shard"),
-    ("accelerate", "pt"): ExpectedMemory(1),
-    ("accelerate", "sharded_pt"): ExpectedMemory(1),
+    ("sharded", "sharded_pt"): ExpectedMemory(1, piece="shard"),
+    ("accelerate", "pt"): ExpectedMemory(0, 1),
+    ("accelerate", "sharded_pt"): ExpectedMemory(0, 1),
 }
 """The memory of strategies that need more for some formats than for the others."""
 
@@ -80,12 +84,16 @@ class Expected:
 
 
 def expected(
-    strategies: Iterable[StrategyInfo], layout: str, sizes: dict[str, int]
+    strategies: Iterable[StrategyInfo],
+    layout: str,
+    sizes: dict[str, int],
+    storages: Footprint | None = None,
 ) -> list[Expected]:
     """Return the expected memory of each strategy that loads in one process.
 
     ``sizes`` maps the names of tensors to their sizes in bytes, without tied duplicates; ``layout`` is
-    the checkpoint's format.
+    the checkpoint's format. ``storages`` has the sizes of the storages in the checkpoint's files. It is
+    None if strategies load converted files, whose storages have no more and no less than the tensors.
     """
     total = sum(sizes.values())
     layers: dict[str, int] = {}
@@ -102,12 +110,19 @@ def expected(
         if info.shares_load:
             continue
         need = _NEEDS_WITH_FORMAT.get((info.name, layout), _NEEDS.get(info.name))
+        own = storages if storages and layout in info.formats else None
         needs.append(
             Expected(
                 strategy=info.name,
                 layouts=info.formats,
-                anonymous_bytes=None if need is None else need.copies * total + largest[need.piece],
-                mapped_bytes=None if need is None else total * need.mapped,
+                anonymous_bytes=None
+                if need is None
+                else need.tensors * total
+                + need.storages * (own.storage_bytes if own else total)
+                + largest[need.piece],
+                mapped_bytes=None
+                if need is None
+                else need.mapped * (own.used_bytes if own else total),
             )
         )
     return needs

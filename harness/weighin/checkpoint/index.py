@@ -41,7 +41,8 @@ def index(
     """Write the manifest of a user's checkpoint into ``folder``, and convert the checkpoint if needed.
 
     Tensors are read piece by piece from any format. The checkpoint is converted into ``folder`` if it
-    has another format than ``fmt``, or if ``selection`` is only a part of it.
+    has another format than ``fmt``, if ``selection`` is only a part of it, or if it holds more than
+    tensors.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or does not fit the model.
@@ -63,7 +64,7 @@ def index(
     torch.set_num_threads(1)  # the readers run in several threads of their own
     started = time.monotonic()
     own, slices = formats.read(checkpoint, selection)
-    converts = own != fmt or bool(selection)
+    converts = own != fmt or bool(selection) or not getattr(slices, "only_tensors", True)
     places = {where.name: where for where in slices}
     dtype = getattr(torch, own_dtype(ModelSpec(model, builder, dict(kwargs))))
     described = describe(builder, kwargs, real_buffers="non_persistent", dtype=dtype)
@@ -117,8 +118,7 @@ class _IndexedChecksums:
         """Read every tensor that has no checksums yet; tensors at the same place are read once."""
         names: dict[object, list[str]] = {}
         for name, where in self._places.items():
-            place = where.file, where.offset, where.dtype, where.shape, where.stride
-            names.setdefault(place, []).append(name)
+            names.setdefault(where.place, []).append(name)
         run_parallel(partial(self._sum, group, progress) for group in names.values())
 
     def _sum(self, names: list[str], progress: Progress | None) -> None:

@@ -1,6 +1,6 @@
 """List a checkpoint's tensors for ``weighin inspect``, without their data and without torch."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -14,7 +14,10 @@ from weighin import formats
 from weighin.checkpoint.expected_memory import Expected, expected
 from weighin.errors import UnknownName
 from weighin.formats.base import TensorSlice
+from weighin.formats.misfit import first_names, plain
 from weighin.formats.selection import WHOLE, Selection
+from weighin.formats.storages import Footprint, footprint, ties
+from weighin.formats.tensor_refs import type_name
 from weighin.suite import registry
 from weighin.text import one_line
 from weighin.units import format_bytes
@@ -32,6 +35,7 @@ class Tensor:
 
     Attributes:
         shared_with: the first key in the same storage; None if this key is the first.
+        tied_to: the first key of the same elements; None if this key is the first.
         contiguous: whether its elements are stored in row-major order without gaps.
     """
 
@@ -42,32 +46,43 @@ class Tensor:
     file: str
     offset: int
     shared_with: str | None
+    tied_to: str | None
     contiguous: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
-    """A checkpoint: its ``tensors`` in the state dict's order, and its ``files`` as (name, bytes)."""
+    """A checkpoint: its ``tensors`` in the state dict's order, and its ``files`` as (name, bytes).
+
+    ``values`` maps the names of the state dict's other values to the names of their types.
+    """
 
     path: Path
     layout: str
     files: tuple[tuple[str, int], ...]
     tensors: tuple[Tensor, ...]
     expected: tuple[Expected, ...]
+    footprint: Footprint
+    values: Mapping[str, str]
 
     @property
     def once(self) -> list[Tensor]:
-        """The tensors, except tensors that share a storage with an earlier tensor."""
-        return [tensor for tensor in self.tensors if tensor.shared_with is None]
+        """The tensors, except those that have the same elements as an earlier tensor."""
+        return [tensor for tensor in self.tensors if tensor.tied_to is None]
+
+    @property
+    def shared(self) -> int:
+        """The number of tensors that share a storage with an earlier tensor."""
+        return sum(tensor.shared_with is not None for tensor in self.tensors)
 
     @property
     def numbers(self) -> int:
-        """The number of elements of all tensors, with shared tensors counted once."""
+        """The number of elements of all tensors, with tied tensors counted once."""
         return sum(prod(tensor.shape) for tensor in self.once)
 
     @property
     def bytes(self) -> int:
-        """The size of all tensors in bytes, with shared tensors counted once."""
+        """The size of all tensors in bytes, with tied tensors counted once."""
         return sum(tensor.bytes for tensor in self.once)
 
     @property
@@ -79,9 +94,11 @@ class Inspected:
         """Return the checkpoint's description for ``--json``."""
         totals = {
             "tensors": len(self.tensors),
-            "shared": len(self.tensors) - len(self.once),
+            "shared": self.shared,
             "numbers": self.numbers,
             "bytes": self.bytes,
+            "storage_bytes": self.footprint.storage_bytes,
+            "unused_bytes": self.footprint.unused_bytes,
             "file_bytes": sum(size for _, size in self.files),
             "largest": self.largest.name,
         }
@@ -92,6 +109,7 @@ class Inspected:
             "files": [{"name": name, "bytes": size} for name, size in self.files],
             "totals": totals,
             "tensors": [asdict(tensor) for tensor in self.tensors],
+            "values": [{"name": name, "type": kind} for name, kind in self.values.items()],
             "expected": [asdict(need) for need in self.expected],
         }
 
@@ -109,9 +127,12 @@ def inspect(path: Path, selection: Selection = WHOLE) -> Inspected:
     root = path if path.is_dir() else path.parent
     tensors = tuple(_tensors(root, slices))
     files = tuple((_relative(file, root), file.stat().st_size) for file in formats.files(path))
-    sizes = {tensor.name: tensor.bytes for tensor in tensors if tensor.shared_with is None}
-    needs = expected(registry.strategies().values(), layout, sizes)
-    return Inspected(path, layout, files, tensors, tuple(needs))
+    sizes = {tensor.name: tensor.bytes for tensor in tensors if tensor.tied_to is None}
+    sized, values = footprint(slices), getattr(slices, "values", {})
+    in_place = not selection and getattr(slices, "only_tensors", True)
+    needs = expected(registry.strategies().values(), layout, sizes, sized if in_place else None)
+    kinds = {name: type_name(value) for name, value in values.items()}
+    return Inspected(path, layout, files, tensors, tuple(needs), sized, kinds)
 
 
 def tables(
@@ -133,7 +154,8 @@ def tables(
     ]
 
 
-def _tensors(root: Path, slices: Iterable[TensorSlice]) -> Iterable[Tensor]:
+def _tensors(root: Path, slices: Sequence[TensorSlice]) -> Iterable[Tensor]:
+    tied = ties(slices)
     firsts: dict[tuple[Path, int], str] = {}
     for place in slices:
         first = place.name
@@ -147,6 +169,7 @@ def _tensors(root: Path, slices: Iterable[TensorSlice]) -> Iterable[Tensor]:
             file=_relative(place.file, root),
             offset=place.offset,
             shared_with=first if first != place.name else None,
+            tied_to=tied.get(place.name),
             contiguous=place.contiguous,
         )
 
@@ -191,17 +214,38 @@ def _tensor_table(tensors: list[Tensor], show_all: bool) -> Table:
 def _lines(inspected: Inspected) -> list[str]:
     files = [f"{name} ({format_bytes(size)})" for name, size in inspected.files[:_SHOWN_FILES]]
     more = len(inspected.files) - len(files)
-    shared = len(inspected.tensors) - len(inspected.once)
+    shared = inspected.shared
     strided = sum(not tensor.contiguous for tensor in inspected.tensors)
     notes = [f"{shared} sharing a storage with an earlier one"] if shared else []
     notes += [f"{strided} not contiguous"] if strided else []
     count = f"{len(inspected.tensors)} tensors" + (f" ({', '.join(notes)})" if notes else "")
-    return [
+    lines = [
         f"{one_line(str(inspected.path))}: format {inspected.layout}, {count}, {inspected.numbers:,} elements"
         f" (parameters and buffers), {format_bytes(inspected.bytes)}",
         f"largest: {one_line(inspected.largest.name, 100)}, {format_bytes(inspected.largest.bytes)}",
         f"files: {one_line(', '.join(files))}" + (f" and {more} more" if more > 0 else ""),
     ]
+    return [*lines, *_notes(inspected)]
+
+
+def _notes(inspected: Inspected) -> list[str]:
+    """Return a line on each difference between the file and a state dict of plain tensors."""
+    sized, notes = inspected.footprint, []
+    if sized.unused_bytes:
+        notes.append(
+            f"{format_bytes(sized.unused_bytes)} of the files belong to no tensor, and torch.load reads them"
+            " too: torch.save writes the whole storage of a slice. Write the tensors alone: weighin convert"
+            f" {one_line(str(inspected.path))} NEW.safetensors; or save slice.clone()"
+        )
+    if sized.repeated:
+        notes.append(
+            f"repeated (expanded) elements: {first_names(map(plain, sized.repeated))}; the storages have"
+            f" {format_bytes(sized.storage_bytes)}, a model has {format_bytes(sized.tensor_bytes)}"
+        )
+    if inspected.values:
+        kinds = (f"{plain(name)} ({kind})" for name, kind in inspected.values.items())
+        notes.append(f"left out, because they are no tensors: {one_line(first_names(kinds))}")
+    return notes
 
 
 def _expected_table(inspected: Inspected) -> Table:

@@ -129,9 +129,7 @@ def plans(slices: Sequence[TensorSlice], dtype: torch.dtype | None = None) -> li
     firsts: dict[object, str] = {}
     tensors = []
     for source in slices:
-        parts = tuple((part.start, part.where.file, part.where.offset) for part in source.parts)
-        place = source.file, source.offset, source.dtype, source.shape, source.stride, parts
-        first = firsts.setdefault(place, source.name)
+        first = firsts.setdefault(source.place, source.name)
         tied = first != source.name and source.nbytes > 0
         kind = dtype if dtype is not None and source.dtype.is_floating_point else source.dtype
         tensors.append(TensorPlan(source.name, source.shape, kind, first if tied else None))

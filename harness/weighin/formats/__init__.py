@@ -9,9 +9,17 @@ it uses.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from weighin.formats.catalog import NAMES, checkpoint_in, detect, files, named, read
+    from weighin.formats.catalog import (
+        NAMES,
+        checkpoint_in,
+        detect,
+        files,
+        has_only_tensors,
+        named,
+        read,
+    )
 
-__all__ = ["NAMES", "checkpoint_in", "detect", "files", "named", "read"]
+__all__ = ["NAMES", "checkpoint_in", "detect", "files", "has_only_tensors", "named", "read"]
 
 
 def __getattr__(name: str) -> Any:

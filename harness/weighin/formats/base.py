@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 from weighin.formats.dtypes import ITEM_BYTES
@@ -66,6 +67,12 @@ class TensorSlice:
         return prod(self.shape) * ITEM_BYTES[self.dtype_name]
 
     @property
+    def place(self) -> object:
+        """A key that two tensors have in common if they are tied: the same elements of the files."""
+        parts = tuple((part.start, part.where.file, part.where.offset) for part in self.parts)
+        return self.file, self.offset, self.dtype_name, self.shape, self.stride, parts
+
+    @property
     def dtype(self) -> "torch.dtype":
         """The tensor's ``torch.dtype``; this property imports torch."""
         import torch  # not at the top: `weighin inspect` needs no torch
@@ -87,11 +94,23 @@ class TensorSlice:
 class Slices(list[TensorSlice]):
     """The tensors of a checkpoint, in the state dict's order.
 
-    ``metadata`` maps each module's name to its version metadata, by which ``load_state_dict`` detects
-    older checkpoints; it is None if the format does not store such metadata.
+    Attributes:
+        metadata: maps each module's name to its version metadata, by which ``load_state_dict`` detects
+            older checkpoints; None if the format does not store such metadata.
+        values: the state dict's values that are no tensors, such as ``_extra_state``, by their names,
+            as records of ``tensor_refs``.
+        refused: the first name of a class or function in the file that torch.load(weights_only=True)
+            refuses; empty if it refuses none.
     """
 
     metadata: Mapping[str, Mapping[str, object]] | None = None
+    values: Mapping[str, object] = MappingProxyType({})
+    refused: str = ""
+
+    @property
+    def only_tensors(self) -> bool:
+        """Whether torch.load(weights_only=True) reads the file as a state dict of tensors alone."""
+        return not (self.values or self.refused)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,10 +31,11 @@ from weighin.formats import (
     sniff,
     tensorizer,
 )
-from weighin.formats.base import Layout, TensorSlice
+from weighin.formats.base import Layout, Slices, TensorSlice
 from weighin.formats.pretrained_folder import find_weights, is_pretrained
 from weighin.formats.selection import WHOLE, Selection, below, stripped
 from weighin.formats.sharded import OF_DIFFUSERS, SHARDED, SHARDED_PT
+from weighin.formats.state_dicts import all_empty
 from weighin.formats.zip_directory import check_file
 
 # In the order in which ``detect`` tries formats: per_param is last, as it matches any index.json.
@@ -130,7 +131,19 @@ def read(path: Path, selection: Selection = WHOLE) -> tuple[str, list[TensorSlic
         slices = below(path, slices, key) if key else slices
     if selection.strip_prefix:
         slices = stripped(path, slices, selection.strip_prefix)
+    if slices and not any(one.nbytes for one in slices):
+        raise all_empty(path)
     return layout.NAME, slices
+
+
+def has_only_tensors(path: Path) -> bool:
+    """Tell whether any strategy can load the file itself: it is a state dict of tensors alone.
+
+    Raises:
+        CheckpointError: for the same reasons as ``read``.
+    """
+    slices = read(path)[1]
+    return not isinstance(slices, Slices) or slices.only_tensors
 
 
 def files(path: Path) -> list[Path]:

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Final
 from weighin import atomic
 from weighin.errors import CheckpointError
 from weighin.formats import pt
-from weighin.formats.base import Part, Pieces, Progress, TensorPlan, TensorSlice
+from weighin.formats.base import Part, Pieces, Progress, Slices, TensorPlan, TensorSlice
 from weighin.formats.misfit import plain
 from weighin.formats.sniff import shown
+from weighin.formats.tensor_refs import Opaque
 
 if TYPE_CHECKING:
     from weighin.formats.dcp_metadata import DcpBlock, DcpTensor
@@ -32,6 +33,7 @@ SUFFIX = ""
 DATA_NAME: Final = "__0_0.distcp"
 _METADATA_NAME: Final = ".metadata"
 _ALIGNMENT: Final = 64
+_BYTES: Final = "pickled object"  # a value that is no tensor, which is not read
 
 
 def matches(path: Path) -> bool:
@@ -44,7 +46,7 @@ def files(path: Path) -> list[Path]:
     return [path / _METADATA_NAME, *sorted(path.glob("*.distcp"))]
 
 
-def read(path: Path, key: str = "") -> list[TensorSlice]:
+def read(path: Path, key: str = "") -> Slices:
     """Return the places of all tensors, or only of tensors under ``key``.
 
     torch flattens nested dicts into dotted names: "model.weight", "optimizer.state.weight.step". A
@@ -57,7 +59,10 @@ def read(path: Path, key: str = "") -> list[TensorSlice]:
     from weighin.formats import dcp_metadata
 
     archives: dict[tuple[str, int], TensorSlice] = {}
-    return [_slice(path, stored, archives) for stored in dcp_metadata.read(path, key)]
+    tensors, values = dcp_metadata.read(path, key)
+    slices = Slices(_slice(path, stored, archives) for stored in tensors)
+    slices.values = {name: Opaque(_BYTES) for name in values}
+    return slices
 
 
 def _slice(

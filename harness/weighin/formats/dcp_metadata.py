@@ -9,11 +9,13 @@ from typing import Any, Final
 
 from weighin.errors import CheckpointError
 from weighin.formats import dcp_pickle
-from weighin.formats.dcp_pickle import AGAIN, MetadataIndex, StandIn, TensorMetadata
+from weighin.formats.dcp_pickle import AGAIN, BytesMetadata, MetadataIndex, StandIn, TensorMetadata
 from weighin.formats.dtypes import ITEM_BYTES
 from weighin.formats.sniff import shown
+from weighin.formats.state_dicts import largest, with_key
 
 FILE_NAME: Final = ".metadata"
+_DEEPEST: Final = 5  # parts of a path in nested dicts
 _MOST_BLOCKS: Final = 2_000  # of one tensor; every pair of blocks is compared
 _MERGE: Final = "merge it first: python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE.pt"
 
@@ -39,14 +41,15 @@ class DcpTensor:
     blocks: tuple[DcpBlock, ...]
 
 
-def read(folder: Path, key: str = "") -> list[DcpTensor]:
-    """Return all tensors, or only tensors whose names begin with ``key`` and a dot.
+def read(folder: Path, key: str = "") -> tuple[list[DcpTensor], list[str]]:
+    """Return all tensors, and the names of the values that are no tensors, such as extra states.
 
-    The tensors are in the metadata's order.
+    With a ``key``, only names that begin with it and a dot are returned. Both lists are in the
+    metadata's order.
 
     Raises:
-        CheckpointError: the file is not dcp metadata, is damaged, or describes values that are no
-            tensors.
+        CheckpointError: the file is not dcp metadata or is damaged, or it is the metadata of a training
+            checkpoint of nested dicts with values that are no tensors, and there is no ``key``.
     """
     path = folder / FILE_NAME
     metadata = dcp_pickle.load(path)
@@ -59,11 +62,37 @@ def read(folder: Path, key: str = "") -> list[DcpTensor]:
         if not isinstance(name, str):
             raise CheckpointError(f"{path}: damaged: an offset belongs to no key", AGAIN)
         by_key.setdefault(name, []).append((index.field("offset"), place))
-    return [
-        _stored(path, name, tensor, by_key.get(name, []))
-        for name, tensor in tensors.items()
-        if not key or (isinstance(name, str) and name.startswith(f"{key}."))
-    ]
+    chosen, values = [], []
+    for name, tensor in tensors.items():
+        if key and not (isinstance(name, str) and name.startswith(f"{key}.")):
+            continue
+        if isinstance(tensor, BytesMetadata) and isinstance(name, str):
+            values.append(name)
+        else:
+            chosen.append(_stored(path, name, tensor, by_key.get(name, [])))
+    if values and not key and (places := _places(metadata.field("planner_data"), chosen)):
+        raise CheckpointError(
+            f"{path}: not a flat state dict of tensors: {shown(values[0])} is not a tensor",
+            with_key(places),
+        )
+    return chosen, values
+
+
+def _places(paths: Any, tensors: list[DcpTensor]) -> dict[str, int]:
+    """Return the keys of the state dicts in a checkpoint of nested dicts, and their sizes in bytes.
+
+    ``paths`` maps each name to its path in the dicts; only a checkpoint of nested dicts has paths of
+    more than one part. State dicts of optimizers are left out.
+    """
+    sizes: dict[str, int] = {}
+    for one in tensors:
+        path = paths.get(one.key) if isinstance(paths, dict) else None
+        if not isinstance(path, tuple) or len(path) < 2 or len(path) > _DEEPEST:
+            continue
+        place = ".".join(str(part) for part in path[:-1])
+        if "optim" not in place.lower():
+            sizes[place] = sizes.get(place, 0) + prod(one.shape) * ITEM_BYTES[one.dtype]
+    return largest(sizes)
 
 
 def _stored(path: Path, key: Any, tensor: Any, places: list[tuple[Any, Any]]) -> DcpTensor:

@@ -61,6 +61,10 @@ class TensorMetadata(StandIn):
     pass
 
 
+class BytesMetadata(StandIn):
+    """Stands in for the description of a value that is no tensor, which is stored as a pickle."""
+
+
 class MetadataIndex(StandIn):
     pass
 
@@ -69,8 +73,9 @@ _METADATA: Final = "torch.distributed.checkpoint.metadata"
 # Only classes whose attributes a pickle cannot set.
 _KNOWN: Final[dict[tuple[str, str], type]] = {
     (_METADATA, "Metadata"): Metadata,
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): Metadata,
     (_METADATA, "TensorStorageMetadata"): TensorMetadata,
-    (_METADATA, "BytesStorageMetadata"): StandIn,
+    (_METADATA, "BytesStorageMetadata"): BytesMetadata,
     (_METADATA, "ChunkStorageMetadata"): StandIn,
     (_METADATA, "TensorProperties"): StandIn,
     (_METADATA, "MetadataIndex"): MetadataIndex,

@@ -40,7 +40,6 @@ class Library:
             named = named[0] if named else None
         return named if isinstance(named, str) and named else None
 
-
     def weights_as(self, variant: str | None) -> tuple[str, ...]:
         """Return the names of ``weights`` in a variant: "model.fp16.safetensors" for "fp16"."""
         if not variant:

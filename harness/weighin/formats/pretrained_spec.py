@@ -17,11 +17,14 @@ from weighin.formats.pretrained_folder import (
     name_of,
 )
 from weighin.formats.pretrained_ties import kept_apart
+from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.sniff import AGAIN
 
 
-def spec_of(folder: PretrainedFolder) -> ModelSpec:
+def spec_of(folder: PretrainedFolder, selection: Selection = WHOLE) -> ModelSpec:
     """Return the ``ModelSpec``, whose arguments are the class and the configuration.
+
+    ``selection`` is the part of the folder's checkpoint that holds the weights.
 
     Raises:
         CheckpointError: the weights cannot be read.
@@ -33,20 +36,21 @@ def spec_of(folder: PretrainedFolder) -> ModelSpec:
         kwargs: dict[str, Any] = {"architecture": folder.architecture, "config": config}
         return ModelSpec(name_of(folder.path.resolve()), library.builder, kwargs)
     if dtype_of(config) is None:
-        config = {**config, "dtype": auto_dtype(folder)}
+        config = {**config, "dtype": auto_dtype(folder, selection)}
     kwargs = {"architecture": folder.architecture, "config": config}
     if code := folder.code:
         kwargs["code"] = code
-    if apart := kept_apart(config, catalog.read(folder.checkpoint)[1]):
+    if apart := kept_apart(config, catalog.read(folder.checkpoint, selection)[1]):
         kwargs["apart"] = list(apart)
     return ModelSpec(name_of(folder.path.resolve()), library.builder, kwargs)
 
 
-def auto_dtype(folder: PretrainedFolder) -> str:
+def auto_dtype(folder: PretrainedFolder, selection: Selection = WHOLE) -> str:
     """Return the dtype that ``from_pretrained(dtype="auto")`` gives the model.
 
-    It is float32 for a library that gives every model this dtype. It is the dtype in ``config.json``; else that in the index of shards; else the first
-    floating-point dtype in the (first) file of weights, by name in a safetensors file.
+    It is the dtype that the library gives every model, if it has one; else that in ``config.json``;
+    else that in the index of shards; else the first floating-point dtype in the (first) file of
+    weights, by name in a safetensors file.
 
     Raises:
         CheckpointError: the weights cannot be read.
@@ -61,7 +65,7 @@ def auto_dtype(folder: PretrainedFolder) -> str:
         metadata = read_object(index, AGAIN).get("metadata")
         if isinstance(metadata, dict) and "dtype" in metadata:
             return checked_dtype(metadata["dtype"], index)
-    _, slices = catalog.read(folder.checkpoint)
+    _, slices = catalog.read(folder.checkpoint, selection)
     first = min((one.file.name for one in slices), default="")
     stored = [one for one in slices if one.file.name == first]
     if first.endswith(".safetensors"):

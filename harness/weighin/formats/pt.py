@@ -7,15 +7,16 @@ Reading uses neither torch nor Python's pickle: ``zip_directory`` finds the reco
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final
+from typing import IO, TYPE_CHECKING, Final
 
 from weighin.errors import CheckpointError
 from weighin.formats import state_pickle
 from weighin.formats.base import Pieces, Progress, Slices, TensorPlan, TensorSlice
 from weighin.formats.dtypes import ITEM_BYTES
-from weighin.formats.selection import flat, inner
 from weighin.formats.sniff import AGAIN, first_bytes, shown
-from weighin.formats.tensor_refs import TensorRef, check_storages, type_name
+from weighin.formats.state_dicts import holds_more, state_dict
+from weighin.formats.state_pickle import Pickled
+from weighin.formats.tensor_refs import Opaque, TensorRef, type_name
 from weighin.formats.zip_directory import Archive, ZipRecord, check_file
 
 if TYPE_CHECKING:
@@ -49,12 +50,11 @@ def read(path: Path, key: str = "") -> list[TensorSlice]:
     """
     check_file(path)
     with _opened(path) as file:
-        value, records = _read_value(path, file)
-    value = inner(path, value, key)
-    tensors = flat(path, value)
-    check_storages(path, tensors)
-    slices = Slices(_slice(path, name, tensor, records) for name, tensor in tensors.items())
-    slices.metadata = getattr(value, "metadata", None)
+        pickled, records = _read_value(path, file)
+    state = state_dict(path, pickled.value, key)
+    slices = Slices(_slice(path, name, tensor, records) for name, tensor in state.tensors.items())
+    slices.metadata, slices.values = state.metadata, state.values
+    slices.refused = pickled.refused
     return slices
 
 
@@ -69,10 +69,13 @@ def read_one(path: Path, name: str, archive: "FileView | None" = None) -> Tensor
     if archive is None:
         check_file(path)
         with _opened(path) as file:
-            value, records = _read_value(path, file)
+            pickled, records = _read_value(path, file)
     else:
-        value, records = _read_value(path, archive)
+        pickled, records = _read_value(path, archive)
+    value = pickled.value
     if not isinstance(value, TensorRef):
+        if isinstance(value, Opaque) and value.is_foreign:
+            raise holds_more(path, "it", value)
         raise CheckpointError(f"{path}: holds a {type_name(value)}, not a tensor", AGAIN)
     return _slice(path, name, value, records)
 
@@ -96,7 +99,7 @@ def _opened(path: Path) -> IO[bytes]:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}", AGAIN) from error
 
 
-def _read_value(path: Path, file: "IO[bytes] | FileView") -> tuple[Any, dict[str, ZipRecord]]:
+def _read_value(path: Path, file: "IO[bytes] | FileView") -> tuple[Pickled, dict[str, ZipRecord]]:
     """Return the pickled value, and a dict from each storage's key to its record."""
     archive = Archive(path, file)
     pickles = [name for name in archive.records if name.endswith(_PICKLE) and name.count("/") == 1]
@@ -113,9 +116,9 @@ def _read_value(path: Path, file: "IO[bytes] | FileView") -> tuple[Any, dict[str
                 "load the file and save it again with torch.save",
             )
     text = archive.read(pickles[0], state_pickle.MOST_BYTES)
-    value = state_pickle.load(path, io.BytesIO(text), archive.records[pickles[0]].start)
+    pickled = state_pickle.load(path, io.BytesIO(text), archive.records[pickles[0]].start)
     prefix = f"{root}/data/"
-    return value, {
+    return pickled, {
         name.removeprefix(prefix): record
         for name, record in archive.records.items()
         if name.startswith(prefix)

@@ -24,9 +24,10 @@ from weighin.errors import CheckpointError, ConfigError
 from weighin.formats import state_pickle
 from weighin.formats.base import Pieces, Progress, Slices, TensorPlan, TensorSlice
 from weighin.formats.dtypes import ITEM_BYTES
-from weighin.formats.selection import flat, inner, tensors_of
 from weighin.formats.sniff import AGAIN, check_present, first_bytes, shown
-from weighin.formats.tensor_refs import StorageRef, TensorRef, check_storages
+from weighin.formats.state_dicts import state_dict
+from weighin.formats.state_pickle import Pickled
+from weighin.formats.tensor_refs import StorageRef, TensorRef
 
 if TYPE_CHECKING:
     import torch
@@ -62,14 +63,14 @@ def read(path: Path, key: str = "") -> list[TensorSlice]:
     check_present(path)
     try:
         with path.open("rb") as file:
-            value, keys = _read_pickles(path, file)
-            tensors = flat(path, inner(path, value, key))
-            everything = tensors_of(value) if key else tensors
-            starts = _storage_starts(path, file, check_storages(path, everything), keys)
+            pickled, keys = _read_pickles(path, file)
+            state = state_dict(path, pickled.value, key)
+            starts = _storage_starts(path, file, pickled.storages, keys)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}", AGAIN) from error
-    slices = Slices(slice_of(path, name, tensor, starts) for name, tensor in tensors.items())
-    slices.metadata = getattr(tensors, "metadata", None)
+    slices = Slices(slice_of(path, name, tensor, starts) for name, tensor in state.tensors.items())
+    slices.metadata, slices.values = state.metadata, state.values
+    slices.refused = pickled.refused
     return slices
 
 
@@ -88,8 +89,8 @@ def slice_of(path: Path, name: str, tensor: TensorRef, starts: dict[str, int]) -
     )
 
 
-def _read_pickles(path: Path, file: BinaryIO) -> tuple[Any, list[str]]:
-    magic, version, system = (state_pickle.load(path, file) for _ in range(3))
+def _read_pickles(path: Path, file: BinaryIO) -> tuple[Pickled, list[str]]:
+    magic, version, system = (state_pickle.load(path, file).value for _ in range(3))
     if magic != _MAGIC:
         raise _damaged(path, "it does not begin with the magic number of torch before 1.6")
     if version != _VERSION:
@@ -99,11 +100,11 @@ def _read_pickles(path: Path, file: BinaryIO) -> tuple[Any, list[str]]:
             f"{path}: written on a big-endian machine",
             "load the file with torch.load and save it again with torch.save",
         )
-    value = state_pickle.load(path, file)
-    keys = state_pickle.load(path, file)
+    pickled = state_pickle.load(path, file)
+    keys = state_pickle.load(path, file).value
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
         raise _damaged(path, "its list of storages is not a list of strings")
-    return value, keys
+    return pickled, keys
 
 
 def _storage_starts(

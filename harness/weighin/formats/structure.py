@@ -43,8 +43,7 @@ def pack(slices: Sequence[TensorSlice]) -> str:
     firsts: dict[object, int] = {}
     names, kind_of, tied_to = [], [], []
     for number, one in enumerate(slices):
-        place = one.file, one.offset, one.dtype_name, one.shape, one.stride
-        first = firsts.setdefault(place, number) if one.nbytes else number
+        first = firsts.setdefault(one.place, number) if one.nbytes else number
         names.append(one.name)
         kind_of.append(kinds.setdefault((one.dtype_name, one.shape), len(kinds)))
         tied_to.append(number - first)  # mostly 0

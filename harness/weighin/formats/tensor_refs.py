@@ -1,20 +1,19 @@
-"""Describe the tensors of a pickled state dict as plain records.
+"""Describe the values of a pickled checkpoint as plain records: its tensors, and all other objects.
 
 This module uses only the standard library.
 
 Names of functions and classes in a pickle are only compared with the names that ``torch.save``
-writes for tensors; no function or class of the pickle is imported or called.
+writes for tensors; no function or class of the pickle is imported or called. An object of any other
+class becomes an ``Opaque``.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
-from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
-from weighin.errors import CheckpointError
 from weighin.formats.dtypes import ITEM_BYTES, LARGEST, is_sizes
-from weighin.formats.sniff import AGAIN, shown
+from weighin.formats.sniff import shown
 
 _STORAGES: Final = {
     "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16",
@@ -23,17 +22,32 @@ _STORAGES: Final = {
     "ComplexDoubleStorage": "complex128", "ComplexFloatStorage": "complex64",
     "UntypedStorage": "uint8",
 }  # fmt: skip
+_OF_STORAGES: Final = frozenset({"torch", "torch.cuda", "torch.storage"})
 _REBUILD: Final = "torch._utils._rebuild_"
-_OF_MODULES: Final = (b"_parameters", b"_buffers")  # early in a pickled nn.Module
+_OF_MODULES: Final = {"_parameters", "_buffers"}  # in the state of every pickled nn.Module
 _PLAIN: Final = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter"})
+_DICTS: Final = frozenset({"collections.OrderedDict", "collections.defaultdict"})
+_TITLES: Final = {
+    "_codecs.encode": "bytes",
+    "torch._utils._rebuild_sparse_tensor": "sparse tensor",
+    "numpy.core.multiarray.scalar": "NumPy scalar",
+    "numpy._core.multiarray.scalar": "NumPy scalar",
+    "numpy.core.multiarray._reconstruct": "NumPy array",
+    "numpy._core.multiarray._reconstruct": "NumPy array",
+}
+"""The names of some objects that a pickle describes by the function that makes them."""
+
+_SAFE: Final = frozenset({
+    "_codecs.encode", "builtins.bytearray", "builtins.complex", "builtins.set",
+    "collections.Counter", "collections.OrderedDict", "torch.Size", "torch.Tensor", "torch.device",
+    "torch._tensor._rebuild_from_type_v2", "torch.nn.parameter.Parameter",
+    "torch.serialization._get_layout",
+})  # fmt: skip
+"""The names that torch.load(weights_only=True) accepts, beside dtypes, storages and tensors."""
 
 
 class NotTensors(Exception):
     """The pickle refers to a class or function, named by the argument, that tensors do not need."""
-
-
-class WholeModule(Exception):
-    """The pickle contains a whole module, not only weights; the argument is the class's name."""
 
 
 class Malformed(Exception):
@@ -47,11 +61,33 @@ class Named:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Opaque:
-    """A value that is not a tensor; only the name of its type is kept."""
+    """An object that was neither imported nor executed.
+
+    Attributes:
+        kind: the full name of its class, or of the function that makes it.
+        contents: records of the arguments, the state and the items that the pickle gives it.
+    """
 
     kind: str
+    contents: list[Any] = field(default_factory=list)
+
+    @property
+    def is_module(self) -> bool:
+        """Whether the object is a ``torch.nn.Module``."""
+        return any(isinstance(one, dict) and one.keys() >= _OF_MODULES for one in self.contents)
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether torch.load(weights_only=True) refuses the object."""
+        return "." in self.kind and not is_safe(self.kind)  # a full name, not a description
+
+
+class Size(tuple[int, ...]):
+    """A ``torch.Size``."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,29 +115,45 @@ class TensorRef:
 
 
 class StateDict(dict[Any, Any]):
-    """An OrderedDict in a pickle, with the version metadata that torch sets on it."""
+    """An OrderedDict in a pickle, with the state that the pickle sets on it."""
 
-    metadata: dict[str, dict[str, object]] | None = None
+    state: Any = None
 
-    def build(self, state: Any) -> None:
-        """Set ``metadata`` to the modules' version metadata in the object's pickled state."""
-        metadata = state.get("_metadata") if isinstance(state, dict) else None
-        if isinstance(metadata, dict):
-            self.metadata = {
-                name: {key: value for key, value in local.items() if isinstance(value, int | str)}
-                for name, local in metadata.items()
-                if isinstance(name, str) and isinstance(local, dict)
-            }
+    @property
+    def metadata(self) -> dict[str, dict[str, object]] | None:
+        """The modules' version metadata, which torch sets as an attribute; None without it."""
+        metadata = self.state.get("_metadata") if isinstance(self.state, dict) else None
+        if not isinstance(metadata, dict):
+            return None
+        return {
+            name: {key: value for key, value in local.items() if isinstance(value, int | str)}
+            for name, local in metadata.items()
+            if isinstance(name, str) and isinstance(local, dict)
+        }
 
 
-def storage(identity: Any) -> StorageRef:
-    """Return the storage that a persistent id describes.
+def is_safe(name: str) -> bool:
+    """Tell whether torch.load(weights_only=True) accepts this name of a class or function."""
+    name = name.replace("__builtin__.", "builtins.")
+    module, _, leaf = name.rpartition(".")
+    of_tensors = leaf in _STORAGES or leaf in ITEM_BYTES or leaf.endswith("Tensor")
+    return name in _SAFE or name.startswith(_REBUILD) or (module in _OF_STORAGES and of_tensors)
+
+
+def persistent(identity: Any) -> StorageRef | Named:
+    """Return the storage or the class of modules that a persistent id describes.
 
     Raises:
-        Malformed, NotTensors, WholeModule: the id does not describe a storage.
+        Malformed, NotTensors: the id describes neither.
     """
     if isinstance(identity, tuple) and len(identity) > 1 and identity[0] == "module":
-        raise WholeModule(identity[1].name if isinstance(identity[1], Named) else "its class")
+        if isinstance(identity[1], Named):
+            return identity[1]
+        raise Malformed("a persistent id describes a class without a name")
+    return _storage(identity)
+
+
+def _storage(identity: Any) -> StorageRef:
     if not isinstance(identity, tuple) or not identity or identity[0] != "storage":
         raise Malformed("a persistent id does not describe a storage")
     if len(identity) < 5:
@@ -112,7 +164,7 @@ def storage(identity: Any) -> StorageRef:
     if not isinstance(kind, Named) or not isinstance(key, str):
         raise Malformed("a storage has no type or no key")
     module, _, name = kind.name.rpartition(".")
-    if module not in {"torch", "torch.cuda", "torch.storage"} or name not in _STORAGES:
+    if module not in _OF_STORAGES or name not in _STORAGES:
         raise NotTensors(kind.name)
     dtype = _STORAGES[name]
     if not is_sizes((numel,)) or numel * ITEM_BYTES[dtype] > LARGEST:
@@ -124,45 +176,52 @@ def call(function: Any, arguments: Any) -> Any:
     """Return the record for the result of a call in the pickle, without calling anything.
 
     Raises:
-        Malformed, NotTensors: ``torch.save`` does not write this call for plain tensors.
+        Malformed: what is called is no function, or a function for tensors has impossible arguments.
     """
-    if not isinstance(function, Named) or not isinstance(arguments, tuple):
+    if not isinstance(arguments, tuple):
+        raise Malformed("an object that is not a function is called")
+    if isinstance(function, Opaque):  # a function that another function returned
+        return Opaque(function.kind, [function, arguments])
+    if not isinstance(function, Named):
         raise Malformed("an object that is not a function is called")
     name = function.name
     try:
-        if name == "collections.OrderedDict":
-            return _mapping(*arguments)
-        if name == "torch.Size":
-            (sizes,) = arguments
-            if not is_sizes(sizes):
-                raise Malformed("a torch.Size is impossible")
-            return tuple(sizes)
-        if name in {"torch.device", "_codecs.encode"}:
-            return Opaque(name.rpartition(".")[2])
-        if name.startswith(_REBUILD):
-            return _rebuilt(name, arguments)
-        if name == "torch._tensor._rebuild_from_type_v2":
-            inner, kind, inner_arguments, _state = arguments
-            if isinstance(kind, Named) and kind.name in _PLAIN and isinstance(inner, Named):
-                if inner.name.startswith(_REBUILD):
-                    return call(inner, inner_arguments)
-                raise NotTensors(inner.name)
+        return _called(name, arguments)
     except (TypeError, ValueError) as error:
         raise Malformed(f"{name} has other arguments than torch.save writes") from error
+    except NotTensors as error:
+        return Opaque(str(error), [arguments])
+
+
+def _called(name: str, arguments: tuple[Any, ...]) -> Any:
+    if name in _DICTS:
+        return _mapping(*(one for one in arguments if not isinstance(one, Named)))
+    if name == "torch.Size":
+        (sizes,) = arguments
+        if not is_sizes(sizes):
+            raise Malformed("a torch.Size is impossible")
+        return Size(sizes)
+    if name.startswith(_REBUILD):
+        return _rebuilt(name, arguments)
+    if name == "torch._tensor._rebuild_from_type_v2":
+        inner, kind, inner_arguments, _state = arguments
+        if isinstance(kind, Named) and kind.name in _PLAIN and isinstance(inner, Named):
+            if inner.name.startswith(_REBUILD) and isinstance(inner_arguments, tuple):
+                return _rebuilt(inner.name, inner_arguments)
+            raise NotTensors(inner.name)
+        raise NotTensors(kind.name if isinstance(kind, Named) else name)
     raise NotTensors(name)
 
 
-def create(kind: Any, begins: bytes) -> NoReturn:
-    """Raise the error for an instance of a class; ``begins`` is the pickle's next bytes.
+def create(kind: Any, arguments: Any) -> Opaque:
+    """Return the record for an instance of a class.
 
     Raises:
-        Malformed, NotTensors, WholeModule: always.
+        Malformed: ``kind`` is no class.
     """
-    if not isinstance(kind, Named):
+    if not isinstance(kind, Named | Opaque):
         raise Malformed("an object is created from something that is not a class")
-    if all(name in begins for name in _OF_MODULES):
-        raise WholeModule(kind.name)
-    raise NotTensors(kind.name)
+    return Opaque(kind.name if isinstance(kind, Named) else kind.kind, [arguments])
 
 
 def _mapping(pairs: Any = ()) -> dict[Any, Any]:
@@ -174,13 +233,13 @@ def _mapping(pairs: Any = ()) -> dict[Any, Any]:
 
 
 def put(mapping: dict[Any, Any], key: Any, value: Any) -> None:
-    """Set an item of a pickled dict.
+    """Set an item of a pickled dict. A key of an unusual type becomes an ``Opaque``.
 
     Raises:
-        Malformed: the dict has the key already, or the key's type is not one that ``torch.save`` uses.
+        Malformed: the dict has the key already.
     """
-    if not isinstance(key, str | int | bytes):  # hashing a crafted nested tuple may never end
-        raise Malformed(f"a dict has a key of type {type_name(key)}")
+    if not isinstance(key, str | int | bytes | float):
+        key = Opaque(type_name(key), [key])  # hashing a crafted nested tuple may never end
     if key in mapping:
         raise Malformed(f"key {shown(key)} occurs twice")
     mapping[key] = value
@@ -237,27 +296,12 @@ def _tensor(
     return TensorRef(source, kind, offset, tuple(shape), tuple(stride))
 
 
-def check_storages(path: Path, tensors: Mapping[str, TensorRef]) -> dict[str, StorageRef]:
-    """Return a dict that maps the key of each storage to the storage.
-
-    Raises:
-        CheckpointError: two tensors disagree about the size of a storage.
-    """
-    storages: dict[str, StorageRef] = {}
-    for tensor in tensors.values():
-        first = storages.setdefault(tensor.storage.key, tensor.storage)
-        if first.nbytes != tensor.storage.nbytes:
-            raise CheckpointError(
-                f"{path}: damaged: storage {shown(first.key)} has {first.nbytes:,} bytes for one "
-                f"tensor and {tensor.storage.nbytes:,} for another",
-                AGAIN,
-            )
-    return storages
-
-
 def type_name(value: Any) -> str:
     """Return the name of the Python type that a pickled value had."""
-    names = {TensorRef: "Tensor", StorageRef: "storage", Named: "class or function"}
+    names = {
+        TensorRef: "Tensor", StorageRef: "storage", Named: "class or function",
+        StateDict: "OrderedDict", Size: "torch.Size",
+    }  # fmt: skip
     if isinstance(value, Opaque):
-        return value.kind
+        return _TITLES.get(value.kind, value.kind.removeprefix("__builtin__."))
     return names.get(type(value), type(value).__name__)

@@ -121,7 +121,7 @@ def load_state(
     Raises:
         CheckpointError: keys are missing or unexpected, shapes differ, or a module's own code fails.
     """
-    stored = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    stored = {name: _shape(value) for name, value in state.items()}
     try:
         model.load_state_dict(state, strict=optional is None)
     except HarnessError:

@@ -28,6 +28,7 @@ from weighin.formats.misfit import first_names
 from weighin.formats.selection import Selection
 from weighin.loader import fill
 from weighin.loader.arena import MemoryNeed, provide
+from weighin.loader.extra_state import extra_values
 from weighin.loader.fill import Fill, is_readable
 from weighin.loader.lazy_state import (
     FILLED_DEVICES,
@@ -102,7 +103,7 @@ def load_streaming(
             all tensors concurrently.
         key: the key of the state dict in a checkpoint that holds more, such as a training
             checkpoint: "model", or "state.model" in nested dicts. Only the tensors under this key
-            are read.
+            are read. Objects elsewhere in the checkpoint are neither executed nor imported.
         strip_prefix: a prefix of the checkpoint's names that the model's names lack: "module.".
 
     Raises:
@@ -145,7 +146,8 @@ def _load(
                 real_memory(model, {source.name: source.dtype for source in slices})
             )
             optional = _optional(model, mapped, path) if mapped else None
-            load_state(model, lazy_state(log, slices), path, optional)
+            values = {} if mapped else extra_values(model, slices, path)
+            load_state(model, lazy_state(log, slices) | values, path, optional)
         loads = log.finish()
         _refuse_meta(model, path)
     place = _Placer(model, log, device, dtype)

@@ -11,6 +11,7 @@ from weighin.formats import sniff
 from weighin.formats.pipeline import is_pipeline
 from weighin.formats.pretrained_folder import cached_snapshot, is_pretrained, read_folder
 from weighin.formats.pretrained_spec import auto_dtype, spec_of
+from weighin.formats.selection import Selection
 from weighin.loader.load import load_streaming
 from weighin.models.pretrained_modules import module_of
 from weighin.models.skeleton import construct
@@ -23,6 +24,8 @@ def load_pretrained(
     device: torch.device | str = "cpu",
     threads: int | None = None,
     trust_remote_code: bool = False,
+    key: str = "",
+    strip_prefix: str = "",
 ) -> Any:
     """Return the model that ``AutoModel....from_pretrained(folder, dtype=dtype)`` returns.
 
@@ -36,6 +39,9 @@ def load_pretrained(
         dtype: "auto" takes the dtype of ``config.json``; a model of diffusers or timm has float32.
         threads: the number of threads that read, as for ``load_streaming``.
         trust_remote_code: whether to run the model's code, if it comes with the folder.
+        key: the key of the state dict, if the folder's weights are a training checkpoint, as for
+            ``load_streaming``.
+        strip_prefix: a prefix of the names in the file that the model's names lack: "module.".
 
     Raises:
         CheckpointError: the folder is unreadable, or lacks weights of its model.
@@ -53,12 +59,18 @@ def load_pretrained(
             "give a folder that model.save_pretrained(FOLDER) wrote",
         )
     found = read_folder(path, trust_remote_code=trust_remote_code)
-    wanted = auto_dtype(found) if dtype == "auto" else dtype
+    selection = Selection(key, strip_prefix)
+    wanted = auto_dtype(found, selection) if dtype == "auto" else dtype
     kind = getattr(torch, wanted) if isinstance(wanted, str) else wanted
     library = module_of(found.library.builder)
-    build = partial(library.from_config, **spec_of(found).kwargs)
+    build = partial(library.from_config, **spec_of(found, selection).kwargs)
     model: Any = load_streaming(
-        lambda: construct(build, kind), found.checkpoint, device=device, threads=threads
+        lambda: construct(build, kind),
+        found.checkpoint,
+        device=device,
+        threads=threads,
+        key=key,
+        strip_prefix=strip_prefix,
     )
     library.finish(model, path)
     return model

@@ -44,8 +44,8 @@ def predict(
 ) -> list[Prediction]:
     """Return a prediction for each cell, in the order of the cells.
 
-    The function reads no tensor data and needs no GPU. If ``checkpoint`` has the cell's format, the
-    cell loads this checkpoint. Otherwise the cell loads a generated checkpoint without values,
+    The function reads no tensor data and needs no GPU. If ``checkpoint`` has the cell's format and
+    holds only tensors, the cell loads this checkpoint. Otherwise the cell loads a generated checkpoint without values,
     which has the tensors that ``selection`` selects in ``checkpoint``, or without ``checkpoint``
     the model's tensors. ``checkpoint_dtype`` replaces the generated checkpoint's dtype. If a cell
     cannot be predicted, its figures are None and ``cannot`` has the reason.
@@ -53,7 +53,9 @@ def predict(
     Raises:
         HarnessError: the predicting process was killed.
     """
-    own = formats.detect(checkpoint).NAME if checkpoint and not selection else None
+    own = None
+    if checkpoint and not selection and formats.has_only_tensors(checkpoint):
+        own = formats.detect(checkpoint).NAME
     with (
         tempfile.TemporaryDirectory(prefix="weighin-predict-") as folder,
         _Asker(environment(python_path)) as ask,

@@ -116,6 +116,7 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
     preload.check(suite.environment)
     _check_any_runs(planned)
     _check_own_selections(planned, chosen.selection, _own_format(checkpoint))
+    planned = _without_refused(planned, checkpoint)
     folders = [Path(code["folder"]) for model in models if (code := code_of(model))]
     mounts = _existing((*request.mounts, *folders))
     folder = request.folder or Path("results") / _name(request, models)
@@ -289,6 +290,28 @@ def _check_own_selections(planned: list[Planned], selection: Selection, own: str
                 f" format is {own}, not {each.cell.format}",
                 "leave --format out, or leave the strategy out",
             )
+
+
+def _without_refused(planned: list[Planned], checkpoint: Path | None) -> list[Planned]:
+    """Skip the strategies whose torch.load refuses objects in the user's training checkpoint.
+
+    Raises:
+        ConfigError: no other cell is left.
+    """
+    reads = [each.strategy.weights_only and bool(each.selection) for each in planned]
+    if checkpoint is None or not any(reads):
+        return planned
+    selection = next(each.selection for each in planned if each.selection)
+    refused = getattr(formats.read(checkpoint, selection)[1], "refused", "")
+    skip = f"torch.load(weights_only=True) refuses {refused} in {checkpoint.name}; weights_only=False runs code from the file"  # fmt: skip
+    planned = [
+        replace(each, skip=each.skip or f"{each.strategy.name}: {skip}")
+        if own and refused
+        else each
+        for own, each in zip(reads, planned, strict=True)
+    ]
+    _check_any_runs(planned)
+    return planned
 
 
 def _existing(mounts: tuple[Path, ...]) -> tuple[str, ...]:

@@ -58,7 +58,8 @@ class StrategyInfo:
     empty for a strategy that needs no such folder. ``packages`` are the
     packages that the strategy imports beside torch and weighin, by their names on PyPI:
     "fastsafetensors", "safetensors>=0.8". ``shares_load`` tells whether the strategy divides one
-    load among several ranks, so that it needs at least two.
+    load among several ranks, so that it needs at least two. ``weights_only`` tells whether the strategy
+    reads a training checkpoint with torch.load(weights_only=True), which refuses most classes.
     """
 
     name: str
@@ -71,6 +72,7 @@ class StrategyInfo:
     pretrained: str = ""
     packages: tuple[str, ...] = ()
     shares_load: bool = False
+    weights_only: bool = False
 
     @property
     def missing(self) -> str:
@@ -175,6 +177,7 @@ def read_strategy(path: Path, operation: Operation = "load") -> StrategyInfo:
         pretrained=_library(tree, path),
         packages=_constant(tree, "PACKAGES", path, ()),
         shares_load=_flag(tree, "SHARES_LOAD"),
+        weights_only=_flag(tree, "WEIGHTS_ONLY"),
     )
 
 

@@ -1,0 +1,298 @@
+"""Find the state dict among the records of a pickled checkpoint, or say why there is none.
+
+A training checkpoint also holds settings, schedulers and random states, whose classes are unknown
+here. They do not matter outside of the selected state dict. Inside of it, an object may only hold no
+tensors. This module uses only the standard library.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+from weighin.errors import CheckpointError
+from weighin.formats.dtypes import ITEM_BYTES
+from weighin.formats.misfit import first_names, plain
+from weighin.formats.sniff import shown
+from weighin.formats.tensor_refs import Opaque, TensorRef, type_name
+
+_DEEPEST: Final = 4
+_MOST_PLACES: Final = 3
+_LONGEST_PLACE: Final = 100
+_MOST_NAMED: Final = 1000  # items of a dict or list that get places of their own
+_NOT_PLAIN: Final = (dict, list, tuple, Opaque, TensorRef)
+_ARRAY: Final = "NumPy array"
+_EXTRA_STATE: Final = "_extra_state"
+"""The part of a name under which ``Module.state_dict`` stores a value that is no tensor."""
+
+_OPTIM_STATES: Final = "_optim_states.pt"
+_WEIGHTS_ALONE: Final = "save the weights alone: torch.save(model.state_dict(), ...)"
+_SAVE_AGAIN: Final = (
+    "if you trust the file, load it and save plain weights: torch.save(model.state_dict(), ...)"
+)
+_ARRAYS: Final = (
+    "save tensors instead: torch.save({name: torch.from_numpy(array) for name, array in ...}, ...)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StateDictParts:
+    """A state dict: its tensors, its values that are no tensors, and the modules' version metadata."""
+
+    tensors: dict[str, TensorRef]
+    values: dict[str, Any]
+    metadata: Mapping[str, Mapping[str, object]] | None
+
+
+def is_extra_state(name: object) -> bool:
+    """Tell whether a name in a state dict is that of a module's extra state."""
+    return isinstance(name, str) and _EXTRA_STATE in name.split(".")
+
+
+def state_dict(path: Path, value: Any, key: str) -> StateDictParts:
+    """Return the state dict at a dotted key in a pickled value; "" is the value itself.
+
+    With a key, the state dict may have values that hold no tensors. Without a key, only extra states
+    may be such values, since a file of tensors and settings is more likely a training checkpoint.
+
+    Raises:
+        CheckpointError: there is no state dict. The message names the first object that does not
+            belong to one, with its place; the repair names the keys of state dicts, with their sizes.
+    """
+    inside = inner(path, value, key)
+    if not isinstance(inside, dict):
+        raise _no_dict(path, inside, value)
+    tensors, values = {}, {}
+    for name, item in inside.items():
+        if isinstance(name, str) and isinstance(item, TensorRef):
+            tensors[name] = item
+        else:
+            values[name] = item
+    seen: set[int] = set()
+    for name, item in values.items():
+        fits = isinstance(name, str) and (bool(key) or is_extra_state(name))
+        if not fits or any(isinstance(one, TensorRef) for _, one in _walk(item, "", seen)):
+            raise _no_state_dict(path, value, key, values, name)
+    if values and not tensors:
+        raise _no_state_dict(path, value, key, values, next(iter(values)))
+    return StateDictParts(tensors, values, getattr(inside, "metadata", None))
+
+
+def inner(path: Path, value: Any, key: str) -> Any:
+    """Return the value at a dotted key of nested dicts.
+
+    If there is no such key, return the values whose names begin with the key and a dot.
+
+    Raises:
+        CheckpointError: the dicts have neither; the repair lists the existing keys.
+    """
+    if not key:
+        return value
+    found = next(_found(value, key), None)
+    if found is not None:
+        return found
+    start = f"{key}."
+    if isinstance(value, dict):
+        named = {
+            name.removeprefix(start): item
+            for name, item in value.items()
+            if isinstance(name, str) and name.startswith(start)
+        }
+        if named:
+            return named
+    raise no_key(path, key, value if isinstance(value, dict) else ())
+
+
+def _found(value: Any, key: str) -> Iterator[Any]:
+    """Yield all values at a dotted key, longest first part first; single keys may contain dots."""
+    if not isinstance(value, dict):
+        return
+    if key in value:
+        yield value[key]
+    parts = key.split(".")
+    for size in range(len(parts) - 1, 0, -1):
+        yield from _found(value.get(".".join(parts[:size])), ".".join(parts[size:]))
+
+
+def no_key(path: Path, key: str, keys: Sequence[object] | Mapping[Any, object]) -> CheckpointError:
+    """Return the exception for a checkpoint that does not have ``key``."""
+    names = first_names(plain(str(one)) for one in dict.fromkeys(keys) if isinstance(one, str))
+    places = weights_in(keys) if isinstance(keys, Mapping) else {}
+    repair = with_key(places) if places else f"its keys: {names or 'none'}"
+    return CheckpointError(f"{path}: has no key {shown(key)}", repair)
+
+
+def weights_in(value: Any) -> dict[str, int]:
+    """Return the keys of the largest state dicts in nested dicts, and their sizes in bytes.
+
+    State dicts of optimizers and those of empty tensors are left out.
+    """
+    return largest(_sizes(value))
+
+
+def _sizes(value: Any) -> dict[str, int]:
+    """Return the keys of all state dicts in nested dicts except optimizers', and their sizes in bytes."""
+    seen: set[int] = set()  # a crafted pickle may refer to one dict from many places
+    places: dict[str, int] = {}
+
+    def look(inside: Mapping[Any, Any], key: str, depth: int) -> None:
+        for name, item in inside.items():
+            if not isinstance(name, str) or "optim" in name.lower() or id(item) in seen:
+                continue
+            if not isinstance(item, dict) or not item:
+                continue
+            seen.add(id(item))
+            place = f"{key}.{name}" if key else name
+            tensors = [one for one in item.values() if isinstance(one, TensorRef)]
+            if tensors and all(
+                isinstance(one, str) and (isinstance(item[one], TensorRef) or is_extra_state(one))
+                for one in item
+            ):
+                places[place] = sum(map(_nbytes, tensors))
+            elif depth < _DEEPEST:
+                look(item, place, depth + 1)
+
+    if isinstance(value, Mapping):
+        look(value, "", 1)
+    return places
+
+
+def largest(places: Mapping[str, int]) -> dict[str, int]:
+    """Return the largest of the state dicts at some keys, without empty ones, largest first."""
+    found = sorted(places, key=lambda place: -places[place])[:_MOST_PLACES]
+    return {plain(place): places[place] for place in found if places[place]}
+
+
+def with_key(places: Mapping[str, int]) -> str:
+    """Return the advice in the error for a checkpoint with state dicts of these sizes at these keys."""
+    from weighin.units import format_bytes  # imports decimal, which few loads need
+
+    ways = " or ".join(f"--key {place} ({format_bytes(size)})" for place, size in places.items())
+    first = next(iter(places))
+    return (
+        f"select the weights: {ways}; in load_streaming: key={shown(first)}"
+        f"; in a suite: key: {first}"
+    )
+
+
+def all_empty(path: Path) -> CheckpointError:
+    """Return the exception for a checkpoint of empty tensors, as ZeRO-3 writes beside the weights."""
+    folder = path if path.is_dir() else path.parent
+    if next(folder.glob(f"*{_OPTIM_STATES}"), None) is None:
+        return CheckpointError(
+            f"{path}: all tensors are empty, so there is nothing to load",
+            "save the whole weights: a process that shards a model (ZeRO-3, FSDP) must gather them"
+            " before it calls state_dict()",
+        )
+    return CheckpointError(
+        f"{path}: all tensors are empty: ZeRO-3 keeps the weights in *{_OPTIM_STATES}",
+        f"give the folder of all its files: {folder}",
+    )
+
+
+def holds_more(path: Path, place: str, item: Opaque) -> CheckpointError:
+    """Return the exception for a file in which an object is where a tensor belongs."""
+    what = f"is a {title}" if (title := type_name(item)) != item.kind else f"refers to {title}"
+    return CheckpointError(
+        f"{path}: holds more than tensors, and was NOT executed: {place} {what}", _SAVE_AGAIN
+    )
+
+
+def _no_dict(path: Path, inside: Any, value: Any) -> CheckpointError:
+    places = weights_in(value)
+    if isinstance(inside, Opaque) and inside.is_foreign:
+        error = (
+            _whole_module(path, "", inside) if inside.is_module else holds_more(path, "it", inside)
+        )
+    else:
+        what = f"holds a {type_name(inside)}, not a state dict"
+        error = CheckpointError(f"{path}: {what}", _WEIGHTS_ALONE)
+    return CheckpointError(error.message, with_key(places)) if places else error
+
+
+def _no_state_dict(
+    path: Path, value: Any, key: str, values: Mapping[Any, Any], name: Any
+) -> CheckpointError:
+    """Return the exception for a dict whose item ``name`` does not belong to a state dict.
+
+    ``values`` are its items that are no tensors. The message names the first foreign object among
+    them, if there is one, because torch.load refuses it, too.
+    """
+    item, sizes = values[name], _sizes(value)
+    places = largest(sizes)
+    if sizes and not places:
+        return all_empty(path)
+    if isinstance(name, Opaque):
+        error = CheckpointError(
+            f"{path}: not a state dict: a dict has a key of type {name.kind}", _WEIGHTS_ALONE
+        )
+    elif (found := _first_foreign(key, {name: item} if key else values)) is None:
+        what = f"{shown(name)} holds a {type_name(item)}"
+        error = CheckpointError(f"{path}: not a flat state dict: {what}", _WEIGHTS_ALONE)
+    elif found[1].is_module and not places:
+        error = _whole_module(path, *found)
+    elif found[1] is item and type_name(item) == _ARRAY:
+        what = f"{shown(found[0])} is a {_ARRAY}, not a tensor"
+        error = CheckpointError(f"{path}: {what}", _ARRAYS)
+    else:
+        error = holds_more(path, shown(found[0]), found[1])
+    return CheckpointError(error.message, with_key(places)) if places else error
+
+
+def _first_foreign(key: str, values: Mapping[Any, Any]) -> tuple[str, Opaque] | None:
+    """Return the place and the record of the first object that torch.load refuses."""
+    seen: set[int] = set()
+    for name, item in values.items():
+        for place, one in _walk(item, _join(key, name), seen):
+            if isinstance(one, Opaque) and one.is_foreign:
+                return place, one
+    return None
+
+
+def _whole_module(path: Path, place: str, module: Opaque) -> CheckpointError:
+    at = f" at {shown(place)}" if place else ""
+    return CheckpointError(
+        f"{path}: holds a whole pickled module ({module.kind}){at}, which cannot be loaded without"
+        " executing its code: it was NOT executed",
+        "if you trust that code, load the module with it and save plain weights:"
+        " torch.save(model.state_dict(), ...)",
+    )
+
+
+def _walk(value: Any, place: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors, dicts, lists and objects in a value, in order, with their places.
+
+    Values in ``seen`` are left out: a crafted pickle may refer to one value from many places.
+    """
+    todo = [(place, value)]
+    while todo:
+        at, one = todo.pop()
+        if not isinstance(one, TensorRef):
+            if not isinstance(one, dict | list | tuple | Opaque) or id(one) in seen:
+                continue
+            seen.add(id(one))
+        yield at, one
+        pairs: Iterable[tuple[object, Any]] = ()
+        if isinstance(one, dict):
+            pairs = one.items()
+            todo += [(at, key) for key in one if isinstance(key, Opaque)]
+        elif not isinstance(one, TensorRef):
+            pairs = enumerate(one.contents if isinstance(one, Opaque) else one)
+        inside = [
+            (at if isinstance(one, Opaque) or len(one) > _MOST_NAMED else _join(at, name), item)
+            for name, item in pairs
+            if isinstance(item, _NOT_PLAIN)
+        ]
+        todo += reversed(inside)
+
+
+def _join(place: str, name: object) -> str:
+    """Return a dotted place; it does not grow without end."""
+    if not isinstance(name, str | int) or len(place) > _LONGEST_PLACE:
+        return place
+    return f"{place}.{plain(str(name))}" if place else plain(str(name))
+
+
+def _nbytes(tensor: TensorRef) -> int:
+    return prod(tensor.shape) * ITEM_BYTES[tensor.dtype]

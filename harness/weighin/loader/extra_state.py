@@ -1,0 +1,168 @@
+"""Rebuild the values of a state dict that are no tensors, for ``Module.set_extra_state``.
+
+Only plain values and a few kinds of objects are rebuilt, each by code of this module. No class that a
+checkpoint names is imported.
+"""
+
+import logging
+import re
+from argparse import Namespace
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from io import BytesIO
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+
+from weighin.errors import CheckpointError
+from weighin.formats.base import TensorSlice
+from weighin.formats.dtypes import ITEM_BYTES
+from weighin.formats.misfit import first_names, plain
+from weighin.formats.sniff import shown
+from weighin.formats.state_dicts import is_extra_state
+from weighin.formats.state_pickle import MOST_BYTES
+from weighin.formats.tensor_refs import Named, Opaque, Size, StateDict, type_name
+
+_NUMPY_DTYPE: Final = re.compile(r"[biufc]\d+")
+_log = logging.getLogger("weighin")
+
+
+def extra_values(
+    model: torch.nn.Module, slices: Sequence[TensorSlice], checkpoint: Path
+) -> dict[str, Any]:
+    """Return the values to add to a state dict of tensors before ``load_state_dict``.
+
+    An extra state that no module of the model takes is left out. Any other value that the model lacks
+    is None in the result, so that torch reports its name as unexpected.
+
+    Raises:
+        CheckpointError: a module takes an extra state that holds an object of another class.
+    """
+    values: dict[str, object] = dict(getattr(slices, "values", {}))
+    taken = {
+        f"{path}.{torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX}".removeprefix(".")
+        for path, module in model.named_modules()
+        if type(module).set_extra_state is not torch.nn.Module.set_extra_state
+    }
+    unused = [name for name in values if is_extra_state(name) and name not in taken]
+    if dropped := [plain(name) for name in unused if values[name] is not None]:
+        _log.warning("no module of this model takes the extra state of %s", first_names(dropped))
+    return {
+        name: _Rebuilder(checkpoint, name).rebuild(value) if name in taken else None
+        for name, value in values.items()
+        if name not in unused
+    }
+
+
+class _Rebuilder:
+    """Turns the records of one value into objects; each record becomes one object."""
+
+    def __init__(self, checkpoint: Path, name: str) -> None:
+        self._checkpoint, self._name = checkpoint, name
+        self._made: dict[int, Any] = {}
+        self._left = MOST_BYTES
+
+    def rebuild(self, record: object) -> Any:
+        """Return the value.
+
+        Raises:
+            CheckpointError: the value holds an object that only its own class can rebuild.
+        """
+        try:
+            return self._object(record)
+        except (TypeError, ValueError, KeyError, IndexError, RecursionError):
+            raise self._refusal("a damaged value") from None
+
+    def _object(self, record: Any) -> Any:
+        if record is None or isinstance(record, bool | int | float | str | bytes):
+            return record
+        if id(record) not in self._made:
+            if type(record) in (dict, StateDict):
+                made: Any = OrderedDict() if type(record) is StateDict else {}
+                self._made[id(record)] = made
+                made.update({self._key(key): self._object(item) for key, item in record.items()})
+            elif isinstance(record, list):
+                made = self._made[id(record)] = []
+                made.extend(map(self._object, record))
+            else:
+                self._made[id(record)] = self._other(record)
+        return self._made[id(record)]
+
+    def _key(self, key: Any) -> Any:
+        if isinstance(key, Opaque):
+            raise self._refusal(f"a dict with a key of type {key.kind}")
+        return key
+
+    def _other(self, record: Any) -> Any:
+        if isinstance(record, Size):
+            return torch.Size(record)
+        if isinstance(record, tuple):
+            return tuple(map(self._object, record))
+        if isinstance(record, Named) and record.name.removeprefix("torch.") in ITEM_BYTES:
+            return getattr(torch, record.name.removeprefix("torch."))
+        make = _KINDS.get(record.kind) if isinstance(record, Opaque) else None
+        if make is None:
+            raise self._refusal(type_name(record))
+        return make(self, *record.contents)
+
+    def _bytes(self, arguments: Any) -> Any:
+        return self._counted(arguments[0].encode("latin-1")) if arguments else b""
+
+    def _device(self, arguments: Any) -> torch.device:
+        return torch.device(*arguments)
+
+    def _namespace(self, _arguments: Any, state: Any = MappingProxyType({})) -> Namespace:
+        return Namespace(**self._counted(self._object(dict(state))))
+
+    def _stream(self, _arguments: Any, state: Any) -> BytesIO:
+        return BytesIO(self._counted(self._object(state[0])))
+
+    def _scalar(self, arguments: Any) -> Any:
+        return self._numbers(*arguments)[0]
+
+    def _array(self, _arguments: Any, state: Any) -> Any:
+        _version, shape, dtype, is_fortran, data = state
+        return self._numbers(dtype, data).reshape(shape, order="F" if is_fortran else "C")
+
+    def _numbers(self, dtype: Opaque, data: Any) -> Any:
+        import numpy  # not at the top: torch works without NumPy, and few checkpoints need it
+
+        (name, *_), state = dtype.contents
+        if not _NUMPY_DTYPE.fullmatch(name):
+            raise self._refusal(f"a NumPy array of dtype {name}")
+        order = ">" if state[1] == ">" else "<"
+        return numpy.frombuffer(self._counted(self._object(data)), dtype=order + name).astype(name)
+
+    def _counted(self, made: Any) -> Any:
+        """Return a copy that was made; refuse a record that would be copied again and again."""
+        self._left -= len(made)
+        if self._left < 0:
+            raise self._refusal(f"values of more than {MOST_BYTES:,} bytes")
+        return made
+
+    def _refusal(self, what: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._checkpoint}: {shown(self._name)} holds {what}, which was NOT executed",
+            "load the checkpoint with torch.load and the code that defines the object",
+        )
+
+
+_OF_NUMPY: Final[dict[str, Callable[..., Any]]] = {
+    "scalar": _Rebuilder._scalar,
+    "_reconstruct": _Rebuilder._array,
+}
+_KINDS: Final[dict[str, Callable[..., Any]]] = {
+    "_codecs.encode": _Rebuilder._bytes,
+    "__builtin__.bytes": _Rebuilder._bytes,  # without arguments
+    "torch.device": _Rebuilder._device,
+    "argparse.Namespace": _Rebuilder._namespace,
+    "_io.BytesIO": _Rebuilder._stream,
+    **{
+        f"numpy.{core}.multiarray.{name}": make
+        for core in ("core", "_core")
+        for name, make in _OF_NUMPY.items()
+    },
+}
+"""The functions that rebuild an object from its arguments, state and items, by its full name."""

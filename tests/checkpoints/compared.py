@@ -1,0 +1,161 @@
+"""Make a layout, load it, and compare, each in a process of its own: ``tried.py`` starts them."""
+
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from layouts import Layout, every
+from torch import nn
+
+_MADE: Final = Path("made.json")
+_TRUTH: Final = Path("truth.pt")
+_ARGUMENTS: Final = {"class": "model_class"}
+"""Arguments of ``load_pretrained`` that have another name than the option."""
+
+
+def make(name: str) -> None:
+    """Make the layout ``name`` in the current folder, and keep what is right beside it."""
+    layout = _named(name)
+    folder = Path("checkpoint")
+    folder.mkdir()
+    torch.manual_seed(20261125)
+    made = layout.make(folder)
+    is_folder = made.truth is None or made.is_folder
+    truth, more = made.truth or {}, dict[str, torch.Tensor]()
+    if made.truth is None and "load" not in layout.refused:
+        truth, more = _tensors(_from_pretrained(made.path, layout))
+    torch.save((dict(truth), more), _TRUTH)
+    tensors = {
+        key: [list(one.shape), str(one.dtype).removeprefix("torch.")] for key, one in truth.items()
+    }
+    _MADE.write_text(
+        json.dumps({"path": str(made.path), "is_folder": is_folder, "tensors": tensors})
+    )
+
+
+def load(name: str) -> None:
+    """Load the layout with weighin's loader, compare it with the truth, and print JSON."""
+    import weighin
+    from weighin.errors import HarnessError
+
+    layout = _named(name)
+    made = json.loads(_MADE.read_text())
+    options: dict[str, Any] = {_ARGUMENTS.get(key, key): one for key, one in layout.options.items()}
+    truth, more = _truth()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            if made["is_folder"]:
+                model = weighin.load_pretrained(made["path"], **options)
+            else:
+                model = weighin.load_streaming(lambda: _model_of(truth), made["path"], **options)
+        except HarnessError as error:
+            print(json.dumps({"refused": str(error)}))
+            return
+    state, buffers = _tensors(model)
+    differences = _differences(state, truth)
+    if made["is_folder"]:
+        differences += _differences(buffers, more)
+    _print(differences, [str(one.message) for one in said])
+
+
+def converted() -> None:
+    """Compare the converted file with the truth, and print JSON."""
+    from safetensors.torch import load_file
+
+    found, (truth, _) = load_file("converted.safetensors"), _truth()
+    for key, tied_to in _ties(truth).items():  # safetensors keeps one name of a shared tensor
+        if key not in found and tied_to in found:
+            found[key] = found[tied_to]
+        elif tied_to not in found and key in found:
+            found[tied_to] = found[key]
+    found |= {key: one.to(truth[key].dtype) for key, one in found.items() if key in truth}
+    _print(_differences(found, truth), [])
+
+
+def _from_pretrained(path: Path, layout: Layout) -> nn.Module:
+    import transformers
+
+    config = json.loads((path / "config.json").read_text())
+    name = layout.options.get("class") or (config.get("architectures") or ["AutoModel"])[0]
+    options: dict[str, Any] = {
+        key: one for key, one in layout.options.items() if key in ("variant", "revision")
+    }
+    kind = getattr(transformers, str(name).removeprefix("transformers."))
+    model: nn.Module = kind.from_pretrained(path, dtype="auto", **options)
+    return model
+
+
+def _tensors(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return what the state dict of a model has, and the buffers that it has not."""
+    state = model.state_dict(keep_vars=True)
+    tensors = {key: one for key, one in state.items() if isinstance(one, torch.Tensor)}
+    return tensors, {key: one for key, one in model.named_buffers() if key not in state}
+
+
+def _model_of(truth: Mapping[str, torch.Tensor]) -> nn.Module:
+    """Return a module with a tensor of ones at each place; shared tensors are shared."""
+    root, made = nn.Module(), dict[int, Any]()
+    for key, one in truth.items():
+        *path, leaf = key.split(".")
+        owner = root
+        for part in path:
+            owner = owner._modules.setdefault(part, nn.Module())  # type: ignore[assignment]
+        tensor = made.get(id(one))
+        if tensor is None:
+            tensor = torch.empty(one.shape, dtype=one.dtype)
+            tensor = nn.Parameter(tensor) if one.is_floating_point() else tensor
+            made[id(one)] = tensor
+        if isinstance(tensor, nn.Parameter):
+            owner._parameters[leaf] = tensor
+        else:
+            owner._buffers[leaf] = tensor
+    return root
+
+
+def _truth() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return the right state dict, and the right values of the buffers outside it."""
+    found: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = torch.load(
+        _TRUTH, weights_only=False
+    )
+    return found
+
+
+def _ties(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return, for each name of memory that has several, the first name."""
+    first: dict[tuple[int, int, torch.Size], str] = {}
+    ties = {}
+    for key, one in state.items():
+        place = (one.data_ptr(), one.numel() * one.element_size(), one.shape)
+        if one.numel() and first.setdefault(place, key) != key:
+            ties[key] = first[place]
+    return ties
+
+
+def _differences(found: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor]) -> list[str]:
+    lines = [f"lost {key}" for key in truth.keys() - found.keys()]
+    lines += [f"more: {key}" for key in found.keys() - truth.keys()]
+    for key in found.keys() & truth.keys():
+        one, other = found[key].detach(), truth[key].detach()
+        if one.dtype != other.dtype or one.shape != other.shape:
+            lines.append(
+                f"{key} is {one.dtype} {tuple(one.shape)}, not {other.dtype} {tuple(other.shape)}"
+            )
+        elif not torch.equal(_bits(one), _bits(other)):
+            lines.append(f"{key}: other values")
+    return lines
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else tensor.flatten()
+
+
+def _print(differences: list[str], said: list[str]) -> None:
+    print("\n" + json.dumps({"differences": differences, "said": said}))
+
+
+def _named(name: str) -> Layout:
+    return next(one for one in every() if one.name == name)

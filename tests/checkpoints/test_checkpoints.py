@@ -1,0 +1,68 @@
+"""Every layout is right or refused with its reason; ``python tests/checkpoints`` tries all verbs."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import page
+import pytest
+from fork_server import ForkServer
+from layouts import VERBS, Layout, every
+from tried import Missing, Verdict, server, tried
+
+QUICK = ("inspect", "convert", "load")
+WITH_ALL_VERBS = ("ten dtypes", "tied by the config, two matrices in the file")
+LAYOUTS = every()
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[ForkServer]:
+    with server() as started:
+        yield started
+
+
+def wrong(layout: Layout, folder: Path, forks: ForkServer, verbs: tuple[str, ...]) -> list[str]:
+    try:
+        found = tried(layout, folder, forks, verbs)
+    except Missing as missing:
+        assert str(missing) in layout.packages, (
+            f"{layout.name} needs {missing}, and does not say it"
+        )
+        pytest.skip(f"needs {missing}")
+    return [f"{verb}: {one.words}" for verb, one in found.items() if one.state == "WRONG"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda one: one.name)
+def test_a_layout_is_right_or_refused_with_its_reason(
+    layout: Layout, tmp_path: Path, forks: ForkServer
+) -> None:
+    assert wrong(layout, tmp_path, forks, QUICK) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WITH_ALL_VERBS)
+def test_every_verb_is_right_or_refuses_it(name: str, tmp_path: Path, forks: ForkServer) -> None:
+    (layout,) = (one for one in LAYOUTS if one.name == name)
+    assert wrong(layout, tmp_path, forks, VERBS) == []
+
+
+def test_the_page_has_every_layout_and_no_wrong_answer() -> None:
+    text = (ROOT / "docs" / "checkpoints.md").read_text()
+    assert [one.name for one in LAYOUTS if f"| {page.named(one)} |" not in text] == []
+    assert "WRONG" not in text
+
+
+def test_values_that_differ_are_called_wrong(tmp_path: Path, forks: ForkServer) -> None:
+    """The judge is tried with a layout that lies about its values."""
+    (honest,) = (one for one in LAYOUTS if one.name == "a file of safetensors")
+    assert tried(honest, tmp_path, forks, QUICK)["load"] == Verdict("right")
+    truth = tmp_path / "truth.pt"
+    lie = (
+        "import torch; both = torch.load('truth.pt');"
+        " next(iter(both[0].values())).add_(1); torch.save(both, 'truth.pt')"
+    )
+    assert forks.run(lie, folder=truth.parent).returncode == 0
+    again = forks.run(
+        "import compared; compared.load('a file of safetensors')", folder=tmp_path
+    ).stdout
+    assert "other values" in again

@@ -1,0 +1,213 @@
+"""Try a layout with every verb, and judge each answer: right, refused, or wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any, Final
+
+from fork_server import ForkServer
+from layouts import VERBS, Layout
+
+HERE: Final = Path(__file__).parent
+STRATEGIES: Final = ("streaming", "transformers", "baseline")
+_SETUP: Final = f"""
+import sys, warnings
+sys.path[:0] = {[str(HERE), str(HERE.parent), str(HERE.parents[1] / "harness")]!r}
+import torch, transformers, weighin.cli.app, weighin.models.pretrained
+torch.set_num_threads(1)
+"""
+_MAIN: Final = "from weighin.cli.app import main; main()"
+_MAKE: Final = "import compared, sys; compared.make(*sys.argv[1:])"
+_LOAD: Final = "import compared, sys; compared.load(*sys.argv[1:])"
+_CONVERTED: Final = "import compared, sys; compared.converted(*sys.argv[1:])"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came of a verb: ``right``, ``refused`` or ``WRONG``, and the words that say why."""
+
+    state: str
+    words: str = ""
+
+
+class Missing(Exception):
+    """A package that a layout needs is not installed."""
+
+
+@contextmanager
+def server() -> Iterator[ForkServer]:
+    """Start the process in whose forks everything runs: torch and transformers are imported once."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    started = ForkServer(_SETUP, missing=("torchvision",))  # its build may not match torch's
+    try:
+        yield started
+    finally:
+        started.close()
+
+
+def tried(
+    layout: Layout, folder: Path, forks: ForkServer, verbs: Iterable[str] = VERBS
+) -> dict[str, Verdict]:
+    """Make a layout in ``folder``, run the verbs over it, and return what came of each.
+
+    Raises:
+        Missing: a package that the layout needs is not installed.
+    """
+    made = forks.run(_MAKE, layout.name, folder=folder, timeout_s=300)
+    if made.returncode:
+        if missing := re.search(r"No module named '(\w+)", made.stderr):
+            raise Missing(missing[1])
+        raise AssertionError(f"{layout.name}: cannot be made:\n{made.stderr}")
+    found = json.loads((folder / "made.json").read_text())
+    run = _Run(layout, folder, forks, found["path"], found["is_folder"])
+    verdicts = {}
+    answers: dict[str, Verdict] = {}
+    for verb in verbs:
+        if verb in STRATEGIES:
+            answers = answers or run.bench()
+            verdict = answers[verb]
+        else:
+            verdict = getattr(run, verb)()
+        verdicts[verb] = _expected(layout, verb, verdict)
+    return verdicts
+
+
+def _expected(layout: Layout, verb: str, verdict: Verdict) -> Verdict:
+    """Return the verdict, or WRONG if it is not what the layout says."""
+    pattern = layout.refused.get(verb)
+    if verdict.state == "refused":
+        if pattern is None:
+            return Verdict("WRONG", f"refused: {verdict.words}")
+        if not re.search(pattern, verdict.words):
+            return Verdict("WRONG", f"refused, but not with {pattern!r}: {verdict.words}")
+    if verdict.state == "right":
+        if pattern is not None:
+            return Verdict("WRONG", f"taken, and should be refused: {verdict.words}")
+        note = layout.notes.get(verb)
+        if note and not re.search(note, verdict.words):
+            return Verdict("WRONG", f"does not say {note!r}: {verdict.words}")
+    return verdict
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """The verbs over one checkpoint. Each returns what it did, whatever the layout expects."""
+
+    layout: Layout
+    folder: Path
+    forks: ForkServer
+    path: str
+    is_folder: bool
+
+    def _cli(self, verb: str, *arguments: str) -> CompletedProcess[str]:
+        options = [f"--{name.replace('_', '-')}={one}" for name, one in self.layout.options.items()]
+        return self.forks.run(
+            _MAIN, verb, self.path, *arguments, *options, folder=self.folder, timeout_s=600
+        )
+
+    def inspect(self) -> Verdict:
+        ended = self._cli("inspect", "--json", "inspected.json")
+        if verdict := _not_right(ended):
+            return verdict
+        listed = json.loads((self.folder / "inspected.json").read_text())["tensors"]
+        if self.is_folder:
+            return Verdict("right" if listed else "WRONG", _words(ended))
+        truth = json.loads((self.folder / "made.json").read_text())["tensors"]
+        found = {one["name"]: [one["shape"], one["dtype"]] for one in listed}
+        return Verdict("right", _words(ended)) if found == truth else _differ(found, truth)
+
+    def bench(self) -> dict[str, Verdict]:
+        shutil.rmtree(self.folder / "run", ignore_errors=True)
+        ended = self._cli(
+            *("bench", "--isolation", "process", "--out", "run"),
+            *("--strategies", ",".join(STRATEGIES)),
+        )
+        path = self.folder / "run" / "records.jsonl"
+        if not path.exists():
+            verdict = _not_right(ended) or Verdict("WRONG", f"no record: {_words(ended)}")
+            return dict.fromkeys(STRATEGIES, verdict)
+        verdicts = {}
+        for line in path.read_text().splitlines():
+            record = json.loads(line)
+            outcome, why = record["outcome"], str(record["message"] or "")
+            state = {"ok": "right", "skipped": "refused"}.get(outcome, "WRONG")
+            words = _words(ended) if state == "right" else f"{outcome}: {why}"
+            verdicts[record["cell"]["strategy"]] = Verdict(state, words)
+        return verdicts
+
+    def predict(self) -> Verdict:
+        ended = self._cli(
+            "predict", "--strategies", ",".join(STRATEGIES), "--json", "predicted.json"
+        )
+        return _not_right(ended) or Verdict("right", _words(ended))
+
+    def recommend(self) -> Verdict:
+        ended = self._cli("recommend", "--ram=8g", "--json", "recommended.json")
+        if verdict := _not_right(ended):
+            return verdict
+        best = json.loads((self.folder / "recommended.json").read_text())["recommended"]
+        if best in self.layout.refused:
+            return Verdict("WRONG", f"recommends {best}, which must refuse")
+        return Verdict("right", _words(ended))
+
+    def convert(self) -> Verdict:
+        keys = ("--keys", "model") if self.is_folder else ()
+        ended = self._cli("convert", "converted.safetensors", *keys)
+        if verdict := _not_right(ended):
+            return verdict
+        return _compared(self.forks.run(_CONVERTED, folder=self.folder), _words(ended))
+
+    def load(self) -> Verdict:
+        return _compared(
+            self.forks.run(_LOAD, self.layout.name, folder=self.folder, timeout_s=300), ""
+        )
+
+
+def _not_right(ended: CompletedProcess[str]) -> Verdict | None:
+    """Return the verdict on a command that gave no answer."""
+    if ended.returncode == 0:
+        return None
+    words = _words(ended)
+    if ended.returncode == 2 and words.startswith("error: ") and "Traceback" not in words:
+        return Verdict("refused", words.removeprefix("error: "))
+    return Verdict("WRONG", f"exit status {ended.returncode}: {words[-2000:]}")
+
+
+def _words(ended: CompletedProcess[str]) -> str:
+    """Return what a command said from its error on, or all that it said on standard error."""
+    text = ended.stderr.strip()
+    at = text.find("error: ")
+    return text[at:] if at >= 0 and ended.returncode else text
+
+
+def _compared(ended: CompletedProcess[str], words: str) -> Verdict:
+    """Return the verdict on a comparison of ``compared.py``, which prints JSON."""
+    if ended.returncode:
+        return Verdict("WRONG", ended.stderr[-2000:])
+    answer: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    if "refused" in answer:
+        return Verdict("refused", answer["refused"])
+    if answer["differences"]:
+        return Verdict("WRONG", "; ".join(answer["differences"][:5]))
+    return Verdict("right", "\n".join([words, *answer["said"]]).strip())
+
+
+def _differ(found: dict[str, Any], truth: dict[str, Any]) -> Verdict:
+    names = sorted(
+        name for name in found.keys() | truth.keys() if found.get(name) != truth.get(name)
+    )
+    shown = [f"{name} is {found.get(name)}, not {truth.get(name)}" for name in names[:3]]
+    return Verdict("WRONG", f"{len(names)} tensors differ: " + "; ".join(shown))
+
+
+if __name__ == "__main__":
+    sys.exit("run python tests/checkpoints")

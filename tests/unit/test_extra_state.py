@@ -1,0 +1,121 @@
+"""Extra states of modules: values of a state dict that are no tensors."""
+
+import argparse
+import io
+import logging
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from weighin import load_streaming
+from weighin.errors import CheckpointError
+
+
+class Stateful(nn.Module):
+    """A module with an extra state that is not a tensor."""
+
+    def __init__(self, extra: Any = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(3.0))
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+class Foreign:
+    """An object that only its own class can rebuild."""
+
+
+SHARED = [1, 2.5, "x", b"y", None, True]
+STATES: dict[str, Any] = {
+    "plain": {"a": SHARED, "b": (SHARED, {3: OrderedDict(c=1)})},
+    "scalars": {"lr": np.float64(0.125), "steps": np.int64(7), "half": np.float16(1.5)},
+    "arrays": [np.arange(6, dtype=">i4").reshape(2, 3), np.asfortranarray(np.eye(3)), np.zeros((0, 2))],
+    "namespace": argparse.Namespace(size=torch.Size([2, 3]), dtype=torch.bfloat16, device=torch.device("cpu")),
+    "stream": io.BytesIO(b"recipe"),
+    "none": None,
+}  # fmt: skip
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    if type(ours) is not type(theirs):
+        return False
+    if isinstance(ours, dict):
+        return [*ours] == [*theirs] and all(same(ours[key], theirs[key]) for key in ours)
+    if isinstance(ours, list | tuple):
+        return len(ours) == len(theirs) and all(map(same, ours, theirs))
+    if isinstance(ours, np.ndarray | np.generic):
+        return ours.dtype == theirs.dtype and bool(np.array_equal(ours, theirs))
+    if isinstance(ours, argparse.Namespace):
+        return same(vars(ours), vars(theirs))
+    return bool(ours.getvalue() == theirs.getvalue() if isinstance(ours, io.BytesIO) else ours == theirs)  # fmt: skip
+
+
+@pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "legacy"])
+@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize("name", STATES)
+def test_a_module_gets_the_extra_state_that_torch_gives_it(
+    tmp_path: Path, name: str, protocol: int, is_zip: bool
+) -> None:
+    path = tmp_path / "c.pt"
+    saved = nn.ModuleDict({"inner": Stateful(STATES[name])}).state_dict()
+    torch.save({"model": saved}, path, pickle_protocol=protocol, _use_new_zipfile_serialization=is_zip)  # fmt: skip
+    expected: Any = nn.ModuleDict({"inner": Stateful()})
+    expected.load_state_dict(torch.load(path, weights_only=False)["model"])
+    model: Any = load_streaming(lambda: nn.ModuleDict({"inner": Stateful()}), path, key="model")
+    assert same(model["inner"].extra, expected["inner"].extra)
+    if name == "plain":
+        assert model["inner"].extra["b"][0] is model["inner"].extra["a"]
+
+
+def test_an_extra_state_of_a_foreign_class_is_refused_by_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "c.pt"
+    torch.save(Stateful([Foreign()]).state_dict(), path)
+    with pytest.raises(CheckpointError) as caught:
+        load_streaming(Stateful, path)
+    assert str(caught.value) == (
+        f"{path}: '_extra_state' holds {__name__}.Foreign, which was NOT executed\n"
+        "load the checkpoint with torch.load and the code that defines the object"
+    )
+
+
+def test_a_model_without_extra_states_gets_its_tensors_and_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, model = tmp_path / "c.pt", nn.Linear(2, 1)
+    torch.save({**model.state_dict(), "_extra_state": {"a": 1}, "x._extra_state": None}, path)
+    with caplog.at_level(logging.WARNING):
+        loaded: Any = load_streaming(lambda: nn.Linear(2, 1), path)
+    assert torch.equal(loaded.weight, model.weight)
+    assert caplog.messages == ["no module of this model takes the extra state of _extra_state"]
+
+
+def test_another_value_in_the_selection_is_unexpected_as_in_torch(tmp_path: Path) -> None:
+    path = tmp_path / "c.pt"
+    torch.save({"model": {**nn.Linear(2, 1).state_dict(), "decay": np.float64(0.9)}}, path)
+    with pytest.raises(
+        CheckpointError, match=r"does not fit this model, keys: 1 unexpected \(decay\)"
+    ):
+        load_streaming(nn.Linear(2, 1), path, key="model")
+
+
+def test_one_text_that_is_copied_without_end_is_refused(tmp_path: Path) -> None:
+    """A pickle may ask for one long text as bytes a hundred thousand times."""
+    from weighin.formats import state_pickle
+    from weighin.loader.extra_state import _Rebuilder
+
+    long = b"X" + (10**6).to_bytes(4, "little") + b"a" * 10**6 + b"q\0X\6\0\0\0latin1q\1"
+    head, more = b"\x80\x02" + long + b"00]c_codecs\nencode\nq\2", b"h\2h\0h\1\x86R"
+    data = head + b"0(" + more * 100_000 + b"e."
+    records = state_pickle.load(tmp_path / "x", io.BytesIO(data)).value
+    with pytest.raises(CheckpointError, match="holds values of more than 33,554,432 bytes"):
+        _Rebuilder(tmp_path / "x", "_extra_state").rebuild(records)
