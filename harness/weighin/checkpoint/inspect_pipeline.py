@@ -116,7 +116,7 @@ def tables(inspected: InspectedPipeline, *, sort: str = "file") -> list[Table | 
             f"{len(read.tensors)}" if read else "-",
             format_bytes(each.bytes) if read else "-",
         )
-    largest = max(inspected.parts, key=lambda each: each.part.file_bytes).part
+    largest = found.largest
     total = sum(each.bytes for each in parts)
     lines = [
         f"{one_line(str(found.path))}: a pipeline of diffusers"

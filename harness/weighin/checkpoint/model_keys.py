@@ -5,8 +5,10 @@ from pathlib import Path
 
 from weighin import formats
 from weighin.errors import CheckpointError, ConfigError
+from weighin.formats import sniff
 from weighin.formats.base import Slices
 from weighin.formats.misfit import first_names
+from weighin.formats.pipeline import is_pipeline
 from weighin.formats.pretrained_folder import folder_of, is_pretrained, read_folder
 from weighin.formats.pretrained_spec import spec_of
 
@@ -23,6 +25,8 @@ def read_with_model_keys(source: Path, *, trust_remote_code: bool = False) -> Sl
             folder's code is not trusted.
         CheckpointError: the files do not hold the values of a tensor of the model.
     """
+    if is_pipeline(source):
+        raise sniff.no_model(source)
     if not is_pretrained(folder := folder_of(source)):
         raise ConfigError(
             f"--keys model needs the model's class, and {folder} has no config.json",

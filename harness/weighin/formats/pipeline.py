@@ -33,15 +33,15 @@ class Part:
     Attributes:
         library, class_name: as ``model_index.json`` names them; empty if it does not.
         path: the part's folder, which may be missing.
-        file_bytes: the size of the part's largest set of weights in files of one suffix; 0 for a part
-            without weights.
+        file_bytes: the size of the part's largest set of weights in files of one suffix; None for a
+            part without weights.
     """
 
     name: str
     library: str
     class_name: str
     path: Path
-    file_bytes: int
+    file_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,12 @@ class Pipeline:
     @property
     def models(self) -> tuple[Part, ...]:
         """The parts that have weights."""
-        return tuple(part for part in self.parts if part.file_bytes)
+        return tuple(part for part in self.parts if part.file_bytes is not None)
+
+    @property
+    def largest(self) -> Part:
+        """The model with the largest files."""
+        return max(self.models, key=lambda part: part.file_bytes or 0)
 
     @property
     def missing(self) -> tuple[Part, ...]:
@@ -65,12 +70,12 @@ class Pipeline:
     @property
     def without_weights(self) -> tuple[Part, ...]:
         """The parts whose folder has no weights, such as a tokenizer."""
-        return tuple(part for part in self.parts if part.path.is_dir() and not part.file_bytes)
+        return tuple(part for part in self.parts if part.path.is_dir() and part.file_bytes is None)
 
     def refused(self) -> WholePipeline:
         """Return the error for a verb that takes one model."""
-        parts = [f"{part.name} ({format_bytes(part.file_bytes)})" for part in self.models]
-        largest = max(self.models, key=lambda part: part.file_bytes)
+        parts = [f"{part.name} ({format_bytes(part.file_bytes or 0)})" for part in self.models]
+        largest = self.largest
         return WholePipeline(
             f"{self.path}: a diffusers pipeline of {len(parts)} models: {one_line(', '.join(parts))}",
             f"give one of them; the largest: {largest.path}",
@@ -89,7 +94,9 @@ def read(path: Path) -> Pipeline:
     index = _object(path / INDEX)
     named = {name: value for name, value in index.items() if _is_part(name, value)}
     folders = sorted(
-        inner.name for inner in path.iterdir() if inner.name not in named and _weights_bytes(inner)
+        inner.name
+        for inner in path.iterdir()
+        if inner.name not in named and _weights_bytes(inner) is not None
     )
     parts = []
     for name in [*named, *folders]:
@@ -108,13 +115,13 @@ def _is_part(name: str, value: Any) -> bool:
     )
 
 
-def _weights_bytes(folder: Path) -> int:
-    sizes = dict.fromkeys(WEIGHTS, 0)
+def _weights_bytes(folder: Path) -> int | None:
+    sizes: dict[str, int] = {}
     with suppress(OSError):  # not a folder, or one that this user must not read
         for file in folder.iterdir():
-            if file.suffix in sizes and file.is_file():
-                sizes[file.suffix] += file.stat().st_size
-    return max(sizes.values())
+            if file.suffix in WEIGHTS and file.is_file():
+                sizes[file.suffix] = sizes.get(file.suffix, 0) + file.stat().st_size
+    return max(sizes.values(), default=None)
 
 
 def _object(path: Path) -> dict[str, Any]:

@@ -72,5 +72,5 @@ def load_pretrained(
         key=key,
         strip_prefix=strip_prefix,
     )
-    library.finish(model, path)
+    library.finish(model, type(folder)(path))
     return model

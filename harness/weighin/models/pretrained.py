@@ -170,7 +170,7 @@ def reference(
     return model, sorted(info["missing_keys"])
 
 
-def finish(model: Any, folder: Path) -> None:
+def finish(model: Any, folder: Path | str) -> None:
     """Give a loaded model the attributes that ``from_pretrained`` sets after the load."""
     for parameter in model.parameters():  # from_pretrained's parameters require gradients
         parameter.requires_grad_(parameter.is_floating_point())

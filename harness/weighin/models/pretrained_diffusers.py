@@ -168,9 +168,9 @@ def options(folder: Path) -> dict[str, Any]:
     return {"local_files_only": True} | ({"use_safetensors": False} if names == {bin_index} else {})
 
 
-def finish(model: Any, folder: Path) -> None:
+def finish(model: Any, folder: Path | str) -> None:
     """Give a loaded model the attributes that ``from_pretrained`` sets after the load."""
-    model.register_to_config(_name_or_path=str(folder))
+    model.register_to_config(_name_or_path=folder)
     del model.keeps_dtypes
 
 

@@ -14,6 +14,7 @@ import torch
 from weighin import install
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats.base import TensorSlice
+from weighin.formats.misfit import first_names
 from weighin.formats.pretrained_library import TIMM
 
 
@@ -139,7 +140,8 @@ def named_as_in(model: torch.nn.Module, slices: Sequence[TensorSlice]) -> dict[s
     timm's own code renames tensors that have no values.
 
     Raises:
-        CheckpointError: timm computes values of other tensors, or would draw weights at random.
+        CheckpointError: timm computes values of other tensors, or the file does not fit the model, so that
+            timm would refuse it or draw weights at random.
     """
     from timm.models import _builder
 
@@ -147,8 +149,9 @@ def named_as_in(model: torch.nn.Module, slices: Sequence[TensorSlice]) -> dict[s
     places = {id(tensor): each for tensor, each in zip(blank.values(), slices, strict=True)}
     loaded: dict[str, Any] = {}
 
-    def take(state: Mapping[str, Any], *_: Any, **__: Any) -> Any:
+    def take(state: Mapping[str, Any], strict: bool = True) -> Any:
         loaded.update(state)
+        _check_complete(model, state, strict, slices)
         return SimpleNamespace(missing_keys=[], unexpected_keys=[])
 
     config, arguments = _LOADS[model]
@@ -169,6 +172,24 @@ def named_as_in(model: torch.nn.Module, slices: Sequence[TensorSlice]) -> dict[s
     return {name: places[id(tensor)] for name, tensor in loaded.items()}
 
 
+def _check_complete(
+    model: torch.nn.Module, state: Mapping[str, Any], strict: bool, slices: Sequence[TensorSlice]
+) -> None:
+    """Raise CheckpointError if the state dict that timm would load does not fit the model."""
+    wanted = model.state_dict().keys() if strict else dict(model.named_parameters()).keys()
+    problems = {
+        "has no values for": sorted(wanted - state.keys()),
+        "has more tensors than the model:": sorted(state.keys() - wanted) if strict else [],
+    }
+    for what, names in problems.items():
+        if names:
+            raise CheckpointError(
+                f"{slices[0].file}: {what} {first_names(names)} of this {type(model).__name__}",
+                "correct 'architecture', 'num_classes' and 'model_args' in config.json: timm would refuse the"
+                " file, or draw weights at random",
+            )
+
+
 def reference(
     kwargs: Mapping[str, Any], source: Path, dtype: torch.dtype
 ) -> tuple[torch.nn.Module, list[str]]:
@@ -187,7 +208,7 @@ def reference(
     return model.to(dtype), []
 
 
-def finish(model: Any, folder: Path) -> None:
+def finish(model: Any, folder: Path | str) -> None:
     """Give a loaded model the attributes that timm sets: the folder that it came from."""
     model.pretrained_cfg["file"] = str(folder)
     del model.keeps_dtypes
