@@ -12,6 +12,7 @@ from weighin.strategy import Load
 
 FORMATS = ("safetensors", "pt")
 DEVICES = ("cpu", "cuda")
+OPTIONS = ()
 PACKAGES = ("timm",)
 PRETRAINED = "timm"
 MAPS_KEYS = True
