@@ -6,6 +6,10 @@ FOLDER --strategies all``, whose loads are verified against ``from_pretrained``,
 stay in --work, and what is there is not done again. --predict also predicts every load, as ``weighin
 predict --check`` does, and compares the anonymous peaks. Exits with 1 if a load is wrong or fails, or if a
 predicted floor would have killed a load.
+
+--all compares ``load_pretrained`` with ``from_pretrained`` for all other types of transformers, in the order
+of --seed: see ``drawn_types.py``. --types N then draws N of them. Each part of the page is written by its own
+command, which leaves the other part as it is.
 """
 
 import argparse
@@ -21,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import drawn_types
 import torch
 
 from weighin import load_pretrained
@@ -121,7 +126,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--types", help="only these, separated by commas")
+    parser.add_argument(
+        "--types", help="only these, separated by commas; with --all also a number of types to draw"
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="compare all other types, drawn at random"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the draw and of the weights")
+    parser.add_argument(
+        "--seconds", type=float, default=60, help="processor time for each type of --all"
+    )
     parser.add_argument("--strategies", default="all", help="of types that have no run in --work")
     parser.add_argument("--work", type=Path, default=Path("results/model-types"))
     parser.add_argument(
@@ -130,6 +144,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write the page to this file")
     options = parser.parse_args()
     kinds = {name: kind for kind, names in KINDS.items() for name in names.split()}
+    if options.all:
+        return _try_drawn(options, list(kinds))
     chosen = options.types.split(",") if options.types else sorted(kinds)
     tried = []
     for number, name in enumerate(chosen, 1):
@@ -137,9 +153,38 @@ def main() -> int:
         print(f"[{number}/{len(chosen)}] " + " | ".join(tried[-1].row()), flush=True)
     predicted = _predicted(options.work, chosen) if options.predict else None
     if options.out:
-        options.out.write_text(page(tried, predicted))
+        _, drawn = _parts(options.out)
+        options.out.write_text(page(tried, predicted) + drawn)
     is_killed = predicted is not None and predicted.killed > 0
     return int(is_killed or not all(one.is_right for one in tried))
+
+
+def _try_drawn(options: argparse.Namespace, known: list[str]) -> int:
+    types = options.types or ""
+    drawn = drawn_types.drawn(options.seed, known)
+    chosen = drawn[: int(types)] if types.isdigit() else types.split(",") if types else drawn
+    tried: list[drawn_types.Tried] = []
+    kept = options.work / f"drawn-{options.seed}.jsonl"
+    try:
+        for one in drawn_types.run(chosen, options.seed, options.seconds, kept):
+            tried.append(one)
+            print(f"[{len(tried)}/{len(chosen)}] " + " | ".join(one.row()), flush=True)
+    except KeyboardInterrupt:
+        print(
+            f"stopped; the same command goes on after {len(tried)} types: {kept}", file=sys.stderr
+        )
+        return 130
+    if options.out:
+        types_known, _ = _parts(options.out)
+        options.out.write_text(types_known + drawn_types.section(tried, options.seed, len(drawn)))
+    return int(any(one.unequal for one in tried))
+
+
+def _parts(page: Path) -> tuple[str, str]:
+    """Return a page's part about the known types, and the part about types drawn at random."""
+    text = page.read_text() if page.exists() else ""
+    known, heading, drawn = text.partition(drawn_types.HEADING)
+    return known, heading + drawn
 
 
 def page(tried: list[Tried], predicted: check.Summary | None = None) -> str:

@@ -5,9 +5,6 @@ ranks together. The other ranks build their models without values, as with Accel
 ``fsdp_cpu_ram_efficient_loading``.
 """
 
-import json
-from pathlib import Path
-
 import torch
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -17,7 +14,13 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from weighin.strategy import Load, pretrained_class, retie, tied_names
+from weighin.strategy import (
+    Load,
+    from_pretrained_arguments,
+    pretrained_class,
+    retie,
+    tied_names,
+)
 
 FORMATS = ("safetensors", "sharded", "pt", "sharded_pt")
 DEVICES = ("cpu", "cuda")
@@ -29,14 +32,12 @@ SHARES_LOAD = True
 
 
 def load(job: Load) -> torch.nn.Module:
-    checkpoint = Path(job.checkpoint)
-    folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
     state: dict[str, ValueType] = {}
     with job.phase("read"):
         if torch.distributed.get_rank() == 0:
-            config = json.loads((folder / "config.json").read_text())
-            kind = pretrained_class(config["architectures"][0], job.remote_code, config)
-            whole = kind.from_pretrained(folder, dtype=job.dtype, local_files_only=True)
+            kind = pretrained_class(**job.pretrained)
+            folder = from_pretrained_arguments(job.checkpoint)
+            whole = kind.from_pretrained(**folder, dtype=job.dtype)
             state = whole.state_dict()
     with job.phase("build"), torch.device("meta"):
         model = job.build_model()

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # for types only, because this module must not import torch a
 
     from weighin.formats import files
     from weighin.formats.folder_index import file_name
+    from weighin.formats.pretrained_folder import from_pretrained_arguments
     from weighin.formats.sharded import MAX_SHARD_BYTES
     from weighin.loader.load import load_streaming
     from weighin.models.pretrained import pretrained_class
@@ -34,6 +35,7 @@ __all__ = [
     "diffusers_class",
     "file_name",
     "files",
+    "from_pretrained_arguments",
     "load_streaming",
     "pretrained_class",
     "retie",
@@ -47,6 +49,7 @@ HELPERS = {
     "diffusers_class": "weighin.models.pretrained_diffusers",
     "file_name": "weighin.formats.folder_index",
     "files": "weighin.formats",
+    "from_pretrained_arguments": "weighin.formats.pretrained_folder",
     "load_streaming": "weighin.loader.load",
     "pretrained_class": "weighin.models.pretrained",
     "retie": "weighin.models.tied_weights",
@@ -81,8 +84,8 @@ class Load(Protocol):
         ...
 
     @property
-    def remote_code(self) -> Mapping[str, str] | None:
-        """The trusted code of a Hugging Face folder, for ``pretrained_class``; else None."""
+    def pretrained(self) -> Mapping[str, Any]:
+        """The arguments of ``pretrained_class`` for the model of a Hugging Face folder."""
         ...
 
     def build_model(self) -> torch.nn.Module:

@@ -26,7 +26,7 @@ def checkpoints(disk: Path) -> Path:
     at = good.index(b"data.pkl") + 200
     (folder / "damaged.pt").write_bytes(good[:at] + b"\xff" * 32 + good[at + 32 :])
     (folder / "empty.pt").touch()
-    (folder / "noise.pt").write_bytes(os.urandom(4096))
+    (folder / "noise.pt").write_bytes(bytes(range(200, 256)) * 80)
     renamed = {("extra" if name == "tok_emb.weight" else name): t for name, t in state.items()}
     torch.save(renamed, folder / "keys.pt")
     torch.save(state | {"tok_emb.weight": torch.ones(3, 5)}, folder / "shapes.pt")
@@ -48,10 +48,15 @@ REFUSED_CHECKPOINTS = {
     "truncated": "truncated: the zip archive has no end record\ncopy or download the file again\n",
     "damaged": (
         "damaged: the pickle from byte N cannot be read at byte N:"
-        " 0xff is no instruction of a pickle\ncopy or download the file again\n"
+        " 0xff is no instruction of a pickle\n"
+        "save it again with the program that wrote it; if that program cannot read it either, the file is"
+        " damaged\n"
     ),
     "empty": "empty file\ncopy or download the file again\n",
-    "noise": "not a checkpoint that torch.save wrote\ncopy or download the file again\n",
+    "noise": (
+        "of a kind that weighin does not know; its first bytes are c8 c9 ca cb cc cd ce cf\n"
+        "save the weights with torch.save or safetensors, with the program that wrote the file\n"
+    ),
     "keys": (
         "does not fit model gpt2-tiny, keys: 1 missing (tok_emb.weight); 1 unexpected (extra)\n"
         "choose the model that this checkpoint was saved from, or correct its arguments\n"
@@ -62,7 +67,7 @@ REFUSED_CHECKPOINTS = {
         "choose the model that this checkpoint was saved from, or correct its arguments\n"
     ),
     "code": (
-        "holds more than tensors, and was NOT executed: 'weight' refers to posix.system\n"
+        "holds more than tensors, and was NOT executed: 'tok_emb.weight' refers to posix.system\n"
         "if you trust the file, load it and save plain weights: torch.save(model.state_dict(), ...)\n"
     ),
 }

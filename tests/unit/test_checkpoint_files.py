@@ -157,7 +157,11 @@ def nested(path: Path) -> None:
         (lambda p: None, "no such file or folder", "check the path"),
         (Path.mkdir, "not a file", "give the checkpoint file itself"),
         (Path.touch, "empty file", AGAIN),
-        (lambda p: p.write_text("garbage " * 100), "not a checkpoint that torch.save wrote", AGAIN),
+        (
+            lambda p: p.write_text("garbage " * 100),
+            "a text file, not a checkpoint; it begins with 'garbage garbage ",
+            "give the checkpoint itself; if the text is an answer of a web server, ask it for the file again",
+        ),
         (truncated, "truncated: the zip archive has no end record", AGAIN),
         (
             lambda p: p.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n"),
@@ -205,7 +209,7 @@ def test_the_old_format_comes_with_the_line_that_converts_it(tmp_path: Path) -> 
     legacy(path)
     with pytest.raises(CheckpointError, match=r"in the format of torch before 1\.6") as caught:
         pt.read(path)
-    line = caught.value.repair.removeprefix("convert it: ")
+    line = caught.value.repair.removeprefix("save it again: ")
     subprocess.run(line.replace("python", sys.executable, 1), shell=True, check=True)
     assert [place.name for place in pt.read(Path(f"{path}.new"))] == ["w"]
 
@@ -213,7 +217,9 @@ def test_the_old_format_comes_with_the_line_that_converts_it(tmp_path: Path) -> 
 def test_a_plain_pickle_is_not_executed(tmp_path: Path) -> None:
     path = tmp_path / "model.pkl"
     path.write_bytes(pickle.dumps(Command()))
-    with pytest.raises(CheckpointError, match="not a checkpoint that torch"):
+    with pytest.raises(
+        CheckpointError, match=r"a pickle that torch\.save did not write, and was NOT executed"
+    ):
         pt.read(path)
 
 

@@ -16,9 +16,11 @@ import torch
 from click.testing import CliRunner
 from fork_server import ForkServer
 from rich.console import Console
+from safetensors.torch import load_file
 
 from weighin import formats
 from weighin.checkpoint import convert, convert_request
+from weighin.cli.app import app
 from weighin.errors import CheckpointError, ConfigError, HarnessError, UnknownName
 from weighin.formats import per_param
 from weighin.units import MIB
@@ -39,7 +41,7 @@ def slow(where):
         time.sleep(60)
 
 convert.read_pieces = slow
-order = convert.Conversion("per_param", None, 2**40, 2**40)
+order = convert.Conversion("per_param", None, 2**40)
 convert.convert(Path(sys.argv[1]), Path(sys.argv[2]), order)
 """
 PEAK_SOURCE = """
@@ -61,7 +63,7 @@ def watch():
         time.sleep(0.001)
 
 thread = threading.Thread(target=watch, daemon=True); thread.start()
-order = convert.Conversion(sys.argv[3], getattr(torch, sys.argv[4]), 2**40, 2**30, True)
+order = convert.Conversion(sys.argv[3], getattr(torch, sys.argv[4]), 2**30, True)
 convert.convert(Path(sys.argv[1]), Path(sys.argv[2]), order)
 ended = True
 thread.join()
@@ -78,7 +80,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def order(fmt: str = "per_param", **changes: Any) -> convert.Conversion:
-    fields: dict[str, Any] = {"dtype": None, "split_above_bytes": 2**40, "max_shard_bytes": 2**40}
+    fields: dict[str, Any] = {"dtype": None, "max_shard_bytes": 2**40}
     return convert.Conversion(fmt=fmt, **fields | changes)
 
 
@@ -88,8 +90,13 @@ def names(folder: Path) -> list[str]:
 
 def wish(source: Path, target: Path, **changes: Any) -> convert_request.Wish:
     fields: dict[str, Any] = {"fmt": "pt", "dtype": None, "verify": False}
-    fields |= {"split_above": "5GiB", "max_shard_size": "5GiB"} | changes
+    fields |= {"max_shard_size": "5GiB"} | changes
     return convert_request.Wish(source, target, **fields)
+
+
+def weighin(*arguments: object) -> None:
+    result = CliRunner().invoke(app, [str(each) for each in arguments])
+    assert result.exit_code == 0, result.output
 
 
 def test_the_source_is_not_touched(source: Path) -> None:
@@ -150,25 +157,62 @@ def test_a_checkpoint_without_tensors_is_not_converted(tmp_path: Path) -> None:
     torch.save({}, tmp_path / "empty.pt")
     with pytest.raises(CheckpointError) as caught:
         convert.convert(
-            tmp_path / "empty.pt", tmp_path / "new", convert.Conversion("dcp", None, 2**40, 2**40)
+            tmp_path / "empty.pt", tmp_path / "new", convert.Conversion("dcp", None, 2**40)
         )
     assert caught.value.message == f"{tmp_path}/empty.pt: holds no tensors"
     assert not (tmp_path / "new").exists()
 
 
-def test_auto_splits_above_the_threshold_and_not_at_it() -> None:
-    assert convert.choose("auto", 100, 100) == "safetensors"
-    assert convert.choose("auto", 101, 100) == "sharded"
-    assert convert.choose("dcp", 101, 100) == "dcp"
+@pytest.mark.parametrize("name", ["new.pt", "new.PTH", "new.bin", "new.ckpt", "new.pth.tar"])
+def test_the_suffix_of_a_file_of_torch_means_that_torch_load_reads_it(
+    source: Path, name: str
+) -> None:
+    target = source.with_name(name)
+    weighin("convert", source, target)
+    written, original = torch.load(target), torch.load(source)
+    assert written.keys() == original.keys()
+    assert all(torch.equal(written[key], original[key]) for key in original)
 
 
-def test_auto_counts_the_bytes_as_they_are_written(source: Path) -> None:
-    size = (1200 + 7) * 2
-    half = {"dtype": torch.bfloat16, "max_shard_bytes": 1000}
-    for above, made in ((size, "safetensors"), (size - 1, "sharded")):
-        target = source.with_name(made)
-        convert.convert(source, target, order("auto", split_above_bytes=above, **half))
-        assert made == formats.detect(target).NAME
+def test_the_suffix_safetensors_means_one_file(source: Path) -> None:
+    target = source.with_name("new.safetensors")
+    weighin("convert", source, target)
+    assert load_file(target).keys() == torch.load(source).keys()
+
+
+@pytest.mark.parametrize("name", ["new", "llama-3.1"])
+def test_a_name_without_the_suffix_of_a_file_means_a_folder_of_shards(
+    source: Path, name: str
+) -> None:
+    target = source.with_name(name)
+    weighin("convert", source, target, "--max-shard-size", "1000B")
+    assert [path.name for path in sorted(target.glob("*.safetensors"))] == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    ]
+    assert formats.detect(target).NAME == "sharded"
+
+
+@pytest.mark.parametrize(
+    ("name", "fmt", "format_of_suffix", "other"),
+    [
+        ("new.pt", "safetensors", "pt", "new.safetensors"),
+        ("new.safetensors", "pt", "safetensors", "new.pt"),
+        ("new.bin", "sharded", "pt", "new"),
+        ("new.pth.tar", "dcp", "pt", "new"),
+    ],
+)
+def test_a_suffix_of_another_format_is_refused_with_the_two_ways_on(
+    source: Path, name: str, fmt: str, format_of_suffix: str, other: str
+) -> None:
+    target, suffix = source.with_name(name), name.removeprefix("new")
+    with pytest.raises(ConfigError) as caught:
+        convert_request.convert(wish(source, target, fmt=fmt), Console())
+    assert str(caught.value) == (
+        f"{target}: {suffix} is the suffix of format {format_of_suffix}, and --format says {fmt}\n"
+        f"leave --format out to write {format_of_suffix}, or name the target {other}"
+    )
+    assert names(source.parent) == ["model.pt"]
 
 
 @pytest.mark.parametrize("harm", ["value", "key", "nothing"])
@@ -249,6 +293,7 @@ def test_the_command_says_what_it_made(source: Path) -> None:
         "seconds": done.seconds,
         "checksums": None,
         "verified": True,
+        "quantised": None,
     }
 
 
@@ -274,7 +319,9 @@ def test_the_command_refuses_before_it_starts_anything(
     with pytest.raises(
         HarnessError, match=r"^cannot read '5XB' as a size\nwrite a size such as 20MB"
     ):
-        convert_request.convert(wish(source, source.with_name("new"), split_above="5XB"), Console())
+        convert_request.convert(
+            wish(source, source.with_name("new"), max_shard_size="5XB"), Console()
+        )
 
 
 def test_an_interrupted_command_leaves_nothing(
@@ -306,11 +353,9 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
     assert names(source.parent) == ["model.pt"]
 
 
-def test_help_says_when_auto_splits() -> None:
-    from weighin.cli.app import app
-
+def test_help_says_which_names_mean_which_format() -> None:
     said = CliRunner().invoke(app, ["convert", "--help"], env={"COLUMNS": "200"}).stdout
-    assert "--split-above" in said
+    assert "pt for .pt, .pth, .bin and .ckpt" in " ".join(said.split())
     assert "weighin convert model.pt parts --format per_param" in said
 
 

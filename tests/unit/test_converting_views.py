@@ -40,7 +40,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def order(fmt: str, dtype: torch.dtype | None = None) -> convert.Conversion:
-    return convert.Conversion(fmt, dtype, 2**40, 2**12, verify=True)
+    return convert.Conversion(fmt, dtype, 2**12, verify=True)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

@@ -179,7 +179,10 @@ def test_wrong_metadata_is_named_and_never_run(
 )
 def test_what_is_no_metadata_is_refused_in_little_memory(ours: Path, text: bytes) -> None:
     (ours / ".metadata").write_bytes(text)
-    with pytest.raises(CheckpointError, match=r"\.metadata: (damaged|not) metadata"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"\.metadata: (metadata that weighin does not know|truncated|not metadata)",
+    ):
         dcp.read(ours)
 
 
@@ -249,7 +252,7 @@ def test_blocks_larger_than_a_piece_are_cut_as_any_tensor_is(
 
 @pytest.mark.usefixtures("torch_threads_restored")
 def test_a_checkpoint_in_blocks_is_converted(split_in_three: Path, tmp_path: Path) -> None:
-    order = convert.Conversion("safetensors", None, 2**40, 2**40, verify=True)
+    order = convert.Conversion("safetensors", None, 2**40, verify=True)
     convert.convert(split_in_three, tmp_path / "whole.safetensors", order)
     assert torch.equal(load_file(tmp_path / "whole.safetensors")["b"], GRID)
 

@@ -277,7 +277,7 @@ def test_a_thousand_files_take_no_more_descriptors_and_buffers_than_one(
 def test_a_file_that_cannot_be_opened_is_named(reader: PieceReader, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         reader.read(tmp_path / "gone", memoryview(bytearray(5)), 0)
-    assert caught.value.message == f"{tmp_path / 'gone'}: cannot read it: No such file or directory"
+    assert caught.value.message == f"{tmp_path / 'gone'}: cannot be read: No such file or directory"
 
 
 @pytest.mark.parametrize("cold", [True, False])
@@ -291,7 +291,7 @@ def test_a_disk_that_fails_is_named(
     if cold:
         page_cache.drop([file])
     monkeypatch.setattr(os, "preadv", fail)
-    with pytest.raises(CheckpointError, match=f"{file}: cannot read it: Input/output error"):
+    with pytest.raises(CheckpointError, match=f"{file}: cannot be read: Input/output error"):
         reader.read(file, memoryview(bytearray(PIECE_BYTES)), 0)
 
 

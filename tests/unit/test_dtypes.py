@@ -13,17 +13,20 @@ from weighin.checkpoint.manifest import TensorEntry
 from weighin.checkpoint.piecewise import CELL_DTYPES, tensor_checksums
 from weighin.checkpoint.reader import read_pieces
 from weighin.errors import CheckpointError, ConfigError
-from weighin.formats.dtypes import ITEM_BYTES
+from weighin.formats.base import TensorSlice
+from weighin.formats.dtypes import ITEM_BYTES, NOT_CONVERTED
 from weighin.formats.safetensors_header import DTYPES
+from weighin.formats.selection import Selection
 from weighin.loader.load import load_streaming
 
 ALL = sorted({str(one)[6:] for one in vars(torch).values() if isinstance(one, torch.dtype)})
 KNOWN = [name for name in ITEM_BYTES if hasattr(torch, name)]
 """The dtypes of the table that this torch has: float8_e8m0fnu came with torch 2.7."""
 
+CONVERTED = [name for name in KNOWN if name not in NOT_CONVERTED]
 FLOAT8 = [name for name in KNOWN if name.startswith("float8")]
 
-NEW = {*FLOAT8, "uint16", "uint32", "uint64", "complex32"}
+NEW = {*FLOAT8, "float4_e2m1fn_x2", "uint16", "uint32", "uint64", "complex32"}
 """What torch before 1.6 did not have."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -59,8 +62,9 @@ def test_what_torch_saves_is_read_or_refused_by_its_name(
 ) -> None:
     tensor = saved(name, tmp_path / "w.pt", legacy=legacy)
     if name not in ITEM_BYTES:
-        with pytest.raises(CheckpointError, match=rf"(?i)refers to torch\.{name}"):
+        with pytest.raises(CheckpointError, match=rf"'w' is a .*torch\.{name}\b") as caught:
             formats.read(tmp_path / "w.pt")
+        assert "plain weights" not in caught.value.repair  # the file was made just so
         return
     (one,) = formats.read(tmp_path / "w.pt")[1]
     assert (one.dtype_name, one.nbytes) == (name, tensor.nbytes)
@@ -80,7 +84,7 @@ def test_every_dtype_is_converted_as_it_is_or_refused_by_its_name(
 ) -> None:
     torch.save({"w": values(name)}, tmp_path / "w.pt")
     there = tmp_path / f"there{formats.named(fmt).SUFFIX}"
-    order = convert.Conversion(fmt, None, 2**40, 2**40, verify=True)
+    order = convert.Conversion(fmt, None, 2**40, verify=True)
     missing = {"safetensors": set(ITEM_BYTES) - set(DTYPES.values()), "pt_legacy": NEW}
     if name in missing.get(fmt.replace("sharded", "safetensors"), ()):
         with pytest.raises(ConfigError, match=rf"no dtype torch\.{name}"):
@@ -102,7 +106,7 @@ def test_every_dtype_of_safetensors_is_read_as_its_own_library_wrote_it(
         pytest.skip(f"this version of safetensors does not write {name}")
     library.save_file({"w": values(name)}, tmp_path / "w.safetensors")
     (one,) = formats.read(tmp_path / "w.safetensors")[1]
-    assert one.dtype_name == name
+    assert (one.dtype_name, one.shape) == (name, (1000,))
     assert torch.equal(torch.cat([raw(p) for p in read_pieces(one)]), raw(values(name)))
 
 
@@ -121,15 +125,72 @@ def test_float8_is_floating_point_for_every_load(
     assert torch.equal(raw(model.get_buffer("w")), raw(wanted))
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", CONVERTED)
 def test_a_manifest_knows_what_is_floating_point_as_torch_does(name: str) -> None:
     tensor = values(name)
     sums = tensor_checksums(tensor)
     entry = TensorEntry("w", (1000,), name, tensor.nbytes, "parameter", None, sums)
     assert entry.floating == tensor.dtype.is_floating_point
-    for kind in KNOWN:
+    for kind in CONVERTED:
         expected = getattr(torch, kind) if entry.floating else tensor.dtype
         assert entry.bytes_as(kind) == 1000 * expected.itemsize
     assert set(sums) == {name, *(CELL_DTYPES if entry.floating else ())}
     for kind, digits in sums.items():
         assert digits == checksum(tensor.to(getattr(torch, kind))), kind
+
+
+@pytest.mark.skipif("float4_e2m1fn_x2" not in KNOWN, reason="this torch has no dtype of 4 bits")
+def test_pairs_of_4_bits_are_converted_as_safetensors_own_library_does(tmp_path: Path) -> None:
+    library = pytest.importorskip("safetensors.torch")
+    tensor = values("float4_e2m1fn_x2", 24).reshape(2, 3, 4)
+    torch.save({"w": tensor}, tmp_path / "w.pt")
+    order = convert.Conversion("safetensors", None, 2**40, 2**40, verify=True)
+    convert.convert(tmp_path / "w.pt", tmp_path / "w.safetensors", order)
+    found = library.load_file(tmp_path / "w.safetensors")["w"]
+    assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+    assert torch.equal(raw(found), raw(tensor))
+
+
+@pytest.mark.skipif("float4_e2m1fn_x2" not in KNOWN, reason="this torch has no dtype of 4 bits")
+def test_a_conversion_that_torch_lacks_is_refused_with_the_tensors_name(tmp_path: Path) -> None:
+    torch.save({"w": values("float4_e2m1fn_x2")}, tmp_path / "w.pt")
+    order = convert.Conversion("safetensors", torch.bfloat16, 2**40, 2**40)
+    said = "'w' is a tensor of torch.float4_e2m1fn_x2, which torch neither copies nor converts"
+    with pytest.raises(CheckpointError, match=said):
+        convert.convert(tmp_path / "w.pt", tmp_path / "w.safetensors", order)
+    model = torch.nn.Module()
+    model.register_buffer("w", values("float4_e2m1fn_x2"))
+    with pytest.raises(CheckpointError, match=said):
+        load_streaming(model, tmp_path / "w.pt", dtype=torch.bfloat16)
+
+
+def test_a_dtype_that_this_torch_lacks_is_named(tmp_path: Path) -> None:
+    one = TensorSlice("w", (1,), (1,), "float2_e1m0", tmp_path / "w.pt", 0, 0, 1)
+    with pytest.raises(CheckpointError, match="'w' has the dtype float2_e1m0, which torch"):
+        _ = one.dtype
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+@pytest.mark.parametrize("key", ["", "model"])
+def test_a_quantised_tensor_in_a_selection_is_refused_and_not_left_out(
+    key: str, legacy: bool, tmp_path: Path
+) -> None:
+    codes = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+    state = {"fc.packed": (codes, None), "fc.bias": torch.ones(3)}
+    value = {"model": state, "step": 3} if key else state
+    torch.save(value, tmp_path / "w.pt", _use_new_zipfile_serialization=not legacy)
+    with pytest.raises(CheckpointError) as caught:
+        formats.read(tmp_path / "w.pt", Selection(key))
+    place = f"{key}.fc.packed.0".removeprefix(".")
+    said = f"{place!r} is a quantised tensor (torch.qint8); weighin reads plain tensors"
+    assert caught.value.message == f"{tmp_path / 'w.pt'}: {said}"
+    assert "tensor.dequantize()" in caught.value.repair
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_a_quantised_tensor_outside_of_the_selection_does_not_matter(tmp_path: Path) -> None:
+    codes = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+    value = {"model": {"w": torch.ones(3)}, "compressed": {"w": codes}}
+    torch.save(value, tmp_path / "w.pt")
+    assert [one.name for one in formats.read(tmp_path / "w.pt", Selection("model"))[1]] == ["w"]

@@ -79,7 +79,7 @@ def expected(state: dict[str, torch.Tensor]) -> list[tuple[object, ...]]:
 
 
 def order(fmt: str, **changes: Any) -> convert.Conversion:
-    fields: dict[str, Any] = {"dtype": None, "split_above_bytes": 2**40, "max_shard_bytes": 4096}
+    fields: dict[str, Any] = {"dtype": None, "max_shard_bytes": 4096}
     return convert.Conversion(fmt=fmt, **fields | {"verify": True} | changes)
 
 

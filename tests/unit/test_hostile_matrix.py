@@ -91,7 +91,7 @@ def test_harm_is_named_and_does_none(
     before = sorted(tmp_path.rglob("*"))
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 3)})
     weight = model.get_parameter("a.weight").detach().clone()
-    order = convert.Conversion("per_param", None, 2**40, 2**40, verify=True)
+    order = convert.Conversion("per_param", None, 2**40, verify=True)
     doors: list[Callable[[], object]] = [
         lambda: formats.read(given.path),
         lambda: load_streaming(model, given.path),
@@ -106,6 +106,8 @@ def test_harm_is_named_and_does_none(
         assert words in message
         assert len(message) < 1000
         assert caught.value.repair
+        is_proven = "truncated" in message or "empty file" in message
+        assert is_proven or "download" not in caught.value.repair
     assert torch.equal(model.get_parameter("a.weight"), weight)
     assert sorted(tmp_path.rglob("*")) == before
     assert not given.proof.exists()
@@ -130,7 +132,7 @@ def test_a_key_is_a_name_and_never_a_path(tmp_path: Path, layout: str, kind: str
     assert key[:100] in caught.value.message
     assert len(caught.value.message) < 1000
     for fmt in ("per_param", "per_module", "sharded"):
-        order = convert.Conversion(fmt, None, 2**40, 2**40, verify=True)
+        order = convert.Conversion(fmt, None, 2**40, verify=True)
         convert.convert(path, tmp_path / fmt, order)
         assert [one.name for one in formats.read(tmp_path / fmt)[1]] == [key, "b"]
         assert all(one.parent == tmp_path / fmt for one in (tmp_path / fmt).rglob("*"))

@@ -9,7 +9,7 @@ from weighin import formats
 from weighin.errors import CheckpointError
 from weighin.suite import registry
 
-AGAIN = "give the safetensors or PyTorch files that it was converted from"
+AGAIN = "copy or download the file again"
 MERGE = (
     "merge it into its base, and give the merged model's folder: merge_and_unload() of peft, then"
     " save_pretrained(FOLDER)"
@@ -50,12 +50,12 @@ CONFIG = '{"architectures": ["LlamaForCausalLM"]}'
         (
             {"model_index.json": "{}", "unet/config.json": "{}"},
             "a diffusers pipeline without weights",
-            "download the whole folder",
+            "give the folder that has the weights, too",
         ),
         (
             {f"q{bits}.gguf": "GGUF" for bits in range(2, 7)},
-            "GGUF files, which weighin does not read yet: q2.gguf, q3.gguf, q4.gguf and 2 more",
-            AGAIN,
+            "holds 5 GGUF models: q2.gguf, q3.gguf, q4.gguf ...",
+            "give one of them: F/q2.gguf",
         ),
         (
             {"config.json": CONFIG, "model.fp16.safetensors": ""},
@@ -77,7 +77,7 @@ CONFIG = '{"architectures": ["LlamaForCausalLM"]}'
         (
             {"config.json": CONFIG, "model-00001-of-00002.safetensors": ""},
             "shards without their index model.safetensors.index.json",
-            "download the index too: F/model.safetensors.index.json",
+            "add the index: F/model.safetensors.index.json",
         ),
         (
             {"mine.pt": "", "notes.txt": ""},
@@ -98,7 +98,7 @@ CONFIG = '{"architectures": ["LlamaForCausalLM"]}'
             {"config.json": CONFIG},
             "has config.json but no weights: neither model.safetensors, nor pytorch_model.bin, nor"
             " an index of one of them",
-            "download the whole folder, or save it with model.save_pretrained(FOLDER)",
+            "add the weights, or save the model there: model.save_pretrained(FOLDER)",
         ),
         (
             {"checkpoint-10/model.safetensors": "", "checkpoint-20/model.safetensors": ""},
@@ -149,8 +149,19 @@ def test_the_link_that_a_variant_needs_makes_it_a_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "what", "repair"),
     [
-        ("m.gguf", b"GGUF\3\0\0\0", "a GGUF file, which weighin does not read yet", AGAIN),
-        ("m.safetensors", b"GGUF\3\0\0\0", "a GGUF file, which weighin does not read yet", AGAIN),
+        ("m.gguf", b"GGUF\3\0\0\0", "truncated: the file ends at byte 8, within its tables", AGAIN),
+        (
+            "m.safetensors",
+            b"GGUF\3\0\0\0",
+            "truncated: the file ends at byte 8, within its tables",
+            AGAIN,
+        ),
+        (
+            "m.gguf",
+            b"PK\3\4",
+            "not a GGUF file, although it is named so: it does not begin with GGUF",
+            "give it the suffix of its format",
+        ),
         (
             "nets.py",
             b"def build(): ...",

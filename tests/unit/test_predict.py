@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from weighin import install
 from weighin.cell import ModelSpec
+from weighin.cli.app import app
 from weighin.predict import client
 from weighin.predict.client import predict
 from weighin.predict.prediction import Prediction
@@ -231,3 +233,16 @@ def test_a_strategy_that_fails_says_how() -> None:
     assert found.cannot.startswith(
         "ConfigError: builder 'torch.nn:Nothing': module 'torch.nn' has no"
     )
+
+
+def test_a_command_that_predicts_nothing_ends_with_code_2_and_the_reason(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    torch.save({"weight": torch.ones(4, 4)}, path)
+    ended = CliRunner().invoke(app, ["predict", str(path), "-s", "dcp_fsdp,transformers"])
+    text = " ".join(ended.output.split())
+    assert ended.exit_code == 2, text
+    assert "transformers (pt) is not predicted: transformers loads Hugging Face" in text
+    assert "error: no load was predicted" in text
+    assert "Predicted by running each strategy" not in text
+    ended = CliRunner().invoke(app, ["predict", str(path), "-s", "streaming,transformers"])
+    assert ended.exit_code == 0, ended.output

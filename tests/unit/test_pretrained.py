@@ -242,7 +242,7 @@ def test_a_conversion_writes_the_keys_of_the_model(make: Make, tmp_path: Path, n
     folder = make(name)
     kind = pretrained_class(read_folder(folder).architecture)
     wanted = kind.from_pretrained(folder, dtype="auto").state_dict()
-    order = Conversion("pt", None, split_above_bytes=GIB, max_shard_bytes=GIB, model_keys=True)
+    order = Conversion("pt", None, max_shard_bytes=GIB, model_keys=True)
     convert(folder, tmp_path / "model.pt", order)
     found = torch.load(tmp_path / "model.pt", weights_only=True)
     assert list(found) == list(wanted)
@@ -251,12 +251,12 @@ def test_a_conversion_writes_the_keys_of_the_model(make: Make, tmp_path: Path, n
 
 def test_keys_of_a_model_need_its_class(tmp_path: Path) -> None:
     torch.save({"weight": torch.zeros(2)}, tmp_path / "w.pt")
-    order = Conversion("pt", None, split_above_bytes=GIB, max_shard_bytes=GIB, model_keys=True)
+    order = Conversion("pt", None, max_shard_bytes=GIB, model_keys=True)
     with pytest.raises(ConfigError, match=r"--keys model needs the model's class"):
         convert(tmp_path / "w.pt", tmp_path / "model.pt", order)
 
 
 def test_a_conversion_says_which_values_transformers_computes(make: Make, tmp_path: Path) -> None:
-    order = Conversion("pt", None, split_above_bytes=GIB, max_shard_bytes=GIB, model_keys=True)
+    order = Conversion("pt", None, max_shard_bytes=GIB, model_keys=True)
     with pytest.raises(CheckpointError, match=r"no values to copy for model\.decoder\.embed_pos"):
         convert(make("computed weights"), tmp_path / "model.pt", order)

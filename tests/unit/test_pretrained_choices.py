@@ -161,7 +161,7 @@ def test_the_whole_file_counts_beside_an_index_of_shards(save: Save, tmp_path: P
     shutil.copy(other, folder / "model.safetensors")
     assert_equal(folder)
     assert formats.detect(folder).NAME == "safetensors"
-    convert(folder, tmp_path / "made.safetensors", Conversion("safetensors", None, 2**40, 2**40))
+    convert(folder, tmp_path / "made.safetensors", Conversion("safetensors", None, 2**40))
     wanted, made = load_file(other), load_file(tmp_path / "made.safetensors")
     assert all(torch.equal(made[name], wanted[name]) for name in wanted)
 

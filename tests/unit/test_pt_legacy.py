@@ -126,8 +126,8 @@ class Allocation:
         ),
         (
             {"w": torch.zeros(2).to_sparse()},
-            "not a flat state dict: 'w' holds a sparse tensor",
-            "save the weights alone: torch.save(model.state_dict(), ...)",
+            "'w' is a sparse tensor; weighin reads plain tensors",
+            "load it with torch, make it dense (tensor.to_dense()), and save it: torch.save({NAME: TENSOR, ...}, ...)",
         ),
         (
             {"model": {"w": torch.zeros(2)}},

@@ -102,7 +102,7 @@ def test_code_in_another_repository_is_not_fetched(folder: Path) -> None:
         f"{folder}: the code other.TinyForCausalLM of the model is not in this folder, but in the"
         " repository owner/name"
     )
-    assert "download other.py" in error.repair
+    assert "add other.py" in error.repair
 
 
 def test_another_repositorys_code_that_is_in_the_folder_is_run(folder: Path) -> None:

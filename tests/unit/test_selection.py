@@ -81,7 +81,7 @@ def test_a_dotted_key_finds_nested_dicts_and_keys_with_dots(tmp_path: Path, key:
 def test_the_beginning_of_flat_names_is_a_key_too(tmp_path: Path) -> None:
     state = {"model.w": torch.ones(2), "ema.w": torch.zeros(2), "models.w": torch.zeros(3)}
     path = saved(tmp_path / "c.pt", state)
-    convert.convert(path, tmp_path / "c.safetensors", convert.Conversion("safetensors", None, 1, 1))
+    convert.convert(path, tmp_path / "c.safetensors", convert.Conversion("safetensors", None, 1))
     for file in (path, tmp_path / "c.safetensors"):
         (one,) = formats.read(file, Selection("model"))[1]
         assert (one.name, one.shape) == ("w", (2,))
@@ -172,7 +172,7 @@ def test_a_converted_selection_holds_the_plain_state_dict(tmp_path: Path) -> Non
         "m", BUILDER, KWARGS, checkpoint=path, fmt="pt", folder=tmp_path / "out", selection=selection
     )  # fmt: skip
     model.load_state_dict(torch.load(tmp_path / "out/pt/model.pt", weights_only=True))
-    order = convert.Conversion("pt", None, 1, 1, verify=True, selection=selection)
+    order = convert.Conversion("pt", None, 1, verify=True, selection=selection)
     convert.convert(path, tmp_path / "plain.pt", order)
     expected = {name.removeprefix("module."): one for name, one in checkpoint["model"].items()}
     plain = torch.load(tmp_path / "plain.pt", weights_only=True)

@@ -13,7 +13,7 @@ from weighin.formats import bounded_json
 from weighin.formats.base import TensorPlan
 from weighin.formats.sharded import SHARDED, SHARDED_PT, Sharded, split
 
-AGAIN = "download the missing or damaged files again, or convert the checkpoint again"
+AGAIN = "write the folder again: model.save_pretrained(FOLDER), or weighin convert"
 BOTH = pytest.mark.parametrize("layout", [SHARDED, SHARDED_PT], ids=lambda layout: layout.NAME)
 STATE = {name: torch.randn(5, 4) for name in ("embedding", "a", "b", "norm")}
 PLANS = [
@@ -132,13 +132,17 @@ def test_an_index_that_lies_is_named(
     with pytest.raises(CheckpointError) as caught:
         SHARDED.read(folder)
     assert caught.value.message == f"{folder / (file or SHARDED.index_name)}: {message}"
-    assert caught.value.repair == AGAIN
+    missing = f"add the missing file to {folder}"
+    assert caught.value.repair == (missing if message.endswith("is missing") else AGAIN)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "damaged index: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+        ("{", "truncated: the JSON object has no end"),
+        ("{]}", "damaged index: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+        ("version https://git-lfs.github.com/spec/v1\n", "a git-lfs pointer, not the checkpoint that it points to"),
+        ("<html>Sign in</html>", "an HTML page, not a checkpoint"),
         ("[]", "damaged index: not a JSON object"),
         ("{}", "damaged index: no 'weight_map'"),
         ('{"weight_map": {}}', "damaged index: no 'weight_map'"),

@@ -62,12 +62,12 @@ PICKLE, DATA, VERSION = "model/data.pkl", "model/data/0", "model/version"
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (put("<Q", -36, 2**31), "damaged: the directory has 2,147,483,648 bytes, more than 33,554,432"),
+        (put("<Q", -36, 2**31), "the directory has 2,147,483,648 bytes, more than the 33,554,432 that weighin reads"),
         (put("<Q", -28, 2**31), "damaged: the directory at byte 2,147,483,648 lies outside the archive"),
         (put("<Q", -28, 0), "damaged: the directory has an invalid entry"),
         (put_entry(DATA, "<H", 10, 8), "record 'model/data/0' is compressed"),
-        (put_entry(DATA, "<H", 8, 1), "damaged: record 'model/data/0' is compressed or encrypted"),
-        (put_entry(DATA, "<L", 20, 5), "damaged: record 'model/data/0' is compressed or encrypted"),
+        (put_entry(DATA, "<H", 8, 1), "record 'model/data/0' is encrypted"),
+        (put_entry(DATA, "<L", 20, 5), "record 'model/data/0' is compressed"),
         (put_entry(DATA, "<2L", 20, 2**31, 2**31), "damaged: record 'model/data/0' at byte {at:,} lies outside the archive"),
         (put_entry(DATA, "<2L", 20, 2**32 - 1, 2**32 - 1), "damaged: record 'model/data/0' has no 64-bit size"),
         (put_entry(DATA, "<L", 42, 2**31), "damaged: record 'model/data/0' at byte 2,147,483,648 lies outside the archive"),
@@ -76,7 +76,7 @@ PICKLE, DATA, VERSION = "model/data.pkl", "model/data/0", "model/version"
         (put_entry(DATA, "<2L", 20, 3996, 3996), "damaged: the storage of 'w' has 4,000 bytes, but its record in the file has 3,996"),
         (put_entry(DATA, "12s", 46, b"model/data/1"), "damaged: the storage of 'w' has 4,000 bytes, but its record in the file has 0"),
         (put_entry(VERSION, "13s", 46, b"model/data/9x"), ""),
-        (put_entry(PICKLE, "14s", 46, b"model/data.pk_"), "no data.pkl in the archive"),
+        (put_entry(PICKLE, "14s", 46, b"model/data.pk_"), "a file of torch.save without data.pkl, "),
         (put_entry(PICKLE, "<2L", 20, 0, 0), "damaged: the pickle from byte {pickle:,} cannot be read at byte {pickle:,}: truncated: the file ends"),
     ],
 )  # fmt: skip
@@ -92,7 +92,7 @@ def test_a_directory_that_lies_is_named(path: Path, change: Change, message: str
     at = struct.unpack_from("<L", data, by_name[DATA] + 42)[0]
     local = struct.unpack_from("<L", data, by_name[PICKLE] + 42)[0]
     start = local + 30 + sum(struct.unpack_from("<2H", data, local + 26))
-    assert message_of(path) == message.format(at=at, pickle=start)
+    assert message_of(path).startswith(message.format(at=at, pickle=start))
 
 
 def test_a_zip_bomb_is_not_inflated(path: Path, tmp_path: Path) -> None:
@@ -107,8 +107,8 @@ def test_a_pickle_of_endless_length_is_not_read(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(state_pickle, "MOST_BYTES", 10)
-    assert message_of(path).startswith("damaged: record 'model/data.pkl' has ")
-    assert message_of(path).endswith(" bytes, more than 10")
+    assert message_of(path).startswith("record 'model/data.pkl' has ")
+    assert message_of(path).endswith(" bytes, more than the 10 that weighin reads")
 
 
 def test_a_record_that_occurs_twice_is_refused(path: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_record_that_occurs_twice_is_refused(path: Path) -> None:
 
 def test_endless_records_are_given_up(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zip_directory, "MOST_RECORDS", 3)
-    assert message_of(path) == "damaged: more than 3 records"
+    assert message_of(path) == "has more than 3 records that weighin reads"
 
 
 def test_an_archive_of_a_big_endian_machine_is_refused(path: Path, tmp_path: Path) -> None:

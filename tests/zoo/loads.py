@@ -43,9 +43,7 @@ def convert(files: dict[str, Path], folder: Path) -> tuple[dict[str, Path], list
             continue
         target = folder / f"converted-{fmt}{formats.named(fmt).SUFFIX}"
         try:
-            converting.convert(
-                files["pt"], target, converting.Conversion(fmt, None, 1 << 40, 1 << 20)
-            )
+            converting.convert(files["pt"], target, converting.Conversion(fmt, None, 1 << 20))
             made[fmt] = target
         except Exception as error:
             outcomes.append(failed(f"convert to {fmt}", error))

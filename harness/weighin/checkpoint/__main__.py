@@ -94,7 +94,6 @@ def _order(options: argparse.Namespace) -> "Conversion":
     return Conversion(
         fmt=options.format,
         dtype=getattr(torch, options.dtype) if options.dtype else None,
-        split_above_bytes=options.split_above_bytes,
         max_shard_bytes=options.max_shard_bytes,
         verify=options.verify,
         checksums=options.checksums,
@@ -168,9 +167,8 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("source", type=Path)
     sub.add_argument("target", type=Path)
     _add_selection(sub)
-    sub.add_argument("--format", required=True, help="a format's name, or auto")
+    sub.add_argument("--format", required=True, help="a format's name")
     sub.add_argument("--dtype", help="torch's name of it; default: each tensor's own")
-    sub.add_argument("--split-above-bytes", type=int, required=True)
     sub.add_argument("--max-shard-bytes", type=int, required=True)
     sub.add_argument("--verify", action="store_true")
     sub.add_argument("--model-keys", action="store_true", help="write a folder's model's keys")

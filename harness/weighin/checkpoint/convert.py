@@ -28,15 +28,14 @@ from weighin.checkpoint.piecewise import RunningChecksum, dtype_name
 from weighin.checkpoint.reader import plans, read_pieces
 from weighin.checkpoint.staging import growing_beside
 from weighin.errors import CheckpointError, ConfigError
+from weighin.formats import quantised
 from weighin.formats.base import Layout, Pieces, Progress, TensorPlan, TensorSlice
+from weighin.formats.misfit import check_converts
 from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.zip_writer import run_parallel
 from weighin.models.skeleton import map_large_tensors
 
-AUTO: Final = "auto"
-
-_WHOLE, _SPLIT = "safetensors", "sharded"  # the formats that auto writes; neither contains a pickle
-_SHARDED: Final = (_SPLIT, "sharded_pt")  # the formats to which max_shard_bytes applies
+_SHARDED: Final = ("sharded", "sharded_pt")  # the formats to which max_shard_bytes applies
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +43,7 @@ class Conversion:
     """The options of a conversion.
 
     Attributes:
-        fmt: a format's name, or "auto": one file for up to ``split_above_bytes`` of tensors, shards
-            for more bytes.
+        fmt: the name of the format to write.
         dtype: the new dtype of floating-point tensors; None keeps each tensor's own dtype.
         max_shard_bytes: the largest size of one file of a sharded format.
         verify: whether to read the target back from the disk and compare it with the source.
@@ -58,7 +56,6 @@ class Conversion:
 
     fmt: str
     dtype: torch.dtype | None
-    split_above_bytes: int
     max_shard_bytes: int
     verify: bool = False
     checksums: Path | None = None
@@ -83,8 +80,9 @@ def convert(
 
     Raises:
         ConfigError: the target exists, is inside the source, or another process is writing it.
-        CheckpointError: the source cannot be read or does not match its checksums, or the target
-            differs from the source when it is read back.
+        CheckpointError: the source cannot be read or does not match its checksums, its tensors are
+            codes that another dtype would change, or the target differs from the source when it is
+            read back.
     """
     map_large_tensors()
     torch.set_num_threads(1)  # the format's writers run in several threads of their own
@@ -99,9 +97,16 @@ def convert(
         raise CheckpointError(
             f"{source}: holds no tensors", "convert the checkpoint of a model with weights"
         )
+    if order.dtype is not None:
+        check_converts(source, slices, "leave --dtype out")
+    if order.dtype and (found := quantised.in_checkpoint(source, slices)):
+        raise CheckpointError(
+            f"{source}: {found.summary}; another dtype would change the codes and the scales",
+            "leave --dtype out, which copies them as they are",
+        )
     tensors = plans(slices, order.dtype)
     size = tensor_bytes(tensors)
-    layout = formats.named(choose(order.fmt, size, order.split_above_bytes))
+    layout = formats.named(order.fmt)
     if permit is not None:
         permit(size + RECORD_BYTES * len(tensors))
     stored = sidecar.KnownChecksums(source, order.checksums, slices) if order.checksums else None
@@ -140,17 +145,6 @@ def _write(
         write(new, tensors, pieces, progress, max_shard_bytes=order.max_shard_bytes)
     else:
         layout.write(new, tensors, pieces, progress)
-
-
-def choose(fmt: str, size: int, split_above_bytes: int) -> str:
-    """Return the name of the format to write.
-
-    Raises:
-        UnknownName: no format has this name.
-    """
-    if fmt == AUTO:
-        return _SPLIT if size > split_above_bytes else _WHOLE
-    return formats.named(fmt).NAME
 
 
 def tensor_bytes(tensors: Iterable[TensorPlan]) -> int:

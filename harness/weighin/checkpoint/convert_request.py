@@ -16,11 +16,20 @@ from weighin import formats
 from weighin.checkpoint import sidecar, staging
 from weighin.checkpoint.subprocess_client import run_maker
 from weighin.errors import ConfigError, UnknownName
+from weighin.formats.quantised import Quantised, in_checkpoint
 from weighin.formats.selection import WHOLE, Selection
 from weighin.suite.config import DTYPES
 from weighin.units import GIB, format_bytes, format_seconds, parse_bytes
 
 SCHEMA: Final = 1
+AUTO: Final = "auto"
+
+_FOLDER: Final = "sharded"  # the format of a target that is no file, by its name
+_SUFFIXES: Final = {
+    ".safetensors": ("safetensors",),
+    **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt", ".pth.tar"), ("pt", "pt_legacy")),
+}
+"""The formats that readers expect in a file with this suffix; ``auto`` writes the first of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +40,6 @@ class Wish:
     target: Path
     fmt: str
     dtype: str | None
-    split_above: str
     max_shard_size: str
     verify: bool
     selection: Selection = WHOLE
@@ -41,7 +49,10 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class FinishedConversion:
-    """A finished conversion. ``checksums`` is the checksum file that the source matched, if any."""
+    """A finished conversion. ``checksums`` is the checksum file that the source matched, if any.
+
+    ``quantised`` says how the tensors are quantised, because they are then no weights.
+    """
 
     source: Path
     source_format: str
@@ -51,10 +62,12 @@ class FinishedConversion:
     seconds: float
     checksums: Path | None
     verified: bool
+    quantised: Quantised | None = None
 
     def __str__(self) -> str:
         checked = f", source matches {self.checksums}" if self.checksums else ""
         checked += ", every tensor's checksum verified" if self.verified else ""
+        checked += f"; {self.quantised.summary}" if self.quantised else ""
         return (
             f"{self.target}: {self.format} from {self.source_format}, {format_bytes(self.bytes)} in "
             f"{format_seconds(round(self.seconds * 1e9))} "
@@ -103,6 +116,7 @@ def convert(wish: Wish, console: Console) -> FinishedConversion:
         seconds=stages["write"],
         checksums=checksums,
         verified=wish.verify,
+        quantised=in_checkpoint(wish.source, formats.read(wish.source, wish.selection)[1]),
     )
 
 
@@ -114,13 +128,34 @@ def _clean(target: Path, error: BaseException) -> None:
         error.add_note(str(left))
 
 
+def format_for(target: Path, fmt: str) -> str:
+    """Return the format to write into ``target``; for ``AUTO``, the format that its name says.
+
+    A name without the suffix of a checkpoint file is that of a folder.
+
+    Raises:
+        UnknownName: no format has the name ``fmt``.
+        ConfigError: ``fmt`` is another format than programs expect under this name.
+    """
+    suffix = next((one for one in _SUFFIXES if target.name.lower().endswith(one)), "")
+    expected = _SUFFIXES.get(suffix, ())
+    if fmt == AUTO:
+        return expected[0] if expected else _FOLDER
+    layout = formats.named(fmt)
+    if suffix and fmt not in expected:
+        other = f"{target.name[: -len(suffix)]}{layout.SUFFIX}"
+        raise ConfigError(
+            f"{target}: {suffix} is the suffix of format {expected[0]}, and --format says {fmt}",
+            f"leave --format out to write {expected[0]}, or name the target {other}",
+        )
+    return fmt
+
+
 def _arguments(wish: Wish, checksums: Path | None) -> list[str]:
-    if wish.fmt != "auto":
-        formats.named(wish.fmt)
+    fmt = format_for(wish.target, wish.fmt)
     if wish.dtype is not None and wish.dtype not in DTYPES:
         raise UnknownName("dtype", wish.dtype, DTYPES)
-    arguments = ["convert", f"--format={wish.fmt}"]
-    arguments += [f"--split-above-bytes={parse_bytes(wish.split_above, decimal=True)}"]
+    arguments = ["convert", f"--format={fmt}"]
     arguments += [f"--max-shard-bytes={parse_bytes(wish.max_shard_size, decimal=True)}"]
     arguments += [f"--dtype={DTYPES[wish.dtype]}"] if wish.dtype else []
     arguments += wish.selection.options

@@ -64,6 +64,7 @@ _NEEDS_WITH_FORMAT: Final = {
     ("sharded", "sharded_pt"): ExpectedMemory(1, piece="shard"),
     ("accelerate", "pt"): ExpectedMemory(0, 1),
     ("accelerate", "sharded_pt"): ExpectedMemory(0, 1),
+    ("transformers", "gguf"): ExpectedMemory(1, piece="tensor"),
 }
 """The memory of strategies that need more for some formats than for the others."""
 

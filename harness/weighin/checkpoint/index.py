@@ -18,9 +18,10 @@ from weighin.checkpoint.piecewise import Checksums, checksummed
 from weighin.checkpoint.reader import read_pieces
 from weighin.errors import CheckpointError
 from weighin.formats.base import Progress, TensorSlice
-from weighin.formats.misfit import misfit, plain, selecting
-from weighin.formats.pretrained_folder import folder_of, is_pretrained, own_dtype
+from weighin.formats.misfit import NOT_MEASURED, check_converts, misfit, plain, selecting
+from weighin.formats.pretrained_folder import is_pretrained_checkpoint, own_dtype
 from weighin.formats.pretrained_library import library_of
+from weighin.formats.quantised import of_model, refuse_codes
 from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.zip_writer import run_parallel
 from weighin.models.skeleton import map_large_tensors
@@ -47,16 +48,21 @@ def index(
     Raises:
         CheckpointError: the checkpoint cannot be read, or does not fit the model.
     """
-    formats.named(fmt)
+    formats.known(fmt)
     map_large_tensors()
-    if library_of(builder) and is_pretrained(folder_of(checkpoint)):
+    if library_of(builder) and is_pretrained_checkpoint(checkpoint):
         if selection:
             raise CheckpointError(
                 f"{checkpoint}: a Hugging Face folder is the whole model, of which no part is selected",
                 "leave out --key and --strip-prefix",
             )
         from weighin.checkpoint.index_pretrained import index_pretrained
+        from weighin.checkpoint.index_quantised import index_quantised
 
+        if found := of_model(ModelSpec(model, builder, dict(kwargs))):
+            return index_quantised(
+                model, kwargs, found, checkpoint=checkpoint, fmt=fmt, folder=folder
+            )
         return index_pretrained(
             model, builder, kwargs, checkpoint=checkpoint, fmt=fmt, folder=folder, permit=permit,
             progress=progress,
@@ -64,10 +70,12 @@ def index(
     torch.set_num_threads(1)  # the readers run in several threads of their own
     started = time.monotonic()
     own, slices = formats.read(checkpoint, selection)
+    check_converts(checkpoint, slices, NOT_MEASURED)
     converts = own != fmt or bool(selection) or not getattr(slices, "only_tensors", True)
     places = {where.name: where for where in slices}
     dtype = getattr(torch, own_dtype(ModelSpec(model, builder, dict(kwargs))))
     described = describe(builder, kwargs, real_buffers="non_persistent", dtype=dtype)
+    refuse_codes(checkpoint, slices, [one.name for one in described])
     check_fits(checkpoint, model, places, described)
     if converts and not slices:
         raise CheckpointError(

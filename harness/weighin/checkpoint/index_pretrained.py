@@ -16,9 +16,9 @@ from weighin.checkpoint.manifest import Kind, Manifest
 from weighin.checkpoint.piecewise import CELL_DTYPES, Checksums, checksummed, dtype_name, pieces_of
 from weighin.checkpoint.reader import widest_dtype
 from weighin.errors import CheckpointError
+from weighin.formats import gguf
 from weighin.formats.base import Progress
 from weighin.formats.misfit import first_names
-from weighin.formats.pretrained_folder import folder_of
 from weighin.models.pretrained_keys import map_keys
 from weighin.models.pretrained_modules import module_of
 from weighin.models.skeleton import non_persistent_buffers
@@ -48,14 +48,19 @@ def index_pretrained(
     own, slices = formats.read(checkpoint)
     if permit is not None:
         permit(sum(RECORD_BYTES + where.nbytes for where in slices) if own != fmt else 0)
-    library, source = module_of(builder), folder_of(checkpoint)
-    reference, missing = library.reference(kwargs, source, widest_dtype(slices))
+    library = module_of(builder)
+    is_gguf = (
+        own == gguf.NAME
+    )  # transformers computes with its values, in float32 or in the wanted dtype
+    loaded, missing = library.reference(
+        kwargs, checkpoint, torch.float32 if is_gguf else widest_dtype(slices)
+    )
     if missing:
         raise CheckpointError(
-            f"{checkpoint}: has no values for {first_names(missing)} of {type(reference).__name__}",
+            f"{checkpoint}: has no values for {first_names(missing)} of {type(loaded).__name__}",
             "choose the class that the checkpoint was saved from: from_pretrained draws these weights at random",
         )
-    described = [*_described(reference)]
+    described = [*described_in(loaded)]
     read = time.monotonic()
     sums: dict[str, dict[str, str]] = {}
     by_name = {one.name: one for one in described}
@@ -68,24 +73,25 @@ def index_pretrained(
             for piece in pieces(one.name):
                 if progress is not None and own == fmt:
                     progress(piece.nbytes)
-    mapped = map_keys(reference, slices)
-    if len(stored) < len(described) or mapped.computed:
+    mapped = None if is_gguf else map_keys(loaded, slices)
+    computed = mapped.computed if mapped else tuple(sums)
+    if len(stored) < len(described) or computed:
         for wanted in CELL_DTYPES:
-            loaded, _ = library.reference(kwargs, source, getattr(torch, wanted))
-            for name, (owner, leaf) in non_persistent_buffers(loaded):
+            other, _ = library.reference(kwargs, checkpoint, getattr(torch, wanted))
+            for name, (owner, leaf) in non_persistent_buffers(other):
                 value = owner._buffers[leaf]
                 assert value is not None
                 sums.setdefault(name, {})[dtype_name(value.dtype)] = checksum(value)
-            for name in mapped.computed if own == fmt else ():
-                value = loaded.state_dict()[name]
+            for name in computed if own == fmt else ():
+                value = other.state_dict()[name]
                 sums[name][dtype_name(value.dtype)] = checksum(value)
-    kept = _kept_in_float32(library, reference, sums)
+    kept = _kept_in_float32(library, loaded, sums)
     entries = tuple(
         one.entry(sums[first], torch.float32 if first in kept else None)
         for one in described
         if (first := one.shared_with or one.name)
     )
-    manifest = Manifest(model, builder, str(checkpoint), entries, mapped.note)
+    manifest = Manifest(model, builder, str(checkpoint), entries, mapped.note if mapped else "")
     manifest.write(folder / "manifest.json")
     return Made(manifest, {"read": read - started, "convert": time.monotonic() - read})
 
@@ -102,7 +108,7 @@ def _kept_in_float32(library: Any, model: Any, sums: dict[str, dict[str, str]]) 
     return kept
 
 
-def _described(model: torch.nn.Module) -> Iterator[Described]:
+def described_in(model: torch.nn.Module) -> Iterator[Described]:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     firsts: dict[int, str] = {}
     tensors = dict(model.state_dict(keep_vars=True))

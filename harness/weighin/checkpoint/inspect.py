@@ -1,5 +1,6 @@
 """List a checkpoint's tensors for ``weighin inspect``, without their data and without torch."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
@@ -13,8 +14,10 @@ from rich.table import Table
 from weighin import formats
 from weighin.checkpoint.expected_memory import Expected, expected
 from weighin.errors import UnknownName
+from weighin.formats import adapters, gguf, quantised
 from weighin.formats.base import TensorSlice
 from weighin.formats.misfit import first_names, plain
+from weighin.formats.quantised import Quantised
 from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.storages import Footprint, footprint, ties
 from weighin.formats.tensor_refs import type_name
@@ -37,6 +40,8 @@ class Tensor:
         shared_with: the first key in the same storage; None if this key is the first.
         tied_to: the first key of the same elements; None if this key is the first.
         contiguous: whether its elements are stored in row-major order without gaps.
+        encoding: the quantisation of its elements, "Q4_K"; None if they are stored as ``dtype``.
+        stored_bytes: the size of its elements as they are stored, which ``bytes`` is without encoding.
     """
 
     name: str
@@ -48,6 +53,8 @@ class Tensor:
     shared_with: str | None
     tied_to: str | None
     contiguous: bool
+    encoding: str | None
+    stored_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +62,8 @@ class Inspected:
     """A checkpoint: its ``tensors`` in the state dict's order, and its ``files`` as (name, bytes).
 
     ``values`` maps the names of the state dict's other values to the names of their types.
+    ``quantised`` says how its tensors are quantised, if they are, and ``adapter`` that there is an
+    adapter beside the model, or nothing. ``architecture`` is the model's, if the format stores it.
     """
 
     path: Path
@@ -64,6 +73,9 @@ class Inspected:
     expected: tuple[Expected, ...]
     footprint: Footprint
     values: Mapping[str, str]
+    quantised: Quantised | None = None
+    adapter: str = ""
+    architecture: str = ""
 
     @property
     def once(self) -> list[Tensor]:
@@ -86,6 +98,11 @@ class Inspected:
         return sum(tensor.bytes for tensor in self.once)
 
     @property
+    def stored_bytes(self) -> int:
+        """The size of all tensors as they are stored, in bytes, with shared tensors counted once."""
+        return sum(tensor.stored_bytes for tensor in self.once)
+
+    @property
     def largest(self) -> Tensor:
         """The largest tensor; the first one if several are equally large."""
         return max(self.tensors, key=lambda tensor: tensor.bytes)
@@ -99,6 +116,7 @@ class Inspected:
             "bytes": self.bytes,
             "storage_bytes": self.footprint.storage_bytes,
             "unused_bytes": self.footprint.unused_bytes,
+            "stored_bytes": self.stored_bytes,
             "file_bytes": sum(size for _, size in self.files),
             "largest": self.largest.name,
         }
@@ -106,11 +124,14 @@ class Inspected:
             "schema": SCHEMA,
             "path": str(self.path),
             "layout": self.layout,
+            "architecture": self.architecture or None,
             "files": [{"name": name, "bytes": size} for name, size in self.files],
             "totals": totals,
             "tensors": [asdict(tensor) for tensor in self.tensors],
             "values": [{"name": name, "type": kind} for name, kind in self.values.items()],
             "expected": [asdict(need) for need in self.expected],
+            "quantised": asdict(self.quantised) if self.quantised else None,
+            "adapter": self.adapter or None,
         }
 
 
@@ -132,7 +153,11 @@ def inspect(path: Path, selection: Selection = WHOLE) -> Inspected:
     in_place = not selection and getattr(slices, "only_tensors", True)
     needs = expected(registry.strategies().values(), layout, sizes, sized if in_place else None)
     kinds = {name: type_name(value) for name, value in values.items()}
-    return Inspected(path, layout, files, tensors, tuple(needs), sized, kinds)
+    return Inspected(
+        path, layout, files, tensors, tuple(needs), sized, kinds,
+        quantised.in_checkpoint(path, slices), adapters.note(root),
+        gguf.architecture(path) if layout == gguf.NAME else "",
+    )  # fmt: skip
 
 
 def tables(
@@ -148,6 +173,7 @@ def tables(
     return [
         _tensor_table(_sorted(inspected.tensors, sort), show_all),
         *_lines(inspected),
+        *_notes(inspected),
         _expected_table(inspected),
         "The expected peaks are computed from sizes, not measured, and leave out the memory of"
         " `import torch`. weighin bench measures them.",
@@ -171,6 +197,8 @@ def _tensors(root: Path, slices: Sequence[TensorSlice]) -> Iterable[Tensor]:
             shared_with=first if first != place.name else None,
             tied_to=tied.get(place.name),
             contiguous=place.contiguous,
+            encoding=place.encoding or None,
+            stored_bytes=place.storage_bytes if place.encoding else place.nbytes,
         )
 
 
@@ -191,6 +219,9 @@ def _tensor_table(tensors: list[Tensor], show_all: bool) -> Table:
     table.add_column("shape")
     table.add_column("dtype")
     table.add_column("size", justify="right")
+    encoded = any(tensor.encoding for tensor in tensors)
+    if encoded:
+        table.add_column("dequantised", justify="right")
     table.add_column("offset", justify="right")
     if sharing:
         table.add_column("shared with", overflow="fold")
@@ -203,8 +234,9 @@ def _tensor_table(tensors: list[Tensor], show_all: bool) -> Table:
             table.add_row(
                 _shown(tensor.name),
                 " x ".join(f"{size}" for size in tensor.shape) or "scalar",
-                tensor.dtype,
-                format_bytes(tensor.bytes),
+                tensor.encoding or tensor.dtype,
+                format_bytes(tensor.stored_bytes),
+                *([format_bytes(tensor.bytes) if tensor.encoding else ""] if encoded else []),
                 f"{tensor.offset:,}",
                 *([_shown(tensor.shared_with or "")] if sharing else []),
             )
@@ -222,6 +254,7 @@ def _lines(inspected: Inspected) -> list[str]:
     lines = [
         f"{one_line(str(inspected.path))}: format {inspected.layout}, {count}, {inspected.numbers:,} elements"
         f" (parameters and buffers), {format_bytes(inspected.bytes)}",
+        *_lines_of_encoding(inspected),
         f"largest: {one_line(inspected.largest.name, 100)}, {format_bytes(inspected.largest.bytes)}",
         f"files: {one_line(', '.join(files))}" + (f" and {more} more" if more > 0 else ""),
     ]
@@ -245,7 +278,29 @@ def _notes(inspected: Inspected) -> list[str]:
     if inspected.values:
         kinds = (f"{plain(name)} ({kind})" for name, kind in inspected.values.items())
         notes.append(f"left out, because they are no tensors: {one_line(first_names(kinds))}")
+    if inspected.adapter:
+        notes.append(inspected.adapter)
+    if found := inspected.quantised:
+        notes.append(found.summary)
+        notes.append(
+            f"{found.obstacle}; {found.repair}"
+            if found.obstacle
+            else f"from_pretrained loads them (needs {found.needed}); the peaks below are of a model that takes"
+            " the codes and the scales as they are"
+        )
     return notes
+
+
+def _lines_of_encoding(inspected: Inspected) -> list[str]:
+    lines = [f"architecture: {one_line(inspected.architecture)}"] if inspected.architecture else []
+    if any(tensor.encoding for tensor in inspected.tensors):
+        types = Counter(tensor.encoding or tensor.dtype for tensor in inspected.tensors)
+        counts = ", ".join(f"{name} ({count})" for name, count in types.most_common())
+        lines.append(
+            f"quantised: {counts}; {format_bytes(inspected.stored_bytes)} as stored,"
+            f" {format_bytes(inspected.bytes)} dequantised"
+        )
+    return lines
 
 
 def _expected_table(inspected: Inspected) -> Table:

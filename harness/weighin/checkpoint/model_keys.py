@@ -5,16 +5,16 @@ from pathlib import Path
 
 from weighin import formats
 from weighin.errors import CheckpointError, ConfigError
-from weighin.formats import sniff
+from weighin.formats import gguf, sniff
 from weighin.formats.base import Slices
 from weighin.formats.misfit import first_names
 from weighin.formats.pipeline import is_pipeline
 from weighin.formats.pretrained_folder import folder_of, is_pretrained, read_folder
-from weighin.formats.pretrained_spec import spec_of
+from weighin.formats.pretrained_spec import plain_spec_of
 
 
 def read_with_model_keys(source: Path, *, trust_remote_code: bool = False) -> Slices:
-    """Return the tensors of a folder under the names of the model's state dict, in its order.
+    """Return the tensors of a folder, or of a GGUF file, under the names of the model's state dict, in its order.
 
     Stacked and joined tensors consist of several blocks of the files. A tied name that the files lack
     gets the tensor of the name that it is tied to. The folder's own code runs only with
@@ -23,10 +23,14 @@ def read_with_model_keys(source: Path, *, trust_remote_code: bool = False) -> Sl
     Raises:
         ConfigError: the source is not in a Hugging Face folder, transformers is missing, or the
             folder's code is not trusted.
-        CheckpointError: the files do not hold the values of a tensor of the model.
+        CheckpointError: the files do not hold the values of a tensor of the model, or hold codes.
     """
     if is_pipeline(source):
         raise sniff.no_model(source)
+    if formats.detect(source) is gguf:
+        from weighin.checkpoint.gguf_model_keys import read_gguf_with_model_keys  # imports torch
+
+        return read_gguf_with_model_keys(source)
     if not is_pretrained(folder := folder_of(source)):
         raise ConfigError(
             f"--keys model needs the model's class, and {folder} has no config.json",
@@ -36,7 +40,7 @@ def read_with_model_keys(source: Path, *, trust_remote_code: bool = False) -> Sl
     from weighin.models.skeleton import build_skeleton, resolve_builder
 
     found = read_folder(folder, trust_remote_code=trust_remote_code)
-    model = build_skeleton(resolve_builder(found.library.builder), spec_of(found).kwargs)
+    model = build_skeleton(resolve_builder(found.library.builder), plain_spec_of(found).kwargs)
     mapped = map_keys(model, formats.read(source)[1])
     wanted = model.state_dict(keep_vars=True)
     stored = {one.name: one for one in mapped.slices}

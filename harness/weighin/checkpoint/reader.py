@@ -2,18 +2,29 @@
 
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Final
 
 import torch
 
-from weighin.checkpoint.piecewise import PIECE_ELEMENTS
+from weighin.checkpoint.piecewise import PIECE_ELEMENTS, pieces_of
 from weighin.errors import CheckpointError
 from weighin.formats.base import TensorPlan, TensorSlice
+from weighin.formats.sniff import AGAIN
 from weighin.loader.direct_io import PIECE_BYTES, PieceReader
 
 _ROWS_BYTES: Final = PIECE_ELEMENTS  # the part of a strided tensor that is copied at a time
+_COMPUTING: Final = threading.Lock()  # a computed tensor is in memory as a whole, so one at a time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Computed(TensorSlice):
+    """A tensor whose values ``compute`` returns, from the tensor at this place in the file and others."""
+
+    compute: Callable[[], torch.Tensor]
 
 
 def read_pieces(where: TensorSlice) -> Iterator[torch.Tensor]:
@@ -27,12 +38,28 @@ def read_pieces(where: TensorSlice) -> Iterator[torch.Tensor]:
     """
     if where.nbytes == 0:
         return
-    if where.parts:
+    if isinstance(where, Computed):
+        with _COMPUTING:
+            yield from pieces_of(where.compute().to(where.dtype))
+    elif where.encoding:
+        from weighin.formats.gguf_values import decoded  # imports numpy
+
+        yield from decoded(where, PIECE_ELEMENTS)
+    elif where.parts:
         yield from _joined(where)
     elif where.contiguous:
         yield from _contiguous(where)
     else:
         yield from _gathered(where)
+
+
+def read_whole(where: TensorSlice, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor's values in ``dtype``; raise CheckpointError as ``read_pieces`` does."""
+    values, at = torch.empty(where.shape, dtype=dtype), 0
+    for piece in read_pieces(where):
+        values.view(-1)[at : at + len(piece)] = piece
+        at += len(piece)
+    return values
 
 
 def widest_dtype(slices: Sequence[TensorSlice]) -> torch.dtype:
@@ -112,7 +139,7 @@ def _mapped(where: TensorSlice) -> torch.Tensor:
         if os.fstat(file.fileno()).st_size < start + length:
             raise CheckpointError(
                 f"{where.file}: truncated: it ends before byte {start + length:,}",
-                "copy or download the file again",
+                AGAIN,
             )
         # Copy-on-write, because torch needs a writable buffer; nothing is ever written to it.
         mapped = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=start)

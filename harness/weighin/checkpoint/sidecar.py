@@ -59,7 +59,7 @@ class KnownChecksums:
     def _other(self, what: str, names: list[str]) -> CheckpointError:
         return CheckpointError(
             f"{self._checkpoint}: has other {what} than {self._path} lists: {first_names(map(shown, names))}",
-            "copy or download the checkpoint again; if it was changed on purpose, remove that file",
+            "if it was changed on purpose, remove that file; if not, restore the checkpoint",
         )
 
 

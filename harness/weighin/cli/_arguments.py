@@ -140,13 +140,15 @@ def choose(typed: dict[str, Any], suite: "Suite") -> "ChosenModels":
     """Return the models of a suite with the arguments and the checkpoint that were typed."""
     from weighin.suite import chosen_models
 
-    return chosen_models.choose(
+    chosen = chosen_models.choose(
         suite,
         kwargs=json_object(typed["kwargs"]),
         checkpoint=typed["checkpoint"],
         selection=selection(typed),
         trust_remote_code=typed["trust_remote_code"],
     )
+    _console.note(*chosen.notes)
+    return chosen
 
 
 def read_suite(name: str | None, asked: dict[str, Any]) -> "Suite":

@@ -34,8 +34,9 @@ EXAMPLES = (
     "fmt",
     default="auto",
     metavar="NAME",
-    help="pt, safetensors, sharded, per_module, per_param, dcp ... or auto, which writes one"
-    " safetensors file, or shards if the written tensors are larger than --split-above.",
+    help="pt, safetensors, sharded, per_module, per_param, dcp ... or auto, which goes by the"
+    " target's name: safetensors for .safetensors, pt for .pt, .pth, .bin and .ckpt, and shards for"
+    " any other name, which is a folder's.",
 )
 @click.option(
     "--dtype",
@@ -43,17 +44,11 @@ EXAMPLES = (
     help="Convert floating-point tensors to bf16, fp16 or fp32. Default: keep their dtype.",
 )
 @click.option(
-    "--split-above",
-    default="5GiB",
-    metavar="SIZE",
-    help="With --format auto: the total size above which shards are written. 5GB is 1000-based,"
-    " 5GiB 1024-based.",
-)
-@click.option(
     "--max-shard-size",
     default="5GiB",
     metavar="SIZE",
-    help="Maximum size of a shard, unless a single tensor is larger: 20MB, 5GB or 2GiB.",
+    help="Maximum size of a shard, unless a single tensor is larger: 20MB, 2GiB. 5GB is 1000-based,"
+    " 5GiB 1024-based.",
 )
 @click.option(
     "--verify",
@@ -76,7 +71,6 @@ def convert(
     target: Path,
     fmt: str,
     dtype: str | None,
-    split_above: str,
     max_shard_size: str,
     verify: bool,
     keys: str,
@@ -96,7 +90,6 @@ def convert(
         target,
         fmt,
         dtype,
-        split_above,
         max_shard_size,
         verify,
         selection,

@@ -8,6 +8,7 @@ from weighin.cli import _arguments, _console, _options
 from weighin.cli._verb import Verb
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from weighin.predict.prediction import Prediction
@@ -61,10 +62,10 @@ def predict(context: click.Context, /, **_: Any) -> None:
     """
     typed = _arguments.read(context)
     if typed["check"]:
-        _check(typed)
+        _end(context, _check(typed))
         return
     if path := _arguments.pipeline(typed):
-        _pipeline(path, typed)
+        _end(context, _pipeline(path, typed))
         return
     from weighin.predict import tables
 
@@ -73,13 +74,18 @@ def predict(context: click.Context, /, **_: Any) -> None:
         _console.show(*tables.tables(predictions, phases=typed["phases"]))
     if typed["json_file"]:
         _console.write_json(typed["json_file"], tables.as_json(predictions))
+    _end(context, predictions)
 
 
 def _predictions(typed: dict[str, Any], suite: "Suite", name: str = "") -> "list[Prediction]":
     """Return the predictions for a suite; ``name`` is the part of a pipeline that the suite loads."""
+    from weighin.formats import quantised
     from weighin.predict import client
 
     chosen = _arguments.choose(typed, suite)
+    for spec in chosen.specs:
+        if (found := quantised.of_model(spec)) and chosen.checkpoint:
+            raise found.error(chosen.checkpoint)
     planned = _plan(suite, chosen)
     stored = typed["checkpoint_dtype"] and client.dtype_name(typed["checkpoint_dtype"])
     prefix = f"{name}, " if name else ""
@@ -96,8 +102,8 @@ def _predictions(typed: dict[str, Any], suite: "Suite", name: str = "") -> "list
         )
 
 
-def _pipeline(path: "Path", typed: dict[str, Any]) -> None:
-    """Predict each part of a pipeline, and all parts."""
+def _pipeline(path: "Path", typed: dict[str, Any]) -> "list[Prediction]":
+    """Predict each part of a pipeline, and all parts; return the predictions of the parts."""
     from weighin.formats import pipeline
     from weighin.predict import pipeline as combining
     from weighin.predict import tables
@@ -121,10 +127,18 @@ def _pipeline(path: "Path", typed: dict[str, Any]) -> None:
     if typed["json_file"]:
         whole = combining.as_json(str(path), parts, answers)
         _console.write_json(typed["json_file"], tables.as_json(predictions) | {"pipeline": whole})
+    return predictions
 
 
-def _check(typed: dict[str, Any]) -> None:
-    """Compare predictions with the figures of a run."""
+def _end(context: click.Context, predictions: "Sequence[Prediction]") -> None:
+    """Exit with code 2 if no load was predicted; the reasons are on the screen, or in the JSON."""
+    if all(prediction.cannot for prediction in predictions):
+        _console.error("no load was predicted, for the reason that is given for each strategy")
+        context.exit(2)
+
+
+def _check(typed: dict[str, Any]) -> "list[Prediction]":
+    """Compare predictions with the figures of a run, and return them."""
     from weighin.predict import check, tables
     from weighin.records import run_folder
 
@@ -140,6 +154,7 @@ def _check(typed: dict[str, Any]) -> None:
         )
     if typed["json_file"]:
         _console.write_json(typed["json_file"], check.as_json(checked))
+    return [series.prediction for series in checked]
 
 
 def _suite(typed: dict[str, Any]) -> "Suite":
@@ -160,16 +175,17 @@ def _plan(suite: "Suite", chosen: "ChosenModels") -> "list[Planned]":
     from weighin.suite import registry
     from weighin.suite.matrix import CellMatrix, plan
 
+    own_format = formats.loaded_as(chosen.checkpoint, chosen.selection)
     return plan(
         CellMatrix(
             models=chosen.specs,
-            strategies=registry.chosen(suite),
+            strategies=registry.chosen(suite, own_format),
             ram_limits=(None,),
             isolation="process",
             device=suite.device,
             dtype=chosen.dtype,
-            formats=tuple(formats.named(name).NAME for name in suite.format),
-            own_format=formats.detect(chosen.checkpoint).NAME if chosen.checkpoint else None,
+            formats=tuple(formats.known(name) for name in suite.format),
+            own_format=own_format,
             environments=tuple(suite.environment),
             ranks=tuple(suite.ranks),
         )

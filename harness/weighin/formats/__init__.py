@@ -11,15 +11,29 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from weighin.formats.catalog import (
         NAMES,
+        READ_ONLY,
         checkpoint_in,
         detect,
         files,
         has_only_tensors,
+        known,
+        loaded_as,
         named,
         read,
     )
 
-__all__ = ["NAMES", "checkpoint_in", "detect", "files", "has_only_tensors", "named", "read"]
+__all__ = [
+    "NAMES",
+    "READ_ONLY",
+    "checkpoint_in",
+    "detect",
+    "files",
+    "has_only_tensors",
+    "known",
+    "loaded_as",
+    "named",
+    "read",
+]
 
 
 def __getattr__(name: str) -> Any:

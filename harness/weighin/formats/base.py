@@ -13,7 +13,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
+from weighin.errors import CheckpointError
 from weighin.formats.dtypes import ITEM_BYTES
+from weighin.formats.sniff import shown
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +48,8 @@ class TensorSlice:
             views. Tensors of one file that share a storage (tied weights, views) have the same
             value.
         storage_bytes: the length of that storage, in bytes.
+        encoding: how the elements are stored if not as ``dtype_name``: "Q4_K", of ``storage_bytes``
+            bytes, see ``weighin.formats.gguf``; empty for elements that are stored as they are.
         parts: the blocks of a tensor that is stored in several blocks, which together cover it;
             ``file`` and the offsets then describe the first block. The tuple is empty for a tensor
             in one block.
@@ -60,10 +64,11 @@ class TensorSlice:
     storage_offset: int
     storage_bytes: int
     parts: tuple[Part, ...] = ()
+    encoding: str = ""
 
     @property
     def nbytes(self) -> int:
-        """The size of the tensor's elements in bytes, without gaps between them."""
+        """The size of the tensor's elements in bytes, decoded and without gaps between them."""
         return prod(self.shape) * ITEM_BYTES[self.dtype_name]
 
     @property
@@ -74,10 +79,20 @@ class TensorSlice:
 
     @property
     def dtype(self) -> "torch.dtype":
-        """The tensor's ``torch.dtype``; this property imports torch."""
+        """The tensor's ``torch.dtype``; this property imports torch.
+
+        Raises:
+            CheckpointError: this version of torch does not have the dtype.
+        """
         import torch  # not at the top: `weighin inspect` needs no torch
 
-        dtype: torch.dtype = getattr(torch, self.dtype_name)
+        dtype: torch.dtype | None = getattr(torch, self.dtype_name, None)
+        if dtype is None:
+            raise CheckpointError(
+                f"{self.file}: {shown(self.name)} has the dtype {self.dtype_name}, which torch"
+                f" {torch.__version__} does not have",
+                "use a later version of torch",
+            )
         return dtype
 
     @property
@@ -123,8 +138,8 @@ class TensorPlan:
     shared_with: str | None = None
 
 
-class Layout(Protocol):
-    """The interface of a checkpoint format."""
+class ReadLayout(Protocol):
+    """The interface of a checkpoint format that weighin reads."""
 
     NAME: str
     SUFFIX: str
@@ -152,6 +167,10 @@ class Layout(Protocol):
                 damage.
         """
         ...
+
+
+class Layout(ReadLayout, Protocol):
+    """The interface of a checkpoint format that weighin also writes."""
 
     def write(
         self,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from weighin.errors import CheckpointError
-from weighin.formats.sniff import shown
+from weighin.formats.sniff import not_json, shown, unreadable
 
 MOST_BYTES: Final = 16 * 1024**2
 """The largest index that is read: some 170,000 keys. One byte of text takes at most 12 bytes as
@@ -28,7 +28,7 @@ def read_object(path: Path, repair: str) -> dict[str, Any]:
             size = os.fstat(file.fileno()).st_size
             text = file.read(MOST_BYTES) if size <= MOST_BYTES else b""
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}", repair) from error
+        raise unreadable(path, error) from error
     if size > MOST_BYTES:
         raise CheckpointError(f"{path}: {size:,} bytes are too many for an index", repair)
     if text.count(b"[") + text.count(b"{") > _MOST_BRACKETS:
@@ -38,7 +38,7 @@ def read_object(path: Path, repair: str) -> dict[str, Any]:
     except RecursionError:
         raise CheckpointError(f"{path}: damaged index: it is nested too deeply", repair) from None
     except ValueError as error:
-        raise CheckpointError(f"{path}: damaged index: {error}", repair) from error
+        raise not_json(path, text, f"damaged index: {error}", repair) from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: damaged index: not a JSON object", repair)
     return value

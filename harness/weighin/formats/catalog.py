@@ -11,6 +11,17 @@
 ``dcp``        a folder that ``torch.distributed.checkpoint`` wrote, with ``.metadata``
 =============  ====================================================================
 
+Read, but not written, of training runs and of llama.cpp:
+
+=======================  ==========================================================
+``deepspeed``            the folder of a step of DeepSpeed: ZeRO 1, 2 or 3
+``deepspeed_universal``  DeepSpeed's universal checkpoint: a folder for each weight
+``megatron``             the folder of a step of Megatron-LM, of one rank
+``gguf``                 a file of llama.cpp, its parts, or a folder of one model
+=======================  ==========================================================
+
+The folder of a whole training run stands for its newest step.
+
 weighin also makes files of one format that only a package writes and reads, for this package's own
 strategy: ``tensorizer``. It is not in ``NAMES``: weighin does not read, convert or inspect it.
 
@@ -20,9 +31,13 @@ Importing this module does not import torch.
 from pathlib import Path
 from typing import Final
 
-from weighin.errors import CheckpointError, UnknownName
+from weighin.errors import CheckpointError, ConfigError, UnknownName
 from weighin.formats import (
     dcp,
+    deepspeed,
+    deepspeed_universal,
+    gguf,
+    megatron,
     per_module,
     per_param,
     pt,
@@ -31,11 +46,12 @@ from weighin.formats import (
     sniff,
     tensorizer,
 )
-from weighin.formats.base import Layout, Slices, TensorSlice
+from weighin.formats.base import Layout, ReadLayout, Slices, TensorSlice
 from weighin.formats.pretrained_folder import find_weights, is_pretrained
 from weighin.formats.selection import WHOLE, Selection, below, stripped
 from weighin.formats.sharded import OF_DIFFUSERS, SHARDED, SHARDED_PT
 from weighin.formats.state_dicts import all_empty
+from weighin.formats.training_step import newest
 from weighin.formats.zip_directory import check_file
 
 # In the order in which ``detect`` tries formats: per_param is last, as it matches any index.json.
@@ -50,24 +66,54 @@ _LAYOUTS: Final[tuple[Layout, ...]] = (
     per_param,
 )
 
+_READ_ONLY: Final[tuple[ReadLayout, ...]] = (deepspeed_universal, deepspeed, megatron, gguf)
+
 _OF_PACKAGES: Final[tuple[Layout, ...]] = (tensorizer,)  # a package writes and reads them
 
 NAMES: Final = tuple(layout.NAME for layout in _LAYOUTS)
+READ_ONLY: Final = tuple(layout.NAME for layout in _READ_ONLY)
 
 
 def named(name: str) -> Layout:
-    """Return the format with the name ``name``.
+    """Return the format with the name ``name``, which weighin writes.
 
     Raises:
         UnknownName: no format has that name.
+        ConfigError: weighin reads this format, but does not write it.
     """
     for layout in (*_LAYOUTS, *_OF_PACKAGES):
         if name == layout.NAME:
             return layout
+    if name in READ_ONLY:
+        raise ConfigError(
+            f"weighin reads the format {name}, but does not write it",
+            f"name another format: {', '.join(NAMES)}",
+        )
     raise UnknownName("checkpoint format", name, NAMES)
 
 
-def detect(path: Path) -> Layout:
+def known(name: str) -> str:
+    """Return ``name`` if weighin reads the format with this name; raise UnknownName otherwise."""
+    return name if name in READ_ONLY else named(name).NAME
+
+
+def loaded_as(checkpoint: Path | None, selection: Selection = WHOLE) -> str | None:
+    """Return the format in which strategies that read it load the user's checkpoint.
+
+    The result is None if there is no such file. It is also None if a file with a part of it must be
+    written, the selected part or its tensors alone, and weighin does not write this format.
+
+    Raises:
+        CheckpointError: for the same reasons as ``read``.
+    """
+    if checkpoint is None or not checkpoint.exists():
+        return None
+    name = detect(checkpoint).NAME
+    written = name in READ_ONLY and (selection or not has_only_tensors(checkpoint))
+    return None if written else name
+
+
+def detect(path: Path) -> ReadLayout:
     """Return the format of the checkpoint at ``path``, by file names and first bytes.
 
     Raises:
@@ -76,32 +122,38 @@ def detect(path: Path) -> Layout:
     """
     if is_pretrained(path) and (file := find_weights(path)) and file != path:
         return _InFolder(detect(file), file)
-    for layout in (*_OF_PACKAGES, *_LAYOUTS, *OF_DIFFUSERS):
+    # A file says by its first bytes that it is GGUF, whatever its suffix; a folder may have other weights.
+    first, last = (_READ_ONLY, ()) if path.is_file() else ((), _READ_ONLY)
+    for layout in (*first, *_OF_PACKAGES, *_LAYOUTS, *OF_DIFFUSERS, *last):
         if layout.matches(path):
             return layout
+    if (step := newest(path)) != path:
+        return _InFolder(detect(step), step)
     if path.is_dir():
         raise sniff.no_model(path)
     # The error names the usual mistakes: a web page, a git-lfs pointer.
     check_file(path)
-    raise CheckpointError(f"{path}: not a checkpoint", f"known formats: {', '.join(NAMES)}")
+    names = ", ".join([*NAMES, *READ_ONLY])
+    raise CheckpointError(f"{path}: not a checkpoint", f"known formats: {names}")
 
 
 class _InFolder:
-    """A one-file checkpoint, given by the path of the Hugging Face folder that contains it."""
+    """A checkpoint, given by a folder that contains it: of Hugging Face, or of a training run."""
 
-    def __init__(self, layout: Layout, file: Path) -> None:
+    def __init__(self, layout: ReadLayout, file: Path) -> None:
         self.NAME, self.SUFFIX = layout.NAME, layout.SUFFIX
-        self.write = layout.write
-        self._layout, self._file = layout, file
+        self.inside = layout, file
 
     def matches(self, path: Path) -> bool:
-        return is_pretrained(path)
+        return path in self.inside[1].parents
 
     def files(self, _path: Path) -> list[Path]:
-        return self._layout.files(self._file)
+        layout, file = self.inside
+        return layout.files(file)
 
     def read(self, _path: Path) -> list[TensorSlice]:
-        return self._layout.read(self._file)
+        layout, file = self.inside
+        return layout.read(file)
 
 
 def checkpoint_in(folder: Path, name: str) -> Path:
@@ -118,6 +170,8 @@ def read(path: Path, selection: Selection = WHOLE) -> tuple[str, list[TensorSlic
             message names the file and the place.
     """
     layout = detect(path)
+    if isinstance(layout, _InFolder):
+        layout, path = layout.inside
     key = selection.key
     slices: list[TensorSlice]
     if key and layout is dcp:  # dcp.read(key) also skips names that are no tensors

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Final
 
 from weighin import atomic
 from weighin.errors import CheckpointError
-from weighin.formats import pt
+from weighin.formats import pt, sniff
 from weighin.formats.base import Part, Pieces, Progress, Slices, TensorPlan, TensorSlice
 from weighin.formats.misfit import plain
-from weighin.formats.sniff import shown
+from weighin.formats.sniff import shown, unreadable
 from weighin.formats.tensor_refs import Opaque
 
 if TYPE_CHECKING:
@@ -109,14 +109,12 @@ def _read_archive(folder: Path, key: str, stored: "DcpBlock") -> TensorSlice:
                 raise CheckpointError(
                     f"{path}: truncated: {shown(key)} ends at byte "
                     f"{stored.offset + stored.length:,}, but the file at {size:,}",
-                    AGAIN,
+                    sniff.AGAIN,
                 )
             view = FileView(file.fileno(), stored.offset, stored.length)
             where = pt.read_one(path, key, view)
     except OSError as error:
-        raise CheckpointError(
-            f"{folder / plain(stored.file)}: cannot be read: {error.strerror}", AGAIN
-        ) from error
+        raise unreadable(folder / plain(stored.file), error) from error
     return replace(
         where,
         offset=where.offset + stored.offset,

@@ -9,7 +9,14 @@ from typing import Any, Final
 
 from weighin.errors import CheckpointError
 from weighin.formats import dcp_pickle
-from weighin.formats.dcp_pickle import AGAIN, BytesMetadata, MetadataIndex, StandIn, TensorMetadata
+from weighin.formats.dcp_pickle import (
+    AGAIN,
+    MERGE,
+    BytesMetadata,
+    MetadataIndex,
+    StandIn,
+    TensorMetadata,
+)
 from weighin.formats.dtypes import ITEM_BYTES
 from weighin.formats.sniff import shown
 from weighin.formats.state_dicts import largest, with_key
@@ -17,7 +24,6 @@ from weighin.formats.state_dicts import largest, with_key
 FILE_NAME: Final = ".metadata"
 _DEEPEST: Final = 5  # parts of a path in nested dicts
 _MOST_BLOCKS: Final = 2_000  # of one tensor; every pair of blocks is compared
-_MERGE: Final = "merge it first: python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE.pt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +113,12 @@ def _stored(path: Path, key: Any, tensor: Any, places: list[tuple[Any, Any]]) ->
     state = properties.state if isinstance(properties, StandIn) else None
     dtype = state[0] if isinstance(state, tuple) and state else None
     shape = tensor.field("size")
-    if not isinstance(dtype, str) or dtype not in ITEM_BYTES or not places:
+    if isinstance(dtype, str) and dtype not in ITEM_BYTES:
+        raise CheckpointError(
+            f"{path}: {shown(key)} has the dtype torch.{dtype}, which weighin does not read",
+            "load it with torch, and save tensors of another dtype",
+        )
+    if not isinstance(dtype, str) or not places:
         raise CheckpointError(f"{path}: damaged: {shown(key)} has no dtype or no offset", AGAIN)
     if not _are_sizes(shape):
         raise CheckpointError(f"{path}: damaged: invalid shape or offset of {shown(key)}", AGAIN)
@@ -128,7 +139,7 @@ def _block(
     file, offset, length = (place.field(name) for name in ("relative_path", "offset", "length"))
     if place.field("transform_descriptors"):
         raise CheckpointError(
-            f"{path}: {shown(key)} was transformed (compressed) when saved", _MERGE
+            f"{path}: {shown(key)} was transformed (compressed) when saved", MERGE
         )
     if not (_are_sizes((offset, length)) and isinstance(file, str)):
         raise CheckpointError(f"{path}: damaged: invalid shape or offset of {shown(key)}", AGAIN)
@@ -172,7 +183,7 @@ def _check_tiles(path: Path, key: str, shape: tuple[int, ...], blocks: list[DcpB
                 AGAIN,
             )
     if len(blocks) > _MOST_BLOCKS:
-        raise CheckpointError(f"{path}: {shown(key)} is stored in {len(blocks):,} parts", _MERGE)
+        raise CheckpointError(f"{path}: {shown(key)} is stored in {len(blocks):,} parts", MERGE)
     solid = [block for block in blocks if prod(block.shape)]
     for first, second in combinations(solid, 2):
         if all(

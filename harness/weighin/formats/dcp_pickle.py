@@ -12,12 +12,21 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from weighin.errors import CheckpointError
-from weighin.formats.dtypes import ITEM_BYTES, MOST_DIMENSIONS
-from weighin.formats.sniff import shown
+from weighin.formats import sniff
+from weighin.formats.dtypes import MOST_DIMENSIONS, is_dtype
+from weighin.formats.sniff import shown, unreadable
 
 MOST_BYTES: Final = 64 * 1024**2
 _MOST_INSTRUCTIONS: Final = 3_000_000
-AGAIN: Final = "copy or download the folder again, or convert its source again"
+AGAIN: Final = (
+    "save it again with torch.distributed.checkpoint.save; if torch.distributed.checkpoint.load cannot"
+    " read it either, the folder is damaged"
+)
+
+
+MERGE: Final = (
+    "merge it: python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE.pt"
+)
 
 
 class StandIn:
@@ -147,7 +156,7 @@ class _Unpickler(pickle._Unpickler):
     }
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and name in ITEM_BYTES:
+        if module == "torch" and is_dtype(name):
             return name
         if (module, name) not in _KNOWN:
             raise _Forbidden(f"{module}.{name}")
@@ -157,18 +166,27 @@ class _Unpickler(pickle._Unpickler):
 def load(path: Path) -> Metadata:
     try:
         with path.open("rb") as file:
-            metadata = _Unpickler(io.BytesIO(file.read(MOST_BYTES))).load()
+            text = file.read(MOST_BYTES + 1)
+        metadata = _Unpickler(io.BytesIO(text)).load()
     except _Forbidden as error:
         raise CheckpointError(
             f"{path}: holds more than tensors, and was NOT executed: it refers to {error}",
-            "save a flat state dict of tensors with torch.distributed.checkpoint.save",
+            f"if you trust the folder, {MERGE}",
         ) from error
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}", AGAIN) from error
+        raise unreadable(path, error) from error
     except Exception as error:  # a damaged pickle can raise any exception
+        if len(text) > MOST_BYTES:
+            raise CheckpointError(
+                f"{path}: more than the {MOST_BYTES:,} bytes that weighin reads", sniff.SHARDS
+            ) from error
+        if text.startswith(pickle.PROTO) and not text.endswith(pickle.STOP):
+            raise CheckpointError(
+                f"{path}: truncated: the pickle has no end", sniff.AGAIN
+            ) from error
         message = str(error).partition("\n")[0][:200]
         raise CheckpointError(
-            f"{path}: damaged metadata: {type(error).__name__}: {message}", AGAIN
+            f"{path}: metadata that weighin does not know: {type(error).__name__}: {message}", AGAIN
         ) from error
     if not isinstance(metadata, Metadata):
         raise CheckpointError(f"{path}: not metadata of torch.distributed.checkpoint", AGAIN)

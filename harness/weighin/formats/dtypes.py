@@ -3,16 +3,32 @@
 This module uses only the standard library.
 """
 
+import re
 from typing import Final
 
 from weighin.formats.item_bytes import ITEM_BYTES
 
-__all__ = ("ITEM_BYTES", "LARGEST", "MOST_DIMENSIONS", "is_sizes")
+__all__ = (
+    "ITEM_BYTES", "LARGEST", "MOST_DIMENSIONS", "NOT_CONVERTED", "QUANTISED_BYTES", "is_dtype", "is_sizes",
+)  # fmt: skip
 
 LARGEST: Final = 2**63 - 1
 """The largest size or offset that torch can represent."""
 
 MOST_DIMENSIONS: Final = 64
+
+NOT_CONVERTED: Final = frozenset({"float4_e2m1fn_x2"})
+"""Dtypes whose tensors torch stores, but neither copies nor converts."""
+
+QUANTISED_BYTES: Final = {"qint8": 1, "quint8": 1, "qint32": 4, "quint4x2": 1, "quint2x4": 1}
+"""The size of one stored element of torch's quantised dtypes, which weighin names but does not read."""
+
+_DTYPE: Final = re.compile(r"(q?u?int|bits|b?float|complex)\d\w{,30}|bool")
+
+
+def is_dtype(name: str) -> bool:
+    """Tell whether a name is that of a dtype of torch, of this version or of another one."""
+    return _DTYPE.fullmatch(name) is not None
 
 
 def is_sizes(value: object) -> bool:

@@ -3,13 +3,20 @@
 from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from weighin.errors import CheckpointError
+from weighin.formats.dtypes import NOT_CONVERTED
 from weighin.formats.sniff import shown
+
+if TYPE_CHECKING:
+    from weighin.formats.base import TensorSlice
 
 Shape = tuple[int, ...]
 
+NOT_MEASURED: Final = (
+    "its loads cannot be measured; weighin inspect, convert and load_streaming read it as it is"
+)
 _MOST_NAMES: Final = 3
 _MOST_LETTERS: Final = 100
 
@@ -62,6 +69,17 @@ def selecting(stored: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> str:
             f"; in a suite: key: {key}"
         )
     return ""
+
+
+def check_converts(checkpoint: Path, slices: "Iterable[TensorSlice]", repair: str) -> None:
+    """Raise CheckpointError with ``repair`` if torch cannot convert a tensor to another dtype."""
+    for one in slices:
+        if one.dtype_name in NOT_CONVERTED:
+            raise CheckpointError(
+                f"{checkpoint}: {shown(one.name)} is a tensor of torch.{one.dtype_name}, which torch"
+                " neither copies nor converts",
+                repair,
+            )
 
 
 def first_names(names: Iterable[str]) -> str:

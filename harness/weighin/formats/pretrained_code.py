@@ -95,7 +95,7 @@ def reference_in(folder: Path, config: Mapping[str, Any], auto: str) -> str:
         where = f", but in the repository {repository}" if divided else ""
         raise ConfigError(
             f"{folder}: the code {inside} of the model is not in this folder{where}",
-            f"download {named[1]}.py and the modules that it imports into the folder: weighin reads"
+            f"add {named[1]}.py and the modules that it imports to the folder: weighin reads"
             " no network",
         )
     return inside

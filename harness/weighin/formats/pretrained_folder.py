@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from weighin.cell import ModelSpec
 from weighin.errors import CheckpointError, ConfigError
-from weighin.formats import sniff
+from weighin.formats import gguf, sniff
 from weighin.formats.pretrained_code import AUTO_MAP, CODE_KEYS, auto_class, describe_code
 from weighin.formats.pretrained_library import (
     LIBRARIES,
@@ -159,6 +159,11 @@ def is_pretrained(path: Path) -> bool:
     return (path / CONFIG).is_file()
 
 
+def is_pretrained_checkpoint(checkpoint: Path) -> bool:
+    """Tell whether ``from_pretrained`` reads a checkpoint: in a Hugging Face folder, or a GGUF file."""
+    return is_pretrained(folder_of(checkpoint)) or gguf.is_file(checkpoint)
+
+
 def folder_of(checkpoint: Path) -> Path:
     """Return the Hugging Face folder of a checkpoint: the path itself, or the parent of a file."""
     return checkpoint if checkpoint.is_dir() else checkpoint.parent
@@ -187,16 +192,16 @@ def read_folder(path: Path, *, trust_remote_code: bool = False) -> PretrainedFol
     Raises:
         CheckpointError: the folder has no weights, or ``config.json`` is damaged.
     """
+    repair = "save the folder again with model.save_pretrained(FOLDER)"
     try:
-        config = json.loads((path / CONFIG).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path / CONFIG}: cannot read it: {error}", "copy or download the file again"
-        ) from None
+        text = (path / CONFIG).read_bytes()
+        config = json.loads(text)
+    except OSError as error:
+        raise sniff.unreadable(path / CONFIG, error) from error
+    except (ValueError, RecursionError) as error:
+        raise sniff.not_json(path / CONFIG, text, f"not JSON: {error}", repair) from None
     if not isinstance(config, dict):
-        raise CheckpointError(
-            f"{path / CONFIG}: not a JSON object", "copy or download the file again"
-        )
+        raise CheckpointError(f"{path / CONFIG}: not a JSON object", repair)
     return PretrainedFolder(path, config, weights_in(path), trust_remote_code)
 
 
@@ -261,6 +266,12 @@ def cached_snapshot(name: str) -> Path | None:
     raise CheckpointError(
         f"{name} is not in the cache {hub}, and weighin never downloads", f"hf download {name}"
     )
+
+
+def from_pretrained_arguments(checkpoint: Path) -> dict[str, Any]:
+    """Return the arguments with which ``from_pretrained`` reads this checkpoint of a folder."""
+    folder = {"pretrained_model_name_or_path": str(folder_of(checkpoint)), "local_files_only": True}
+    return folder | ({"gguf_file": checkpoint.name} if gguf.is_file(checkpoint) else {})
 
 
 def path_of(path: Path) -> Path:

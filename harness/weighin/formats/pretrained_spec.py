@@ -6,7 +6,7 @@ This module uses only the standard library.
 from typing import Any
 
 from weighin.cell import ModelSpec
-from weighin.formats import catalog
+from weighin.formats import adapters, catalog, quantised
 from weighin.formats.bounded_json import read_object
 from weighin.formats.pretrained_folder import (
     MODEL_DTYPES,
@@ -18,7 +18,7 @@ from weighin.formats.pretrained_folder import (
 )
 from weighin.formats.pretrained_ties import kept_apart
 from weighin.formats.selection import WHOLE, Selection
-from weighin.formats.sniff import AGAIN
+from weighin.formats.sniff import RESAVE
 
 
 def spec_of(folder: PretrainedFolder, selection: Selection = WHOLE) -> ModelSpec:
@@ -27,10 +27,11 @@ def spec_of(folder: PretrainedFolder, selection: Selection = WHOLE) -> ModelSpec
     ``selection`` is the part of the folder's checkpoint that holds the weights.
 
     Raises:
-        CheckpointError: the weights cannot be read.
+        CheckpointError: the weights cannot be read, or from_pretrained adds an adapter to them.
         ConfigError: a model cannot have the dtype that ``config.json`` names, or the folder's code may
             not run.
     """
+    adapters.refuse(folder.path)
     config, library = folder.config, folder.library
     if library.fixed_dtype:
         kwargs: dict[str, Any] = {"architecture": folder.architecture, "config": config}
@@ -40,9 +41,24 @@ def spec_of(folder: PretrainedFolder, selection: Selection = WHOLE) -> ModelSpec
     kwargs = {"architecture": folder.architecture, "config": config}
     if code := folder.code:
         kwargs["code"] = code
-    if apart := kept_apart(config, catalog.read(folder.checkpoint, selection)[1]):
+    slices = catalog.read(folder.checkpoint, selection)[1]
+    if apart := kept_apart(config, slices):
         kwargs["apart"] = list(apart)
+    if found := quantised.of_folder(folder.path, folder.config, slices):
+        kwargs["quantised"] = found.as_argument()
     return ModelSpec(name_of(folder.path.resolve()), library.builder, kwargs)
+
+
+def plain_spec_of(folder: PretrainedFolder, selection: Selection = WHOLE) -> ModelSpec:
+    """Return ``spec_of(folder, selection)`` for a caller that copies the file's tensors into the model.
+
+    Raises:
+        CheckpointError: as ``spec_of``, or the tensors are codes, which are no weights.
+    """
+    spec = spec_of(folder, selection)
+    if found := quantised.of_model(spec):
+        raise found.error(folder.path)
+    return spec
 
 
 def auto_dtype(folder: PretrainedFolder, selection: Selection = WHOLE) -> str:
@@ -62,7 +78,7 @@ def auto_dtype(folder: PretrainedFolder, selection: Selection = WHOLE) -> str:
         return named
     if folder.checkpoint == folder.path:
         index = index_in(folder.path)
-        metadata = read_object(index, AGAIN).get("metadata")
+        metadata = read_object(index, RESAVE).get("metadata")
         if isinstance(metadata, dict) and "dtype" in metadata:
             return checked_dtype(metadata["dtype"], index)
     _, slices = catalog.read(folder.checkpoint, selection)

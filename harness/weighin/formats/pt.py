@@ -5,18 +5,19 @@ Reading uses neither torch nor Python's pickle: ``zip_directory`` finds the reco
 """
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Final
+from typing import IO, TYPE_CHECKING, Any, Final
 
 from weighin.errors import CheckpointError
 from weighin.formats import state_pickle
 from weighin.formats.base import Pieces, Progress, Slices, TensorPlan, TensorSlice
 from weighin.formats.dtypes import ITEM_BYTES
-from weighin.formats.sniff import AGAIN, first_bytes, shown
-from weighin.formats.state_dicts import holds_more, state_dict
+from weighin.formats.recognise import is_zip, resaving
+from weighin.formats.sniff import RESAVE, first_bytes, shown, unreadable
+from weighin.formats.state_dicts import holds_more, state_dict, unread
 from weighin.formats.state_pickle import Pickled
-from weighin.formats.tensor_refs import Opaque, TensorRef, type_name
+from weighin.formats.tensor_refs import Opaque, OtherTensor, TensorRef, type_name
 from weighin.formats.zip_directory import Archive, ZipRecord, check_file
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ _BYTE_ORDER: Final = "/byteorder"
 
 def matches(path: Path) -> bool:
     """Tell whether ``path`` is a zip file."""
-    return first_bytes(path).startswith(b"PK")
+    return is_zip(first_bytes(path))
 
 
 def files(path: Path) -> list[Path]:
@@ -74,10 +75,26 @@ def read_one(path: Path, name: str, archive: "FileView | None" = None) -> Tensor
         pickled, records = _read_value(path, archive)
     value = pickled.value
     if not isinstance(value, TensorRef):
+        if isinstance(value, OtherTensor):
+            raise unread(path, shown(name), value)
         if isinstance(value, Opaque) and value.is_foreign:
             raise holds_more(path, "it", value)
-        raise CheckpointError(f"{path}: holds a {type_name(value)}, not a tensor", AGAIN)
+        raise CheckpointError(f"{path}: holds a {type_name(value)}, not a tensor", RESAVE)
     return _slice(path, name, value, records)
+
+
+def read_value(path: Path) -> tuple[Any, Callable[[str, TensorRef], TensorSlice]]:
+    """Return a file's pickled value as plain records, and a function from a tensor to its place.
+
+    The function's first argument is the name to give to the tensor.
+
+    Raises:
+        CheckpointError: for the same reasons as ``read``, except that the value may be any.
+    """
+    check_file(path)
+    with _opened(path) as file:
+        pickled, records = _read_value(path, file)
+    return pickled.value, lambda name, tensor: _slice(path, name, tensor, records)
 
 
 def write(
@@ -96,7 +113,7 @@ def _opened(path: Path) -> IO[bytes]:
     try:
         return path.open("rb")
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}", AGAIN) from error
+        raise unreadable(path, error) from error
 
 
 def _read_value(path: Path, file: "IO[bytes] | FileView") -> tuple[Pickled, dict[str, ZipRecord]]:
@@ -104,16 +121,14 @@ def _read_value(path: Path, file: "IO[bytes] | FileView") -> tuple[Pickled, dict
     archive = Archive(path, file)
     pickles = [name for name in archive.records if name.endswith(_PICKLE) and name.count("/") == 1]
     if len(pickles) != 1:
-        raise CheckpointError(
-            f"{path}: {'several' if pickles else 'no'} data.pkl in the archive", AGAIN
-        )
+        raise CheckpointError(f"{path}: several data.pkl in the archive", RESAVE)
     root = pickles[0].removesuffix(_PICKLE)
     if f"{root}{_BYTE_ORDER}" in archive.records:
         order = archive.read(f"{root}{_BYTE_ORDER}", 16)
         if order != b"little":
             raise CheckpointError(
                 f"{path}: written on a big-endian machine",
-                "load the file and save it again with torch.save",
+                resaving("torch.load(p, weights_only=True)", path),
             )
     text = archive.read(pickles[0], state_pickle.MOST_BYTES)
     pickled = state_pickle.load(path, io.BytesIO(text), archive.records[pickles[0]].start)
@@ -132,7 +147,7 @@ def _slice(path: Path, name: str, tensor: TensorRef, records: dict[str, ZipRecor
         raise CheckpointError(
             f"{path}: damaged: the storage of {shown(name)} has {storage.nbytes:,} bytes, "
             f"but its record in the file has {record.size:,}",
-            AGAIN,
+            RESAVE,
         )
     return TensorSlice(
         name=name,

@@ -24,7 +24,8 @@ from weighin.errors import CheckpointError, ConfigError
 from weighin.formats import state_pickle
 from weighin.formats.base import Pieces, Progress, Slices, TensorPlan, TensorSlice
 from weighin.formats.dtypes import ITEM_BYTES
-from weighin.formats.sniff import AGAIN, check_present, first_bytes, shown
+from weighin.formats.recognise import is_legacy, resaving
+from weighin.formats.sniff import AGAIN, RESAVE, check_present, first_bytes, shown, unreadable
 from weighin.formats.state_dicts import state_dict
 from weighin.formats.state_pickle import Pickled
 from weighin.formats.tensor_refs import StorageRef, TensorRef
@@ -42,7 +43,7 @@ _PICKLE_PROTOCOL: Final = 2
 
 def matches(path: Path) -> bool:
     """Tell whether a file begins with the format's pickled magic number."""
-    return _MAGIC.to_bytes(10, "little") in first_bytes(path)[:32]
+    return is_legacy(first_bytes(path))
 
 
 def files(path: Path) -> list[Path]:
@@ -67,7 +68,7 @@ def read(path: Path, key: str = "") -> list[TensorSlice]:
             state = state_dict(path, pickled.value, key)
             starts = _storage_starts(path, file, pickled.storages, keys)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}", AGAIN) from error
+        raise unreadable(path, error) from error
     slices = Slices(slice_of(path, name, tensor, starts) for name, tensor in state.tensors.items())
     slices.metadata, slices.values = state.metadata, state.values
     slices.refused = pickled.refused
@@ -94,11 +95,14 @@ def _read_pickles(path: Path, file: BinaryIO) -> tuple[Pickled, list[str]]:
     if magic != _MAGIC:
         raise _damaged(path, "it does not begin with the magic number of torch before 1.6")
     if version != _VERSION:
-        raise _damaged(path, f"format version {shown(version)}, but this weighin reads {_VERSION}")
+        raise CheckpointError(
+            f"{path}: format version {shown(version)}, but this weighin reads {_VERSION}",
+            resaving("torch.load(p, weights_only=True)", path),
+        )
     if not isinstance(system, dict) or system.get("little_endian") is not True:
         raise CheckpointError(
             f"{path}: written on a big-endian machine",
-            "load the file with torch.load and save it again with torch.save",
+            resaving("torch.load(p, weights_only=True)", path),
         )
     pickled = state_pickle.load(path, file)
     keys = state_pickle.load(path, file).value
@@ -203,4 +207,4 @@ def _check_dtypes(tensors: Sequence[TensorPlan]) -> None:
 
 
 def _damaged(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"{path}: damaged: {what}", AGAIN)
+    return CheckpointError(f"{path}: damaged: {what}", RESAVE)

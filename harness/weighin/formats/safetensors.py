@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats.base import Pieces, Progress, TensorPlan, TensorSlice
+from weighin.formats.recognise import MOST_HEADER_BYTES, is_safetensors
 from weighin.formats.safetensors_header import (
     DTYPES,
     METADATA,
-    MOST_HEADER_BYTES,
+    PACKED,
     Header,
     HeaderEntry,
     read_header,
 )
-from weighin.formats.sniff import AGAIN, first_bytes, shown
+from weighin.formats.sniff import RESAVE, first_bytes, shown
 
 if TYPE_CHECKING:
     from weighin.formats.raw import Place
@@ -33,6 +34,7 @@ SUFFIX: Final = ".safetensors"
 _ALIGNMENT: Final = 64  # of the data's start: a cache line, as in torch.save
 _FORMAT: Final = "format"  # {"format": "pt"} names the writing library; it is not a tied name
 _ORDER: Final = "weighin.order"
+_OF_VECTORS: Final = {name for name, torch_name in DTYPES.items() if torch_name in PACKED}
 _NAMES: Final = {torch_name: name for name, torch_name in DTYPES.items()}
 
 
@@ -41,8 +43,7 @@ def matches(path: Path) -> bool:
     head = first_bytes(path)
     if not head:
         return False
-    length = int.from_bytes(head[:8], "little")
-    return path.suffix == SUFFIX or (head[8:10] in {b'{"', b"{}"} and length <= MOST_HEADER_BYTES)
+    return path.suffix == SUFFIX or is_safetensors(head)
 
 
 def files(path: Path) -> list[Path]:
@@ -111,7 +112,7 @@ def layout_of(tensors: Sequence[TensorPlan]) -> "tuple[bytes, list[Place]]":
         begin = begins[plan.name]
         header[plan.name] = {
             "dtype": _dtype_name(plan),
-            "shape": list(plan.shape),
+            "shape": _stored_shape(plan),
             "data_offsets": [begin, begin + plan_bytes(plan)],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -126,11 +127,18 @@ def layout_of(tensors: Sequence[TensorPlan]) -> "tuple[bytes, list[Place]]":
     return head, [(plan, len(head) + begins[plan.name]) for plan in stored]
 
 
+def _stored_shape(plan: TensorPlan) -> list[int]:
+    """Return a tensor's shape as the format counts it: in numbers, not in elements of torch."""
+    numbers = PACKED.get(str(plan.dtype).removeprefix("torch."), 1)
+    return [*plan.shape[:-1], *(numbers * size for size in plan.shape[-1:])]
+
+
 def _dtype_name(plan: TensorPlan) -> str:
     name = _NAMES.get(str(plan.dtype).removeprefix("torch."))
-    if name is None:
+    if name is None or (not plan.shape and name in _OF_VECTORS):
+        scalars = "" if name is None else " for a single element"
         raise ConfigError(
-            f"tensor {shown(plan.name)}: safetensors has no dtype {plan.dtype}",
+            f"tensor {shown(plan.name)}: safetensors has no dtype {plan.dtype}{scalars}",
             "use format pt, which supports every dtype of torch",
         )
     if plan.name == METADATA:
@@ -173,7 +181,7 @@ def _order(path: Path, text: str, slices: dict[str, TensorSlice]) -> list[str]:
     fits = isinstance(names, list) and all(isinstance(name, str) for name in names)
     if not fits or sorted(names) != sorted(slices):
         raise CheckpointError(
-            f"{path}: {METADATA}: {_ORDER} is not a list of the file's tensor names", AGAIN
+            f"{path}: {METADATA}: {_ORDER} is not a list of the file's tensor names", RESAVE
         )
     return list(names)
 

@@ -23,7 +23,17 @@ from typing import Any, Final
 
 from weighin.errors import CheckpointError
 from weighin.formats.dtypes import ITEM_BYTES, LARGEST, is_sizes
-from weighin.formats.sniff import AGAIN, check_present, short, shown
+from weighin.formats.recognise import is_safetensors
+from weighin.formats.sniff import (
+    AGAIN,
+    RESAVE,
+    SHARDS,
+    check_present,
+    short,
+    shown,
+    unknown,
+    unreadable,
+)
 
 METADATA: Final = "__metadata__"
 
@@ -33,13 +43,20 @@ DTYPES: Final = {
     "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
     "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
     "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu", "F4": "float4_e2m1fn_x2",
 }  # fmt: skip
 """The name of each dtype in the format, mapped to torch's name."""
 
-MOST_HEADER_BYTES: Final = 100_000_000  # the format's own limit
+NOT_IN_TORCH: Final = ("F6_E2M3", "F6_E3M2")
+"""The other dtypes of the format: numbers of 6 bits."""
+
+PACKED: Final = {"float4_e2m1fn_x2": 2}
+"""The numbers in one element of torch; the format's shapes count numbers in the last dimension."""
+
 MOST_TENSORS: Final = 200_000  # in one file; as Python objects they take some 100 MiB
 MOST_METADATA_BYTES: Final = 8 * 1024**2
 _MOST_ENTRY_BYTES: Final = 64 * 1024
+_SHORTEST: Final = 10  # the length, and {}
 
 # Possessive (*+), so that a crafted header cannot make the expression store backtracking states.
 _STRING: Final = rb'"(?:[^"\\]|\\.)*+"'
@@ -77,16 +94,17 @@ def read_header(path: Path) -> Header:
         CheckpointError: the file is damaged; the message names the file and the place of the
             damage.
     """
-    check_present(path)
+    head = check_present(path)
     try:
         with path.open("rb") as file:
             file_bytes = os.fstat(file.fileno()).st_size
-            length = _length(path, file.read(8), file_bytes)
+            length = _length(path, head, file_bytes)
+            file.seek(8)
             text = file.read(length)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}", AGAIN) from error
+        raise unreadable(path, error) from error
     if len(text) != length:
-        raise _damaged(path, "the file was truncated while it was read")
+        raise CheckpointError(f"{path}: was truncated while it was read", AGAIN)
     data_start = 8 + length
     entries: dict[str, HeaderEntry] = {}
     metadata: dict[str, str] = {}
@@ -98,7 +116,10 @@ def read_header(path: Path) -> Header:
         if name == METADATA:
             metadata = _metadata(path, value)
         elif len(entries) == MOST_TENSORS:
-            raise _damaged(path, f"more than {MOST_TENSORS:,} tensors in one file")
+            raise CheckpointError(
+                f"{path}: has more than {MOST_TENSORS:,} tensors, the most that weighin reads in one file",
+                SHARDS,
+            )
         else:
             entries[name] = _entry(path, name, value, data_start)
     _check_cover(path, list(entries.values()), data_start, file_bytes)
@@ -106,27 +127,24 @@ def read_header(path: Path) -> Header:
 
 
 def _length(path: Path, head: bytes, file_bytes: int) -> int:
-    if len(head) < 8:
-        raise _damaged(path, f"truncated: {file_bytes} bytes, but the header's length takes 8")
-    length = int.from_bytes(head, "little")
-    if length > MOST_HEADER_BYTES:
-        raise _damaged(
-            path,
-            f"not a safetensors file, or damaged: its first 8 bytes give a header length of {length:,} "
-            f"bytes, but the format allows {MOST_HEADER_BYTES:,}",
+    if file_bytes < _SHORTEST:
+        raise CheckpointError(
+            f"{path}: truncated: {file_bytes} bytes, but a safetensors file has {_SHORTEST} or more",
+            AGAIN,
         )
+    if not is_safetensors(head):
+        raise unknown(path, head)
+    length = int.from_bytes(head[:8], "little")
     if 8 + length > file_bytes:
-        raise _damaged(
-            path,
-            f"truncated: the header ends at byte {8 + length:,}, but the file at {file_bytes:,}",
+        raise CheckpointError(
+            f"{path}: truncated: the header ends at byte {8 + length:,}, but the file at {file_bytes:,}",
+            AGAIN,
         )
     return length
 
 
 def _items(path: Path, text: bytes) -> Iterator[tuple[str, bytes]]:
     """Yield the name and the JSON text of each entry of the header."""
-    if text[:1] != b"{":
-        raise _damaged(path, f"the header does not begin with '{{' but with {text[:8]!r}")
     at, last = 1, b","
     if text[1:].strip() == b"}":
         return
@@ -179,7 +197,11 @@ def _entry(path: Path, name: str, text: bytes, data_start: int) -> HeaderEntry:
     fields = _loads(path, text, f"tensor {shown(name)}")
     dtype = fields.get("dtype")
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise _damaged(path, f"tensor {shown(name)}: torch has no dtype {short(dtype)}")
+        raise CheckpointError(
+            f"{path}: tensor {shown(name)} has the dtype {short(dtype)}, which "
+            + ("torch does not have" if dtype in NOT_IN_TORCH else "weighin does not know"),
+            "convert it to a dtype of torch with the program that wrote the file",
+        )
     shape, offsets = fields.get("shape"), fields.get("data_offsets")
     if not is_sizes(shape):
         raise _damaged(path, f"tensor {shown(name)}: {short(shape)} is not a shape")
@@ -187,14 +209,21 @@ def _entry(path: Path, name: str, text: bytes, data_start: int) -> HeaderEntry:
         raise _damaged(path, f"tensor {shown(name)}: {short(offsets)} is not a pair of offsets")
     kind = DTYPES[dtype]
     begin, end = offsets
-    needed = prod(shape) * ITEM_BYTES[kind]
-    if prod(max(size, 1) for size in shape) * ITEM_BYTES[kind] > LARGEST or needed != end - begin:
+    numbers = PACKED.get(kind, 1)
+    needed = prod(shape) * ITEM_BYTES[kind] // numbers
+    is_whole = numbers == 1 or (shape and shape[-1] % numbers == 0)
+    if (
+        prod(max(size, 1) for size in shape) * ITEM_BYTES[kind] > LARGEST
+        or not is_whole
+        or needed != end - begin
+    ):
         raise _damaged(
             path,
             f"tensor {shown(name)}: {dtype} of shape {short(shape)} takes {needed:,} bytes, "
             f"but its offsets span {end - begin:,}",
         )
-    return HeaderEntry(name, kind, tuple(shape), data_start + begin, data_start + end)
+    shape = (*shape[:-1], *(size // numbers for size in shape[-1:]))
+    return HeaderEntry(name, kind, shape, data_start + begin, data_start + end)
 
 
 def _check_cover(path: Path, entries: list[HeaderEntry], data_start: int, file_bytes: int) -> None:
@@ -207,10 +236,10 @@ def _check_cover(path: Path, entries: list[HeaderEntry], data_start: int, file_b
                 path, f"tensor {shown(entry.name)} at byte {entry.begin:,} {fault} {before}"
             )
         if entry.end > file_bytes:
-            raise _damaged(
-                path,
-                f"truncated: tensor {shown(entry.name)} ends at byte {entry.end:,}, "
+            raise CheckpointError(
+                f"{path}: truncated: tensor {shown(entry.name)} ends at byte {entry.end:,}, "
                 f"but the file at {file_bytes:,}",
+                AGAIN,
             )
         at, before = entry.end, f"tensor {shown(entry.name)}"
     if at != file_bytes:
@@ -218,4 +247,4 @@ def _check_cover(path: Path, entries: list[HeaderEntry], data_start: int, file_b
 
 
 def _damaged(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"{path}: {what}", AGAIN)
+    return CheckpointError(f"{path}: {what}", RESAVE)

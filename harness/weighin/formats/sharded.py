@@ -31,7 +31,7 @@ MAX_SHARD_BYTES: Final = 5 * 1024**3
 """The largest size of a shard, unless a single tensor is larger; Hugging Face's default is 5 GB."""
 
 _ORDER: Final = "weighin.order"
-_AGAIN: Final = "download the missing or damaged files again, or convert the checkpoint again"
+_AGAIN: Final = "write the folder again: model.save_pretrained(FOLDER), or weighin convert"
 
 
 class Sharded:
@@ -129,7 +129,10 @@ class Sharded:
                     path, f"the shard of {shown(key)} lies outside the folder: {shown(name)}"
                 )
             if name not in checked and not _is_file(path / name):
-                raise self._damaged(path, f"shard {shown(name)} of {shown(key)} is missing")
+                raise CheckpointError(
+                    f"{path / self.index_name}: shard {shown(name)} of {shown(key)} is missing",
+                    f"add the missing file to {path}",
+                )
             checked.add(name)
         return weight_map, order
 

@@ -13,20 +13,38 @@ from typing import Final
 from weighin.errors import CheckpointError
 from weighin.formats import pipeline
 from weighin.formats.pretrained_library import WEIGHTS
+from weighin.formats.recognise import Recognised, by_content
+from weighin.formats.training_step import named_step
 from weighin.text import one_line
 
 AGAIN: Final = "copy or download the file again"
+"""The repair for a file that ends early. No other fault of a file proves that its copy is at fault."""
+
+RESAVE: Final = (
+    "save it again with the program that wrote it; if that program cannot read it either, the file is"
+    " damaged"
+)
+"""The repair for a file that breaks the rules of its format as weighin knows them."""
+
+SHARDS: Final = "save the checkpoint in several files, as model.save_pretrained(FOLDER) does"
+"""The repair for a file that exceeds a limit of weighin."""
+
 
 _HEAD_BYTES: Final = 512
 _MOST_SHOWN: Final = 100
 _MOST_JSON_BYTES: Final = 1024**2
 _MOST_NAMES: Final = 3
 _PATH_STARTS: Final = ("./", "../", "/", "~")
-_PATH_ENDS: Final = ("/", ".gguf", ".json", ".onnx", ".h5", ".zip", ".py", *WEIGHTS)
+_PATH_ENDS: Final = (
+    "/", ".gguf", ".gz", ".h5", ".json", ".msgpack", ".npz", ".onnx", ".pkl", ".pt2", ".py", ".tar", ".zip",
+    *WEIGHTS,
+)  # fmt: skip
 _VARIANT: Final = re.compile(r"\w*model\.(\w+)(-\d+-of-\d+)?(\.safetensors|\.bin)")
 _VARIANT_INDEX: Final = re.compile(r"(\w*model\.(?:safetensors|bin)\.index)\.\w+(\.json)")
 _SHARD: Final = re.compile(r"(\w*model)-\d+-of-\d+(\.safetensors|\.bin)")
-_OTHER_FRAMEWORKS: Final = (".onnx", ".h5", ".msgpack", ".tflite", ".ot", ".index")
+_OTHER_FRAMEWORKS: Final = (
+    ".onnx", ".h5", ".keras", ".msgpack", ".ocdbt", ".tflite", ".ot", ".index", ".pb",
+)  # fmt: skip
 
 
 def looks_like_path(text: str) -> bool:
@@ -59,9 +77,21 @@ def check_present(path: Path) -> bytes:
         with path.open("rb") as file:
             head = file.read(_HEAD_BYTES)
     except OSError as error:
+        raise unreadable(path, error) from error
+    _check_fetched(path, head)
+    if path.suffix == ".py":
         raise CheckpointError(
-            f"{path}: cannot be read: {error.strerror}", "check its permissions"
-        ) from error
+            f"{path}: a Python file, not a checkpoint",
+            f"name the function in it that builds the model: --model {path}:FUNCTION",
+        )
+    if recognised := by_content(path, head):
+        what, repair = recognised
+        raise CheckpointError(f"{path}: {what}", repair)
+    return head
+
+
+def _check_fetched(path: Path, head: bytes) -> None:
+    """Raise CheckpointError for a file in whose place something else was fetched, or nothing."""
     if not head:
         raise CheckpointError(f"{path}: empty file", AGAIN)
     if head.startswith(b"version https://git-lfs.github.com/spec/"):
@@ -74,17 +104,34 @@ def check_present(path: Path) -> bytes:
             f"{path}: an HTML page, not a checkpoint",
             "the download link led to a web page: use the link to the file itself",
         )
-    if head.startswith(b"GGUF"):
-        raise CheckpointError(f"{path}: a GGUF file, which weighin does not read yet", _UNCONVERTED)
-    if path.suffix == ".py":
-        raise CheckpointError(
-            f"{path}: a Python file, not a checkpoint",
-            f"name the function in it that builds the model: --model {path}:FUNCTION",
-        )
-    return head
 
 
-_UNCONVERTED: Final = "give the safetensors or PyTorch files that it was converted from"
+def not_json(path: Path, text: bytes, fault: str, repair: str) -> CheckpointError:
+    """Return the error for a file whose text is not JSON; ``fault`` and ``repair`` are of the parser.
+
+    Raises:
+        CheckpointError: something else was fetched in place of the file, or the text ends early.
+    """
+    _check_fetched(path, text)
+    if text.lstrip().startswith(b"{") and not text.rstrip().endswith(b"}"):
+        return CheckpointError(f"{path}: truncated: the JSON object has no end", AGAIN)
+    return CheckpointError(f"{path}: {fault}", repair)
+
+
+def unreadable(path: Path | str, error: OSError) -> CheckpointError:
+    """Return the error for a file that the operating system does not read."""
+    return CheckpointError(
+        f"{path}: cannot be read: {error.strerror}",
+        "check that the file exists, that you may read it, and that its disk works",
+    )
+
+
+def unknown(path: Path, head: bytes) -> CheckpointError:
+    """Return the error for a file of an unknown kind, by its first bytes."""
+    return CheckpointError(
+        f"{path}: of a kind that weighin does not know; its first bytes are {head[:8].hex(' ')}",
+        "save the weights with torch.save or safetensors, with the program that wrote the file",
+    )
 
 
 def first_bytes(path: Path) -> bytes:
@@ -116,16 +163,13 @@ def no_model(folder: Path) -> CheckpointError:
     )
 
 
-_Recognised = tuple[str, str] | None
-
-
-def _nothing(_: Path, names: Sequence[str]) -> _Recognised:
+def _nothing(_: Path, names: Sequence[str]) -> Recognised:
     if names:
         return None
     return "an empty folder", "give a checkpoint file, or the folder of a model"
 
 
-def _adapter(folder: Path, names: Sequence[str]) -> _Recognised:
+def _adapter(folder: Path, names: Sequence[str]) -> Recognised:
     if "adapter_config.json" not in names:
         return None
     base = _json(folder / "adapter_config.json").get("base_model_name_or_path")
@@ -136,20 +180,28 @@ def _adapter(folder: Path, names: Sequence[str]) -> _Recognised:
     return f"an adapter of {shown_base}, not a whole model", repair
 
 
-def _empty_pipeline(_: Path, names: Sequence[str]) -> _Recognised:
+def _training_run(folder: Path, _: Sequence[str]) -> Recognised:
+    if not (step := named_step(folder)):
+        return None
+    tag, inner = step
+    if not inner.is_dir():
+        return (
+            f"{tag.name} names the step {inner.name}, which is not here",
+            "copy that folder too, or give the folder of another step",
+        )
+    return (
+        f"its weights are in a step of a training run: {inner.name}",
+        f"write them beside config.json: weighin convert {inner} {folder / 'model.safetensors'}",
+    )
+
+
+def _empty_pipeline(_: Path, names: Sequence[str]) -> Recognised:
     if pipeline.INDEX not in names:
         return None
-    return "a diffusers pipeline without weights", "download the whole folder"
+    return "a diffusers pipeline without weights", "give the folder that has the weights, too"
 
 
-def _gguf(_: Path, names: Sequence[str]) -> _Recognised:
-    files = [name for name in names if name.endswith(".gguf")]
-    if not files:
-        return None
-    return f"GGUF files, which weighin does not read yet: {_listed(files)}", _UNCONVERTED
-
-
-def _variants(folder: Path, names: Sequence[str]) -> _Recognised:
+def _variants(folder: Path, names: Sequence[str]) -> Recognised:
     matches = [match for name in names if (match := _VARIANT.fullmatch(name))]
     if not matches:
         return None
@@ -166,15 +218,15 @@ def _variants(folder: Path, names: Sequence[str]) -> _Recognised:
     )
 
 
-def _shards(folder: Path, names: Sequence[str]) -> _Recognised:
+def _shards(folder: Path, names: Sequence[str]) -> Recognised:
     match = next((match for name in names if (match := _SHARD.fullmatch(name))), None)
     index = f"{match[1]}{match[2]}.index.json" if match else ".metadata"
     if match is None and not any(name.endswith(".distcp") for name in names):
         return None
-    return f"shards without their index {index}", f"download the index too: {folder / index}"
+    return f"shards without their index {index}", f"add the index: {folder / index}"
 
 
-def _files(folder: Path, names: Sequence[str]) -> _Recognised:
+def _files(folder: Path, names: Sequence[str]) -> Recognised:
     files = _weights(names)
     if not files:
         return None
@@ -182,7 +234,7 @@ def _files(folder: Path, names: Sequence[str]) -> _Recognised:
     return f"{lacks} beside {_listed(files)}", f"give the file itself: {folder / files[0]}"
 
 
-def _other_frameworks(_: Path, names: Sequence[str]) -> _Recognised:
+def _other_frameworks(_: Path, names: Sequence[str]) -> Recognised:
     files = [name for name in names if name.endswith(_OTHER_FRAMEWORKS)]
     if not files:
         return None
@@ -192,7 +244,7 @@ def _other_frameworks(_: Path, names: Sequence[str]) -> _Recognised:
     )
 
 
-def _run(folder: Path, names: Sequence[str]) -> _Recognised:
+def _run(folder: Path, names: Sequence[str]) -> Recognised:
     if "plan.json" not in names:
         return None
     return (
@@ -201,17 +253,17 @@ def _run(folder: Path, names: Sequence[str]) -> _Recognised:
     )
 
 
-def _only_config(_: Path, names: Sequence[str]) -> _Recognised:
+def _only_config(_: Path, names: Sequence[str]) -> Recognised:
     if "config.json" not in names:
         return None
     return (
         "has config.json but no weights: neither model.safetensors, nor pytorch_model.bin, nor an"
         " index of one of them",
-        "download the whole folder, or save it with model.save_pretrained(FOLDER)",
+        "add the weights, or save the model there: model.save_pretrained(FOLDER)",
     )
 
 
-def _folders(folder: Path, names: Sequence[str]) -> _Recognised:
+def _folders(folder: Path, names: Sequence[str]) -> Recognised:
     models = _models_below(folder, names)
     if not models:
         return None
@@ -221,15 +273,15 @@ def _folders(folder: Path, names: Sequence[str]) -> _Recognised:
     )
 
 
-_RECOGNISERS: Final[Sequence[Callable[[Path, Sequence[str]], _Recognised]]] = (
+_RECOGNISERS: Final[Sequence[Callable[[Path, Sequence[str]], Recognised]]] = (
     _nothing,
     _adapter,
+    _training_run,
     _empty_pipeline,
     _run,
     _variants,
     _shards,
     _files,
-    _gguf,
     _other_frameworks,
     _only_config,
     _folders,

@@ -15,7 +15,7 @@ from weighin.errors import CheckpointError
 from weighin.formats.dtypes import ITEM_BYTES
 from weighin.formats.misfit import first_names, plain
 from weighin.formats.sniff import shown
-from weighin.formats.tensor_refs import Opaque, TensorRef, type_name
+from weighin.formats.tensor_refs import Opaque, OtherTensor, TensorRef, type_name
 
 _DEEPEST: Final = 4
 _MOST_PLACES: Final = 3
@@ -72,7 +72,9 @@ def state_dict(path: Path, value: Any, key: str) -> StateDictParts:
     seen: set[int] = set()
     for name, item in values.items():
         fits = isinstance(name, str) and (bool(key) or is_extra_state(name))
-        if not fits or any(isinstance(one, TensorRef) for _, one in _walk(item, "", seen)):
+        if not fits or any(
+            isinstance(one, TensorRef | OtherTensor) for _, one in _walk(item, "", seen)
+        ):
             raise _no_state_dict(path, value, key, values, name)
     if values and not tensors:
         raise _no_state_dict(path, value, key, values, next(iter(values)))
@@ -199,6 +201,13 @@ def holds_more(path: Path, place: str, item: Opaque) -> CheckpointError:
     )
 
 
+def unread(path: Path, place: str, tensor: OtherTensor) -> CheckpointError:
+    """Return the exception for a tensor of a kind that weighin does not read."""
+    return CheckpointError(
+        f"{path}: {place} is a {tensor.kind}; weighin reads plain tensors", tensor.way
+    )
+
+
 def _no_dict(path: Path, inside: Any, value: Any) -> CheckpointError:
     places = weights_in(value)
     if isinstance(inside, Opaque) and inside.is_foreign:
@@ -223,31 +232,35 @@ def _no_state_dict(
     places = largest(sizes)
     if sizes and not places:
         return all_empty(path)
+    objects = list(_objects(key, {name: item} if key else values))
+    foreign = next((one for one in objects if one[1].is_foreign), None)
+    for place, one in objects:
+        if isinstance(one, OtherTensor) and not places:
+            return unread(path, shown(place), one)
     if isinstance(name, Opaque):
         error = CheckpointError(
             f"{path}: not a state dict: a dict has a key of type {name.kind}", _WEIGHTS_ALONE
         )
-    elif (found := _first_foreign(key, {name: item} if key else values)) is None:
+    elif foreign is None:
         what = f"{shown(name)} holds a {type_name(item)}"
         error = CheckpointError(f"{path}: not a flat state dict: {what}", _WEIGHTS_ALONE)
-    elif found[1].is_module and not places:
-        error = _whole_module(path, *found)
-    elif found[1] is item and type_name(item) == _ARRAY:
-        what = f"{shown(found[0])} is a {_ARRAY}, not a tensor"
+    elif foreign[1].is_module and not places:
+        error = _whole_module(path, *foreign)
+    elif foreign[1] is item and type_name(item) == _ARRAY:
+        what = f"{shown(foreign[0])} is a {_ARRAY}, not a tensor"
         error = CheckpointError(f"{path}: {what}", _ARRAYS)
     else:
-        error = holds_more(path, shown(found[0]), found[1])
+        error = holds_more(path, shown(foreign[0]), foreign[1])
     return CheckpointError(error.message, with_key(places)) if places else error
 
 
-def _first_foreign(key: str, values: Mapping[Any, Any]) -> tuple[str, Opaque] | None:
-    """Return the place and the record of the first object that torch.load refuses."""
+def _objects(key: str, values: Mapping[Any, Any]) -> Iterator[tuple[str, Opaque]]:
+    """Yield the places and the records of all objects in a dict at ``key``, in order."""
     seen: set[int] = set()
     for name, item in values.items():
         for place, one in _walk(item, _join(key, name), seen):
-            if isinstance(one, Opaque) and one.is_foreign:
-                return place, one
-    return None
+            if isinstance(one, Opaque):
+                yield place, one
 
 
 def _whole_module(path: Path, place: str, module: Opaque) -> CheckpointError:

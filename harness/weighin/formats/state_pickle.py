@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, Final
 
 from weighin.errors import CheckpointError
 from weighin.formats import tensor_refs
-from weighin.formats.sniff import AGAIN, shown
+from weighin.formats.sniff import AGAIN, RESAVE, shown
 from weighin.formats.tensor_refs import Malformed, Named, NotTensors, Opaque, StorageRef
 
 MOST_BYTES: Final = 32 * 1024**2
@@ -25,6 +25,10 @@ _MOST_PUSHED: Final = 3_000_000  # values on the stack, of some 40 bytes each
 _MOST_OBJECTS: Final = 1_000_000  # lists, dicts, tuples and strings, of some 100 bytes each
 _LONGEST_NAME: Final = 1000
 _MARK: Final = object()
+
+
+class _Ended(Malformed):
+    """The pickle has no end."""
 
 
 class _TooLarge(Malformed):
@@ -78,7 +82,7 @@ def load(path: Path, file: BinaryIO, base: int = 0) -> Pickled:
         at = base + file.tell()
         raise CheckpointError(
             f"{path}: damaged: the pickle from byte {start:,} cannot be read at byte {at:,}: {reason}",
-            AGAIN,
+            AGAIN if isinstance(error, _Ended) and not base else RESAVE,  # base: a part of the file
         ) from error
 
 
@@ -144,7 +148,7 @@ class _Machine:
             raise _TooLarge(f"longer than {MOST_BYTES:,} bytes")
         data = self._file.read(size)
         if len(data) != size:
-            raise Malformed("truncated: the file ends")
+            raise _Ended("truncated: the file ends")
         return data
 
     def _integer(self, form: str) -> int:

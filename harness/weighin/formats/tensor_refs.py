@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Final
 
-from weighin.formats.dtypes import ITEM_BYTES, LARGEST, is_sizes
+from weighin.formats.dtypes import ITEM_BYTES, LARGEST, QUANTISED_BYTES, is_sizes
 from weighin.formats.sniff import shown
 
 _STORAGES: Final = {
@@ -21,21 +21,68 @@ _STORAGES: Final = {
     "ShortStorage": "int16", "CharStorage": "int8", "ByteStorage": "uint8", "BoolStorage": "bool",
     "ComplexDoubleStorage": "complex128", "ComplexFloatStorage": "complex64",
     "UntypedStorage": "uint8",
+    "QInt8Storage": "qint8", "QUInt8Storage": "quint8", "QInt32Storage": "qint32",
+    "QUInt4x2Storage": "quint4x2", "QUInt2x4Storage": "quint2x4",
 }  # fmt: skip
+_STORED_BYTES: Final = {**ITEM_BYTES, **QUANTISED_BYTES}
 _OF_STORAGES: Final = frozenset({"torch", "torch.cuda", "torch.storage"})
 _REBUILD: Final = "torch._utils._rebuild_"
 _OF_MODULES: Final = {"_parameters", "_buffers"}  # in the state of every pickled nn.Module
 _PLAIN: Final = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter"})
+_LAZY: Final = frozenset(
+    f"torch.nn.parameter.Uninitialized{kind}" for kind in ("Parameter", "Buffer")
+)
 _DICTS: Final = frozenset({"collections.OrderedDict", "collections.defaultdict"})
 _TITLES: Final = {
     "_codecs.encode": "bytes",
-    "torch._utils._rebuild_sparse_tensor": "sparse tensor",
     "numpy.core.multiarray.scalar": "NumPy scalar",
     "numpy._core.multiarray.scalar": "NumPy scalar",
     "numpy.core.multiarray._reconstruct": "NumPy array",
     "numpy._core.multiarray._reconstruct": "NumPy array",
 }
 """The names of some objects that a pickle describes by the function that makes them."""
+
+_SAVE: Final = "torch.save({NAME: TENSOR, ...}, ...)"
+_DEQUANTISE: Final = (
+    f"load it with torch, dequantise each such tensor (tensor.dequantize()), and save them: {_SAVE}"
+)
+_AS_BYTES: Final = f"load it with torch, give it a dtype that weighin reads (tensor.view(torch.uint8)), and save it: {_SAVE}"
+_RESOLVE: Final = (
+    f"load it with torch, and save its values: tensor.resolve_conj().resolve_neg(), then {_SAVE}"
+)
+_OF_RANKS: Final = frozenset({"DTensor", "ShardedTensor"})
+_RANKS_PART: Final = "of which the file of each rank has a part"
+_WHOLE_TENSORS: Final = (
+    "save whole tensors: torch.distributed.checkpoint.state_dict.get_model_state_dict(model,"
+    " options=StateDictOptions(full_state_dict=True)); or save with torch.distributed.checkpoint,"
+    " whose folders weighin reads"
+)
+_OTHER_TENSORS: Final = {
+    "sparse_tensor": (
+        "sparse tensor",
+        f"load it with torch, make it dense (tensor.to_dense()), and save it: {_SAVE}",
+    ),
+    "nested_tensor": (
+        "nested tensor",
+        f"load it with torch, and save the tensors in it: tensor.unbind(), then {_SAVE}",
+    ),
+    "meta_tensor_no_storage": (
+        "tensor on the meta device, without values",
+        "load the model's weights before it is saved",
+    ),
+    "wrapper_subclass": (
+        "tensor of a subclass that is not named",
+        f"load it with the package that wrote it, and save plain tensors: {_SAVE}",
+    ),
+    **dict.fromkeys(
+        ("device_tensor_from_numpy", "device_tensor_from_cpu_tensor", "xla_tensor"),
+        (
+            "tensor of a device without storages of torch",
+            "save the model from the CPU: torch.save(model.cpu().state_dict(), ...)",
+        ),
+    ),
+}
+"""By the function that rebuilds them, the tensors that have no plain storage: title and way."""
 
 _SAFE: Final = frozenset({
     "_codecs.encode", "builtins.bytearray", "builtins.complex", "builtins.set",
@@ -48,6 +95,10 @@ _SAFE: Final = frozenset({
 
 class NotTensors(Exception):
     """The pickle refers to a class or function, named by the argument, that tensors do not need."""
+
+
+class _Other(Exception):
+    """The arguments are the title of a tensor that weighin does not read, and the way to save it."""
 
 
 class Malformed(Exception):
@@ -84,6 +135,21 @@ class Opaque:
         return "." in self.kind and not is_safe(self.kind)  # a full name, not a description
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class OtherTensor(Opaque):
+    """A tensor of a kind that weighin does not read; ``kind`` is its title.
+
+    Attributes:
+        way: how to save its values as a plain tensor.
+    """
+
+    way: str = ""
+
+    @property
+    def is_foreign(self) -> bool:
+        return False
+
+
 class Size(tuple[int, ...]):
     """A ``torch.Size``."""
 
@@ -100,7 +166,7 @@ class StorageRef:
 
     @property
     def nbytes(self) -> int:
-        return self.numel * ITEM_BYTES[self.dtype]
+        return self.numel * _STORED_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +233,7 @@ def _storage(identity: Any) -> StorageRef:
     if module not in _OF_STORAGES or name not in _STORAGES:
         raise NotTensors(kind.name)
     dtype = _STORAGES[name]
-    if not is_sizes((numel,)) or numel * ITEM_BYTES[dtype] > LARGEST:
+    if not is_sizes((numel,)) or numel * _STORED_BYTES[dtype] > LARGEST:
         raise Malformed(f"storage {shown(key)} has an impossible size")
     return StorageRef(key, dtype, numel)
 
@@ -189,6 +255,9 @@ def call(function: Any, arguments: Any) -> Any:
         return _called(name, arguments)
     except (TypeError, ValueError) as error:
         raise Malformed(f"{name} has other arguments than torch.save writes") from error
+    except _Other as error:
+        title, way = error.args
+        return OtherTensor(title, [arguments], way)
     except NotTensors as error:
         return Opaque(str(error), [arguments])
 
@@ -203,13 +272,17 @@ def _called(name: str, arguments: tuple[Any, ...]) -> Any:
         return Size(sizes)
     if name.startswith(_REBUILD):
         return _rebuilt(name, arguments)
+    if name in _LAZY:
+        raise _Other("lazy parameter without values", "run the model once, and save it again")
     if name == "torch._tensor._rebuild_from_type_v2":
         inner, kind, inner_arguments, _state = arguments
         if isinstance(kind, Named) and kind.name in _PLAIN and isinstance(inner, Named):
             if inner.name.startswith(_REBUILD) and isinstance(inner_arguments, tuple):
                 return _rebuilt(inner.name, inner_arguments)
             raise NotTensors(inner.name)
-        raise NotTensors(kind.name if isinstance(kind, Named) else name)
+        if not isinstance(kind, Named):
+            raise NotTensors(name)
+        raise _Other(*_subclass(kind.name))
     raise NotTensors(name)
 
 
@@ -249,7 +322,7 @@ def _rebuilt(name: str, arguments: tuple[Any, ...]) -> Any:
     kind = name.removeprefix(_REBUILD)
     if kind in {"parameter", "parameter_with_state"}:
         tensor = arguments[0] if arguments else None
-        if not isinstance(tensor, TensorRef):
+        if not isinstance(tensor, TensorRef | OtherTensor):
             raise Malformed("a parameter is created from something that is not a tensor")
         return tensor
     if kind == "tensor":
@@ -259,10 +332,29 @@ def _rebuilt(name: str, arguments: tuple[Any, ...]) -> Any:
         return _tensor(*base, *metadata, dtype=None)
     if kind == "tensor_v3":
         dtype = arguments[6] if len(arguments) > 6 else None
-        if not isinstance(dtype, Named) or dtype.name.removeprefix("torch.") not in ITEM_BYTES:
-            raise NotTensors(dtype.name if isinstance(dtype, Named) else type_name(dtype))
+        if not isinstance(dtype, Named):
+            raise Malformed(f"the dtype of a tensor is a {type_name(dtype)}")
+        if dtype.name.removeprefix("torch.") not in ITEM_BYTES:
+            raise _Other(f"tensor of {dtype.name}", _AS_BYTES)
         return _tensor(*arguments[:4], *arguments[7:], dtype=dtype.name.removeprefix("torch."))
+    if kind == "qtensor":
+        source = arguments[0] if arguments else None
+        dtype = source.dtype if isinstance(source, StorageRef) else "quint8"
+        raise _Other(f"quantised tensor (torch.{dtype})", _DEQUANTISE)
+    if kind in _OTHER_TENSORS:
+        raise _Other(*_OTHER_TENSORS[kind])
     raise NotTensors(name)
+
+
+def _subclass(name: str) -> tuple[str, str]:
+    """Return the title and the way for a tensor of a subclass that has the full name ``name``."""
+    if name.startswith("torch.") and (leaf := name.rpartition(".")[2]) in _OF_RANKS:
+        return f"{leaf}, {_RANKS_PART}", _WHOLE_TENSORS
+    return (
+        f"tensor of the subclass {name}",
+        "load it with the code of that class, make each one a plain tensor (a quantised one with"
+        f" tensor.dequantize()), and save them: {_SAVE}",
+    )
 
 
 def _tensor(
@@ -271,12 +363,14 @@ def _tensor(
     if not isinstance(source, StorageRef):
         raise Malformed("a tensor is created from something that is not a storage")
     if metadata and (not isinstance(metadata, Mapping) or any(metadata.values())):
-        raise NotTensors("a tensor that is conjugated or negated lazily")
+        raise _Other("tensor that is conjugated or negated lazily", _RESOLVE)
     if not is_sizes(shape) or not is_sizes(stride) or not is_sizes((offset,)):
         raise Malformed(
             f"a tensor in storage {shown(source.key)} has an impossible shape, stride or offset"
         )
     kind = dtype or source.dtype
+    if kind in QUANTISED_BYTES:
+        raise _Other(f"quantised tensor (torch.{kind})", _DEQUANTISE)
     if len(shape) != len(stride):
         raise Malformed(
             f"a tensor in storage {shown(source.key)} has {len(shape)} sizes and {len(stride)} strides"

@@ -5,11 +5,10 @@ This module uses only the standard library.
 Python's ``zipfile`` is not used because a crafted archive can make it read a directory of any size
 at once. torch's own reader is not used because it would need torch. Only archives like torch's are
 accepted: their records are not compressed, lie within the file, do not overlap, and have unique
-names.
+names. Other archives are named for what they are (``recognise.py``).
 """
 
 import os
-import shlex
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -19,7 +18,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
 from weighin.errors import CheckpointError
-from weighin.formats.sniff import AGAIN, check_present, shown
+from weighin.formats.recognise import by_records, is_legacy, is_zip, resaving
+from weighin.formats.sniff import AGAIN, RESAVE, SHARDS, check_present, shown, unknown
 
 if TYPE_CHECKING:
     from weighin.formats.file_view import FileView
@@ -36,8 +36,6 @@ _ENTRY: Final = struct.Struct("<4s6H3L5H2L")
 _LOCAL: Final = struct.Struct("<4s5H3L2H")
 _LONGEST_COMMENT: Final = 65_535
 _ENCRYPTED: Final = 1
-_LEGACY_MAGIC: Final = 0x1950A86A20F9469CFC6C.to_bytes(10, "little")  # torch before 1.6
-_SAVE_AGAIN: Final = "load the file and save it again with torch.save"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +44,18 @@ class ZipRecord:
 
     start: int
     size: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """An entry of the directory, with the offset of the record's local header."""
+
+    name: str
+    flags: int
+    method: int
+    packed: int
+    size: int
+    local_at: int
 
 
 class Archive:
@@ -63,13 +73,27 @@ class Archive:
         at, length = self._directory()
         self.records: dict[str, ZipRecord] = {}
         entries = list(islice(self._entries(self._read(at, length)), MOST_RECORDS + 1))
-        self._announce(local_at for _, local_at, _ in entries)
-        for name, local_at, size in entries:
+        if recognised := by_records(path, [entry.name for entry in entries]):
+            what, repair = recognised
+            raise CheckpointError(f"{path}: {what}", repair)
+        self._announce(entry.local_at for entry in entries)
+        for entry in entries:
+            name = entry.name
+            if entry.flags & _ENCRYPTED:
+                raise CheckpointError(
+                    f"{path}: record {shown(name)} is encrypted",
+                    "decrypt it: unpack the archive with its password, and pack it again with zip -0 -r",
+                )
+            if entry.method or entry.packed != entry.size:
+                raise CheckpointError(
+                    f"{path}: record {shown(name)} is compressed",
+                    resaving("torch.load(p, weights_only=True)", path),
+                )
             if name in self.records:
                 raise self._damaged(f"record {shown(name)} occurs twice")
             if len(self.records) == MOST_RECORDS:
-                raise self._damaged(f"more than {MOST_RECORDS:,} records")
-            self.records[name] = self._record(name, local_at, size, at)
+                raise self._beyond(f"has more than {MOST_RECORDS:,} records")
+            self.records[name] = self._record(name, entry.local_at, entry.size, at)
         self._check_apart()
 
     def read(self, name: str, at_most: int) -> bytes:
@@ -82,8 +106,8 @@ class Archive:
         if record is None:
             raise self._damaged(f"record {shown(name)} is missing")
         if record.size > at_most:
-            raise self._damaged(
-                f"record {shown(name)} has {record.size:,} bytes, more than {at_most:,}"
+            raise self._beyond(
+                f"record {shown(name)} has {record.size:,} bytes, more than the {at_most:,}"
             )
         return self._read(record.start, record.size)
 
@@ -104,15 +128,14 @@ class Archive:
             if magic != b"PK\6\6":
                 raise self._damaged(f"byte {limit:,} is not the end record of the directory")
         if length > MOST_DIRECTORY_BYTES:
-            raise self._damaged(
-                f"the directory has {length:,} bytes, more than {MOST_DIRECTORY_BYTES:,}"
+            raise self._beyond(
+                f"the directory has {length:,} bytes, more than the {MOST_DIRECTORY_BYTES:,}"
             )
         if at + length > limit:
             raise self._damaged(f"the directory at byte {at:,} lies outside the archive")
         return at, length
 
-    def _entries(self, directory: bytes) -> Iterator[tuple[str, int, int]]:
-        """Yield each record's name, the offset of its local header, and its size."""
+    def _entries(self, directory: bytes) -> Iterator[_Entry]:
         at = 0
         while at < len(directory):
             if len(directory) - at < _ENTRY.size:
@@ -126,14 +149,8 @@ class Archive:
             at += name_bytes + extra_bytes + comment_bytes
             if fields[0] != b"PK\1\2" or at > len(directory):
                 raise self._damaged("the directory has an invalid entry")
-            if method:
-                raise CheckpointError(
-                    f"{self._path}: record {shown(name)} is compressed", _SAVE_AGAIN
-                )
             size, packed, local_at = self._wide(name, extra, [size, packed, local_at])
-            if packed != size or flags & _ENCRYPTED:
-                raise self._damaged(f"record {shown(name)} is compressed or encrypted")
-            yield name, local_at, size
+            yield _Entry(name, flags, method, packed, size, local_at)
 
     def _wide(self, name: str, extra: bytes, values: list[int]) -> list[int]:
         """Return the values of an entry, with 64-bit values taken from its extra field."""
@@ -184,30 +201,27 @@ class Archive:
         self._file.seek(at)
         data = self._file.read(size) or b""
         if len(data) != size:
-            raise self._damaged("the file was truncated while it was read")
+            raise CheckpointError(f"{self._path}: was truncated while it was read", AGAIN)
         return data
 
     def _damaged(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self._path}: damaged: {what}", AGAIN)
+        return CheckpointError(f"{self._path}: damaged: {what}", RESAVE)
+
+    def _beyond(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self._path}: {what} that weighin reads", SHARDS)
 
 
 def check_file(path: Path) -> None:
     """Raise CheckpointError unless ``path`` is a zip file; the message tells its actual kind."""
     head = check_present(path)
-    if not head.startswith(b"PK"):
+    if not is_zip(head):
         raise _not_a_zip(path, head)
 
 
 def _not_a_zip(path: Path, head: bytes) -> CheckpointError:
-    if _LEGACY_MAGIC in head[:32]:
-        line = "import sys, torch; p = sys.argv[1]; torch.save(torch.load(p, weights_only=True), p + '.new')"
+    if is_legacy(head):
         return CheckpointError(
             f"{path}: written in the format of torch before 1.6, which cannot be mapped",
-            f'convert it: python -c "{line}" {shlex.quote(str(path))}',
+            resaving("torch.load(p, weights_only=True)", path),
         )
-    if path.suffix == ".safetensors":
-        return CheckpointError(
-            f"{path}: named .safetensors, but neither a safetensors file nor one that torch.save wrote",
-            AGAIN,
-        )
-    return CheckpointError(f"{path}: not a checkpoint that torch.save wrote", AGAIN)
+    return unknown(path, head)

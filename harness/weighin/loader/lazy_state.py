@@ -32,8 +32,8 @@ def lazy_state(log: WriteLog, slices: Sequence[TensorSlice]) -> dict[str, torch.
     dict has the modules' version metadata if the checkpoint has it.
 
     Raises:
-        CheckpointError: a block of a tensor has gaps between its elements, which
-            ``torch.distributed.checkpoint`` never writes.
+        CheckpointError: a tensor is quantised, or a block of a tensor has gaps between its elements,
+            which ``torch.distributed.checkpoint`` never writes.
     """
     for source in slices:
         _check_blocks(source)
@@ -152,6 +152,12 @@ def _shape(value: object) -> tuple[int, ...]:
 
 
 def _check_blocks(source: TensorSlice) -> None:
+    if source.encoding:
+        raise CheckpointError(
+            f"{source.file}: {plain(source.name)} is quantised to {source.encoding}, which load_streaming"
+            " does not dequantise",
+            f"write its values first: weighin convert {source.file} FOLDER --keys model",
+        )
     for part in source.parts:
         where = part.where
         if file_order(where) is None:

@@ -24,10 +24,12 @@ import torch
 from weighin import formats
 from weighin.errors import CheckpointError
 from weighin.formats.base import TensorSlice
-from weighin.formats.misfit import first_names
+from weighin.formats.misfit import check_converts, first_names
+from weighin.formats.quantised import refuse_codes
 from weighin.formats.selection import Selection
 from weighin.loader import fill
 from weighin.loader.arena import MemoryNeed, provide
+from weighin.loader.codes import refuse_left_out_scales
 from weighin.loader.extra_state import extra_values
 from weighin.loader.fill import Fill, is_readable
 from weighin.loader.lazy_state import (
@@ -108,8 +110,8 @@ def load_streaming(
 
     Raises:
         CheckpointError: the checkpoint is unreadable or does not fit the model (missing or
-            unexpected keys, other shapes), or the model has a tensor on the meta device that is not
-            in the checkpoint.
+            unexpected keys, other shapes), its tensors are codes for whose scales the model has no
+            place, or the model has a tensor on the meta device that is not in the checkpoint.
     """
     device = _with_index(torch.device(device))
     selection = Selection(key, strip_prefix)
@@ -133,15 +135,20 @@ def _load(
 ) -> tuple[torch.nn.Module, bool]:
     """Return the filled model, and whether any of its tensors was on the meta device."""
     slices = formats.read(path, selection)[1]
+    if dtype is not None:
+        check_converts(path, slices, "leave dtype out")
     log = WriteLog(read_at_once)
     with ExitStack() as undone:
         with log.recording():
             if not isinstance(model, torch.nn.Module):
                 model = _built(model, log)
             was_meta = any(tensor.is_meta for tensor in _tensors(model))
+            refuse_codes(path, slices, model.state_dict(keep_vars=True))
             mapped = _mapped(model, slices)
             if mapped:
+                refuse_left_out_scales(model, slices, mapped, path)
                 slices = mapped.slices
+                model._weight_conversions = list(mapped.used)  # type: ignore[assignment]  # for save_pretrained
             undone.enter_context(
                 real_memory(model, {source.name: source.dtype for source in slices})
             )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from weighin.errors import CheckpointError
+from weighin.formats.sniff import AGAIN, unreadable
 from weighin.loader.alignment import alignment_of
 from weighin.loader.mapped_copy import Window
 from weighin.loader.vectored import ALIGNMENT, down
@@ -35,7 +36,7 @@ class OpenedFile:
         try:
             self._buffered = os.open(path, os.O_RDONLY)
         except OSError as error:
-            raise self._unreadable(error) from error
+            raise unreadable(self.path, error) from error
         self._direct = -1
         self.alignment = ALIGNMENT
         if alignment := alignment_of(self._buffered):
@@ -68,7 +69,7 @@ class OpenedFile:
                 read = os.preadv(self._direct, _behind(buffers, done), offset + done)
             except OSError as error:
                 if error.errno not in _REFUSED:
-                    raise self._unreadable(error) from error
+                    raise unreadable(self.path, error) from error
                 self._close_direct()
                 return False
             end = done + read
@@ -152,7 +153,7 @@ class OpenedFile:
         try:
             read = os.preadv(self._buffered, [target], offset)
         except OSError as error:
-            raise self._unreadable(error) from error
+            raise unreadable(self.path, error) from error
         if read == 0:
             raise self._ended(wanted_end)
         return read
@@ -160,13 +161,7 @@ class OpenedFile:
     def _ended(self, wanted_end: int) -> CheckpointError:
         return CheckpointError(
             f"{self.path}: truncated: it ends before byte {wanted_end:,}",
-            "copy or download the file again",
-        )
-
-    def _unreadable(self, error: OSError) -> CheckpointError:
-        return CheckpointError(
-            f"{self.path}: cannot read it: {error.strerror}",
-            "check that the file exists, that you may read it, and that its disk works",
+            AGAIN,
         )
 
 

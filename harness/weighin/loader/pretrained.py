@@ -1,5 +1,6 @@
 """Load a Hugging Face folder as ``from_pretrained`` does, through weighin's loader."""
 
+import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -7,20 +8,28 @@ from typing import Any
 import torch
 
 from weighin.errors import CheckpointError
-from weighin.formats import sniff
+from weighin.formats import adapters, gguf, sniff
 from weighin.formats.pipeline import is_pipeline
-from weighin.formats.pretrained_folder import cached_snapshot, is_pretrained, read_folder
-from weighin.formats.pretrained_spec import auto_dtype, spec_of
+from weighin.formats.pretrained_folder import (
+    cached_snapshot,
+    find_weights,
+    is_pretrained,
+    read_folder,
+)
+from weighin.formats.pretrained_library import TRANSFORMERS
+from weighin.formats.pretrained_spec import auto_dtype, plain_spec_of
 from weighin.formats.selection import Selection
 from weighin.loader.load import load_streaming
 from weighin.models.pretrained_modules import module_of
 from weighin.models.skeleton import construct
 
+_log = logging.getLogger("weighin")
+
 
 def load_pretrained(
     folder: Path | str,
     *,
-    dtype: torch.dtype | str = "auto",
+    dtype: torch.dtype | str | None = "auto",
     device: torch.device | str = "cpu",
     threads: int | None = None,
     trust_remote_code: bool = False,
@@ -36,7 +45,7 @@ def load_pretrained(
 
     Args:
         folder: a folder that ``save_pretrained`` wrote, or the id of a model in the local cache.
-        dtype: "auto" takes the dtype of ``config.json``; a model of diffusers or timm has float32.
+        dtype: "auto" and None take the dtype of ``config.json``; a model of diffusers or timm has float32.
         threads: the number of threads that read, as for ``load_streaming``.
         trust_remote_code: whether to run the model's code, if it comes with the folder.
         key: the key of the state dict, if the folder's weights are a training checkpoint, as for
@@ -44,7 +53,8 @@ def load_pretrained(
         strip_prefix: a prefix of the names in the file that the model's names lack: "module.".
 
     Raises:
-        CheckpointError: the folder is unreadable, or lacks weights of its model.
+        CheckpointError: the folder is unreadable, lacks weights of its model, is quantised, or has an
+            adapter beside it that from_pretrained adds.
         ConfigError: the model's library is missing, has no such class, or the folder brings code that
             is not trusted.
     """
@@ -53,6 +63,11 @@ def load_pretrained(
         path = cached_snapshot(str(folder)) or path
     if is_pipeline(path):
         raise sniff.no_model(path)
+    if find_weights(path) is None and gguf.matches(path):
+        raise CheckpointError(
+            f"{path}: a GGUF file, which load_pretrained does not dequantise",
+            f"let transformers load it: from_pretrained(FOLDER, gguf_file={gguf.file_of(path).name!r})",
+        )
     if not is_pretrained(path):
         raise CheckpointError(
             f"{path}: not a Hugging Face folder: it has no config.json",
@@ -60,10 +75,15 @@ def load_pretrained(
         )
     found = read_folder(path, trust_remote_code=trust_remote_code)
     selection = Selection(key, strip_prefix)
-    wanted = auto_dtype(found, selection) if dtype == "auto" else dtype
+    spec = plain_spec_of(found, selection)
+    if note := adapters.note(path):
+        _log.warning(note)
+    wanted = auto_dtype(found, selection) if dtype in (None, "auto") else dtype
     kind = getattr(torch, wanted) if isinstance(wanted, str) else wanted
-    library = module_of(found.library.builder)
-    build = partial(library.from_config, **spec_of(found, selection).kwargs)
+    library, settings = module_of(found.library.builder), spec.kwargs["config"]
+    if found.library is TRANSFORMERS:
+        settings = {**settings, "_name_or_path": str(folder)}
+    build = partial(library.from_config, **spec.kwargs | {"config": settings})
     model: Any = load_streaming(
         lambda: construct(build, kind),
         found.checkpoint,

@@ -11,11 +11,12 @@ from typing import Any, Final, cast
 import torch
 
 from weighin import install
-from weighin.errors import ConfigError
+from weighin.errors import CheckpointError, ConfigError
 from weighin.formats.pretrained_code import auto_class, check_unchanged, reference_in
-from weighin.formats.pretrained_folder import dtype_of
+from weighin.formats.pretrained_folder import dtype_of, from_pretrained_arguments
 from weighin.models.pretrained_names import model_keys
 from weighin.models.without_torchvision import imported_without_torchvision
+from weighin.text import one_line
 
 _TOKENS: Final = 8
 _SAMPLES: Final = 16_000  # one second of sound
@@ -26,6 +27,7 @@ def from_config(
     config: Mapping[str, Any],
     code: Mapping[str, str] | None = None,
     apart: Sequence[str] = (),
+    quantised: Mapping[str, Any] | None = None,  # noqa: ARG001 (for those who load the weights)
 ) -> torch.nn.Module:
     """Return the model in evaluation mode, in torch's default dtype.
 
@@ -37,6 +39,8 @@ def from_config(
         code: the folder with the class's code, if it is not in transformers; see
             ``weighin.formats.pretrained_code``.
         apart: names of tensors in the file that differ, although the class may tie them.
+        quantised: how the file's weights are quantised, see ``weighin.formats.quantised``. The model
+            is built with weights of torch's default dtype.
 
     Raises:
         ConfigError: transformers is not installed, or has no such class.
@@ -114,6 +118,39 @@ def pretrained_class(
     return kind
 
 
+def reference(
+    kwargs: Mapping[str, Any], checkpoint: Path, dtype: torch.dtype
+) -> tuple[torch.nn.Module, list[str]]:
+    """Return the model that ``from_pretrained`` loads, and the weights that the checkpoint lacks.
+
+    ``kwargs`` are the arguments of ``from_config`` for the model of the checkpoint's folder.
+
+    Raises:
+        CheckpointError: ``from_pretrained`` does not load the checkpoint.
+    """
+    kind = pretrained_class(kwargs["architecture"], kwargs.get("code"), kwargs["config"])
+    arguments = from_pretrained_arguments(checkpoint)
+    try:
+        model, info = kind.from_pretrained(**arguments, dtype=dtype, output_loading_info=True)
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        called = f"{kind.__name__}.from_pretrained"
+        if "gguf_file" in arguments:
+            called += f"(FOLDER, gguf_file={checkpoint.name!r})"
+        raise CheckpointError(
+            f"{checkpoint}: {called} fails: {type(error).__name__}: {one_line(str(error))}",
+            "try another version of transformers; for the tensors without their class:"
+            f" from:{checkpoint}",
+        ) from error
+    return model, sorted(info["missing_keys"])
+
+
 def _class_in(folder: Path, architecture: str, config: Mapping[str, Any]) -> Any:
     """Import a folder's code with transformers, which copies it to its own cache; return the class."""
     from transformers import PreTrainedModel
@@ -159,21 +196,11 @@ def keeps_in_float32(model: Any, name: str, dtype: torch.dtype) -> bool:
     return any(re.search(pattern.replace("*", ".*"), name) for pattern in plan)
 
 
-def reference(
-    kwargs: Mapping[str, Any], source: Path, dtype: torch.dtype
-) -> tuple[torch.nn.Module, list[str]]:
-    """Return the model that ``from_pretrained`` loads, and the weights that the files lack."""
-    kind = pretrained_class(kwargs["architecture"], kwargs.get("code"), kwargs["config"])
-    model, info = kind.from_pretrained(
-        source, dtype=dtype, output_loading_info=True, local_files_only=True
-    )
-    return model, sorted(info["missing_keys"])
-
-
 def finish(model: Any, folder: Path | str) -> None:
     """Give a loaded model the attributes that ``from_pretrained`` sets after the load."""
     for parameter in model.parameters():  # from_pretrained's parameters require gradients
         parameter.requires_grad_(parameter.is_floating_point())
+    del model.keeps_dtypes  # only the construction needs it
     if model.can_generate():
         from transformers import GenerationConfig
 
@@ -239,6 +266,7 @@ def example_inputs(
     config: Mapping[str, Any],
     code: Mapping[str, str] | None = None,
     apart: Sequence[str] = (),  # noqa: ARG001 (the builder's arguments)
+    quantised: Mapping[str, Any] | None = None,  # noqa: ARG001
 ) -> dict[str, torch.Tensor] | None:
     """Return small inputs for one forward pass; None for an unknown kind of model."""
     kind = pretrained_class(architecture, code, config)

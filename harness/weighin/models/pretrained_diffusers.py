@@ -15,6 +15,7 @@ import torch
 from weighin import install
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats.base import TensorSlice
+from weighin.formats.pretrained_folder import folder_of
 from weighin.formats.pretrained_library import DIFFUSERS
 from weighin.models.without_torchvision import imported_without_torchvision
 
@@ -140,21 +141,21 @@ def named_as_in(model: Any, slices: Sequence[TensorSlice]) -> dict[str, TensorSl
 
 
 def reference(
-    kwargs: Mapping[str, Any], source: Path, dtype: torch.dtype
+    kwargs: Mapping[str, Any], checkpoint: Path, dtype: torch.dtype
 ) -> tuple[torch.nn.Module, list[str]]:
     """Return the model that ``from_pretrained`` loads, and the weights that the files lack.
 
     Raises:
         CheckpointError: ``from_pretrained`` cannot load the folder.
     """
-    kind = diffusers_class(kwargs["architecture"])
+    kind, folder = diffusers_class(kwargs["architecture"]), folder_of(checkpoint)
     try:
         model, info = kind.from_pretrained(
-            source, torch_dtype=dtype, output_loading_info=True, **options(source)
+            folder, torch_dtype=dtype, output_loading_info=True, **options(folder)
         )
     except (OSError, RuntimeError, ValueError) as error:
         raise CheckpointError(
-            f"{source}: from_pretrained of {kind.__name__} cannot load it: {error}",
+            f"{checkpoint}: from_pretrained of {kind.__name__} cannot load it: {error}",
             "choose the class that the checkpoint was saved from",
         ) from error
     buffers = dict(model.named_buffers())

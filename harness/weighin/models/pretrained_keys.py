@@ -64,6 +64,7 @@ class MappedKeys:
         renamed: the number of keys whose name in the file differs from the model's name.
         joined: the number of keys of the file that are only a part of a model's tensor.
         computed: the model's keys that the file lacks because the class computes their values.
+        used: the entries of transformers' tables that renamed or converted a tensor.
     """
 
     slices: Slices
@@ -72,6 +73,7 @@ class MappedKeys:
     renamed: int
     joined: int
     computed: tuple[str, ...]
+    used: tuple[Any, ...]
 
     @property
     def note(self) -> str:
@@ -126,6 +128,7 @@ def map_keys(model: Any, slices: Sequence[TensorSlice]) -> MappedKeys:
         renamed,
         joined=sum(len(group.sources) for group in groups.values()),
         computed=tuple(sorted(computed_keys(model) - present)),
+        used=known.used(),
     )
 
 
@@ -138,7 +141,7 @@ def _renamed(
     used = {named[each.name].name for each in mapped}
     unexpected = tuple(each.name for each in slices if each.name not in used)
     renamed = sum(name != each.name for name, each in named.items() if name in wanted)
-    return MappedKeys(mapped, (), unexpected, renamed, joined=0, computed=())
+    return MappedKeys(mapped, (), unexpected, renamed, joined=0, computed=(), used=())
 
 
 def _joined(conversion: Conversion) -> TensorSlice | None:

@@ -15,6 +15,7 @@ from weighin import install
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats.base import TensorSlice
 from weighin.formats.misfit import first_names
+from weighin.formats.pretrained_folder import folder_of
 from weighin.formats.pretrained_library import TIMM
 
 
@@ -191,7 +192,7 @@ def _check_complete(
 
 
 def reference(
-    kwargs: Mapping[str, Any], source: Path, dtype: torch.dtype
+    kwargs: Mapping[str, Any], checkpoint: Path, dtype: torch.dtype
 ) -> tuple[torch.nn.Module, list[str]]:
     """Return the model that timm loads from a folder, and the weights that the file lacks.
 
@@ -199,10 +200,10 @@ def reference(
         CheckpointError: timm cannot load the file.
     """
     try:
-        model = _created(kwargs["architecture"], source)
+        model = _created(kwargs["architecture"], folder_of(checkpoint))
     except RuntimeError as error:
         raise CheckpointError(
-            f"{source}: timm cannot load it: {error}",
+            f"{checkpoint}: timm cannot load it: {error}",
             "choose the architecture that the checkpoint was saved from",
         ) from error
     return model.to(dtype), []

@@ -15,6 +15,7 @@ from weighin.cell import Cell, ModelSpec
 from weighin.checkpoint import entries
 from weighin.checkpoint.subprocess_client import environment
 from weighin.errors import ConfigError, HarnessError, UnknownName
+from weighin.formats import quantised
 from weighin.formats.pretrained_library import LIBRARIES, library_of
 from weighin.formats.selection import WHOLE, Selection
 from weighin.predict.prediction import Prediction, from_json
@@ -109,6 +110,8 @@ def _not_followed(planned: Planned) -> str:
         return "no prediction follows what ranks send to each other"
     if planned.selection:
         return "no prediction reads a whole training checkpoint"
+    if found := quantised.of_model(planned.cell.model):
+        return f"no prediction follows how {planned.strategy.name} loads weights that are quantised with {found.method}"
     if planned.cell.options.get("offload_state_dict"):
         return "no prediction follows weights that are written to a folder and read back"
     unknown = {name_of(each) for each in planned.strategy.packages} - _FOLLOWED

@@ -14,6 +14,7 @@ from weighin.cell import Cell
 from weighin.predict.allocator import CachingAllocator
 from weighin.predict.dispatch import Operations
 from weighin.predict.fake_cuda import pretended
+from weighin.predict.gguf_reads import gguf_reads
 from weighin.predict.ledger import Ledger
 from weighin.predict.patches import declared, safetensors_reads
 from weighin.predict.prediction import ABOVE_PEAK_BYTES, PredictedPhase, Work
@@ -86,7 +87,7 @@ def run(
         marks=ledger,
     )
     gpu = pretended(ledger) if ledger.cuda else nullcontext()
-    with declared(ledger), gpu, Operations(ledger):
+    with declared(ledger), gguf_reads(ledger, checkpoint), gpu, Operations(ledger):
         modules = len(sys.modules)
         load = import_strategy(strategy)
         with safetensors_reads(ledger, load.__globals__):

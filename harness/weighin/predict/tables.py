@@ -81,6 +81,8 @@ def tables(predictions: Sequence[Prediction], *, phases: bool) -> Iterable[Table
         for prediction in of_model:
             if prediction.cannot:
                 yield f"{escape(prediction.strategy)} ({prediction.cell.format}) is not predicted: {escape(prediction.cannot)}"
+    if all(prediction.cannot for prediction in predictions):
+        return
     yield (
         "Predicted by running each strategy without tensor values. weighin bench measures;"
         " weighin predict --check RUN compares."

@@ -14,6 +14,7 @@ from rich.table import Table
 from weighin import formats
 from weighin.cell import SYNTHESISED, Cell, ModelSpec
 from weighin.errors import UnknownName
+from weighin.formats import gguf, quantised
 from weighin.formats.pretrained_code import auto_class
 from weighin.formats.pretrained_folder import folder_of
 from weighin.formats.pretrained_library import library_in, library_of
@@ -107,6 +108,8 @@ class Advice:
                 f" weighin convert {quote(str(asked.checkpoint))} {_file_name(self.best.format)}"
                 f" --format {self.best.format} {options}"
             )
+        if found := quantised.of_model(asked.model):
+            notes.append(f"The weights are {found.summary}.")
         if asked.ranks > 1 and self.best and registry.strategy(self.best.strategy).shares_load:
             notes.append(
                 f"{self.best.strategy} needs the default process group: run the code with torchrun"
@@ -157,11 +160,16 @@ def gather(question: Question, say: Callable[[str], None]) -> PriorKnowledge:
     """Predict every strategy, read earlier records, and calibrate the machine if necessary.
 
     Raises:
-        HarnessError: the checkpoint, the model or a run's records cannot be used.
+        HarnessError: the checkpoint, the model or a run's records cannot be used, or the weights are
+            quantised and no run has measured how transformers loads them.
     """
     fmt = formats.detect(question.checkpoint).NAME if question.checkpoint else "pt"
     fmt = "" if question.selection else fmt  # no strategy reads only a part of a file
     planned = [*_planned(question, fmt)]
+    evidence = find([question.results], planned[0].cell)
+    found = quantised.of_model(question.model)
+    if found and question.checkpoint and not evidence:  # and no prediction follows the load
+        raise found.error(question.checkpoint)
     predictions = predict(
         planned,
         checkpoint=question.checkpoint,
@@ -169,7 +177,6 @@ def gather(question: Question, say: Callable[[str], None]) -> PriorKnowledge:
         python_path=question.python_path,
         report=lambda number, name: say(f"predicting {name} ({number + 1} of {len(planned)})"),
     )
-    evidence = find([question.results], planned[0].cell)
     calibration = calibrating.stored() or calibrating.calibrate(say)
     return PriorKnowledge(tuple(planned), tuple(predictions), evidence, calibration, fmt)
 
@@ -203,11 +210,17 @@ def advise(question: Question, prior: PriorKnowledge) -> Advice:
         return advice
     info = registry.strategy(advice.best.strategy)
     checkpoint = str(question.checkpoint) if question.checkpoint else "model.pt"
-    if (folder := _folder(question)) and info.maps_keys and not info.shares_load:
+    if (
+        question.checkpoint
+        and (folder := _folder(question))
+        and info.maps_keys
+        and not info.shares_load
+    ):
         model = question.model.kwargs
         code = pretrained_snippet(
             info, model["architecture"], device=question.device, dtype=question.dtype,
             folder=folder,
+            gguf_file=question.checkpoint.name if prior.checkpoint_format == gguf.NAME else "",
             auto=auto_class(model["config"], model["architecture"]) if "code" in model else "",
             extra=library_in(model["config"]).extra,
         )  # fmt: skip
@@ -315,6 +328,10 @@ def _planned(question: Question, checkpoint_format: str) -> Iterator[Planned]:
         )  # fmt: skip
         if info.shares_load and question.ranks == 1:
             continue
+        if not info.dequantises and quantised.of_model(question.model):
+            continue
+        if checkpoint_format == gguf.NAME and checkpoint_format not in info.formats:
+            continue  # dequantised, the checkpoint is another one, up to 8 times as large
         yield Planned.of(cell, info)
 
 

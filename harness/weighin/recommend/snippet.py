@@ -60,13 +60,21 @@ def snippet(
 
 
 def pretrained_snippet(
-    info: StrategyInfo, architecture: str, *, device: str, dtype: str, folder: str, auto: str = "",
+    info: StrategyInfo,
+    architecture: str,
+    *,
+    device: str,
+    dtype: str,
+    folder: str,
+    auto: str = "",
+    gguf_file: str = "",
     extra: str = TRANSFORMERS.extra,
-) -> str:  # fmt: skip
+) -> str:
     """Return the code that loads the folder of a library with a strategy that renames keys.
 
     ``auto`` is the class of transformers that runs the folder's own code, "AutoModelForCausalLM";
-    empty if the folder brings no code. ``extra`` is the extra of weighin for the folder's library.
+    empty if the folder brings no code. ``gguf_file`` is the name of the weights' GGUF file; empty for
+    other weights. ``extra`` is the extra of weighin for the folder's library.
     """
     trust = ", trust_remote_code=True" if auto else ""
     if info.pretrained == DIFFUSERS.name:
@@ -84,6 +92,8 @@ def pretrained_snippet(
     elif info.pretrained:
         kind = auto or architecture
         needed, line = "pip install torch transformers", f"from transformers import {kind}"
+        if gguf_file:
+            needed, trust = f"{needed} accelerate gguf", f", gguf_file={gguf_file!r}"
         call = f"{kind}.from_pretrained({folder!r}, dtype=torch.{dtype}{trust}).to({device!r})"
     else:
         needed, line = install.command(extra, anywhere=True), "from weighin import load_pretrained"

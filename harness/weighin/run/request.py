@@ -19,6 +19,7 @@ from weighin.errors import (
     RecordError,
     StillRunning,
 )
+from weighin.formats import quantised
 from weighin.formats.pretrained_folder import code_of
 from weighin.formats.pretrained_library import library_of
 from weighin.formats.selection import WHOLE, Selection
@@ -61,7 +62,7 @@ class Request:
 
 
 def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
-    """Plan a new run, write its plan, and return the run with a note about the isolation.
+    """Plan a new run, write its plan, and return the run with a note on the isolation and the models.
 
     ``site`` is the machine or machines that will measure.
 
@@ -78,10 +79,11 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
     )
     models = chosen.specs
     checkpoint = chosen.checkpoint.absolute() if chosen.checkpoint else None
-    strategies = registry.chosen(suite)
+    own_format = formats.loaded_as(checkpoint, chosen.selection)
+    strategies = registry.chosen(suite, own_format)
     _check_names("models", [(spec.title, spec.builder) for spec in models])
     _check_names("strategies", [(info.name, str(info.path)) for info, _ in strategies])
-    format_names = tuple(formats.named(name).NAME for name in suite.format)
+    format_names = tuple(formats.known(name) for name in suite.format)
     site.check_ram(suite.ram)
     _check_gpu(suite, site)
     limited = request.within is not None or any(limit is not None for limit in suite.ram)
@@ -91,6 +93,7 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
         base_image=request.base_image,
         packages=_installed([info for info, _ in strategies], models),
     )
+    note = "; ".join(filter(None, (note, *chosen.notes)))
     if suite.ram_high is not None:
         site.check_soft_limit(isolation)
     planned = plan(
@@ -108,14 +111,14 @@ def start(request: Request, site: Site = THIS_MACHINE) -> tuple[Run, str]:
             ram_high_bytes=suite.ram_high,
             formats=format_names,
             operation=suite.operation,
-            own_format=_own_format(checkpoint),
+            own_format=own_format,
             environments=tuple(suite.environment),
             ranks=tuple(suite.ranks),
         )
     )
     preload.check(suite.environment)
     _check_any_runs(planned)
-    _check_own_selections(planned, chosen.selection, _own_format(checkpoint))
+    _check_own_selections(planned, chosen.selection, formats.loaded_as(checkpoint))
     planned = _without_refused(planned, checkpoint)
     folders = [Path(code["folder"]) for model in models if (code := code_of(model))]
     mounts = _existing((*request.mounts, *folders))
@@ -258,17 +261,14 @@ def resumable(verb: str, task: Run) -> Iterator[None]:
         raise
 
 
-def _own_format(checkpoint: Path | None) -> str | None:
-    """Return the format of the user's checkpoint; None if there is none or its file is missing."""
-    return formats.detect(checkpoint).NAME if checkpoint and checkpoint.exists() else None
-
-
 def _installed(
-    infos: Iterable[registry.StrategyInfo], models: Iterable[ModelSpec]
+    infos: Iterable[registry.StrategyInfo], models: Sequence[ModelSpec]
 ) -> tuple[str, ...]:
     """Return the sorted installed packages that these strategies and models need."""
     needed = [name for info in infos for name in info.packages]
     needed += [library.name for model in models if (library := library_of(model.builder))]
+    found = [quantised.of_model(model) for model in models]
+    needed += [name for one in found if one for name in one.packages]
     return tuple(sorted(packages.versions(needed)))
 
 

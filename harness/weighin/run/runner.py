@@ -18,7 +18,7 @@ from weighin.probes import environment
 from weighin.protocol import ACKNOWLEDGEMENT, decode_event
 from weighin.record import SCHEMA, Memory, Outcome, Result
 from weighin.records import coverage, run_folder
-from weighin.run import interrupts, save_target
+from weighin.run import interrupts, model_fault, save_target
 from weighin.run.bytecode import compile_code
 from weighin.run.cell_runner import CellMeasurement, Setting, take
 from weighin.run.run_lock import only_run
@@ -172,6 +172,7 @@ class _Bench:
     setting: Setting
     prepared: dict[tuple[str, str], cache.Prepared]
     refused: dict[tuple[str, str], str]
+    model_faults: dict[str, str | None] = field(default_factory=dict)
 
     def measure(self, planned: Planned) -> CellMeasurement:
         key = _checkpoint_key(self.task, planned.cell)
@@ -193,10 +194,23 @@ class _Bench:
             return CellMeasurement(skipped(replace(planned, skip=why), self.setting.environment))
         setting = _with_packages(self.setting, planned)
         if planned.cell.operation == "load":
-            return take(setting, job, files, model_bytes)
+            measured = take(setting, job, files, model_bytes)
+            return replace(measured, result=self._blaming(measured.result, job))
         with save_target.target(model_bytes) as folder:
             measured = take(setting, replace(job, target=str(folder)), files, model_bytes)
             return replace(measured, result=save_target.with_warnings(measured.result, folder))
+
+    def _blaming(self, result: Result, job: Job) -> Result:
+        """Return the result; ok if only the model's own forward pass fails, after any load."""
+        if not model_fault.is_right_load(result):
+            return result
+        cell = result.cell
+        key = f"{cell.model.title} {cell.dtype} {cell.device}"
+        if key not in self.model_faults:
+            checkpoint = self.task.checkpoint or Path(job.checkpoint)
+            self.model_faults[key] = model_fault.failure(job, checkpoint, self.task.selection)
+        how = self.model_faults[key]
+        return model_fault.blamed(result, how) if how else result
 
 
 def _set_up(task: Run, needed: Sequence[Planned], progress: Progress) -> _Bench:

@@ -10,7 +10,8 @@ from typing import Any
 from weighin import formats
 from weighin.cell import ModelSpec
 from weighin.errors import ConfigError
-from weighin.formats.pretrained_folder import is_folder, own_dtype
+from weighin.formats import adapters
+from weighin.formats.pretrained_folder import folder_of, is_folder, own_dtype
 from weighin.formats.selection import WHOLE, Selection
 from weighin.suite import registry, user_code
 from weighin.suite.config import DTYPES, Suite, SuiteModel
@@ -25,6 +26,7 @@ class ChosenModels:
         selection: the part of the checkpoint that holds the weights.
         dtype: the dtype of the loads, which is the models' own dtype for "auto".
         python_path: the folders from which to import the models' builders.
+        notes: sentences for the user on what lies beside the checkpoint.
     """
 
     specs: tuple[ModelSpec, ...]
@@ -32,6 +34,7 @@ class ChosenModels:
     selection: Selection
     dtype: str
     python_path: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
 
 def choose(
@@ -81,7 +84,13 @@ def choose(
         user_code.check_builder(spec.builder, spec.kwargs, python_path)
     if own:
         formats.detect(own)  # names a file that is no checkpoint before anything is made
-    return ChosenModels(tuple(specs), own, selection, _dtype(specs, suite.dtype), python_path)
+    notes = (
+        tuple(filter(None, [adapters.note(folder_of(own))]))
+        if own and any(map(is_folder, specs))
+        else ()
+    )
+    dtype = _dtype(specs, suite.dtype)
+    return ChosenModels(tuple(specs), own, selection, dtype, python_path, notes)
 
 
 def _selection(suite: Suite, typed: Selection) -> Selection:

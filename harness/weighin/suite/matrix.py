@@ -1,10 +1,11 @@
 """Expand a matrix into cells, in the order in which they run."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Final
 
 from weighin.cell import CacheState, Cell, ModelSpec, Operation
+from weighin.formats import gguf, quantised
 from weighin.formats.pretrained_folder import folder_library
 from weighin.formats.selection import Selection
 from weighin.suite.registry import StrategyInfo
@@ -36,15 +37,46 @@ class Planned:
         kind = cell.device.partition(":")[0]
         to, read = ("load to", "read") if cell.operation == "load" else ("save from", "write")
         skip = f"{info.name} {missing}" if (missing := info.missing) else ""
+        if found := quantised.of_model(cell.model):
+            skip = _obstacle(found, info, cell.operation) or skip
         if kind not in info.devices:
             skip = f"{info.name} does not {to} {kind}"
         if info.pretrained and folder_library(cell.model) != info.pretrained:
             skip = f"{info.name} loads {_FOLDERS[info.pretrained]} only"
         if info.shares_load and cell.ranks == 1:
             skip = f"{info.name} divides a load among several ranks: --ranks 2"
+        if cell.format == gguf.NAME and (missing := _missing_for_gguf()):
+            skip = f"{info.name} of a GGUF file {missing}"
         if cell.format not in info.formats:
             skip = f"{info.name} does not {read} {cell.format}, only {', '.join(info.formats)}"
+            if cell.format == gguf.NAME:
+                skip += f"; to measure it with the dequantised weights: --format {info.formats[0]}"
         return cls(cell, info, skip)
+
+
+def _obstacle(found: quantised.Quantised, info: StrategyInfo, operation: Operation) -> str:
+    """Return why a strategy cannot load or save quantised weights; empty if it can."""
+    from weighin.suite import packages  # as in StrategyInfo.missing
+
+    if operation == "save":
+        return f"the weights are {found.summary}; a save needs the weights themselves"
+    if found.obstacle:
+        return f"the weights are {found.summary}; {found.obstacle}; {found.repair}"
+    if not info.dequantises:
+        return f"the weights are {found.summary}; only --strategies transformers loads them"
+    missing = packages.missing(found.packages)
+    return (
+        f"{info.name} {missing}, because the weights are quantised with {found.method}"
+        if missing
+        else ""
+    )
+
+
+def _missing_for_gguf() -> str:
+    """Return which packages transformers lacks for a GGUF file, and how to install them."""
+    from weighin.suite import packages  # as in StrategyInfo.missing
+
+    return packages.missing(("gguf", "accelerate"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +134,11 @@ def _formats(matrix: CellMatrix, info: StrategyInfo) -> list[str]:
     If the strategy supports no requested format, return the first requested format, so that the
     cell is planned as skipped with a reason.
     """
-    if not matrix.formats and matrix.own_format in info.formats:
-        return [matrix.own_format]
+    own = matrix.own_format
+    if not matrix.formats and own and (own in info.formats or own == gguf.NAME):
+        return [
+            own
+        ]  # a GGUF file is dequantised only if asked for: this takes up to 8 times its size
     supported = [fmt for fmt in matrix.formats if fmt in info.formats]
     return supported or [*matrix.formats, *info.formats][:1]
 
@@ -137,4 +172,8 @@ def _planned(
         environment=environment,
         ranks=ranks,
     )
-    return Planned.of(cell, info)
+    planned = Planned.of(cell, info)
+    own = matrix.own_format
+    if info.pretrained and own and fmt != own and not planned.skip:
+        return replace(planned, skip=f"{info.name} loads the folder's own files, in format {own}")
+    return planned

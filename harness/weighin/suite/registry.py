@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from weighin import formats
 from weighin.cell import SYNTHESISED, ModelSpec, Operation
 from weighin.errors import ConfigError, UnknownName
-from weighin.formats import pretrained_folder, structure
+from weighin.formats import gguf, pretrained_folder, quantised, structure
+from weighin.formats.misfit import NOT_MEASURED, check_converts
 from weighin.formats.pretrained_folder import (
     cached_snapshot,
     is_pretrained,
@@ -26,6 +27,7 @@ from weighin.formats.pretrained_folder import (
 from weighin.formats.pretrained_library import LIBRARIES, TRANSFORMERS
 from weighin.formats.pretrained_spec import spec_of
 from weighin.formats.selection import WHOLE, Selection
+from weighin.models import gguf_spec
 from weighin.suite import user_code
 
 if TYPE_CHECKING:
@@ -60,6 +62,8 @@ class StrategyInfo:
     "fastsafetensors", "safetensors>=0.8". ``shares_load`` tells whether the strategy divides one
     load among several ranks, so that it needs at least two. ``weights_only`` tells whether the strategy
     reads a training checkpoint with torch.load(weights_only=True), which refuses most classes.
+    ``dequantises`` tells whether the strategy loads a quantised Hugging Face folder as from_pretrained
+    does.
     """
 
     name: str
@@ -72,6 +76,7 @@ class StrategyInfo:
     pretrained: str = ""
     packages: tuple[str, ...] = ()
     shares_load: bool = False
+    dequantises: bool = False
     weights_only: bool = False
 
     @property
@@ -128,8 +133,13 @@ def named(name: str, operation: Operation = "load") -> list[StrategyInfo]:
     return [strategy(name, operation)]
 
 
-def chosen(suite: "Suite") -> tuple[tuple[StrategyInfo, dict[str, Any]], ...]:
+def chosen(
+    suite: "Suite", own_format: str | None = None
+) -> tuple[tuple[StrategyInfo, dict[str, Any]], ...]:
     """Return the strategies of a suite, each with its options.
+
+    If the suite names none and none of the usual ones reads ``own_format``, a format of a user's
+    checkpoint that weighin does not write, return the strategies that read it in one process.
 
     Raises:
         UnknownName: a strategy does not exist, or does not declare one of its options.
@@ -139,6 +149,10 @@ def chosen(suite: "Suite") -> tuple[tuple[StrategyInfo, dict[str, Any]], ...]:
         for info in named(entry.name, suite.operation):
             info.check_options(entry.options)
             pairs.append((info, entry.options))
+    if "strategies" not in suite.model_fields_set and own_format in formats.READ_ONLY:
+        readers = [info for info in strategies().values() if own_format in info.formats]
+        if not suite.format and not any(info in readers for info, _ in pairs):
+            pairs = [(info, {}) for info in readers if not info.shares_load]
     return tuple(pairs)
 
 
@@ -178,6 +192,7 @@ def read_strategy(path: Path, operation: Operation = "load") -> StrategyInfo:
         packages=_constant(tree, "PACKAGES", path, ()),
         shares_load=_flag(tree, "SHARES_LOAD"),
         weights_only=_flag(tree, "WEIGHTS_ONLY"),
+        dequantises=_flag(tree, "DEQUANTISES"),
     )
 
 
@@ -208,6 +223,7 @@ def model_and_checkpoint(
 
     ``name`` is, in this order: the name of a built-in model; a builder, "package.module:callable" or
     "path/nets.py:callable"; the path of a Hugging Face folder, or its id in the local cache; the
+    path of a GGUF file or of a folder with one; the
     path of any other checkpoint. A model from such a checkpoint consists of the tensors that
     ``selection`` selects, and needs no code. "from:PATH" is this model for every checkpoint, also
     for a Hugging Face folder. With ``trust_remote_code``, a Hugging Face folder may bring code of
@@ -215,16 +231,21 @@ def model_and_checkpoint(
 
     Raises:
         UnknownName: ``name`` is none of these.
-        CheckpointError: the path does not exist or is no checkpoint; the message says what it is.
+        CheckpointError: the path does not exist or is no checkpoint, or its tensors alone are no
+            weights; the message says what it is.
         ConfigError: ``kwargs`` are given for a path, or the folder's own code may not run.
     """
     path = path_of(name, kwargs)
     if path is None:
         return _built(name, kwargs), None
+    if not name.startswith(_FROM) and (file := gguf_in(path)):
+        return gguf_spec.spec_of(file), file
     if is_pretrained(path) and not name.startswith(_FROM):
         folder = read_folder(path, trust_remote_code=trust_remote_code)
         return spec_of(folder), folder.checkpoint
     _, slices = formats.read(path, selection)
+    check_converts(path, slices, NOT_MEASURED)
+    quantised.refuse_codes(path, slices, ())
     return ModelSpec(path.name, SYNTHESISED, {"tensors": structure.pack(slices)}), weights_of(path)
 
 
@@ -263,9 +284,22 @@ def path_of(name: str, kwargs: dict[str, object] | None = None) -> Path | None:
     )
 
 
+def gguf_in(path: Path) -> Path | None:
+    """Return the GGUF file that a path gives; None if it gives another checkpoint, or none.
+
+    Raises:
+        CheckpointError: the folder has several models in GGUF files and no other weights.
+    """
+    if (gguf.is_file(path) or gguf.files_in(path)) and formats.detect(path) is gguf:
+        return gguf.file_of(path)
+    return None
+
+
 def weights_of(path: Path) -> Path:
     """Return the checkpoint at a path: in a Hugging Face folder, the single file if there is one."""
     path = pretrained_folder.path_of(path)
+    if file := gguf_in(path):
+        return file
     return weights_in(path) if is_pretrained(path) else path
 
 

@@ -32,10 +32,11 @@ class WorkerLoad:
     marks: Phases
 
     @property
-    def remote_code(self) -> Mapping[str, str] | None:
+    def pretrained(self) -> Mapping[str, Any]:
         from weighin.formats.pretrained_folder import code_of  # no other strategy needs it
 
-        return code_of(self.model)
+        names = ("architecture", "config")
+        return {name: self.model.kwargs[name] for name in names} | {"code": code_of(self.model)}
 
     def build_model(self) -> torch.nn.Module:
         return construct(lambda: self.builder(**self.model.kwargs), self.dtype)

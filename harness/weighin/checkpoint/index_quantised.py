@@ -1,0 +1,88 @@
+"""Write the manifest of a quantised Hugging Face folder: the tensors that ``from_pretrained`` gives."""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weighin import formats
+from weighin.checkpoint.checksum import checksum
+from weighin.checkpoint.describe import Described
+from weighin.checkpoint.generate import Made
+from weighin.checkpoint.index_pretrained import described_in
+from weighin.checkpoint.manifest import Manifest, TensorEntry
+from weighin.checkpoint.piecewise import CELL_DTYPES, dtype_name
+from weighin.errors import CheckpointError
+from weighin.formats.misfit import first_names
+from weighin.formats.pretrained_folder import BUILDER, folder_of
+from weighin.formats.quantised import Quantised
+from weighin.models.pretrained import pretrained_class
+from weighin.text import one_line
+
+
+def index_quantised(
+    model: str,
+    kwargs: Mapping[str, Any],
+    found: Quantised,
+    *,
+    checkpoint: Path,
+    fmt: str,
+    folder: Path,
+) -> Made:
+    """Write the manifest into ``folder``.
+
+    The function loads the model with ``from_pretrained`` once in each dtype, and so needs as much memory
+    as that function.
+
+    Raises:
+        CheckpointError: ``from_pretrained`` cannot load the folder, or not from the format ``fmt``.
+    """
+    started = time.monotonic()
+    own = formats.detect(checkpoint).NAME
+    if own != fmt:
+        raise CheckpointError(
+            f"{checkpoint}: {found.summary}; from_pretrained reads them from {own}, not from {fmt}",
+            "leave --format out",
+        )
+    kind = pretrained_class(kwargs["architecture"], kwargs.get("code"), kwargs["config"])
+    entries = _entries(kind, folder_of(checkpoint), found)
+    manifest = Manifest(model, BUILDER, str(checkpoint), entries, f"quantised with {found.method}")
+    manifest.write(folder / "manifest.json")
+    return Made(manifest, {"read": time.monotonic() - started})
+
+
+def _entries(kind: Any, source: Path, found: Quantised) -> tuple[TensorEntry, ...]:
+    """Return the tensors that from_pretrained makes of codes, with their values in each dtype.
+
+    It loads the model once in each dtype: what it dequantises to float32 and rounds to bfloat16 need
+    not be what it dequantises to bfloat16. Modules of a package keep the codes, in any dtype.
+    """
+    sums: dict[str, dict[str, str]] = {}
+    described: list[Described] = []
+    for wanted in CELL_DTYPES:
+        try:
+            loaded, info = kind.from_pretrained(
+                source,
+                dtype=getattr(torch, wanted),
+                output_loading_info=True,
+                local_files_only=True,
+            )
+        except (ImportError, RuntimeError, ValueError) as error:
+            raise CheckpointError(
+                f"{source}: {found.summary}; from_pretrained fails: {one_line(str(error))}",
+                f"install what it asks for (needs {found.needed}), or correct quantization_config",
+            ) from error
+        if missing := sorted(info["missing_keys"]):
+            raise CheckpointError(
+                f"{source}: {found.summary}; from_pretrained finds no values for {first_names(missing)}, because"
+                " quantization_config in config.json does not describe these tensors",
+                "write quantization_config as the library that quantised the model gives it",
+            )
+        described = [*described_in(loaded)]
+        for one in described:
+            if one.shared_with is None:
+                of_tensor = sums.setdefault(one.name, {})
+                of_tensor[dtype_name(one.tensor.dtype)] = checksum(one.tensor)
+    return tuple(one.entry(sums[one.shared_with or one.name]) for one in described)

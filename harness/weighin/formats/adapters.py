@@ -1,0 +1,37 @@
+"""Tell whether an adapter lies beside a model: from_pretrained adds it if peft is installed.
+
+Without peft, from_pretrained returns the model alone, without a word. weighin adds no adapter: it
+says so where from_pretrained adds none either, and refuses the folder where the results would differ.
+This module uses only the standard library.
+"""
+
+from importlib.util import find_spec
+from pathlib import Path
+from shlex import quote
+from typing import Final
+
+from weighin.errors import CheckpointError
+
+ADAPTER: Final = "adapter_config.json"
+
+
+def note(folder: Path) -> str:
+    """Return a sentence on the adapter beside the model in a folder; empty if there is none."""
+    if not (folder / ADAPTER).is_file():
+        return ""
+    return (
+        f"{folder / ADAPTER} lies beside the model: from_pretrained adds this adapter if peft is installed,"
+        " and weighin reads the model alone"
+    )
+
+
+def refuse(folder: Path) -> None:
+    """Raise CheckpointError if from_pretrained adds an adapter to the model in this folder."""
+    file = folder / ADAPTER
+    if file.is_file() and find_spec("peft"):
+        raise CheckpointError(
+            f"{file} lies beside the model: from_pretrained adds this adapter, because peft is installed here,"
+            " and weighin reads the model alone",
+            "merge the adapter, and save the result: merge_and_unload() of peft, then"
+            f" save_pretrained(FOLDER); for the model alone: mv {quote(str(file))} {quote(f'{file}.off')}",
+        )

@@ -1,0 +1,273 @@
+"""Read the folder of a step that DeepSpeed wrote: ZeRO stage 1, 2 or 3, or no ZeRO.
+
+::
+
+    global_step10/
+        mp_rank_00_model_states.pt                   ZeRO 1 and 2: the module in its own dtype
+        zero_pp_rank_0_mp_rank_00_optim_states.pt    rank 0's share of the float32 weights
+        zero_pp_rank_1_mp_rank_00_optim_states.pt
+    global_step20/
+        zero_pp_rank_0_mp_rank_00_model_states.pt    ZeRO 3: parameters are empty in these files
+        zero_pp_rank_0_mp_rank_00_optim_states.pt
+        ...
+
+Each file of optimizer states has one flat tensor for each group of parameters. Under ZeRO 1 and 2,
+the flat tensors of all ranks together are the group's parameters, one after the other. Under ZeRO 3,
+each rank has its share of every parameter, padded to an equal length. The tensors have the same values
+as in DeepSpeed's own ``zero_to_fp32.py``: trained weights are float32, and buffers and frozen weights
+have the dtype in which they are stored. The optimizer's moments are not read.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+from weighin.errors import CheckpointError
+from weighin.formats import deepspeed_states, pt
+from weighin.formats.base import TensorSlice
+from weighin.formats.deepspeed_states import COPY, ModelStates, experts_divided, missing, of_rank
+from weighin.formats.flat_pieces import Flat, joined
+from weighin.formats.tensor_refs import TensorRef
+
+NAME = "deepspeed"
+SUFFIX = ""
+
+_OPTIMIZER: Final = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_MODEL: Final = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_PIPELINE: Final = re.compile(r"layer_\d+-model_\d+-model_states\.pt")
+_EXPERT: Final = re.compile(
+    r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_.*\.pt"
+)
+_FIRST_MODEL: Final = "mp_rank_00_model_states.pt"
+_MOST_LISTED: Final = 1000
+
+
+def matches(path: Path) -> bool:
+    """Tell whether ``path`` is a folder with DeepSpeed's files of model or optimizer states."""
+    return any(
+        pattern.fullmatch(name)
+        for name in _names(path)
+        for pattern in (_OPTIMIZER, _MODEL, _PIPELINE)
+    )
+
+
+def files(path: Path) -> list[Path]:
+    """Return the files of model and optimizer states."""
+    names = [name for name in _names(path) if _OPTIMIZER.fullmatch(name) or _MODEL.fullmatch(name)]
+    return [path / name for name in sorted(names)]
+
+
+def read(path: Path) -> list[TensorSlice]:
+    """Return the places of the model's tensors: trained weights in float32, others as stored.
+
+    Raises:
+        CheckpointError: a rank's file is missing, the tensors are divided in other ways than by ZeRO,
+            or a file is damaged or has too few elements.
+    """
+    _check_parallelism(path)
+    by_rank = _by_rank(path, _MODEL)
+    if 0 not in by_rank:
+        raise missing(path, [of_rank(by_rank[min(by_rank)].name, 0) if by_rank else _FIRST_MODEL])
+    states = deepspeed_states.read(by_rank[0])
+    if states.shapes is None:
+        return states.state_dict({})
+    partitions = _partitions(path)
+    if len({one.stage for one in partitions}) != 1:
+        raise CheckpointError(f"{path}: the ranks wrote different stages of ZeRO", COPY)
+    states = replace(states, ranks=len(partitions))
+    divided = _of_stage_3 if partitions[0].stage == 3 else _of_stages_1_and_2
+    return states.state_dict(divided(states, partitions) | deepspeed_states.frozen(states))
+
+
+@dataclass(frozen=True, slots=True)
+class _Partition:
+    """One rank's share of the float32 weights: a flat tensor for each group of parameters.
+
+    ``paddings`` are the elements after each parameter of each group, which belong to no parameter.
+    """
+
+    file: Path
+    stage: int
+    ranks: int
+    groups: tuple[TensorSlice, ...]
+    paddings: Any
+
+
+def _of_stage_3(states: ModelStates, partitions: Sequence[_Partition]) -> dict[str, TensorSlice]:
+    assert states.shapes is not None
+    flats = [Flat(one.file, one.groups, COPY) for one in partitions]
+    stored, at = {}, 0
+    for name, shape in ((name, shape) for group in states.shapes for name, shape in group.items()):
+        size = prod(shape)
+        share = -(-size // len(flats))
+        ranges = [
+            piece
+            for rank, flat in enumerate(flats)
+            for piece in flat.ranges(at, max(0, min(share, size - rank * share)))
+        ]
+        stored[name] = joined(name, shape, ranges)
+        at += share
+    for flat, one in zip(flats, partitions, strict=True):
+        if flat.numel != at:
+            raise CheckpointError(
+                f"{one.file}: has {flat.numel:,} elements of weights, but the shapes in"
+                f" {states.file.name} need {at:,} for each of {len(flats)} ranks",
+                COPY,
+            )
+    return stored
+
+
+def _of_stages_1_and_2(
+    states: ModelStates, partitions: Sequence[_Partition]
+) -> dict[str, TensorSlice]:
+    assert states.shapes is not None
+    path, stored = states.file.parent, {}
+    aligned = 2 * len(partitions)  # DeepSpeed pads a group to a multiple of this
+    if any(len(one.groups) != len(states.shapes) for one in partitions):
+        raise CheckpointError(
+            f"{path}: {states.file.name} has {len(states.shapes)} groups of parameters, but the partitions"
+            f" have {len(partitions[0].groups)}",
+            COPY,
+        )
+    for number, shapes in enumerate(states.shapes):
+        flat = Flat(path, [one.groups[number] for one in partitions], COPY)
+        paddings = _paddings(partitions[0], number, len(shapes))
+        at = 0
+        for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
+            stored[name] = joined(name, shape, flat.ranges(at, prod(shape)))
+            at += prod(shape) + padding
+        if -(-at // aligned) != -(-flat.numel // aligned):
+            raise CheckpointError(
+                f"{path}: the partitions of group {number} have {flat.numel:,} elements, but the shapes in"
+                f" {states.file.name} need {at:,}",
+                COPY,
+            )
+    return stored
+
+
+def _paddings(partition: _Partition, group: int, count: int) -> list[int]:
+    if partition.paddings is None:  # DeepSpeed before 0.19
+        return [0] * count
+    paddings = partition.paddings[group] if group < len(partition.paddings) else None
+    if (
+        isinstance(paddings, list)
+        and len(paddings) == count
+        and all(type(one) is int and one >= 0 for one in paddings)
+    ):
+        return paddings
+    raise CheckpointError(f"{partition.file}: the paddings of group {group} are impossible", COPY)
+
+
+def _partitions(path: Path) -> list[_Partition]:
+    """Return the shares of all ranks, in the ranks' order."""
+    by_rank = _by_rank(path, _OPTIMIZER)
+    if not by_rank:
+        raise CheckpointError(
+            f"{path}: has no *_optim_states.pt, in which ZeRO keeps the float32 weights",
+            f"{COPY}; under ZeRO 1 and 2, the weights in the module's own dtype:"
+            f" {path / 'mp_rank_00_model_states.pt'} --key module",
+        )
+    first, file = min(by_rank.items())
+    partition = _partition(file)
+    _check_present(path, by_rank, partition.ranks, file.name)
+    if len(by_rank) > partition.ranks:
+        beyond = by_rank[max(by_rank)].name
+        raise CheckpointError(
+            f"{path}: {file.name} is of {partition.ranks} ranks, so {beyond} is of another run",
+            "remove the files of the other run: each run writes the files of all its ranks",
+        )
+    others = (_partition(by_rank[rank]) for rank in range(partition.ranks) if rank != first)
+    return sorted([partition, *others], key=lambda one: _rank(_OPTIMIZER.fullmatch(one.file.name)))
+
+
+def _by_rank(path: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
+    """Return the file of each rank; raise CheckpointError if a rank has two."""
+    by_rank: dict[int, Path] = {}
+    for name, match in _matching(path, pattern):
+        if other := by_rank.get(_rank(match)):
+            raise CheckpointError(
+                f"{path}: {other.name} and {name} are both of rank {_rank(match)}: two runs wrote here",
+                "move the files of one run into a folder of their own",
+            )
+        by_rank[_rank(match)] = path / name
+    return by_rank
+
+
+def _partition(file: Path) -> _Partition:
+    value, place = pt.read_value(file)
+    state = value.get("optimizer_state_dict") if isinstance(value, dict) else None
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{file}: holds no optimizer states of DeepSpeed", COPY)
+    if state.get("ds_zero_partition_groups"):
+        raise experts_divided(file.parent, f"{file.name} has groups of its own for experts")
+    by_key = {"fp32_flat_groups": 3, "single_partition_of_fp32_groups": 2}
+    key = next((key for key in by_key if key in state), "")
+    groups, count = state.get(key), state.get("partition_count")
+    if isinstance(groups, TensorRef):
+        groups = [groups]
+    if isinstance(count, list) and count and all(type(one) is int for one in count):
+        count = max(count)  # of each group of parameters
+    if not (isinstance(groups, list) and all(isinstance(one, TensorRef) for one in groups)):
+        raise CheckpointError(f"{file}: holds no float32 weights of ZeRO", COPY)
+    if not (type(count) is int and count > 0):
+        raise CheckpointError(f"{file}: does not say how many ranks wrote the checkpoint", COPY)
+    paddings = state.get("param_alignment_paddings")
+    return _Partition(
+        file,
+        by_key[key],
+        count,
+        tuple(place(f"{key}.{number}", one) for number, one in enumerate(groups)),
+        paddings if isinstance(paddings, list) else None,
+    )
+
+
+def _check_parallelism(path: Path) -> None:
+    """Raise CheckpointError if tensors are divided in ways that the files do not describe."""
+    universal = (
+        "make a universal checkpoint, which weighin reads: python -m deepspeed.checkpoint.ds_to_universal"
+        f" --input_folder {path} --output_folder {path}_universal"
+    )
+    names = _names(path)
+    if layer := next((name for name in names if _PIPELINE.fullmatch(name)), None):
+        raise CheckpointError(
+            f"{path}: the layers are divided among ranks (pipeline parallelism): {layer}", universal
+        )
+    if expert := next((name for name in names if _EXPERT.fullmatch(name)), None):
+        raise experts_divided(path, expert)
+    for pattern in (_MODEL, _OPTIMIZER):
+        for name, match in _matching(path, pattern):
+            if int(match[2]):
+                raise CheckpointError(
+                    f"{path}: the tensors are divided among ranks (tensor parallelism), and the files do"
+                    f" not say along which dimension: {name}",
+                    universal,
+                )
+
+
+def _check_present(path: Path, by_rank: Mapping[int, Path], ranks: int, like: str) -> None:
+    """Raise CheckpointError unless there is a file for each rank, named like the file ``like``."""
+    if len(by_rank) < ranks or max(by_rank) >= ranks:
+        absent = (of_rank(like, rank) for rank in range(ranks) if rank not in by_rank)
+        if names := list(islice(absent, _MOST_LISTED)):
+            raise missing(path, names)
+
+
+def _matching(path: Path, pattern: re.Pattern[str]) -> Iterator[tuple[str, re.Match[str]]]:
+    for name in _names(path):
+        if match := pattern.fullmatch(name):
+            yield name, match
+
+
+def _rank(match: re.Match[str] | None) -> int:
+    return int((match and match[1]) or 0)
+
+
+def _names(path: Path) -> list[str]:
+    try:
+        return sorted(entry.name for entry in path.iterdir())
+    except OSError:
+        return []

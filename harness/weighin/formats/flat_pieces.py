@@ -1,0 +1,120 @@
+"""Describe a tensor whose elements lie, in row-major order, in several flat tensors of other files.
+
+Optimisers that divide a model among ranks store each rank's share as one flat tensor. A range of
+consecutive elements is no block of the whole tensor in general: it begins and ends within a row.
+``boxes`` divides such a range into few blocks, which ``base.Part`` describes.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+from weighin.errors import CheckpointError
+from weighin.formats.base import Part, TensorSlice
+from weighin.formats.dtypes import ITEM_BYTES
+from weighin.formats.sniff import shown
+
+Shape = tuple[int, ...]
+
+
+class Flat:
+    """Several flat tensors, one after the other, as one flat tensor."""
+
+    def __init__(self, path: Path, tensors: Sequence[TensorSlice], repair: str) -> None:
+        """Check that each of the tensors is flat and has the same dtype.
+
+        Args:
+            path: the checkpoint, for messages.
+            repair: the next step in messages.
+
+        Raises:
+            CheckpointError: there are no tensors, or one has two dimensions, gaps, or another dtype.
+        """
+        for one in tensors:
+            if len(one.shape) != 1 or not one.contiguous or one.dtype_name != tensors[0].dtype_name:
+                raise CheckpointError(
+                    f"{one.file}: {shown(one.name)} is no flat tensor of {tensors[0].dtype_name}",
+                    repair,
+                )
+        if not tensors:
+            raise CheckpointError(f"{path}: a partition holds no tensors", repair)
+        self._path, self._tensors, self._repair = path, tensors, repair
+        self.numel = sum(one.shape[0] for one in tensors)
+
+    def ranges(self, first: int, count: int) -> list[TensorSlice]:
+        """Return the places of ``count`` elements from ``first`` on, in order.
+
+        Raises:
+            CheckpointError: the flat tensors end before these elements.
+        """
+        if first + count > self.numel:
+            raise CheckpointError(
+                f"{self._path}: elements {first:,} to {first + count:,} of a partition are needed, "
+                f"but it has {self.numel:,}",
+                self._repair,
+            )
+        ranges, at = [], 0
+        for one in self._tensors:
+            begin, end = max(first, at), min(first + count, at + one.shape[0])
+            if begin < end:
+                ranges.append(_range(one, begin - at, end - begin))
+            at += one.shape[0]
+        return ranges or [_range(self._tensors[0], 0, 0)]
+
+
+def joined(name: str, shape: Shape, ranges: Sequence[TensorSlice]) -> TensorSlice:
+    """Return the tensor of this shape whose elements are in ``ranges``, which together have its size."""
+    parts: list[Part] = []
+    at = 0
+    for where in ranges:
+        place = where.offset
+        for start, size in boxes(shape, at, at + where.shape[0]):
+            block = _block(where, name, size, place)
+            parts.append(Part(start, block))
+            place += block.nbytes
+        at += where.shape[0]
+    if len(parts) > 1:
+        return replace(parts[0].where, shape=shape, stride=_stride(shape), parts=tuple(parts))
+    first = parts[0].where if parts else ranges[0]
+    return _block(first, name, shape, first.offset)
+
+
+def boxes(shape: Shape, first: int, last: int) -> Iterator[tuple[Shape, Shape]]:
+    """Yield the blocks, as (start, shape), of a tensor's elements from ``first`` up to ``last``.
+
+    The blocks are in row-major order, and each is contiguous in it: an incomplete first row, the whole
+    rows, and an incomplete last row, where an incomplete row is divided likewise.
+    """
+    if first >= last:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row = prod(shape[1:])
+    (begin, head), (end, tail) = divmod(first, row), divmod(last, row)
+    if head:
+        for start, size in boxes(shape[1:], head, row if begin < end else tail):
+            yield (begin, *start), (1, *size)
+        begin += 1
+    if begin < end:
+        yield (begin, *[0] * len(shape[1:])), (end - begin, *shape[1:])
+    if tail and begin <= end:
+        for start, size in boxes(shape[1:], 0, tail):
+            yield (end, *start), (1, *size)
+
+
+def _range(flat: TensorSlice, first: int, count: int) -> TensorSlice:
+    return _block(flat, flat.name, (count,), flat.offset + first * ITEM_BYTES[flat.dtype_name])
+
+
+def _block(where: TensorSlice, name: str, shape: Shape, offset: int) -> TensorSlice:
+    """Return a contiguous block; its storage is only the block, as other tensors share the flat one."""
+    size = prod(shape) * ITEM_BYTES[where.dtype_name]
+    return TensorSlice(
+        name, shape, _stride(shape), where.dtype_name, where.file, offset, offset, size
+    )
+
+
+def _stride(shape: Shape) -> Shape:
+    return tuple(prod(shape[n + 1 :]) for n in range(len(shape)))

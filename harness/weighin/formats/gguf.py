@@ -1,0 +1,346 @@
+"""Read the tables of a GGUF file, the format of llama.cpp: its metadata and its tensors' places.
+
+::
+
+    4 bytes   GGUF
+    uint32    version: 2 or 3
+    uint64    number of tensors
+    uint64    number of metadata
+    metadata  each: key, type, value
+    tensors   each: name, number of dimensions, dimensions (the fastest first), type, offset
+    data      aligned to general.alignment, 32 by default
+
+A quantised tensor is a row of blocks; each block has scales, and codes for 32 to 256 elements.
+``gguf_values`` computes the elements. A large model may be split into parts, NAME-00001-of-00003.gguf
+and so on, which are read as one checkpoint. This module uses only the standard library.
+"""
+
+import os
+import re
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import IO, Final
+
+from weighin.errors import CheckpointError
+from weighin.formats.base import TensorSlice
+from weighin.formats.dtypes import MOST_DIMENSIONS, is_sizes
+from weighin.formats.sniff import AGAIN, check_present, first_bytes, shown
+
+NAME: Final = "gguf"
+SUFFIX: Final = ".gguf"
+
+TYPES: Final = {
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 40),
+    10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292), 16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136), 24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4),
+    27: ("I64", 1, 8), 28: ("F64", 1, 8), 29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2),
+    34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36),
+    41: ("Q1_0", 128, 18),
+}  # fmt: skip
+"""The types of ggml: the name, the elements of a block, and the bytes of a block."""
+
+UNDECODED: Final = frozenset({"Q8_1", "Q8_K", "Q1_0"})
+"""The types that the package gguf does not dequantise: two of intermediate results, and a new one."""
+
+_DTYPES: Final = {
+    "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64",
+    "I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64",
+}  # fmt: skip
+_DECODED: Final = "float32"  # the dtype that the blocks' scales give
+_MAGIC: Final = b"GGUF"
+_VERSIONS: Final = (2, 3)
+_SCALARS: Final = {
+    0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q",
+    12: "<d",
+}  # fmt: skip
+_STRING, _ARRAY = 8, 9
+_LEAST_METADATUM, _LEAST_TENSOR = 13, 24  # bytes, of one with an empty name
+_LONGEST: Final = 64 * 1024  # bytes, of a name or a text that is kept
+_DEEPEST: Final = 4
+_ALIGNMENT: Final = 32
+_PART: Final = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+
+Metadata = Mapping[str, int | float | str]
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The tables of one file. ``metadata`` has its numbers and texts, but no arrays."""
+
+    metadata: Metadata
+    tensors: tuple[TensorSlice, ...]
+
+
+def matches(path: Path) -> bool:
+    """Tell whether a path is a GGUF file, or a folder with one model in GGUF files.
+
+    Raises:
+        CheckpointError: the folder has several models.
+    """
+    return bool(files_in(path)) and file_of(path).is_file() if path.is_dir() else is_file(path)
+
+
+def is_file(path: Path) -> bool:
+    """Tell whether a file has the suffix .gguf or begins like a GGUF file."""
+    return path.is_file() and (path.suffix == SUFFIX or first_bytes(path).startswith(_MAGIC))
+
+
+def file_of(path: Path) -> Path:
+    """Return the file that a path gives: itself, or a folder's only model, by its first part.
+
+    Raises:
+        CheckpointError: the folder has several models.
+    """
+    if not path.is_dir():
+        return path
+    models = {
+        (match[1], match[3]) if (match := _PART.fullmatch(file.name)) else file.name: file
+        for file in reversed(files_in(path))
+    }
+    if len(models) > 1:
+        names = sorted(file.name for file in models.values())
+        raise CheckpointError(
+            f"{path}: holds {len(models)} GGUF models: {', '.join(names[:3])}"
+            + (" ..." if len(names) > 3 else ""),
+            f"give one of them: {path / names[0]}",
+        )
+    return next(iter(models.values()))
+
+
+def files(path: Path) -> list[Path]:
+    """Return the file, or all parts of a model that is split.
+
+    Raises:
+        CheckpointError: for the same reasons as ``read``.
+    """
+    read(path)
+    return _parts(file_of(path))
+
+
+def architecture(path: Path) -> str:
+    """Return the model's architecture as llama.cpp names it, "qwen3"; empty if the file names none.
+
+    Raises:
+        CheckpointError: for the same reasons as ``read_header``.
+    """
+    return str(read_header(file_of(path)).metadata.get("general.architecture", ""))
+
+
+def read(path: Path) -> list[TensorSlice]:
+    """Return the places of all tensors under the file's own names, in its order.
+
+    Raises:
+        CheckpointError: a file is damaged, or a part is missing; the message names the file and the
+            place of the damage.
+    """
+    places: dict[str, TensorSlice] = {}
+    for file in (parts := _parts(file_of(path))):
+        header = read_header(file)
+        count = header.metadata.get("split.count", 1)
+        if isinstance(count, int) and count > len(parts):
+            raise CheckpointError(
+                f"{file}: one of {count} parts of a model, and its name does not say which",
+                f"name the parts as llama.cpp does: {file.stem}-00001-of-{count:05d}{SUFFIX}",
+            )
+        for place in header.tensors:
+            if place.name in places:
+                raise CheckpointError(
+                    f"{file}: {shown(place.name)} is also in {places[place.name].file.name!r}",
+                    AGAIN,
+                )
+            places[place.name] = place
+    return list(places.values())
+
+
+def read_header(file: Path) -> Header:
+    """Return the tables of one file.
+
+    Raises:
+        CheckpointError: the file is damaged, or has a version or a type that weighin does not know.
+    """
+    head = check_present(file)
+    if not head.startswith(_MAGIC):
+        raise CheckpointError(
+            f"{file}: not a GGUF file, although it is named so: it does not begin with GGUF",
+            "give it the suffix of its format",
+        )
+    try:
+        with file.open("rb") as stream:
+            return _Tables(file, stream).read()
+    except OSError as error:
+        raise CheckpointError(
+            f"{file}: cannot be read: {error.strerror}", "check its permissions"
+        ) from error
+
+
+class _Tables:
+    """Reads the tables of one file from its start on."""
+
+    def __init__(self, file: Path, stream: IO[bytes]) -> None:
+        self._file, self._stream = file, stream
+        self._size = os.fstat(stream.fileno()).st_size
+
+    def read(self) -> Header:
+        self._take(len(_MAGIC))
+        version = self._number("<I")
+        if version not in _VERSIONS:
+            raise self._unread(version)
+        tensors, metadata = self._number("<Q"), self._number("<Q")
+        self._check_count(tensors, _LEAST_TENSOR, "tensors")
+        self._check_count(metadata, _LEAST_METADATUM, "metadata")
+        values = dict(self._metadatum() for _ in range(metadata))
+        known = {key: value for key, value in values.items() if value is not None}
+        entries = [self._entry() for _ in range(tensors)]
+        alignment = known.get("general.alignment", _ALIGNMENT)
+        if not isinstance(alignment, int) or alignment <= 0:
+            raise self._damaged("general.alignment is no positive number")
+        start = -(-self._stream.tell() // alignment) * alignment
+        return Header(known, tuple(self._place(start, *entry) for entry in entries))
+
+    def _metadatum(self) -> tuple[str, int | float | str | None]:
+        key = self._text("a key")
+        return key or "", self._value(self._number("<I"), key or "", 1)
+
+    def _value(self, kind: int, key: str, depth: int) -> int | float | str | None:
+        """Return a number or a text; skip an array or a long text and return None."""
+        if kind in _SCALARS:
+            return self._number(_SCALARS[kind])
+        if kind == _STRING:
+            return self._text(shown(key), longest=None)
+        if kind != _ARRAY or depth > _DEEPEST:
+            raise self._damaged(f"{shown(key)} has the type {kind}, which weighin does not know")
+        kind, count = self._number("<I"), self._number("<Q")
+        if kind in _SCALARS:
+            self._skip(count * struct.calcsize(_SCALARS[kind]))
+            return None
+        self._check_count(count, 8, f"values of {shown(key)}")
+        for _ in range(count):
+            if kind == _STRING:
+                self._skip(self._number("<Q"))
+            else:
+                self._value(kind, key, depth + 1)
+        return None
+
+    def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
+        name = self._text("a tensor's name") or ""
+        dimensions = self._number("<I")
+        if dimensions > MOST_DIMENSIONS:
+            raise self._damaged(f"{shown(name)} has {dimensions:,} dimensions")
+        shape = struct.unpack(f"<{dimensions}Q", self._take(8 * dimensions))
+        return name, shape[::-1], self._number("<I"), self._number("<Q")
+
+    def _place(
+        self, start: int, name: str, shape: tuple[int, ...], kind: int, at: int
+    ) -> TensorSlice:
+        if kind not in TYPES:
+            raise CheckpointError(
+                f"{self._file}: {shown(name)} has the type {kind} of ggml, which is not known to weighin",
+                "convert the model to GGUF again with a current llama.cpp",
+            )
+        encoding, block, block_bytes = TYPES[kind]
+        if not is_sizes(shape) or (shape and shape[-1] % block):
+            raise self._damaged(f"{shown(name)} of {encoding} has the shape {shape}")
+        length, offset = prod(shape) // block * block_bytes, start + at
+        if offset + length > self._size:
+            raise CheckpointError(
+                f"{self._file}: truncated: {shown(name)} ends at byte {offset + length:,}, and the file"
+                f" at byte {self._size:,}",
+                AGAIN,
+            )
+        return TensorSlice(
+            name=name,
+            shape=shape,
+            stride=tuple(prod(shape[dim + 1 :]) for dim in range(len(shape))),
+            dtype_name=_DTYPES.get(encoding, _DECODED),
+            file=self._file,
+            offset=offset,
+            storage_offset=offset,
+            storage_bytes=length,
+            encoding="" if encoding in _DTYPES else encoding,
+        )
+
+    def _text(self, what: str, longest: int | None = _LONGEST) -> str | None:
+        """Return a text; skip a longer one than ``_LONGEST`` and return None, or raise for ``longest``."""
+        length = self._number("<Q")
+        if length > _LONGEST:
+            if longest is not None:
+                raise self._damaged(f"{what} has {length:,} bytes")
+            self._skip(length)
+            return None
+        return self._take(length).decode(errors="replace")
+
+    def _number(self, form: str) -> int:
+        (value,) = struct.unpack(form, self._take(struct.calcsize(form)))
+        return value  # type: ignore[no-any-return]  # also a float
+
+    def _take(self, length: int) -> bytes:
+        taken = self._stream.read(length)
+        if len(taken) < length:
+            raise self._cut_off()
+        return taken
+
+    def _skip(self, length: int) -> None:
+        if self._stream.tell() + length > self._size:
+            raise self._cut_off()
+        self._stream.seek(length, os.SEEK_CUR)
+
+    def _check_count(self, count: int, least_bytes: int, what: str) -> None:
+        if count * least_bytes > self._size - self._stream.tell():
+            raise self._damaged(f"{count:,} {what} do not fit into {self._size:,} bytes")
+
+    def _cut_off(self) -> CheckpointError:
+        return CheckpointError(
+            f"{self._file}: truncated: the file ends at byte {self._size:,}, within its tables",
+            AGAIN,
+        )
+
+    def _unread(self, version: int) -> CheckpointError:
+        again = "convert the model to GGUF again with a current llama.cpp"
+        if version & 0xFFFF == 0:
+            return CheckpointError(f"{self._file}: a GGUF file of a big-endian machine", again)
+        return CheckpointError(
+            f"{self._file}: GGUF version {version}; weighin reads the versions 2 and 3", again
+        )
+
+    def _damaged(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self._file}: damaged tables: {what}", AGAIN)
+
+
+def check_decoded(places: Iterable[TensorSlice]) -> None:
+    """Raise CheckpointError if a tensor has a type that nobody dequantises in Python."""
+    for where in places:
+        if where.encoding in UNDECODED:
+            raise CheckpointError(
+                f"{where.file}: {shown(where.name)} has the type {where.encoding}, which the package gguf"
+                " does not dequantise",
+                "quantise the model to another type with llama.cpp",
+            )
+
+
+def files_in(folder: Path) -> list[Path]:
+    """Return the GGUF files in a folder, in the order of their names."""
+    return sorted(path for path in folder.glob(f"*{SUFFIX}") if path.is_file())
+
+
+def _parts(file: Path) -> list[Path]:
+    """Return all parts of a split model; raise CheckpointError if one is missing."""
+    match = _PART.fullmatch(file.name)
+    if match is None:
+        return [file]
+    parts = []
+    for number in range(1, int(match[3]) + 1):
+        part = file.with_name(f"{match[1]}-{number:05d}-of-{match[3]}{SUFFIX}")
+        if not part.is_file():
+            raise CheckpointError(
+                f"{file}: one of {int(match[3])} parts of a model, and {part.name} is missing",
+                "copy or download that part, too",
+            )
+        parts.append(part)
+    return parts

@@ -1,0 +1,52 @@
+"""Compute the elements of a quantised tensor of a GGUF file, with the package gguf."""
+
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+import torch
+
+from weighin.errors import CheckpointError, extra
+from weighin.formats.base import TensorSlice
+from weighin.formats.gguf import TYPES, check_decoded
+from weighin.formats.sniff import AGAIN, shown
+
+_BLOCKS: Final = {name: (kind, block, size) for kind, (name, block, size) in TYPES.items()}
+_ROW_ELEMENTS: Final = 64 * 1024  # the package computes 16 rows at once, in some 20 MiB
+
+
+def decoded(where: TensorSlice, piece_elements: int) -> Iterator[torch.Tensor]:
+    """Yield the elements in order as float32, as flat tensors of ``piece_elements``; the last is shorter.
+
+    Raises:
+        CheckpointError: the package has no code for this type, or the file was cut off.
+        ConfigError: the package gguf is not installed.
+    """
+    check_decoded([where])
+    with extra("gguf", f"reading {shown(where.name)}, which is quantised to {where.encoding},"):
+        from gguf import GGMLQuantizationType, quants
+    kind, block, size = _BLOCKS[where.encoding]
+    row = _ROW_ELEMENTS // block
+    elements = where.nbytes // 4
+    with where.file.open("rb") as file:
+        file.seek(where.offset)
+        for start in range(0, elements, piece_elements):
+            blocks = min(piece_elements, elements - start) // block
+            codes = np.frombuffer(file.read(blocks * size), np.uint8)
+            if len(codes) < blocks * size:
+                raise CheckpointError(f"{where.file}: truncated while it was read", AGAIN)
+            whole = blocks // row * row
+            parts = (
+                codes[: whole * size].reshape(-1, row * size),
+                codes[whole * size :].reshape(1, -1),
+            )
+            piece = torch.empty(blocks * block)
+            at = 0
+            for part in parts:
+                if not part.size:
+                    continue
+                with np.errstate(all="ignore"):  # a scale may be infinite
+                    values = quants.dequantize(part, GGMLQuantizationType(kind))
+                piece[at : at + values.size] = torch.from_numpy(values.reshape(-1))
+                at += values.size
+            yield piece

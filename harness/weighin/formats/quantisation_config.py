@@ -1,0 +1,185 @@
+"""Read the quantisation that the configuration of a Hugging Face folder names.
+
+It stands in ``quantization_config`` of ``config.json``, or in a key or a file that transformers does
+not read. This module uses only the standard library.
+"""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from weighin.errors import CheckpointError
+from weighin.formats.bounded_json import read_object
+from weighin.formats.pretrained_folder import CONFIG
+from weighin.text import one_line
+
+_QUANTISATION: Final = "quantization_config"
+_OF_TEXT: Final = ("text_config", "decoder", "generator")
+_UNREAD: Final = ("compression_config", "quantization")
+_OF_MODELOPT: Final = "hf_quant_config.json"
+_NO_CONFIG: Final = "no config.json"
+_METHOD: Final = "quant_method"
+_BITS: Final = ("bits", "w_bit", "num_bits", "nbits")
+_MOST_BITS: Final = 16
+_QUANTO: Final = {"int2": 2, "int4": 4, "int8": 8, "float8": 8}
+_MOST_LETTERS: Final = 80
+
+_NEEDED: Final[Mapping[str, tuple[str, ...]]] = {
+    "aqlm": ("accelerate", "aqlm"),
+    "auto-round": ("auto-round>=0.5",),
+    "awq": ("accelerate", "gptqmodel"),
+    "bitnet": ("accelerate",),
+    "bitsandbytes_4bit": ("accelerate", "bitsandbytes>=0.46.1"),
+    "bitsandbytes_8bit": ("accelerate", "bitsandbytes>=0.46.1"),
+    "compressed-tensors": ("compressed-tensors>=0.15.0",),
+    "eetq": ("accelerate", "kernels"),
+    "fbgemm_fp8": ("accelerate", "fbgemm-gpu"),
+    "fouroversix": ("fouroversix",),
+    "fp8": ("accelerate",),
+    "fp_quant": ("fp-quant",),
+    "gemma": (),
+    "gptq": ("optimum", "gptqmodel"),
+    "higgs": ("accelerate", "flute-kernel>=0.3.0", "fast_hadamard_transform"),
+    "hqq": ("hqq>=0.2.1",),
+    "metal": (),
+    "mxfp4": ("accelerate",),
+    "mxfp8": ("accelerate",),
+    "nvfp4": ("kernels",),
+    "quanto": ("accelerate", "optimum-quanto"),
+    "quark": ("amd-quark",),
+    "sinq": ("sinq",),
+    "spqr": ("accelerate", "spqr_quant"),
+    "torchao": ("torchao",),
+    "vptq": ("accelerate", "vptq>=0.0.4"),
+}
+"""The methods of transformers 5 (``quantizers/auto.py``), and the packages that each asks for on a
+CPU (``validate_environment``). Some need a GPU, too, which from_pretrained says itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedMethod:
+    """The quantisation that a configuration names.
+
+    Attributes:
+        name: its name and variant, for texts; empty if the configuration names none.
+        is_read: whether from_pretrained applies it.
+        bits: the bits of one weight, if all weights have the same number.
+        packages: the packages that from_pretrained needs beside transformers.
+        obstacle: why from_pretrained does not give the weights of codes; empty if it does.
+        repair: the next step where there is an obstacle.
+    """
+
+    name: str
+    is_read: bool
+    bits: int | None
+    packages: tuple[str, ...]
+    obstacle: str
+    repair: str
+
+
+def named_in(folder: Path, config: Mapping[str, Any]) -> NamedMethod:
+    """Return the quantisation of a folder, whose ``config.json`` has this content (empty for none)."""
+    described, place = _described(folder, config)
+    method = _method(described)
+    obstacle, repair = _obstacle(method, place)
+    return NamedMethod(
+        _shown(method, described),
+        place == _QUANTISATION and method in _NEEDED,
+        _bits(described),
+        _NEEDED.get(method or "", ()),
+        obstacle,
+        repair,
+    )
+
+
+def object_in(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; empty if there is none, which others complain of."""
+    with suppress(CheckpointError):
+        return read_object(path, "")
+    return {}
+
+
+def _described(folder: Path, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+    """Return the description of the method, and its place; both are empty if there is none.
+
+    The place is "quantization_config" only where from_pretrained reads it.
+    """
+    for part in (config, *(config.get(name) for name in _OF_TEXT)):
+        if isinstance(part, Mapping) and isinstance(found := part.get(_QUANTISATION), Mapping):
+            return found, _QUANTISATION
+    for name, part in config.items():
+        if name in _UNREAD and isinstance(part, Mapping):
+            return part, f"{name} in {CONFIG}"
+        if isinstance(part, Mapping) and isinstance(found := part.get(_QUANTISATION), Mapping):
+            return found, f"{_QUANTISATION} of {name} in {CONFIG}"
+    of_modelopt = object_in(folder / _OF_MODELOPT).get("quantization")
+    if isinstance(of_modelopt, Mapping):
+        return {_METHOD: "modelopt", **of_modelopt}, _OF_MODELOPT
+    return {}, "" if config else _NO_CONFIG
+
+
+def _method(named: Mapping[str, Any]) -> str | None:
+    """Return transformers' name of the method; None if the description has no name."""
+    for bits in ("4bit", "8bit"):
+        if named.get(f"load_in_{bits}") is True:
+            return f"bitsandbytes_{bits}"
+    method = named.get(_METHOD)
+    if method == "bitsandbytes":
+        return "bitsandbytes_8bit"
+    return method if isinstance(method, str) else None
+
+
+def _shown(method: str | None, named: Mapping[str, Any]) -> str:
+    name = (method or "").replace("_4bit", " 4-bit").replace("_8bit", " 8-bit")
+    details = [named.get(key) for key in ("format", "quant_algo", "bnb_4bit_quant_type")]
+    if bits := named.get("bits"):
+        details.append(f"{bits} bits")
+    shown = [one for one in details if isinstance(one, str)]
+    return one_line(f"{name} ({', '.join(shown)})" if name and shown else name, _MOST_LETTERS)
+
+
+def _obstacle(method: str | None, place: str) -> tuple[str, str]:
+    """Return why from_pretrained does not dequantise, and the next step; both empty if it does."""
+    library = "load it with the library that quantised it"
+    alike = "from_pretrained takes the codes for weights, too"
+    if place == _NO_CONFIG:
+        return f"{place} beside it says how", (
+            "give the Hugging Face folder that it belongs to, whose config.json has quantization_config"
+            f"; or {library}"
+        )
+    if not place:
+        return f"{CONFIG} has no {_QUANTISATION}: {alike}", (
+            f"write {_QUANTISATION} into {CONFIG}, as that library gives it; or {library}"
+        )
+    if place != _QUANTISATION:
+        return f"transformers does not read {place}: {alike}", (
+            f"if transformers has the method, write it as {_QUANTISATION} into {CONFIG}; or {library}"
+        )
+    if method is None:
+        return f"{_QUANTISATION} in {CONFIG} has no {_METHOD}: from_pretrained fails, too", library
+    if method not in _NEEDED:
+        return f"transformers has no such method: {alike}", library
+    return "", ""
+
+
+def _bits(named: Mapping[str, Any]) -> int | None:
+    """Return the bits of a weight, if all groups of the description have the same number."""
+    groups = named.get("config_groups")
+    parts: list[Any] = [named, named.get("weight_quant_params"), named.get("quant_config")]
+    if isinstance(groups, Mapping):
+        parts = [one.get("weights") for one in groups.values() if isinstance(one, Mapping)]
+    for part in list(parts):
+        if isinstance(part, Mapping):
+            parts.append(part.get("weight_quant_params"))
+    found = {
+        part[key]
+        for part in parts
+        if isinstance(part, Mapping)
+        for key in _BITS
+        if type(part.get(key)) is int and 0 < part[key] <= _MOST_BITS
+    }
+    if str(named.get("weights", "")) in _QUANTO:
+        found.add(_QUANTO[str(named["weights"])])
+    return found.pop() if len(found) == 1 else None

@@ -1,0 +1,186 @@
+"""Tell how a checkpoint is quantised, what from_pretrained needs to load it, and its sizes.
+
+The configuration names the method (``quantisation_config``), and so do the names of the tensors
+(``companions``). Whoever loads the
+codes of a quantised weight as the weight itself loads wrong values without any error. This module
+uses only the standard library.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+from weighin.cell import ModelSpec
+from weighin.errors import CheckpointError, ConfigError
+from weighin.formats.base import TensorSlice
+from weighin.formats.companions import Codes, companions, find_codes
+from weighin.formats.item_bytes import ITEM_BYTES
+from weighin.formats.pretrained_folder import BUILDER, CONFIG, MODEL_DTYPES, dtype_of, folder_of
+from weighin.formats.quantisation_config import named_in, object_in
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """How a checkpoint is quantised.
+
+    Attributes:
+        method: its name, with the variant: "fp8", "compressed-tensors (pack-quantized)".
+        weights: the number of tensors that are codes; 0 if only ``config.json`` names the method.
+        stored_bytes: the size of all tensors in the files.
+        dequantised_bytes: the size of all weights in ``dtype``; None if it does not follow from shapes.
+        dtype: the dtype of the dequantised model.
+        packages: the packages that from_pretrained needs beside transformers.
+        obstacle: why from_pretrained does not give the weights; empty if it does.
+        repair: the next step where there is an obstacle.
+    """
+
+    method: str
+    weights: int
+    stored_bytes: int
+    dequantised_bytes: int | None
+    dtype: str
+    packages: tuple[str, ...] = ()
+    obstacle: str = ""
+    repair: str = ""
+
+    @property
+    def summary(self) -> str:
+        """The method, the reason why nobody may load the codes as weights, and both sizes."""
+        from weighin.units import format_bytes  # imports decimal, which few loads need
+
+        if not self.weights:
+            return f"quantised with {self.method}, as the configuration says"
+        sizes = f"{format_bytes(self.stored_bytes)} as stored"
+        if self.dequantised_bytes is not None:
+            sizes += f", {format_bytes(self.dequantised_bytes)} as {self.dtype}"
+        count = f"{self.weights:,} tensors are" if self.weights > 1 else "1 tensor is"
+        return f"quantised with {self.method}: {count} codes that mean something only with their scales ({sizes})"
+
+    @property
+    def needed(self) -> str:
+        """The packages that from_pretrained needs, for a text."""
+        return ", ".join(["transformers", *self.packages])
+
+    def error(self, path: Path) -> CheckpointError:
+        """Return the error of whoever would load the codes as weights."""
+        if self.obstacle:
+            return CheckpointError(f"{path}: {self.summary}; {self.obstacle}", self.repair)
+        return CheckpointError(
+            f"{path}: {self.summary}; weighin does not dequantise them",
+            f"load it with from_pretrained (needs {self.needed}); to measure this load: weighin bench"
+            f" {quote(str(folder_of(path)))} --strategies transformers",
+        )
+
+    def as_argument(self) -> dict[str, Any]:
+        """Return this as an argument of a ``ModelSpec``; ``of_model`` reads it."""
+        return asdict(self) | {"packages": list(self.packages)}
+
+
+def of_model(model: ModelSpec) -> Quantised | None:
+    """Return how the weights of a model are quantised; None for every model without such a folder.
+
+    Raises:
+        ConfigError: the model's arguments, which anybody may have written into a plan, are damaged.
+    """
+    fields = model.kwargs.get("quantised") if model.builder == BUILDER else None
+    if fields is None:
+        return None
+    try:
+        return Quantised(**fields | {"packages": tuple(fields["packages"])})
+    except (TypeError, KeyError):
+        raise ConfigError(
+            f"the argument `quantised` of the model {model.name} is damaged", "start a new run"
+        ) from None
+
+
+def of_folder(
+    folder: Path, config: Mapping[str, Any], slices: Sequence[TensorSlice]
+) -> Quantised | None:
+    """Return how the weights of a Hugging Face folder are quantised; None if they are not.
+
+    If no tensor is a code, the method counts only if ``config.json`` names one of transformers:
+    from_pretrained leaves any other method alone.
+    """
+    named = named_in(folder, config)
+    codes = find_codes(slices, named.bits)
+    if not (codes or named.is_read):
+        return None
+    beside = companions(slices, codes)
+    dtype = _dtype(config, slices, {one.where.name for one in codes} | beside)
+    return Quantised(
+        method=named.name or codes[0].method,
+        weights=len(codes),
+        stored_bytes=sum(one.nbytes for one in _once(slices)),
+        dequantised_bytes=_dequantised_bytes(slices, codes, beside, dtype) if codes else None,
+        dtype=dtype,
+        packages=named.packages,
+        obstacle=named.obstacle,
+        repair=named.repair,
+    )
+
+
+def in_checkpoint(path: Path, slices: Sequence[TensorSlice]) -> Quantised | None:
+    """Return how the tensors of a checkpoint are quantised; None if no tensor is a code.
+
+    ``path`` is its file or folder; a ``config.json`` there may name the method.
+    """
+    folder = folder_of(path)
+    found = of_folder(folder, object_in(folder / CONFIG), slices)
+    return found if found and found.weights else None
+
+
+def refuse_codes(path: Path, slices: Sequence[TensorSlice], names: Iterable[str]) -> None:
+    """Raise CheckpointError if a model would take codes as weights: if it has no place for scales.
+
+    ``names`` are the model's own. A model that has scales of the same last name takes them and the
+    codes as they are, such as ``weighin.models.gpt_oss``.
+    """
+    codes = find_codes(slices)
+    if not codes:
+        return
+    places = {_last(name) for name in names}
+    if any(_last(one.scales) not in places for one in codes) and (
+        found := in_checkpoint(path, slices)
+    ):
+        raise found.error(path)
+
+
+def _dtype(config: Mapping[str, Any], slices: Sequence[TensorSlice], without: set[str]) -> str:
+    """Return the dtype of the dequantised model: that of ``config.json``, or of most other weights."""
+    with suppress(ConfigError):
+        if (named := dtype_of(config)) in MODEL_DTYPES:
+            return named
+    sizes: dict[str, int] = {}
+    for one in slices:
+        if one.name not in without and one.dtype_name in MODEL_DTYPES:
+            sizes[one.dtype_name] = sizes.get(one.dtype_name, 0) + one.nbytes
+    return max(sizes, key=lambda name: sizes[name], default="bfloat16")
+
+
+def _dequantised_bytes(
+    slices: Sequence[TensorSlice], codes: Sequence[Codes], beside: set[str], dtype: str
+) -> int | None:
+    elements = {one.where.name: one.elements for one in codes}
+    if None in elements.values():
+        return None
+    item, total = ITEM_BYTES[dtype], 0
+    for one in _once(slices):
+        if one.name in elements:
+            total += (elements[one.name] or 0) * item
+        elif one.name not in beside:
+            total += prod(one.shape) * item if one.dtype_name in MODEL_DTYPES else one.nbytes
+    return total
+
+
+def _once(slices: Sequence[TensorSlice]) -> list[TensorSlice]:
+    """Return the tensors, except those at the place of an earlier one."""
+    return list({(one.file, one.offset, one.shape, one.name * (not one.nbytes)): one
+                 for one in reversed(slices)}.values())  # fmt: skip
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]

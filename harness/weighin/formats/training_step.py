@@ -1,0 +1,48 @@
+"""Find the newest step in the folder of a training run, by the file in which the trainer names it.
+
+=====================================  ==========================================
+``latest``                             DeepSpeed: the name of the step's folder
+``latest_universal``                   DeepSpeed: the name of a universal checkpoint
+``latest_checkpointed_iteration.txt``  Megatron-LM: the step's number, or "release"
+=====================================  ==========================================
+
+This module uses only the standard library.
+"""
+
+from pathlib import Path
+from typing import Final
+
+_TAGS: Final = ("latest", "latest_universal", "latest_checkpointed_iteration.txt")
+_MOST_BYTES: Final = 1000
+
+
+def named_step(path: Path) -> tuple[Path, Path] | None:
+    """Return the file that names the newest step of a run, and the step's folder; None without one.
+
+    The folder may be missing. It is always in ``path``.
+    """
+    for name in _TAGS:
+        text = _text(path / name)
+        if not text or Path(text).name != text or "\0" in text:
+            continue
+        return path / name, path / (f"iter_{int(text):07d}" if _is_megatron(name, text) else text)
+    return None
+
+
+def newest(path: Path) -> Path:
+    """Return the folder of the newest step in the folder of a run; ``path`` itself for any other."""
+    step = named_step(path)
+    return step[1] if step and step[1].is_dir() else path
+
+
+def _is_megatron(name: str, text: str) -> bool:
+    return name == _TAGS[2] and text.isascii() and text.isdigit()
+
+
+def _text(file: Path) -> str:
+    try:
+        if not file.is_file() or file.stat().st_size > _MOST_BYTES:
+            return ""
+        return file.read_text().strip()
+    except (OSError, ValueError):
+        return ""

@@ -1,0 +1,53 @@
+"""Refuse codes of a quantisation that weighin does not know, by the keys that the model leaves out."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from weighin.errors import CheckpointError
+from weighin.formats.base import TensorSlice
+from weighin.formats.misfit import plain
+
+if TYPE_CHECKING:
+    from weighin.models.pretrained_keys import MappedKeys
+
+
+def refuse_left_out_scales(
+    model: torch.nn.Module, slices: Sequence[TensorSlice], mapped: "MappedKeys", checkpoint: Path
+) -> None:
+    """Raise CheckpointError if codes would be loaded without the keys beside them.
+
+    Integers or 8-bit floats in the file that become wider floats in the model mean nothing without a
+    scale. The scale is then a key of the same module that the model does not have. ``slices`` are the
+    tensors under the names in the file, ``mapped`` those under the names in the model.
+    """
+    left_out = {_module(name): name for name in mapped.unexpected}
+    names = {(one.file, one.offset): one.name for one in slices}
+    wanted = model.state_dict(keep_vars=True)
+    for one in mapped.slices:
+        name, target = names.get((one.file, one.offset), one.name), wanted[one.name]
+        scale = left_out.get(_module(name))
+        if (
+            scale
+            and _is_code(one.dtype)
+            and target.is_floating_point()
+            and target.dtype != one.dtype
+        ):
+            kind = str(target.dtype).removeprefix("torch.")
+            raise CheckpointError(
+                f"{checkpoint}: {plain(name)} is {one.dtype_name} in the file and {kind} in the model, which"
+                f" has no {plain(scale)}: such tensors are codes that mean something only with their scales",
+                "load it with the library that quantised it",
+            )
+
+
+def _is_code(kind: torch.dtype) -> bool:
+    if kind is torch.bool or kind.is_complex:
+        return False
+    return kind.itemsize == 1 or not kind.is_floating_point
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]

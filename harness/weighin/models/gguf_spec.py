@@ -1,0 +1,119 @@
+"""Describe the model of a GGUF file as transformers understands it.
+
+transformers builds a configuration from the file's metadata, and this needs torch. The module
+therefore asks a subprocess: ``python -m weighin.models.gguf_spec FILE`` prints one line of JSON,
+{"architecture", "config"} or {"error": [message, repair]}.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+from weighin import install
+from weighin.cell import ModelSpec
+from weighin.errors import CheckpointError
+from weighin.formats.gguf import architecture, check_decoded, files, read
+from weighin.formats.pretrained_folder import BUILDER
+from weighin.text import one_line
+
+_HARNESS: Final = Path(__file__).resolve().parents[2]
+
+
+def spec_of(file: Path) -> ModelSpec:
+    """Return the ``ModelSpec`` of a GGUF file, like that of a Hugging Face folder.
+
+    Raises:
+        CheckpointError: the file is damaged, transformers does not know its architecture, or a package
+            is missing.
+    """
+    check_decoded(read(file))
+    if len(parts := files(file)) > 1:
+        raise CheckpointError(
+            f"{file}: one of {len(parts)} parts of a model, and transformers reads one GGUF file",
+            f"join them with llama.cpp: llama-gguf-split --merge {parts[0]} JOINED.gguf",
+        )
+    own = architecture(file)
+    paths = [str(_HARNESS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    asked = subprocess.run(
+        [sys.executable, "-m", "weighin.models.gguf_spec", str(file)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        check=False,
+    )
+    lines = asked.stdout.splitlines()
+    answer: dict[str, Any] = json.loads(lines[-1]) if asked.returncode == 0 and lines else {}
+    if not answer:
+        last = (asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"])[-1]
+        raise CheckpointError(
+            f"{file}: transformers does not describe a model of the architecture {own!r}: {one_line(last)}",
+            f"list its tensors: weighin inspect {file}; write their values: weighin convert {file} FOLDER",
+        )
+    if "error" in answer:
+        raise CheckpointError(f"{file}: {answer['error'][0]}", answer["error"][1])
+    return ModelSpec(file.stem, BUILDER, answer)
+
+
+def main() -> None:
+    """Print the description of the model in the file that the first argument names."""
+    file = Path(sys.argv[1])
+    try:
+        import accelerate  # noqa: F401 (from_pretrained needs it)
+        import gguf  # noqa: F401
+        import transformers
+    except ImportError as error:
+        message = f"a model in a GGUF file needs the package {error.name}, which is not installed"
+        print(json.dumps({"error": [message, install.command("gguf", "hf")]}))
+        return
+    try:
+        config = _config(transformers, file)
+    except ImportError:
+        from weighin.models.without_torchvision import imported_without_torchvision
+
+        config = _config(imported_without_torchvision("transformers"), file)
+    described = json.loads(config.to_json_string(use_diff=False))
+    architecture = _class_of(config)
+    described |= {"architectures": [architecture], "dtype": _own_dtype(file)}
+    print(json.dumps({"architecture": architecture, "config": described}))
+
+
+def _config(transformers: Any, file: Path) -> Any:
+    return transformers.AutoConfig.from_pretrained(
+        file.parent, gguf_file=file.name, local_files_only=True
+    )
+
+
+def _class_of(config: Any) -> str:
+    """Return the class that an AutoModel takes for this configuration, one for text if there is any."""
+    from transformers.models.auto import modeling_auto
+
+    if config.architectures:
+        return str(config.architectures[0])
+    for names in (
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        modeling_auto.MODEL_MAPPING_NAMES,
+    ):
+        if found := names.get(config.model_type):
+            return found if isinstance(found, str) else str(found[0])
+    raise ValueError(f"no AutoModel has a class for {config.model_type}")
+
+
+def _own_dtype(file: Path) -> str:
+    """Return the dtype that ``from_pretrained`` gives the model if none is asked for."""
+    try:
+        from transformers.integrations.gguf.reader import GgufHeader
+        from transformers.integrations.gguf.utils import is_gguf_arch_supported
+    except ImportError:  # before transformers 5.20, every model got torch's default dtype
+        return "float32"
+    if not is_gguf_arch_supported(architecture(file)):
+        return "float32"
+    dtype = GgufHeader.from_file(str(file)).dtype
+    return str(dtype or "torch.float32").removeprefix("torch.")
+
+
+if __name__ == "__main__":
+    main()

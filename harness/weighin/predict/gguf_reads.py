@@ -1,0 +1,113 @@
+"""Patch the functions of transformers that dequantise a GGUF file: they update the ledger instead.
+
+The package gguf computes with numpy, and not with operations of torch that could be intercepted.
+For each tensor of the file, transformers holds the codes' pages, the values in parts and as a whole,
+the values in the model's order, and a copy, which becomes the tensor of the model.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+from unittest.mock import patch
+
+import torch
+
+from weighin.formats import gguf
+from weighin.formats.base import TensorSlice
+from weighin.predict.dispatch import CannotFollow
+from weighin.predict.ledger import Ledger
+
+_FLOAT_BYTES: Final = 4
+
+
+@contextmanager
+def gguf_reads(ledger: Ledger, checkpoint: Path) -> Iterator[None]:
+    """Patch what reads ``checkpoint`` if it is a GGUF file; do nothing for any other file."""
+    if not gguf.is_file(checkpoint):
+        yield
+        return
+    before = ledger.own_anon_bytes
+    from gguf import GGUFReader
+    from transformers import modeling_gguf_pytorch_utils as module
+
+    imported = ledger.own_anon_bytes - before
+    ledger.other_anon_bytes += imported
+    original: Callable[..., Any] = module.load_gguf_checkpoint
+
+    def load_gguf_checkpoint(
+        path: Any,
+        return_tensors: bool = False,
+        model_to_load: Any = None,
+        torch_dtype: torch.dtype | None = None,
+    ) -> Any:
+        nonlocal imported
+        ledger.adopt(imported)
+        imported = 0
+        parsed = original(path)
+        if return_tensors:
+            reader: Any = GGUFReader(
+                path
+            )  # its objects, several for each token, live until the end
+            ledger.update()
+            parsed["tensors"] = _values(
+                ledger, module, Path(path), parsed["config"], model_to_load, torch_dtype
+            )
+            del reader
+        return parsed
+
+    def load_gguf_state_dict(header: Any) -> Any:
+        raise CannotFollow(f"transformers dequantises {header.architecture} in code of its own")
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(module, "load_gguf_checkpoint", load_gguf_checkpoint))
+        try:
+            from transformers.quantizers import quantizer_gguf
+        except ImportError:  # before transformers 5.20
+            pass
+        else:
+            stack.enter_context(
+                patch.object(quantizer_gguf, "load_gguf_state_dict", load_gguf_state_dict)
+            )
+        yield
+
+
+def _values(
+    ledger: Ledger,
+    module: Any,
+    file: Path,
+    config: dict[str, Any],
+    model: Any,
+    dtype: torch.dtype | None,
+) -> dict[str, torch.Tensor]:
+    """Return a tensor without values for each tensor of the model that the file holds."""
+    header = gguf.read_header(file)
+    processor = module.TENSOR_PROCESSORS.get(
+        header.metadata["general.architecture"], module.TensorProcessor
+    )
+    names = module.get_gguf_hf_weights_map(model, processor(config=config))
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    pages = torch.empty(0, dtype=torch.uint8).set_(ledger.map_file(str(file), file.stat().st_size))
+    made: dict[str, torch.Tensor] = {}
+    kept = 0  # the values of the tensor before live until those of the next are computed
+    for where in header.tensors:
+        size = prod(where.shape) * _FLOAT_BYTES
+        ledger.read(pages[where.offset : where.offset + where.storage_bytes])
+        with ledger.holding(kept + _computing_bytes(where, size)):
+            ledger.work["written_bytes"] += size
+        kept = size if where.dtype_name != "float32" or where.encoding else 0
+        target = names.get(where.name) or names.get(where.name.removesuffix(".weight"))
+        if target in shapes and target not in made:
+            with ledger.holding(kept):
+                copied = torch.empty(shapes[target], dtype=torch.float32)
+                ledger.write(copied)
+                made[target] = copied if dtype is None else copied.to(dtype)
+    return made
+
+
+def _computing_bytes(where: TensorSlice, size: int) -> int:
+    """Return the memory in which numpy computes the values: twice if it joins those of groups of rows."""
+    if where.encoding or where.dtype_name == "bfloat16":
+        return 2 * size
+    return 0 if where.dtype_name == "float32" else size

@@ -1,0 +1,186 @@
+"""Folders of training runs: the files of all ranks of DeepSpeed and Megatron-LM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import torch
+from layouts import NO_FOLDER, Layout, Made, refused
+from small import state
+from training_runs import Model, write_megatron, write_universal, write_zero
+
+GROUP: Final = "Training runs of several ranks"
+_STATES: Final = "mp_rank_00_model_states.pt"
+
+
+def _model() -> Model:
+    """Return two groups of weights, frozen weights, a buffer and a tied weight."""
+    weights = state()
+    groups = [
+        {name: one for name, one in weights.items() if one.dim() == 2},
+        {name: one for name, one in weights.items() if one.dim() == 1} | {"scale": torch.randn(1)},
+    ]
+    frozen = {"frozen.weight": torch.randn(5, 3)}
+    buffers = {"mean": torch.randn(7), "steps": torch.arange(3)}
+    return Model(groups, frozen, buffers, {"head.weight": "embed.weight"})
+
+
+def _zero(stage: int, ranks: int, alignment: int = 1) -> Callable[[Path], Made]:
+    def make(folder: Path) -> Made:
+        model = _model()
+        write_zero(folder / "run", model, stage, ranks, alignment)
+        return Made(folder / "run", model.truth)
+
+    return make
+
+
+def _step(folder: Path) -> Made:
+    model = _model()
+    return Made(write_zero(folder / "run", model, 3, 3), model.truth)
+
+
+def _prefixed(folder: Path) -> Made:
+    weights = state()
+    groups = [{f"module.{name}": one for name, one in weights.items()}]
+    write_zero(folder / "run", Model(groups), 3, 2)
+    return Made(folder / "run", weights)
+
+
+def _half(folder: Path) -> Made:
+    model = replace(_model(), dtype=torch.float16, frozen={})
+    write_zero(folder / "run", model, 2, 2)
+    return Made(folder / "run", model.truth)
+
+
+def _without_zero(folder: Path) -> Made:
+    model = _model()
+    write_zero(folder / "run", model, 0, 1)
+    kept = model.buffers
+    stored = {
+        name: one.clone() if name in kept else one.bfloat16() for name, one in model.truth.items()
+    }
+    stored["head.weight"] = stored["embed.weight"]
+    return Made(folder / "run", stored)
+
+
+def _universal(stage: int) -> Callable[[Path], Made]:
+    def make(folder: Path) -> Made:
+        model = _model()
+        write_universal(folder / "run", model, stage, 3)
+        return Made(folder / "run", model.truth)
+
+    return make
+
+
+def _lacks(name: str, ranks: int = 3) -> Callable[[Path], Made]:
+    def make(folder: Path) -> Made:
+        model = _model()
+        (write_zero(folder / "run", model, 3, ranks) / name).unlink()
+        return Made(folder / "run", model.truth)
+
+    return make
+
+
+def _beside(name: str) -> Callable[[Path], Made]:
+    def make(folder: Path) -> Made:
+        model = _model()
+        torch.save({"weight": torch.ones(2)}, write_zero(folder / "run", model, 2, 2) / name)
+        return Made(folder / "run", model.truth)
+
+    return make
+
+
+def _no_optimizer(folder: Path) -> Made:
+    model = _model()
+    for file in write_zero(folder / "run", model, 2, 2).glob("*_optim_states.pt"):
+        file.unlink()
+    return Made(folder / "run", model.truth)
+
+
+def _no_step(folder: Path) -> Made:
+    (folder / "run").mkdir()
+    (folder / "run" / "latest").write_text("global_step20")
+    return Made(folder / "run", state())
+
+
+def _megatron(folder: Path) -> Made:
+    weights = state(torch.bfloat16)
+    with_state = weights | {"block._extra_state": None}
+    write_megatron(folder / "run", [with_state], tensor_model_parallel_size=1)
+    return Made(folder / "run", weights)
+
+
+def _megatron_ranks(count: int, **sizes: int) -> Callable[[Path], Made]:
+    def make(folder: Path) -> Made:
+        weights = state(torch.bfloat16)
+        write_megatron(folder / "run", [weights] * count, **sizes)
+        return Made(folder / "run", weights)
+
+    return make
+
+
+_READ: Final[dict[str, Callable[[Path], Made]]] = {
+    "DeepSpeed ZeRO 1, 3 ranks": _zero(1, 3),
+    "DeepSpeed ZeRO 2, 3 ranks, aligned parameters": _zero(2, 3, 4),
+    "DeepSpeed ZeRO 2, float16": _half,
+    "DeepSpeed ZeRO 3, 2 ranks": _zero(3, 2),
+    "DeepSpeed ZeRO 3, more ranks than elements": _zero(3, 9),
+    "DeepSpeed ZeRO 3, the folder of a step": _step,
+    "DeepSpeed without ZeRO": _without_zero,
+    "a universal checkpoint of ZeRO 1": _universal(1),
+    "a universal checkpoint of ZeRO 3": _universal(3),
+    "Megatron-LM, one rank": _megatron,
+}
+_REFUSED: Final[dict[str, tuple[Callable[[Path], Made], str]]] = {
+    "DeepSpeed ZeRO 3, a rank's weights are missing": (
+        _lacks("bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+        r"missing: bf16_zero_pp_rank_1_mp_rank_00_optim_states\.pt\s*copy them here",
+    ),
+    "DeepSpeed ZeRO 3, a rank's model states are missing": (
+        _lacks(f"zero_pp_rank_2_{_STATES}"),
+        r"missing: zero_pp_rank_2_mp_rank_00_model_states\.pt\s*copy them here",
+    ),
+    "DeepSpeed ZeRO 2 without optimizer states": (
+        _no_optimizer,
+        r"has no \*_optim_states\.pt, in which ZeRO keeps[\s\S]*--key module",
+    ),
+    "DeepSpeed, tensor parallelism": (
+        _beside("mp_rank_01_model_states.pt"),
+        r"tensor parallelism[\s\S]*ds_to_universal",
+    ),
+    "DeepSpeed, pipeline parallelism": (
+        _beside("layer_00-model_00-model_states.pt"),
+        r"pipeline parallelism[\s\S]*ds_to_universal",
+    ),
+    "DeepSpeed, expert parallelism": (
+        _beside("layer_0_expert_1_mp_rank_00_model_states.pt"),
+        r"expert parallelism[\s\S]*save the experts of all ranks",
+    ),
+    "a run whose newest step is missing": (
+        _no_step,
+        r"latest names the step global_step20, which is not here\s*copy that folder",
+    ),
+    "Megatron-LM, two tensor-parallel ranks": (
+        _megatron_ranks(2, tensor_model_parallel_size=2),
+        r"divided among 2 ranks[\s\S]*tools/checkpoint/convert\.py",
+    ),
+    "Megatron-LM, one of two pipeline stages": (
+        _megatron_ranks(1, pipeline_model_parallel_size=2),
+        r"2 pipeline-parallel ranks, but only mp_rank_00 is here\s*copy the folders of all ranks",
+    ),
+}
+
+LAYOUTS: Final = [
+    Layout(
+        "DeepSpeed ZeRO 3, names that begin with module.",
+        GROUP,
+        _prefixed,
+        NO_FOLDER,
+        {"strip_prefix": "module."},
+    ),
+    *(Layout(name, GROUP, make, NO_FOLDER) for name, make in _READ.items()),
+    *(Layout(name, GROUP, make, refused(words)) for name, (make, words) in _REFUSED.items()),
+]

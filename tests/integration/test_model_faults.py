@@ -1,0 +1,104 @@
+"""A model whose own forward pass fails is blamed once, and a load that is right stays ok."""
+
+from typing import Any
+
+import pytest
+import torch
+from commands import CommandLine
+
+pytestmark = pytest.mark.slow
+
+BROKEN = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = torch.nn.Linear(4, 8)
+
+    def forward(self, x):
+        return self.line(self.line(x))
+
+def build():
+    return Net()
+
+def example_inputs():
+    return torch.ones(1, 4)
+"""
+INFINITE = BROKEN.replace("self.line(self.line(x))", "self.line(x) / 0")
+KILLED = BROKEN.replace("self.line(self.line(x))", "__import__('os').abort()")
+SOUND = BROKEN.replace("self.line(self.line(x))", "self.line(x + self.shift)").replace(
+    "torch.nn.Linear(4, 8)", "torch.nn.Linear(4, 8)\n        self.shift = torch.ones(4)"
+)
+LEFT_ON_META = """
+import torch
+
+FORMATS = ("pt",)
+
+def load(job):
+    with torch.device("meta"):
+        model = job.build_model()
+    model.load_state_dict(torch.load(job.checkpoint), assign=True)
+    return model
+"""
+
+
+def benched(command: CommandLine, nets: str, *more: str) -> tuple[int, str, str]:
+    (command.folder / "nets.py").write_text(nets)
+    (command.folder / "mine.py").write_text(LEFT_ON_META)
+    torch.save({"line.weight": torch.ones(8, 4), "line.bias": torch.ones(8)}, "own.pt")
+    ended = command.run(
+        "bench", "--model", "nets.py:build", "--checkpoint", "own.pt", "--isolation", "process",
+        "--out", "run", *more,
+    )  # fmt: skip
+    return ended.code, " ".join(ended.out.split()), ended.err
+
+
+def blames(record: dict[str, Any]) -> list[str]:
+    return [text for text in record["warnings"] if "forward pass" in text]
+
+
+@pytest.fixture(autouse=True)
+def in_the_folder(command: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(command.folder)
+
+
+@pytest.mark.parametrize(
+    ("nets", "how"),
+    [
+        (BROKEN, "RuntimeError: mat1 and mat2 shapes cannot be multiplied (1x8 and 4x8)"),
+        (INFINITE, "the forward pass gives values that are not finite"),
+        (KILLED, "it ends with SIGABRT"),
+    ],
+)
+def test_the_model_is_blamed_once_for_all_strategies(
+    command: CommandLine, nets: str, how: str
+) -> None:
+    code, out, err = benched(command, nets, "-s", "baseline,streaming,load_assign")
+    assert code == 0, err
+    records = command.records("run")
+    assert [record["outcome"] for record in records] == ["ok", "ok", "ok"]
+    assert {record["message"] for record in records} == {""}
+    (warning,) = {text for record in records for text in blames(record)}
+    assert warning.startswith(
+        "the forward pass of nets:build fails, after the reference load as well"
+    )
+    assert how in warning
+    assert warning.endswith("To measure the load alone: --passes 0")
+    assert out.count("after the reference load as well") == 1
+
+
+def test_without_a_forward_pass_there_is_nothing_to_blame(command: CommandLine) -> None:
+    code, _, err = benched(command, BROKEN, "-s", "baseline", "--passes", "0")
+    assert code == 0, err
+    (record,) = command.records("run")
+    assert (record["outcome"], blames(record)) == ("ok", [])
+
+
+def test_a_strategy_is_blamed_if_only_its_model_does_not_run(command: CommandLine) -> None:
+    code, _, _ = benched(command, SOUND, "-s", "baseline,./mine.py")
+    baseline, mine = command.records("run")
+    assert baseline["outcome"] == "ok"
+    assert mine["outcome"] == "strategy_failed"
+    assert "meta" in mine["message"]
+    assert code == 5

@@ -1,0 +1,300 @@
+"""Hugging Face folders of a small model whose matrices are codes, named as the libraries name them.
+
+The codes of fp8, mxfp4 and compressed-tensors are real, because from_pretrained loads them on a CPU.
+Those of other libraries have the right names, shapes and dtypes.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from weighin.models.pretrained import pretrained_class
+
+State = dict[str, torch.Tensor]
+Pack = Callable[[str, torch.Tensor], State]
+"""Returns the tensors that a library writes for the matrix of a module of this name."""
+
+LLAMA: Mapping[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 96, "tie_word_embeddings": False,
+}  # fmt: skip
+GPT_OSS: Mapping[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 96, "num_local_experts": 4,
+    "num_experts_per_tok": 2, "layer_types": ["sliding_attention", "full_attention"],
+}  # fmt: skip
+_GROUP = 32
+
+
+def fp8_blocks(name: str, matrix: torch.Tensor) -> State:
+    scale = matrix.abs().amax() / 448
+    blocks = tuple(-(-size // 128) for size in matrix.shape)
+    return {
+        f"{name}.weight": (matrix / scale).to(torch.float8_e4m3fn),
+        f"{name}.weight_scale_inv": scale.expand(blocks).clone(),
+    }
+
+
+def fp8_channels(name: str, matrix: torch.Tensor) -> State:
+    scale = matrix.abs().amax(1, keepdim=True) / 448
+    return {
+        f"{name}.weight": (matrix / scale).to(torch.float8_e4m3fn),
+        f"{name}.weight_scale": scale.to(torch.bfloat16),
+    }
+
+
+def int8_channels(name: str, matrix: torch.Tensor) -> State:
+    scale = matrix.abs().amax(1, keepdim=True) / 127
+    return {
+        f"{name}.weight": (matrix / scale).round().to(torch.int8),
+        f"{name}.weight_scale": scale.to(torch.bfloat16),
+    }
+
+
+def int4_packed(name: str, matrix: torch.Tensor) -> State:
+    grouped = matrix.reshape(matrix.shape[0], -1, _GROUP)
+    scale = grouped.abs().amax(2) / 7
+    codes = (grouped / scale[..., None]).round().clamp(-8, 7).reshape(matrix.shape).int() + 8
+    packed = torch.zeros(matrix.shape[0], matrix.shape[1] // 8, dtype=torch.int32)
+    for place in range(8):
+        packed |= codes[:, place::8] << (4 * place)
+    return {
+        f"{name}.weight_packed": packed,
+        f"{name}.weight_scale": scale.to(torch.bfloat16),
+        f"{name}.weight_shape": torch.tensor(matrix.shape),
+    }
+
+
+def bitsandbytes_int8(name: str, matrix: torch.Tensor) -> State:
+    largest = matrix.abs().amax(1)
+    return {
+        f"{name}.weight": (matrix / largest[:, None] * 127).round().to(torch.int8),
+        f"{name}.SCB": largest,
+        f"{name}.weight_format": torch.tensor(0, dtype=torch.uint8),
+    }
+
+
+def bitsandbytes_nf4(name: str, matrix: torch.Tensor) -> State:
+    state = json.dumps({"quant_type": "nf4", "blocksize": 64, "shape": list(matrix.shape)})
+    return {
+        f"{name}.weight": torch.zeros(matrix.numel() // 2, 1, dtype=torch.uint8),
+        f"{name}.weight.absmax": matrix.abs().reshape(-1, 64).amax(1),
+        f"{name}.weight.quant_map": torch.linspace(-1, 1, 16),
+        f"{name}.weight.quant_state.bitsandbytes__nf4": torch.tensor([*state.encode()]).byte(),
+    }
+
+
+def gptq(name: str, matrix: torch.Tensor) -> State:
+    rows, columns = matrix.shape
+    groups = -(-columns // _GROUP)
+    return {
+        f"{name}.qweight": torch.zeros(columns // 8, rows, dtype=torch.int32),
+        f"{name}.qzeros": torch.zeros(groups, rows // 8, dtype=torch.int32),
+        f"{name}.scales": torch.ones(groups, rows, dtype=torch.float16),
+        f"{name}.g_idx": (torch.arange(columns) // _GROUP).int(),
+    }
+
+
+def awq(name: str, matrix: torch.Tensor) -> State:
+    rows, columns = matrix.shape
+    groups = -(-columns // _GROUP)
+    return {
+        f"{name}.qweight": torch.zeros(columns, rows // 8, dtype=torch.int32),
+        f"{name}.qzeros": torch.zeros(groups, rows // 8, dtype=torch.int32),
+        f"{name}.scales": torch.ones(groups, rows, dtype=torch.float16),
+    }
+
+
+def nvfp4(name: str, matrix: torch.Tensor) -> State:
+    rows, columns = matrix.shape
+    return {
+        f"{name}.weight": torch.zeros(rows, columns // 2, dtype=torch.uint8),
+        f"{name}.weight_scale": torch.ones(rows, columns // 16).to(torch.float8_e4m3fn),
+        f"{name}.weight_scale_2": torch.ones(()),
+        f"{name}.input_scale": torch.ones(()),
+    }
+
+
+def quanto_int8(name: str, matrix: torch.Tensor) -> State:
+    scale = matrix.abs().amax(1, keepdim=True) / 127
+    return {
+        f"{name}.weight._data": (matrix / scale).round().to(torch.int8),
+        f"{name}.weight._scale": scale,
+        f"{name}.input_scale": torch.ones(()),
+        f"{name}.output_scale": torch.ones(()),
+    }
+
+
+def mlx(name: str, matrix: torch.Tensor) -> State:
+    rows, columns = matrix.shape
+    return {
+        f"{name}.weight": torch.zeros(rows, columns // 8, dtype=torch.int32).view(torch.uint32),
+        f"{name}.scales": torch.ones(rows, columns // _GROUP, dtype=torch.float16),
+        f"{name}.biases": torch.zeros(rows, columns // _GROUP, dtype=torch.float16),
+    }
+
+
+def scaled_fp8(name: str, matrix: torch.Tensor) -> State:
+    scale = matrix.abs().amax() / 448
+    return {
+        f"{name}.weight": (matrix / scale).to(torch.float8_e4m3fn),
+        f"{name}.scale_weight": scale.reshape(1),
+    }
+
+
+def hqq(name: str, matrix: torch.Tensor) -> State:
+    groups = matrix.numel() // 64
+    return {
+        f"{name}.W_q": torch.zeros(matrix.numel() // 128, 64, dtype=torch.uint8),
+        f"{name}.scale": torch.ones(groups, 1, dtype=torch.float16),
+        f"{name}.zero": torch.zeros(groups, 1, dtype=torch.float16),
+        f"{name}.shape": torch.tensor(matrix.shape),
+    }
+
+
+def mxfp4(name: str, stacked: torch.Tensor) -> State:
+    experts, inputs, outputs = stacked.shape
+    shape = (experts, outputs, inputs // 32)
+    return {
+        f"{name}_blocks": torch.randint(0, 256, (*shape, 16), dtype=torch.uint8),
+        f"{name}_scales": torch.full(shape, 120, dtype=torch.uint8),
+    }
+
+
+def _compressed(kind: str, layout: str, bits: int, **more: Any) -> dict[str, Any]:
+    weights = {
+        "num_bits": bits, "type": kind, "strategy": "channel", "symmetric": True, "dynamic": False,
+        "group_size": None, "observer": "minmax", "observer_kwargs": {}, "block_structure": None,
+        "actorder": None,
+    }  # fmt: skip
+    inputs = weights | {"strategy": "token", "dynamic": True, "observer": None}
+    group = {
+        "targets": ["Linear"],
+        "weights": weights | more,
+        "input_activations": None if more else inputs,
+        "output_activations": None,
+    }
+    return {
+        "quant_method": "compressed-tensors", "format": layout, "quantization_status": "compressed",
+        "ignore": ["lm_head"], "config_groups": {"group_0": group}, "kv_cache_scheme": None,
+    }  # fmt: skip
+
+
+_FOUR_BITS = {"load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4"}
+_MODELOPT = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A quantised folder.
+
+    Attributes:
+        pack: the function that writes codes for a matrix.
+        config: the keys to add to ``config.json``.
+        method: the method, as weighin names it.
+        beside: the content of files to write beside the weights.
+    """
+
+    pack: Pack
+    config: dict[str, Any]
+    method: str
+    beside: Mapping[str, Any] | None = None
+
+
+def _named(method: str, **more: Any) -> dict[str, Any]:
+    return {"quantization_config": {"quant_method": method, **more}}
+
+
+LAYOUTS: Mapping[str, Layout] = {
+    "fp8": Layout(
+        fp8_blocks,
+        _named("fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=[128, 128]),
+        "fp8",
+    ),
+    "mxfp4": Layout(
+        mxfp4,
+        _named("mxfp4", modules_to_not_convert=["model.layers.*.self_attn", "lm_head"]),
+        "mxfp4",
+    ),
+    "compressed fp8": Layout(
+        fp8_channels,
+        {"quantization_config": _compressed("float", "float-quantized", 8)},
+        "compressed-tensors (float-quantized)",
+    ),
+    "compressed int8": Layout(
+        int8_channels,
+        {"quantization_config": _compressed("int", "int-quantized", 8)},
+        "compressed-tensors (int-quantized)",
+    ),
+    "compressed int4": Layout(
+        int4_packed,
+        {"quantization_config": _compressed("int", "pack-quantized", 4, strategy="group", group_size=_GROUP)},
+        "compressed-tensors (pack-quantized)",
+    ),
+    "bitsandbytes int8": Layout(
+        bitsandbytes_int8, _named("bitsandbytes", load_in_8bit=True), "bitsandbytes 8-bit"
+    ),
+    "bitsandbytes nf4": Layout(
+        bitsandbytes_nf4, _named("bitsandbytes", **_FOUR_BITS), "bitsandbytes 4-bit (nf4)"
+    ),
+    "gptq": Layout(gptq, _named("gptq", bits=4, group_size=_GROUP), "gptq (4 bits)"),
+    "awq": Layout(awq, _named("awq", bits=4, group_size=_GROUP), "awq (4 bits)"),
+    "quanto": Layout(quanto_int8, _named("quanto", weights="int8"), "quanto"),
+    "hqq": Layout(
+        hqq,
+        _named("hqq", quant_config={"weight_quant_params": {"nbits": 4, "group_size": 64}}),
+        "hqq",
+    ),
+    "modelopt": Layout(nvfp4, {}, "modelopt (NVFP4)", {"hf_quant_config.json": _MODELOPT}),
+    "compression_config": Layout(
+        int8_channels,
+        {"compression_config": _compressed("int", "int-quantized", 8)},
+        "compressed-tensors (int-quantized)",
+    ),
+    "mlx": Layout(
+        mlx,
+        {name: {"group_size": _GROUP, "bits": 4} for name in ("quantization", "quantization_config")},
+        "mlx",
+    ),
+    "scaled fp8": Layout(scaled_fp8, {}, "scaled fp8"),
+}  # fmt: skip
+"""Folders by name: first those that from_pretrained loads on a CPU, with packages of their own."""
+
+
+def plain_model(name: str) -> Any:
+    """Return the model, in bfloat16, whose matrices are codes in the folder of this name."""
+    kind, settings = ("LlamaForCausalLM", LLAMA)
+    if name == "mxfp4":
+        kind, settings = ("GptOssForCausalLM", GPT_OSS)
+    made = pretrained_class(kind)
+    torch.manual_seed(0)
+    return made(made.config_class(**settings)).to(torch.bfloat16)
+
+
+def quantised_state(name: str) -> State:
+    """Return the tensors in the folder of this name."""
+    state: State = {}
+    for key, value in plain_model(name).state_dict().items():
+        module = key.removesuffix(".weight")
+        is_packed = value.ndim == 3 if name == "mxfp4" else "_proj" in key
+        state |= LAYOUTS[name].pack(module, value.float()) if is_packed else {key: value}
+    return {key: value.clone().contiguous() for key, value in state.items()}
+
+
+def write_folder(folder: Path, name: str) -> Path:
+    """Write the folder of this name, and return it."""
+    layout, model = LAYOUTS[name], plain_model(name)
+    folder.mkdir(parents=True)
+    model.config.save_pretrained(folder)
+    save_file(quantised_state(name), folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": [type(model).__name__], "dtype": "bfloat16"} | layout.config
+    (folder / "config.json").write_text(json.dumps(config))
+    for file, content in (layout.beside or {}).items():
+        (folder / file).write_text(json.dumps(content))
+    return folder

@@ -1,0 +1,232 @@
+"""GGUF files: every type as the package gguf dequantises it, and tables that nobody can trust."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
+
+from weighin import formats, install
+from weighin.checkpoint.reader import read_pieces
+from weighin.cli.app import app
+from weighin.errors import CheckpointError, ConfigError
+from weighin.formats import gguf as layout
+from weighin.loader.load import load_streaming
+
+gguf = pytest.importorskip("gguf", reason=install.command("gguf"))
+np = pytest.importorskip("numpy")
+
+DECODED = [
+    kind
+    for kind in gguf.GGMLQuantizationType
+    if kind.name not in layout.UNDECODED | layout._DTYPES.keys()
+]
+
+
+def write(path: Path, tensors: dict[str, tuple[Any, Any]], **options: Any) -> Path:
+    """Write arrays, each with its type; codes are rows of bytes."""
+    writer = gguf.GGUFWriter(path, "llama", **options)
+    writer.add_name("tiny")
+    writer.add_token_list(["a", "bc", ""])
+    writer.add_array("llama.numbers", [1, 2, 3])
+    for name, (array, kind) in tensors.items():
+        writer.add_tensor(name, array, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def codes(kind: Any, rows: int = 33, blocks: int = 3) -> Any:
+    size = gguf.GGML_QUANT_SIZES[kind][1]
+    return np.random.default_rng(kind).integers(0, 256, (rows, blocks * size), np.uint8)
+
+
+def read(path: Path, name: str) -> torch.Tensor:
+    (where,) = [one for one in formats.read(path)[1] if one.name == name]
+    return torch.cat([piece.clone() for piece in read_pieces(where)]).reshape(where.shape)
+
+
+def small(path: Path) -> Path:
+    f32 = gguf.GGMLQuantizationType.F32
+    q8 = gguf.GGMLQuantizationType.Q8_0
+    return write(path, {"weight": (codes(q8, 4, 2), q8), "bias": (np.ones(4, np.float32), f32)})
+
+
+def test_the_types_have_the_sizes_of_the_package() -> None:
+    assert {kind: (name, block, size) for kind, (name, block, size) in layout.TYPES.items()} == {
+        kind.value: (kind.name, *gguf.GGML_QUANT_SIZES[kind]) for kind in gguf.GGMLQuantizationType
+    }
+    for name in layout.UNDECODED:
+        with pytest.raises(NotImplementedError):
+            kind = gguf.GGMLQuantizationType[name]
+            gguf.quants.dequantize(codes(kind), kind)
+
+
+@pytest.mark.parametrize("kind", DECODED, ids=lambda kind: kind.name)
+def test_every_type_is_dequantised_as_the_package_does(tmp_path: Path, kind: Any) -> None:
+    path = write(tmp_path / "m.gguf", {"weight": (codes(kind), kind)})
+    with np.errstate(all="ignore"):
+        right = torch.from_numpy(gguf.quants.dequantize(codes(kind), kind))
+    found = read(path, "weight")
+    assert found.shape == right.shape
+    assert torch.equal(found.view(torch.int32), right.contiguous().view(torch.int32))
+
+
+def test_a_tensor_of_several_pieces_is_dequantised_as_a_whole(tmp_path: Path) -> None:
+    kind = gguf.GGMLQuantizationType.Q4_0
+    blocks = codes(kind, 700, 300)  # 6,720,000 elements: two pieces, the second with a shorter row
+    path = write(tmp_path / "m.gguf", {"weight": (blocks, kind)})
+    with np.errstate(all="ignore"):
+        right = torch.from_numpy(gguf.quants.dequantize(blocks, kind))
+    assert torch.equal(read(path, "weight").view(torch.int32), right.view(torch.int32))
+
+
+def test_inspect_names_types_and_both_sizes_without_torch_and_the_package(tmp_path: Path) -> None:
+    path = small(tmp_path / "m.gguf")
+    blocked = "import sys; sys.modules.update(dict.fromkeys(('torch', 'gguf', 'numpy')))\n"
+    main = f"sys.argv = ['weighin', 'inspect', {str(path)!r}, '--json', 'i.json']\nfrom weighin.cli.app import main; main()"
+    ended = subprocess.run(
+        [sys.executable, "-c", blocked + main],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    text = " ".join(ended.stdout.split())
+    assert "architecture: llama" in text
+    assert "quantised: Q8_0 (1), float32 (1); 288 B as stored, 1.016 KiB dequantised" in text
+    assert "weight 4 x 64 Q8_0 272 B 1.000 KiB" in text
+    found = json.loads((tmp_path / "i.json").read_text())
+    assert (found["architecture"], found["layout"]) == ("llama", "gguf")
+    first = {
+        key: found["tensors"][0][key] for key in ("dtype", "encoding", "bytes", "stored_bytes")
+    }
+    assert first == {"dtype": "float32", "encoding": "Q8_0", "bytes": 1024, "stored_bytes": 272}
+    assert found["tensors"][1]["encoding"] is None
+
+
+def test_convert_writes_the_values_and_keeps_float_types(tmp_path: Path) -> None:
+    kinds = gguf.GGMLQuantizationType
+    half = np.arange(64, dtype=np.float16).reshape(2, 32)
+    brain = codes(kinds.BF16, 2, 32)
+    path = write(
+        tmp_path / "m.gguf",
+        {"q": (codes(kinds.Q5_1), kinds.Q5_1), "half": (half, None), "brain": (brain, kinds.BF16)},
+    )
+    for more, dtype in (((), torch.float32), (("--dtype", "fp16"), torch.float16)):
+        target = tmp_path / f"{dtype}.safetensors"
+        ended = CliRunner().invoke(app, ["convert", str(path), str(target), "--verify", *more])
+        assert ended.exit_code == 0, ended.output
+        found = load_file(target)
+        with np.errstate(all="ignore"):
+            values = torch.from_numpy(gguf.quants.dequantize(codes(kinds.Q5_1), kinds.Q5_1).copy())
+        assert torch.equal(found["q"].nan_to_num(), values.to(dtype).nan_to_num())
+        assert found["q"].dtype == dtype
+        assert torch.equal(found["half"], torch.from_numpy(half))
+        right = torch.from_numpy(brain.copy()).view(torch.bfloat16)
+        right = right.to(torch.float16) if more else right
+        assert torch.equal(found["brain"].view(torch.int16), right.view(torch.int16))
+
+
+def test_the_parts_of_a_model_are_one_checkpoint(tmp_path: Path) -> None:
+    kind = gguf.GGMLQuantizationType.Q8_0
+    tensors = {f"t{number}": (codes(kind, number + 1), kind) for number in range(5)}
+    write(tmp_path / "m.gguf", tensors, split_max_tensors=2)
+    first = tmp_path / "m-00001-of-00003.gguf"
+    for path in (first, first.with_name("m-00003-of-00003.gguf"), tmp_path):
+        assert [one.name for one in formats.read(path)[1]] == list(tensors)
+        assert len(formats.files(path)) == 3
+    (tmp_path / "m-00002-of-00003.gguf").rename(tmp_path / "other")
+    with pytest.raises(CheckpointError, match=r"and m-00002-of-00003.gguf is missing"):
+        formats.read(first)
+    alone = first.rename(tmp_path / "alone.gguf")
+    with pytest.raises(
+        CheckpointError, match="one of 3 parts of a model, and its name does not say"
+    ):
+        formats.read(alone)
+
+
+def test_a_folder_with_other_weights_is_not_read_as_gguf(tmp_path: Path) -> None:
+    small(tmp_path / "m.gguf")
+    assert formats.detect(tmp_path).NAME == "gguf"
+    (tmp_path / "config.json").write_text("{}")
+    assert formats.detect(tmp_path).NAME == "gguf"
+    torch.save({"weight": torch.ones(2)}, tmp_path / "pytorch_model.bin")
+    assert formats.detect(tmp_path).NAME == "pt"
+
+
+def test_a_cut_file_is_refused_wherever_it_ends(tmp_path: Path) -> None:
+    whole = small(tmp_path / "m.gguf").read_bytes()
+    cut = tmp_path / "cut.gguf"
+    for length in range(len(whole) - 16):  # the last 16 bytes are padding
+        cut.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match=r"truncated|damaged|empty|not a GGUF"):
+            formats.read(cut)
+
+
+@pytest.mark.parametrize("value", [0, 0x7F, 0xFF])
+def test_a_changed_byte_of_the_tables_is_refused_or_read(tmp_path: Path, value: int) -> None:
+    whole = bytearray(small(tmp_path / "m.gguf").read_bytes())
+    changed = tmp_path / "changed.gguf"
+    for at in range(4, len(whole) - 304):
+        changed.write_bytes(whole[:at] + bytes([value]) + whole[at + 1 :])
+        try:
+            places = formats.read(changed)[1]
+        except CheckpointError:
+            continue
+        assert all(one.offset + one.storage_bytes <= len(whole) for one in places)
+
+
+def test_other_versions_are_named(tmp_path: Path) -> None:
+    path = small(tmp_path / "m.gguf")
+    whole = path.read_bytes()
+    for version, words in (
+        (b"\1\0\0\0", "GGUF version 1; weighin reads"),
+        (b"\0\0\0\3", "big-endian"),
+    ):
+        path.write_bytes(whole[:4] + version + whole[8:])
+        with pytest.raises(CheckpointError, match=words):
+            formats.read(path)
+
+
+def test_the_loader_reads_plain_tensors_and_refuses_codes(tmp_path: Path) -> None:
+    weight = np.arange(6, dtype=np.float32).reshape(2, 3)
+    path = write(tmp_path / "m.gguf", {"weight": (weight, None), "bias": (weight[0, :2], None)})
+    model: Any = load_streaming(lambda: torch.nn.Linear(3, 2), path)
+    assert torch.equal(model.weight, torch.from_numpy(weight))
+    kind = gguf.GGMLQuantizationType.Q8_0
+    path = write(
+        tmp_path / "q.gguf", {"weight": (codes(kind, 2, 1), kind), "bias": (weight[0, :2], None)}
+    )
+    with pytest.raises(CheckpointError) as caught:
+        load_streaming(lambda: torch.nn.Linear(32, 2), path)
+    assert str(caught.value) == (
+        f"{path}: weight is quantised to Q8_0, which load_streaming does not dequantise\n"
+        f"write its values first: weighin convert {path} FOLDER --keys model"
+    )
+
+
+def test_without_the_package_the_command_to_install_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = small(tmp_path / "m.gguf")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ConfigError) as caught:
+        read(path, "weight")
+    assert caught.value.message == (
+        "reading 'weight', which is quantised to Q8_0, needs gguf, which is not installed"
+    )
+    assert caught.value.repair == install.command("gguf")
+
+
+def test_gguf_is_read_and_not_written(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="reads the format gguf, but does not write it"):
+        formats.named("gguf")

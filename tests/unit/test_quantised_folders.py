@@ -1,0 +1,400 @@
+"""Quantised checkpoints: codes are never loaded as weights, and from_pretrained's load is measured."""
+
+import json
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from quantised_folders import LAYOUTS, fp8_blocks, plain_model, quantised_state, write_folder
+from safetensors.torch import load_file, save_file
+
+from weighin import formats, load_pretrained, load_streaming
+from weighin.checkpoint.index import index
+from weighin.cli.app import app
+from weighin.errors import CheckpointError, HarnessError
+from weighin.formats import quantised
+from weighin.formats.pretrained_folder import read_folder
+from weighin.models.pretrained import from_config, pretrained_class
+from weighin.models.skeleton import construct, resolve_builder
+from weighin.recommend.calibration import Calibration
+from weighin.suite import registry
+from weighin.suite.matrix import CellMatrix, Planned, plan
+from weighin.units import GIB
+from weighin.worker import touch, verify
+from weighin.worker.loading import WorkerLoad, import_strategy
+
+Make = Callable[[str], Path]
+
+BITSANDBYTES = "bitsandbytes>=0.46.1"
+MISSING = {
+    "bitsandbytes int8": (BITSANDBYTES,),
+    "bitsandbytes nf4": (BITSANDBYTES,),
+    "gptq": ("optimum", "gptqmodel"),
+    "awq": ("gptqmodel",),
+    "quanto": ("optimum-quanto",),
+    "hqq": ("hqq>=0.2.1",),
+}
+"""The packages that from_pretrained asks for, and that no extra of weighin installs."""
+
+UNREAD = {
+    "modelopt": "transformers does not read hf_quant_config.json",
+    "compression_config": "transformers does not read compression_config in config.json",
+    "mlx": "quantization_config in config.json has no quant_method",
+    "scaled fp8": "config.json has no quantization_config",
+}
+"""Why from_pretrained does not give the weights, either."""
+
+CALIBRATION = Calibration(GIB, GIB, GIB, GIB, GIB, GIB, 0.001, 0.002)
+DEQUANTISED = ("fp8", "mxfp4")
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """Return a function that writes a folder of ``LAYOUTS``, once."""
+    root = tmp_path_factory.mktemp("quantised")
+
+    def written(name: str) -> Path:
+        folder = root / name.replace(" ", "-")
+        return folder if folder.exists() else write_folder(folder, name)
+
+    return written
+
+
+def run(*arguments: object) -> tuple[int, str]:
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, [*map(str, arguments)])
+    error = result.exception
+    assert error is None or isinstance(error, SystemExit | HarnessError), error
+    code, text = result.exit_code, result.output
+    if isinstance(error, HarnessError):
+        code, text = error.exit_code, f"{text} {error}"
+    return code, " ".join(text.split())
+
+
+def planned(folder: Path, *strategies: str, operation: Any = "load") -> list[Planned]:
+    pairs: list[tuple[registry.StrategyInfo, dict[str, Any]]] = [
+        (registry.strategy(name, operation), {}) for name in strategies
+    ]
+    matrix = CellMatrix(
+        (registry.model(str(folder)),), tuple(pairs), (None,), "process", operation=operation,
+        own_format="safetensors",
+    )  # fmt: skip
+    return plan(matrix)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_codes_are_not_loaded_as_weights(make: Make, name: str) -> None:
+    folder = make(name)
+    with pytest.raises(CheckpointError) as caught:
+        load_pretrained(folder)
+    codes = 4 if name == "mxfp4" else 14
+    assert caught.value.message.startswith(
+        f"{folder}: quantised with {LAYOUTS[name].method}: {codes} tensors are codes that mean something"
+        " only with their scales ("
+    )
+    if name in UNREAD:
+        assert UNREAD[name] in caught.value.message
+        assert "the library that quantised it" in caught.value.repair
+    else:
+        assert caught.value.repair.startswith("load it with from_pretrained (needs transformers")
+        assert caught.value.repair.endswith(f"weighin bench {folder} --strategies transformers")
+        for package in MISSING.get(name, ()):
+            assert package in caught.value.repair
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_sizes_are_those_of_the_file_and_of_the_model(make: Make, name: str) -> None:
+    folder = make(name)
+    found = quantised.in_checkpoint(folder, formats.read(folder)[1])
+    assert found
+    assert found.stored_bytes == sum(one.nbytes for one in quantised_state(name).values())
+    assert found.dequantised_bytes == sum(one.nbytes for one in plain_model(name).parameters())
+    assert found.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_file_of_codes_is_no_model_by_itself(make: Make, name: str, tmp_path: Path) -> None:
+    file = tmp_path / "alone.safetensors"
+    file.write_bytes((make(name) / "model.safetensors").read_bytes())
+    with pytest.raises(CheckpointError, match=r"no config\.json beside it says how"):
+        registry.model(str(file))
+    with pytest.raises(CheckpointError, match="mean something only with their scales"):
+        registry.model(f"from:{make(name)}")
+
+
+@pytest.mark.parametrize("name", ["fp8", "compressed int8", "gptq", "modelopt"])
+def test_neither_a_builder_of_transformers_nor_a_plain_module_takes_codes(
+    make: Make, name: str
+) -> None:
+    folder = make(name)
+    spec = registry.model(str(folder))
+    with pytest.raises(CheckpointError, match="mean something only with their scales"):
+        load_streaming(
+            lambda: construct(lambda: from_config(**spec.kwargs), torch.bfloat16), folder
+        )
+    with pytest.raises(CheckpointError, match="mean something only with their scales"):
+        load_streaming(torch.nn.ModuleDict({"model": torch.nn.Linear(2, 2)}), folder)
+
+
+def test_a_model_that_has_the_scales_takes_codes_as_they_are(tmp_path: Path) -> None:
+    class Quantised(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            weight = torch.zeros(4, 6, dtype=torch.float8_e4m3fn)
+            self.weight = torch.nn.Parameter(weight, requires_grad=False)
+            self.weight_scale_inv = torch.nn.Parameter(torch.zeros(1, 1))
+
+    state = fp8_blocks("layer", torch.randn(4, 6))
+    save_file(state, tmp_path / "model.safetensors")
+    model = load_streaming(
+        lambda: torch.nn.ModuleDict({"layer": Quantised()}), tmp_path / "model.safetensors"
+    )
+    for key, value in model.state_dict().items():
+        assert value.dtype == state[key].dtype
+        assert torch.equal(value.float(), state[key].float())
+
+
+def test_codes_of_unknown_names_are_refused_for_the_key_that_is_left_out(tmp_path: Path) -> None:
+    state = plain_model("fp8").state_dict()
+    name = "model.layers.0.mlp.up_proj"
+    codes = state.pop(f"{name}.weight").float().mul(100).round().to(torch.int8)
+    state |= {f"{name}.weight": codes, f"{name}.step": torch.ones(1)}
+    plain_model("fp8").save_pretrained(tmp_path)
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError) as caught:
+        load_pretrained(tmp_path)
+    assert caught.value.message == (
+        f"{tmp_path / 'model.safetensors'}: {name}.weight is int8 in the file and bfloat16 in the model,"
+        f" which has no {name}.step: such tensors are codes that mean something only with their scales"
+    )
+
+
+def test_a_key_that_from_pretrained_leaves_out_is_left_out(tmp_path: Path) -> None:
+    model = plain_model("fp8")
+    model.save_pretrained(tmp_path)
+    state = model.state_dict() | {"model.layers.0.mlp.step": torch.ones(1)}
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    wanted, info = type(model).from_pretrained(tmp_path, dtype="auto", output_loading_info=True)
+    assert set(info["unexpected_keys"]) == {"model.layers.0.mlp.step"}
+    found = load_pretrained(tmp_path).state_dict()
+    assert found.keys() == wanted.state_dict().keys()
+    assert all(torch.equal(found[key], value) for key, value in wanted.state_dict().items())
+
+
+def test_scales_beside_usual_weights_are_no_quantisation(tmp_path: Path) -> None:
+    state = {
+        "up.weight": torch.randn(4, 4),
+        "up.weight_scale": torch.ones(4),
+        "counts": torch.arange(4),
+        "counts_scale": torch.ones(1),
+    }
+    save_file(state, tmp_path / "model.safetensors")
+    assert (
+        quantised.in_checkpoint(tmp_path, formats.read(tmp_path / "model.safetensors")[1]) is None
+    )
+    assert registry.model(str(tmp_path / "model.safetensors")).builder
+
+
+def test_a_method_without_any_code_is_refused_only_if_from_pretrained_applies_it(
+    tmp_path: Path,
+) -> None:
+    model = plain_model("fp8")
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for method in ("gptq", "of-another-library"):
+        config["quantization_config"] = {"quant_method": method, "bits": 4}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        if method == "gptq":
+            with pytest.raises(
+                CheckpointError, match=r"quantised with gptq \(4 bits\), as the conf"
+            ):
+                load_pretrained(tmp_path)
+        else:
+            found, wanted = load_pretrained(tmp_path), type(model).from_pretrained(tmp_path)
+            assert torch.equal(found.lm_head.weight, wanted.lm_head.weight)
+
+
+def test_the_configuration_of_the_text_model_is_read(make: Make, tmp_path: Path) -> None:
+    config = json.loads((make("fp8") / "config.json").read_text())
+    slices = formats.read(make("fp8"))[1]
+    inner = {"text_config": {"quantization_config": config.pop("quantization_config")}}
+    found = quantised.of_folder(tmp_path, config | inner, slices)
+    assert found
+    assert (found.method, found.obstacle, found.packages) == ("fp8", "", ("accelerate",))
+    of_vision = quantised.of_folder(
+        tmp_path, config | {"vision_config": inner["text_config"]}, slices
+    )
+    assert of_vision
+    assert of_vision.obstacle.startswith(
+        "transformers does not read quantization_config of vision_conf"
+    )
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_only_transformers_is_planned_and_a_missing_package_is_named(make: Make, name: str) -> None:
+    ours, theirs = planned(make(name), "streaming", "transformers")
+    assert f"quantised with {LAYOUTS[name].method}" in ours.skip
+    for missing in MISSING.get(name, ()):
+        assert missing in theirs.skip
+    if name in UNREAD:
+        assert UNREAD[name] in theirs.skip
+    elif name in DEQUANTISED:
+        assert ours.skip.endswith("; only --strategies transformers loads them")
+        assert not theirs.skip
+    (save,) = planned(make(name), "torch_save", operation="save")
+    assert save.skip.endswith("; a save needs the weights themselves")
+
+
+class NoPhases:
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+@pytest.mark.usefixtures("torch_threads_restored")
+@pytest.mark.filterwarnings("ignore")  # of from_pretrained, about quantised modules
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("name", DEQUANTISED)
+def test_the_load_of_from_pretrained_is_measured_and_verified(
+    make: Make, name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    folder, entry = make(name), tmp_path / "entry"
+    entry.mkdir()
+    spec, checkpoint = registry.model_and_checkpoint(str(folder))
+    assert checkpoint
+    manifest = index(
+        spec.name, spec.builder, spec.kwargs, checkpoint=checkpoint, fmt="safetensors", folder=entry
+    ).manifest
+    assert manifest.keys == f"quantised with {LAYOUTS[name].method}"
+    cpu, builder = torch.device("cpu"), resolve_builder(spec.builder)
+    load = WorkerLoad(checkpoint, cpu, dtype, MappingProxyType({}), spec, builder, NoPhases())
+    tensors = touch.named_tensors(import_strategy(registry.strategy("transformers").path)(load))
+    verify.check_structure(tensors, manifest, cpu, dtype)
+    verify.check_values(touch.touch(tensors), manifest, dtype)
+    wanted = pretrained_class(read_folder(folder).architecture).from_pretrained(folder, dtype=dtype)
+    sizes = {id(one): one.nbytes for one in touch.named_tensors(wanted).values()}
+    model_bytes = manifest.model_bytes(str(dtype).removeprefix("torch."))
+    assert model_bytes == pytest.approx(
+        sum(sizes.values()), rel=0.01
+    )  # buffers have a dtype of their own
+    if dtype is torch.bfloat16:
+        found = quantised.of_model(spec)
+        assert found
+        buffers = sum(one.nbytes for one in wanted.buffers())
+        assert found.dequantised_bytes == sum(sizes.values()) - buffers
+
+
+@pytest.mark.parametrize("name", ["fp8", "compressed int8", "bitsandbytes nf4"])
+def test_a_conversion_copies_codes_as_they_are_or_refuses(
+    make: Make, name: str, tmp_path: Path
+) -> None:
+    folder, method = make(name), f"quantised with {LAYOUTS[name].method}: "
+    code, text = run("convert", folder, tmp_path / "raw.safetensors", "--verify")
+    assert code == 0
+    assert method in text
+    stored, copied = quantised_state(name), load_file(tmp_path / "raw.safetensors")
+    assert stored.keys() == copied.keys()
+    for key, value in stored.items():
+        assert value.dtype == copied[key].dtype
+        assert torch.equal(value, copied[key])
+    for option in (("--keys", "model"), ("--dtype", "bf16")):
+        code, text = run("convert", folder, tmp_path / "weights", *option)
+        assert code == 2
+        assert method in text
+        assert not (tmp_path / "weights").exists()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_method_and_both_sizes_are_inspected(make: Make, name: str, tmp_path: Path) -> None:
+    code, text = run("inspect", make(name), "--json", tmp_path / "inspected.json")
+    assert code == 0
+    found = quantised.in_checkpoint(make(name), formats.read(make(name))[1])
+    assert found
+    assert found.summary in text
+    assert UNREAD.get(name, f"from_pretrained loads them (needs {found.needed})") in text
+    told = json.loads((tmp_path / "inspected.json").read_text())["quantised"]
+    assert told["method"] == LAYOUTS[name].method
+    assert (told["stored_bytes"], told["dequantised_bytes"]) == (
+        found.stored_bytes,
+        found.dequantised_bytes,
+    )
+
+
+@pytest.mark.parametrize("verb", ["recommend", "predict"])
+@pytest.mark.parametrize("name", ["fp8", "gptq", "modelopt"])
+def test_neither_code_nor_memory_is_told_for_a_load_of_codes(
+    make: Make, name: str, verb: str
+) -> None:
+    code, text = run(verb, make(name))
+    assert code == 2
+    assert f"quantised with {LAYOUTS[name].method}: 14 tensors are codes" in text
+    assert UNREAD.get(name, f"weighin bench {make(name)} --strategies transformers") in text
+
+
+@pytest.mark.usefixtures("torch_threads_restored")
+def test_only_from_pretrained_is_recommended_once_it_is_measured(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("weighin.recommend.calibration.stored", lambda: CALIBRATION)
+    results = tmp_path / "results"
+    code, text = run(
+        "bench", make("fp8"), "--strategies", "streaming,transformers", "--isolation", "process",
+        "--out", results / "fp8",
+    )  # fmt: skip
+    assert code == 0, text
+    records = map(json.loads, (results / "fp8" / "records.jsonl").read_text().splitlines())
+    outcomes = {one["cell"]["strategy"]: one["outcome"] for one in records}
+    assert outcomes == {"streaming": "skipped", "transformers": "ok"}
+    target = tmp_path / "answer.json"
+    code, text = run("recommend", make("fp8"), "--results", results, "--json", target)
+    assert code == 0, text
+    answer = json.loads(target.read_text())
+    assert [one["strategy"] for one in answer["candidates"]] == ["transformers"]
+    assert "LlamaForCausalLM.from_pretrained(" in answer["code"]
+    assert any("quantised with fp8" in note for note in answer["notes"])
+
+
+@pytest.fixture
+def beside(tmp_path: Path) -> Path:
+    """Return the folder of a model with an adapter beside it."""
+    plain_model("fp8").save_pretrained(tmp_path / "beside")
+    (tmp_path / "beside" / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    return tmp_path / "beside"
+
+
+def test_an_adapter_that_from_pretrained_adds_is_refused(
+    beside: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weighin.formats.adapters.find_spec", lambda _: ModuleType("peft"))
+    with pytest.raises(CheckpointError, match="because peft is installed here") as caught:
+        load_pretrained(beside)
+    file = beside / "adapter_config.json"
+    assert caught.value.repair.endswith(f"for the model alone: mv {file} {file}.off")
+    for verb in ("bench", "predict", "recommend"):
+        code, text = run(verb, beside)
+        assert code == 2
+        assert "from_pretrained adds this adapter" in text
+    file.rename(f"{file}.off")
+    assert load_pretrained(beside).config.architectures == ["LlamaForCausalLM"]
+
+
+def test_an_adapter_that_nobody_adds_is_named(
+    beside: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("weighin.formats.adapters.find_spec", lambda _: None)
+    note = f"{beside / 'adapter_config.json'} lies beside the model: from_pretrained adds this adapter if"
+    with caplog.at_level(logging.WARNING, logger="weighin"):
+        assert torch.equal(
+            load_pretrained(beside).lm_head.weight, plain_model("fp8").lm_head.weight
+        )
+    assert any(note in text for text in caplog.messages)
+    code, text = run("inspect", beside, "--json", tmp_path / "inspected.json")
+    assert code == 0
+    assert note in text
+    assert json.loads((tmp_path / "inspected.json").read_text())["adapter"].startswith(note)
+    assert note in run("predict", beside, "--strategies", "streaming")[1]

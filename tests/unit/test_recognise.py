@@ -1,0 +1,192 @@
+"""A file of another kind is named for what it is, and the step that it comes with leads on."""
+
+import gzip
+import io
+import re
+import shlex
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+from weighin import formats
+from weighin.checkpoint.reader import read_pieces
+from weighin.errors import CheckpointError
+from weighin.formats import recognise, safetensors
+from weighin.formats.base import TensorPlan
+
+HARNESS = Path(formats.__file__).parents[1]
+
+STATE = {"weight": torch.arange(12.0).reshape(3, 4), "bias": torch.ones(3)}
+
+
+def refusal(path: Path) -> CheckpointError:
+    with pytest.raises(CheckpointError) as caught:
+        formats.read(path)
+    return caught.value
+
+
+def saved() -> bytes:
+    file = io.BytesIO()
+    torch.save(STATE, file)
+    return file.getvalue()
+
+
+def linear() -> torch.nn.Module:
+    model = torch.nn.Linear(4, 3)
+    model.load_state_dict(STATE)
+    return model.eval()
+
+
+def script(path: Path) -> None:
+    torch.jit.save(torch.jit.trace(linear(), torch.zeros(2, 4)), path)
+
+
+def exported(path: Path) -> None:
+    torch.export.save(torch.export.export(linear(), (torch.zeros(2, 4),)), path)
+
+
+def arrays(path: Path) -> None:
+    with path.open("wb") as file:
+        numpy.savez(file, **{name: one.numpy() for name, one in STATE.items()})
+
+
+def repacked(path: Path) -> None:
+    source = zipfile.ZipFile(io.BytesIO(saved()))
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as target:
+        for one in source.infolist():
+            target.writestr(one.filename, source.read(one))
+
+
+def compressed(path: Path) -> None:
+    path.write_bytes(gzip.compress(saved()))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("write", "name", "result"),
+    [
+        (script, "it's a script.pt", "it's a script.pt.new"),
+        (exported, "model.pt2", "model.pt2.new"),
+        (arrays, "model.npz", "model.npz.new"),
+        (arrays, "arrays.bin", "arrays.bin.new"),
+        (repacked, "model.pt", "model.pt.new"),
+        (compressed, "my model.pt.gz", "my model.pt"),
+        (compressed, "v1.0.pt", "v1.0.pt.unpacked"),
+    ],
+)
+def test_the_command_of_a_refusal_gives_the_same_tensors(
+    tmp_path: Path, write: Callable[[Path], None], name: str, result: str
+) -> None:
+    write(tmp_path / name)
+    command = refusal(tmp_path / name).repair.partition(": ")[2]
+    python = shlex.quote(sys.executable)
+    command = re.sub("^python ", f"{python} -W ignore ", command)
+    subprocess.run(command, shell=True, check=True, timeout=120)
+    found = {
+        one.name: torch.cat(list(read_pieces(one))).reshape(one.shape)
+        for one in formats.read(tmp_path / result)[1]
+    }
+    assert found.keys() == STATE.keys()
+    assert all(torch.equal(found[key], STATE[key]) for key in STATE)
+
+
+MAGIC = (
+    *(magic for at, magic, *_ in recognise._MAGIC if not at),
+    *(magic for magic, *_ in (*recognise._PACKED, *recognise._ARCHIVES, *recognise._ENCRYPTED)),
+    *(b"\x80\2", b"\x08\x08\x12", b"\x08\x01\x12", b"\x81\xa6", b"PK\5"),
+)
+LENGTHS = {int.from_bytes(magic, "little") for magic in MAGIC}
+
+
+@pytest.mark.parametrize("length", sorted(one for one in LENGTHS if 200 < one < 20_000_000))
+def test_a_length_that_equals_a_magic_number_is_a_length(tmp_path: Path, length: int) -> None:
+    """A safetensors file begins with the length of its header, which may be any number."""
+    path = tmp_path / "model.bin"
+    head, _ = safetensors.layout_of([TensorPlan("weight", (2,), torch.float32)])
+    text = head[8:].ljust(length)
+    path.write_bytes(length.to_bytes(8, "little") + text + bytes(8))
+    name, slices = formats.read(path)
+    assert (name, [one.name for one in slices]) == ("safetensors", ["weight"])
+
+
+def test_only_a_proven_fault_advises_another_copy() -> None:
+    """Of a sound file, no message may say that its copy is at fault."""
+    found = {
+        (path.name, line.strip())
+        for path in HARNESS.rglob("*.py")
+        for line in path.read_text().splitlines()
+        if "download" in line.lower() and path.parent.name != "docker"
+    }
+    assert found == {
+        ("sniff.py", 'AGAIN: Final = "copy or download the file again"'),
+        ("sniff.py", '"the download link led to a web page: use the link to the file itself",'),
+        (
+            "pretrained_folder.py",
+            'f"{name} is not in the cache {hub}, and weighin never downloads", f"hf download {name}"',
+        ),
+    }
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"(dp0\nVweight\np1\nF1.0\ns.", "a pickle that torch.save did not write"),
+        (b"}q\0U\1ak\1s.", "a pickle that torch.save did not write"),
+        (
+            b'{"error": "Repository not found"}',
+            "a text file, not a checkpoint; it begins with '{\"error",
+        ),
+        ("ä".encode() * 300, "a text file, not a checkpoint; it begins with 'ää"),
+        (b"Salted__" + bytes(range(200)), "encrypted with openssl"),
+        (b"\x7fELF" + bytes(range(200)), "a compiled program or library"),
+        (b"PK\5\6" + bytes(18), "a zip archive"),
+    ],
+)
+def test_a_file_is_named_by_its_first_bytes(tmp_path: Path, content: bytes, words: str) -> None:
+    path = tmp_path / "model.bin"
+    path.write_bytes(content)
+    error = refusal(path)
+    assert error.message.startswith(f"{path}: {words}")
+    assert error.repair
+    assert "download" not in error.repair
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (("m/archive_format", "m/data/aotinductor/model/a.so"), "a compiled model (AOTInductor)"),
+        (
+            ("m/.data/extern_modules", "m/model.pkl"),
+            "a package of code and weights (torch.package)",
+        ),
+        (("serialized_exported_program.json", "version"), "an exported program (torch.export)"),
+        (("m/bytecode.pkl", "m/data.pkl"), "a TorchScript program, not only weights"),
+        (("m/version", "m/.data/serialization_id"), "a file of torch.save without data.pkl"),
+        (("a", "b", "c", "d", "e/"), "a zip archive of other files: a, b, c and 1 more"),
+    ],
+)
+def test_a_zip_archive_is_named_by_its_records(
+    tmp_path: Path, names: tuple[str, ...], words: str
+) -> None:
+    with zipfile.ZipFile(tmp_path / "model.pt", "w") as file:
+        for name in names:
+            file.writestr(name, b"")
+    error = refusal(tmp_path / "model.pt")
+    assert error.message.startswith(f"{tmp_path / 'model.pt'}: {words}")
+    assert error.repair
+
+
+def test_an_encrypted_record_is_named(tmp_path: Path) -> None:
+    data = bytearray(saved())
+    at = data.find(b"PK\1\2")
+    data[at + 8] |= 1
+    (tmp_path / "model.pt").write_bytes(data)
+    error = refusal(tmp_path / "model.pt")
+    assert " is encrypted" in error.message
+    assert error.repair.startswith("decrypt it: ")

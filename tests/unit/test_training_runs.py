@@ -1,0 +1,428 @@
+"""The files of all ranks of a training run are read as one checkpoint."""
+
+import os
+import random
+import re
+import shutil
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
+from torch import nn
+from training_runs import Model, small_model, write_megatron, write_universal, write_zero
+
+from weighin import formats, load_streaming
+from weighin.checkpoint.reader import read_pieces
+from weighin.cli.app import app
+from weighin.errors import CheckpointError, HarnessError
+from weighin.formats.pretrained_folder import weights_in
+from weighin.formats.selection import WHOLE, Selection
+
+FIRST = "mp_rank_00_model_states.pt"
+
+
+@pytest.fixture
+def model() -> Model:
+    torch.manual_seed(0)
+    return small_model()
+
+
+def tensors(path: Path, selection: Selection = WHOLE) -> dict[str, torch.Tensor]:
+    found = {}
+    for one in formats.read(path, selection)[1]:
+        pieces = [piece.clone() for piece in read_pieces(one)]
+        flat = torch.cat(pieces) if pieces else torch.empty(0, dtype=one.dtype)
+        found[one.name] = flat.reshape(one.shape)
+    return found
+
+
+def check(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> None:
+    assert list(found) == list(truth)
+    for name, one in truth.items():
+        assert found[name].dtype == one.dtype, name
+        assert torch.equal(found[name], one), name
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(CheckpointError) as raised:
+        formats.read(path)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 64])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_is_read_as_one_model(tmp_path: Path, model: Model, stage: int, ranks: int) -> None:
+    step = write_zero(tmp_path / "run", model, stage, ranks, alignment=4)
+    check(tensors(step), model.truth)
+    check(tensors(tmp_path / "run"), model.truth)
+    assert formats.detect(tmp_path / "run").NAME == "deepspeed"
+    assert {one.file for one in formats.read(step)[1]} <= set(formats.files(step))
+
+
+def test_without_zero_the_module_is_read(tmp_path: Path, model: Model) -> None:
+    check(
+        tensors(write_zero(tmp_path / "run", model, 0, 1)),
+        {
+            name: one if name in model.buffers else one.bfloat16()
+            for name, one in model.truth.items()
+        },
+    )
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_universal_checkpoint_is_read(tmp_path: Path, model: Model, stage: int) -> None:
+    step = write_universal(tmp_path / "run", model, stage, 3)
+    check(tensors(tmp_path / "run"), model.truth)
+    check(tensors(step), model.truth)
+    assert formats.detect(step).NAME == "deepspeed_universal"
+    assert {one.file for one in formats.read(step)[1]} <= set(formats.files(step))
+
+
+def test_a_universal_checkpoint_without_model_states_has_its_weights(
+    tmp_path: Path, model: Model
+) -> None:
+    step = write_universal(tmp_path / "run", model, 1, 1)
+    (step / FIRST).unlink()
+    found = tensors(step)
+    assert found.keys() == model.trained.keys()
+    assert all(torch.equal(found[name], one) for name, one in model.trained.items())
+
+
+def test_convert_writes_safetensors(tmp_path: Path, model: Model) -> None:
+    write_zero(tmp_path / "run", model, 3, 3)
+    arguments = ["convert", f"{tmp_path}/run", f"{tmp_path}/new.safetensors", "--verify"]
+    ended = CliRunner().invoke(app, arguments)
+    assert ended.exit_code == 0, ended.output
+    found = load_file(tmp_path / "new.safetensors")
+    assert found.keys() == model.truth.keys() - model.shared.keys()  # a tied tensor has one name
+    assert all(torch.equal(one, model.truth[name]) for name, one in found.items())
+
+
+class Net(nn.Module):
+    """Has the tensors of ``small_model``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(17, 6)
+        self.layers = nn.ModuleList([nn.Linear(6, 6)])
+        self.cube, self.scale = nn.Parameter(torch.zeros(3, 5, 7)), nn.Parameter(torch.zeros(1))
+        self.temperature = nn.Parameter(torch.tensor(0.0))
+        self.frozen = nn.Linear(3, 5, dtype=torch.bfloat16)
+        self.frozen.bias = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("steps", torch.zeros(4, dtype=torch.int64))
+        self.head = nn.Linear(6, 17, bias=False)
+        self.head.weight = self.embed.weight
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_load_streaming_fills_a_model(tmp_path: Path, model: Model, stage: int) -> None:
+    step = write_zero(tmp_path / "run", model, stage, 5)
+    loaded = Net()
+    load_streaming(loaded, step)
+    assert loaded.head.weight is loaded.embed.weight
+    state = loaded.state_dict()
+    for name, one in model.truth.items():
+        assert torch.equal(state[name], one), name
+
+
+def test_a_trained_part_can_be_selected(tmp_path: Path, model: Model) -> None:
+    write_zero(tmp_path / "run", model, 3, 2)
+    assert list(tensors(tmp_path / "run", Selection("layers.0"))) == ["weight", "bias"]
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_the_file_of_a_missing_rank_is_named(tmp_path: Path, model: Model, lost: int) -> None:
+    step = write_zero(tmp_path / "run", model, 3, 4)
+    name = f"bf16_zero_pp_rank_{lost}_mp_rank_00_optim_states.pt"
+    (step / name).unlink()
+    assert f"files of some ranks are missing: {name}\n" in refusal(step)
+
+
+@pytest.mark.parametrize("lost", [0, 1, 3])
+def test_missing_model_states_are_named(tmp_path: Path, model: Model, lost: int) -> None:
+    step = write_zero(tmp_path / "run", model, 3, 4)
+    name = f"zero_pp_rank_{lost}_{FIRST}"
+    (step / name).unlink()
+    assert f"files of some ranks are missing: {name}\n" in refusal(step)
+
+
+def test_model_states_of_other_ranks_are_not_needed_without_frozen_weights(
+    tmp_path: Path, model: Model
+) -> None:
+    model = replace(model, frozen={})
+    step = write_zero(tmp_path / "run", model, 3, 3)
+    (step / f"zero_pp_rank_2_{FIRST}").unlink()
+    check(tensors(step), model.truth)
+
+
+def copy_optimizer(step: Path, name: str) -> None:
+    shutil.copy(step / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", step / name)
+
+
+def remove_optimizer(step: Path) -> None:
+    for file in step.glob("*_optim_states.pt"):
+        file.unlink()
+
+
+def empty(step: Path, name: str) -> None:
+    torch.save({"weight": torch.ones(2)}, step / name)
+
+
+HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "another run's rank": (
+        lambda step: copy_optimizer(step, "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt"),
+        "is of 2 ranks, so bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt is of another run",
+    ),
+    "two runs in a folder": (
+        lambda step: copy_optimizer(step, "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+        "are both of rank 1: two runs wrote here",
+    ),
+    "model states of two runs": (
+        lambda step: [empty(step, name) for name in (FIRST, f"zero_pp_rank_0_{FIRST}")],
+        f"{FIRST} and zero_pp_rank_0_{FIRST} are both of rank 0: two runs wrote here",
+    ),
+    "no optimizer states": (remove_optimizer, "has no *_optim_states.pt, in which ZeRO keeps"),
+    "tensor parallelism": (
+        lambda step: empty(step, "mp_rank_01_model_states.pt"),
+        "(tensor parallelism), and the files do not say along which dimension: mp_rank_01",
+    ),
+    "tensor parallelism of ZeRO 3": (
+        lambda step: empty(step, "zero_pp_rank_0_mp_rank_01_optim_states.pt"),
+        "(tensor parallelism), and the files do not say along which dimension: zero_pp_rank_0",
+    ),
+    "pipeline parallelism": (
+        lambda step: empty(step, "layer_00-model_00-model_states.pt"),
+        "(pipeline parallelism): layer_00-model_00-model_states.pt",
+    ),
+    "experts": (
+        lambda step: empty(step, "layer_0_expert_1_mp_rank_00_model_states.pt"),
+        "(expert parallelism): layer_0_expert_1_mp_rank_00_model_states.pt",
+    ),
+    "experts' optimizer": (
+        lambda step: empty(step, "expp_rank_0_mp_rank_00_optim_states.pt"),
+        "(expert parallelism): expp_rank_0",
+    ),
+    "other optimizer states": (
+        lambda step: empty(step, "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+        "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt: holds no optimizer states of DeepSpeed",
+    ),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_cannot_be_read_is_named(tmp_path: Path, model: Model, harm: str, stage: int) -> None:
+    step = write_zero(tmp_path / "run", model, stage, 2)
+    spoil, words = HARMS[harm]
+    spoil(step)
+    assert words in refusal(step)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_partitions_of_another_model_are_refused(tmp_path: Path, model: Model, stage: int) -> None:
+    step = write_zero(tmp_path / "run", model, stage, 2)
+    larger = {**model.groups[0], "cube": torch.zeros(500)}
+    other = write_zero(
+        tmp_path / "other", replace(model, groups=[larger, model.groups[1]]), stage, 2
+    )
+    for file in other.glob("*_optim_states.pt"):
+        shutil.copy(file, step)
+    needed = "127 for each of 2 ranks" if stage == 3 else "243"
+    assert re.search(rf"elements( of weights)?, but the shapes in .* need {needed}", refusal(step))
+
+
+def test_a_weight_without_values_is_refused(tmp_path: Path, model: Model) -> None:
+    step = write_zero(tmp_path / "run", model, 3, 2)
+    file = step / f"zero_pp_rank_0_{FIRST}"
+    states = torch.load(file, weights_only=False)
+    states["module"]["outside.weight"] = torch.empty(0)
+    torch.save(states, file)
+    assert "no file has the values of 'outside.weight', which the optimizer does not" in refusal(
+        step
+    )
+
+
+def test_a_missing_weight_of_a_universal_checkpoint_is_named(tmp_path: Path, model: Model) -> None:
+    step = write_universal(tmp_path / "run", model, 3, 2)
+    shutil.rmtree(step / "zero" / "cube")
+    assert "/zero: 'cube' is missing" in refusal(step)
+
+
+def test_a_flat_weight_without_a_shape_is_refused(tmp_path: Path, model: Model) -> None:
+    step = write_universal(tmp_path / "run", model, 3, 2)
+    for file in step.glob("*_model_states.pt"):
+        file.unlink()
+    assert "a flat tensor of 105 elements, whose shape is in no *_model_states.pt" in refusal(step)
+
+
+class Command:
+    """Would end the tests if it was executed."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.system, (f"kill {os.getpid()}",)
+
+
+def test_nothing_in_the_files_is_executed(tmp_path: Path, model: Model) -> None:
+    step = write_zero(tmp_path / "run", model, 3, 2)
+    for file in step.iterdir():
+        if "rank_0" in file.name and "model" in file.name:
+            states = torch.load(file, weights_only=False)
+            torch.save(states | {"client_state": Command()}, file)
+    check(tensors(step), model.truth)
+
+
+def test_a_run_whose_newest_step_is_missing_says_which(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_text("global_step20")
+    assert "latest names the step global_step20, which is not here" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("tag", ["../elsewhere", "/etc", ".", "", "a\0b"])
+def test_a_tag_cannot_lead_out_of_the_run(tmp_path: Path, model: Model, tag: str) -> None:
+    write_zero(tmp_path / "elsewhere", model, 3, 1)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "latest").write_text(tag)
+    (run / "elsewhere").write_text("")
+    with pytest.raises(CheckpointError):
+        formats.read(run)
+
+
+def test_a_format_of_training_runs_is_not_written(tmp_path: Path, model: Model) -> None:
+    step = write_zero(tmp_path / "run", model, 3, 1)
+    with pytest.raises(
+        HarnessError, match="weighin reads the format deepspeed, but does not write it"
+    ):
+        formats.named("deepspeed")
+    ended = CliRunner().invoke(
+        app, ["convert", str(step), f"{tmp_path}/new", "--format", "deepspeed"]
+    )
+    assert isinstance(ended.exception, HarnessError)
+
+
+MEGATRON = OrderedDict(
+    {
+        "embedding.word_embeddings.weight": torch.arange(12.0).reshape(4, 3).bfloat16(),
+        "decoder.layers.0.mlp.weight": torch.arange(6.0).reshape(2, 3).bfloat16(),
+    }
+)
+
+
+def test_megatron_of_one_rank_is_read(tmp_path: Path) -> None:
+    state = OrderedDict(MEGATRON) | {"decoder.layers.0._extra_state": None}
+    step = write_megatron(tmp_path, [state], tensor_model_parallel_size=1)
+    check(tensors(tmp_path), MEGATRON)
+    check(tensors(step), MEGATRON)
+    assert formats.detect(tmp_path).NAME == "megatron"
+
+
+def test_nested_dicts_of_older_megatron_get_dotted_names(tmp_path: Path) -> None:
+    nested = {
+        "embedding": {"word_embeddings": {"weight": MEGATRON["embedding.word_embeddings.weight"]}},
+        "decoder": {"layers.0.mlp.weight": MEGATRON["decoder.layers.0.mlp.weight"]},
+    }
+    write_megatron(tmp_path, [nested])
+    check(tensors(tmp_path), MEGATRON)
+
+
+def test_megatron_of_several_ranks_is_refused(tmp_path: Path) -> None:
+    write_megatron(tmp_path, [MEGATRON, MEGATRON], tensor_model_parallel_size=2)
+    text = refusal(tmp_path)
+    assert "divided among 2 ranks (mp_rank_00 to mp_rank_01)" in text
+    assert "tools/checkpoint/convert.py" in text
+
+
+@pytest.mark.parametrize("kind", ["tensor", "pipeline", "expert"])
+def test_one_of_several_megatron_ranks_is_refused(tmp_path: Path, kind: str) -> None:
+    write_megatron(tmp_path, [MEGATRON], **{f"{kind}_model_parallel_size": 4})
+    assert f"among 4 {kind}-parallel ranks, but only mp_rank_00 is here" in refusal(tmp_path)
+
+
+def test_the_folder_of_a_trainer_beside_config_json_says_where_its_weights_are(
+    tmp_path: Path, model: Model
+) -> None:
+    step = write_zero(tmp_path, model, 3, 2)
+    (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
+    check(tensors(tmp_path), model.truth)
+    with pytest.raises(CheckpointError) as raised:
+        weights_in(tmp_path)
+    assert "its weights are in a step of a training run: global_step10" in str(raised.value)
+    assert f"weighin convert {step} {tmp_path}/model.safetensors" in str(raised.value)
+
+
+def test_a_selected_part_is_loaded_in_a_format_that_weighin_writes(
+    tmp_path: Path, model: Model
+) -> None:
+    step = write_zero(tmp_path / "run", model, 3, 2)
+    assert formats.loaded_as(step) == "deepspeed"
+    assert formats.loaded_as(step, Selection("layers")) is None
+    assert formats.loaded_as(tmp_path / "none") is None
+    megatron = write_megatron(tmp_path / "other", [dict(MEGATRON)])
+    assert formats.loaded_as(megatron) == "megatron"
+    write_megatron(tmp_path / "third", [dict(MEGATRON) | {"layer._extra_state": None}])
+    assert formats.loaded_as(tmp_path / "third") is None
+    assert formats.known("deepspeed") == "deepspeed"
+    with pytest.raises(HarnessError, match="no checkpoint format is called 'deepsped'"):
+        formats.known("deepsped")
+
+
+WRITERS: dict[str, Callable[[Path, Model], Path]] = {
+    "zero 2": lambda run, model: write_zero(run, model, 2, 2, 4),
+    "zero 3": lambda run, model: write_zero(run, model, 3, 2),
+    "universal": lambda run, model: write_universal(run, model, 3, 2),
+    "megatron": lambda run, _: write_megatron(run, [MEGATRON]),
+}
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_a_damaged_file_is_an_error_of_the_checkpoint(
+    tmp_path: Path, model: Model, kind: str
+) -> None:
+    step = WRITERS[kind](tmp_path / "run", model)
+    draw = random.Random(7)
+    for file in formats.files(step)[:4]:
+        sound = file.read_bytes()
+        for _ in range(25):
+            harmed = bytearray(sound)
+            for _ in range(draw.randint(1, 4)):
+                harmed[draw.randrange(len(harmed))] = draw.randrange(256)
+            file.write_bytes(harmed[: draw.choice([None, draw.randrange(len(harmed))])])
+            with suppress(CheckpointError):
+                tensors(step)
+        file.write_bytes(sound)
+
+
+ODD: dict[str, tuple[str, object]] = {
+    "module": ("module", [1]),
+    "shapes": ("param_shapes", [{"embed.weight": (-1, 2)}]),
+    "shape": ("param_shapes", [{"embed.weight": "wide"}]),
+    "groups": ("param_shapes", "none"),
+    "group": ("param_shapes", [7]),
+    "buffers": ("buffer_names", {"a": 1}),
+    "shared": ("shared_params", ["a"]),
+    "fragments": ("frozen_param_fragments", [1]),
+    "frozen": ("frozen_param_shapes", [1]),
+    "frozen without a share": ("frozen_param_shapes", {"other": (2,)}),
+    "a huge shape": ("param_shapes", [{"embed.weight": (2**40, 2**20)}]),
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_odd_model_states_are_an_error_of_the_checkpoint(
+    tmp_path: Path, model: Model, odd: str, stage: int
+) -> None:
+    step = write_zero(tmp_path / "run", model, stage, 2)
+    file = step / (FIRST if stage == 2 else f"zero_pp_rank_0_{FIRST}")
+    key, value = ODD[odd]
+    torch.save(torch.load(file, weights_only=False) | {key: value}, file)
+    if (odd, stage) == ("frozen without a share", 2):
+        assert tensors(step)
+    else:
+        assert str(step) in refusal(step)
