@@ -148,7 +148,8 @@ def _load(
             if mapped:
                 refuse_left_out_scales(model, slices, mapped, path)
                 slices = mapped.slices
-                model._weight_conversions = list(mapped.used)  # type: ignore[assignment]  # for save_pretrained
+                if mapped.used is not None:  # for save_pretrained
+                    model._weight_conversions = list(mapped.used)  # type: ignore[assignment]
             undone.enter_context(
                 real_memory(model, {source.name: source.dtype for source in slices})
             )

@@ -64,7 +64,8 @@ class MappedKeys:
         renamed: the number of keys whose name in the file differs from the model's name.
         joined: the number of keys of the file that are only a part of a model's tensor.
         computed: the model's keys that the file lacks because the class computes their values.
-        used: the entries of transformers' tables that renamed or converted a tensor.
+        used: the entries of transformers' tables that renamed or converted a tensor; None for a model of
+            another library.
     """
 
     slices: Slices
@@ -73,7 +74,7 @@ class MappedKeys:
     renamed: int
     joined: int
     computed: tuple[str, ...]
-    used: tuple[Any, ...]
+    used: tuple[Any, ...] | None
 
     @property
     def note(self) -> str:
@@ -141,7 +142,7 @@ def _renamed(
     used = {named[each.name].name for each in mapped}
     unexpected = tuple(each.name for each in slices if each.name not in used)
     renamed = sum(name != each.name for name, each in named.items() if name in wanted)
-    return MappedKeys(mapped, (), unexpected, renamed, joined=0, computed=(), used=())
+    return MappedKeys(mapped, (), unexpected, renamed, joined=0, computed=(), used=None)
 
 
 def _joined(conversion: Conversion) -> TensorSlice | None:
