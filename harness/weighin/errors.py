@@ -9,6 +9,7 @@
         - UnknownName         no strategy, model or isolation has this name
      x IsolationUnavailable   this machine cannot run cells in this isolation              exit 3
      x CheckpointError        a checkpoint is damaged or of an unsupported kind            exit 2
+        - WholePipeline       a pipeline of several models was given as one model
      x NoBaseline             the results of this run must not become a baseline           exit 1
      x RecordError            a run's folder or its records cannot be read or written      exit 2
         - SchemaTooNew        a later version of weighin wrote the record
@@ -80,6 +81,20 @@ class IsolationUnavailable(HarnessError):
 
 class CheckpointError(HarnessError):
     """A checkpoint is damaged or of an unsupported kind; the message names the file and the place."""
+
+
+class WholePipeline(CheckpointError):
+    """A pipeline of several models was given as one model.
+
+    ``folder`` is the pipeline and ``largest`` the folder of its largest model; the command line adds
+    the command for this model.
+    """
+
+    def __init__(
+        self, message: str, repair: str, *, folder: os.PathLike[str], largest: os.PathLike[str]
+    ) -> None:
+        super().__init__(message, repair)
+        self.folder, self.largest = os.fspath(folder), os.fspath(largest)
 
 
 class NoBaseline(HarnessError):

@@ -15,6 +15,8 @@ from weighin.cell import Cell
 SCHEMA: Final = 1
 IMPORT_TRANSFORMERS: Final = "import transformers"
 """The phase in which a worker imports the class of a transformers model, before its baseline."""
+IMPORTS_OF_LIBRARIES: Final = (IMPORT_TRANSFORMERS, "import diffusers", "import timm")
+"""The phases in which a worker imports a model's class, one for each library."""
 
 USUAL_PAGE_BYTES: Final = 4096
 """The page size on x86-64, and on arm64 in most distributions."""

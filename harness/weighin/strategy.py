@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # for types only, because this module must not import torch a
     from weighin.formats.sharded import MAX_SHARD_BYTES
     from weighin.loader.load import load_streaming
     from weighin.models.pretrained import pretrained_class
+    from weighin.models.pretrained_diffusers import diffusers_class
     from weighin.models.skeleton import without_weights
     from weighin.models.tied_weights import retie, share_missing, tied_names
 
@@ -31,6 +32,7 @@ __all__ = [
     "MAX_SHARD_BYTES",
     "Load",
     "Save",
+    "diffusers_class",
     "file_name",
     "files",
     "from_pretrained_arguments",
@@ -44,6 +46,7 @@ __all__ = [
 
 HELPERS = {
     "MAX_SHARD_BYTES": "weighin.formats.sharded",
+    "diffusers_class": "weighin.models.pretrained_diffusers",
     "file_name": "weighin.formats.folder_index",
     "files": "weighin.formats",
     "from_pretrained_arguments": "weighin.formats.pretrained_folder",

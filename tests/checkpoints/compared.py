@@ -80,11 +80,25 @@ def _from_pretrained(path: Path, layout: Layout) -> nn.Module:
     import transformers
 
     config = json.loads((path / "config.json").read_text())
+    if "_class_name" in config:
+        import diffusers
+
+        part: nn.Module = getattr(diffusers, config["_class_name"]).from_pretrained(path)
+        return part
+    if "architecture" in config:
+        import timm
+
+        made: nn.Module = timm.create_model(f"local-dir:{path}", pretrained=True)
+        return made
     name = layout.options.get("class") or (config.get("architectures") or ["AutoModel"])[0]
     options: dict[str, Any] = {
         key: one for key, one in layout.options.items() if key in ("variant", "revision")
     }
-    kind = getattr(transformers, str(name).removeprefix("transformers."))
+    kind = getattr(transformers, str(name).removeprefix("transformers."), None)
+    if kind is None:
+        from diffusers.pipelines.stable_diffusion import safety_checker
+
+        kind = getattr(safety_checker, str(name))
     model: nn.Module = kind.from_pretrained(path, dtype="auto", **options)
     return model
 

@@ -118,7 +118,8 @@ class _Run:
         ended = self._cli("inspect", "--json", "inspected.json")
         if verdict := _not_right(ended):
             return verdict
-        listed = json.loads((self.folder / "inspected.json").read_text())["tensors"]
+        answer = json.loads((self.folder / "inspected.json").read_text())
+        listed = answer["parts" if "pipeline" in answer else "tensors"]
         if self.is_folder:
             return Verdict("right" if listed else "WRONG", _words(ended))
         truth = json.loads((self.folder / "made.json").read_text())["tensors"]

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from weighin import load_pretrained
 from weighin.cell import SYNTHESISED
 from weighin.errors import CheckpointError, ConfigError, UnknownName
+from weighin.formats.pretrained_library import DIFFUSERS
 from weighin.formats.selection import Selection
 from weighin.suite import registry
 from weighin.suite.chosen_models import ChosenModels, choose
@@ -69,7 +70,7 @@ def test_a_home_folder_is_found(here: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_model_of_diffusers_is_a_model_of_its_tensors(here: Path, sharded: bool) -> None:
+def test_a_part_of_a_pipeline_is_a_model_of_diffusers(here: Path, sharded: bool) -> None:
     folder = here / "unet"
     if sharded:
         write_shards(folder, "diffusion_pytorch_model")
@@ -78,7 +79,8 @@ def test_a_model_of_diffusers_is_a_model_of_its_tensors(here: Path, sharded: boo
         save_file(TENSORS, folder / "diffusion_pytorch_model.safetensors")
     (folder / "config.json").write_text('{"_class_name": "UNet2DConditionModel"}')
     found = chosen("unet/")
-    assert found.specs[0].builder == SYNTHESISED
+    assert found.specs[0].builder == DIFFUSERS.builder and found.dtype == "float32"
+    assert chosen("from:unet/").specs[0].builder == SYNTHESISED
     one = Path("unet/diffusion_pytorch_model.safetensors")
     assert found.checkpoint == (Path("unet") if sharded else one)
 

@@ -85,7 +85,7 @@ def test_a_strategy_that_does_not_load_to_the_device_is_skipped_with_the_reason(
 
 
 def test_a_strategy_for_folders_skips_a_built_in_model_of_transformers() -> None:
-    folders = replace(info("a"), pretrained=True)
+    folders = replace(info("a"), pretrained="transformers")
     built_in = ModelSpec("minilm", BUILDER, {"architecture": "BertModel", "config": {}})
     config = {"architectures": ["BertModel"]}
     folder = ModelSpec("mine", BUILDER, {"architecture": "BertModel", "config": config})

@@ -42,11 +42,11 @@ CONFIG = '{"architectures": ["LlamaForCausalLM"]}'
             {
                 "model_index.json": "{}",
                 "text_encoder/model.safetensors": "",
-                "unet/diffusion_pytorch_model.safetensors": "",
+                "unet/diffusion_pytorch_model.safetensors": "x",
                 "scheduler/scheduler_config.json": "{}",
             },
-            "a diffusers pipeline of several models",
-            "try F/unet/",
+            "a diffusers pipeline of 2 models: text_encoder (0 B), unet (1 B)",
+            "give one of them; the largest: F/unet",
         ),
         (
             {"model_index.json": "{}", "unet/config.json": "{}"},

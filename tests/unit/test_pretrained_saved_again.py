@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from weighin import load_pretrained
-from weighin.models.pretrained import is_pretrained_model, pretrained_class
+from weighin.models.pretrained import is_own, pretrained_class
 
 EXPERTS = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128, "head_dim": 8,
@@ -54,7 +54,7 @@ def test_a_loaded_model_and_its_modules_name_their_folder(experts: Path) -> None
         found = {
             path: module.name_or_path
             for path, module in model.named_modules()
-            if is_pretrained_model(module)
+            if is_own(module)
         }
         return found | {"config": model.config.name_or_path}
 

@@ -307,6 +307,7 @@ def test_options_must_be_written_out(text: str, tmp_path: Path) -> None:
 
 PASSED_ON = {
     "streaming": {"threads", "granularity", "key", "strip_prefix"},
+    "diffusers": {"disable_mmap", "device_map"},
     "transformers": {"disable_mmap", "device_map"},
 }
 """The options of strategies that hand all of them to a function."""

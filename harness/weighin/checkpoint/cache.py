@@ -20,7 +20,7 @@ from weighin.checkpoint.entries import CachedCheckpoint, clear, folder, list_ent
 from weighin.checkpoint.manifest import Manifest, read_manifest
 from weighin.checkpoint.subprocess_client import run_maker
 from weighin.errors import CheckpointError, ConfigError
-from weighin.formats.pretrained_folder import BUILDER
+from weighin.formats.pretrained_library import library_of
 from weighin.formats.selection import WHOLE, Selection
 from weighin.suite import user_code
 from weighin.units import format_bytes
@@ -111,7 +111,7 @@ def ensure(
         checkpoint = checkpoint.expanduser()
         in_place = fmt == formats.detect(checkpoint).NAME and not selection
         checkpoint = checkpoint.absolute()  # a link stays: config.json is beside it
-        if in_place and model.builder != BUILDER:
+        if in_place and library_of(model.builder) is None:
             in_place = formats.has_only_tensors(checkpoint)
         origin += [str(checkpoint), *selection.options]
         for file in formats.files(checkpoint):

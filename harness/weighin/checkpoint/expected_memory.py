@@ -57,6 +57,7 @@ _NEEDS: Final = {
     "tensorizer": ExpectedMemory(1),
     "streaming": ExpectedMemory(1),
     "transformers": ExpectedMemory(0, mapped=True),
+    "diffusers": ExpectedMemory(0, mapped=True),
     "accelerate": ExpectedMemory(0, mapped=True),
 }
 _NEEDS_WITH_FORMAT: Final = {

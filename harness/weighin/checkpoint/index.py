@@ -19,7 +19,8 @@ from weighin.checkpoint.reader import read_pieces
 from weighin.errors import CheckpointError
 from weighin.formats.base import Progress, TensorSlice
 from weighin.formats.misfit import NOT_MEASURED, check_converts, misfit, plain, selecting
-from weighin.formats.pretrained_folder import BUILDER, is_pretrained_checkpoint, own_dtype
+from weighin.formats.pretrained_folder import is_pretrained_checkpoint, own_dtype
+from weighin.formats.pretrained_library import library_of
 from weighin.formats.quantised import of_model, refuse_codes
 from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.zip_writer import run_parallel
@@ -49,7 +50,7 @@ def index(
     """
     formats.known(fmt)
     map_large_tensors()
-    if builder == BUILDER and is_pretrained_checkpoint(checkpoint):
+    if library_of(builder) and is_pretrained_checkpoint(checkpoint):
         if selection:
             raise CheckpointError(
                 f"{checkpoint}: from_pretrained, which says what is right, selects no part of a folder",
@@ -64,7 +65,8 @@ def index(
                 model, kwargs, found, checkpoint=checkpoint, fmt=fmt, folder=folder
             )
         return index_pretrained(
-            model, kwargs, checkpoint=checkpoint, fmt=fmt, folder=folder, permit=permit, progress=progress
+            model, builder, kwargs, checkpoint=checkpoint, fmt=fmt, folder=folder, permit=permit,
+            progress=progress,
         )  # fmt: skip
     torch.set_num_threads(1)  # the readers run in several threads of their own
     started = time.monotonic()

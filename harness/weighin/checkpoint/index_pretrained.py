@@ -1,6 +1,5 @@
 """Write the manifest of a Hugging Face folder: the tensors that ``from_pretrained`` loads."""
 
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -28,16 +27,16 @@ from weighin.errors import CheckpointError
 from weighin.formats import gguf
 from weighin.formats.base import Progress
 from weighin.formats.misfit import first_names
-from weighin.formats.pretrained_folder import BUILDER
 from weighin.loader.lazy_state import read_whole
 from weighin.models.after_load import written_after_load
-from weighin.models.pretrained import reference
 from weighin.models.pretrained_keys import MappedKeys, map_keys
+from weighin.models.pretrained_modules import module_of
 from weighin.models.skeleton import non_persistent_buffers
 
 
 def index_pretrained(
     model: str,
+    builder: str,
     kwargs: Mapping[str, Any],
     *,
     checkpoint: Path,
@@ -59,10 +58,11 @@ def index_pretrained(
     own, slices = formats.read(checkpoint)
     if permit is not None:
         permit(sum(RECORD_BYTES + where.nbytes for where in slices) if own != fmt else 0)
+    library = module_of(builder)
     is_gguf = (
         own == gguf.NAME
     )  # transformers computes with its values, in float32 or in the wanted dtype
-    loaded, missing = reference(
+    loaded, missing = library.reference(
         kwargs, checkpoint, torch.float32 if is_gguf else widest_dtype(slices)
     )
     if missing:
@@ -88,7 +88,7 @@ def index_pretrained(
     computed = mapped.computed if mapped else tuple(sums)
     if len(stored) < len(described) or computed:
         for wanted in CELL_DTYPES:
-            other, _ = reference(kwargs, checkpoint, getattr(torch, wanted))
+            other, _ = library.reference(kwargs, checkpoint, getattr(torch, wanted))
             for name, (owner, leaf) in non_persistent_buffers(other):
                 value = owner._buffers[leaf]
                 assert value is not None
@@ -96,7 +96,7 @@ def index_pretrained(
             for name in computed if own == fmt else ():
                 value = other.state_dict()[name]
                 sums[name][dtype_name(value.dtype)] = checksum(value)
-    kept = _kept_in_float32(loaded, sums)
+    kept = _kept_in_float32(library, loaded, sums)
     entries = tuple(
         replace(
             one.entry(sums[first], torch.float32 if first in kept else None),
@@ -105,7 +105,7 @@ def index_pretrained(
         for one in described
         if (first := one.shared_with or one.name)
     )
-    manifest = Manifest(model, BUILDER, str(checkpoint), entries, mapped.note if mapped else "")
+    manifest = Manifest(model, builder, str(checkpoint), entries, mapped.note if mapped else "")
     manifest.write(folder / "manifest.json")
     return Made(manifest, {"read": read - started, "convert": time.monotonic() - read})
 
@@ -134,13 +134,12 @@ def _values_of_file(
     return of_file
 
 
-def _kept_in_float32(model: Any, sums: dict[str, dict[str, str]]) -> set[str]:
+def _kept_in_float32(library: Any, model: Any, sums: dict[str, dict[str, str]]) -> set[str]:
     """Return the weights that the class keeps in float32; drop their checksums in other dtypes."""
     kept = set()
     for wanted in CELL_DTYPES:
-        plan = model._get_dtype_plan(getattr(torch, wanted))
         for name, checksums in sums.items():
-            if any(re.search(pattern.replace("*", ".*"), name) for pattern in plan):
+            if library.keeps_in_float32(model, name, getattr(torch, wanted)):
                 kept.add(name)
                 if wanted != "float32":
                     checksums.pop(wanted, None)

@@ -5,9 +5,10 @@ from pathlib import Path
 
 from weighin import formats
 from weighin.errors import CheckpointError, ConfigError
-from weighin.formats import gguf
+from weighin.formats import gguf, sniff
 from weighin.formats.base import Slices
 from weighin.formats.misfit import first_names
+from weighin.formats.pipeline import is_pipeline
 from weighin.formats.pretrained_choice import AS_SAVED, FolderChoice
 from weighin.formats.pretrained_folder import folder_of, is_pretrained, read_folder, variant_of
 from weighin.formats.pretrained_spec import plain_spec_of
@@ -28,6 +29,8 @@ def read_with_model_keys(
             folder's code is not trusted.
         CheckpointError: the files do not hold the values of a tensor of the model, or hold codes.
     """
+    if is_pipeline(source):
+        raise sniff.no_model(source)
     if formats.detect(source) is gguf:
         from weighin.checkpoint.gguf_model_keys import read_gguf_with_model_keys  # imports torch
 
@@ -37,12 +40,12 @@ def read_with_model_keys(
             f"--keys model needs the model's class, and {folder} has no config.json",
             "name a folder that save_pretrained wrote, or leave --keys out",
         )
-    from weighin.models.pretrained import from_config
     from weighin.models.pretrained_keys import map_keys
-    from weighin.models.skeleton import build_skeleton
+    from weighin.models.skeleton import build_skeleton, resolve_builder
 
     found = read_folder(folder, replace(choice, variant=variant_of(source)))
-    model = build_skeleton(from_config, plain_spec_of(found, selection).kwargs)
+    builder = resolve_builder(found.library.builder)
+    model = build_skeleton(builder, plain_spec_of(found, selection).kwargs)
     mapped = map_keys(model, formats.read(source, selection)[1])
     wanted = model.state_dict(keep_vars=True)
     stored = {one.name: one for one in mapped.slices}

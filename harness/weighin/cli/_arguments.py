@@ -116,6 +116,18 @@ def asked_model(typed: dict[str, Any]) -> str:
     return one_model(argument, option)
 
 
+def pipeline(typed: dict[str, Any]) -> Path | None:
+    """Return the folder of the pipeline that is the typed model; None if it is no pipeline with weights."""
+    from weighin.formats import pipeline as pipelines
+    from weighin.formats.pretrained_folder import path_of
+
+    name = typed["model"] or typed["model_option"]
+    if not name or typed.get("suite") or (typed["model"] and typed["model_option"]):
+        return None
+    path = path_of(Path(name))
+    return path if pipelines.is_pipeline(path) and pipelines.read(path).models else None
+
+
 def names(texts: Iterable[str]) -> list[str]:
     """Return the names in ``texts``, each of which may hold several names separated by commas."""
     return [name.strip() for text in texts for name in text.split(",") if name.strip()]

@@ -3,14 +3,18 @@
 import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from os.path import normpath
+from shlex import join
 from typing import Any
 
 import click
 
 from weighin.cli import _settings, _wrap
-from weighin.errors import ConfigError
+from weighin.errors import ConfigError, WholePipeline
 
 _WIDEST = 100  # columns
+_WORDS = "weighin.words"
+"""The key in a context's ``meta`` of the words that were typed after the verb."""
 _TOKEN = re.compile(r"""(?:'[^']*'|"[^"]*"|\S)+""")
 """A word of a shell command; spaces inside quotes are part of the word."""
 
@@ -114,12 +118,29 @@ class Verb(click.Command):
         if self.codes:
             _write_codes(formatter)
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Keep the words of the command line, which ``invoke`` may repeat in an error."""
+        ctx.meta[_WORDS] = list(args)
+        return super().parse_args(ctx, args)
+
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the verb, and name pyproject.toml in an error about a value from that file."""
+        """Run the verb, and add to an error what the command line knows.
+
+        This is pyproject.toml for a value from that file, and the command for a model of a pipeline.
+        """
         try:
             return super().invoke(ctx)
         except ConfigError as error:
             _settings.name_source(ctx, error)
+            raise
+        except WholePipeline as error:
+            words = [
+                error.largest if normpath(word) == normpath(error.folder) else word
+                for word in ctx.meta[_WORDS]
+            ]
+            error.repair = (
+                f"give one of them; the largest: {join(['weighin', str(self.name), *words])}"
+            )
             raise
 
 

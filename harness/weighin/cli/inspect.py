@@ -8,9 +8,13 @@ import click
 
 from weighin.cli import _arguments, _console, _options
 from weighin.cli._verb import Verb
+from weighin.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from weighin.checkpoint.inspect import Inspected
+    from weighin.checkpoint.inspect_pipeline import InspectedPipeline
 
 EXAMPLES = (
     "weighin inspect model.pt",
@@ -36,19 +40,60 @@ def inspect(context: click.Context, /, **_: Any) -> None:
 
     For a path, the command reads no tensor data, executes no code from the checkpoint, and does not
     import torch. For a built-in model or a builder, it lists the checkpoint that weighin would
-    generate; for this, it builds the model without values.
+    generate; for this, it builds the model without values. For the folder of a pipeline of diffusers,
+    it lists the parts with their sizes.
     """
     from weighin.checkpoint import inspect as inspecting
 
     typed = _arguments.read(context)
+    if found := _pipeline(typed):
+        _show_pipeline(found, typed)
+        return
     inspected, json_file = _inspected(typed), typed["json_file"]
     if json_file != _console.STDOUT:
-        console = _console.out()
-        for part in inspecting.tables(inspected, sort=typed["sort"], show_all=typed["show_all"]):
-            is_table = not isinstance(part, str)
-            console.print(part, markup=is_table, highlight=False, soft_wrap=not is_table)
+        _show(inspecting.tables(inspected, sort=typed["sort"], show_all=typed["show_all"]))
     if json_file:
         _console.write_json(json_file, inspected.as_json())
+
+
+def _pipeline(typed: dict[str, Any]) -> "InspectedPipeline | None":
+    """Return the pipeline that was asked for; None for a checkpoint or a model.
+
+    Raises:
+        ConfigError: an option was given that describes the tensors of one checkpoint.
+    """
+    from weighin.checkpoint.inspect_pipeline import inspect_pipeline
+
+    path = _arguments.pipeline(typed)
+    if path is None:
+        return None
+    ignored = {
+        "--all": typed["show_all"],
+        "--key": typed["key"],
+        "--strip-prefix": typed["strip_prefix"],
+    }
+    if given := [option for option, value in ignored.items() if value]:
+        raise ConfigError(
+            f"a pipeline is listed by its parts: {', '.join(given)} would be ignored",
+            "leave it out, or inspect one part",
+        )
+    return inspect_pipeline(path)
+
+
+def _show_pipeline(inspected: "InspectedPipeline", typed: dict[str, Any]) -> None:
+    from weighin.checkpoint import inspect_pipeline
+
+    if typed["json_file"] != _console.STDOUT:
+        _show(inspect_pipeline.tables(inspected, sort=typed["sort"]))
+    if typed["json_file"]:
+        _console.write_json(typed["json_file"], inspected.as_json())
+
+
+def _show(parts: "list[Table | str]") -> None:
+    console = _console.out()
+    for part in parts:
+        is_table = not isinstance(part, str)
+        console.print(part, markup=is_table, highlight=False, soft_wrap=not is_table)
 
 
 def _inspected(typed: dict[str, Any]) -> "Inspected":

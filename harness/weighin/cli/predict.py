@@ -9,6 +9,7 @@ from weighin.cli._verb import Verb
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from weighin.predict.prediction import Prediction
     from weighin.suite.chosen_models import ChosenModels
@@ -54,35 +55,79 @@ EXAMPLES = (
 @_options.json
 @click.pass_context
 def predict(context: click.Context, /, **_: Any) -> None:
-    """Predict the memory of loads; a prediction needs no GPU, no weights and little memory."""
+    """Predict the memory of loads; a prediction needs no GPU, no weights and little memory.
+
+    For the folder of a pipeline of diffusers, each part is predicted, and all parts together and one
+    after the other.
+    """
     typed = _arguments.read(context)
     if typed["check"]:
         _end(context, _check(typed))
         return
-    from weighin.formats import quantised
-    from weighin.predict import client, tables
+    if path := _arguments.pipeline(typed):
+        _end(context, _pipeline(path, typed))
+        return
+    from weighin.predict import tables
 
-    suite = _suite(typed)
+    predictions = _predictions(typed, _suite(typed))
+    if typed["json_file"] != _console.STDOUT:
+        _console.show(*tables.tables(predictions, phases=typed["phases"]))
+    if typed["json_file"]:
+        _console.write_json(typed["json_file"], tables.as_json(predictions))
+    _end(context, predictions)
+
+
+def _predictions(typed: dict[str, Any], suite: "Suite", name: str = "") -> "list[Prediction]":
+    """Return the predictions for a suite; ``name`` is the part of a pipeline that the suite loads."""
+    from weighin.formats import quantised
+    from weighin.predict import client
+
     chosen = _arguments.choose(typed, suite)
     for spec in chosen.specs:
         if (found := quantised.of_model(spec)) and chosen.checkpoint:
             raise found.error(chosen.checkpoint)
     planned = _plan(suite, chosen)
     stored = typed["checkpoint_dtype"] and client.dtype_name(typed["checkpoint_dtype"])
+    prefix = f"{name}, " if name else ""
     with _console.err().status("importing torch") as status:
-        predictions = client.predict(
+        return client.predict(
             planned,
             checkpoint=chosen.checkpoint,
             selection=chosen.selection,
             checkpoint_dtype=stored,
             python_path=chosen.python_path,
-            report=lambda done, name: status.update(f"{name}: {done} of {len(planned)} done"),
+            report=lambda done, strategy: status.update(
+                f"{prefix}{strategy}: {done} of {len(planned)} done"
+            ),
         )
+
+
+def _pipeline(path: "Path", typed: dict[str, Any]) -> "list[Prediction]":
+    """Predict each part of a pipeline, and all parts; return the predictions of the parts."""
+    from weighin.formats import pipeline
+    from weighin.predict import pipeline as combining
+    from weighin.predict import tables
+    from weighin.suite.registry import library_at
+
+    parts = {}
+    for part in pipeline.read(path).models:
+        asked = typed | {"model": str(part.path), "model_option": None}
+        names = combining.strategies_for(
+            _arguments.names(typed["strategies"]), library_at(part.path)
+        )
+        asked["strategies"] = names
+        parts[part.name] = _predictions(asked, _suite(asked), part.name)
+    answers = combining.combined(parts)
+    predictions = [each for of_part in parts.values() for each in of_part]
     if typed["json_file"] != _console.STDOUT:
-        _console.show(*tables.tables(predictions, phases=typed["phases"]))
+        _console.show(
+            *tables.tables(predictions, phases=typed["phases"]),
+            *combining.table(path.resolve().name, answers),
+        )
     if typed["json_file"]:
-        _console.write_json(typed["json_file"], tables.as_json(predictions))
-    _end(context, predictions)
+        whole = combining.as_json(str(path), parts, answers)
+        _console.write_json(typed["json_file"], tables.as_json(predictions) | {"pipeline": whole})
+    return predictions
 
 
 def _end(context: click.Context, predictions: "Sequence[Prediction]") -> None:

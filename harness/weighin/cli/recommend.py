@@ -64,11 +64,16 @@ def recommend(context: click.Context, /, **_: Any) -> None:
     """Recommend the fastest strategy that fits into the given memory, and show its code.
 
     Memory and times come from records of this machine if there are any, otherwise from predictions.
+    For the folder of a pipeline of diffusers, each part gets a strategy, for parts that stay in memory
+    together and for parts that are loaded one after the other.
     """
     from weighin.cli._progress import steps
     from weighin.recommend import answer
 
     typed = _arguments.read(context)
+    if path := _arguments.pipeline(typed):
+        _pipeline(context, path, typed)
+        return
     question = _question(typed)
     with steps(_console.err()) as say:
         advice = answer.advise(question, answer.gather(question, say))
@@ -79,6 +84,28 @@ def recommend(context: click.Context, /, **_: Any) -> None:
     if typed["json_file"]:
         _console.write_json(typed["json_file"], advice.as_json())
     if advice.best is None:
+        context.exit(NOTHING_FITS_EXIT)
+
+
+def _pipeline(context: click.Context, path: Path, typed: dict[str, Any]) -> None:
+    """Recommend a strategy for each part of a pipeline."""
+    from weighin.cli._progress import steps
+    from weighin.formats import pipeline
+    from weighin.recommend import pipeline as recommending
+
+    questions = {
+        part.name: _question(typed | {"model": str(part.path), "model_option": None})
+        for part in pipeline.read(path).models
+    }
+    with steps(_console.err()) as say:
+        advice = recommending.advise_pipeline(path.resolve().name, questions, say)
+    if typed["json_file"] != _console.STDOUT:
+        console = _console.out()
+        for part in recommending.parts(advice):
+            console.print(part, highlight=False, soft_wrap=isinstance(part, str))
+    if typed["json_file"]:
+        _console.write_json(typed["json_file"], advice.as_json())
+    if not advice.best:
         context.exit(NOTHING_FITS_EXIT)
 
 

@@ -5,7 +5,7 @@ This module uses only the standard library, and never the network.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -15,17 +15,18 @@ from weighin.errors import CheckpointError, ConfigError
 from weighin.formats import auto_classes, gguf, hub_cache, sniff
 from weighin.formats.pretrained_choice import AS_SAVED, FolderChoice
 from weighin.formats.pretrained_code import AUTO_MAP, CODE_KEYS, auto_class, describe_code
+from weighin.formats.pretrained_library import (
+    LIBRARIES,
+    TRANSFORMERS,
+    Library,
+    library_in,
+    library_of,
+)
 
-BUILDER: Final = "weighin.models.pretrained:from_config"
+BUILDER: Final = TRANSFORMERS.builder
 CONFIG: Final = "config.json"
 
 _BUILT_IN: Final = "weighin.models."
-_STEMS: Final = (
-    ("model", ".safetensors"),
-    ("pytorch_model", ".bin"),
-    ("diffusion_pytorch_model", ".safetensors"),
-    ("diffusion_pytorch_model", ".bin"),
-)
 _INDEX: Final = "index.json"
 MODEL_DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
 """Dtypes that torch accepts as the default dtype, in which a model can be built."""
@@ -40,12 +41,12 @@ _VARIANT: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class PretrainedFolder:
-    """A folder that ``save_pretrained`` wrote.
+    """A folder that ``save_pretrained`` of transformers or diffusers wrote, or a folder of timm.
 
     Attributes:
         config: the content of ``config.json``.
         checkpoint: the file with the weights, or the folder itself if they are in shards.
-        trust_remote_code: whether the folder's own code may run, if it brings any.
+        choice: which weights, class and revision the user wants, and whether the folder's code may run.
     """
 
     path: Path
@@ -65,13 +66,22 @@ class PretrainedFolder:
     @property
     def _class(self) -> tuple[str, bool]:
         """The name of the model's class, and whether the class is in the folder's code."""
+        if self.library is not TRANSFORMERS:
+            return str(self.library.class_in(self.config)), False
         return auto_classes.choose(self.path, self.config, self.choice)
 
     @property
-    def is_of_transformers(self) -> bool:
-        """Whether the model's class belongs to transformers; else weighin knows only its tensors."""
+    def names_model(self) -> bool:
+        """Whether ``config.json`` or the user says what the model is; else weighin knows only its tensors."""
+        if self.library is not TRANSFORMERS:
+            return True
         named = any(self.config.get(key) for key in ("architectures", "model_type", AUTO_MAP))
         return named or bool(self.choice.model_class)
+
+    @property
+    def library(self) -> Library:
+        """The library that the model's class belongs to."""
+        return library_in(self.config)
 
     @property
     def code(self) -> dict[str, str] | None:
@@ -114,20 +124,29 @@ def checked_dtype(name: object, file: Path) -> str:
 
 
 def is_folder(model: ModelSpec) -> bool:
-    """Tell whether a model was read from a Hugging Face folder.
+    """Tell whether a model was read from a folder of a library."""
+    return bool(folder_library(model))
 
-    The configuration of a folder has ``architectures``, null if the folder names none; that of a
+
+def folder_library(model: ModelSpec) -> str:
+    """Return the library of the folder that a model was read from; empty for other models.
+
+    The configuration of a folder has the key of its class, null if the folder names none; that of a
     built-in model of transformers does not.
     """
-    return model.builder == BUILDER and "architectures" in model.kwargs["config"]
+    library = library_of(model.builder)
+    return library.name if library and library.class_key in model.kwargs["config"] else ""
 
 
 def own_dtype(model: ModelSpec) -> str:
     """Return the dtype of a model's published files; float32 for a model without such files.
 
-    A model of transformers has it in its configuration, another built-in model in its arguments.
+    A model of transformers has it in its configuration, another built-in model in its arguments. A
+    model of diffusers or timm has float32, whatever the dtype of its files.
     """
-    if model.builder == BUILDER:
+    if library := library_of(model.builder):
+        if library.fixed_dtype:
+            return library.fixed_dtype
         return dtype_of(model.kwargs["config"]) or "float32"
     return (model.builder.startswith(_BUILT_IN) and dtype_of(model.kwargs)) or "float32"
 
@@ -191,7 +210,7 @@ def read_folder(path: Path, choice: FolderChoice = AS_SAVED) -> PretrainedFolder
 
 
 def weights_in(path: Path, variant: str = "") -> Path:
-    """Return the checkpoint of a Hugging Face folder, as transformers or diffusers chooses it.
+    """Return the checkpoint of a Hugging Face folder, as its library chooses it.
 
     This is one file; or the folder itself, for shards with the usual index; or another index.
 
@@ -210,8 +229,7 @@ def weights_in(path: Path, variant: str = "") -> Path:
 
 def index_in(path: Path) -> Path:
     """Return the index of a folder whose weights are in shards."""
-    indexes = (path / f"{stem}{suffix}.{_INDEX}" for stem, suffix in _STEMS)
-    return next(path for path in indexes if path.is_file())
+    return next(file for file in _candidates(path) if file.name.endswith(_INDEX))
 
 
 def find_weights(path: Path, variant: str = "") -> Path | None:
@@ -224,22 +242,29 @@ def find_weights(path: Path, variant: str = "") -> Path | None:
     """
     if (explicit := _explicit(path)) is not None:
         return path if explicit == path / f"model.safetensors.{_INDEX}" else explicit
-    of = f".{variant}" if variant else ""
-    for stem, suffix in _STEMS:
-        if (file := path / f"{stem}{of}{suffix}").is_file():
-            return file
-        if (index := path / f"{stem}{suffix}.index{of}.json").is_file():
-            return index if variant else path
-    return None
+    file = next(_candidates(path, variant), None)
+    return path if file and file.name.endswith(_INDEX) else file
+
+
+def _candidates(path: Path, variant: str = "") -> Iterator[Path]:
+    """Yield the folder's files of weights and indexes in a variant, those of its own library first."""
+    libraries = (library_in(_config_in(path)), *LIBRARIES)
+    names = dict.fromkeys(name for each in libraries for name in each.weights_as(variant))
+    return (path / name for name in names if (path / name).is_file())
+
+
+def _config_in(path: Path) -> dict[str, Any]:
+    """Return the content of ``config.json``; empty if it cannot be read."""
+    try:
+        config = json.loads((path / CONFIG).read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}  # read_folder says what is wrong with it
+    return config if isinstance(config, dict) else {}
 
 
 def _explicit(path: Path) -> Path | None:
     """Return the file that ``transformers_weights`` in ``config.json`` names, if it names one."""
-    try:
-        config = json.loads((path / CONFIG).read_text())
-    except (OSError, ValueError, RecursionError):
-        return None  # read_folder says what is wrong with it
-    name = config.get(_EXPLICIT) if isinstance(config, dict) else None
+    name = _config_in(path).get(_EXPLICIT)
     if name is None:
         return None
     inside = isinstance(name, str) and "\0" not in name and ".." not in Path(name).parts
@@ -293,7 +318,7 @@ def path_of(path: Path, revision: str = "") -> Path:
         CheckpointError, ConfigError: for the same reasons as ``hub_cache.path_of``.
     """
     path = hub_cache.path_of(path, revision)
-    usual = any(path.name == f"{stem}{suffix}.{_INDEX}" for stem, suffix in _STEMS)
+    usual = path.name.endswith(_INDEX) and any(path.name in each.weights for each in LIBRARIES)
     if not (usual and path.is_file()):
         return path
     folder = path.parent

@@ -10,7 +10,6 @@ from weighin.formats import adapters, catalog, quantised
 from weighin.formats.bounded_json import read_object
 from weighin.formats.hub_cache import name_of
 from weighin.formats.pretrained_folder import (
-    BUILDER,
     MODEL_DTYPES,
     PretrainedFolder,
     checked_dtype,
@@ -33,10 +32,14 @@ def spec_of(folder: PretrainedFolder, selection: Selection = WHOLE) -> ModelSpec
             not run.
     """
     adapters.refuse(folder.path)
+    library = folder.library
+    if library.fixed_dtype:
+        kwargs: dict[str, Any] = {"architecture": folder.architecture, "config": folder.config}
+        return ModelSpec(name_of(folder.path.resolve()), library.builder, kwargs)
     config = {"architectures": None} | folder.config
     if dtype_of(config) is None:
         config = {**config, "dtype": auto_dtype(folder, selection)}
-    kwargs: dict[str, Any] = {"architecture": folder.architecture, "config": config}
+    kwargs = {"architecture": folder.architecture, "config": config}
     if code := folder.code:
         kwargs["code"] = code
     slices = catalog.read(folder.checkpoint, selection)[1]
@@ -44,7 +47,7 @@ def spec_of(folder: PretrainedFolder, selection: Selection = WHOLE) -> ModelSpec
         kwargs["apart"] = list(apart)
     if found := quantised.of_folder(folder.path, folder.config, slices):
         kwargs["quantised"] = found.as_argument()
-    return ModelSpec(name_of(folder.path.resolve()), BUILDER, kwargs)
+    return ModelSpec(name_of(folder.path.resolve()), library.builder, kwargs)
 
 
 def plain_spec_of(folder: PretrainedFolder, selection: Selection = WHOLE) -> ModelSpec:
@@ -62,13 +65,16 @@ def plain_spec_of(folder: PretrainedFolder, selection: Selection = WHOLE) -> Mod
 def auto_dtype(folder: PretrainedFolder, selection: Selection = WHOLE) -> str:
     """Return the dtype that ``from_pretrained(dtype="auto")`` gives the model.
 
-    It is the dtype in ``config.json``; else that in the index of shards; else the first
-    floating-point dtype in the (first) file of weights, by name in a safetensors file.
+    It is the dtype that the library gives every model, if it has one; else that in ``config.json``;
+    else that in the index of shards; else the first floating-point dtype in the (first) file of
+    weights, by name in a safetensors file.
 
     Raises:
         CheckpointError: the weights cannot be read.
         ConfigError: a model cannot have this dtype.
     """
+    if folder.library.fixed_dtype:
+        return folder.library.fixed_dtype
     if named := dtype_of(folder.config):
         return named
     index = index_in(folder.path) if folder.checkpoint == folder.path else folder.checkpoint

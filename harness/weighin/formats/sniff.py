@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Final
 
 from weighin.errors import CheckpointError
+from weighin.formats import pipeline
+from weighin.formats.pretrained_library import WEIGHTS
 from weighin.formats.recognise import Recognised, by_content
 from weighin.formats.training_step import named_step
 from weighin.text import one_line
@@ -27,8 +29,6 @@ RESAVE: Final = (
 SHARDS: Final = "save the checkpoint in several files, as model.save_pretrained(FOLDER) does"
 """The repair for a file that exceeds a limit of weighin."""
 
-WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
-"""The usual suffixes of checkpoint files."""
 
 HUB_ENTRY: Final = "models--"
 """The beginning of the name of a model's folder in the Hub's cache: "models--owner--name"."""
@@ -47,7 +47,6 @@ _SHARD: Final = re.compile(r"(\w*model)-\d+-of-\d+(\.safetensors|\.bin)")
 _OTHER_FRAMEWORKS: Final = (
     ".onnx", ".h5", ".keras", ".msgpack", ".ocdbt", ".tflite", ".ot", ".index", ".pb",
 )  # fmt: skip
-_PIPELINE_PARTS: Final = ("unet", "transformer")  # the largest parts; they come first in advice
 
 
 def looks_like_path(text: str) -> bool:
@@ -185,6 +184,8 @@ def no_model(folder: Path) -> CheckpointError:
             broken := broken_link(folder / name)
         ):
             return broken
+    if pipeline.is_pipeline(folder) and (found := pipeline.read(folder)).models:
+        return found.refused()
     for recognise in _RECOGNISERS:
         if recognised := recognise(folder, names):
             what, repair = recognised
@@ -227,16 +228,10 @@ def _training_run(folder: Path, _: Sequence[str]) -> Recognised:
     )
 
 
-def _pipeline(folder: Path, names: Sequence[str]) -> Recognised:
-    if "model_index.json" not in names:
+def _empty_pipeline(_: Path, names: Sequence[str]) -> Recognised:
+    if pipeline.INDEX not in names:
         return None
-    parts = sorted(_models_below(folder, names), key=lambda name: name not in _PIPELINE_PARTS)
-    if not parts:
-        return (
-            "a diffusers pipeline without weights",
-            "give the folder that has the weights, too",
-        )
-    return "a diffusers pipeline of several models", f"try {folder / parts[0]}/"
+    return "a diffusers pipeline without weights", "give the folder that has the weights, too"
 
 
 def sentence_parts(folder: Path) -> list[str]:
@@ -337,7 +332,7 @@ _RECOGNISERS: Final[Sequence[Callable[[Path, Sequence[str]], Recognised]]] = (
     _nothing,
     _adapter,
     _training_run,
-    _pipeline,
+    _empty_pipeline,
     _sentence_transformers,
     _run,
     _variants,

@@ -148,7 +148,8 @@ def _load(
             if mapped:
                 refuse_left_out_scales(model, slices, mapped, path)
                 slices = mapped.slices
-                model._weight_conversions = list(mapped.used)  # type: ignore[assignment]  # for save_pretrained
+                if mapped.used is not None:  # for save_pretrained
+                    model._weight_conversions = list(mapped.used)  # type: ignore[assignment]
             undone.enter_context(
                 real_memory(model, {source.name: source.dtype for source in slices})
             )
@@ -172,10 +173,10 @@ def _load(
 
 
 def _mapped(model: torch.nn.Module, slices: Sequence[TensorSlice]) -> "MappedKeys | None":
-    """Return the tensors, renamed for a model of transformers; None for any other model."""
-    from weighin.models.pretrained import is_pretrained_model  # few loads need this import
+    """Return the tensors, renamed for a model of a library; None for any other model."""
+    from weighin.models.pretrained_modules import module_for  # few loads need this import
 
-    if not is_pretrained_model(model):
+    if module_for(model) is None:
         return None
     from weighin.models.pretrained_keys import map_keys
 

@@ -1,6 +1,5 @@
 """Load a Hugging Face folder as ``from_pretrained`` does, through weighin's loader."""
 
-import contextlib
 import logging
 from functools import partial
 from pathlib import Path
@@ -11,13 +10,14 @@ import torch
 from weighin.errors import CheckpointError
 from weighin.formats import adapters, gguf, sniff
 from weighin.formats.hub_cache import cached_snapshot, path_of
+from weighin.formats.pipeline import is_pipeline
 from weighin.formats.pretrained_choice import FolderChoice
 from weighin.formats.pretrained_folder import CONFIG, find_weights, is_pretrained, read_folder
+from weighin.formats.pretrained_library import TRANSFORMERS
 from weighin.formats.pretrained_spec import auto_dtype, plain_spec_of
 from weighin.formats.selection import Selection
 from weighin.loader.load import load_streaming
-from weighin.models.after_load import finish_load
-from weighin.models.pretrained import from_config
+from weighin.models.pretrained_modules import module_of
 from weighin.models.skeleton import construct
 
 _log = logging.getLogger("weighin")
@@ -38,12 +38,14 @@ def load_pretrained(
 ) -> Any:
     """Return the model that ``AutoModel....from_pretrained(folder, dtype=dtype)`` returns.
 
-    The model is equal in every parameter and buffer, in dtypes, tied weights and evaluation mode.
-    The load needs memory for one copy of the weights, and no network.
+    The folder may also be a part of a pipeline of diffusers, such as ``FOLDER/unet``, or a folder of
+    timm: the model is the one that ``from_pretrained`` of diffusers or ``create_model`` of timm
+    returns. The model is equal in every parameter and buffer, in dtypes, tied weights and evaluation
+    mode. The load needs memory for one copy of the weights, and no network.
 
     Args:
         folder: a folder that ``save_pretrained`` wrote, or the id of a model in the local cache.
-        dtype: "auto" and None take the dtype of ``config.json``.
+        dtype: "auto" and None take the dtype of ``config.json``; a model of diffusers or timm has float32.
         threads: the number of threads that read, as for ``load_streaming``.
         trust_remote_code: whether to run the model's code, if it comes with the folder.
         variant: the variant of the weights: "fp16" for ``model.fp16.safetensors``.
@@ -57,12 +59,14 @@ def load_pretrained(
     Raises:
         CheckpointError: the folder is unreadable, lacks weights of its model, is quantised, or has an
             adapter beside it that from_pretrained adds.
-        ConfigError: transformers is missing, has no such class, or the folder brings code that is not
-            trusted.
+        ConfigError: the model's library is missing, has no such class, or the folder brings code that
+            is not trusted.
     """
     path = path_of(Path(folder), revision)
     if not path.exists():
         path = cached_snapshot(str(folder), revision) or path
+    if is_pipeline(path):
+        raise sniff.no_model(path)
     if find_weights(path, variant) is None and gguf.matches(path):
         raise CheckpointError(
             f"{path}: a GGUF file, which load_pretrained does not dequantise",
@@ -80,8 +84,10 @@ def load_pretrained(
         _log.warning(note)
     wanted = auto_dtype(found, selection) if dtype in (None, "auto") else dtype
     kind = getattr(torch, wanted) if isinstance(wanted, str) else wanted
-    settings = {**spec.kwargs["config"], "_name_or_path": str(folder)}
-    build = partial(from_config, **spec.kwargs | {"config": settings})
+    library, settings = module_of(found.library.builder), spec.kwargs["config"]
+    if found.library is TRANSFORMERS:
+        settings = {**settings, "_name_or_path": str(folder)}
+    build = partial(library.from_config, **spec.kwargs | {"config": settings})
     model: Any = load_streaming(
         lambda: construct(build, kind),
         found.checkpoint,
@@ -90,13 +96,5 @@ def load_pretrained(
         key=key,
         strip_prefix=strip_prefix,
     )
-    for parameter in model.parameters():  # from_pretrained's parameters require gradients
-        parameter.requires_grad_(parameter.is_floating_point())
-    finish_load(model)
-    del model.keeps_dtypes  # only the construction needs it
-    if model.can_generate():
-        from transformers import GenerationConfig
-
-        with contextlib.suppress(OSError):  # not every folder has a generation_config.json
-            model.generation_config = GenerationConfig.from_pretrained(path)
+    library.finish(model, type(folder)(path))
     return model

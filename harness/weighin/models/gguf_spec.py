@@ -71,9 +71,9 @@ def main() -> None:
     try:
         config = _config(transformers, file)
     except ImportError:
-        from weighin.models.pretrained import without_torchvision  # imports torch
+        from weighin.models.without_torchvision import imported_without_torchvision
 
-        config = _config(without_torchvision(), file)
+        config = _config(imported_without_torchvision("transformers"), file)
     described = json.loads(config.to_json_string(use_diff=False))
     architecture = _class_of(config)
     described |= {"architectures": [architecture], "dtype": _own_dtype(file)}

@@ -1,9 +1,10 @@
 """Build a model of the transformers library from its configuration, as ``from_pretrained`` does."""
 
+import contextlib
 import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -13,7 +14,9 @@ from weighin import install
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats.pretrained_code import auto_class, check_unchanged, reference_in
 from weighin.formats.pretrained_folder import dtype_of, from_pretrained_arguments
+from weighin.models.after_load import finish_load
 from weighin.models.pretrained_names import model_keys
+from weighin.models.without_torchvision import imported_without_torchvision
 from weighin.text import one_line
 
 _TOKENS: Final = 8
@@ -110,12 +113,16 @@ def pretrained_class(
     try:
         kind = getattr(package, name, None)
     except ImportError:
-        package = without_torchvision()
+        package = imported_without_torchvision("transformers")
         kind = getattr(package, name, None)
     package.logging.set_verbosity_error()
     package.logging.disable_progress_bar()
     if code:
         return _class_in(check_unchanged(code), architecture, config or {})
+    if kind is None and find_spec("diffusers"):
+        from weighin.models.pretrained_diffusers import class_of_pipelines
+
+        kind = class_of_pipelines(architecture)  # for example StableDiffusionSafetyChecker
     if not isinstance(kind, type) or not issubclass(kind, package.PreTrainedModel):
         raise ConfigError(
             f"transformers {package.__version__} has no model class {architecture!r}",
@@ -179,26 +186,40 @@ def _class_in(folder: Path, architecture: str, config: Mapping[str, Any]) -> Any
     return kind
 
 
-def without_torchvision() -> Any:
-    """Import transformers again, without torchvision, whose build may not match torch's build.
-
-    transformers imports torchvision for image processors, which no load needs.
-    """
-    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
-        del sys.modules[name]
-    modules: dict[str, Any] = sys.modules
-    modules["torchvision"] = None  # import then fails as if it were not installed
-    import transformers
-
-    return transformers
-
-
-def is_pretrained_model(model: torch.nn.Module) -> bool:
+def is_own(model: torch.nn.Module) -> bool:
     """Tell whether a model's class is from transformers, without importing transformers."""
     return any(
         kind.__name__ == "PreTrainedModel" and kind.__module__.startswith("transformers.")
         for kind in type(model).__mro__
     )
+
+
+def import_class(kwargs: Mapping[str, Any]) -> None:
+    """Import the class of the builder's arguments, so that no later phase contains this import.
+
+    Raises:
+        ConfigError: transformers is not installed, or has no such class.
+    """
+    pretrained_class(kwargs["architecture"], kwargs.get("code"), kwargs["config"])
+
+
+def keeps_in_float32(model: Any, name: str, dtype: torch.dtype) -> bool:
+    """Tell whether the class keeps a weight in float32 in a model of ``dtype``."""
+    plan = model._get_dtype_plan(dtype)
+    return any(re.search(pattern.replace("*", ".*"), name) for pattern in plan)
+
+
+def finish(model: Any, folder: Path | str) -> None:
+    """Give a loaded model the attributes that ``from_pretrained`` sets after the load."""
+    for parameter in model.parameters():  # from_pretrained's parameters require gradients
+        parameter.requires_grad_(parameter.is_floating_point())
+    finish_load(model)
+    del model.keeps_dtypes  # only the construction needs it
+    if model.can_generate():
+        from transformers import GenerationConfig
+
+        with contextlib.suppress(OSError):  # not every folder has a generation_config.json
+            model.generation_config = GenerationConfig.from_pretrained(folder)
 
 
 def _decoded(value: Any) -> Any:

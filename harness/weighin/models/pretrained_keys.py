@@ -7,7 +7,7 @@ blocks, which the loader reads straight into place. For any other conversion, th
 and transformers converts them.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -16,7 +16,9 @@ from typing import Any
 import torch
 
 from weighin.formats.base import Part, Slices, TensorSlice
+from weighin.models import pretrained
 from weighin.models.pretrained import computed_keys
+from weighin.models.pretrained_modules import module_for
 from weighin.models.pretrained_names import ModelNames
 
 
@@ -62,7 +64,8 @@ class MappedKeys:
         renamed: the number of keys whose name in the file differs from the model's name.
         joined: the number of keys of the file that are only a part of a model's tensor.
         computed: the model's keys that the file lacks because the class computes their values.
-        used: the entries of transformers' tables that renamed or converted a tensor.
+        used: the entries of transformers' tables that renamed or converted a tensor; None for a model of
+            another library.
     """
 
     slices: Slices
@@ -71,7 +74,7 @@ class MappedKeys:
     renamed: int
     joined: int
     computed: tuple[str, ...]
-    used: tuple[Any, ...]
+    used: tuple[Any, ...] | None
 
     @property
     def note(self) -> str:
@@ -90,7 +93,10 @@ class MappedKeys:
 
 
 def map_keys(model: Any, slices: Sequence[TensorSlice]) -> MappedKeys:
-    """Return a checkpoint's tensors under the names of ``model``, a model of transformers."""
+    """Return a checkpoint's tensors under the names of ``model``, a model of a library."""
+    library = module_for(model)
+    if library not in (None, pretrained):
+        return _renamed(model, slices, library.named_as_in(model, slices))
     from transformers.core_model_loading import dot_natural_key
 
     known = ModelNames(model)
@@ -125,6 +131,18 @@ def map_keys(model: Any, slices: Sequence[TensorSlice]) -> MappedKeys:
         computed=tuple(sorted(computed_keys(model) - present)),
         used=known.used(),
     )
+
+
+def _renamed(
+    model: torch.nn.Module, slices: Sequence[TensorSlice], named: Mapping[str, TensorSlice]
+) -> MappedKeys:
+    """Return the tensors under the names of ``named``, without names that the model does not have."""
+    wanted = model.state_dict(keep_vars=True)
+    mapped = Slices(replace(each, name=name) for name, each in named.items() if name in wanted)
+    used = {named[each.name].name for each in mapped}
+    unexpected = tuple(each.name for each in slices if each.name not in used)
+    renamed = sum(name != each.name for name, each in named.items() if name in wanted)
+    return MappedKeys(mapped, (), unexpected, renamed, joined=0, computed=(), used=None)
 
 
 def _joined(conversion: Conversion) -> TensorSlice | None:

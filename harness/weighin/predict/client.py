@@ -16,7 +16,7 @@ from weighin.checkpoint import entries
 from weighin.checkpoint.subprocess_client import environment
 from weighin.errors import ConfigError, HarnessError, UnknownName
 from weighin.formats import quantised
-from weighin.formats.pretrained_folder import BUILDER
+from weighin.formats.pretrained_library import LIBRARIES, library_of
 from weighin.formats.selection import WHOLE, Selection
 from weighin.predict.prediction import Prediction, from_json
 from weighin.predict.ranks import of_ranks
@@ -25,7 +25,9 @@ from weighin.suite.config import DTYPES
 from weighin.suite.matrix import Planned
 from weighin.suite.packages import name_of
 
-_FOLLOWED: Final = frozenset({"torch", "numpy", "safetensors", "transformers", "accelerate"})
+_FOLLOWED: Final = frozenset(
+    {"torch", "numpy", "safetensors", "accelerate", *(each.name for each in LIBRARIES)}
+)
 """Packages whose file reads ``patches.py`` simulates, or that read files with torch operations."""
 
 Report = Callable[[int, str], None]
@@ -187,8 +189,8 @@ class _Asker:
         return answer
 
     def _process_of(self, model: dict[str, Any]) -> subprocess.Popen[str]:
-        """Return the running process, or a new one if that imported another class of transformers."""
-        imported = model if model["builder"] == BUILDER else {}
+        """Return the running process, or a new one if that imported another class of a library."""
+        imported = model if library_of(model["builder"]) else {}
         if self._process is None or imported != self._imported:
             self.__exit__()
             self._imported = imported

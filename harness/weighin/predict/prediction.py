@@ -60,6 +60,7 @@ class Prediction:
     Attributes:
         model_bytes: the size of all parameters and buffers; tied tensors count once.
         baseline_anon_bytes: the anonymous memory before the load, after the import of torch.
+        baseline_file_bytes: the resident pages of mapped files before the load, torch's libraries.
         host_anon_peak_bytes: the peak of the process's anonymous memory, including the import of
             torch.
         host_anon_least_bytes: this peak in processes whose heap reuses the holes that freed large
@@ -86,6 +87,7 @@ class Prediction:
     cannot: str = ""
     model_bytes: int | None = None
     baseline_anon_bytes: int | None = None
+    baseline_file_bytes: int | None = None
     host_anon_peak_bytes: int | None = None
     host_anon_least_bytes: int | None = None
     host_anon_most_bytes: int | None = None

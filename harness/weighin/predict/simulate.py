@@ -36,6 +36,7 @@ class SimulatedRun:
 
     model_bytes: int
     baseline_anon_bytes: int
+    baseline_file_bytes: int
     host_anon_peak_bytes: int
     host_anon_least_bytes: int
     host_anon_most_bytes: int
@@ -130,6 +131,7 @@ def _figures(ledger: Ledger, model_bytes: int, in_flight_bytes: int) -> Simulate
     return SimulatedRun(
         model_bytes=model_bytes,
         baseline_anon_bytes=ledger.baseline.anon_bytes,
+        baseline_file_bytes=ledger.baseline.file_bytes,
         host_anon_peak_bytes=ledger.peak_anon_bytes,
         host_anon_least_bytes=min(ledger.least_anon_bytes, ledger.peak_anon_bytes),
         host_anon_most_bytes=most_bytes,

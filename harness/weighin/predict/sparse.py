@@ -12,7 +12,8 @@ from weighin.checkpoint import generate, reader
 from weighin.checkpoint.describe import describe, in_checkpoint
 from weighin.checkpoint.manifest import Manifest
 from weighin.checkpoint.piecewise import tensor_checksums
-from weighin.formats.pretrained_folder import BUILDER, own_dtype
+from weighin.formats.pretrained_folder import own_dtype
+from weighin.formats.pretrained_library import library_of
 from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.zip_writer import leaving_holes
 
@@ -42,7 +43,7 @@ def make_sparse(
         _, slices = formats.read(source, selection)
         kind = reader.widest_dtype(slices)
     kept: set[str] = set()
-    if source is not None and model.builder != BUILDER:
+    if source is not None and library_of(model.builder) is None:
         tensors = reader.plans(slices)
     else:
         described = describe(model.builder, model.kwargs, real_buffers="non_persistent", dtype=kind)

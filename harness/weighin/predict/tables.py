@@ -71,7 +71,7 @@ def tables(predictions: Sequence[Prediction], *, phases: bool) -> Iterable[Table
                 yield f"{escape(', '.join(map(_name, ones)))}: {escape(why)}"
         for peak, why in _OTHER_PEAKS.items():
             for size, ones in itertools.groupby(
-                followed, key=lambda prediction: _gib(_other_peak(prediction, peak))
+                followed, key=lambda prediction: gib(_other_peak(prediction, peak))
             ):
                 if size:
                     yield (
@@ -124,7 +124,7 @@ def _table(model: str, predictions: Sequence[Prediction], phases: bool) -> Table
                 prediction.cuda_reserved_bytes,
             ]
         sizes.append(prediction.disk_read_bytes)
-        table.add_row(escape(_name(prediction)), prediction.cell.format, *map(_gib, sizes))
+        table.add_row(escape(_name(prediction)), prediction.cell.format, *map(gib, sizes))
         if phases:
             for phase in prediction.phases:
                 inside = [phase.host_anon_peak_bytes, phase.host_file_peak_bytes, None]
@@ -134,7 +134,7 @@ def _table(model: str, predictions: Sequence[Prediction], phases: bool) -> Table
                         phase.cuda_allocated_bytes,
                         phase.cuda_reserved_bytes,
                     ]
-                table.add_row(f"[dim]  {escape(phase.name)}[/]", "", *map(_gib, inside), "")
+                table.add_row(f"[dim]  {escape(phase.name)}[/]", "", *map(gib, inside), "")
     return table
 
 
@@ -192,7 +192,7 @@ def _name(prediction: Prediction) -> str:
     return " ".join([prediction.strategy, *words])
 
 
-def _gib(size: int | None) -> str:
+def gib(size: int | None) -> str:
     """Format a size in GiB with three decimals, from 100 GiB on with one; empty for None."""
     if size is None:
         return ""

@@ -16,7 +16,8 @@ from weighin.cell import SYNTHESISED, Cell, ModelSpec
 from weighin.errors import UnknownName
 from weighin.formats import gguf, quantised
 from weighin.formats.pretrained_code import auto_class
-from weighin.formats.pretrained_folder import BUILDER, folder_of, variant_of
+from weighin.formats.pretrained_folder import folder_of, variant_of
+from weighin.formats.pretrained_library import TRANSFORMERS, library_in, library_of
 from weighin.formats.selection import WHOLE, Selection
 from weighin.predict.client import predict
 from weighin.predict.prediction import Prediction
@@ -222,7 +223,9 @@ def advise(question: Question, prior: PriorKnowledge) -> Advice:
             gguf_file=question.checkpoint.name if prior.checkpoint_format == gguf.NAME else "",
             auto=auto_class(model["config"], model["architecture"]) if "code" in model else "",
             variant=variant_of(Path(checkpoint)),
-            is_chosen=model["architecture"] not in (model["config"]["architectures"] or [""])[:1],
+            is_chosen=library_in(model["config"]) is TRANSFORMERS
+            and model["architecture"] not in (model["config"].get("architectures") or [""])[:1],
+            extra=library_in(model["config"]).extra,
         )  # fmt: skip
         return replace(advice, code=code)
     if question.selection:
@@ -238,7 +241,7 @@ def advise(question: Question, prior: PriorKnowledge) -> Advice:
 
 def _folder(question: Question) -> str | None:
     """Return the Hugging Face folder that a question names as its model; None for other models."""
-    if question.model.builder != BUILDER or question.checkpoint is None:
+    if library_of(question.model.builder) is None or question.checkpoint is None:
         return None
     return str(folder_of(question.checkpoint))
 

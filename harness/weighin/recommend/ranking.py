@@ -8,6 +8,7 @@ from typing import Final
 
 from weighin.cell import Cell
 from weighin.formats.pretrained_folder import is_folder
+from weighin.formats.pretrained_library import LIBRARIES
 from weighin.predict.prediction import Prediction
 from weighin.recommend.calibration import Calibration
 from weighin.recommend.prior_runs import Evidence
@@ -23,7 +24,7 @@ OWN_CODE: Final = "code that builds the model"
 without this name and without the prefix are packages."""
 
 _DOUBT_SHARE, _DOUBT_BYTES = 0.02, 32 * MIB  # the error of a predicted floor
-_OF_FOLDERS: Final = frozenset({"transformers", "safetensors"})
+_OF_FOLDERS: Final = frozenset({"safetensors", *(each.name for each in LIBRARIES)})
 """The packages that every user of a Hugging Face folder has."""
 _OURS: Final = frozenset({"streaming"})
 

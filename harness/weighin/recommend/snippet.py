@@ -11,6 +11,7 @@ from shlex import quote
 from typing import Final
 
 from weighin import install
+from weighin.formats.pretrained_library import DIFFUSERS, TIMM, TRANSFORMERS
 from weighin.strategy import HELPERS
 from weighin.suite.packages import name_of
 from weighin.suite.registry import StrategyInfo
@@ -69,23 +70,35 @@ def pretrained_snippet(
     variant: str = "",
     is_chosen: bool = False,
     gguf_file: str = "",
+    extra: str = TRANSFORMERS.extra,
 ) -> str:
-    """Return the code that loads a Hugging Face folder with a strategy that renames keys.
+    """Return the code that loads the folder of a library with a strategy that renames keys.
 
     ``auto`` is the class of transformers that runs the folder's own code, "AutoModelForCausalLM";
-    empty if the model's code is in transformers. ``is_chosen`` tells whether the class is another one
+    empty if the model's code is in its library. ``is_chosen`` tells whether the class is another one
     than the folder names. ``gguf_file`` is the name of the weights' GGUF file; empty for other weights.
+    ``extra`` is the extra of weighin for the folder's library.
     """
     more = f", variant={variant!r}" if variant else ""
     more += ", trust_remote_code=True" if auto else ""
-    if info.pretrained:
+    if info.pretrained == DIFFUSERS.name:
+        needed, line = (
+            "pip install torch diffusers accelerate",
+            f"from diffusers import {architecture}",
+        )
+        call = f"{architecture}.from_pretrained({folder!r}, torch_dtype=torch.{dtype}{more}).to({device!r})"
+    elif info.pretrained == TIMM.name:
+        needed, line = "pip install torch timm", "from timm import create_model"
+        name = f"local-dir:{folder}"
+        call = f"create_model({name!r}, pretrained=True).to({device!r}, torch.{dtype})"
+    elif info.pretrained:
         kind = auto or architecture
         needed, line = "pip install torch transformers", f"from transformers import {kind}"
         if gguf_file:
             needed, more = f"{needed} accelerate gguf", f", gguf_file={gguf_file!r}"
         call = f"{kind}.from_pretrained({folder!r}, dtype=torch.{dtype}{more}).to({device!r})"
     else:
-        needed, line = install.command("hf", anywhere=True), "from weighin import load_pretrained"
+        needed, line = install.command(extra, anywhere=True), "from weighin import load_pretrained"
         more += f", model_class={architecture!r}" if is_chosen else ""
         call = f"load_pretrained({folder!r}, dtype=torch.{dtype}, device={device!r}{more})"
     return f"# {needed}\nimport torch\n{line}\n\nmodel = {call}\n"

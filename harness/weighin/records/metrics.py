@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from weighin.errors import UnknownName
-from weighin.record import IMPORT_TRANSFORMERS, Phase, Result
+from weighin.record import IMPORTS_OF_LIBRARIES, Phase, Result
 from weighin.units import (
     GIB,
     MIB,
@@ -24,7 +24,7 @@ Direction = Literal["lower", "higher", "both"]
 """The direction of an improvement: lower or higher; with ``both``, every change is a regression."""
 
 # The worker's own phases before its baseline.
-_BEFORE_LOAD: Final = ("import", IMPORT_TRANSFORMERS, "prepare")
+_BEFORE_LOAD: Final = ("import", *IMPORTS_OF_LIBRARIES, "prepare")
 # The phase that ends at ``ready``: it reads every byte of a load, or syncs every byte of a save.
 _LAST: Final = {"load": "touch", "save": "sync"}
 

@@ -41,6 +41,8 @@ _COLOURS: Final = {
     "per_param": "#009E73",
     "streaming": "#CC79A7",
     "transformers": "#B8860B",
+    "diffusers": "#B8860B",
+    "timm": "#B8860B",
     "load_assign": "#56B4E9",
     "per_param_mmap": "#117733",
     "per_module": "#999933",

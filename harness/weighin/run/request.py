@@ -21,7 +21,8 @@ from weighin.errors import (
 )
 from weighin.formats import quantised
 from weighin.formats.pretrained_choice import AS_SAVED, FolderChoice
-from weighin.formats.pretrained_folder import BUILDER, code_of
+from weighin.formats.pretrained_folder import code_of
+from weighin.formats.pretrained_library import library_of
 from weighin.formats.selection import WHOLE, Selection
 from weighin.isolation import preload, select
 from weighin.records import run_folder
@@ -266,8 +267,7 @@ def _installed(
 ) -> tuple[str, ...]:
     """Return the sorted installed packages that these strategies and models need."""
     needed = [name for info in infos for name in info.packages]
-    if any(model.builder == BUILDER for model in models):
-        needed.append("transformers")
+    needed += [library.name for model in models if (library := library_of(model.builder))]
     found = [quantised.of_model(model) for model in models]
     needed += [name for one in found if one for name in one.packages]
     return tuple(sorted(packages.versions(needed)))

@@ -2,13 +2,19 @@
 
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, Final
 
 from weighin.cell import CacheState, Cell, ModelSpec, Operation
 from weighin.formats import gguf, quantised
-from weighin.formats.pretrained_folder import is_folder
+from weighin.formats.pretrained_folder import folder_library
 from weighin.formats.selection import Selection
 from weighin.suite.registry import StrategyInfo
+
+_FOLDERS: Final = {
+    "transformers": "Hugging Face folders",
+    "diffusers": "parts of diffusers pipelines",
+    "timm": "folders of timm",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +41,8 @@ class Planned:
             skip = _obstacle(found, info, cell.operation) or skip
         if kind not in info.devices:
             skip = f"{info.name} does not {to} {kind}"
-        if info.pretrained and not is_folder(cell.model):
-            skip = f"{info.name} loads Hugging Face folders only"
+        if info.pretrained and folder_library(cell.model) != info.pretrained:
+            skip = f"{info.name} loads {_FOLDERS[info.pretrained]} only"
         if info.shares_load and cell.ranks == 1:
             skip = f"{info.name} divides a load among several ranks: --ranks 2"
         if cell.format == gguf.NAME and (missing := _missing_for_gguf()):

@@ -22,6 +22,7 @@ from weighin.formats.hub_cache import cached_snapshot
 from weighin.formats.misfit import NOT_MEASURED, check_converts
 from weighin.formats.pretrained_choice import AS_SAVED, FolderChoice
 from weighin.formats.pretrained_folder import is_pretrained, read_folder, weights_in
+from weighin.formats.pretrained_library import LIBRARIES, TRANSFORMERS
 from weighin.formats.pretrained_spec import spec_of
 from weighin.formats.selection import WHOLE, Selection
 from weighin.models import gguf_spec
@@ -53,7 +54,8 @@ class StrategyInfo:
     ``formats`` are the checkpoint formats that the strategy reads (a load) or writes (a save).
     ``options`` are the names that the strategy accepts in ``job.options``. ``maps_keys`` tells
     whether the strategy renames and converts a checkpoint's keys as transformers does.
-    ``pretrained`` tells whether the strategy loads only Hugging Face folders. ``packages`` are the
+    ``pretrained`` is the library whose folders the strategy loads, "transformers", "diffusers" or "timm";
+    empty for a strategy that needs no such folder. ``packages`` are the
     packages that the strategy imports beside torch and weighin, by their names on PyPI:
     "fastsafetensors", "safetensors>=0.8". ``shares_load`` tells whether the strategy divides one
     load among several ranks, so that it needs at least two. ``weights_only`` tells whether the strategy
@@ -69,7 +71,7 @@ class StrategyInfo:
     devices: tuple[str, ...]
     options: tuple[str, ...] = ()
     maps_keys: bool = False
-    pretrained: bool = False
+    pretrained: str = ""
     packages: tuple[str, ...] = ()
     shares_load: bool = False
     dequantises: bool = False
@@ -184,7 +186,7 @@ def read_strategy(path: Path, operation: Operation = "load") -> StrategyInfo:
         devices=_constant(tree, "DEVICES", path, ("cpu",)),
         options=_constant(tree, "OPTIONS", path, ()),
         maps_keys=_flag(tree, "MAPS_KEYS"),
-        pretrained=_flag(tree, "PRETRAINED"),
+        pretrained=_library(tree, path),
         packages=_constant(tree, "PACKAGES", path, ()),
         shares_load=_flag(tree, "SHARES_LOAD"),
         weights_only=_flag(tree, "WEIGHTS_ONLY"),
@@ -238,7 +240,7 @@ def model_and_checkpoint(
         return gguf_spec.spec_of(file), file
     if is_pretrained(path) and not name.startswith(_FROM):
         folder = read_folder(path, choice)
-        if folder.is_of_transformers:
+        if folder.names_model:
             return spec_of(folder, selection), folder.checkpoint
     if choice.model_class:
         raise _no_folder(name, (f"--class={choice.model_class}",))
@@ -255,6 +257,11 @@ def _no_folder(name: str, options: Iterable[str]) -> ConfigError:
         f"{name} is no Hugging Face folder of transformers, so {typed} would be ignored",
         f"leave {typed} out",
     )
+
+
+def library_at(path: Path) -> str:
+    """Return the library of the folder at a path: "transformers"; empty if it is no such folder."""
+    return read_folder(path).library.name if is_pretrained(path) else ""
 
 
 def path_of(name: str, kwargs: dict[str, object] | None = None, revision: str = "") -> Path | None:
@@ -327,7 +334,11 @@ def notes_on(checkpoint: Path, choice: FolderChoice = AS_SAVED) -> tuple[str, ..
     if not is_pretrained(path := pretrained_folder.folder_of(checkpoint)):
         return tuple(notes)
     folder = read_folder(path, replace(choice, variant=pretrained_folder.variant_of(checkpoint)))
-    if folder.is_of_transformers and not (choice.model_class or folder.config.get("architectures")):
+    if (
+        folder.library is TRANSFORMERS
+        and folder.names_model
+        and not (choice.model_class or folder.config.get("architectures"))
+    ):
         with suppress(ConfigError):  # AutoModel chooses none
             notes.append(
                 f"config.json names no class in 'architectures': {folder.architecture}, as AutoModel"
@@ -405,6 +416,22 @@ def _flag(tree: ast.Module, name: str) -> bool:
         and node.value.value is True
         for node in tree.body
     )
+
+
+def _library(tree: ast.Module, path: Path) -> str:
+    """Return the library that the constant PRETRAINED names; True stands for transformers."""
+    if _flag(tree, "PRETRAINED"):
+        return TRANSFORMERS.name
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "PRETRAINED":
+            if any(ast.unparse(node.value) == repr(each.name) for each in LIBRARIES):
+                return str(ast.literal_eval(node.value))
+            names = ", ".join(repr(each.name) for each in LIBRARIES)
+            raise ConfigError(
+                f"{path}, line {node.lineno}: PRETRAINED names no library",
+                f"write one of {names}, or True for transformers",
+            )
+    return ""
 
 
 def _constant(tree: ast.Module, name: str, path: Path, default: tuple[str, ...]) -> tuple[str, ...]:

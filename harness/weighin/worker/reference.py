@@ -23,9 +23,10 @@ import torch
 from weighin import formats
 from weighin.cell import Cell
 from weighin.checkpoint.reader import read_whole
-from weighin.formats.pretrained_folder import BUILDER, is_pretrained_checkpoint
+from weighin.formats.pretrained_folder import is_pretrained_checkpoint
+from weighin.formats.pretrained_library import library_of
 from weighin.formats.selection import Selection
-from weighin.models.pretrained import reference
+from weighin.models.pretrained_modules import module_of
 from weighin.models.skeleton import construct, resolve_builder
 from weighin.protocol import decode_job
 from weighin.worker.failures import describe
@@ -55,8 +56,10 @@ def main() -> None:
 def _loaded(cell: Cell, checkpoint: Path, selection: Selection) -> torch.nn.Module:
     dtype, kwargs = getattr(torch, cell.dtype), cell.model.kwargs
     builder = resolve_builder(cell.model.builder)
-    if cell.model.builder == BUILDER and is_pretrained_checkpoint(checkpoint):
-        return reference(kwargs, checkpoint, dtype)[0].to(cell.device)
+    if library_of(cell.model.builder) and is_pretrained_checkpoint(checkpoint):
+        model: torch.nn.Module
+        model, _ = module_of(cell.model.builder).reference(kwargs, checkpoint, dtype)
+        return model.to(cell.device)
     model = construct(lambda: builder(**kwargs), dtype)
     targets = model.state_dict()
     for where in formats.read(checkpoint, selection)[1]:

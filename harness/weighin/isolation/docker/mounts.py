@@ -12,7 +12,8 @@ from typing import Final
 import weighin
 from weighin import formats
 from weighin.cell import Job
-from weighin.formats.pretrained_folder import BUILDER, folder_of
+from weighin.formats.pretrained_folder import folder_of
+from weighin.formats.pretrained_library import library_of
 from weighin.isolation import preload
 from weighin.isolation.docker import packages
 from weighin.suite.registry import data_folder
@@ -69,7 +70,7 @@ def place(job: Job) -> tuple[Job, list[Bind]]:
         inside = replace(inside, target=_WRITTEN)
         binds.append(Bind(Path(job.target).resolve(), _WRITTEN, writable=True))
     binds += _place_checkpoint(checkpoint, inside.checkpoint)
-    if job.cell.model.builder == BUILDER and not checkpoint.is_dir():
+    if library_of(job.cell.model.builder) and not checkpoint.is_dir():
         binds += [
             Bind(file.resolve(), f"{_CHECKPOINT}/{file.name}")
             for file in sorted(root.glob("*.json"))  # from_pretrained reads them

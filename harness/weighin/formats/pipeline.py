@@ -1,0 +1,133 @@
+"""Read the folder of a pipeline of diffusers: ``model_index.json``, and a folder for each part.
+
+::
+
+    model_index.json   {"_class_name": "StableDiffusionPipeline",
+                        "unet": ["diffusers", "UNet2DConditionModel"], "scheduler": [...], ...}
+    unet/  vae/  text_encoder/       each is the folder of a model
+    scheduler/  tokenizer/           parts without weights
+
+This module uses only the standard library.
+"""
+
+import json
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from weighin.errors import WholePipeline
+from weighin.formats.pretrained_library import WEIGHTS
+from weighin.text import one_line
+from weighin.units import format_bytes
+
+INDEX: Final = "model_index.json"
+_MOST_JSON_BYTES: Final = 1024**2
+_PAIR: Final = 2  # [library, class]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part of a pipeline, such as "unet".
+
+    Attributes:
+        library, class_name: as ``model_index.json`` names them; empty if it does not.
+        path: the part's folder, which may be missing.
+        file_bytes: the size of the part's largest set of weights in files of one suffix; None for a
+            part without weights.
+    """
+
+    name: str
+    library: str
+    class_name: str
+    path: Path
+    file_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """A pipeline: its class, and its parts in the order of ``model_index.json``."""
+
+    path: Path
+    class_name: str
+    parts: tuple[Part, ...]
+
+    @property
+    def models(self) -> tuple[Part, ...]:
+        """The parts that have weights."""
+        return tuple(part for part in self.parts if part.file_bytes is not None)
+
+    @property
+    def largest(self) -> Part:
+        """The model with the largest files."""
+        return max(self.models, key=lambda part: part.file_bytes or 0)
+
+    @property
+    def missing(self) -> tuple[Part, ...]:
+        """The parts that ``model_index.json`` names, but whose folder is not there."""
+        return tuple(part for part in self.parts if not part.path.is_dir())
+
+    @property
+    def without_weights(self) -> tuple[Part, ...]:
+        """The parts whose folder has no weights, such as a tokenizer."""
+        return tuple(part for part in self.parts if part.path.is_dir() and part.file_bytes is None)
+
+    def refused(self) -> WholePipeline:
+        """Return the error for a verb that takes one model."""
+        parts = [f"{part.name} ({format_bytes(part.file_bytes or 0)})" for part in self.models]
+        largest = self.largest
+        return WholePipeline(
+            f"{self.path}: a diffusers pipeline of {len(parts)} models: {one_line(', '.join(parts))}",
+            f"give one of them; the largest: {largest.path}",
+            folder=self.path,
+            largest=largest.path,
+        )
+
+
+def is_pipeline(path: Path) -> bool:
+    """Tell whether a path is a folder with ``model_index.json``."""
+    return (path / INDEX).is_file()
+
+
+def read(path: Path) -> Pipeline:
+    """Return the pipeline in a folder; parts that a damaged index does not name are found by their weights."""
+    index = _object(path / INDEX)
+    named = {name: value for name, value in index.items() if _is_part(name, value)}
+    folders = sorted(
+        inner.name
+        for inner in path.iterdir()
+        if inner.name not in named and _weights_bytes(inner) is not None
+    )
+    parts = []
+    for name in [*named, *folders]:
+        library, class_name = named.get(name, ("", ""))
+        parts.append(Part(name, library, class_name, path / name, _weights_bytes(path / name)))
+    return Pipeline(path, str(index.get("_class_name", "")), tuple(parts))
+
+
+def _is_part(name: str, value: Any) -> bool:
+    """Tell whether an entry names a part: a library and a class. A part that is left out has null."""
+    return (
+        isinstance(value, list)
+        and len(value) == _PAIR
+        and all(isinstance(each, str) for each in value)
+        and Path(name).name == name
+    )
+
+
+def _weights_bytes(folder: Path) -> int | None:
+    sizes: dict[str, int] = {}
+    with suppress(OSError):  # not a folder, or one that this user must not read
+        for file in folder.iterdir():
+            if file.suffix in WEIGHTS and file.is_file():
+                sizes[file.suffix] = sizes.get(file.suffix, 0) + file.stat().st_size
+    return max(sizes.values(), default=None)
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            content = json.loads(file.read(_MOST_JSON_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,95 @@
+"""The libraries whose ``config.json`` and weights weighin reads: transformers, diffusers and timm.
+
+Everything that differs between the folders of these libraries is a row of ``LIBRARIES``, or a
+function of the row's module ``weighin.models.pretrained...``. This module uses only the standard library.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+"""The usual suffixes of checkpoint files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """One library.
+
+    Attributes:
+        name: the package, and the strategy that loads a folder with the package's own function.
+        extra: the extra of weighin that installs the package.
+        builder: the function of weighin that builds a model of the library.
+        class_key: the key of ``config.json`` that names the model's class.
+        weights: the names of files with weights and of indexes of shards, in the order in which the
+            library looks for them.
+        fixed_dtype: the dtype that the library gives a model by default; None if it is the files'.
+    """
+
+    name: str
+    extra: str
+    builder: str
+    class_key: str
+    weights: tuple[str, ...]
+    fixed_dtype: str | None = None
+
+    def class_in(self, config: Mapping[str, Any]) -> str | None:
+        """Return the class that a ``config.json`` names; None if it names none of this library."""
+        named = config.get(self.class_key)
+        if isinstance(named, list):
+            named = named[0] if named else None
+        return named if isinstance(named, str) and named else None
+
+    def weights_as(self, variant: str) -> tuple[str, ...]:
+        """Return the names of ``weights`` in a variant: "model.fp16.safetensors" for "fp16"."""
+        if not variant:
+            return self.weights
+        parts = (name.rpartition(".") for name in self.weights)
+        return tuple(f"{stem}.{variant}.{suffix}" for stem, _, suffix in parts)
+
+
+TRANSFORMERS: Final = Library(
+    "transformers",
+    "hf",
+    "weighin.models.pretrained:from_config",
+    "architectures",
+    (
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "pytorch_model.bin",
+        "pytorch_model.bin.index.json",
+    ),
+)
+DIFFUSERS: Final = Library(
+    "diffusers",
+    "diffusers",
+    "weighin.models.pretrained_diffusers:from_config",
+    "_class_name",
+    (
+        "diffusion_pytorch_model.safetensors.index.json",
+        "diffusion_pytorch_model.safetensors",
+        "diffusion_pytorch_model.bin",
+        "diffusion_pytorch_model.bin.index.json",
+    ),
+    "float32",
+)
+TIMM: Final = Library(
+    "timm",
+    "timm",
+    "weighin.models.pretrained_timm:from_config",
+    "architecture",
+    ("model.safetensors", "pytorch_model.bin"),
+    "float32",
+)
+LIBRARIES: Final = (TRANSFORMERS, DIFFUSERS, TIMM)
+"""In the order in which a folder's ``config.json`` is asked for its class."""
+
+
+def library_in(config: Mapping[str, Any]) -> Library:
+    """Return the library of a folder by its ``config.json``; transformers if no class is named."""
+    return next((each for each in LIBRARIES if each.class_in(config)), TRANSFORMERS)
+
+
+def library_of(builder: str) -> Library | None:
+    """Return the library whose models a builder builds; None for any other builder."""
+    return next((each for each in LIBRARIES if each.builder == builder), None)

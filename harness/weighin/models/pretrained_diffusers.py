@@ -1,0 +1,182 @@
+"""Build a model of the diffusers library from its configuration, as its ``from_pretrained`` does.
+
+The model is a part of a pipeline, such as its ``unet``, ``transformer`` or ``vae``.
+"""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from weighin import install
+from weighin.errors import CheckpointError, ConfigError
+from weighin.formats.base import TensorSlice
+from weighin.formats.pretrained_folder import folder_of
+from weighin.formats.pretrained_library import DIFFUSERS
+from weighin.models.without_torchvision import imported_without_torchvision
+
+_PIPELINES: Final = "diffusers.pipelines"
+_QUANTISED: Final = "quantization_config"
+
+
+def from_config(architecture: str, config: Mapping[str, Any]) -> torch.nn.Module:
+    """Return the model in evaluation mode, in torch's default dtype.
+
+    Non-persistent buffers keep the constructor's dtypes, as with ``from_pretrained``.
+
+    Args:
+        architecture: the name of the class in diffusers, such as "UNet2DConditionModel".
+        config: the content of ``config.json``.
+
+    Raises:
+        ConfigError: diffusers is not installed, or has no such class, or the weights are quantised.
+    """
+    if quantised := config.get(_QUANTISED):
+        method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
+        raise ConfigError(
+            f"the weights of this {architecture} are quantised by {method or 'a method'}, which weighin"
+            " does not dequantise",
+            "give the folder of the model before its quantisation",
+        )
+    kind = diffusers_class(architecture)
+    model: torch.nn.Module = kind.from_config(dict(config))
+    dtype = torch.get_default_dtype()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        wanted = torch.float32 if keeps_in_float32(model, name, dtype) else dtype
+        if tensor.is_floating_point() and tensor.dtype != wanted:
+            tensor.data = tensor.data.to(wanted)
+    model.keeps_dtypes = True  # type: ignore[assignment]
+    return model.eval()
+
+
+def diffusers_class(architecture: str) -> Any:
+    """Return a model class by its name.
+
+    Raises:
+        ConfigError: diffusers is not installed, or has no such class.
+    """
+    diffusers = _diffusers()
+    try:
+        kind = getattr(diffusers, architecture, None)
+    except (ImportError, RuntimeError):
+        diffusers = imported_without_torchvision("diffusers")
+        kind = getattr(diffusers, architecture, None)
+    _quiet(diffusers)
+    kind = kind or class_of_pipelines(architecture)
+    if not (isinstance(kind, type) and issubclass(kind, diffusers.ModelMixin)):
+        raise ConfigError(
+            f"diffusers {diffusers.__version__} has no model class {architecture!r}",
+            "install the version in config.json's _diffusers_version, or a newer one",
+        )
+    return kind
+
+
+def import_class(kwargs: Mapping[str, Any]) -> None:
+    """Import the class of the builder's arguments, so that no later phase contains this import.
+
+    Raises:
+        ConfigError: diffusers is not installed, or has no such class.
+    """
+    diffusers_class(kwargs["architecture"])
+
+
+def class_of_pipelines(name: str) -> Any:
+    """Return a class that diffusers defines beside a pipeline; None if there is no such class.
+
+    A pipeline's folder may name such a class, for example ``StableDiffusionSafetyChecker``.
+
+    Raises:
+        ConfigError: diffusers is not installed.
+    """
+    _diffusers()
+    root = Path(import_module(_PIPELINES).__path__[0])
+    definition = re.compile(rf"^class {re.escape(name)}\(", re.MULTILINE)
+    for file in sorted(root.rglob("*.py")):
+        if definition.search(file.read_text(encoding="utf-8")):
+            inside = ".".join(file.relative_to(root).with_suffix("").parts)
+            return getattr(import_module(f"{_PIPELINES}.{inside}"), name)
+    return None
+
+
+def _diffusers() -> Any:
+    os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads this when it is imported
+    try:
+        import diffusers
+    except ImportError as error:
+        raise ConfigError(
+            f"a model of diffusers needs this package: {error}", install.command(DIFFUSERS.extra)
+        ) from None
+    _quiet(diffusers)
+    return diffusers
+
+
+def _quiet(diffusers: Any) -> None:
+    diffusers.utils.logging.set_verbosity_error()
+    diffusers.utils.logging.disable_progress_bar()
+
+
+def is_own(model: torch.nn.Module) -> bool:
+    """Tell whether a model's class is from diffusers, without importing diffusers."""
+    return any(
+        kind.__name__ == "ModelMixin" and kind.__module__.startswith("diffusers.")
+        for kind in type(model).__mro__
+    )
+
+
+def keeps_in_float32(model: Any, name: str, dtype: torch.dtype) -> bool:  # noqa: ARG001 (an interface)
+    """Tell whether the class keeps a weight in float32 in a model of any dtype."""
+    kept = model._keep_in_fp32_modules or ()
+    return any(part in kept for part in name.split("."))
+
+
+def named_as_in(model: Any, slices: Sequence[TensorSlice]) -> dict[str, TensorSlice]:
+    """Return a checkpoint's tensors by the names that ``from_pretrained`` gives them."""
+    named = {each.name: each for each in slices}
+    model._fix_state_dict_keys_on_load(named)
+    return named
+
+
+def reference(
+    kwargs: Mapping[str, Any], checkpoint: Path, dtype: torch.dtype
+) -> tuple[torch.nn.Module, list[str]]:
+    """Return the model that ``from_pretrained`` loads, and the weights that the files lack.
+
+    Raises:
+        CheckpointError: ``from_pretrained`` cannot load the folder.
+    """
+    kind, folder = diffusers_class(kwargs["architecture"]), folder_of(checkpoint)
+    try:
+        model, info = kind.from_pretrained(
+            folder, torch_dtype=dtype, output_loading_info=True, **options(folder)
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        raise CheckpointError(
+            f"{checkpoint}: from_pretrained of {kind.__name__} cannot load it: {error}",
+            "choose the class that the checkpoint was saved from",
+        ) from error
+    buffers = dict(model.named_buffers())
+    return model, [name for name in info["missing_keys"] if name not in buffers]
+
+
+def options(folder: Path) -> dict[str, Any]:
+    """Return the arguments of ``from_pretrained`` for a folder: it looks for .bin shards only if asked."""
+    bin_index = "diffusion_pytorch_model.bin.index.json"
+    names = {name for name in DIFFUSERS.weights if (folder / name).is_file()}
+    return {"local_files_only": True} | ({"use_safetensors": False} if names == {bin_index} else {})
+
+
+def finish(model: Any, folder: Path | str) -> None:
+    """Give a loaded model the attributes that ``from_pretrained`` sets after the load."""
+    model.register_to_config(_name_or_path=folder)
+    del model.keeps_dtypes
+
+
+def example_inputs(
+    architecture: str,
+    config: Mapping[str, Any],
+) -> None:
+    """Return no inputs: each class of diffusers has its own."""

@@ -1,0 +1,144 @@
+"""Answer a question to ``weighin recommend`` for a whole pipeline: a strategy for each of its parts.
+
+*Together*, a part is loaded while all other parts are in memory, so that its load has the limits minus
+the other parts' weights. *One after the other*, each part is freed before the next load, so that each
+load has the whole limits.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from rich.box import SIMPLE_HEAD
+from rich.console import RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from weighin.recommend.answer import SCHEMA, Advice, PriorKnowledge, Question, advise, gather
+from weighin.recommend.ranking import Limits
+from weighin.units import format_bytes, format_exact
+
+_TOGETHER: Final = "together"
+_ONE_AFTER_THE_OTHER: Final = "one after the other"
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineAdvice:
+    """The advice for each part by the part's name, for both ways to hold the parts."""
+
+    title: str
+    limits: Limits
+    sizes: Mapping[str, int]
+    together: Mapping[str, Advice]
+    one_after_the_other: Mapping[str, Advice]
+
+    @property
+    def best(self) -> str:
+        """How the pipeline is sure to fit, "together" if possible; empty if it is not."""
+        for held, advices in (
+            (_TOGETHER, self.together),
+            (_ONE_AFTER_THE_OTHER, self.one_after_the_other),
+        ):
+            if all(each.best for each in advices.values()):
+                return held
+        return ""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the whole answer for ``--json``."""
+        return {
+            "schema": SCHEMA,
+            "pipeline": self.title,
+            "ram_limit_bytes": self.limits.ram_bytes,
+            "vram_limit_bytes": self.limits.vram_bytes,
+            "recommended": self.best or None,
+            "parts": [
+                {
+                    "name": name,
+                    "model_bytes": self.sizes[name],
+                    "together": self.together[name].as_json(),
+                    "one_after_the_other": self.one_after_the_other[name].as_json(),
+                }
+                for name in self.sizes
+            ],
+        }
+
+
+def advise_pipeline(
+    title: str, questions: Mapping[str, Question], say: Callable[[str], None]
+) -> PipelineAdvice:
+    """Return the advice for the parts of a pipeline; ``questions`` has the whole limits for each part.
+
+    Raises:
+        HarnessError: a part, or a run's records, cannot be used.
+    """
+    prior = {
+        name: gather(question, lambda text, name=name: say(f"{name}: {text}"))  # type: ignore[misc]
+        for name, question in questions.items()
+    }
+    sizes = {name: _model_bytes(each) for name, each in prior.items()}
+    others = {name: sum(sizes.values()) - size for name, size in sizes.items()}
+    together = {
+        name: advise(replace(question, limits=_left(question, others[name])), prior[name])
+        for name, question in questions.items()
+    }
+    alone = {name: advise(question, prior[name]) for name, question in questions.items()}
+    limits = next(iter(questions.values())).limits
+    return PipelineAdvice(title, limits, sizes, together, alone)
+
+
+def _model_bytes(prior: PriorKnowledge) -> int:
+    return max((each.model_bytes or 0 for each in prior.predictions), default=0)
+
+
+def _left(question: Question, held_bytes: int) -> Limits:
+    """Return the limits of a load while other parts of this size are on its device."""
+    ram, vram = question.limits.ram_bytes, question.limits.vram_bytes
+    if question.device == "cpu":
+        return Limits(None if ram is None else max(1, ram - held_bytes), vram)
+    return Limits(ram, None if vram is None else max(1, vram - held_bytes))
+
+
+def parts(advice: PipelineAdvice) -> Iterator[RenderableType]:
+    """Yield the parts of the answer that ``weighin recommend`` prints for a pipeline."""
+    limits = [f"{format_exact(advice.limits.ram_bytes)} of RAM"] if advice.limits.ram_bytes else []
+    if advice.limits.vram_bytes:
+        limits.append(f"{format_exact(advice.limits.vram_bytes)} of GPU memory")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.title = (
+        f"{escape(advice.title)} ({format_bytes(sum(advice.sizes.values()))}), all parts, "
+        + (" and ".join(limits) or "without a limit")
+    )
+    for heading in ("part", "size", _TOGETHER, _ONE_AFTER_THE_OTHER):
+        table.add_column(heading, overflow="fold")
+    for name, size in advice.sizes.items():
+        table.add_row(
+            escape(name),
+            format_bytes(size, digits=1),
+            _choice(advice.together[name]),
+            _choice(advice.one_after_the_other[name]),
+        )
+    yield table
+    yield (
+        f"{_TOGETHER}: every part stays in memory, and each load has the rest of the limit;"
+        f" {_ONE_AFTER_THE_OTHER}: each part is freed before the next one is loaded.\n"
+    )
+    if not advice.best:
+        yield "The pipeline is not sure to fit. A smaller dtype (--dtype bf16) or a higher limit may help."
+        return
+    chosen = advice.together if advice.best == _TOGETHER else advice.one_after_the_other
+    yield f"Load the parts {advice.best}:\n"
+    yield from _codes(chosen)
+
+
+def _choice(advice: Advice) -> str:
+    if advice.best is None:
+        return "[red]does not fit[/]"
+    return escape(f"{advice.best.strategy}: {advice.best.verdict}")
+
+
+def _codes(chosen: Mapping[str, Advice]) -> Iterator[str]:
+    names: Sequence[str] = list(chosen)
+    for name in names:
+        best = chosen[name].best
+        assert best is not None
+        yield escape(f"# {name}: {best.strategy}\n{chosen[name].code}")

@@ -1,0 +1,219 @@
+"""Folders of diffusers and timm: ``load_pretrained`` gives what the library gives, or says why not."""
+
+import json
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_differences import differences
+from safetensors.torch import save_file
+
+from weighin import load_pretrained
+from weighin.checkpoint.index import index
+from weighin.checkpoint.model_keys import read_with_model_keys
+from weighin.errors import CheckpointError, ConfigError
+from weighin.formats.pretrained_folder import find_weights, own_dtype
+from weighin.formats.pretrained_library import DIFFUSERS, LIBRARIES, TIMM, library_in
+from weighin.recommend.snippet import pretrained_snippet
+from weighin.suite import registry
+
+CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
+ONE_FILE = "diffusion_pytorch_model.safetensors"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def makers() -> Any:
+    try:
+        import torchvision  # noqa: F401
+    except (ImportError, RuntimeError):  # another build than torch's, which no load needs
+        sys.modules["torchvision"] = None  # type: ignore[assignment]
+    sys.path.insert(0, str(CHECKPOINTS))
+    yield
+    sys.path.remove(str(CHECKPOINTS))
+
+
+def saved(module: str, name: str, folder: Path) -> Path:
+    """Return the folder that a maker of ``tests/checkpoints`` writes."""
+    torch.manual_seed(0)
+    path: Path = import_module(module)._RIGHT[name](folder).path
+    return path
+
+
+def of_library(folder: Path, dtype: torch.dtype | None) -> torch.nn.Module:
+    """Return the model that the folder's own library loads."""
+    config = json.loads((folder / "config.json").read_text())
+    model: torch.nn.Module
+    if "architecture" in config:
+        model = pytest.importorskip("timm").create_model(f"local-dir:{folder}", pretrained=True)
+        return model.to(dtype) if dtype else model
+    kind = getattr(pytest.importorskip("diffusers"), config["_class_name"])
+    model = kind.from_pretrained(folder, torch_dtype=dtype)
+    return model
+
+
+@pytest.mark.skipif(
+    find_spec("diffusers") is None, reason="needs diffusers, from weighin[diffusers]"
+)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "the unet of a pipeline",
+        "a unet in float16",
+        "a unet in shards",
+        "a unet in shards beside a file of other values",
+        "a unet in .bin",
+        "attention under its names before diffusers 0.17",
+        "keys that no module of diffusers has",
+        "weights that stay in float32, and computed buffers",
+        "positions as a persistent buffer",
+        "a computed buffer in float64",
+    ],
+)
+def test_a_part_of_a_pipeline_is_what_diffusers_loads(
+    tmp_path: Path, name: str, dtype: torch.dtype | None
+) -> None:
+    folder = saved("pipelines", name, tmp_path)
+    own = load_pretrained(folder, dtype=dtype or "auto")
+    reference = of_library(folder, dtype)
+    assert differences(own, reference) == []
+    if dtype is None:
+        keys = [one.name for one in read_with_model_keys(folder)]
+        assert keys == list(reference.state_dict())
+
+
+@pytest.mark.skipif(
+    find_spec("diffusers") is None, reason="needs diffusers, from weighin[diffusers]"
+)
+def test_the_manifest_of_a_part_has_the_values_that_diffusers_loads(tmp_path: Path) -> None:
+    name = "weights that stay in float32, and computed buffers"
+    folder = saved("pipelines", name, tmp_path / "wan")
+    spec, checkpoint = registry.model_and_checkpoint(str(folder))
+    assert checkpoint == folder / ONE_FILE and own_dtype(spec) == "float32"
+    (tmp_path / "out").mkdir()
+    manifest = index(
+        "m",
+        spec.builder,
+        spec.kwargs,
+        checkpoint=checkpoint,
+        fmt="safetensors",
+        folder=tmp_path / "out",
+    ).manifest
+    reference = of_library(folder, torch.bfloat16)
+    tensors = {**dict(reference.named_buffers()), **reference.state_dict()}
+    assert {one.name for one in manifest.tensors} == tensors.keys()
+    for entry in manifest.tensors:
+        dtype = str(tensors[entry.name].dtype).removeprefix("torch.")
+        assert dtype in entry.checksums, entry.name
+        assert ("bfloat16" in entry.checksums) == (dtype == "bfloat16"), entry.name
+
+
+@pytest.mark.skipif(
+    find_spec("diffusers") is None, reason="needs diffusers, from weighin[diffusers]"
+)
+def test_a_weight_that_a_part_lacks_is_named(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    folder = saved("pipelines", "a unet in float16", tmp_path)
+    state = load_file(folder / ONE_FILE)
+    del state["conv_in.weight"]
+    save_file(state, folder / ONE_FILE)
+    with pytest.raises(CheckpointError, match=r"has no values for conv_in\.weight of this UNet2D"):
+        load_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("config", "library"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "transformers"),
+        ({"architectures": ["TimmWrapperModel"], "architecture": "resnet18"}, "transformers"),
+        ({"_class_name": "UNet2DConditionModel"}, "diffusers"),
+        ({"architecture": "resnet18", "num_classes": 10}, "timm"),
+        ({"_class_name": 3, "architecture": None}, "transformers"),
+    ],
+)
+def test_the_library_of_a_folder_is_told_by_its_config(
+    config: dict[str, Any], library: str
+) -> None:
+    assert library_in(config).name == library
+
+
+def test_each_library_looks_for_its_own_files_in_its_own_order(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"_class_name": "UNet2DConditionModel"}')
+    for name in (ONE_FILE, "model.safetensors", f"{ONE_FILE}.index.json"):
+        (tmp_path / name).touch()
+    assert find_weights(tmp_path) == tmp_path  # diffusers prefers shards to one file
+    (tmp_path / f"{ONE_FILE}.index.json").unlink()
+    assert find_weights(tmp_path) == tmp_path / ONE_FILE
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    assert find_weights(tmp_path) == tmp_path / "model.safetensors"
+    assert DIFFUSERS.weights_as("fp16")[:2] == (
+        "diffusion_pytorch_model.safetensors.index.fp16.json",
+        "diffusion_pytorch_model.fp16.safetensors",
+    )
+
+
+@pytest.mark.parametrize("library", LIBRARIES[1:])
+def test_a_folder_without_its_library_names_the_extra(
+    tmp_path: Path, library: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, library.name, None)
+    (tmp_path / "config.json").write_text(json.dumps({library.class_key: "Some"}))
+    save_file({"w": torch.ones(2)}, tmp_path / library.weights[1 if library is DIFFUSERS else 0])
+    with pytest.raises(ConfigError, match=f"a model of {library.name} needs") as caught:
+        load_pretrained(tmp_path)
+    assert (
+        f"weighin[{library.extra}]" in caught.value.repair or library.extra in caught.value.repair
+    )
+
+
+def test_the_recommended_code_calls_the_folders_library() -> None:
+    where: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16", "folder": "F"}
+    code = pretrained_snippet(registry.strategy("diffusers"), "AutoencoderKL", **where)
+    assert "from diffusers import AutoencoderKL" in code
+    assert "AutoencoderKL.from_pretrained('F', torch_dtype=torch.bfloat16).to('cpu')" in code
+    code = pretrained_snippet(registry.strategy("timm"), "resnet18", **where)
+    assert "create_model('local-dir:F', pretrained=True).to('cpu', torch.bfloat16)" in code
+
+
+TIMM_NAMES = [
+    "a residual network",
+    "a residual network in .bin",
+    "a vision transformer of small images",
+    "four channels",
+    "rotary positions",
+    "config.json of timm before pretrained_cfg",
+]
+
+
+def needs_timm() -> None:
+    try:
+        import timm  # noqa: F401
+    except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision of another build
+        pytest.skip(f"needs timm, from weighin[timm]: {error}")
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("name", TIMM_NAMES)
+def test_a_folder_of_timm_is_what_timm_loads(
+    tmp_path: Path, name: str, dtype: torch.dtype | None
+) -> None:
+    needs_timm()
+    folder = saved("timm_folders", name, tmp_path)
+    assert registry.model(str(folder)).builder == TIMM.builder
+    own = load_pretrained(folder, dtype=dtype or "auto")
+    assert differences(own, of_library(folder, dtype)) == []
+
+
+def test_a_head_that_timm_would_draw_at_random_is_refused(tmp_path: Path) -> None:
+    needs_timm()
+    folder = saved("timm_folders", "a residual network", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config["model_args"] = {"num_classes": 7}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"has no values for fc\.bias, fc\.weight"):
+        load_pretrained(folder)
