@@ -83,7 +83,7 @@ def test_a_long_table_shows_its_ends(tmp_path: Path) -> None:
 def test_json_has_it_all(tmp_path: Path) -> None:
     found = json.loads(run(str(make(tmp_path / "m.pt", "pt")), "--json", "-"))
     assert found["totals"] == {
-        "tensors": 4, "shared": 1, "numbers": 47, "bytes": 180,
+        "tensors": 4, "shared": 1, "numbers": 47, "bytes": 180, "stored_bytes": 180,
         "storage_bytes": 180, "unused_bytes": 0,
         "file_bytes": (tmp_path / "m.pt").stat().st_size, "largest": "embedding.weight",
     }  # fmt: skip
