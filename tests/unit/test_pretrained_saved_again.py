@@ -52,9 +52,7 @@ def test_a_loaded_model_is_saved_with_the_keys_that_its_file_has(
 def test_a_loaded_model_and_its_modules_name_their_folder(experts: Path) -> None:
     def names(model: Any) -> dict[str, str]:
         found = {
-            path: module.name_or_path
-            for path, module in model.named_modules()
-            if is_own(module)
+            path: module.name_or_path for path, module in model.named_modules() if is_own(module)
         }
         return found | {"config": model.config.name_or_path}
 
