@@ -35,7 +35,7 @@ def text(layouts: Sequence[Layout], answers: Answers) -> str:
         "",
         f"`make checkpoints` wrote this page on {datetime.date.today()} with torch {torch.__version__} and"
         f" transformers {transformers.__version__}. It makes a small checkpoint of each layout, and gives it"
-        " to each verb. *right*: what was loaded or written is equal, bit by bit, to what `torch.load` or"
+        " to verbs of weighin. *right*: what was loaded or written is equal, bit by bit, to what `torch.load` or"
         " `from_pretrained` gives. *refused*: weighin says what the checkpoint is, and what to do next."
         " `load` is `load_pretrained` for the folder of a model, and `load_streaming` for other"
         " checkpoints.",
@@ -51,14 +51,9 @@ def text(layouts: Sequence[Layout], answers: Answers) -> str:
 
 
 def _table(members: Sequence[Layout], answers: Answers) -> list[str]:
-    rows = [
-        [
-            named(one),
-            *(answers[one.name][verb].state for verb in VERBS if verb in answers[one.name]),
-        ]
-        for one in members
-    ]
-    return list(table_lines(("layout", *VERBS), rows, names=1 + len(VERBS)))
+    tried = [verb for verb in VERBS if any(verb in answers[one.name] for one in members)]
+    rows = [[named(one), *(answers[one.name][verb].state for verb in tried)] for one in members]
+    return list(table_lines(("layout", *tried), rows, names=1 + len(tried)))
 
 
 def named(layout: Layout) -> str:
