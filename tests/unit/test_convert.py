@@ -294,6 +294,7 @@ def test_the_command_says_what_it_made(source: Path) -> None:
         "checksums": None,
         "verified": True,
         "quantised": None,
+        "left_out": (),
     }
 
 

@@ -168,7 +168,7 @@ def test_a_cut_file_is_refused_wherever_it_ends(tmp_path: Path) -> None:
     cut = tmp_path / "cut.gguf"
     for length in range(len(whole) - 16):  # the last 16 bytes are padding
         cut.write_bytes(whole[:length])
-        with pytest.raises(CheckpointError, match=r"truncated|damaged|empty|not a GGUF"):
+        with pytest.raises(CheckpointError, match=r"truncated|damaged|empty|a text file"):
             formats.read(cut)
 
 

@@ -58,6 +58,7 @@ LOADS = [
     for name, info in registry.strategies().items()
     if "cpu" in info.devices and not info.missing and not info.pretrained and not info.shares_load
     for fmt in info.formats
+    if fmt not in formats.READ_ONLY
 ]
 
 

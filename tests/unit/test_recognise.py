@@ -127,9 +127,18 @@ def test_only_a_proven_fault_advises_another_copy() -> None:
     assert found == {
         ("sniff.py", 'AGAIN: Final = "copy or download the file again"'),
         ("sniff.py", '"the download link led to a web page: use the link to the file itself",'),
+        ("gguf.py", '"copy or download that part, too",'),
         (
-            "pretrained_folder.py",
+            "sniff.py",
+            'f"{what}: this file of {name} was removed from the cache", f"hf download {name}"',
+        ),
+        (
+            "hub_cache.py",
             'f"{name} is not in the cache {hub}, and weighin never downloads", f"hf download {name}"',
+        ),
+        (
+            "hub_cache.py",
+            'repair = f"hf download {name}" + (f" --revision {revision}" if revision else "")',
         ),
     }
 

@@ -27,6 +27,7 @@ from weighin.errors import CheckpointError
 from weighin.formats import gguf
 from weighin.formats.base import Progress
 from weighin.formats.misfit import first_names
+from weighin.formats.pretrained_folder import BUILDER
 from weighin.loader.lazy_state import read_whole
 from weighin.models.after_load import written_after_load
 from weighin.models.pretrained_keys import MappedKeys, map_keys
@@ -84,7 +85,9 @@ def index_pretrained(
                 if progress is not None and own == fmt:
                     progress(piece.nbytes)
     mapped = None if is_gguf else map_keys(loaded, slices)
-    of_file = _values_of_file(loaded, mapped, sums) if mapped and own == fmt else {}
+    of_file = {}
+    if mapped and own == fmt and builder == BUILDER:
+        of_file = _values_of_file(loaded, mapped, sums)
     computed = mapped.computed if mapped else tuple(sums)
     if len(stored) < len(described) or computed:
         for wanted in CELL_DTYPES:

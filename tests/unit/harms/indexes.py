@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 
 from harms.given import INDEXED, JSON, KEYED, Given, Harm, Said, case, change
 from harms.metadata import place
@@ -60,16 +59,6 @@ def a_key_twice_in_the_index(given: Given) -> Said:
 def a_key_twice_in_the_data(given: Given) -> Said:
     change(given.data, b"a.weighu", b"a.weight")
     return given.data, "'a.weight' occurs twice"
-
-
-@case("sharded", "sharded_pt")
-def a_key_in_two_shards(given: Given) -> Said:
-    other = given.data.with_name("z" + given.data.suffix)
-    shutil.copy(given.data, other)
-    change(
-        given.index, b'"b.bias": "' + given.data.name.encode(), b'"b.bias": "' + other.name.encode()
-    )
-    return given.data, "'b.bias' is in this file, but the index lists it in "
 
 
 @case(*JSON)
