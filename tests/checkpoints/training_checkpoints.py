@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from layouts import NO_FOLDER, Layout, Made, refused
+from layouts import NO_FOLDER, Layout, Made, all_but, refused
 from small import llama, state
 
 GROUP: Final = "Checkpoints of training runs"
@@ -235,7 +235,12 @@ LAYOUTS: Final = [
         "model states of ZeRO-3", GROUP, _zero_3,
         refused(r"all tensors are empty: ZeRO-3 keeps the weights in \*_optim_states\.pt\n.*the folder"),
     ),
-    Layout("empty tensors", GROUP, _empty, refused("all tensors are empty.*\n.*gather")),
+    Layout(
+        "empty tensors",
+        GROUP,
+        _empty,
+        refused("all tensors are empty.*\n.*gather", all_but("load")),
+    ),
     Layout("a slice of a large storage", GROUP, _slice, NO_FOLDER),
     Layout("three slices of one storage", GROUP, _slices_of_one, NO_FOLDER),
     Layout("an expanded tensor", GROUP, _expanded, NO_FOLDER),

@@ -98,6 +98,7 @@ def convert(
         raise CheckpointError(
             f"{source}: holds no tensors", "convert the checkpoint of a model with weights"
         )
+    formats.refuse_empty(source, slices)
     if order.dtype is not None:
         check_converts(source, slices, "leave --dtype out")
     if order.dtype and (found := quantised.in_checkpoint(source, slices)):

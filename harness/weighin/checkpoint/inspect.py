@@ -145,6 +145,7 @@ def inspect(path: Path, selection: Selection = WHOLE) -> Inspected:
             the place of the damage.
     """
     layout, slices = formats.read(path, selection)
+    formats.refuse_empty(path, slices)
     root = path if path.is_dir() else path.parent
     tensors = tuple(_tensors(root, slices))
     files = tuple((_relative(file, root), file.stat().st_size) for file in formats.files(path))

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         loaded_as,
         named,
         read,
+        refuse_empty,
     )
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "loaded_as",
     "named",
     "read",
+    "refuse_empty",
 ]
 
 

@@ -28,6 +28,7 @@ strategy: ``tensorizer``. It is not in ``NAMES``: weighin does not read, convert
 Importing this module does not import torch.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -50,7 +51,7 @@ from weighin.formats.base import Layout, ReadLayout, Slices, TensorSlice
 from weighin.formats.pretrained_folder import find_weights, is_pretrained
 from weighin.formats.selection import WHOLE, Selection, below, stripped
 from weighin.formats.sharded import OF_DIFFUSERS, SHARDED, SHARDED_PT
-from weighin.formats.state_dicts import all_empty
+from weighin.formats.state_dicts import all_empty, is_beside_weights
 from weighin.formats.training_step import newest
 from weighin.formats.zip_directory import check_file
 
@@ -185,9 +186,19 @@ def read(path: Path, selection: Selection = WHOLE) -> tuple[str, list[TensorSlic
         slices = below(path, slices, key) if key else slices
     if selection.strip_prefix:
         slices = stripped(path, slices, selection.strip_prefix)
+    if is_beside_weights(path):
+        refuse_empty(path, slices)
+    return layout.NAME, slices
+
+
+def refuse_empty(path: Path, slices: Sequence[TensorSlice]) -> None:
+    """Raise CheckpointError if all tensors of a checkpoint are empty.
+
+    A caller that has a model need not ask: empty tensors are right for a model of empty tensors, and
+    fit no other.
+    """
     if slices and not any(one.nbytes for one in slices):
         raise all_empty(path)
-    return layout.NAME, slices
 
 
 def has_only_tensors(path: Path) -> bool:

@@ -178,10 +178,16 @@ def with_key(places: Mapping[str, int]) -> str:
     )
 
 
+def is_beside_weights(path: Path) -> bool:
+    """Tell whether the file with the weights of a ZeRO-3 run lies beside a file, or in a folder."""
+    folder = path if path.is_dir() else path.parent
+    return next(folder.glob(f"*{_OPTIM_STATES}"), None) is not None
+
+
 def all_empty(path: Path) -> CheckpointError:
     """Return the exception for a checkpoint of empty tensors, as ZeRO-3 writes beside the weights."""
     folder = path if path.is_dir() else path.parent
-    if next(folder.glob(f"*{_OPTIM_STATES}"), None) is None:
+    if not is_beside_weights(path):
         return CheckpointError(
             f"{path}: all tensors are empty, so there is nothing to load",
             "save the whole weights: a process that shards a model (ZeRO-3, FSDP) must gather them"

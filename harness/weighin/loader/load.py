@@ -155,7 +155,9 @@ def _load(
             )
             optional = _optional(model, mapped, path) if mapped else None
             values = {} if mapped else extra_values(model, slices, path)
-            load_state(model, lazy_state(log, slices) | values, path, optional)
+            state = lazy_state(log, slices)
+            state.update(values)  # in place, because the metadata is an attribute of the dict
+            load_state(model, state, path, optional)
         loads = log.finish()
         _refuse_meta(model, path)
     place = _Placer(model, log, device, dtype)

@@ -246,6 +246,7 @@ def model_and_checkpoint(
         raise _no_folder(name, (f"--class={choice.model_class}",))
     weights = weights_of(path, replace(choice, revision=""))
     _, slices = formats.read(weights, selection)
+    formats.refuse_empty(weights, slices)
     check_converts(path, slices, NOT_MEASURED)
     quantised.refuse_codes(path, slices, ())
     return ModelSpec(path.name, SYNTHESISED, {"tensors": structure.pack(slices)}), weights
