@@ -37,6 +37,7 @@ LONGEST = (
     "test_pretrained_folders.py",
     "test_fleet.py",
     "test_foreign_repository.py",
+    "test_checkpoints.py",
 )
 
 settings.register_profile("untimed", deadline=None)  # a busy machine must not fail a test

@@ -14,10 +14,10 @@ so count in the RSS: up to 400 MiB for each thread.
 import gc
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 
@@ -155,9 +155,8 @@ def _load(
             )
             optional = _optional(model, mapped, path) if mapped else None
             values = {} if mapped else extra_values(model, slices, path)
-            state = lazy_state(log, slices)
-            state.update(values)  # in place, because the metadata is an attribute of the dict
-            load_state(model, state, path, optional)
+            # No name for the state: it would keep every tensor's source alive to the end of the load.
+            load_state(model, _with(lazy_state(log, slices), values), path, optional)
         loads = log.finish()
         _refuse_meta(model, path)
     place = _Placer(model, log, device, dtype)
@@ -172,6 +171,12 @@ def _load(
     for conversion in mapped.conversions if mapped else ():
         _convert(model, conversion)
     return model, was_meta
+
+
+def _with(state: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the same state dict with more values: its metadata is an attribute, which | would lose."""
+    state.update(values)
+    return state
 
 
 def _mapped(model: torch.nn.Module, slices: Sequence[TensorSlice]) -> "MappedKeys | None":
