@@ -62,7 +62,7 @@ def index_pretrained(
     library = module_of(builder)
     is_gguf = (
         own == gguf.NAME
-    )  # transformers computes with its values, in float32 or in the wanted dtype
+    )  # transformers computes with its values, in float32 or the wanted dtype
     loaded, missing = library.reference(
         kwargs, checkpoint, torch.float32 if is_gguf else widest_dtype(slices)
     )

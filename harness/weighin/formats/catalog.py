@@ -186,8 +186,8 @@ def read(path: Path, selection: Selection = WHOLE) -> tuple[str, list[TensorSlic
         slices = below(path, slices, key) if key else slices
     if selection.strip_prefix:
         slices = stripped(path, slices, selection.strip_prefix)
-    if is_beside_weights(path):
-        refuse_empty(path, slices)
+    if _is_empty(slices) and is_beside_weights(path):
+        raise all_empty(path)
     return layout.NAME, slices
 
 
@@ -197,8 +197,12 @@ def refuse_empty(path: Path, slices: Sequence[TensorSlice]) -> None:
     A caller that has a model need not ask: empty tensors are right for a model of empty tensors, and
     fit no other.
     """
-    if slices and not any(one.nbytes for one in slices):
+    if _is_empty(slices):
         raise all_empty(path)
+
+
+def _is_empty(slices: Sequence[TensorSlice]) -> bool:
+    return bool(slices) and not any(one.nbytes for one in slices)
 
 
 def has_only_tensors(path: Path) -> bool:

@@ -19,7 +19,6 @@ from typing import Any, Final
 from weighin.errors import WholePipeline
 from weighin.formats.pretrained_library import WEIGHTS
 from weighin.text import one_line
-from weighin.units import format_bytes
 
 INDEX: Final = "model_index.json"
 _MOST_JSON_BYTES: Final = 1024**2
@@ -74,6 +73,8 @@ class Pipeline:
 
     def refused(self) -> WholePipeline:
         """Return the error for a verb that takes one model."""
+        from weighin.units import format_bytes  # imports decimal, which few loads need
+
         parts = [f"{part.name} ({format_bytes(part.file_bytes or 0)})" for part in self.models]
         largest = self.largest
         return WholePipeline(

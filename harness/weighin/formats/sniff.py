@@ -29,7 +29,6 @@ RESAVE: Final = (
 SHARDS: Final = "save the checkpoint in several files, as model.save_pretrained(FOLDER) does"
 """The repair for a file that exceeds a limit of weighin."""
 
-
 HUB_ENTRY: Final = "models--"
 """The beginning of the name of a model's folder in the Hub's cache: "models--owner--name"."""
 

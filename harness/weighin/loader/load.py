@@ -143,7 +143,7 @@ def _load(
             if not isinstance(model, torch.nn.Module):
                 model = _built(model, log)
             was_meta = any(tensor.is_meta for tensor in _tensors(model))
-            refuse_codes(path, slices, model.state_dict(keep_vars=True))
+            refuse_codes(path, slices, _names(model))
             mapped = _mapped(model, slices)
             if mapped:
                 refuse_left_out_scales(model, slices, mapped, path)
@@ -171,6 +171,11 @@ def _load(
     for conversion in mapped.conversions if mapped else ():
         _convert(model, conversion)
     return model, was_meta
+
+
+def _names(model: torch.nn.Module) -> Iterator[str]:
+    """Yield the names in the model's state dict, which is made only if somebody asks for a name."""
+    yield from model.state_dict(keep_vars=True)
 
 
 def _with(state: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -138,7 +138,7 @@ def _formats(matrix: CellMatrix, info: StrategyInfo) -> list[str]:
     if not matrix.formats and own and (own in info.formats or own == gguf.NAME):
         return [
             own
-        ]  # a GGUF file is dequantised only if asked for: this takes up to 8 times its size
+        ]  # a GGUF file is dequantised only if asked for: it takes up to 8 times its size
     supported = [fmt for fmt in matrix.formats if fmt in info.formats]
     return supported or [*matrix.formats, *info.formats][:1]
 
