@@ -132,7 +132,7 @@ def test_a_path_is_no_id_of_the_hub_in_python_either(here: Path) -> None:
     (here / "mine" / "model").mkdir(parents=True)
     with pytest.raises(CheckpointError) as caught:
         load_pretrained("mine/model")
-    assert caught.value.message == "mine/model: not a Hugging Face folder: it has no config.json"
+    assert caught.value.message == "mine/model: an empty folder"
     with pytest.raises(CheckpointError) as caught:
         load_pretrained("./gone")
     assert str(caught.value) == "./gone: no such file or folder\ncheck the path"

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from weighin import formats
 from weighin.errors import CheckpointError
 from weighin.formats import adapters, gguf, sniff
 from weighin.formats.hub_cache import cached_snapshot, path_of
@@ -73,7 +74,10 @@ def load_pretrained(
             f"let transformers load it: from_pretrained(FOLDER, gguf_file={gguf.file_of(path).name!r})",
         )
     if not is_pretrained(path):
-        raise sniff.broken_link(path / CONFIG) or CheckpointError(
+        if broken := sniff.broken_link(path / CONFIG):
+            raise broken
+        formats.detect(path)  # names what is no checkpoint at all
+        raise CheckpointError(
             f"{path}: not a Hugging Face folder: it has no config.json",
             "give a folder that model.save_pretrained(FOLDER) wrote",
         )
