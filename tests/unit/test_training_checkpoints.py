@@ -29,6 +29,13 @@ class Kind(enum.Enum):
     FAST = 1
 
 
+class Member:
+    """A member of ``Kind`` as Python 3.11.0 to 3.11.3 write it; other versions write a call of ``Kind``."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return getattr, (Kind, "FAST")
+
+
 class Settings(dict[str, Any]):
     """A dict of its own class, as the settings of many frameworks are."""
 
@@ -125,6 +132,17 @@ def test_the_weights_beside_foreign_objects_are_those_that_torch_loads(
         assert data[one.offset : one.offset + one.nbytes] == raw
     with pytest.raises(pickle.UnpicklingError), warnings.catch_warnings(action="ignore"):
         torch.load(path, weights_only=True)
+
+
+@pytest.mark.parametrize("member", [Kind.FAST, Member()], ids=["call", "getattr"])
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_a_member_of_an_enumeration_is_named_as_any_python_writes_it(
+    tmp_path: Path, member: object, protocol: int
+) -> None:
+    path = tmp_path / "train.pt"
+    torch.save({"model": WEIGHTS, "kind": member}, path, pickle_protocol=protocol)
+    with pytest.raises(CheckpointError, match=rf"'kind' refers to {__name__}\.Kind\n"):
+        formats.read(path)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -32,6 +32,7 @@ _PLAIN: Final = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter"})
 _LAZY: Final = frozenset(
     f"torch.nn.parameter.Uninitialized{kind}" for kind in ("Parameter", "Buffer")
 )
+_GETATTR: Final = frozenset({"__builtin__.getattr", "builtins.getattr"})
 _DICTS: Final = frozenset({"collections.OrderedDict", "collections.defaultdict"})
 _TITLES: Final = {
     "_codecs.encode": "bytes",
@@ -272,6 +273,9 @@ def _called(name: str, arguments: tuple[Any, ...]) -> Any:
         return Size(sizes)
     if name.startswith(_REBUILD):
         return _rebuilt(name, arguments)
+    if name in _GETATTR and isinstance(owner := arguments[0], Named):
+        # So Python 3.11.0 to 3.11.3 write a member of an enumeration.
+        raise NotTensors(name if is_safe(owner.name) else owner.name)
     if name in _LAZY:
         raise _Other("lazy parameter without values", "run the model once, and save it again")
     if name == "torch._tensor._rebuild_from_type_v2":
