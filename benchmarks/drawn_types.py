@@ -185,14 +185,9 @@ def _read(kept: Path) -> Iterator[Tried]:
 
 
 def _prepare() -> None:
-    """Import once what every child needs, without a torchvision that does not fit this torch."""
+    """Import once what every child needs."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     torch.set_num_threads(1)
-    try:
-        import torchvision  # noqa: F401
-    except (ImportError, RuntimeError):
-        modules: dict[str, Any] = sys.modules
-        modules["torchvision"] = None
     import transformers
 
     package: Any = transformers

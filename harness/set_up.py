@@ -23,28 +23,18 @@ PLACES: Final = ("index-url", "extra-index-url", "find-links", "no-index")
 
 
 class Kind(NamedTuple):
-    """One of the two environments. The sizes are measured, with torch's CPU build."""
+    """One of the two steps. The sizes are measured, with torch's CPU build."""
 
     extra: str
     purpose: str
-    torch: str  # the package that has a CPU build of its own
-    instead: str  # what pip's default index has of it
     download: str
     disk: str
     minutes: str
 
 
 CUDA: Final = "the CUDA build, about 2.6 GiB more to download and 4.5 GiB more on the disk"
-USE: Final = Kind("hf", "weighin's commands", "torch", CUDA, "280 MiB", "1.3 GiB", "1 to 3 minutes")
-DEV: Final = Kind(
-    "dev",
-    "tests, checks and docs",
-    "torchvision",
-    "the CUDA build",
-    "280 MiB",
-    "1.0 GiB",
-    "1 to 3 minutes",
-)
+USE: Final = Kind("hf", "weighin's commands", "280 MiB", "1.3 GiB", "1 to 3 minutes")
+DEV: Final = Kind("dev", "tests, checks and docs", "270 MiB", "1.0 GiB", "1 to 3 minutes")
 AVOID: Final = (
     "to avoid it, press Ctrl-C, and name a folder or an index that has torch's CPU build:"
     " PIP_FIND_LINKS=FOLDER or PIP_EXTRA_INDEX_URL=URL before the same command"
@@ -59,14 +49,14 @@ def announcement(kind: Kind) -> str:
     )
 
 
-def source(kind: Kind, gpu: bool, settings: list[str]) -> tuple[bool, str]:
+def source(gpu: bool, settings: list[str]) -> tuple[bool, str]:
     """Return whether to ask PyTorch's index of CPU builds, and the lines that say what comes."""
     if gpu:
-        return False, f"this machine has a GPU: pip installs {kind.instead} of {kind.torch}"
+        return False, f"this machine has a GPU: pip installs {CUDA} of torch"
     if settings:
-        where = f"{kind.torch} comes from the places in pip's settings: {', '.join(settings)}"
-        return False, f"{where}\nif they have no CPU build, pip installs {kind.instead}; {AVOID}"
-    return True, f"this machine has no GPU: {kind.torch}'s CPU build comes from {CPU_INDEX}"
+        where = f"torch comes from the places in pip's settings: {', '.join(settings)}"
+        return False, f"{where}\nif they have no CPU build, pip installs {CUDA}; {AVOID}"
+    return True, f"this machine has no GPU: torch's CPU build comes from {CPU_INDEX}"
 
 
 def gpu_is_here(root: Path = Path("/")) -> bool:
@@ -83,25 +73,25 @@ def pip_settings(python: Path) -> list[str]:
     return sorted(set(PLACES) & set(names))
 
 
-def pin(name: str) -> str:
-    """Return the line of constraints.txt for a package."""
+def pinned_torch() -> str:
+    """Return the line of constraints.txt for torch."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    return next(line for line in lines if line.partition("==")[0] == name)
+    return next(line for line in lines if line.startswith("torch=="))
 
 
-def install_cpu_build(python: Path, kind: Kind) -> None:
-    """Install the CPU build; if its index does not answer at once, say what pip installs instead."""
+def install_cpu_build(python: Path) -> None:
+    """Install torch's CPU build; if its index does not answer at once, say what pip installs instead."""
     pip, index = [python, "-m", "pip"], ["--index-url", CPU_INDEX]
     asked = subprocess.run(
-        [*pip, "index", "versions", kind.torch, *index, "--retries=0", "--timeout=10"],
+        [*pip, "index", "versions", "torch", *index, "--retries=0", "--timeout=10"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         check=False,
     )
     if asked.returncode:
-        print(f"{CPU_INDEX} does not answer: pip installs {kind.instead}\n{AVOID}", flush=True)
+        print(f"{CPU_INDEX} does not answer: pip installs {CUDA}\n{AVOID}", flush=True)
     else:
-        _install(python, "--no-deps", *index, pin(kind.torch))
+        _install(python, "--no-deps", *index, pinned_torch())
 
 
 def create() -> None:
@@ -127,10 +117,10 @@ def main() -> None:
     print(announcement(kind), flush=True)
     if kind is USE:
         create()
-    ask, lines = source(kind, gpu_is_here(), pip_settings(python))
-    print(lines, flush=True)
-    if ask:
-        install_cpu_build(python, kind)
+        ask, lines = source(gpu_is_here(), pip_settings(python))
+        print(lines, flush=True)
+        if ask:
+            install_cpu_build(python)
     pinned = ("--constraint", str(ROOT / "constraints.txt"))
     _install(python, *pinned, "--editable", f"{ROOT}[{kind.extra}]")
 

@@ -8,13 +8,17 @@ Examples:
 import argparse
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
+from queue import Queue
 
 sys.path[:0] = [str(Path(__file__).parents[1])]
 
 import page  # noqa: E402
-from layouts import VERBS, every  # noqa: E402
-from tried import Missing, server, tried  # noqa: E402
+from fork_server import ForkServer  # noqa: E402
+from layouts import VERBS, Layout, every  # noqa: E402
+from tried import Missing, Verdict, server, tried  # noqa: E402
 
 
 def main() -> int:
@@ -23,32 +27,43 @@ def main() -> int:
     )
     parser.add_argument("--only", help="layouts with this text in their name or their group")
     parser.add_argument("--verbs", default=",".join(VERBS))
+    parser.add_argument("--processes", type=int, default=2, help="how many layouts at once")
     parser.add_argument("--out", type=Path, help="write the page to this file")
     options = parser.parse_args()
     chosen = [one for one in every() if (options.only or "") in f"{one.group} {one.name}"]
-    answers, missing = {}, {}
-    with server() as forks:
-        for number, layout in enumerate(chosen, 1):
-            with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
-                try:
-                    found = tried(layout, Path(folder), forks, options.verbs.split(","))
-                except Missing as error:
-                    missing[layout.name] = str(error)
-                    print(f"[{number}/{len(chosen)}] {layout.name}: needs {error}", flush=True)
-                    continue
-                answers[layout.name] = {
-                    verb: page.masked(one, Path(folder)) for verb, one in found.items()
-                }
-            states = " ".join(f"{verb}:{one.state}" for verb, one in found.items())
-            print(f"[{number}/{len(chosen)}] {layout.name}: {states}", flush=True)
-            for verb, one in found.items():
-                if one.state == "WRONG":
-                    print(f"    {verb}: {one.words}", flush=True)
-    wrong = sum(one.state == "WRONG" for found in answers.values() for one in found.values())
-    print(f"{len(answers)} layouts, {wrong} wrong answers, {len(missing)} without their package")
+    verbs = options.verbs.split(",")
+    with ExitStack() as servers, ThreadPoolExecutor(options.processes) as pool:
+        free: Queue[ForkServer] = Queue()
+        for _ in range(options.processes):
+            # A cache each: two runs of bench would wait for each other.
+            cache = servers.enter_context(tempfile.TemporaryDirectory(dir="/var/tmp"))
+            free.put(servers.enter_context(server(cache)))
+        found = list(pool.map(lambda one: _try(one, free, verbs), chosen))
+    answers = {one.name: verdicts for one, verdicts in zip(chosen, found, strict=True) if verdicts}
+    wrong = sum(one.state == "WRONG" for each in answers.values() for one in each.values())
+    missing = len(chosen) - len(answers)
+    print(f"{len(answers)} layouts, {wrong} wrong answers, {missing} without their package")
     if options.out:
         options.out.write_text(page.text(chosen, answers))
     return int(bool(wrong or missing))
+
+
+def _try(layout: Layout, free: Queue[ForkServer], verbs: list[str]) -> dict[str, Verdict]:
+    """Try a layout, print what came of it, and return the verdicts; none if a package is missing."""
+    forks = free.get()
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        try:
+            found = tried(layout, Path(folder), forks, verbs)
+        except Missing as error:
+            print(f"{layout.name}: needs {error}", flush=True)
+            return {}
+        finally:
+            free.put(forks)
+        verdicts = {verb: page.masked(one, Path(folder)) for verb, one in found.items()}
+    lines = [f"{layout.name}: " + " ".join(f"{verb}:{one.state}" for verb, one in found.items())]
+    lines += [f"    {verb}: {one.words}" for verb, one in found.items() if one.state == "WRONG"]
+    print("\n".join(lines), flush=True)
+    return verdicts
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from layouts import Layout, Made, all_but, refused
+from layouts import Layout, Made, refused
 from small import llama, state
 
 GROUP: Final = "Files of other kinds"
@@ -327,8 +327,7 @@ LAYOUTS: Final = [
         GROUP,
         _folder(config_json=_PAGE),
         refused(
-            r"config.json: an HTML page, not a checkpoint\nthe download link led to a web page",
-            all_but("inspect"),  # it lists the weights
+            r"config.json: an HTML page, not a checkpoint\nthe download link led to a web page"
         ),
     ),
 ]

@@ -43,6 +43,8 @@ def text(layouts: Sequence[Layout], answers: Answers) -> str:
         f"{len(tried)} layouts, {len(states)} answers: {states.count('right')} right,"
         f" {states.count('refused')} refused, {states.count('WRONG')} wrong.",
     ]
+    if untried := [one.name for one in layouts if one.name not in answers]:
+        lines += ["", f"Not tried, because a package is not installed: {', '.join(untried)}."]
     for group in dict.fromkeys(one.group for one in tried):
         members = [one for one in tried if one.group == group]
         lines += ["", f"## {group}", "", *_table(members, answers)]

@@ -228,22 +228,21 @@ LAYOUTS: Final = [
         "a weight that diffusers would leave without values",
         GROUP,
         _missing_key,
-        NO_FOLDER | refused("conv_in.weight", all_but("inspect", "transformers")),
+        refused("conv_in.weight", all_but("inspect")),
         packages=PACKAGES,
     ),
     Layout(
         "a class that diffusers does not have",
         GROUP,
         _unknown_class,
-        NO_FOLDER
-        | refused("has no model class 'UNetOfTomorrow'", all_but("inspect", "transformers")),
+        refused("has no model class 'UNetOfTomorrow'", all_but("inspect")),
         packages=PACKAGES,
     ),
     Layout(
         "a quantised part",
         GROUP,
         _quantised,
-        NO_FOLDER | refused("quantised by torchao", all_but("inspect", "transformers")),
+        refused("quantised by torchao", all_but("inspect")),
         packages=PACKAGES,
     ),
 ]

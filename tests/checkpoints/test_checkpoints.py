@@ -10,7 +10,6 @@ from tried import Missing, Verdict, server, tried
 
 QUICK = ("inspect", "convert", "load")
 WITH_ALL_VERBS = (
-    "ten dtypes",
     "tied by the config, two matrices in the file",
     "GGUF in Q8_0",
 )
@@ -47,6 +46,12 @@ def test_a_layout_is_right_or_refused_with_its_reason(
 def test_every_verb_is_right_or_refuses_it(name: str, tmp_path: Path, forks: ForkServer) -> None:
     (layout,) = (one for one in LAYOUTS if one.name == name)
     assert wrong(layout, tmp_path, forks, VERBS) == []
+
+
+def test_the_page_names_every_layout_and_no_wrong_answer() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    assert [one.name for one in LAYOUTS if one.name not in text] == []
+    assert "WRONG" not in text
 
 
 def test_values_that_differ_are_called_wrong(tmp_path: Path, forks: ForkServer) -> None:

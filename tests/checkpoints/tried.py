@@ -44,10 +44,14 @@ class Missing(Exception):
 
 
 @contextmanager
-def server() -> Iterator[ForkServer]:
-    """Start the process in whose forks everything runs: torch and transformers are imported once."""
+def server(cache: str | None = None) -> Iterator[ForkServer]:
+    """Start the process in whose forks everything runs: torch and transformers are imported once.
+
+    ``cache`` is the folder for what weighin keeps: two processes with one of it wait for each other.
+    """
     os.environ["HF_HUB_OFFLINE"] = "1"
-    started = ForkServer(_SETUP, missing=("torchvision",))  # its build may not match torch's
+    setup = f"import os; os.environ['WEIGHIN_CACHE'] = {cache!r}\n" if cache else ""
+    started = ForkServer(setup + _SETUP)
     try:
         yield started
     finally:
@@ -87,13 +91,13 @@ def _expected(layout: Layout, verb: str, verdict: Verdict) -> Verdict:
     if verdict.state == "refused":
         if pattern is None:
             return Verdict("WRONG", f"refused: {verdict.words}")
-        if not re.search(pattern, verdict.words):
+        if not re.search(pattern, verdict.words, re.DOTALL):
             return Verdict("WRONG", f"refused, but not with {pattern!r}: {verdict.words}")
     if verdict.state == "right":
         if pattern is not None:
             return Verdict("WRONG", f"taken, and should be refused: {verdict.words}")
         note = layout.notes.get(verb)
-        if note and not re.search(note, verdict.words):
+        if note and not re.search(note, verdict.words, re.DOTALL):
             return Verdict("WRONG", f"does not say {note!r}: {verdict.words}")
     return verdict
 

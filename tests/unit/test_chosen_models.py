@@ -149,3 +149,12 @@ def test_a_folder_in_a_dtype_that_no_cell_has_is_refused(tmp_path: Path) -> None
         "model has the dtype float64, in which weighin measures no load\n"
         "choose another one for the load: --dtype float32"
     )
+
+
+def test_the_current_folder_is_searched_for_modules_only_if_a_model_is_named_in_one(
+    here: Path,
+) -> None:
+    torch.save(TENSORS, "w.pt")
+    assert (chosen("gpt2-tiny").python_path, chosen("w.pt").python_path) == ((), ())
+    (here / "mine.py").write_text("def build(): ...")
+    assert str(here) in chosen("mine:build").python_path

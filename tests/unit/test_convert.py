@@ -18,7 +18,7 @@ from fork_server import ForkServer
 from rich.console import Console
 from safetensors.torch import load_file
 
-from weighin import formats
+from weighin import child_process, formats
 from weighin.checkpoint import convert, convert_request
 from weighin.cli.app import app
 from weighin.errors import CheckpointError, ConfigError, HarnessError, UnknownName
@@ -372,3 +372,22 @@ def test_two_conversions_to_one_folder_do_not_disturb_each_other(source: Path) -
         thread.join(60)
     assert time.monotonic() - started < 60
     assert names(source.parent) == ["a", "b", "model.pt"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_command_that_is_told_to_end_exits_as_after_ctrl_c_and_leaves_nothing(
+    source: Path, number: signal.Signals
+) -> None:
+    command = child_process.module("weighin", "convert", str(source), str(source.with_name("new")))
+    with child_process.Child(command, child_process.environment()) as child:
+        children = Path(f"/proc/{child.pid}/task/{child.pid}/children")
+        while not (makers := children.read_text().split()):
+            time.sleep(0.005)
+        os.kill(child.pid, number)
+        assert child.wait(60) == 130
+    assert names(source.parent) == ["model.pt"]
+    maker = Path(f"/proc/{makers[0]}/cmdline")
+    deadline = time.monotonic() + 30
+    while maker.exists() and maker.read_bytes():  # it is empty for a zombie
+        assert time.monotonic() < deadline, "the process that converts goes on"
+        time.sleep(0.01)

@@ -72,7 +72,7 @@ def test_the_repository_that_pip_installed_from_is_named(installed: Path) -> Non
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_installs_an_extra_with_this_line(page: Path) -> None:
-    for line in re.findall(r"pip install [^`#\n]*weighin[^`#\n]*", page.read_text()):
+    for line in re.findall(r"pip install (?:-\S+ )*[^\s`#]*weighin[^`#\n]*", page.read_text()):
         extras = re.search(r"\[([\w,-]+)\]", line)
         chosen = extras[1].split(",") if extras else []
         whole = install.command(*chosen, anywhere=True).removesuffix(WHERE)

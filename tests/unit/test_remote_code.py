@@ -16,7 +16,7 @@ from weighin.errors import ConfigError
 from weighin.formats.pretrained_choice import FolderChoice
 from weighin.formats.pretrained_code import auto_class, digest
 from weighin.formats.pretrained_folder import read_folder
-from weighin.models.pretrained import from_config, pretrained_class
+from weighin.models.pretrained import from_config
 from weighin.recommend.snippet import pretrained_snippet
 from weighin.run.request import Request, restore, start
 from weighin.suite import registry
@@ -28,7 +28,6 @@ TRUSTED = FolderChoice(trust_remote_code=True)
 @pytest.fixture(autouse=True)
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the copies of the code that transformers makes inside the test's folder."""
-    pretrained_class("PreTrainedModel")  # may import transformers again, without torchvision
     from transformers import dynamic_module_utils
 
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
@@ -80,7 +79,7 @@ def test_the_plan_keeps_the_code_and_a_resumed_run_asks_for_trust(
         restore(run)
     line = f"code of the Hugging Face folder {folder} (sha256 {digest(folder)[:16]})"
     assert caught.value.message.endswith(f"and would run here: {line}")
-    restored, _ = restore(run, trusted=True)
+    restored = restore(run, trusted=True)
     assert restored.planned[0].cell.model.kwargs == kwargs
 
 

@@ -47,20 +47,20 @@ def test_the_first_line_says_what_comes_and_its_size_and_time() -> None:
         " 1.3 GiB on the disk, 1 to 3 minutes"
     )
     assert set_up.announcement(set_up.DEV) == (
-        "installing what tests, checks and docs need into .venv: about 280 MiB to download,"
+        "installing what tests, checks and docs need into .venv: about 270 MiB to download,"
         " 1.0 GiB on the disk, 1 to 3 minutes"
     )
 
 
 def test_without_a_gpu_and_without_settings_of_pip_the_cpu_build_is_asked_for() -> None:
-    assert set_up.source(set_up.USE, False, []) == (
+    assert set_up.source(False, []) == (
         True,
         f"this machine has no GPU: torch's CPU build comes from {INDEX}",
     )
 
 
 def test_the_settings_of_pip_win_and_the_gigabytes_are_named_before() -> None:
-    assert set_up.source(set_up.USE, False, ["find-links", "index-url"]) == (
+    assert set_up.source(False, ["find-links", "index-url"]) == (
         False,
         "torch comes from the places in pip's settings: find-links, index-url\n"
         f"if they have no CPU build, pip installs {CUDA}; {AVOID}",
@@ -69,7 +69,7 @@ def test_the_settings_of_pip_win_and_the_gigabytes_are_named_before() -> None:
 
 def test_with_a_gpu_the_cuda_build_is_installed() -> None:
     line = f"this machine has a GPU: pip installs {CUDA} of torch"
-    assert set_up.source(set_up.USE, True, []) == (False, line)
+    assert set_up.source(True, []) == (False, line)
 
 
 @pytest.mark.parametrize("device", ["nvidiactl", "dxg"])
@@ -94,7 +94,7 @@ def test_an_index_that_does_not_answer_is_said_with_the_gigabytes_that_follow(
     own_pip: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     own_pip.setattr(set_up, "CPU_INDEX", "http://127.0.0.1:9/cpu")
-    set_up.install_cpu_build(sys.executable, set_up.USE)
+    set_up.install_cpu_build(sys.executable)
     assert capfd.readouterr().out == (
         f"http://127.0.0.1:9/cpu does not answer: pip installs {CUDA}\n{AVOID}\n"
     )
@@ -103,12 +103,12 @@ def test_an_index_that_does_not_answer_is_said_with_the_gigabytes_that_follow(
 def test_the_cpu_build_of_the_pinned_version_is_installed_from_the_index(
     own_pip: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    pin = set_up.pin("torch")
+    pin = set_up.pinned_torch()
     write_index(tmp_path / "index", pin.removeprefix("torch=="))
     own_pip.setattr(set_up, "CPU_INDEX", (tmp_path / "index").as_uri())
     venv.create(tmp_path / "venv", with_pip=True)
     python = tmp_path / "venv/bin/python"
-    set_up.install_cpu_build(python, set_up.USE)
+    set_up.install_cpu_build(python)
     freeze = subprocess.run(
         [python, "-m", "pip", "freeze"], capture_output=True, text=True, check=True
     )

@@ -5,6 +5,7 @@ import fnmatch
 import pickle
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))  # what tests share
@@ -70,9 +71,11 @@ def _resumed(keep: Path) -> dict[str, Tried]:
 
 
 def _versions() -> str:
-    from importlib.metadata import version
+    from importlib.metadata import PackageNotFoundError, version
 
-    return f"torch {torch.__version__} and torchvision {version('torchvision')}"
+    with suppress(PackageNotFoundError):
+        return f"torch {torch.__version__} and torchvision {version('torchvision')}"
+    return f"torch {torch.__version__}"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -99,7 +99,7 @@ def convert(wish: Wish, console: Console) -> FinishedConversion:
     source = formats.detect(wish.source).NAME
     # The source's checksums are for all its tensors under their original names.
     checksums = None if wish.selection or wish.keys == "model" else sidecar.find(wish.source)
-    arguments = _arguments(wish, checksums)
+    request = _request(wish, checksums)
 
     def permit(needed_bytes: int) -> None:
         free = shutil.disk_usage(wish.target.parent).free
@@ -116,7 +116,7 @@ def convert(wish: Wish, console: Console) -> FinishedConversion:
 
     with _shown(console, f"{wish.source.name} to {wish.target.name}") as bar:
         try:
-            stages = run_maker(arguments, permit=permit, report=bar.report)
+            stages = run_maker(request, permit=permit, report=bar.report)
         except BaseException as error:
             _clean(wish.target, error)
             raise
@@ -165,20 +165,23 @@ def format_for(target: Path, fmt: str) -> str:
     return fmt
 
 
-def _arguments(wish: Wish, checksums: Path | None) -> list[str]:
+def _request(wish: Wish, checksums: Path | None) -> dict[str, Any]:
     fmt = format_for(wish.target, wish.fmt)
     if wish.dtype is not None and wish.dtype not in DTYPES:
         raise UnknownName("dtype", wish.dtype, DTYPES)
-    arguments = ["convert", f"--format={fmt}"]
-    arguments += [f"--max-shard-bytes={parse_bytes(wish.max_shard_size, decimal=True)}"]
-    arguments += [f"--dtype={DTYPES[wish.dtype]}"] if wish.dtype else []
-    arguments += wish.selection.options
-    arguments += ["--verify"] if wish.verify else []
-    arguments += ["--model-keys"] if wish.keys == "model" else []
-    arguments += [f"--class={wish.choice.model_class}"] if wish.choice.model_class else []
-    arguments += ["--trust-remote-code"] if wish.choice.trust_remote_code else []
-    arguments += [f"--checksums={checksums}"] if checksums else []
-    return [*arguments, "--", str(wish.source), str(wish.target)]
+    return {
+        "verb": "convert",
+        "source": str(wish.source),
+        "target": str(wish.target),
+        "format": fmt,
+        "dtype": DTYPES[wish.dtype] if wish.dtype else None,
+        "max_shard_bytes": parse_bytes(wish.max_shard_size, decimal=True),
+        "verify": wish.verify,
+        "checksums": str(checksums) if checksums else None,
+        "selection": asdict(wish.selection),
+        "model_keys": wish.keys == "model",
+        "choice": asdict(wish.choice) | {"variant": "", "revision": ""},  # the source is of these
+    }
 
 
 class _Bar:

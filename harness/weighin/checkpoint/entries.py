@@ -4,14 +4,15 @@
 
     $WEIGHIN_CACHE/models/gpt2-xl-1f2e3d4c/   one entry
         manifest.json     the tensors that the model must have after a load
-        pt.json           marker: format pt is complete; its files and their sizes
+        pt.json           marker: format pt is complete; its files, their sizes and mtimes
         pt/model.pt
         per_param.json
         per_param/...
         .making-XXXX/     the folder of a running or killed subprocess
     $WEIGHIN_CACHE/locks/gpt2-xl-1f2e3d4c.lock
 
-A format without a marker, or with other file sizes than its marker lists, is incomplete and not used.
+A format without a marker, or with other file sizes or modification times than its marker lists, is
+not used. Files are read-only, so that a strategy of an ordinary user cannot change them.
 This module does not import torch, because the parent process uses it.
 """
 
@@ -66,32 +67,45 @@ def entry_name(model: str, *origin: Any) -> str:
 
 
 def write_marker(entry: Path, fmt: str) -> None:
-    """Mark format ``fmt`` of an entry as complete, and record the current sizes of its files."""
-    files = {file.name: file.stat().st_size for file in sorted((entry / fmt).iterdir())}
+    """Mark format ``fmt`` of an entry as complete, and make its files read-only.
+
+    The marker records the current sizes and modification times (in ns) of the files.
+    """
+    files = {}
+    for file in sorted((entry / fmt).iterdir()):
+        file.chmod(0o444)
+        files[file.name] = (file.stat().st_size, file.stat().st_mtime_ns)
     write_text(entry / f"{fmt}.json", json.dumps({"format": fmt, "files": files}))
 
 
 def damage(entry: Path, fmt: str) -> str | None:
     """Return a description of the damage to format ``fmt`` of an entry.
 
-    The result is None if all files have the recorded sizes, and "" if the entry lacks this format.
+    The result is None if all files are as recorded, and "" if the entry lacks this format.
     """
     try:
-        files: dict[str, int] = json.loads((entry / f"{fmt}.json").read_text())["files"]
+        files: dict[str, list[int]] = json.loads((entry / f"{fmt}.json").read_text())["files"]
+        recorded = [(name, size, mtime_ns) for name, (size, mtime_ns) in files.items()]
     except FileNotFoundError:
         return ""
     except (OSError, ValueError, KeyError, TypeError):
         return "its marker is damaged"
-    for name, size in files.items():
-        try:
-            actual_size = (entry / fmt / name).stat().st_size
-        except OSError:
-            return f"{name} is missing"
-        if actual_size != size:
-            return f"{name} has {actual_size:,} bytes, not {size:,}"
+    for name, size, mtime_ns in recorded:
+        if harm := _harm(entry / fmt / name, size, mtime_ns):
+            return f"{name} {harm}"
     if not (entry / "manifest.json").is_file():
         return "manifest.json is missing"
     return None
+
+
+def _harm(file: Path, size: int, mtime_ns: int) -> str:
+    try:
+        state = file.stat()
+    except OSError:
+        return "is missing"
+    if state.st_size != size:
+        return f"has {state.st_size:,} bytes, not {size:,}"
+    return "" if state.st_mtime_ns == mtime_ns else "was changed after it was made"
 
 
 def discard(entry: Path, fmt: str) -> None:

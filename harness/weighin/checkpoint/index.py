@@ -19,7 +19,7 @@ from weighin.checkpoint.reader import read_pieces
 from weighin.errors import CheckpointError
 from weighin.formats.base import Progress, TensorSlice
 from weighin.formats.misfit import NOT_MEASURED, check_converts, misfit, plain, selecting
-from weighin.formats.pretrained_folder import is_pretrained_checkpoint, own_dtype
+from weighin.formats.pretrained_folder import is_pretrained_checkpoint, own_dtype, refuse_part
 from weighin.formats.pretrained_library import library_of
 from weighin.formats.quantised import of_model, refuse_codes
 from weighin.formats.selection import WHOLE, Selection
@@ -51,12 +51,7 @@ def index(
     formats.known(fmt)
     map_large_tensors()
     if library_of(builder) and is_pretrained_checkpoint(checkpoint):
-        if selection:
-            raise CheckpointError(
-                f"{checkpoint}: from_pretrained, which says what is right, selects no part of a folder",
-                f"write the weights into a folder with this config.json: weighin convert {checkpoint}"
-                f" NEW/model.safetensors {' '.join(selection.options)}",
-            )
+        refuse_part(checkpoint, selection)
         from weighin.checkpoint.index_pretrained import index_pretrained
         from weighin.checkpoint.index_quantised import index_quantised
 

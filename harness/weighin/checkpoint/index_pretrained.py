@@ -23,14 +23,12 @@ from weighin.checkpoint.piecewise import (
     tensor_checksums,
 )
 from weighin.checkpoint.reader import widest_dtype
-from weighin.errors import CheckpointError
 from weighin.formats import gguf
 from weighin.formats.base import Progress
-from weighin.formats.misfit import first_names
 from weighin.formats.pretrained_folder import BUILDER
 from weighin.loader.lazy_state import read_whole
 from weighin.models.after_load import written_after_load
-from weighin.models.pretrained_keys import MappedKeys, map_keys
+from weighin.models.pretrained_keys import MappedKeys, lacks, map_keys
 from weighin.models.pretrained_modules import module_of
 from weighin.models.skeleton import non_persistent_buffers
 
@@ -67,10 +65,7 @@ def index_pretrained(
         kwargs, checkpoint, torch.float32 if is_gguf else widest_dtype(slices)
     )
     if missing:
-        raise CheckpointError(
-            f"{checkpoint}: has no values for {first_names(missing)} of {type(loaded).__name__}",
-            "choose the class that the checkpoint was saved from: from_pretrained draws these weights at random",
-        )
+        raise lacks(checkpoint, missing, loaded)
     described = [*described_in(loaded)]
     read = time.monotonic()
     sums: dict[str, dict[str, str]] = {}

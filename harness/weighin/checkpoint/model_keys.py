@@ -47,6 +47,7 @@ def read_with_model_keys(
     builder = resolve_builder(found.library.builder)
     model = build_skeleton(builder, plain_spec_of(found, selection).kwargs)
     mapped = map_keys(model, formats.read(source, selection)[1])
+    mapped.refuse_other_shapes(model, source)
     wanted = model.state_dict(keep_vars=True)
     stored = {one.name: one for one in mapped.slices}
     by_tensor = {id(wanted[name]): one for name, one in stored.items()}

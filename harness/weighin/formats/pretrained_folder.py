@@ -22,6 +22,7 @@ from weighin.formats.pretrained_library import (
     library_in,
     library_of,
 )
+from weighin.formats.selection import Selection
 
 BUILDER: Final = TRANSFORMERS.builder
 CONFIG: Final = "config.json"
@@ -159,6 +160,16 @@ def is_pretrained(path: Path) -> bool:
 def is_pretrained_checkpoint(checkpoint: Path) -> bool:
     """Tell whether ``from_pretrained`` reads a checkpoint: in a Hugging Face folder, or a GGUF file."""
     return is_pretrained(folder_of(checkpoint)) or gguf.is_file(checkpoint)
+
+
+def refuse_part(checkpoint: Path, selection: Selection) -> None:
+    """Raise CheckpointError if ``selection`` is a part of a folder's file: ``from_pretrained`` reads all of it."""
+    if selection and is_pretrained_checkpoint(checkpoint):
+        raise CheckpointError(
+            f"{checkpoint}: from_pretrained, which says what is right, selects no part of a folder",
+            f"write the weights into a folder with this config.json: weighin convert {checkpoint}"
+            f" NEW/model.safetensors {' '.join(selection.options)}",
+        )
 
 
 def folder_of(checkpoint: Path) -> Path:

@@ -202,19 +202,8 @@ def _optional(model: torch.nn.Module, mapped: "MappedKeys", checkpoint: Path) ->
         CheckpointError: another weight is missing, which ``from_pretrained`` would initialise
             randomly.
     """
+    mapped.refuse_missing(model, checkpoint)
     wanted = model.state_dict(keep_vars=True)
-    present = {source.name for source in mapped.slices}
-    present |= {name for one in mapped.conversions for name in one.targets(model)}
-    values = {id(wanted[name]) for name in present if name in wanted}
-    values |= {id(buffer) for buffer in model.buffers()}
-    values |= {id(wanted[name]) for name in mapped.computed}
-    missing = sorted(name for name, tensor in wanted.items() if id(tensor) not in values)
-    if missing:
-        raise CheckpointError(
-            f"{checkpoint}: has no values for {first_names(missing)} of this {type(model).__name__}",
-            "choose the class that the checkpoint was saved from; from_pretrained would draw these weights "
-            "at random",
-        )
     return set(wanted) - {source.name for source in mapped.slices}
 
 

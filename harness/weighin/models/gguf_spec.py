@@ -1,25 +1,23 @@
 """Describe the model of a GGUF file as transformers understands it.
 
 transformers builds a configuration from the file's metadata, and this needs torch. The module
-therefore asks a subprocess: ``python -m weighin.models.gguf_spec FILE`` prints one line of JSON,
-{"architecture", "config"} or {"error": [message, repair]}.
+therefore asks a subprocess: ``python -m weighin.models.gguf_spec FILE`` sends one event, ``answer``
+with the fields architecture and config, or ``error`` with message and repair.
 """
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from weighin import install
+from weighin import child_process, install
 from weighin.cell import ModelSpec
-from weighin.errors import CheckpointError
+from weighin.errors import CheckpointError, ConfigError
 from weighin.formats.gguf import architecture, check_decoded, files, read
 from weighin.formats.pretrained_folder import BUILDER
+from weighin.models.without_torchvision import imported_again
+from weighin.parent_process import Parent, end_with_parent
 from weighin.text import one_line
-
-_HARNESS: Final = Path(__file__).resolve().parents[2]
 
 
 def spec_of(file: Path) -> ModelSpec:
@@ -36,29 +34,24 @@ def spec_of(file: Path) -> ModelSpec:
             f"join them with llama.cpp: llama-gguf-split --merge {parts[0]} JOINED.gguf",
         )
     own = architecture(file)
-    paths = [str(_HARNESS), *filter(None, [os.environ.get("PYTHONPATH")])]
-    asked = subprocess.run(
-        [sys.executable, "-m", "weighin.models.gguf_spec", str(file)],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-        check=False,
-    )
-    lines = asked.stdout.splitlines()
-    answer: dict[str, Any] = json.loads(lines[-1]) if asked.returncode == 0 and lines else {}
-    if not answer:
-        last = (asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"])[-1]
+    command = child_process.module("weighin.models.gguf_spec", str(file))
+    asked = child_process.ask(command, child_process.environment())
+    if asked.code or not asked.events:
         raise CheckpointError(
-            f"{file}: transformers does not describe a model of the architecture {own!r}: {one_line(last)}",
+            f"{file}: transformers does not describe a model of the architecture {own!r}:"
+            f" {one_line(asked.why)}",
             f"list its tensors: weighin inspect {file}; write their values: weighin convert {file} FOLDER",
         )
-    if "error" in answer:
-        raise CheckpointError(f"{file}: {answer['error'][0]}", answer["error"][1])
+    answer = asked.events[-1]
+    if answer.pop("event") == "error":
+        raise CheckpointError(f"{file}: {answer['message']}", answer["repair"])
     return ModelSpec(file.stem, BUILDER, answer)
 
 
 def main() -> None:
-    """Print the description of the model in the file that the first argument names."""
+    """Send the description of the model in the file that the first argument names."""
+    end_with_parent()
+    parent = Parent()
     file = Path(sys.argv[1])
     try:
         import accelerate  # noqa: F401 (from_pretrained needs it)
@@ -66,18 +59,20 @@ def main() -> None:
         import transformers
     except ImportError as error:
         message = f"a model in a GGUF file needs the package {error.name}, which is not installed"
-        print(json.dumps({"error": [message, install.command("gguf", "hf")]}))
+        parent.send("error", message=message, repair=install.command("gguf", "hf"))
         return
     try:
         config = _config(transformers, file)
-    except ImportError:
-        from weighin.models.without_torchvision import imported_without_torchvision
-
-        config = _config(imported_without_torchvision("transformers"), file)
+    except ImportError as error:
+        try:
+            config = _config(imported_again("transformers", error), file)
+        except ConfigError as failed:
+            print(json.dumps({"error": [failed.message, failed.repair]}))
+            return
     described = json.loads(config.to_json_string(use_diff=False))
     architecture = _class_of(config)
     described |= {"architectures": [architecture], "dtype": _own_dtype(file)}
-    print(json.dumps({"architecture": architecture, "config": described}))
+    parent.send("answer", architecture=architecture, config=described)
 
 
 def _config(transformers: Any, file: Path) -> Any:

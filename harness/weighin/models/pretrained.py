@@ -12,14 +12,16 @@ import torch
 
 from weighin import install
 from weighin.errors import CheckpointError, ConfigError
+from weighin.formats.misfit import misfit
 from weighin.formats.pretrained_code import auto_class, check_unchanged, reference_in
 from weighin.formats.pretrained_folder import dtype_of, from_pretrained_arguments
 from weighin.models.after_load import finish_load
 from weighin.models.pretrained_names import model_keys
-from weighin.models.without_torchvision import imported_without_torchvision
+from weighin.models.without_torchvision import imported_again
 from weighin.text import one_line
 
 _TOKENS: Final = 8
+_MISMATCHED: Final = "ignore_mismatched_sizes"  # an option of from_pretrained, named in its error
 _SAMPLES: Final = 16_000  # one second of sound
 
 
@@ -97,8 +99,8 @@ def pretrained_class(
     ``config`` is the content of the folder's ``config.json``; it is needed only with ``code``.
 
     Raises:
-        ConfigError: transformers is not installed, or has no such class, or the folder's code
-            changed or cannot be imported.
+        ConfigError: transformers is not installed, cannot be imported, or has no such class, or the
+            folder's code changed or cannot be imported.
     """
     if code:
         os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads this when it is imported
@@ -112,8 +114,8 @@ def pretrained_class(
     name = "PreTrainedModel" if code else architecture
     try:
         kind = getattr(package, name, None)
-    except ImportError:
-        package = imported_without_torchvision("transformers")
+    except ImportError as error:
+        package = imported_again("transformers", error)
         kind = getattr(package, name, None)
     package.logging.set_verbosity_error()
     package.logging.disable_progress_bar()
@@ -153,6 +155,8 @@ def reference(
         TypeError,
         ValueError,
     ) as error:
+        if _MISMATCHED in str(error):
+            raise _of_another_shape(kind, arguments, checkpoint) from error
         called = f"{kind.__name__}.from_pretrained"
         if "gguf_file" in arguments:
             called += f"(FOLDER, gguf_file={checkpoint.name!r})"
@@ -162,6 +166,13 @@ def reference(
             f" from:{checkpoint}",
         ) from error
     return model, sorted(info["missing_keys"])
+
+
+def _of_another_shape(kind: Any, arguments: Mapping[str, Any], checkpoint: Path) -> CheckpointError:
+    """Return the error with the names of the weights that have another shape in the checkpoint."""
+    _, info = kind.from_pretrained(**arguments, **{_MISMATCHED: True}, output_loading_info=True)
+    names = sorted(str(name) for name, *_ in info["mismatched_keys"])
+    return misfit(checkpoint, kind.__name__, {"of another shape": names})
 
 
 def _class_in(folder: Path, architecture: str, config: Mapping[str, Any]) -> Any:

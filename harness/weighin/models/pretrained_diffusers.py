@@ -17,7 +17,7 @@ from weighin.errors import CheckpointError, ConfigError
 from weighin.formats.base import TensorSlice
 from weighin.formats.pretrained_folder import folder_of
 from weighin.formats.pretrained_library import DIFFUSERS
-from weighin.models.without_torchvision import imported_without_torchvision
+from weighin.models.without_torchvision import imported_again
 
 _PIPELINES: Final = "diffusers.pipelines"
 _QUANTISED: Final = "quantization_config"
@@ -35,13 +35,7 @@ def from_config(architecture: str, config: Mapping[str, Any]) -> torch.nn.Module
     Raises:
         ConfigError: diffusers is not installed, or has no such class, or the weights are quantised.
     """
-    if quantised := config.get(_QUANTISED):
-        method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
-        raise ConfigError(
-            f"the weights of this {architecture} are quantised by {method or 'a method'}, which weighin"
-            " does not dequantise",
-            "give the folder of the model before its quantisation",
-        )
+    _refuse_quantised(architecture, config)
     kind = diffusers_class(architecture)
     model: torch.nn.Module = kind.from_config(dict(config))
     dtype = torch.get_default_dtype()
@@ -53,17 +47,27 @@ def from_config(architecture: str, config: Mapping[str, Any]) -> torch.nn.Module
     return model.eval()
 
 
+def _refuse_quantised(architecture: str, config: Mapping[str, Any]) -> None:
+    if quantised := config.get(_QUANTISED):
+        method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
+        raise ConfigError(
+            f"the weights of this {architecture} are quantised by {method or 'a method'}, which weighin"
+            " does not dequantise",
+            "give the folder of the model before its quantisation",
+        )
+
+
 def diffusers_class(architecture: str) -> Any:
     """Return a model class by its name.
 
     Raises:
-        ConfigError: diffusers is not installed, or has no such class.
+        ConfigError: diffusers is not installed, cannot be imported, or has no such class.
     """
     diffusers = _diffusers()
     try:
         kind = getattr(diffusers, architecture, None)
-    except (ImportError, RuntimeError):
-        diffusers = imported_without_torchvision("diffusers")
+    except (ImportError, RuntimeError) as error:
+        diffusers = imported_again("diffusers", error)
         kind = getattr(diffusers, architecture, None)
     _quiet(diffusers)
     kind = kind or class_of_pipelines(architecture)
@@ -147,7 +151,9 @@ def reference(
 
     Raises:
         CheckpointError: ``from_pretrained`` cannot load the folder.
+        ConfigError: for the same reasons as ``from_config``.
     """
+    _refuse_quantised(**kwargs)
     kind, folder = diffusers_class(kwargs["architecture"]), folder_of(checkpoint)
     try:
         model, info = kind.from_pretrained(

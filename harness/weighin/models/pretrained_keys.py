@@ -11,11 +11,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from weighin.errors import CheckpointError
 from weighin.formats.base import Part, Slices, TensorSlice
+from weighin.formats.misfit import first_names, misfit
 from weighin.models import pretrained
 from weighin.models.pretrained import computed_keys
 from weighin.models.pretrained_modules import module_for
@@ -53,6 +56,15 @@ class Conversion:
         return list(self.apply(model, empty))
 
 
+def lacks(checkpoint: Path, missing: Sequence[str], model: torch.nn.Module) -> CheckpointError:
+    """Return the error for a checkpoint without some weights of its library's model."""
+    return CheckpointError(
+        f"{checkpoint}: has no values for {first_names(missing)} of this {type(model).__name__}",
+        "choose the class that the checkpoint was saved from; from_pretrained would draw these"
+        " weights at random",
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class MappedKeys:
     """The tensors of a checkpoint under a model's names.
@@ -75,6 +87,28 @@ class MappedKeys:
     joined: int
     computed: tuple[str, ...]
     used: tuple[Any, ...] | None
+
+    def refuse_missing(self, model: torch.nn.Module, checkpoint: Path) -> None:
+        """Raise CheckpointError if ``model`` has a weight that ``from_pretrained`` would draw at random.
+
+        The checkpoint need not have tied weights, buffers, and tensors that are computed or converted.
+        """
+        wanted = model.state_dict(keep_vars=True)
+        present = {source.name for source in self.slices}
+        present |= {name for one in self.conversions for name in one.targets(model)}
+        values = {id(wanted[name]) for name in present if name in wanted}
+        values |= {id(buffer) for buffer in model.buffers()}
+        values |= {id(wanted[name]) for name in self.computed}
+        missing = sorted(name for name, tensor in wanted.items() if id(tensor) not in values)
+        if missing:
+            raise lacks(checkpoint, missing, model)
+
+    def refuse_other_shapes(self, model: torch.nn.Module, checkpoint: Path) -> None:
+        """Raise CheckpointError if a tensor has another shape than in ``model``."""
+        wanted = model.state_dict(keep_vars=True)
+        others = [one.name for one in self.slices if one.shape != wanted[one.name].shape]
+        if others:
+            raise misfit(checkpoint, type(model).__name__, {"of another shape": others})
 
     @property
     def note(self) -> str:

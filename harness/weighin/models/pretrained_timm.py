@@ -17,6 +17,7 @@ from weighin.formats.base import TensorSlice
 from weighin.formats.misfit import first_names
 from weighin.formats.pretrained_folder import folder_of
 from weighin.formats.pretrained_library import TIMM
+from weighin.models.without_torchvision import misfit
 
 
 class _Load(NamedTuple):
@@ -118,10 +119,12 @@ def import_class(kwargs: Mapping[str, Any]) -> None:  # noqa: ARG001 (an interfa
 def _timm() -> Any:
     try:
         import timm
-    except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision of another build
+    except ImportError as error:
         raise ConfigError(
             f"a model of timm needs this package: {error}", install.command(TIMM.extra)
         ) from None
+    except RuntimeError as error:  # torchvision of another build, without which timm does not work
+        raise misfit("timm", error) from None
     return timm
 
 
