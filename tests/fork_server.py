@@ -15,7 +15,7 @@ from typing import Final
 
 _SERVER: Final = """
 import json, os, sys, traceback
-sys.modules.update(dict.fromkeys(json.loads(sys.argv[1])))
+sys.modules.update(dict.fromkeys(json.loads(sys.argv[1])))  # cannot be imported
 exec(sys.argv[2], {})
 
 def run(request):
@@ -48,12 +48,14 @@ class ForkServer:
     """A process that runs ``setup`` once, such as imports, and then code in forks of itself.
 
     A fork runs code as ``python -c CODE ARGUMENTS`` does, with output and exit status of its own.
-    Packages in ``missing`` cannot be imported, as if they were not installed.
+    Packages in ``missing``, and those that this process itself cannot import, cannot be imported, as
+    if they were not installed.
     """
 
     def __init__(self, setup: str, missing: Sequence[str] = ()) -> None:
+        hidden = [*missing, *(name for name, module in sys.modules.items() if module is None)]
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _SERVER, json.dumps([*missing]), setup],
+            [sys.executable, "-c", _SERVER, json.dumps(hidden), setup],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

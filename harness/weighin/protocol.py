@@ -37,6 +37,7 @@ from dataclasses import asdict
 from typing import Any
 
 from weighin.cell import Body, Cell, Job, ModelSpec
+from weighin.foreign import parse_json
 
 ACKNOWLEDGEMENT = b"\n"
 
@@ -76,7 +77,8 @@ def encode_event(event: dict[str, Any]) -> bytes:
 def decode_event(line: bytes) -> dict[str, Any] | None:
     """Return the event in a line, or None for text that a strategy wrote to the same descriptor."""
     try:
-        event = json.loads(line)
+        event = parse_json(line)
     except ValueError:
         return None
-    return event if isinstance(event, dict) and "event" in event else None
+    is_event = isinstance(event, dict) and isinstance(event.get("event"), str)
+    return event if is_event else None

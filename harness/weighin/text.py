@@ -9,9 +9,13 @@ LINE_LENGTH: Final = 300
 
 def one_line(text: str, length: int = LINE_LENGTH) -> str:
     """Return ``text`` as one line without control characters, cut to ``length`` characters."""
-    squeezed = " ".join(text.split())
-    line = "".join(letter if letter.isprintable() else "?" for letter in squeezed)
+    line = printable(" ".join(text.split()))
     return line if len(line) <= length else line[: length - 3] + "..."
+
+
+def printable(text: str, kept: str = "") -> str:
+    """Return ``text`` with "?" for each character that cannot be printed, except those in ``kept``."""
+    return "".join(one if one.isprintable() or one in kept else "?" for one in text)
 
 
 def markdown(text: str) -> str:

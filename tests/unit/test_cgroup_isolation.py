@@ -1,12 +1,22 @@
-"""What a dead run left is removed, and nothing else; plain folders stand for groups."""
+"""What a dead run left is removed, and nothing else; plain folders stand for groups of dead owners."""
 
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import leftovers
 import pytest
 
-from weighin.isolation import cgroup, delegation
-from weighin.isolation.cgroup import CgroupIsolation
-from weighin.probes.cgroup import LOCK_VARIABLE, this_process
+from weighin.errors import IsolationUnavailable
+from weighin.isolation import cgroup, delegation, process_tree
+from weighin.isolation.cgroup import CgroupIsolation, CgroupRunning, temporary_group
+from weighin.probes.cgroup import LOCK_VARIABLE, MemoryCgroup, start_time, this_process
+from weighin.probes.observer import LocalObserver
+
+ENDED = "-".join(["1", "1", *this_process().split("-")[2:]])
 
 
 def test_only_groups_of_dead_owners_are_stale(
@@ -14,11 +24,139 @@ def test_only_groups_of_dead_owners_are_stale(
 ) -> None:
     monkeypatch.setattr(cgroup, "_roots", lambda: [tmp_path])
     monkeypatch.delenv(LOCK_VARIABLE)
-    dead, living = tmp_path / "weighin.1-1.0", tmp_path / f"weighin.{this_process()}.0"
+    dead, living = tmp_path / f"weighin.{ENDED}.0", tmp_path / f"weighin.{this_process()}.0"
     leaf = tmp_path / delegation.PARENT_LEAF  # an ordinary user's own process is in it
     for group in (dead, living, leaf, tmp_path / "init.scope"):
         group.mkdir()
+    of_another_lock = tmp_path / f"weighin.{ENDED}.0-0a1b2c3d"
+    of_another_lock.mkdir()
     assert CgroupIsolation().remove_stale() == [f"cgroup {dead}"]
+    assert CgroupIsolation().remove_stale(any_lock=True) == [f"cgroup {of_another_lock}"]
     assert not dead.exists()
     assert living.exists()
     assert leaf.exists()
+
+
+@pytest.mark.cgroup
+def test_groups_that_a_worker_made_below_its_own_go_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cgroup, "_PATIENCE_S", 1)
+    with subprocess.Popen(["sleep", "60"]) as sleeper:
+        try:
+            with temporary_group() as group:
+                below = group / "below" / "deeper"
+                below.mkdir(parents=True)
+                (below / "cgroup.procs").write_text(str(sleeper.pid))
+            assert not group.exists()
+            assert sleeper.wait(1) == -signal.SIGKILL
+        finally:
+            sleeper.kill()
+
+
+def test_a_group_that_cannot_be_removed_says_the_kernels_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (file := tmp_path / "weighin.1-1.0" / "file").parent.mkdir()
+    file.touch()  # as in no cgroup: rmdir says ENOTEMPTY
+    monkeypatch.setattr(cgroup, "_PATIENCE_S", 0)
+    running = CgroupRunning(("true",), [file.parent])
+    running.wait(10)
+    with pytest.raises(IsolationUnavailable) as caught:
+        running.close()
+    assert caught.value.message == f"cannot remove the cgroup {file.parent}: Directory not empty"
+    assert caught.value.repair == f"rmdir {file.parent}"
+
+
+@pytest.mark.cgroup
+@pytest.mark.parametrize(
+    ("script", "escape"),
+    [
+        ("mkdir $group/below; echo $$ > $group/below/cgroup.procs", ""),
+        ("echo $$ > $group/../cgroup.procs", "left its cgroup"),
+        ("echo $((80 << 20)) > $group/$limit", "changed the limit of its cgroup"),
+        ("echo $((40 << 20)) > $group/$limit", "changed the limit of its cgroup"),
+    ],
+)
+def test_a_worker_that_gets_out_of_its_limit_is_seen(script: str, escape: str) -> None:
+    groups = cgroup._make_groups()
+    name = MemoryCgroup(groups[0]).limit_path.name
+    cgroup.limit(groups[0], 64 << 20)
+    for file in groups[0].glob("memory.memsw.limit_in_bytes"):
+        file.write_text(str(96 << 20))
+    script = f"echo in; read go; group={groups[0]}; limit={name}; {script}; echo done; read go"
+    running = CgroupRunning(("/bin/sh", "-c", script), groups)
+    try:
+        assert running.pid
+        assert running.channel.receive(10) == b"in"
+        observer = LocalObserver(running.pid, groups[0], 0.01)
+        assert observer.look().escape == ""
+        running.channel.send(b"go\n")
+        assert running.channel.receive(10) == b"done"
+        assert observer.look().escape == escape
+        observer.raise_limit()
+        observer.stop()
+    finally:
+        running.close()
+
+
+@pytest.mark.cgroup
+def test_a_child_that_left_the_cgroup_ends_with_the_worker() -> None:
+    groups = cgroup._make_groups()
+    script = f"sleep 60 & echo $! > {groups[0]}/../cgroup.procs; echo $!"
+    running = CgroupRunning(("/bin/sh", "-c", script), groups)
+    child = int(running.channel.receive(10) or 0)
+    running.close()
+    leftovers.wait_until(lambda: start_time(child) is None, "the child lives on")
+
+
+OWNS_A_GROUP = """
+import os, subprocess, sys
+from weighin.isolation import process_tree
+from weighin.isolation.cgroup import temporary_group
+environment = os.environ | process_tree.environment(process_tree.new_mark())
+with temporary_group() as group, subprocess.Popen(["sleep", "60"], env=environment) as sleeper:
+    (group / "cgroup.procs").write_text(str(sleeper.pid))
+    print(group, flush=True)
+    sys.stdin.read()
+    assert sleeper.poll() is None, "the process in the group was killed"
+    sleeper.kill()
+"""
+REMOVES_LEFTOVERS = """
+from weighin.isolation import process_tree
+from weighin.isolation.cgroup import CgroupIsolation
+assert [*CgroupIsolation().remove_stale(), *process_tree.end_orphans()] == []
+"""
+IN_A_NAMESPACE = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+
+
+def python(code: str, *before: str) -> "subprocess.Popen[str]":
+    command = (*before, sys.executable, "-P", "-c", code)
+    # A session of its own: SIGKILL to "process 0" would end the tests.
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+@contextmanager
+def owner(*before: str) -> Iterator[Path]:
+    """Run a process that owns a group with another process in it, until the end of the block."""
+    with python(OWNS_A_GROUP, *before) as process:
+        assert process.stdin and process.stdout
+        yield Path(process.stdout.readline().strip())
+        process.stdin.close()
+        assert process.wait(20) == 0
+
+
+@pytest.mark.cgroup
+def test_runs_in_two_pid_namespaces_leave_each_other_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(LOCK_VARIABLE, str(tmp_path / "lock"))  # look at no other run's leftovers
+    with owner() as here, owner(*IN_A_NAMESPACE) as inside:
+        assert here.is_dir() and inside.is_dir()
+        with python(REMOVES_LEFTOVERS, *IN_A_NAMESPACE) as removing:
+            assert removing.wait(30) == 0
+        assert CgroupIsolation().remove_stale() == []
+        assert process_tree.end_orphans() == []
+        assert (here / "cgroup.procs").read_text() and (inside / "cgroup.procs").read_text()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from weighin.isolation.channel import STDERR_KEPT_BYTES
+from weighin.child_process import STDERR_KEPT_BYTES
 from weighin.isolation.docker.stream import STDERR, STDOUT, FrameBuffer, StreamChannel
 
 

@@ -1,13 +1,12 @@
 """What is said of the GPUs that torch sees, and of those that it does not."""
 
-import json
-import subprocess
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from weighin import child_process
 from weighin.errors import IsolationUnavailable
 from weighin.run import gpu_check
 from weighin.run.gpu_check import Gpu, GpuAnswer
@@ -27,9 +26,9 @@ def fresh() -> Iterator[None]:
 def answer(monkeypatch: pytest.MonkeyPatch) -> Answer:
     """Let the process that asks torch print this, or fail with these words."""
 
-    def answer(found: dict[str, Any] | None = None, stderr: str = "", returncode: int = 0) -> None:
-        done = subprocess.CompletedProcess([], returncode, json.dumps(found or {}), stderr)
-        monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
+    def answer(found: dict[str, Any] | None = None, stderr: bytes = b"", code: int = 0) -> None:
+        done = child_process.Answer(code, [found] if found else [], stderr)
+        monkeypatch.setattr(child_process, "ask", lambda *_, **__: done)
 
     return answer
 
@@ -78,7 +77,7 @@ def test_a_machine_without_a_gpu(answer: Answer) -> None:
 
 
 def test_a_torch_that_does_not_start(answer: Answer) -> None:
-    answer(stderr="Traceback\nImportError: libcudart.so.13", returncode=1)
+    answer(stderr=b"Traceback\nImportError: libcudart.so.13", code=1)
     assert complaint("cuda:1") == (
         "--device cuda:1: torch failed while listing GPUs: ImportError: libcudart.so.13\n"
         "weighin predict MODEL --device cuda needs no GPU"
@@ -99,4 +98,12 @@ def test_a_limit_beyond_the_gpu(answer: Answer) -> None:
     assert complaint("cuda", [None, 2 * GIB]) == (
         "--vram 2GiB is more than Example has (1.000 GiB)\n"
         "give a smaller limit, or leave out --vram for no limit"
+    )
+
+
+def test_a_torch_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_check, "_TIMEOUT_S", 0)
+    assert complaint("cuda") == (
+        "--device cuda: torch does not list GPUs within 0 s\n"
+        "weighin predict MODEL --device cuda needs no GPU"
     )

@@ -4,6 +4,7 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
+import leftovers
 import pytest
 import torch
 from click.testing import CliRunner
@@ -190,6 +191,34 @@ def test_what_cannot_be_followed_says_so(tmp_path: Path) -> None:
         "CannotFollow: it uses values of tensors, which a prediction does not read"
     )
     assert looks[0].host_anon_peak_bytes is None
+
+
+STARTS = {
+    "reported": "subprocess.Popen(['sleep', '61'])",
+    "forks": "os.fork() or time.sleep(61)",
+    "unreported": "ctypes.CDLL(None).fork() or time.sleep(61)",
+    "ended": "ctypes.CDLL(None).system(b'true')",
+}
+
+
+def test_a_strategy_that_starts_a_process_is_refused_and_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = """
+    import ctypes, os, subprocess, time
+
+    def load(job):
+        {start}
+        return job.build_model()
+    """
+    paths = [
+        written(tmp_path / f"{name}.py", text.format(start=how)) for name, how in STARTS.items()
+    ]
+    monkeypatch.setenv("PREDICTS", str(tmp_path))
+    assert [one.cannot for one in predicted(*map(str, paths))] == [
+        "CannotFollow: it starts a process, whose memory a prediction does not follow"
+    ] * len(STARTS)
+    assert leftovers.processes(f"PREDICTS={tmp_path}") == []
 
 
 def test_truncated_normal_values_are_followed_if_no_value_is_out_of_bounds(tmp_path: Path) -> None:

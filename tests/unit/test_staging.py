@@ -1,5 +1,6 @@
 """Growing beside a target: one writer at a time, and no two targets that are taken for one."""
 
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -7,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from weighin.checkpoint import staging
+from weighin.child_process import Child, environment
 from weighin.errors import ConfigError
 
 
@@ -53,3 +55,19 @@ def test_long_names_that_begin_alike_are_two_targets(tmp_path: Path) -> None:
     first, second = (tmp_path / ("x" * 150 + end) for end in "ab")
     with staging.growing_beside(first) as one, staging.growing_beside(second) as two:
         assert one != two
+
+
+def test_a_folder_of_a_killed_process_is_removed_and_one_in_use_is_not(tmp_path: Path) -> None:
+    code = (
+        "import os, sys, pathlib; from weighin.checkpoint import staging;"
+        "held = staging.own_folder(pathlib.Path(sys.argv[1]), 'ours-');"
+        "print(held.__enter__(), flush=True); sys.stdin.read(); os._exit(0)"
+    )
+    with Child((sys.executable, "-P", "-c", code, str(tmp_path)), environment()) as child:
+        folder = Path((child.receive(60) or b"").decode())
+        (tmp_path / "theirs").mkdir()
+        with staging.own_folder(tmp_path, "ours-") as mine:
+            assert folder.exists() and mine != folder
+        assert not mine.exists()
+    assert staging.remove_orphans(tmp_path, "ours-") == [folder]
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]

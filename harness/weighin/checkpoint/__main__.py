@@ -1,109 +1,81 @@
-"""Generate, index or convert a checkpoint: ``python -m weighin.checkpoint make|index|convert ...``.
+"""Generate, index or convert a checkpoint: ``python -m weighin.checkpoint``.
 
-weighin runs this module as a subprocess (``subprocess_client``). Standard output has one JSON
-object per line. The first object is {"event": "size", "needed_bytes"}; the process then waits for a
-line on standard input before it writes any file. Progress objects are {"event": "progress",
-"done_bytes", "total_bytes"}. The last object is {"event": "done", "seconds"} or {"error": {"type",
-"message", "repair"}}. The kernel kills the process when its parent ends.
+weighin runs this module as a subprocess (``subprocess_client``). The first line of standard input is the
+request, whose field ``verb`` is make, index or convert. The first event is ``size``, with
+``needed_bytes``; the process then waits for a line on standard input before it writes any file. Events
+``progress`` have ``done_bytes`` and ``total_bytes``. The last event is ``done``, with ``seconds``, or
+``error``, with ``type``, ``message`` and ``repair``. The kernel kills the process when its parent ends.
 """
 
-import argparse
-import ctypes
 import json
-import os
-import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from weighin.errors import CheckpointError, HarnessError
 from weighin.formats.pretrained_choice import FolderChoice
 from weighin.formats.selection import Selection
-
-if TYPE_CHECKING:
-    from weighin.checkpoint.convert import Conversion
+from weighin.parent_process import Parent, end_with_parent
 
 _PROGRESS_EVERY_S: Final = 0.1
-_PR_SET_PDEATHSIG: Final = 1
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
-    _end_with_parent()
+def main() -> int:
+    """Answer the request on standard input, and return the exit code of this process."""
+    end_with_parent()
+    parent = Parent()
+    if (request := parent.receive()) is None:  # the parent has ended
+        return 1
     try:
-        seconds = _run(options)
-    except HarnessError as error:
-        kind, message, repair = type(error).__name__, error.message, error.repair
-        _say({"error": {"type": kind, "message": message, "repair": repair}})
-        return error.exit_code
+        seconds = answer(json.loads(request), parent)
     except OSError as error:
         repair = "check that the folder is writable and has free space"
-        _say({"error": {"type": "CheckpointError", "message": str(error), "repair": repair}})
-        return CheckpointError.exit_code
-    _say({"event": "done", "seconds": seconds})
+        return _fail(parent, CheckpointError(str(error), repair))
+    except HarnessError as error:
+        return _fail(parent, error)
+    parent.send("done", seconds=seconds)
     return 0
 
 
-def _run(options: argparse.Namespace) -> dict[str, float]:
+def _fail(parent: Parent, error: HarnessError) -> int:
+    parent.send("error", type=type(error).__name__, message=error.message, repair=error.repair)
+    return error.exit_code
+
+
+def answer(request: Mapping[str, Any], parent: Parent) -> dict[str, float]:
+    """Make, index or convert a checkpoint; return the seconds of each stage."""
     import_start = time.monotonic()
-    # torch is imported only here, so that `--help` and wrong options do not wait for it.
+    import torch
+
     from weighin.checkpoint import convert, generate, index
 
     import_s = time.monotonic() - import_start
-    if options.verb == "convert":
-        order = _order(options)
-        meter = _Meter(rounds=2 if order.verify else 1)
-        return {"import": import_s} | convert.convert(
-            options.source, options.target, order, permit=meter.permit, progress=meter.wrote
+    selection = Selection(**request["selection"])
+    meter = _Meter(parent, rounds=2 if request.get("verify") else 1)
+    hooks: dict[str, Any] = {"permit": meter.permit, "progress": meter.wrote}
+    if request["verb"] == "convert":
+        order = convert.Conversion(
+            fmt=request["format"],
+            dtype=getattr(torch, request["dtype"]) if request["dtype"] else None,
+            max_shard_bytes=request["max_shard_bytes"],
+            verify=request["verify"],
+            checksums=Path(request["checksums"]) if request["checksums"] else None,
+            selection=selection,
+            model_keys=request["model_keys"],
+            choice=FolderChoice(**request["choice"]),
         )
-    kwargs = json.loads(options.kwargs)
-    meter = _Meter()
-    if options.verb == "make":
-        seconds = generate.make(
-            options.model,
-            options.builder,
-            kwargs,
-            seed=options.seed,
-            fmt=options.format,
-            folder=options.out,
-            permit=meter.permit,
-            progress=meter.wrote,
-        ).seconds
-    else:
-        seconds = index.index(
-            options.model,
-            options.builder,
-            kwargs,
-            checkpoint=options.checkpoint,
-            selection=Selection(options.key, options.strip_prefix),
-            fmt=options.format,
-            folder=options.out,
-            permit=meter.permit,
-            progress=meter.wrote,
-        ).seconds
-    return {"import": import_s, **seconds}
-
-
-def _order(options: argparse.Namespace) -> "Conversion":
-    import torch
-
-    from weighin.checkpoint.convert import Conversion
-
-    return Conversion(
-        fmt=options.format,
-        dtype=getattr(torch, options.dtype) if options.dtype else None,
-        max_shard_bytes=options.max_shard_bytes,
-        verify=options.verify,
-        checksums=options.checksums,
-        selection=Selection(options.key, options.strip_prefix),
-        model_keys=options.model_keys,
-        choice=FolderChoice(
-            model_class=options.model_class, trust_remote_code=options.trust_remote_code
-        ),
-    )
+        source, target = Path(request["source"]), Path(request["target"])
+        return {"import": import_s} | convert.convert(source, target, order, **hooks)
+    model = (request["model"], request["builder"], request["kwargs"])
+    hooks |= {"fmt": request["format"], "folder": Path(request["out"])}
+    if request["verb"] == "make":
+        return {"import": import_s, **generate.make(*model, seed=request["seed"], **hooks).seconds}
+    checkpoint = Path(request["checkpoint"])
+    indexed = index.index(*model, checkpoint=checkpoint, selection=selection, **hooks)
+    return {"import": import_s, **indexed.seconds}
 
 
 class _Meter:
@@ -113,7 +85,8 @@ class _Meter:
     back.
     """
 
-    def __init__(self, rounds: int = 1) -> None:
+    def __init__(self, parent: Parent, rounds: int = 1) -> None:
+        self._parent = parent
         self._rounds = rounds
         self._lock = threading.Lock()
         self._done = self._total = 0
@@ -121,8 +94,8 @@ class _Meter:
 
     def permit(self, needed_bytes: int) -> None:
         self._total = needed_bytes * self._rounds
-        _say({"event": "size", "needed_bytes": needed_bytes})
-        if not sys.stdin.readline():  # the parent refused the size, or has ended
+        self._parent.send("size", needed_bytes=needed_bytes)
+        if self._parent.receive() is None:  # the parent refused the size, or has ended
             sys.exit(0)
 
     def wrote(self, size: int) -> None:
@@ -131,59 +104,7 @@ class _Meter:
             now = time.monotonic()
             if now - self._reported_s >= _PROGRESS_EVERY_S:
                 self._reported_s = now
-                _say({"event": "progress", "done_bytes": self._done, "total_bytes": self._total})
-
-
-def _say(line: dict[str, Any]) -> None:
-    print(json.dumps(line), flush=True)
-
-
-def _end_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent ends."""
-    parent = os.getppid()
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if prctl is not None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            sys.exit(1)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m weighin.checkpoint", description=__doc__)
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    for verb, text in (
-        ("make", "generate a checkpoint from a seed"),
-        ("index", "compare a checkpoint with a model, and convert it if necessary"),
-    ):
-        sub = verbs.add_parser(verb, help=text)
-        sub.add_argument("--model", required=True, help="the model's name")
-        sub.add_argument("--builder", required=True, help="package.module:function")
-        sub.add_argument("--kwargs", default="{}", help="the builder's arguments, as JSON")
-        sub.add_argument("--format", required=True, help="a format's name")
-        sub.add_argument("--out", type=Path, required=True, help="an empty folder")
-        if verb == "make":
-            sub.add_argument("--seed", type=int, default=0)
-        else:
-            sub.add_argument("--checkpoint", type=Path, required=True)
-            _add_selection(sub)
-    sub = verbs.add_parser("convert", help="write a checkpoint in another format or dtype")
-    sub.add_argument("source", type=Path)
-    sub.add_argument("target", type=Path)
-    _add_selection(sub)
-    sub.add_argument("--format", required=True, help="a format's name")
-    sub.add_argument("--dtype", help="torch's name of it; default: each tensor's own")
-    sub.add_argument("--max-shard-bytes", type=int, required=True)
-    sub.add_argument("--verify", action="store_true")
-    sub.add_argument("--model-keys", action="store_true", help="write a folder's model's keys")
-    sub.add_argument("--class", dest="model_class", default="", help="the class of that model")
-    sub.add_argument("--trust-remote-code", action="store_true", help="run the folder's own code")
-    sub.add_argument("--checksums", type=Path, help="a file with the source's checksums")
-    return parser
-
-
-def _add_selection(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--key", default="", help="the state dict's place in nested dicts")
-    parser.add_argument("--strip-prefix", default="", help="the beginning of names to remove")
+                self._parent.send("progress", done_bytes=self._done, total_bytes=self._total)
 
 
 if __name__ == "__main__":

@@ -4,14 +4,13 @@ This module runs in the parent process, which does not import torch; a subproces
 checkpoints. The module ``entries`` describes the cache's folder.
 """
 
-import json
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from weighin import atomic, formats
 from weighin.cell import ModelSpec
@@ -178,7 +177,7 @@ def _make(task: _Task) -> None:
     temporary = Path(tempfile.mkdtemp(prefix=entries.TEMPORARY, dir=task.entry))
     try:
         run_maker(
-            _arguments(task, temporary),
+            _request(task, temporary),
             permit=lambda needed: _check_space(task, needed),
             report=lambda done, total: task.report(text, min(done / max(total, 1), 1.0)),
             python_path=task.python_path,
@@ -188,13 +187,19 @@ def _make(task: _Task) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _arguments(task: _Task, out: Path) -> list[str]:
+def _request(task: _Task, out: Path) -> dict[str, Any]:
     spec = task.model
-    arguments = ["index", f"--checkpoint={task.checkpoint}"] if task.checkpoint else ["make"]
-    arguments += task.selection.options
-    arguments += [f"--model={spec.name}", f"--builder={spec.builder}", f"--out={out}"]
-    arguments += [f"--kwargs={json.dumps(spec.kwargs)}", f"--format={task.fmt}"]
-    return arguments if task.checkpoint else [*arguments, f"--seed={task.seed}"]
+    return {
+        "verb": "index" if task.checkpoint else "make",
+        "model": spec.name,
+        "builder": spec.builder,
+        "kwargs": spec.kwargs,
+        "seed": task.seed,
+        "checkpoint": str(task.checkpoint),
+        "selection": asdict(task.selection),
+        "format": task.fmt,
+        "out": str(out),
+    }
 
 
 def _publish(task: _Task, temporary: Path) -> None:

@@ -1,6 +1,7 @@
-"""Provide a hidden folder next to a target, in which the target is written before it is renamed.
+"""Provide folders that no killed process leaves for good: locked by the process that writes to them.
 
-There is one folder for each target, locked by the process that writes. The kernel releases the lock
+``growing_beside`` gives a hidden folder next to a target, in which the target is written before it is
+renamed; there is one such folder for each target. ``own_folder`` gives a new one. The kernel releases the lock
 when that process ends, so that a folder without a lock is a leftover. This module does not import
 torch, because the parent process uses it too.
 """
@@ -14,6 +15,7 @@ from glob import escape
 from hashlib import sha256
 from pathlib import Path
 from typing import Final
+from uuid import uuid4
 
 from weighin.errors import ConfigError
 
@@ -40,6 +42,33 @@ def growing_beside(target: Path) -> Iterator[Path]:
         ):  # else it was renamed, and another process may own the new folder
             shutil.rmtree(temporary, ignore_errors=True)  # while the lock is held
         os.close(descriptor)
+
+
+@contextmanager
+def own_folder(root: Path, prefix: str = "") -> Iterator[Path]:
+    """Yield a new folder in ``root``, and remove it at the end.
+
+    Folders with the same prefix whose processes were killed are removed first.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    remove_orphans(root, prefix)
+    folder = root / f"{prefix}{uuid4().hex}"
+    descriptor = _locked(folder, folder)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(descriptor)
+
+
+def remove_orphans(root: Path, prefix: str = "") -> list[Path]:
+    """Remove the folders of ``own_folder`` whose processes were killed, and return their paths."""
+    removed = []
+    for leftover in sorted(root.glob(f"{prefix}*")):
+        with suppress(ConfigError, OSError):  # its process runs, or it belongs to another user
+            _remove_if_dead(leftover, leftover)
+            removed.append(leftover)
+    return removed
 
 
 def remove_dead(target: Path) -> None:

@@ -281,8 +281,7 @@ class Driver:
         return error
 
     def _record(self, result: Result) -> None:
-        run_folder.append(self._task.folder, result)
-        self._progress.finished(result)
+        self._progress.finished(run_folder.append(self._task.folder, result))
 
     def _placed(self, result: Result, member: _Member) -> Result:
         result = replace(result, environment=result.environment | self._code)
@@ -334,15 +333,12 @@ class Driver:
 
 def _settings(task: Run) -> dict[str, Any]:
     """Return the plan's settings for the nodes, which find weighin's own strategies themselves."""
-    settings = dict(run_folder.read_plan(task.folder).settings)
     operation = task.planned[0].cell.operation if task.planned else "load"
-    own = {info.path for info in registry.strategies(operation).values()}
-    settings["strategy_paths"] = {
-        name: "" if Path(path) in own else path for name, path in settings["strategy_paths"].items()
+    own = {str(info.path) for info in registry.strategies(operation).values()}
+    paths = {
+        name: "" if path in own else path for name, path in task.settings.strategy_paths.items()
     }
-    settings.pop("shard", None)
-    settings.pop("engine", None)
-    return settings
+    return replace(task.settings, strategy_paths=paths, shard=None, engine={}).as_json()
 
 
 def _remove(files: Sequence[Path]) -> None:

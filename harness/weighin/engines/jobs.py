@@ -4,25 +4,20 @@ Each job has a cache of its own, which is removed at the end: two cells that rea
 its pages in the page cache, and the kernel charges a page to the cell that read it first.
 """
 
-import os
-import select
 import shutil
-import subprocess
-import sys
-import tempfile
-from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
+from weighin import child_process
 from weighin.checkpoint import cache
 from weighin.engines.dispatch import Node
 from weighin.engines.driver import Driver
 from weighin.engines.transport import NodeFacts
 from weighin.errors import ConfigError
-from weighin.isolation.process import CODE_PATH
+from weighin.pipes import last_line, ready
 from weighin.probes import environment
 from weighin.probes.cgroup import LOCK_VARIABLE
 from weighin.protocol import encode_event
@@ -32,9 +27,7 @@ from weighin.records.machine import CONCURRENT
 from weighin.run import interrupts, run_lock, runner
 from weighin.run.runner import Progress, Run
 from weighin.run.site import THIS_MACHINE, Site
-from weighin.units import MIB, format_bytes
-
-_PART_BYTES: Final = MIB
+from weighin.units import format_bytes
 
 
 class JobsEngine:
@@ -80,13 +73,13 @@ def _caches() -> Path:
 def check(task: Run, jobs: int) -> None:
     """Raise ConfigError if the cells of a run cannot be measured ``jobs`` at a time."""
     cells = [each.cell for each in task.planned if not each.skip]
-    if task.checkpoint:
+    if task.settings.checkpoint:
         raise ConfigError(
             "--jobs with a checkpoint of your own: cells that run at once would share its pages in the"
             " page cache, and the kernel charges a page to the cell that read it first",
             "leave --jobs or --checkpoint out",
         )
-    if task.steady or task.trace or any(cell.device != "cpu" for cell in cells):
+    if task.settings.steady or task.settings.trace or any(cell.device != "cpu" for cell in cells):
         raise ConfigError(
             "--jobs measures the memory of cells on the CPU, without --steady and --trace",
             "leave --jobs out",
@@ -117,21 +110,19 @@ class LocalJobs:
 
     def submit(self, node: Node, assignment: Mapping[str, Any]) -> "LocalTask":
         own = {
-            "PYTHONPATH": os.pathsep.join(map(str, CODE_PATH)),
             # The driver holds this machine's lock. Each job has the same lock file in every run, and
             # so removes what the same job of a dead run left.
             LOCK_VARIABLE: f"{run_lock.lock_path()}.{node.id}",
             "WEIGHIN_CACHE": str(_caches() / node.id),
         }
-        return LocalTask(encode_event({"event": "assignment", **assignment}), os.environ | own)
+        variables = child_process.environment(inherit=False) | own
+        return LocalTask(encode_event({"event": "assignment", **assignment}), variables)
 
     def wait(self, tasks: Sequence["LocalTask"], timeout_s: float) -> Sequence["LocalTask"]:
-        silent = [task for task in tasks if not task.has_event]
-        if len(silent) == len(tasks):
-            readable, _, _ = select.select(silent, [], [], timeout_s)
-            for task in readable:
-                task.read()
-        return [task for task in tasks if task.has_event]
+        if not (found := [task for task in tasks if task.has_event()]):
+            ready([each for task in tasks for each in task.filenos()], timeout_s)
+            found = [task for task in tasks if task.has_event()]
+        return found
 
     def is_alive(self, _: Node) -> bool:
         return True
@@ -148,54 +139,32 @@ class LocalTask:
     """A process of ``weighin.engines.node`` on this machine."""
 
     def __init__(self, assignment: bytes, variables: Mapping[str, str]) -> None:
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "weighin.engines.node"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            env=variables,
-            start_new_session=True,  # Ctrl-C reaches the driver, which ends this process
-        )
-        assert self._process.stdin
-        self._process.stdin.write(assignment)
-        self._process.stdin.flush()  # and open: its end would stop the process
-        self._lines: deque[bytes | None] = deque()  # None: the end
-        self._rest = b""
+        self._node = child_process.Child(child_process.module("weighin.engines.node"), variables)
+        self._node.send(assignment)  # input stays open: its end would stop the process
+        self._ended = False
 
-    @property
+    def filenos(self) -> list[int]:
+        """Return the descriptors of which one is ready when there may be an event."""
+        return self._node.filenos()
+
     def has_event(self) -> bool:
-        return bool(self._lines)
-
-    def fileno(self) -> int:
-        """Return the descriptor that becomes readable when ``read`` does not block."""
-        assert self._process.stdout
-        return self._process.stdout.fileno()
-
-    def read(self) -> None:
-        """Read the events that have arrived."""
-        part = os.read(self.fileno(), _PART_BYTES)
-        if part:
-            *lines, self._rest = (self._rest + part).split(b"\n")
-            self._lines += lines
-        else:
-            self._lines += [self._ending(), None]
+        """Read what has arrived; tell whether there is an event, or the end."""
+        return self._ended or self._node.read()
 
     def next_event(self) -> bytes | None:
-        return self._lines.popleft()
+        if self._ended:
+            return None
+        if (line := self._node.receive()) is not None:
+            return line
+        self._ended = True
+        code = self._node.wait()
+        self._node.close()
+        return encode_event(
+            {"event": "ended", "code": code, "stderr": last_line(self._node.stderr_tail)}
+        )
 
     def cancel(self) -> None:
-        assert self._process.stdin
-        self._process.stdin.close()
-
-    def _ending(self) -> bytes:
-        with self._process as process:
-            code = process.wait()
-        with self._errors as file:
-            file.seek(0)
-            lines = file.read().decode(errors="replace").strip().splitlines()
-        last = lines[-1] if lines else ""
-        return encode_event({"event": "ended", "code": code, "stderr": last})
+        self._node.end_input()
 
 
 @contextmanager

@@ -20,10 +20,8 @@ error       message, repair, exit_code
 import base64
 import json
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -32,15 +30,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from weighin import __version__
-from weighin.checkpoint import cache
-from weighin.errors import HarnessError, explain
+from weighin.checkpoint import cache, staging
+from weighin.errors import HarnessError, Interrupted, explain
 from weighin.isolation import delegation, select
-from weighin.probes import environment
-from weighin.probes.cgroup import MemoryCgroup, is_alive, this_process
-from weighin.protocol import encode_event
+from weighin.parent_process import Parent
 from weighin.record import SCHEMA
-from weighin.records import run_folder
-from weighin.run import gpu_check, request, runner
+from weighin.records import run_folder, sources
+from weighin.run import gpu_check, interrupts, request, runner
 from weighin.run.runner import Progress, Run
 from weighin.suite import registry
 from weighin.units import MIB
@@ -49,57 +45,39 @@ _PART_BYTES: Final = 4 * MIB
 _LOCK_PATIENCE_S: Final = 60.0  # the worker of a driver that has just been killed may still end
 
 
-class _Events:
-    """Writes events to what was standard output; later prints go to standard error."""
-
-    def __init__(self) -> None:
-        self._file = os.fdopen(os.dup(1), "wb", buffering=0)
-        os.dup2(2, 1)
-
-    def send(self, event: str, **fields: Any) -> None:
-        line = encode_event({"event": event, **fields})
-        while line:
-            line = line[self._file.write(line) :]
-
-
 def main() -> int:
     """Run the assignment on standard input, and return the exit code of this process."""
-    assignment = _receive()
-    events = _Events()
+    events = Parent()
+    if (line := events.receive()) is None:  # the driver has ended
+        return 1
+    assignment = json.loads(line)
+    threading.Thread(target=_stop_at_end_of_input, args=(events,), daemon=True).start()
     try:
-        _ACTIONS[assignment["kind"]](assignment, events)
+        with interrupts.stoppable(interrupts.Stopped):
+            _ACTIONS[assignment["kind"]](assignment, events)
     except OSError as error:
         return _fail(events, explain(error))
     except HarnessError as error:
         return _fail(events, error)
+    except interrupts.Stopped:
+        return Interrupted.exit_code
     return 0
 
 
-def _fail(events: _Events, error: HarnessError) -> int:
+def _fail(events: Parent, error: HarnessError) -> int:
     events.send(
         "error", message=error.message, repair=error.repair, exit_code=type(error).exit_code
     )
     return error.exit_code
 
 
-def _receive() -> dict[str, Any]:
-    line = bytearray()
-    while not line.endswith(b"\n"):
-        if not (part := os.read(0, 1 << 16)):
-            sys.exit(1)  # the driver has ended
-        line += part
-    assignment: dict[str, Any] = json.loads(line)
-    threading.Thread(target=_stop_at_end_of_input, daemon=True).start()
-    return assignment
-
-
-def _stop_at_end_of_input() -> None:
-    while os.read(0, 1):
+def _stop_at_end_of_input(driver: Parent) -> None:
+    while driver.receive() is not None:
         pass
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _probe(assignment: Mapping[str, Any], events: _Events) -> None:
+def _probe(assignment: Mapping[str, Any], events: Parent) -> None:
     isolations = {}
     for name in select.NAMES:
         isolation = select.named(name)
@@ -110,7 +88,7 @@ def _probe(assignment: Mapping[str, Any], events: _Events) -> None:
         else:
             isolations[name] = ""
     gpus = gpu_check.look().gpus if assignment["gpu"] else ()
-    total, free = ram_bytes()
+    total, free = delegation.ram_bytes()
     try:
         select.check_soft_limit(select.named("cgroup"))
     except HarnessError as error:
@@ -120,6 +98,7 @@ def _probe(assignment: Mapping[str, Any], events: _Events) -> None:
     events.send(
         "node",
         weighin=__version__,
+        code=sources.digest_of_all(),
         ram_bytes=total,
         free_ram_bytes=free,
         isolations=isolations,
@@ -128,31 +107,12 @@ def _probe(assignment: Mapping[str, Any], events: _Events) -> None:
     )
 
 
-def ram_bytes() -> tuple[int, int]:
-    """Return the RAM that cells can have on this machine, and the part that is free now.
-
-    A container or pod around this process limits its cells, too.
-    """
-    total, free = environment.total_ram_bytes(), environment.free_ram_bytes()
-    root = delegation.groups_root()
-    for folder in [root, *root.parents] if root else []:
-        group = MemoryCgroup(folder)
-        try:
-            limit = int(group.limit_path.read_text())
-            used = int(group.usage_path.read_text())
-        except (OSError, ValueError):  # the root of the hierarchy, or "max"
-            continue
-        if limit < total:
-            total, free = limit, min(free, limit - used)
-    return total, free
-
-
-def _prepare(assignment: Mapping[str, Any], events: _Events) -> None:
+def _prepare(assignment: Mapping[str, Any], events: Parent) -> None:
     with _restored(assignment) as task:
         runner.prepare(task, _progress(events))
 
 
-def _measure(assignment: Mapping[str, Any], events: _Events) -> None:
+def _measure(assignment: Mapping[str, Any], events: Parent) -> None:
     with _restored(assignment) as task:
         try:
             runner.run(replace(task, is_probed=True), _progress(events))
@@ -160,7 +120,7 @@ def _measure(assignment: Mapping[str, Any], events: _Events) -> None:
             _send_results(task.folder, events)
 
 
-def _send_results(folder: Path, events: _Events) -> None:
+def _send_results(folder: Path, events: Parent) -> None:
     records = folder / run_folder.RECORDS
     if not records.exists():
         return
@@ -171,14 +131,13 @@ def _send_results(folder: Path, events: _Events) -> None:
                 content = base64.b64encode(part).decode()
                 events.send("file", path=name, content=content, is_first=is_first)
                 is_first = False
-    events.send("record", record=records.read_text(), free_ram_bytes=ram_bytes()[1])
+    events.send("record", record=records.read_text(), free_ram_bytes=delegation.ram_bytes()[1])
 
 
 @contextmanager
 def _restored(assignment: Mapping[str, Any]) -> Iterator[Run]:
     """Write the assignment's plan to a folder of this process, and restore the run from it."""
-    folder = _own_folder()
-    try:
+    with staging.own_folder(cache.folder() / "fleet") as folder:
         settings = dict(assignment["settings"])
         known = registry.strategies(assignment["operation"])
         settings["strategy_paths"] = {
@@ -186,22 +145,11 @@ def _restored(assignment: Mapping[str, Any]) -> Iterator[Run]:
         }
         plan = {"schema": SCHEMA, "cells": assignment["cells"], "settings": settings}
         (folder / run_folder.PLAN).write_text(json.dumps(plan))
-        task, _ = request.restore(folder, trusted=True)  # the driver has asked for the user's trust
+        task = request.restore(folder, trusted=True)  # the driver has asked for the user's trust
         yield replace(task, patience_s=max(assignment["patience_s"], _LOCK_PATIENCE_S))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
-def _own_folder() -> Path:
-    root = cache.folder() / "fleet"
-    root.mkdir(parents=True, exist_ok=True)
-    for left in root.glob("*"):
-        if not is_alive(left.name.partition(".")[0]):
-            shutil.rmtree(left, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"{this_process()}.", dir=root))
-
-
-def _progress(events: _Events) -> Progress:
+def _progress(events: Parent) -> Progress:
     return Progress(
         preparing=lambda text, share: events.send("preparing", text=text, share=share),
         building=lambda text: events.send("preparing", text=text, share=None),
@@ -209,12 +157,13 @@ def _progress(events: _Events) -> Progress:
     )
 
 
-def _examine(_: Mapping[str, Any], events: _Events) -> None:
+def _examine(_: Mapping[str, Any], events: Parent) -> None:
     from weighin.doctor import capabilities, doctor  # imports what measurements do not need
 
     examination = doctor.examine(lambda text: events.send("preparing", text=text, share=None))
     found = [*examination.capabilities, capabilities.nested()]
-    events.send("examined", capabilities=[asdict(each) for each in found])
+    code = {"weighin": __version__, "code": sources.digest_of_all()}
+    events.send("examined", capabilities=[asdict(each) for each in found], **code)
 
 
 _ACTIONS: Final = {

@@ -11,8 +11,26 @@ from pathlib import Path
 from typing import Protocol
 
 from weighin.cell import Job
-from weighin.isolation.channel import Channel
 from weighin.probes.observer import Observer
+
+
+class Channel(Protocol):
+    """The parent's ends of a worker's standard streams."""
+
+    @property
+    def stderr_tail(self) -> bytes:
+        """The last 64 KiB that the worker and its strategy printed."""
+        ...
+
+    def receive(self, timeout_s: float) -> bytes | None:
+        """Return the next event line, or None at the end; raise TimeoutError if it is late."""
+        ...
+
+    def send(self, line: bytes) -> None:
+        """Write a line to the worker; do nothing if it has ended, as its exit is read elsewhere."""
+        ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +68,11 @@ class Running(Protocol):
     @property
     def unseen(self) -> str:
         """The reason why pid or cgroup is None, for the record; empty if both are known."""
+        ...
+
+    @property
+    def read_only(self) -> bool:
+        """Whether the worker sees its checkpoint through read-only mounts."""
         ...
 
     def observe_inside(self, interval_s: float) -> Observer | None:
@@ -106,8 +129,8 @@ class Isolation(Protocol):
         """Start one worker for this job, under the limits of its cell."""
         ...
 
-    def remove_stale(self) -> list[str]:
-        """Remove the leftovers of dead runs, and return one line for each."""
+    def remove_stale(self, *, any_lock: bool = False) -> list[str]:
+        """Remove the leftovers of dead runs with the same lock file, or with any; return one line for each."""
         ...
 
     def describe(self) -> dict[str, str]:

@@ -6,6 +6,7 @@ the groups of a killed parent differ from the groups of a running parent.
 """
 
 import contextlib
+import errno
 import itertools
 import os
 import shutil
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from weighin.cell import Job
 from weighin.errors import IsolationUnavailable, StillRunning
-from weighin.isolation import delegation
+from weighin.isolation import delegation, read_only
 from weighin.isolation.process import WORKER, LocalRunning
 from weighin.probes.cgroup import (
     MemoryCgroup,
@@ -26,6 +27,7 @@ from weighin.probes.cgroup import (
     pressure_hierarchy,
 )
 from weighin.protocol import encode_job
+from weighin.units import format_bytes
 
 _PREFIX = "weighin."
 _PATIENCE_S = 10.0
@@ -48,8 +50,13 @@ class CgroupIsolation:
         with temporary_group() as group:
             limit(group, 2**40)
 
-    def prepare(self, _progress: Callable[[str], None] = lambda _: None, /) -> None:
-        return
+    def prepare(self, progress: Callable[[str], None] = lambda _: None, /) -> None:
+        """Say so if the cells leave a limited group in which this process runs."""
+        if left := delegation.left_limit():
+            progress(
+                f"the cells run outside this process's cgroup {left[1]}: its limit of"
+                f" {format_bytes(left[0])} does not hold for them"
+            )
 
     def added_code(self, _job: Job, /) -> list[str]:
         """Return an empty list, because a worker imports the packages of this environment."""
@@ -63,21 +70,22 @@ class CgroupIsolation:
                 limit(groups[0], job.cell.ram_limit_bytes)
             if job.cell.ram_high_bytes is not None:
                 (groups[0] / "memory.high").write_text(str(job.cell.ram_high_bytes))
-            running = CgroupRunning(WORKER, groups, job.cell.environment)
+            command = read_only.wrapped(WORKER, job.checkpoint)
+            running = CgroupRunning(command, groups, job.cell.environment)
         except BaseException:
             _remove(groups)
             raise
         running.channel.send(encode_job(job))
         return running
 
-    def remove_stale(self) -> list[str]:
+    def remove_stale(self, *, any_lock: bool = False) -> list[str]:
         """Kill the processes in groups whose owner is dead, and remove those groups."""
         return [
             f"cgroup {group}"
             for root in _roots()
             for group in root.glob(f"{_PREFIX}*")
-            if is_left_behind(group.name.removeprefix(_PREFIX))
-            and _is_removed(group, patience_s=_PATIENCE_S)  # no, if a process cannot be killed
+            if is_left_behind(group.name.removeprefix(_PREFIX), any_lock=any_lock)
+            and not _removal_error(group, patience_s=_PATIENCE_S)
         ]
 
     def describe(self) -> dict[str, str]:
@@ -111,7 +119,7 @@ class CgroupRunning(LocalRunning):
         try:
             super().close()
         except StillRunning:
-            _is_removed(*self._groups, patience_s=0)
+            _removal_error(*self._groups, patience_s=0)
             raise
         _remove(self._groups)
 
@@ -196,11 +204,23 @@ def limit(group: Path, limit_bytes: int) -> None:
         )
 
 
+def _tree(group: Path) -> list[Path]:
+    """Return a group and the groups that its processes made below it, the deepest first."""
+    return [Path(folder) for folder, _, _ in os.walk(group, topdown=False)]
+
+
 def _kill_members(group: Path) -> None:
-    with contextlib.suppress(OSError):
-        for pid in (group / "cgroup.procs").read_text().split():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
+    """Kill all processes in a group and in the groups below it."""
+    if (kill := group / "cgroup.kill").exists():  # cgroup v2 since Linux 5.14
+        with contextlib.suppress(OSError):
+            kill.write_text("1")
+        return
+    for folder in _tree(group):
+        with contextlib.suppress(OSError):
+            for pid in map(int, (folder / "cgroup.procs").read_text().split()):
+                if pid:  # the kernel shows a process of another pid namespace as 0
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
 
 
 def _remove(groups: list[Path]) -> None:
@@ -208,22 +228,34 @@ def _remove(groups: list[Path]) -> None:
 
     Raises:
         StillRunning: a process in one of the groups does not end.
+        IsolationUnavailable: a group cannot be removed for another reason.
     """
-    if not _is_removed(*groups, patience_s=_PATIENCE_S):
-        left = ", ".join(str(group) for group in groups if group.exists())
-        raise StillRunning(f"a process in the cgroup {left} does not end, not even after SIGKILL")
+    if (error := _removal_error(*groups, patience_s=_PATIENCE_S)) is None:
+        return
+    if error.errno == errno.EBUSY:
+        raise StillRunning(
+            f"a process in the cgroup {error.filename} does not end, not even after SIGKILL"
+        )
+    raise IsolationUnavailable(
+        f"cannot remove the cgroup {error.filename}: {error.strerror}", f"rmdir {error.filename}"
+    )
 
 
-def _is_removed(*groups: Path, patience_s: float) -> bool:
-    """Remove groups; return whether all groups are gone within ``patience_s``."""
+def _removal_error(*groups: Path, patience_s: float) -> OSError | None:
+    """Remove groups and the groups below them; return the error of one that is left, else None."""
     deadline = time.monotonic() + patience_s
+    left: OSError | None = None
     for group in groups:
         while group.exists():
             _kill_members(group)
             try:
-                group.rmdir()
-            except OSError:
+                for folder in _tree(group):
+                    folder.rmdir()
+            except FileNotFoundError:  # another process removed a group
+                continue
+            except OSError as error:
                 if time.monotonic() > deadline:
+                    left = error
                     break
                 time.sleep(0.005)
-    return not any(group.exists() for group in groups)
+    return left

@@ -8,12 +8,18 @@ See "Delegation" in the kernel's admin-guide/cgroup-v2.rst, and systemd's CGROUP
 import errno
 import os
 import shutil
-import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from weighin.probes.cgroup import memory_cgroup_of, memory_hierarchy
+from weighin import child_process
+from weighin.probes import environment
+from weighin.probes.cgroup import (
+    MemoryCgroup,
+    limits_around,
+    memory_cgroup_of,
+    memory_hierarchy,
+)
 
 PARENT_LEAF = "weighin-parent"
 """The leaf group for this process: a group that enables controllers must not contain a process."""
@@ -35,9 +41,35 @@ def groups_root() -> Path | None:
     if version == 1:
         return mount if os.access(mount, os.W_OK) else None
     candidates = [mount]
-    if own := memory_cgroup_of(os.getpid()):
-        candidates.append(own.parent if own.name == PARENT_LEAF else own)
+    if own := _group_of(os.getpid()):
+        # A container without a cgroup namespace sees the host's root, but its cells belong to it.
+        in_container = own == _group_of(1) or limits_around(own)
+        candidates = [own, mount] if in_container else [mount, own]
     return next((folder for folder in candidates if _enables_memory(folder)), None)
+
+
+def ram_bytes() -> tuple[int, int]:
+    """Return the RAM that cells can have on this machine, and the part that is free now.
+
+    A container or pod around this process limits its cells, too.
+    """
+    total, free = environment.total_ram_bytes(), environment.free_ram_bytes()
+    for limit, group in limits_around(groups_root() or _group_of(os.getpid()) or Path("/")):
+        total = min(total, limit)
+        free = min(free, limit - (MemoryCgroup(group).read_usage() or 0))
+    return total, free
+
+
+def left_limit() -> tuple[int, Path] | None:
+    """Return the (limit, group) that limits this process and not its cells; None if there is none.
+
+    On cgroup v1, root creates the groups of cells in the root of the hierarchy.
+    """
+    root, own = groups_root(), _group_of(os.getpid())
+    if root is None or own is None:
+        return None
+    limits = [each for each in limits_around(own) if not root.is_relative_to(each[1])]
+    return limits[0] if limits else None
 
 
 def helps() -> bool:
@@ -55,9 +87,15 @@ def helps() -> bool:
 def enter(arguments: Sequence[str]) -> None:
     """Replace this process by ``python -m weighin ARGUMENTS`` inside a delegated scope."""
     scope = ("systemd-run", "--user", "--scope", "--quiet", "--collect", "-p", "Delegate=yes")
-    command = (*scope, "--", sys.executable, "-m", "weighin", *arguments)
+    command = (*scope, "--", *child_process.module("weighin", *arguments))
     os.environ[_ENTERED] = "1"
     os.execvp(command[0], command)  # noqa: S606 (no shell is wanted)
+
+
+def _group_of(pid: int) -> Path | None:
+    """Return the memory cgroup of a process, or the one whose leaf it was moved to."""
+    group = memory_cgroup_of(pid)
+    return group.parent if group and group.name == PARENT_LEAF else group
 
 
 def _enables_memory(folder: Path) -> bool:

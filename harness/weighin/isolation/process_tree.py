@@ -1,8 +1,7 @@
 """Find a worker and all processes that it started by a variable in their environment.
 
-A child in its own session has left the worker's process group; after its parent's death, only
-/proc/PID/environ still identifies such a child. This module is for plain processes, because a
-cgroup lists all its processes.
+A child in its own session has left the worker's process group, and a child of root may have left
+the worker's cgroup; after its parent's death, only /proc/PID/environ still identifies such a child.
 """
 
 import contextlib
@@ -10,11 +9,10 @@ import itertools
 import os
 import signal
 import time
-from pathlib import Path
 
-from weighin.probes.cgroup import is_left_behind, owned_name
+from weighin.probes.cgroup import all_pids, is_left_behind, owned_name
+from weighin.probes.other_processes import WORKER_VARIABLE, mark_of
 
-_VARIABLE = "WEIGHIN_WORKER"
 _PATIENCE_S = 10.0
 _numbers = itertools.count()
 
@@ -26,7 +24,7 @@ def new_mark() -> str:
 
 def environment(mark: str) -> dict[str, str]:
     """Return the environment that gives this mark to a process and all its descendants."""
-    return {_VARIABLE: mark}
+    return {WORKER_VARIABLE: mark}
 
 
 def end(mark: str) -> None:
@@ -41,9 +39,9 @@ def end(mark: str) -> None:
         time.sleep(0.005)  # a killed process takes a moment to end, and may just have forked
 
 
-def end_orphans() -> list[str]:
+def end_orphans(*, any_lock: bool = False) -> list[str]:
     """Kill the processes whose mark names a dead owner; return one line for each process."""
-    orphans = [(pid, mark) for pid, mark in _marked() if is_left_behind(mark)]
+    orphans = [(pid, mark) for pid, mark in _marked() if is_left_behind(mark, any_lock=any_lock)]
     for mark in {mark for _, mark in orphans}:
         end(mark)
     return [f"process {pid} of process {mark.partition('-')[0]}" for pid, mark in orphans]
@@ -51,15 +49,4 @@ def end_orphans() -> list[str]:
 
 def _marked() -> list[tuple[int, str]]:
     """Return the pid and the mark of every process of this user that has a mark."""
-    marked = []
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit():
-            continue
-        try:
-            variables = (folder / "environ").read_bytes().split(b"\0")
-        except OSError:  # the process has ended, or belongs to another user
-            continue
-        prefix = f"{_VARIABLE}=".encode()
-        marks = [line.removeprefix(prefix) for line in variables if line.startswith(prefix)]
-        marked += [(int(folder.name), mark.decode()) for mark in marks[:1]]
-    return marked
+    return [(pid, mark) for pid in all_pids() if (mark := mark_of(pid))]

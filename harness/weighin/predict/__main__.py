@@ -1,4 +1,4 @@
-"""Predict cells: ``python -m weighin.predict`` answers each line of JSON with a line of JSON.
+"""Predict cells: ``python -m weighin.predict`` answers each line of JSON with an event, ``answer``.
 
 The process imports torch and the model's class once, as a worker does, so that it serves cells of
 one model. Each cell then runs in its own fork of the process, whose heap is like that of a fresh
@@ -8,8 +8,6 @@ worker. The fork reads only the structure of a checkpoint.
 import ctypes
 import json
 import os
-import signal
-import sys
 import traceback
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
@@ -17,12 +15,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+from weighin.parent_process import Parent, end_with_parent
+
+if __name__ == "__main__":
+    end_with_parent()  # before the imports that take seconds
+
 import torch  # noqa: F401 (before any fork; a worker imports it too)
 
 from weighin.cell import Cell, ModelSpec
 from weighin.checkpoint.manifest import read_manifest
 from weighin.errors import HarnessError
 from weighin.models.skeleton import resolve_builder
+from weighin.predict import no_processes
 from weighin.probes.process import memory_of, read_status
 from weighin.record import Memory
 from weighin.text import one_line
@@ -30,19 +34,18 @@ from weighin.worker import inputs, loading  # noqa: F401 (a worker imports them 
 from weighin.worker.model_package import import_model_package
 from weighin.worker.warmup import settle_math
 
-_PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
-_PR_SET_THP_DISABLE: Final = 41
+_PR_SET_THP_DISABLE: Final = 41  # linux/prctl.h
 
 
 def main() -> None:
+    parent = Parent()
     settle_math()
+    no_processes.adopt_orphans()
     own_bytes = _import_simulation()
     from weighin.predict.preload import PRELOADED
 
     hide_once = cache(PRELOADED.hide)  # after the model's class, which may import the same modules
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # so that prints of builders and strategies do not mix with answers
-    for line in sys.stdin:
+    while (line := parent.receive()) is not None:
         request = json.loads(line)
         with suppress(Exception):  # the fork, which imports it again, answers with the error
             import_model_package(ModelSpec(**request["cell"]["model"]), lambda _: nullcontext())
@@ -52,7 +55,7 @@ def main() -> None:
         file_bytes = now.file_bytes - PRELOADED.file_bytes
         request["baseline"] = asdict(replace(now, file_bytes=file_bytes))
         request["own_bytes"] = own_bytes + PRELOADED.anon_bytes
-        print(json.dumps(_answer_in_fork(request)), file=answers, flush=True)
+        parent.send("answer", **_answer_in_fork(request))
 
 
 def _import_simulation() -> int:
@@ -68,19 +71,20 @@ def _answer_in_fork(request: dict[str, Any]) -> dict[str, Any]:
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        prctl = ctypes.CDLL(None).prctl
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the fork never outlives its parent
+        end_with_parent()
         # Small tensors are really written; huge pages would make memory around them resident.
-        prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0)
         os.close(reading)
         answer = _answer(request)
         with os.fdopen(writing, "w") as pipe:
-            json.dump(answer, pipe)
+            pipe.write(f"{json.dumps(answer)}\n")
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading) as pipe:
-        text = pipe.read()
+        text = pipe.readline()  # not to the end: a process of the strategy may hold the pipe open
     _, status = os.waitpid(child, 0)
+    if no_processes.end_children():
+        return {"cannot": f"CannotFollow: {no_processes.REFUSED}"}
     if text:
         reply: dict[str, Any] = json.loads(text)
         return reply
@@ -91,6 +95,8 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     try:
         fields = request["cell"]
         cell = Cell(**{**fields, "model": ModelSpec(**fields["model"])})
+        if "checked" in request:
+            return _check(cell, request["checked"])
         if "make" in request:
             return _make(cell, request["make"])
         return _predict(cell, request)
@@ -100,6 +106,14 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
         if isinstance(error, HarnessError):
             return cannot | {"error": [error.message, error.repair]}
         return cannot
+
+
+def _check(cell: Cell, checked: dict[str, Any]) -> dict[str, Any]:
+    from weighin.formats.selection import Selection
+    from weighin.predict.sparse import refuse_misfit
+
+    refuse_misfit(cell.model, Path(checked["source"]), Selection(**checked["selection"]))
+    return {}
 
 
 def _make(cell: Cell, make: dict[str, Any]) -> dict[str, Any]:
@@ -129,10 +143,12 @@ def _predict(cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
         Memory(**request["baseline"]), anon_bytes=memory_of(read_status()).anon_bytes - own_bytes
     )
     checkpoint, strategy = Path(request["checkpoint"]), Path(request["strategy_path"])
+    no_processes.refuse()
     figures = asdict(
         run(cell, builder, checkpoint, strategy, baseline, own_bytes, request["read_ahead_bytes"])
     )
     del manifest
+    no_processes.check()
     return figures
 
 

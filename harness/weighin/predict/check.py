@@ -15,6 +15,7 @@ from weighin.predict.prediction import Prediction
 from weighin.probes import environment
 from weighin.record import Outcome, Result
 from weighin.records import run_folder
+from weighin.records.repeats import middle
 from weighin.run import trust
 from weighin.suite import registry, user_code
 from weighin.suite.matrix import Planned
@@ -174,14 +175,12 @@ def _figures(prediction: Prediction, results: list[Result]) -> Iterator[tuple[st
     for name, measured in _FIGURES.items():
         if prediction.cell.ranks > 1 and name == "host_file_peak_bytes":
             continue  # the measured figure of several ranks is the page cache of their cgroup
-        sizes = [getattr(result.peaks, measured) for result in results]
-        measured_sizes = [size for size in sizes if size is not None]
+        size: int | None = middle(getattr(result.peaks, measured) for result in results)
         alternatives = _ALTERNATIVES.get(name, (name,))
         predicted = {one: getattr(prediction, one) for one in alternatives}
-        if measured_sizes and None not in predicted.values():
-            median_size = round(median(measured_sizes))
-            nearest = min(predicted, key=lambda one: abs(predicted[one] - median_size))
-            yield nearest, predicted[nearest], median_size
+        if size is not None and None not in predicted.values():
+            near = sorted(predicted, key=lambda one: abs(predicted[one] - size))
+            yield near[0], predicted[near[0]], size
 
 
 def _unreclaimable(results: list[Result]) -> int | None:

@@ -1,8 +1,6 @@
 """Predict cells from a process without torch: the client of ``python -m weighin.predict``."""
 
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,10 +8,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final, Self
 
-from weighin import formats
+from weighin import child_process, formats
 from weighin.cell import Cell, ModelSpec
-from weighin.checkpoint import entries
-from weighin.checkpoint.subprocess_client import environment
+from weighin.checkpoint import entries, staging
 from weighin.errors import ConfigError, HarnessError, UnknownName
 from weighin.formats import quantised
 from weighin.formats.pretrained_library import LIBRARIES, library_of
@@ -21,6 +18,7 @@ from weighin.formats.selection import WHOLE, Selection
 from weighin.predict.prediction import Prediction, from_json
 from weighin.predict.ranks import of_ranks
 from weighin.probes.environment import read_ahead_bytes
+from weighin.protocol import decode_event
 from weighin.suite.config import DTYPES
 from weighin.suite.matrix import Planned
 from weighin.suite.packages import name_of
@@ -52,17 +50,20 @@ def predict(
     cannot be predicted, its figures are None and ``cannot`` has the reason.
 
     Raises:
-        HarnessError: the predicting process was killed.
+        HarnessError: the model of a library cannot be built, or the checkpoint lacks weights of it or has
+            them in another shape; or the predicting process was killed.
     """
     own = None
     if checkpoint and not selection and formats.has_only_tensors(checkpoint):
         own = formats.detect(checkpoint).NAME
     with (
-        tempfile.TemporaryDirectory(prefix="weighin-predict-") as folder,
-        _Asker(environment(python_path)) as ask,
+        staging.own_folder(Path(tempfile.gettempdir()), "weighin-predict-") as folder,
+        _Asker(child_process.environment(python_path)) as ask,
     ):
         made: dict[str, dict[str, Any]] = {}
         predictions = []
+        if checkpoint:
+            _refuse_misfit(planned, ask, checkpoint, selection)
         for number, planned_cell in enumerate(planned):
             if report:
                 report(number, planned_cell.cell.strategy)
@@ -83,6 +84,19 @@ def predict(
         return predictions
 
 
+def _refuse_misfit(
+    planned: Sequence[Planned], ask: "_Asker", checkpoint: Path, selection: Selection
+) -> None:
+    """Raise HarnessError if no strategy loads the checkpoint into the model of the cells."""
+    cell = next((one.cell for one in planned if not (one.skip or _not_followed(one))), None)
+    if cell is None or library_of(cell.model.builder) is None:
+        return
+    checked = {"source": str(checkpoint), "selection": asdict(selection)}
+    answer = ask({"cell": asdict(cell), "checked": checked})
+    if "error" in answer:
+        raise HarnessError(*answer["error"])
+
+
 @contextmanager
 def generated(model: ModelSpec, python_path: Sequence[str] = ()) -> Iterator[Path]:
     """Yield the checkpoint that weighin generates for a model, but without values.
@@ -91,10 +105,10 @@ def generated(model: ModelSpec, python_path: Sequence[str] = ()) -> Iterator[Pat
         ConfigError: the model cannot be built.
     """
     with (
-        tempfile.TemporaryDirectory(prefix="weighin-predict-") as folder,
-        _Asker(environment(python_path)) as ask,
+        staging.own_folder(Path(tempfile.gettempdir()), "weighin-predict-") as folder,
+        _Asker(child_process.environment(python_path)) as ask,
     ):
-        make = {"folder": folder, "dtype": None, "source": None, "own": False}
+        make = {"folder": str(folder), "dtype": None, "source": None, "own": False}
         cell = asdict(Cell(model, "baseline", "process"))
         made = ask({"cell": cell, "make": make | {"selection": asdict(WHOLE)}})
         if cannot := made.get("cannot"):
@@ -129,7 +143,7 @@ def _predict_cell(
     planned: Planned,
     ask: "_Asker",
     made: dict[str, dict[str, Any]],
-    folder: str,
+    folder: Path,
     checkpoint: Path | None,
     selection: Selection,
     own: str | None,
@@ -163,7 +177,7 @@ class _Asker:
 
     def __init__(self, variables: dict[str, str]) -> None:
         self._variables = variables
-        self._process: subprocess.Popen[str] | None = None
+        self._process: child_process.Child | None = None
         self._imported: dict[str, Any] = {}
 
     def __enter__(self) -> Self:
@@ -171,35 +185,26 @@ class _Asker:
 
     def __exit__(self, *_: object) -> None:
         if self._process:
-            self._process.kill()
-            self._process.communicate()
+            self._process.close()
 
     def __call__(self, question: dict[str, Any]) -> dict[str, Any]:
         process = self._process_of(question["cell"]["model"])
-        assert process.stdin and process.stdout
-        try:
-            process.stdin.write(json.dumps(question) + "\n")
-            process.stdin.flush()
-            answer: dict[str, Any] = json.loads(process.stdout.readline())
-        except (OSError, ValueError):
+        process.send(json.dumps(question).encode() + b"\n")
+        answer = decode_event(process.receive() or b"")
+        if answer is None:
             raise HarnessError(
                 "the process that predicts was killed",
                 "run it again; if the kernel killed it (see `dmesg`), free some memory first",
-            ) from None
+            )
+        del answer["event"]
         return answer
 
-    def _process_of(self, model: dict[str, Any]) -> subprocess.Popen[str]:
+    def _process_of(self, model: dict[str, Any]) -> child_process.Child:
         """Return the running process, or a new one if that imported another class of a library."""
         imported = model if library_of(model["builder"]) else {}
         if self._process is None or imported != self._imported:
             self.__exit__()
             self._imported = imported
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "weighin.predict"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env=self._variables,
-                text=True,
-            )
+            command = child_process.module("weighin.predict")
+            self._process = child_process.Child(command, self._variables)
         return self._process

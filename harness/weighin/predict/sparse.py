@@ -12,10 +12,13 @@ from weighin.checkpoint import generate, reader
 from weighin.checkpoint.describe import describe, in_checkpoint
 from weighin.checkpoint.manifest import Manifest
 from weighin.checkpoint.piecewise import tensor_checksums
-from weighin.formats.pretrained_folder import own_dtype
+from weighin.formats import gguf
+from weighin.formats.pretrained_folder import own_dtype, refuse_part
 from weighin.formats.pretrained_library import library_of
 from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.zip_writer import leaving_holes
+from weighin.models.pretrained_keys import map_keys
+from weighin.models.skeleton import build_skeleton, resolve_builder
 
 
 def make_sparse(
@@ -62,6 +65,23 @@ def make_sparse(
     with leaving_holes():
         formats.named(fmt).write(target, tensors, _nothing)
     return target
+
+
+def refuse_misfit(model: ModelSpec, source: Path, selection: Selection) -> None:
+    """Refuse a checkpoint ``source`` from which no strategy loads all weights of a library's model.
+
+    Raises:
+        CheckpointError: it lacks weights, or has them in another shape, or cannot be read.
+    """
+    refuse_part(source, selection)
+    own, slices = formats.read(source, selection)
+    if own == gguf.NAME:
+        return
+    builder = resolve_builder(model.builder)
+    built = build_skeleton(builder, model.kwargs, real_buffers="non_persistent")
+    mapped = map_keys(built, slices)
+    mapped.refuse_other_shapes(built, source)
+    mapped.refuse_missing(built, source)
 
 
 def write_manifest(model: ModelSpec, dtype: str, folder: Path) -> Path:

@@ -1,26 +1,19 @@
-"""Find the CUDA devices of this machine in a subprocess, so that the parent imports no torch."""
+"""Find the CUDA devices of this machine in a subprocess, so that the parent imports no torch.
 
-import json
-import subprocess
-import sys
+The subprocess is ``python -m weighin.run.gpu_check``, which sends one event, ``answer``.
+"""
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Final
 
+from weighin import child_process
 from weighin.errors import IsolationUnavailable
+from weighin.parent_process import Parent, end_with_parent
 from weighin.text import one_line
 from weighin.units import format_bytes, format_exact
 
-_QUESTION: Final = """
-import json, torch
-gpus = []
-if torch.cuda.is_available():
-    for index in range(torch.cuda.device_count()):
-        gpu = torch.cuda.get_device_properties(index)
-        gpus.append({"name": gpu.name, "total_bytes": gpu.total_memory})
-print(json.dumps({"torch": str(torch.__version__), "cuda": torch.version.cuda, "gpus": gpus}))
-"""
 _TIMEOUT_S: Final = 120
 _INSTEAD: Final = "weighin predict MODEL --device cuda needs no GPU"
 
@@ -45,17 +38,16 @@ class GpuAnswer:
 @cache
 def look() -> GpuAnswer:
     """Return the devices that torch finds. The first call takes as long as an import of torch."""
-    asked = subprocess.run(
-        [sys.executable, "-c", _QUESTION],
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_S,
-        check=False,
-    )
-    if asked.returncode:
-        last = (asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"])[-1]
-        return GpuAnswer(why=f"torch failed while listing GPUs: {one_line(last)}", repair=_INSTEAD)
-    answer = json.loads(asked.stdout)
+    command, variables = child_process.module("weighin.run.gpu_check"), child_process.environment()
+    try:
+        asked = child_process.ask(command, variables, timeout_s=_TIMEOUT_S)
+    except TimeoutError:
+        why = f"torch does not list GPUs within {_TIMEOUT_S} s"
+        return GpuAnswer(why=why, repair=_INSTEAD)
+    if asked.code:
+        why = f"torch failed while listing GPUs: {one_line(asked.why)}"
+        return GpuAnswer(why=why, repair=_INSTEAD)
+    answer = asked.events[-1]
     gpus = tuple(Gpu(**gpu) for gpu in answer["gpus"])
     if not gpus and not answer["cuda"]:
         return GpuAnswer(
@@ -90,3 +82,19 @@ def check(device: str, limits: Sequence[int | None]) -> None:
                 f" ({format_bytes(gpu.total_bytes)})",
                 "give a smaller limit, or leave out --vram for no limit",
             )
+
+
+def main() -> None:
+    """List the devices that torch finds, for ``look`` in another process."""
+    end_with_parent()
+    parent = Parent()
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = map(torch.cuda.get_device_properties, range(count))
+    gpus = [{"name": gpu.name, "total_bytes": gpu.total_memory} for gpu in found]
+    parent.send("answer", torch=str(torch.__version__), cuda=torch.version.cuda, gpus=gpus)
+
+
+if __name__ == "__main__":
+    main()

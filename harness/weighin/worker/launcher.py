@@ -7,18 +7,17 @@ and it ends all ranks before one can see which rank the kernel killed.
 
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
 from typing import NoReturn
 
+from weighin import child_process
 from weighin.cell import Job
 from weighin.protocol import ACKNOWLEDGED, ACKNOWLEDGEMENT, MET, decode_event, encode_job
 from weighin.worker.connection import Lifeline
 
-_STDERR_KEPT_BYTES = 4096
+_KEPT_BYTES = 4096  # of a rank's standard error
 _GRACE_S = 0.5  # between the ends of ranks that end for one reason
 
 
@@ -44,30 +43,26 @@ class _Ranks:
     def __init__(self, job: Job, lifeline: Lifeline) -> None:
         self._lifeline = lifeline
         self._sending = threading.Lock()
-        self._meeting = threading.Barrier(job.cell.ranks)
+        self._arrived = 0  # ranks at the event where all meet
         self._done: set[int] = set()
         environment = os.environ | _environment(job.cell.ranks)
-        self._processes = [
-            subprocess.Popen(
-                [sys.executable, "-P", "-m", "weighin.worker"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        self._ranks = [
+            child_process.Child(
+                child_process.module("weighin.worker"),
+                environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                copy=2,
             )
             for rank in range(job.cell.ranks)
         ]
-        self._left = {process.pid: rank for rank, process in enumerate(self._processes)}
-        self._stderr_tails = [b""] * job.cell.ranks
+        self._left = {each.pid: rank for rank, each in enumerate(self._ranks)}
         self._relays = [
-            threading.Thread(target=relay, args=(rank,), daemon=True)
+            threading.Thread(target=self._relay, args=(rank,), daemon=True)
             for rank in range(job.cell.ranks)
-            for relay in (self._relay, self._copy_stderr)
         ]
         for relay in self._relays:
             relay.start()
-        for rank in range(job.cell.ranks):
-            self._write(rank, encode_job(replace(job, rank=rank)))
+        for rank, each in enumerate(self._ranks):
+            each.send(encode_job(replace(job, rank=rank)))
 
     def wait_for_failure(self) -> tuple[int, int] | None:
         """Return (rank, exit status) of the first rank that fails; None if all ranks end well."""
@@ -87,8 +82,7 @@ class _Ranks:
             return None
         if (rank := self._left.pop(pid, None)) is None:
             return None
-        for relay in self._relays[2 * rank : 2 * rank + 2]:
-            relay.join(_GRACE_S)  # until all that the rank sent has been passed on
+        self._relays[rank].join(_GRACE_S)  # until all that the rank sent has been passed on
         return None if rank in self._done else (rank, status)
 
     def report(self, failed: tuple[int, int]) -> None:
@@ -101,14 +95,12 @@ class _Ranks:
                 rank=rank,
                 code=code if code >= 0 else None,
                 signal=-code if code < 0 else None,
-                stderr_tail=self._stderr_tails[rank].decode(errors="replace"),
+                stderr_tail=self._ranks[rank].stderr_tail[-_KEPT_BYTES:].decode(errors="replace"),
             )
 
     def _relay(self, rank: int) -> None:
         """Pass a rank's events to the parent, and acknowledge them as the parent does."""
-        events = self._processes[rank].stdout
-        assert events
-        for line in events:
+        while (line := self._ranks[rank].receive()) is not None:
             if (event := decode_event(line)) is None:
                 continue
             kind = event.pop("event")
@@ -117,29 +109,19 @@ class _Ranks:
                     self._lifeline.send_and_wait(kind, rank=rank, **event)
                 else:
                     self._lifeline.send(kind, rank=rank, **event)
-            if kind in MET:
-                self._meeting.wait()
-            if kind == "done":
-                self._done.add(rank)
-            if kind in ACKNOWLEDGED:
-                self._write(rank, ACKNOWLEDGEMENT)
+                if kind == "done":
+                    self._done.add(rank)
+                if kind in MET:
+                    self._meet()
+            if kind in ACKNOWLEDGED and kind not in MET:
+                self._ranks[rank].send(ACKNOWLEDGEMENT)
 
-    def _copy_stderr(self, rank: int) -> None:
-        """Copy what a rank prints to the worker's standard error, and keep the last 4 KiB."""
-        printed = self._processes[rank].stderr
-        assert printed
-        while data := os.read(printed.fileno(), 65536):
-            os.write(2, data)
-            self._stderr_tails[rank] = (self._stderr_tails[rank] + data)[-_STDERR_KEPT_BYTES:]
-
-    def _write(self, rank: int, line: bytes) -> None:
-        stdin = self._processes[rank].stdin
-        assert stdin
-        try:
-            stdin.write(line)
-            stdin.flush()
-        except BrokenPipeError:  # the rank has ended
-            return
+    def _meet(self) -> None:
+        """Acknowledge an event to all ranks when the last rank has sent it."""
+        self._arrived = (self._arrived + 1) % len(self._ranks)
+        if not self._arrived:
+            for each in self._ranks:
+                each.send(ACKNOWLEDGEMENT)
 
 
 def _environment(ranks: int) -> dict[str, str]:

@@ -11,6 +11,7 @@ import torch
 
 from weighin.cell import ModelSpec, Operation
 from weighin.models.skeleton import construct, reset_buffers
+from weighin.worker.phases import named_by_strategy
 
 
 class Phases(Protocol):
@@ -45,7 +46,7 @@ class WorkerLoad:
         reset_buffers(model, self.builder, self.model.kwargs, self.device, self.dtype)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        return self.marks.phase(name)
+        return self.marks.phase(named_by_strategy(name))
 
 
 def import_strategy(path: Path, operation: Operation = "load") -> Callable[[Any], Any]:

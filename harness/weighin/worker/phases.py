@@ -5,14 +5,16 @@ resets the cgroup's peak. The time of these readings is recorded, and later subt
 time.
 """
 
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from reprlib import repr as short_repr
 from typing import TYPE_CHECKING
 
 from weighin.probes.process import memory_of, parse_faults, read_status, read_text
-from weighin.record import Memory, Phase
+from weighin.record import OURS, Memory, Phase
 from weighin.worker.connection import Lifeline
 
 if TYPE_CHECKING:
@@ -22,6 +24,18 @@ UNNAMED = "other"
 """The name of the phase that covers the parts of a strategy outside its own phases."""
 
 _SHORTEST_GAP_NS = 1_000_000  # a shorter gap between two phases counts to the second phase
+
+
+def named_by_strategy(name: object) -> str:
+    """Return the name of a strategy's phase; raise ValueError if it is not a safe name, or is ours."""
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9 _.+/()-]{0,63}", name):
+        raise ValueError(
+            f"phase {short_repr(name)}: a phase's name is a text of at most 64 letters, digits, spaces"
+            " and _ . + / ( ) -, and begins with a letter or a digit"
+        )
+    if name in OURS:
+        raise ValueError(f"phase {name!r}: weighin has a phase of this name, choose another name")
+    return name
 
 
 class Marks:

@@ -1,22 +1,24 @@
-"""Run a model's forward pass after the reference load: ``python -m weighin.worker.reference CHECKPOINT``.
+"""Run a model's forward pass after the reference load: ``python -m weighin.worker.reference``.
 
 A run starts this module, outside every limit, when the forward pass fails of a model whose weights
 a strategy loaded right. If it fails here too, the fault is the model's. The reference load is
 ``from_pretrained`` for a Hugging Face folder; for any other model, it builds the model and copies
 each tensor of the checkpoint into it.
 
-The first line of standard input is the cell's job. The answer is one line of JSON: {"failure": ""}
-if the forward pass works, else with the error in one line.
+The first line of standard input is the cell's job, and the second one is an object with ``checkpoint``
+and ``selection``. The answer is one event, ``answer``, whose field ``failure`` is empty if the forward
+pass works, and else the error in one line.
 """
 
-import argparse
-import ctypes
 import json
-import os
-import signal
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
+
+from weighin.parent_process import Parent, end_with_parent
+
+if __name__ == "__main__":
+    end_with_parent()  # before the imports that take seconds
 
 import torch
 
@@ -34,23 +36,16 @@ from weighin.worker.inputs import example_inputs
 from weighin.worker.verify import WrongWeights, check_forward
 from weighin.worker.warmup import settle_math
 
-_PR_SET_PDEATHSIG: Final = 1
-
 
 def main() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # so that prints of a model do not mix with the answer
-    parser = argparse.ArgumentParser(prog="python -m weighin.worker.reference", description=__doc__)
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--key", default="", help="the state dict's place in nested dicts")
-    parser.add_argument("--strip-prefix", default="", help="the beginning of names to remove")
-    options = parser.parse_args()
-    job = decode_job(sys.stdin.buffer.readline())
+    parent = Parent()
+    job = decode_job(parent.receive() or b"")
+    question = json.loads(parent.receive() or b"")
     sys.path[:0] = job.python_path
     settle_math()
-    model = _loaded(job.cell, options.checkpoint, Selection(options.key, options.strip_prefix))
-    print(json.dumps({"failure": _failure(model, job.cell)}), file=answers, flush=True)
+    selection = Selection(**question["selection"])
+    model = _loaded(job.cell, Path(question["checkpoint"]), selection)
+    parent.send("answer", failure=_failure(model, job.cell))
 
 
 def _loaded(cell: Cell, checkpoint: Path, selection: Selection) -> torch.nn.Module:

@@ -25,7 +25,7 @@ from weighin.loader.load import load_streaming
 from weighin.probes import page_cache
 from weighin.record import Written
 from weighin.strategy import Load
-from weighin.worker.phases import Marks
+from weighin.worker.phases import Marks, named_by_strategy
 from weighin.worker.verify import WrongWeights, complain, wanted_dtype
 
 
@@ -40,7 +40,7 @@ class WorkerSave:
     marks: Marks
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        return self.marks.phase(name)
+        return self.marks.phase(named_by_strategy(name))
 
 
 def load_model(job: Load) -> torch.nn.Module:

@@ -7,6 +7,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from weighin.probes.process import read_text
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -47,8 +49,7 @@ def check_preloaded() -> None:
     wanted = os.environ.get("LD_PRELOAD", "").replace(":", " ").split()
     if not wanted:
         return
-    with open("/proc/self/maps") as maps:  # noqa: PTH123 (pathlib is not imported yet)
-        mapped = maps.read()
+    mapped = read_text("/proc/self/maps")
     for library in wanted:
         if os.path.realpath(library) not in mapped:
             raise OSError(f"the dynamic linker did not load {library}, which LD_PRELOAD names")

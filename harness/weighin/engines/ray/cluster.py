@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from weighin import child_process, pipes
 from weighin.engines.ray import relay
 from weighin.engines.transport import LostTask
 from weighin.errors import ConfigError, extra
@@ -79,10 +80,10 @@ class Cluster:
 
     def __init__(self, labels: Mapping[str, str], run: Relay = relay.relay) -> None:
         self._labels = dict(labels)
-        cloudpickle.register_pickle_by_value(relay)
+        for module in (relay, child_process, pipes):
+            cloudpickle.register_pickle_by_value(module)
         self._relay = ray.remote(max_retries=0, num_cpus=0)(run)
         self._look = ray.remote(max_retries=0, num_cpus=0)(relay.look)
-        self._clock = ray.remote(max_retries=0, num_cpus=0)(relay.clock)
 
     def nodes(self) -> list[RayNode]:
         """Return the living nodes that have a slot and the wanted labels."""
@@ -116,12 +117,12 @@ class Cluster:
 
     def look(self, node: RayNode) -> dict[str, Any]:
         """Return what ``relay.look`` finds on a node."""
-        facts: dict[str, Any] = self._ask(self._look, node)
+        at_node = self._look.options(label_selector=self._at(node))
+        try:
+            facts: dict[str, Any] = ray.get(at_node.remote(), timeout=_PROBE_S)
+        except RayError as error:
+            raise LostTask(one_line(str(error), 200), with_node=True) from None
         return facts
-
-    def clock_ns(self, node: RayNode) -> int:
-        """Return the time of a node's clock, in nanoseconds since 1970."""
-        return int(self._ask(self._clock, node))
 
     def submit(self, node: RayNode, assignment: Mapping[str, Any]) -> RayTask:
         """Start an assignment in the node's slot; one node runs one assignment at a time."""
@@ -139,14 +140,6 @@ class Cluster:
             timeout=timeout_s,
         )
         return [streams[id(stream)] for stream in ready]
-
-    def _ask(self, function: Any, node: RayNode) -> Any:
-        try:
-            return ray.get(
-                function.options(label_selector=self._at(node)).remote(), timeout=_PROBE_S
-            )
-        except RayError as error:
-            raise LostTask(one_line(str(error), 200), with_node=True) from None
 
     def _at(self, node: RayNode) -> dict[str, str]:
         return {_NODE_ID: node.id, **self._labels}
@@ -168,6 +161,8 @@ def connected(
         )
     # Ray prints on standard output that a node was lost; the driver says so itself, on standard error.
     ray._private.worker.print_to_stdstream = lambda *_, **__: None
+    # Ray would end this process at SIGTERM with exit code 15, and without its clean-up.
+    ray._private.utils.set_sigterm_handler = lambda _: None
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:

@@ -8,7 +8,7 @@ from typing import Any, Final
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from weighin import install
+from weighin import __version__, install
 from weighin.doctor import doctor as doctors
 from weighin.doctor.capabilities import Capability
 from weighin.doctor.doctor import Examination
@@ -17,6 +17,7 @@ from weighin.engines.ray.cluster import SLOT, START, Cluster, RayNode, RayTask
 from weighin.engines.transport import LostTask
 from weighin.errors import ConfigError
 from weighin.protocol import decode_event
+from weighin.records import sources
 
 SCHEMA: Final = 1
 _PINGS: Final = 5  # the first ones start processes
@@ -103,8 +104,19 @@ def _examined(
         "no memory monitor of Ray", "bad" if state.is_on else "good", f"{state}{repair}"
     )
     capabilities = [Capability(**fields) for fields in answers["examined"]["capabilities"]]
-    examination = Examination((*capabilities, monitor, _clock(cluster, node)))
+    code = _code(answers["examined"])
+    examination = Examination((*capabilities, code, monitor, _clock(cluster, node)))
     return NodeExamination(node.name, node.id, examination, state.is_on)
+
+
+def _code(examined: Mapping[str, Any]) -> Capability:
+    """Compare the node's version and code of weighin with this machine's."""
+    there = (examined["weighin"], examined["code"])
+    here = (__version__, sources.digest_of_all())
+    detail = f"weighin {there[0]}, files with the digest {there[1]}"
+    if there == here:
+        return Capability("the same weighin", "good", detail)
+    return Capability("the same weighin", "bad", f"{detail}; here: {here[0]}, {here[1]}")
 
 
 def _clock(cluster: Cluster, node: RayNode) -> Capability:
@@ -112,7 +124,7 @@ def _clock(cluster: Cluster, node: RayNode) -> Capability:
     readings = []
     for _ in range(_PINGS):
         sent_ns = time.time_ns()
-        there_ns = cluster.clock_ns(node)
+        there_ns = cluster.look(node)["t_ns"]
         back_ns = time.time_ns()
         half_ns = (back_ns - sent_ns) // 2
         readings.append((half_ns, there_ns - sent_ns - half_ns))

@@ -13,6 +13,7 @@ from weighin.errors import ConfigError, IsolationUnavailable
 from weighin.isolation import select
 from weighin.isolation.base import Isolation
 from weighin.protocol import decode_event
+from weighin.records import sources
 from weighin.units import format_bytes, format_exact
 
 
@@ -149,7 +150,7 @@ def probe(cluster: Cluster, nodes: Sequence[RayNode]) -> list[NodeFacts]:
     """Ask all nodes at the same time what they can do; a node that is lost gives no answer.
 
     Raises:
-        ConfigError: a node has no weighin, or another version of it.
+        ConfigError: a node has no weighin, or another version of it, or other code.
     """
     tasks = [cluster.submit(node, {"kind": "probe", "gpu": node.gpus > 0}) for node in nodes]
     found = []
@@ -172,6 +173,12 @@ def _described(node: RayNode, answers: Mapping[str, Mapping[str, Any]]) -> NodeF
         raise ConfigError(
             f"the node {node.name} has weighin {facts['weighin']}, and this machine {__version__}",
             f"install the same version there: {install.command('ray', anywhere=True)}",
+        )
+    if facts["code"] != (own := sources.digest_of_all()):
+        raise ConfigError(
+            f"the node {node.name} has other code of weighin {__version__} than this machine: its files"
+            f" have the digest {facts['code']}, those here {own}",
+            "install the same files on all nodes: records of different code must not share a row",
         )
     gpu_bytes = tuple(facts["gpu_bytes"])
     return NodeFacts(

@@ -1,21 +1,20 @@
 """The Ray tasks: one starts ``weighin.engines.node`` on its node and passes the events on.
 
-Ray copies these functions to the nodes by value, so that they import nothing but the standard
-library: a node without weighin can then say so.
+Ray copies these functions, and those that they use of ``child_process`` and ``pipes``, to the nodes by
+value, so that they import nothing but the standard library: a node without weighin can then say so.
 """
 
 import contextlib
 import json
 import os
-import select
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-_PART_BYTES = 1 << 20
+from weighin.child_process import Child, module
+from weighin.pipes import last_line
+
 _PAUSE_S = 0.5  # Ray delivers a cancellation between two lines of Python
 _PATIENCE_S = 30.0  # the measured processes of a stopped assignment need a moment to end
 
@@ -27,57 +26,31 @@ def relay(assignment: bytes) -> Iterator[bytes]:
     OMP_NUM_THREADS in its own workers, and these would change the figures. When this generator
     ends, so does the process.
     """
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "weighin.engines.node"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=raylet_environment(),
-        start_new_session=True,
-    )
-    assert process.stdin and process.stdout and process.stderr
-    streams, rest, last_words = [process.stdout, process.stderr], b"", b""
+    node = Child(module("weighin.engines.node"), raylet_environment())
     try:
-        process.stdin.write(assignment + b"\n")
-        process.stdin.flush()  # and open: its end would stop the process
-        while streams:
-            ready, _, _ = select.select(streams, [], [], _PAUSE_S)
-            for stream in ready:
-                part = os.read(stream.fileno(), _PART_BYTES)
-                if not part:
-                    streams.remove(stream)
-                elif stream is process.stderr:
-                    last_words = (last_words + part)[-4096:]
-                else:
-                    *lines, rest = (rest + part).split(b"\n")
-                    for line in lines:  # noqa: UP028 (Ray sends values into its generators)
-                        yield line
-    except BrokenPipeError:  # it ended before it read the assignment; its last words say why
-        last_words += process.stderr.read()
+        node.send(assignment + b"\n")  # input stays open: its end would stop the process
+        while True:
+            try:
+                if (line := node.receive(_PAUSE_S)) is None:
+                    break
+            except TimeoutError:
+                continue
+            yield line
     finally:
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()
-        try:
-            code = process.wait(_PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            code = process.wait()
-    yield _ending(code, last_words)
+        node.end_input()
+        with contextlib.suppress(TimeoutError):
+            node.wait(_PATIENCE_S)
+        node.kill()
+        code = node.wait()
+        node.close()
+    event = {"event": "ended", "code": code, "stderr": last_line(node.stderr_tail)}
+    yield json.dumps(event).encode()
 
 
 def look() -> dict[str, Any]:
-    """Return the facts about this node that only Ray's own processes know, and its clock's time."""
-    variables = raylet_environment()
-    return {
-        "refresh_ms": variables.get("RAY_memory_monitor_refresh_ms"),
-        "hostname": os.uname().nodename,
-        "t_ns": time.time_ns(),
-    }
-
-
-def clock() -> int:
-    """Return the time of this node's clock, in nanoseconds since 1970."""
-    return time.time_ns()
+    """Return what only Ray's own processes know about this node, and its time in ns since 1970."""
+    t_ns = time.time_ns()
+    return {"t_ns": t_ns, "refresh_ms": raylet_environment().get("RAY_memory_monitor_refresh_ms")}
 
 
 def raylet_environment() -> dict[str, str]:
@@ -90,13 +63,6 @@ def raylet_environment() -> dict[str, str]:
             entries = (folder / "environ").read_bytes().split(b"\0")
             pairs = [os.fsdecode(entry).partition("=") for entry in entries if entry]
             return {key: value for key, _, value in pairs}
-        status = (folder / "stat").read_text()
-        pid = int(status.rpartition(")")[2].split()[1])
+        status = (folder / "stat").read_bytes()
+        pid = int(status.rpartition(b")")[2].split()[1])
     raise RuntimeError("no raylet is among the parents of this process")
-
-
-def _ending(code: int, last_words: bytes) -> bytes:
-    """Return the last event: how the process ended."""
-    lines = last_words.decode(errors="replace").strip().splitlines()
-    event = {"event": "ended", "code": code, "stderr": lines[-1] if lines else ""}
-    return json.dumps(event).encode()

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import signal
 import time
 from collections.abc import Callable
@@ -25,7 +24,9 @@ from weighin.isolation.docker.engine import (
 from weighin.isolation.docker.image import PYTHON
 from weighin.isolation.docker.remote_observer import InsideObserver
 from weighin.isolation.docker.stream import StreamChannel
+from weighin.pipes import last_line
 from weighin.probes.cgroup import MemoryCgroup, memory_cgroup_of, read_kernel
+from weighin.protocol import decode_event
 from weighin.text import one_line
 
 _BIRTH_TIMEOUT_S: Final = 2.0
@@ -41,6 +42,8 @@ ENDED: Final = "the worker ended before it could be observed"
 
 class DockerRunning:
     """A started worker; see ``weighin.isolation.base.Running``."""
+
+    read_only = True
 
     def __init__(
         self,
@@ -87,14 +90,11 @@ class DockerRunning:
         hello = b""
         with contextlib.suppress(TimeoutError):
             hello = channel.receive(_WATCHER_TIMEOUT_S) or b""
-        if re.fullmatch(rb'{"watching":\d+}', hello):
+        if (decode_event(hello) or {}).get("answer"):
             return InsideObserver(channel, self._raise_limit)
         # If the engine could not start the watcher, its error text comes instead of events.
-        lines = (channel.stderr_tail or hello).decode(errors="replace").strip().splitlines()
-        self.unseen += (
-            ", and the watcher in the container found no worker:"
-            f" {one_line(lines[-1]) if lines else '-'}"
-        )
+        why = one_line(last_line(channel.stderr_tail or hello))
+        self.unseen += f", and the watcher in the container found no worker: {why or '-'}"
         channel.close()
         return None
 
@@ -172,7 +172,7 @@ class DockerRunning:
             pids = [int(pid) for pid in (self.cgroup / "cgroup.procs").read_text().split()]
         except OSError:  # the container has ended
             return []
-        return sorted(pid for pid in pids if pid != self._keeper)
+        return sorted(pid for pid in pids if pid not in (0, self._keeper))  # 0: not visible
 
     def _wait_for_container(self, deadline: float) -> int:
         left = max(deadline - time.monotonic(), 1.0)

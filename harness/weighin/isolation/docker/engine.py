@@ -5,7 +5,6 @@ import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Final
 
 import docker
@@ -121,14 +120,9 @@ def check_engine(info: dict[str, Any]) -> None:
 def owner_labels() -> dict[str, str]:
     """Return labels that identify a container's owner: this process, and where it runs.
 
-    The place is the host, the pid namespace, and the lock file of runs if it is not the default.
+    The place is the host, and the lock file of runs if it is not the default.
     """
-    namespace = Path("/proc/self/ns/pid")
-    where = namespace.readlink().name if namespace.exists() else ""
-    return {
-        OWNER_LABEL: this_process(),
-        HOST_LABEL: f"{socket.gethostname()} {where}{lock_suffix()}".strip(),
-    }
+    return {OWNER_LABEL: this_process(), HOST_LABEL: f"{socket.gethostname()}{lock_suffix()}"}
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import os
 import secrets
+import socket
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Final
@@ -119,13 +120,16 @@ class DockerIsolation:
         running.channel.send(encode_job(inside))
         return running
 
-    def remove_stale(self) -> list[str]:
+    def remove_stale(self, *, any_lock: bool = False) -> list[str]:
         """Remove the containers whose owner, a process of this machine, is dead."""
         removed = []
         here = owner_labels()[HOST_LABEL]
+        wanted = HOST_LABEL if any_lock else f"{HOST_LABEL}={here}"
         with explained("list the containers"):
-            ours = self._client.containers(all=True, filters={"label": f"{HOST_LABEL}={here}"})
+            ours = self._client.containers(all=True, filters={"label": wanted})
         for container in ours:
+            if not container["Labels"][HOST_LABEL].startswith(socket.gethostname()):
+                continue
             name, owner = container["Names"][0].lstrip("/"), container["Labels"][OWNER_LABEL]
             if not is_alive(owner):
                 remove(self._client, name, certain=True)

@@ -1,14 +1,14 @@
 """The parent's client of the watcher process in a container, ``container_observer``."""
 
-import json
 import queue
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-from weighin.isolation.channel import Channel
+from weighin.isolation.base import Channel
 from weighin.probes.observer import Observation
+from weighin.protocol import decode_event
 from weighin.record import Memory, Sample
 
 _TURN_S = 0.01  # the interval of polling the channel; the longest delay of a request
@@ -26,6 +26,7 @@ class InsideObserver:
         self.raise_limit = lift
         self.oom_kills: int | None = None
         self.last_peak_rss_bytes: int | None = None
+        self.others = (0, 0)
         self.watcher: Memory | None = None
         self._channel = channel
         self._samples: list[Sample] = []
@@ -47,6 +48,8 @@ class InsideObserver:
         end = self._ask("end", {})
         self.oom_kills = end.get("oom_kills")
         self.last_peak_rss_bytes = end.get("last_peak_rss_bytes")
+        number, private_bytes = end.get("others", (0, 0))
+        self.others = (number, private_bytes)
         self.watcher = Memory(**end["memory"]) if end else None
         self._thread.join(_ANSWER_TIMEOUT_S)
         self._channel.close()
@@ -60,7 +63,7 @@ class InsideObserver:
             answer = self._answers.get(timeout=2 * _ANSWER_TIMEOUT_S)
         except queue.Empty:
             return otherwise
-        return otherwise if answer is None else answer[word]
+        return otherwise if answer is None else answer["answer"]
 
     def _run(self) -> None:
         """Forward requests and receive answers until the watcher ends or stops answering."""
@@ -78,9 +81,10 @@ class InsideObserver:
                     continue
                 if line is None:
                     return
-                message = json.loads(line)
-                if "samples" in message:
-                    self._samples += [Sample(*values) for values in message["samples"]]
+                if (message := decode_event(line)) is None:
+                    continue
+                if message["event"] == "samples":
+                    self._samples += [Sample(*values) for values in message["answer"]]
                 else:
                     self._answers.put(message)
                     asked_s = None

@@ -11,7 +11,8 @@ import time
 from collections import deque
 from typing import Any, Final
 
-from weighin.isolation.channel import STDERR_KEPT_BYTES, LineBuffer
+from weighin.child_process import STDERR_KEPT_BYTES
+from weighin.pipes import LineBuffer
 
 STDOUT: Final = 1
 STDERR: Final = 2

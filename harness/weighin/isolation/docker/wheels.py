@@ -6,15 +6,14 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from weighin import child_process
 from weighin.errors import IsolationUnavailable
 from weighin.units import format_bytes
 
@@ -134,7 +133,7 @@ def download(
     """
     constraints = folder / "constraints.txt"
     constraints.write_text("\n".join(pins) + "\n")
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--only-binary=:all:"]
+    command = [*child_process.module("pip", "download", "--quiet", "--only-binary=:all:")]
     command += ["--disable-pip-version-check", "--constraint", str(constraints)]
     # Request only root packages: a pinned dependency may not exist for the target's platform.
     names = {"torch", "numpy", "safetensors", *packages}
@@ -150,28 +149,14 @@ def download(
         raise explain_pip(stderr, pins)
 
 
-def _run(command: list[str], temporary: Path, tell: Callable[[], None]) -> tuple[int, str]:
+def _run(command: Sequence[str], temporary: Path, tell: Callable[[], None]) -> tuple[int, str]:
     """Run pip in its own temporary folder; return its exit code and its error output."""
-    with tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=errors,
-            env=os.environ | {"TMPDIR": str(temporary)},
-        )
-        try:
-            while True:
-                try:
-                    code = process.wait(_SAY_EVERY_S)
-                    break
-                except subprocess.TimeoutExpired:
-                    tell()
-        finally:
-            process.kill()  # no effect if the process has ended
-            process.wait()
-        errors.seek(0)
-        return code, errors.read().decode(errors="replace")
+    with child_process.Child(command, os.environ | {"TMPDIR": str(temporary)}) as pip:
+        while True:
+            try:
+                return pip.wait(_SAY_EVERY_S), pip.stderr_tail.decode(errors="replace")
+            except TimeoutError:
+                tell()
 
 
 def _fetched(folder: Path) -> str:

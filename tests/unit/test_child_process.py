@@ -1,13 +1,20 @@
-"""Lines through real pipes: whole ones come, however they are cut; stderr_tail never hides them."""
+"""Lines through real pipes, and real children: whole lines come, and last words are kept."""
 
+import fcntl
 import os
+import resource
+import signal
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
-from weighin.isolation.channel import STDERR_KEPT_BYTES, LineBuffer, PipeChannel
+from weighin import child_process
+from weighin.child_process import STDERR_KEPT_BYTES, Child, PipeChannel
+from weighin.pipes import LineBuffer, LineReader, ready, write
 
 TEXT = b"one\n\ntwo\ntorn"
 
@@ -206,3 +213,80 @@ def test_the_end_of_the_worker_is_the_end_even_where_a_child_holds_its_pipes(
     assert [channel.receive(1) for _ in range(4)] == [b"one", b"two", None, None]
     assert channel.stderr_tail == b"said\n"
     channel.close()
+
+
+def python(code: str) -> Child:
+    return Child((sys.executable, "-P", "-c", code), child_process.environment())
+
+
+def test_a_line_above_the_size_of_a_pipe_is_whole_though_signals_interrupt_the_write() -> None:
+    reading, writing = os.pipe()
+    line = b"x" * 1_000_000
+    got: list[bytes | None] = []
+    reader = threading.Thread(target=lambda: got.append(LineReader(reading).receive(30)))
+
+    def start_reading(*_: object) -> None:
+        if reader.ident is None:
+            reader.start()
+
+    before = signal.signal(signal.SIGALRM, start_reading)
+    signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)  # the first write fills the pipe, and is cut
+    try:
+        write(writing, line + b"\n")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        os.close(writing)
+    reader.join()
+    os.close(reading)
+    assert got == [line]
+
+
+def test_descriptors_above_1023_are_waited_for() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4096), hard))
+    ours, theirs = os.pipe()
+    try:
+        high = fcntl.fcntl(ours, fcntl.F_DUPFD, 2000)
+        os.write(theirs, b"one\n")
+        assert ready([high], 1) == [high]
+        assert LineReader(high).receive(1) == b"one"
+        os.close(high)
+    finally:
+        os.close(ours)
+        os.close(theirs)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_the_last_words_are_kept_after_the_event_pipe_has_closed() -> None:
+    words = "import os, time; os.close(1); time.sleep(0.3); os.write(2, b'x' * 200_000 + b'last')"
+    with python(words) as child:
+        assert child.receive(10) is None
+        assert child.wait(10) == 0
+        assert child.stderr_tail.endswith(b"xlast")
+
+
+def test_a_child_that_is_late_is_killed_with_its_own_children() -> None:
+    with python("import os, time; print(os.fork(), flush=True); time.sleep(60)") as child:
+        forked = int(child.receive(10) or b"")
+        with pytest.raises(TimeoutError):
+            child.wait(0.01)
+    assert child.wait() == -signal.SIGKILL
+    state = Path(f"/proc/{forked}/stat")  # it may be a zombie, if nobody has waited for it yet
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_an_answer_that_does_not_come_in_time_is_an_error() -> None:
+    with pytest.raises(TimeoutError):
+        child_process.ask((sys.executable, "-c", "import time; time.sleep(60)"), {}, timeout_s=0.1)
+
+
+def test_a_child_runs_no_file_of_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit('hostile')")
+    (tmp_path / "calendar.py").write_text("raise SystemExit('hostile')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f":{os.environ.get('PYTHONPATH', '')}:")
+    answer = child_process.ask(child_process.module("calendar"), child_process.environment())
+    assert (answer.code, answer.stderr_tail) == (0, b"")

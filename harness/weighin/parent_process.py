@@ -1,0 +1,38 @@
+"""Talk to the process that started this one with ``weighin.child_process``, in lines of JSON."""
+
+import ctypes
+import os
+import signal
+import sys
+from typing import Any
+
+from weighin.pipes import LineReader, write
+from weighin.protocol import encode_event
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class Parent(LineReader):
+    """The connection to the parent: lines come from it, and events go to it.
+
+    Events go to the original standard output. Descriptor 1 is redirected to standard error, so that
+    prints of a strategy or a model do not mix with the events.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(os.dup(0))
+        self._events = os.dup(1)
+        os.dup2(2, 1)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+
+    def send(self, event: str, **fields: Any) -> None:
+        """Send one event; do nothing if the parent has ended."""
+        write(self._events, encode_event({"event": event, **fields}))
+
+
+def end_with_parent() -> None:
+    """Ask the kernel to kill this process when the thread that started it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

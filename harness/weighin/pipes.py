@@ -1,0 +1,76 @@
+"""Read lines from pipes, and write whole lines to pipes; both sides of a child process use this.
+
+The module imports little, because a worker imports it before torch, and Ray copies it to nodes by
+value.
+"""
+
+import contextlib
+import os
+import select
+from math import ceil, inf
+from time import monotonic
+
+_PART_BYTES = 4096  # small, so that the worker's heap does not grow
+
+
+class LineBuffer:
+    """Splits bytes into complete lines; drops an incomplete last line, whose writer was killed."""
+
+    def __init__(self) -> None:
+        self._pending = b""
+        self._lines: list[bytes] = []
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def feed(self, data: bytes) -> None:
+        *lines, self._pending = (self._pending + data).split(b"\n")
+        self._lines.extend(lines)
+
+    def pop(self) -> bytes | None:
+        return self._lines.pop(0) if self._lines else None
+
+
+class LineReader:
+    """Reads lines from a descriptor."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._lines = LineBuffer()
+
+    def receive(self, timeout_s: float = inf) -> bytes | None:
+        """Return the next line, or None at the end; raise TimeoutError if it is late."""
+        deadline = monotonic() + timeout_s
+        while (line := self._lines.pop()) is None:
+            if not ready([self._descriptor], deadline - monotonic()):
+                raise TimeoutError
+            if not (data := os.read(self._descriptor, _PART_BYTES)):
+                return None
+            self._lines.feed(data)
+        return line
+
+
+def ready(descriptors: list[int], timeout_s: float) -> list[int]:
+    """Return the descriptors that can be read now, after at most ``timeout_s``.
+
+    ``select.select`` cannot wait for descriptors above 1023, which a process with many open files has.
+    """
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    found = poll.poll(None if timeout_s == inf else ceil(max(0.0, timeout_s) * 1000))
+    return [descriptor for descriptor, _ in found]
+
+
+def write(descriptor: int, data: bytes) -> None:
+    """Write all bytes, of which a pipe may take only a part at once; stop if nobody reads them."""
+    left = memoryview(data)
+    with contextlib.suppress(BrokenPipeError):
+        while left:
+            left = left[os.write(descriptor, left) :]
+
+
+def last_line(printed: bytes) -> str:
+    """Return the last line of what a process printed; empty if it printed nothing."""
+    lines = printed.decode(errors="replace").strip().splitlines()
+    return lines[-1].strip() if lines else ""

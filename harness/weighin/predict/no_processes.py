@@ -1,0 +1,66 @@
+"""Refuse the processes that a strategy starts in a prediction, and end those that start anyway.
+
+Python reports most ways to start a process as an audit event. ``multiprocessing`` and C code start
+processes without an event; their processes are found afterwards.
+"""
+
+import ctypes
+import os
+import resource
+import signal
+import sys
+from typing import Final
+
+from weighin.predict.dispatch import CannotFollow
+from weighin.probes.cgroup import all_pids, parent_of
+
+_STARTS: Final = (
+    "subprocess.Popen",
+    "os.exec",
+    "os.fork",
+    "os.forkpty",
+    "os.posix_spawn",
+    "os.system",
+)
+REFUSED: Final = "it starts a process, whose memory a prediction does not follow"
+_PR_SET_CHILD_SUBREAPER: Final = 36  # linux/prctl.h
+_refused: list[str] = []
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of its descendants whose own parent ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def refuse() -> None:
+    """Let each attempt to start a process in this process raise CannotFollow, from now on."""
+    sys.addaudithook(_hook)
+
+
+def check() -> None:
+    """Raise CannotFollow if this process started another, or tried to and went on."""
+    of_children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    if _refused or of_children or children():
+        raise CannotFollow(REFUSED)
+
+
+def children() -> list[int]:
+    """Return the pids of this process's children, of which some may have ended."""
+    return [pid for pid in all_pids() if parent_of(pid) == os.getpid()]
+
+
+def end_children() -> bool:
+    """Kill all children of this process and their descendants; return whether there were any."""
+    found = False
+    while pids := children():  # the children of one that ends become this process's
+        found = True
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    return found
+
+
+def _hook(event: str, _arguments: object) -> None:
+    if event in _STARTS:
+        _refused.append(event)
+        raise CannotFollow(REFUSED)

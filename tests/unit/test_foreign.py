@@ -1,0 +1,122 @@
+"""Text that others wrote is refused in one line, and never with a traceback or a hang."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from factories import make_cell, make_result
+from fakes import FakeRunning
+from scripts import DONE, watched
+
+from weighin.errors import ConfigError, RecordError
+from weighin.foreign import parse_json, read_bytes
+from weighin.protocol import decode_event
+from weighin.record import OURS, Outcome
+from weighin.records import run_folder
+from weighin.suite.config import read_suite
+from weighin.suite.yaml_file import read_mapping
+from weighin.worker.phases import named_by_strategy
+
+DEEP = "[" * 100_000 + "]" * 100_000
+LONG = "9" * 6000
+
+
+@pytest.mark.parametrize("text", [DEEP, "[" * 300_000, LONG, "[" * 101 + "]" * 101, "NaN"])
+def test_a_json_text_beyond_the_bounds_is_a_value_error(text: str) -> None:
+    with pytest.raises(ValueError, match=r"nested|digits|NaN"):
+        parse_json(text)
+    assert decode_event(f'{{"event":"note","text":{text}}}'.encode()) is None
+
+
+@pytest.mark.parametrize("text", [DEEP, f'{{"schema":{LONG}}}', f'{{"schema":1,"cell":{DEEP}}}'])
+@pytest.mark.parametrize("name", ["records.jsonl", "plan.json"])
+def test_a_record_or_plan_beyond_the_bounds_is_damaged(
+    tmp_path: Path, name: str, text: str
+) -> None:
+    (tmp_path / "records.jsonl").write_text("")
+    (tmp_path / name).write_text(text + "\n")
+    with pytest.raises(RecordError) as raised:
+        run_folder.read(tmp_path)
+    assert "not JSON" in raised.value.message
+    assert len(raised.value.message) < 500
+
+
+@pytest.mark.parametrize("text", ["a: &x [*x]", f"a: {DEEP}", f"a: {LONG}", "a: 2026-99-99"])
+def test_yaml_beyond_the_bounds_is_a_config_error(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "suite.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        read_mapping(path)
+    assert len(raised.value.message) < 500
+
+
+def test_a_fifo_is_no_file_of_records_or_suite(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "records.jsonl")
+    with pytest.raises(RecordError, match="not a regular file"):
+        run_folder.read(tmp_path)
+    with pytest.raises(ConfigError, match="not a regular file"):
+        read_mapping(tmp_path / "records.jsonl")
+    (tmp_path / "long").write_bytes(b"12345")
+    with pytest.raises(OSError, match="longer than 0 MiB"):
+        read_bytes(tmp_path / "long", 4)
+
+
+def test_the_repeats_of_a_suite_are_bounded(tmp_path: Path) -> None:
+    path = tmp_path / "suite.yaml"
+    path.write_text("models: [gpt2-small]\nrepeats: 100000000\n")
+    with pytest.raises(ConfigError, match="10000"):
+        read_suite(path)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"event":"phase"}',
+        b'{"event":"begin","name":7,"t_ns":1}',
+        b'{"event":"ready","t_ns":"x","touch_ns":{}}',
+        b'{"event":"baseline"}',
+        b'{"event":"note","text":"x","rank":5}',
+        b'{"event":"failed","outcome":"perfect","message":""}',
+        b'{"event":["unhashable"]}',
+        b'{"event":"done","first_use_ns":null,"marks_ns":1,"more":1}',
+    ],
+)
+def test_an_event_without_its_fields_is_passed_over(line: bytes) -> None:
+    script = [part for each in DONE for part in (line, each)]
+    assert watched(FakeRunning(script)).outcome is Outcome.OK
+
+
+@pytest.mark.parametrize("name", [*OURS, 7, None, "", "a\x1bc", "\0", "x" * 65, "<b>", "-x"])
+def test_a_strategy_cannot_use_a_name_of_ours_or_an_unsafe_name(name: object) -> None:
+    with pytest.raises(ValueError, match="phase "):
+        named_by_strategy(name)
+
+
+def test_a_strategy_can_name_its_phases_as_it_likes() -> None:
+    assert named_by_strategy("read layer 1.5 (fp8)") == "read layer 1.5 (fp8)"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"load_ns": -5}, "load_ns: impossible value -5"),
+        ({"load_ns": 7, "ready_ns": 6}, "ready_ns: less than load_ns"),
+        ({"message": 7}, "message: input should be a valid string, got 7"),
+    ],
+)
+def test_a_record_that_the_reader_would_refuse_is_a_failed_measurement(
+    tmp_path: Path, changes: dict[str, int], message: str
+) -> None:
+    result = replace(make_result(), **changes)  # type: ignore[arg-type]
+    appended = run_folder.append(tmp_path, result)
+    assert appended.outcome is Outcome.MEASUREMENT_FAILED
+    assert appended.message == f"the worker reported an impossible figure: {message}"
+    assert list(run_folder.read(tmp_path).results) == [appended]
+
+
+def test_names_and_texts_of_records_have_no_control_characters(tmp_path: Path) -> None:
+    result = make_result(make_cell("a\x1bc\0"), message="red \x1b[31m \u202e end")
+    run_folder.append(tmp_path, result)
+    (read,) = run_folder.read(tmp_path).results
+    assert (read.cell.strategy, read.message) == ("a?c?", "red ?[31m ? end")
